@@ -1,0 +1,34 @@
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin
+
+.PHONY: help setup lint test check clean
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+# The stamp holds the pins: another pyproject.toml or Python sets up again.
+$(VENV)/.ready: pyproject.toml setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
+	  echo "megatron_cp needs Python 3.12 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1)." >&2; \
+	  echo "Name another one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.ready ## make .venv with the pinned versions
+
+lint: setup ## ruff and mypy
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check .
+	$(RUN)/mypy
+
+test: setup ## all tests, on 2 processes
+	$(RUN)/python -m pytest -n 2 --dist worksteal
+
+check: setup ## parity of both layers at several context-parallel sizes, in seconds
+	$(RUN)/megatron-cp check --layer attention --cp 2,3,5 --lengths 7,1,130,64,2 --heads 6 --kv-heads 2 --dtype float64
+	$(RUN)/megatron-cp check --layer gdn --cp 2,3,5 --lengths 7,1,130,64,2 --heads 6 --key-heads 2 --dtype float64
+
+clean: ## remove what the other targets made
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,53 @@
+"""Context parallelism for packed batches: exact for every mask, layer and document length.
+
+Names are imported when first used, so that a data loader can plan and shard without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_cp.errors import ArgumentError as ArgumentError
+    from megatron_cp.errors import PlanMismatchError as PlanMismatchError
+    from megatron_cp.executor.gather import gather as gather
+    from megatron_cp.executor.plan import Plan as Plan
+    from megatron_cp.executor.run import check_agreement as check_agreement
+    from megatron_cp.layout import Layout as Layout
+    from megatron_cp.layout import Packing as Packing
+    from megatron_cp.layout import Route as Route
+    from megatron_cp.linear.gated_delta_net import gated_delta_net as gated_delta_net
+    from megatron_cp.linear.gated_delta_net import gated_delta_rule as gated_delta_rule
+    from megatron_cp.planner.plans import plan_attention as plan_attention
+    from megatron_cp.planner.plans import plan_linear as plan_linear
+    from megatron_cp.softmax.attention import attention as attention
+    from megatron_cp.softmax.mask import Mask as Mask
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ArgumentError": "megatron_cp.errors",
+    "Layout": "megatron_cp.layout",
+    "Mask": "megatron_cp.softmax.mask",
+    "Packing": "megatron_cp.layout",
+    "Plan": "megatron_cp.executor.plan",
+    "PlanMismatchError": "megatron_cp.errors",
+    "Route": "megatron_cp.layout",
+    "attention": "megatron_cp.softmax.attention",
+    "check_agreement": "megatron_cp.executor.run",
+    "gated_delta_net": "megatron_cp.linear.gated_delta_net",
+    "gated_delta_rule": "megatron_cp.linear.gated_delta_net",
+    "gather": "megatron_cp.executor.gather",
+    "plan_attention": "megatron_cp.planner.plans",
+    "plan_linear": "megatron_cp.planner.plans",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value

@@ -1,0 +1,5 @@
+"""Tokens-sharded to heads-sharded and back: the local halves of a head exchange.
+
+Owns `Sections` (the feature axis as named blocks of heads, and which heads each rank computes) and the pack and unpack
+around one collective. Knows layouts; knows neither ranks that talk (`executor/`) nor what the heads are for.
+"""

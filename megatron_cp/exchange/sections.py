@@ -1,0 +1,222 @@
+"""`Sections`: the feature axis as named blocks of heads, and which heads each rank computes. No torch in here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron_cp.errors import ArgumentError
+
+ROW_ALIGNMENT = 16  # bytes: the widest access of a GPU thread, and what attention kernels ask of their pointers
+
+HeadRange = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class HeadDeal:
+    """Which heads each rank computes: consecutive query heads, and the key/value heads that those read.
+
+    `heads[r]` and `groups[r]` are half-open ranges. A linear layer reads "value heads" for heads and "key heads" for
+    groups: the sharing is the same.
+    """
+
+    heads: tuple[HeadRange, ...]
+    groups: tuple[HeadRange, ...]
+
+    @property
+    def idle_ranks(self) -> int:
+        return sum(hi == lo for lo, hi in self.heads)
+
+    @property
+    def replicated(self) -> bool:
+        """True if some group is read on more than one rank, so that its gradient is a sum over ranks."""
+        return sum(hi - lo for lo, hi in self.groups) > max(hi for _, hi in self.groups)
+
+
+def deal_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadDeal:
+    """Deals `num_heads` heads, `num_heads / num_groups` to a group, to `cp_size` ranks in order.
+
+    Whole groups where there are at least as many groups as ranks. With fewer groups, ranks are dealt to groups, so
+    that no rank reads two, unless dealing plain heads gives the busiest rank less to do.
+
+    Raises:
+        ArgumentError: a count below 1, or groups that do not divide heads.
+    """
+    for name, count in (("num_heads", num_heads), ("num_groups", num_groups)):
+        if count < 1:
+            raise ArgumentError(name, count, "an integer of at least 1")
+    if num_heads % num_groups:
+        raise ArgumentError("num_groups", num_groups, f"a divisor of the {num_heads} heads")
+    per_group = num_heads // num_groups
+    if num_groups >= cp_size:
+        groups = _even_cuts(num_groups, cp_size)
+        return HeadDeal(tuple((lo * per_group, hi * per_group) for lo, hi in groups), groups)
+
+    plain = _even_cuts(num_heads, cp_size)
+    aligned = tuple(
+        (group * per_group + lo, group * per_group + hi)
+        for group, (first, last) in enumerate(_even_cuts(cp_size, num_groups))
+        for lo, hi in _even_cuts(per_group, last - first)
+    )
+    heads = aligned if _largest(aligned) <= _largest(plain) else plain
+    return HeadDeal(
+        heads, tuple((lo // per_group, -(-hi // per_group) if hi > lo else lo // per_group) for lo, hi in heads)
+    )
+
+
+_RANGES_ALLOWED = "one range of heads a rank, both ends never falling, that cover every head"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A named block of heads on the feature axis.
+
+    Attributes:
+        name: as the field calls it (`q`, `k`, `v`, `beta`, ...).
+        num_heads: heads in the block, over all ranks.
+        head_dim: features of one head.
+        ranges: for each rank the half-open range of heads that it computes. Both ends never fall from rank to rank;
+            ranges of neighbours may overlap, where a head is computed on several ranks.
+    """
+
+    name: str
+    num_heads: int
+    head_dim: int
+    ranges: tuple[HeadRange, ...]
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    def heads_on(self, rank: int) -> int:
+        lo, hi = self.ranges[rank]
+        return hi - lo
+
+    @property
+    def replicated(self) -> bool:
+        """True if some head is computed on more than one rank."""
+        return sum(hi - lo for lo, hi in self.ranges) > self.num_heads
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where one section's heads stand in the messages of ranks `first_rank .. last_rank - 1`, all alike.
+
+    One strided copy moves them: rank `first_rank + i` takes `num_heads` heads from `first_head + i * head_step` on.
+    The first `shared_heads` of them also stand in the message of a lower rank: on the way back they are added.
+    """
+
+    section: int
+    first_rank: int
+    last_rank: int
+    first_head: int
+    head_step: int
+    num_heads: int
+    shared_heads: int
+    offset: int  # bytes from the start of a message row
+
+    @property
+    def num_ranks(self) -> int:
+        return self.last_rank - self.first_rank
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """The bytes of one token in a message: for each rank its row, every section starting on `ROW_ALIGNMENT`.
+
+    Attributes:
+        row_bytes: for each rank, the bytes of one token in messages to (or from) it.
+        offsets: `[rank][section]` byte offset of each section inside the row.
+        columns: the copies that fill or empty the messages of all ranks, in rank order within a section.
+    """
+
+    row_bytes: tuple[int, ...]
+    offsets: tuple[tuple[int, ...], ...]
+    columns: tuple[Columns, ...]
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The feature axis of a head exchange: blocks of heads that travel together in one message."""
+
+    blocks: tuple[Section, ...]
+
+    def __post_init__(self) -> None:
+        for block in self.blocks:
+            before = (0, 0)
+            for lo, hi in block.ranges:
+                if not (before[0] <= lo <= before[1] and before[1] <= hi and lo <= hi):
+                    raise ArgumentError(f"ranges of section {block.name!r}", block.ranges, _RANGES_ALLOWED)
+                before = (lo, hi)
+            if before[1] != block.num_heads:
+                raise ArgumentError(f"ranges of section {block.name!r}", block.ranges, _RANGES_ALLOWED)
+
+    @property
+    def cp_size(self) -> int:
+        return len(self.blocks[0].ranges)
+
+    @property
+    def width(self) -> int:
+        return sum(block.width for block in self.blocks)
+
+    def row_format(self, item_sizes: Sequence[int]) -> RowFormat:
+        """How a token's heads lie in the messages, for elements of `item_sizes[section]` bytes."""
+        offsets, row_bytes = [], []
+        for rank in range(self.cp_size):
+            starts, end = [], 0
+            for block, size in zip(self.blocks, item_sizes, strict=True):
+                starts.append(end)
+                end += _round_up(block.heads_on(rank) * block.head_dim * size)
+            offsets.append(tuple(starts))
+            row_bytes.append(end)
+        columns = tuple(
+            columns for index, block in enumerate(self.blocks) for columns in _columns(index, block, row_bytes, offsets)
+        )
+        return RowFormat(tuple(row_bytes), tuple(offsets), columns)
+
+
+def _columns(index: int, block: Section, row_bytes: list[int], offsets: list[tuple[int, ...]]) -> list[Columns]:
+    """The fewest copies for one section: neighbouring ranks whose messages are alike share one."""
+    runs: list[Columns] = []
+    seen = 0  # heads below this one stand in the message of some lower rank
+    for rank, (lo, hi) in enumerate(block.ranges):
+        if hi == lo:
+            continue
+        alone = Columns(index, rank, rank + 1, lo, 0, hi - lo, max(0, min(seen, hi) - lo), offsets[rank][index])
+        joined = _extended(runs[-1], alone, row_bytes) if runs else None
+        if joined:
+            runs[-1] = joined
+        else:
+            runs.append(alone)
+        seen = max(seen, hi)
+    return runs
+
+
+def _extended(run: Columns, next_rank: Columns, row_bytes: list[int]) -> Columns | None:
+    """`run` with one more rank, or None where the next rank's message is not like the others."""
+    step = next_rank.first_head - run.first_head - (run.num_ranks - 1) * run.head_step
+    alike = (
+        run.last_rank == next_rank.first_rank
+        and run.num_heads == next_rank.num_heads
+        and run.offset == next_rank.offset
+        and row_bytes[run.first_rank] == row_bytes[next_rank.first_rank]
+        and run.shared_heads == next_rank.shared_heads == 0
+        and (run.num_ranks == 1 or run.head_step == step)
+    )
+    return replace(run, last_rank=next_rank.last_rank, head_step=step) if alike else None
+
+
+def _even_cuts(count: int, parts: int) -> tuple[HeadRange, ...]:
+    """`count` things in `parts` consecutive ranges whose sizes differ by at most one, the larger ones first."""
+    size, more = divmod(count, parts)
+    starts = [part * size + min(part, more) for part in range(parts + 1)]
+    return tuple(itertools.pairwise(starts))
+
+
+def _largest(ranges: Sequence[HeadRange]) -> int:
+    return max(hi - lo for lo, hi in ranges)
+
+
+def _round_up(size: int) -> int:
+    return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT

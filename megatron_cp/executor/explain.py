@@ -1,0 +1,97 @@
+"""A plan in words: who owns what, what travels, and what the user should know. No torch in here."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from megatron_cp.executor.plan import Compute, Plan, ToHeads
+from megatron_cp.layout import Layout
+
+STRIP_WIDTH = 96  # characters of the ownership strip
+_SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_RANKS_SHOWN = 64
+
+
+def explain(plan: Plan, item_size: int) -> str:
+    """The text of `Plan.explain`."""
+    layout, packing = plan.layout, plan.packing
+    about = f"{plan.mask.describe()}" if plan.mask else "the state starts anew with each document"
+    lines = [
+        f"{plan.kind} by {plan.scheme} over {plan.cp_size} ranks: {packing.num_documents} documents, "
+        f"{packing.total} tokens, {about}",
+        "",
+        *ownership(layout),
+        "",
+        *_table(plan),
+        "",
+    ]
+    for number, step in enumerate(plan.steps, start=1):
+        if isinstance(step, Compute):
+            lines.append(f"step {number}: compute {step.name} on own heads of all tokens")
+            continue
+        blocks = ", ".join(f"{b.name} {b.num_heads} x {b.head_dim}" for b in step.exchange.sections.blocks)
+        way = "own tokens -> own heads" if isinstance(step, ToHeads) else "own heads -> own tokens"
+        moved = "nothing moves" if step.exchange.is_local else "one collective"
+        lines.append(f"step {number}: {way}, {moved}: {blocks}")
+    lines.append("")
+    for name, forward in (("forward", True), ("backward", False)):
+        sent, needed = (f(item_size, forward=forward) for f in (plan.bytes_sent, plan.bytes_needed))
+        lines.append(
+            f"{name}: {plan.collectives(forward=forward)} collectives; a rank sends at most {size(max(sent))}, "
+            f"{size(max(needed))} without alignment, at {item_size} bytes an element"
+        )
+    lines.append(f"busiest rank: {plan.work_imbalance:.3f} x the mean work")
+    lines.extend(f"note: {note}" for note in plan.notes)
+    return "\n".join(lines)
+
+
+def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
+    """The packed stream as a strip of characters: whose tokens, and where documents begin."""
+    total = layout.packing.total
+    if total == 0:
+        return ["the packed stream is empty"]
+    width = min(width, total)
+    cuts = np.arange(width + 1) * total // width
+    owner = np.repeat(np.arange(layout.cp_size), layout.token_counts)[layout.inverse_order]
+    cells = [np.bincount(owner[lo:hi]).argmax() for lo, hi in itertools.pairwise(cuts)]
+    marks = [" "] * width
+    for start, _ in layout.packing.spans():
+        marks[int(np.searchsorted(cuts, start, side="right")) - 1] = "|"
+    per_cell = "1 token" if width == total else f"about {total / width:.0f} tokens"
+    return [
+        f"documents  {''.join(marks)}",
+        f"owner      {''.join(_SYMBOLS[rank % len(_SYMBOLS)] for rank in cells)}   ({per_cell} a character)",
+    ]
+
+
+def _table(plan: Plan) -> list[str]:
+    layout, work = plan.layout, plan.work_per_rank()
+    whole = max(sum(work), 1)
+    group = "kv heads" if plan.kind == "attention" else "key heads"
+    lines = [f"{'rank':>5} {'tokens':>9} {'pad':>5} {'fragments':>9}  {'heads':<11} {group:<11} {'work':>6}"]
+    fragments = np.diff(layout.fragment_offsets)
+    lines.extend(
+        f"{rank:>5} {layout.token_counts[rank]:>9} {layout.pad_rows[rank]:>5} {fragments[rank]:>9}  "
+        f"{_heads(plan.deal.heads[rank]):<11} {_heads(plan.deal.groups[rank]):<11} {work[rank] / whole:>6.1%}"
+        for rank in range(min(plan.cp_size, _RANKS_SHOWN))
+    )
+    if plan.cp_size > _RANKS_SHOWN:
+        lines.append(f"{'...':>5} and {plan.cp_size - _RANKS_SHOWN} more ranks")
+    return lines
+
+
+def _heads(span: tuple[int, int]) -> str:
+    lo, hi = span
+    return "none" if lo == hi else str(lo) if hi == lo + 1 else f"{lo} to {hi - 1}"
+
+
+def size(count: int) -> str:
+    """A number of bytes for people: `1536` is "1.5 KiB"."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"

@@ -1,0 +1,87 @@
+"""`gather`: every rank gets all tokens. For per-token losses, log-probabilities and evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.layout import Layout
+
+
+def gather(
+    local: Tensor, layout: Layout, group: RankGroup | dist.ProcessGroup | None, *, same_loss: bool = False
+) -> Tensor:
+    """The packed stream from every rank's rows; differentiable.
+
+    Args:
+        local: `[row_counts[rank], ...]` this rank's rows; pad rows are dropped.
+        layout: who holds what.
+        group: the ranks of the layout.
+        same_loss: what the gradient means. False: the loss is the sum of what each rank computes from its copy, and
+            the gradients of all copies are summed (one reduce-scatter's worth of bytes). True: every rank computes
+            one and the same loss from its copy, and the gradient is this rank's own slice, without communication.
+
+    Returns:
+        `[total, ...]` in stream order, on every rank.
+    """
+    ranks = as_rank_group(group, layout.cp_size)
+    if len(local) != layout.row_counts[ranks.rank]:
+        raise ArgumentError("local", f"{len(local)} rows", f"{layout.row_counts[ranks.rank]} on rank {ranks.rank}")
+    return _Gather.apply(local, layout, ranks, same_loss)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: Layout, group: RankGroup, same_loss: bool) -> Tensor:
+        ctx.layout, ctx.group, ctx.same_loss = layout, group, same_loss
+        ctx.rows = local.shape[0]
+        # Backends gather equal shares only, so each share is as long as the longest; `places` skips what was added.
+        longest = int(layout.token_counts.max())
+        share = local.new_zeros(longest, *local.shape[1:])
+        held = int(layout.token_counts[group.rank])
+        share[:held] = local[:held]
+        shares = local.new_empty(group.size * longest, *local.shape[1:])
+        group.all_gather(shares.flatten(), share.flatten())
+        return shares.index_select(0, _places(layout, longest, local.device))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        layout, group = ctx.layout, ctx.group
+        held = int(layout.token_counts[group.rank])
+        local = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
+        order = layout.table(("order", gradient.device), lambda: _on_device(layout.order, gradient.device))
+        if ctx.same_loss:
+            start = int(layout.token_counts[: group.rank].sum())
+            local[:held] = gradient.index_select(0, order[start : start + held])
+            return local, None, None, None
+        sent = gradient.index_select(0, order).flatten()
+        features = sent.numel() // max(layout.packing.total, 1)
+        received = sent.new_empty(group.size * held * features)
+        group.all_to_all(
+            received, sent, [held * features] * group.size, [n * features for n in layout.token_counts.tolist()]
+        )
+        # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        local[:held] = received.view(group.size, held, *gradient.shape[1:]).sum(0, dtype=wide).to(gradient.dtype)
+        return local, None, None, None
+
+
+def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:
+    """`[total]` where each token of the stream stands among the padded shares."""
+
+    def make() -> Tensor:
+        counts = torch.from_numpy(layout.token_counts)
+        starts = counts.cumsum(0) - counts
+        shift = torch.repeat_interleave(torch.arange(layout.cp_size) * longest - starts, counts)
+        return (torch.arange(layout.packing.total) + shift)[torch.from_numpy(layout.inverse_order)].to(device)
+
+    return layout.table(("gather", device), make)
+
+
+def _on_device(table: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(table).to(device=device, dtype=torch.int32)

@@ -1,0 +1,165 @@
+"""Local ranks for checks, tests and small runs: threads of this process, or gloo processes on this machine.
+
+At scale ranks come from torchrun; nothing here is for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import ThreadGroup, TorchGroup
+
+T = TypeVar("T")
+RANK_KINDS = ("threads", "processes")
+
+
+class RankError(RuntimeError):
+    """A rank raised, died or ran out of time. Carries the first failing rank's traceback."""
+
+
+def run_ranks[T](
+    function: Callable[..., T], size: int, *args: Any, kind: str = "threads", timeout: float = 120.0
+) -> list[T]:
+    """Calls `function(group, *args)` on `size` local ranks and returns what each returned, in rank order.
+
+    Args:
+        function: with processes it and its arguments and result are pickled, so it must be importable by name.
+        size: the number of ranks.
+        kind: "threads" or "processes" (gloo over loopback).
+        timeout: seconds until every rank's stack is written to standard error and the call fails.
+
+    Raises:
+        RankError: a rank raised, died or ran out of time; the others are stopped.
+    """
+    if kind not in RANK_KINDS:
+        raise ArgumentError("kind", kind, " or ".join(RANK_KINDS))
+    runner = _run_threads if kind == "threads" else _run_processes
+    return runner(function, size, args, timeout)
+
+
+def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float) -> list[T]:
+    groups = ThreadGroup.create(size, timeout)
+    if size == 1:
+        return [function(groups[0], *args)]
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+    grad_enabled = torch.is_grad_enabled()  # a new thread starts with gradients on
+
+    def rank_main(rank: int) -> None:
+        try:
+            # On CUDA autograd runs backward in one thread per device; ranks that wait for each other there deadlock.
+            with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
+                results[rank] = function(groups[rank], *args)
+        except BaseException as error:
+            failures.append((rank, error))
+            groups[rank].abort()
+
+    threads = [
+        threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if not failures and any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback(all_threads=True)
+        groups[0].abort()
+        raise RankError(f"{size} ranks did not finish in {timeout:g} s; their stacks are on standard error")
+    if failures:
+        rank, error = failures[0]
+        raise RankError(f"rank {rank} of {size} failed: {type(error).__name__}: {error}") from error
+    return results
+
+
+def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float) -> list[T]:
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "rendezvous")
+        processes = [
+            context.Process(target=_process_main, args=(rank, size, store, timeout, answers, function, args))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collected(processes, answers, size, timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.terminate()
+                process.join()
+
+
+def _collected(processes: list[Any], answers: Any, size: int, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout + 30  # the ranks give up first, with their stacks
+    while len(results) < size:
+        if not answers.empty():
+            rank, ok, payload = answers.get()
+            value = pickle.loads(payload)
+            if not ok:
+                raise RankError(f"rank {rank} of {size} failed:\n{value}")
+            results[rank] = value
+            continue
+        dead = [rank for rank, process in enumerate(processes) if process.exitcode is not None and rank not in results]
+        if dead and answers.empty():
+            raise RankError(
+                f"rank {dead[0]} of {size} ended with exit code {processes[dead[0]].exitcode} and no result; "
+                "if it ran out of time its stack is on standard error"
+            )
+        if time.monotonic() > deadline:
+            raise RankError(f"{size} ranks did not finish in {timeout:g} s")
+        time.sleep(0.01)
+    return [results[rank] for rank in range(size)]
+
+
+def _process_main(rank: int, size: int, store: str, timeout: float, answers: Any, function: Any, args: Any) -> None:
+    faulthandler.dump_traceback_later(timeout, exit=True)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+        result = function(TorchGroup(), *args)
+        answers.put((rank, True, pickle.dumps(result)))
+        dist.barrier()
+    except BaseException:
+        answers.put((rank, False, pickle.dumps(traceback.format_exc())))
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def in_torchrun() -> bool:
+    """True if a launcher such as torchrun has set this process's rank and world size."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+def start_torchrun_rank() -> TorchGroup:
+    """Joins the job that torchrun started: NCCL with one device per local rank where there is CUDA, gloo elsewhere."""
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() > int(os.environ.get("LOCAL_RANK", 0))
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        torch.set_num_threads(1)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if cuda else "gloo")
+    return TorchGroup(host_group=dist.new_group(backend="gloo") if cuda else None)

@@ -1,0 +1,58 @@
+"""The loop over a plan's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from megatron_cp.errors import PlanMismatchError
+from megatron_cp.executor.exchange import to_heads, to_tokens
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
+
+LocalWork = Callable[..., list[Tensor]]
+
+
+def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, LocalWork]) -> list[Tensor]:
+    """Runs a plan on this rank. Every step is differentiable, and its backward is its adjoint over the same plan.
+
+    Args:
+        plan: the same on every rank.
+        group: the plan's ranks.
+        tensors: what the first step takes.
+        work: for each `Compute` step, the function that does it.
+    """
+    for step in plan.steps:
+        match step:
+            case ToHeads(exchange):
+                tensors = to_heads(exchange, group, *tensors)
+            case Compute(name):
+                tensors = work[name](*tensors)
+            case ToTokens(exchange):
+                tensors = to_tokens(exchange, group, *tensors)
+    return tensors
+
+
+def check_agreement(plan: Plan, group: RankGroup) -> None:
+    """Fails on every rank unless all ranks made the same plan. One 16-byte exchange on the host; call it once a plan.
+
+    Raises:
+        PlanMismatchError: with the lines in which the first differing rank's plan departs from rank 0's.
+    """
+    prints = group.all_gather_bytes(plan.fingerprint())
+    if len(set(prints)) == 1:
+        return
+    descriptions = group.all_gather_object(plan.describe())
+    other = next(rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0])
+    here, there = descriptions[0], descriptions[other]
+    here, there = here + [""] * (len(there) - len(here)), there + [""] * (len(here) - len(there))
+    lines = [
+        f"  rank 0: {a or 'nothing'}\n  rank {other}: {b or 'nothing'}"
+        for a, b in zip(here, there, strict=True)
+        if a != b
+    ]
+    raise PlanMismatchError(
+        f"the ranks made different plans (rank {other} differs from rank 0); every rank must plan from the same "
+        "document lengths and options:\n" + "\n".join(lines)
+    )

@@ -1,0 +1,116 @@
+"""`Packing`: the documents of one packed (THD) batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.tables import Tables
+
+IntArray = NDArray[np.int64]
+
+
+class Packing(Tables):
+    """The document lengths of one packed batch, on the host.
+
+    The documents lie one after another in the *packed stream* of `total` tokens. Lengths follow no rule: one token,
+    primes, and zero (a padded `cu_seqlens` repeats its last entry) are all fine.
+
+    Immutable, and compared and hashed by value.
+
+    Args:
+        lengths: the number of tokens of each document, in stream order.
+
+    Raises:
+        ArgumentError: no document, or a length that is not an integer of at least 0.
+
+    Example:
+        >>> packing = Packing([3, 1, 2])
+        >>> packing.cu_seqlens.tolist(), packing.total
+        ([0, 3, 4, 6], 6)
+        >>> packing.positions().tolist()
+        [0, 1, 2, 0, 0, 1]
+    """
+
+    def __init__(self, lengths: Iterable[int]) -> None:
+        given = lengths if isinstance(lengths, np.ndarray) else np.asarray(list(lengths))
+        if given.ndim != 1 or given.size == 0:
+            raise ArgumentError("lengths", given.tolist(), "a flat list with at least one document length")
+        if not np.issubdtype(given.dtype, np.integer) or int(given.min()) < 0:
+            raise ArgumentError("lengths", given.tolist(), "integers of at least 0")
+        self.lengths = _frozen(given.astype(np.int64))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Iterable[int]) -> Packing:
+        """The packing whose documents start and end at `cu_seqlens` (`[num_documents + 1]`, rising from 0).
+
+        Any iterable of integers; a tensor must already be on the host, since reading it elsewhere would synchronise.
+
+        Raises:
+            ArgumentError: fewer than two entries, a first entry other than 0, or a falling entry.
+        """
+        offsets = np.asarray(cu_seqlens if isinstance(cu_seqlens, np.ndarray) else [int(c) for c in cu_seqlens])
+        if offsets.ndim != 1 or offsets.size < 2 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+            raise ArgumentError("cu_seqlens", offsets.tolist(), "at least two integers that start at 0 and never fall")
+        return cls(np.diff(offsets))
+
+    @cached_property
+    def cu_seqlens(self) -> IntArray:
+        """`[num_documents + 1]` offsets of the documents in the packed stream; starts at 0, ends at `total`."""
+        return _frozen(np.concatenate([[0], np.cumsum(self.lengths)]))
+
+    @cached_property
+    def total(self) -> int:
+        """Tokens in the packed stream."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def max_length(self) -> int:
+        """Tokens of the longest document."""
+        return int(self.lengths.max())
+
+    @property
+    def num_documents(self) -> int:
+        return int(self.lengths.size)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """The half-open token range of each document that has tokens, in stream order."""
+        offsets = self.cu_seqlens.tolist()
+        return ((start, end) for start, end in itertools.pairwise(offsets) if end > start)
+
+    def documents_of(self, tokens: IntArray) -> IntArray:
+        """The document that each token of the packed stream belongs to, the same shape as `tokens`."""
+        # side="right" steps over documents without tokens, which share their offset with the next one.
+        return np.searchsorted(self.cu_seqlens, tokens, side="right") - 1
+
+    def positions(self) -> IntArray:
+        """`[total]` position of every token inside its document, counted from 0."""
+        return np.arange(self.total) - np.repeat(self.cu_seqlens[:-1], self.lengths)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Packing) and np.array_equal(self.lengths, other.lengths)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.lengths.tobytes())
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.lengths[:8].tolist())) + (", ..." if self.num_documents > 8 else "")
+        return (
+            f"Packing([{shown}])"
+            if self.num_documents <= 8
+            else (f"Packing([{shown}]; {self.num_documents} documents, {self.total} tokens)")
+        )
+
+
+def _frozen(array: NDArray) -> NDArray:
+    array.flags.writeable = False
+    return array

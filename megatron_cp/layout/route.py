@@ -1,0 +1,58 @@
+"""`Route`: how rows get from one layout to another, seen from one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.layout import Layout
+from megatron_cp.layout.packing import IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """One rank's half of moving rows from a source layout to a target layout.
+
+    `source[send_rows]` is the send buffer, cut by `send_counts` into one piece for each rank; the pieces received,
+    cut by `recv_counts`, lie end to end and `target[recv_rows] = received`. Run backwards (send `recv_rows`, receive
+    into `send_rows`) it carries gradients.
+
+    Attributes:
+        send_rows: `[sum(send_counts)]` rows of this rank's source, grouped by the rank they go to.
+        send_counts: `[cp_size]` rows that go to each rank.
+        recv_rows: `[sum(recv_counts)]` row of this rank's target where each received row belongs.
+        recv_counts: `[cp_size]` rows that come from each rank.
+    """
+
+    send_rows: IntArray
+    send_counts: IntArray
+    recv_rows: IntArray
+    recv_counts: IntArray
+
+    @classmethod
+    def between(cls, source: Layout, target: Layout, rank: int) -> Route:
+        """Every token of `source` to the rank and row that hold it in `target`.
+
+        Raises:
+            ArgumentError: the layouts are not over the same packing and number of ranks.
+        """
+        if source.packing != target.packing or source.cp_size != target.cp_size:
+            raise ArgumentError("target", target, f"a layout of the same packing over {source.cp_size} ranks")
+        send_rows, send_counts = _grouped(source, target, rank)
+        recv_rows, recv_counts = _grouped(target, source, rank)
+        return cls(send_rows, send_counts, recv_rows, recv_counts)
+
+
+def _grouped(own: Layout, other: Layout, rank: int) -> tuple[IntArray, IntArray]:
+    """A rank's rows in `own`, grouped by the rank that holds them in `other`, each group in stream order.
+
+    Stream order is the one order that sender and receiver can both derive without asking.
+    """
+    held = own.tokens(rank)
+    # Position in `other.order` names the rank: rank r holds positions [sum(counts[:r]), sum(counts[:r+1])).
+    bounds = np.cumsum(other.token_counts)
+    peer = np.searchsorted(bounds, other.inverse_order[held], side="right")
+    rows = np.lexsort((held, peer))
+    return rows, np.bincount(peer, minlength=own.cp_size)

@@ -1,0 +1,73 @@
+"""Nonlinearities whose bits do not depend on the shape that they are applied to.
+
+torch's `sigmoid`, `silu` and `softplus` round differently in the last, partly filled vector of a CPU loop than in the
+full ones, so that one head's values would depend on how many heads stand beside it, and a head exchange could not be
+bitwise equal to one rank. `exp`, `log1p` and the four operations do not have that fault (a test holds torch to it).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """`1 / (1 + exp(-x))`."""
+    return _Sigmoid.apply(x)
+
+
+def silu(x: Tensor) -> Tensor:
+    """`x * sigmoid(x)`."""
+    return _Silu.apply(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """`log(1 + exp(x))`, without overflow."""
+    return _Softplus.apply(x)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    return (x.neg().exp_() + 1).reciprocal_()  # exp overflows to inf below -88 in fp32, whose reciprocal is right: 0
+
+
+# The gradients are written out because autograd's own would divide inf by inf where exp overflows.
+
+
+class _Sigmoid(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = _sigmoid(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return gradients[0] * (y * (1 - y))
+
+
+class _Silu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return _sigmoid(x).mul_(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        y = _sigmoid(x)
+        return gradients[0] * (y * (1 + x * (1 - y)))
+
+
+class _Softplus(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clamp(min=0) + x.abs().neg_().exp_().log1p_()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return gradients[0] * _sigmoid(x)
