@@ -1,1 +1,1 @@
-"""The command line."""
+"""The command line: `megatron-cp check | plan | doctor`, one file a command, `main` finds them."""

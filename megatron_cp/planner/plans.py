@@ -9,11 +9,8 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.mask import Mask
-
-ATTENTION_SCHEMES = ("a2a", "auto")
-LINEAR_MODES = ("headwise", "auto")
-LINEAR_KINDS = ("gdn",)
 
 
 def plan_attention(
@@ -45,11 +42,9 @@ def plan_attention(
     Raises:
         ArgumentError: an argument that does not fit the others, or that no scheme here can run.
     """
-    if scheme not in ATTENTION_SCHEMES:
-        raise ArgumentError("scheme", scheme, " or ".join(ATTENTION_SCHEMES), "Other schemes are not built yet.")
-    for name, other, own in (("kv_packing", kv_packing, packing), ("kv_layout", kv_layout, layout)):
-        if other is not None and other != own:
-            raise ArgumentError(name, other, "None", "Cross-attention is not built yet; pass self-attention.")
+    require("scheme", scheme)
+    if (kv_packing is not None and kv_packing != packing) or (kv_layout is not None and kv_layout != layout):
+        require("kv_packing", "cross-attention")
     mask = Mask.causal(packing) if mask is None else mask
     if mask.packing != packing:
         raise ArgumentError(
@@ -102,10 +97,8 @@ def plan_linear(
     Raises:
         ArgumentError: an argument that does not fit the others, or that no mode here can run.
     """
-    if kind not in LINEAR_KINDS:
-        raise ArgumentError("kind", kind, " or ".join(LINEAR_KINDS), "Other linear layers are not built yet.")
-    if mode not in LINEAR_MODES:
-        raise ArgumentError("mode", mode, " or ".join(LINEAR_MODES), "Other modes are not built yet.")
+    require("kind", kind)
+    require("mode", mode)
     _check_layout(packing, layout)
     _check_dims(head_dim=head_dim, value_head_dim=value_head_dim)
 

@@ -71,15 +71,16 @@ class ChunkedGatedDelta(GatedDeltaKernel):
         carry = last.exp()
 
         outputs, state = [], None
-        for chunk, starts in enumerate(chunks.starts_document):
+        # Unbound, because the gradient of indexing one chunk at a time is a zero-filled copy of all of them.
+        walk = zip(*(x.unbind(0) for x in (updates, reads, attention, queries, keys_out, carry)), strict=True)
+        for starts, (update, read, weights, query, key, kept) in zip(chunks.starts_document, walk, strict=True):
             if starts or state is None:
-                u = updates[chunk]
-                outputs.append(torch.bmm(attention[chunk], u))
-                state = torch.bmm(keys_out[chunk], u)
+                outputs.append(torch.bmm(weights, update))
+                state = torch.bmm(key, update)
             else:
-                u = updates[chunk] - torch.bmm(reads[chunk], state)
-                outputs.append(torch.bmm(queries[chunk], state) + torch.bmm(attention[chunk], u))
-                state = carry[chunk] * state + torch.bmm(keys_out[chunk], u)
+                update = update - torch.bmm(read, state)
+                outputs.append(torch.bmm(query, state) + torch.bmm(weights, update))
+                state = kept * state + torch.bmm(key, update)
         return chunks.join(torch.stack(outputs)).to(v.dtype)
 
 
@@ -101,27 +102,30 @@ class _Chunks:
 
     def split(self, x: Tensor) -> Tensor:
         """`[T, h, d]` to `[n, h, C, d]`, zero where a chunk has no token: a zero key and decay change nothing."""
-        filled = _Permuted.apply(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), self.sources, self.slots)
+        filled = _Rechunk.apply(x, self.slots, self.sources, True)
         return filled.unflatten(0, (self.num_chunks, CHUNK)).transpose(1, 2).contiguous()
 
     def join(self, x: Tensor) -> Tensor:
         """The inverse of `split`."""
-        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
+        return _Rechunk.apply(x.transpose(1, 2).flatten(0, 1), self.slots, self.sources, False)
 
 
-class _Permuted(torch.autograd.Function):
-    """`x[sources]`, where x's rows but the last each appear once, at `places`: the gradient is a gather too."""
+class _Rechunk(torch.autograd.Function):
+    """Tokens to chunk slots or back; the gradient of one is the other, so that both are gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sources: Tensor, places: Tensor) -> Tensor:
-        ctx.places = places
-        return x.index_select(0, sources)
+    def forward(ctx: Any, x: Tensor, slots: Tensor, sources: Tensor, split: bool) -> Tensor:
+        ctx.tables = (slots, sources, split)
+        return _rechunked(x, slots, sources, split)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        rows = gradient.index_select(0, ctx.places)
-        return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])]), None, None
+        slots, sources, split = ctx.tables
+        return _rechunked(gradients[0], slots, sources, not split), None, None, None
+
+
+def _rechunked(x: Tensor, slots: Tensor, sources: Tensor, split: bool) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, sources) if split else x.index_select(0, slots)
 
 
 class _CausalConv(torch.autograd.Function):

@@ -1,0 +1,130 @@
+"""`megatron-cp check`: a layer over N ranks against the same layer on one."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron_cp.cli.main import Report
+from megatron_cp.cli.options import (
+    DTYPES,
+    add_batch_arguments,
+    add_layer_arguments,
+    document_lengths,
+    integers,
+    layer_shape,
+)
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import TorchGroup
+from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, start_torchrun_rank
+from megatron_cp.planner.capabilities import require
+from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
+
+HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("--cp", type=integers(1), metavar="N,N,...", help="context-parallel sizes (default: 2,3,5)")
+    add_layer_arguments(parser)
+    add_batch_arguments(parser)
+    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="default: float64")
+    parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
+    parser.add_argument("--ranks", choices=RANK_KINDS, default="threads", help="local ranks; torchrun brings its own")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take (default: 300)")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Runs every case, on local ranks or on those of torchrun."""
+    require("layer", args.layer)
+    torch.set_num_threads(1)
+    world = start_torchrun_rank() if in_torchrun() else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # ranks without heads are part of what is checked
+            return _report(args, world)
+    finally:
+        if world is not None:
+            dist.destroy_process_group()
+
+
+def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
+    sizes = args.cp or ([world.size] if world else [2, 3, 5])
+    skipped = [size for size in sizes if world and size > world.size]
+    sizes = [size for size in sizes if size not in skipped]
+    if not sizes:
+        raise ArgumentError("--cp", skipped, f"sizes of at most the {world.size if world else 0} ranks of this job")
+    cases = [_case(args, size) for size in sizes]
+    for case in cases:
+        case.plan()  # refuse before anything runs
+    results = list(_on_torchrun(cases, world) if world else _on_local_ranks(cases, args))
+    passed = all(result.passed for result in results)
+    worst = {name: max(result.errors[name] for result in results) for name in results[0].errors}
+    lines = [_line(result) for result in results]
+    lines += [f"cp={size} was not run: this job has {world.size} ranks" for size in skipped if world]
+    lines.append(
+        f"{'passed' if passed else 'FAILED'}: {len(results)} cases, errors at most {results[0].tolerance:g} allowed"
+    )
+    data = {
+        "pass": passed,
+        "bitwise_forward": all(result.bitwise_forward for result in results),
+        "bitwise_backward": all(result.bitwise_backward for result in results),
+        "max_rel_err": worst,
+        "cases": len(results),
+        "cp": sizes,
+        "cp_not_run": skipped,
+    }
+    return Report("\n".join(lines), data, ok=passed, quiet=world is not None and world.rank != 0)
+
+
+def _case(args: argparse.Namespace, cp_size: int) -> Case:
+    shape = layer_shape(args)
+    return Case(
+        layer=args.layer,
+        cp=cp_size,
+        lengths=document_lengths(args, cp_size),
+        layout=args.layout,
+        heads=shape.heads,
+        groups=shape.groups,
+        head_dim=shape.head_dim,
+        value_head_dim=shape.value_dim,
+        conv_width=shape.conv_width,
+        mask=args.mask,
+        softmax_scale=args.softmax_scale,
+        align=args.align,
+        dtype=getattr(torch, args.dtype),
+        device="cuda" if torch.cuda.is_available() and in_torchrun() else "cpu",
+        kernel=args.kernel,
+        seed=args.seed,
+    )
+
+
+def _on_local_ranks(cases: list[Case], args: argparse.Namespace) -> Iterator[Parity]:
+    for case in cases:
+        yield compare(case, kind=args.ranks, timeout=args.timeout)
+
+
+def _on_torchrun(cases: list[Case], world: TorchGroup) -> Iterator[Parity]:
+    for case in cases:
+        members = dist.new_group(list(range(case.cp)), backend=dist.get_backend())
+        host = dist.new_group(list(range(case.cp)), backend="gloo") if world.host_group else None
+        result = None
+        if world.rank < case.cp:
+            group = TorchGroup(members, host)
+            own = {name: tensor.cpu() for name, tensor in run_layer(group, case).items()}
+            ranks = group.all_gather_object(own)
+            result = judge(case, whole(case, ranks), {name: tensor.cpu() for name, tensor in one_rank(case).items()})
+        yield world.all_gather_object(result)[0]  # every rank leaves with the same verdict
+
+
+def _line(result: Parity) -> str:
+    errors = "  ".join(f"{name} {error:.1e}" for name, error in result.errors.items())
+    forward, backward = (
+        "bitwise" if same else "not bitwise" for same in (result.bitwise_forward, result.bitwise_backward)
+    )
+    verdict = "ok    " if result.passed else "FAILED"
+    return f"{verdict} {result.case}: forward {forward}, backward {backward}; {errors}"

@@ -1,0 +1,63 @@
+"""`megatron-cp`: parses, runs one command, prints its report and its JSON, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_cp import __version__
+from megatron_cp.errors import ArgumentError
+
+
+@dataclass
+class Report:
+    """What a command has to say.
+
+    Attributes:
+        text: for people.
+        data: for programs, printed by `--json`.
+        ok: False makes the exit status 1.
+        quiet: another rank prints.
+    """
+
+    text: str
+    data: dict[str, Any] = field(default_factory=dict)
+    ok: bool = True
+    quiet: bool = False
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status: 0 success, 1 a check failed, 2 bad usage."""
+    from megatron_cp.cli import check, doctor, plan
+
+    parser = argparse.ArgumentParser(
+        prog="megatron-cp",
+        description="Context parallelism for packed batches: check it, plan it, see what works here.",
+    )
+    parser.add_argument("--version", action="version", version=f"megatron-cp {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for command in (check, plan, doctor):
+        name = command.__name__.rpartition(".")[2]
+        sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
+        sub.add_argument("--json", action="store_true", help="one JSON object on the last line of standard output")
+        command.add_arguments(sub)
+        sub.set_defaults(run=command.run)
+    args = parser.parse_args(arguments)
+    try:
+        report: Report = args.run(args)
+    except ArgumentError as error:
+        print(f"megatron-cp {args.command}: {error}", file=sys.stderr)
+        return 2
+    if not report.quiet:
+        print(report.text)
+        if args.json:
+            print(json.dumps(report.data))
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Options that several commands share: the documents, the shape of a layer, the layout."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.capabilities import CAPABILITIES
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Heads of one layer: query or value heads, the groups that they read, and their sizes."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    value_dim: int
+    conv_width: int = 4
+
+
+# Published configurations: Qwen3-Next-80B-A3B and Llama-3-8B; tiny is for trying things out.
+MODELS = {
+    "qwen3-next": {"attention": LayerShape(16, 2, 256, 256), "gdn": LayerShape(32, 16, 128, 128)},
+    "llama3-8b": {"attention": LayerShape(32, 8, 128, 128)},
+    "tiny": {"attention": LayerShape(6, 2, 16, 16), "gdn": LayerShape(6, 2, 16, 16)},
+}
+
+
+def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--layer` and what shapes it."""
+    layers = [entry.value for entry in CAPABILITIES if entry.argument == "layer"]
+    group = parser.add_argument_group("layer")
+    group.add_argument("--layer", default="attention", metavar="|".join(layers), help="default: attention")
+    group.add_argument("--model", choices=sorted(MODELS), help="the layer's shape in a known model (default: tiny)")
+    group.add_argument("--heads", type=positive, help="query heads of attention, value heads of gdn")
+    group.add_argument("--kv-heads", type=positive, help="key/value heads of attention")
+    group.add_argument("--key-heads", type=positive, help="query and key heads of gdn")
+    group.add_argument("--head-dim", type=positive, help="features of a query or key head")
+    group.add_argument("--value-dim", type=positive, help="features of a value head (default: --head-dim)")
+    group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of gdn")
+    group.add_argument("--softmax-scale", type=float, help="what scores are multiplied by (default: head_dim ** -0.5)")
+    group.add_argument("--mask", default="causal", metavar="causal|full", help="keys a query sees (default: causal)")
+
+
+def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
+    """The documents and who holds them."""
+    group = parser.add_argument_group("batch")
+    group.add_argument("--lengths", type=integers(0), metavar="N,N,...", help="tokens of each document")
+    group.add_argument("--documents", type=positive, metavar="N", help="draw N lengths instead, with a heavy tail")
+    group.add_argument("--tokens-per-rank", type=positive, metavar="N", help="scale the drawn lengths to N * cp tokens")
+    group.add_argument("--seed", type=int, default=0, help="of drawn lengths, inputs and random layouts (default: 0)")
+    layouts = [entry.value for entry in CAPABILITIES if entry.argument == "layout"]
+    group.add_argument("--layout", default="zigzag", metavar="|".join(layouts), help="default: zigzag")
+    group.add_argument("--align", type=positive, default=1, help="every rank's rows a multiple of this (default: 1)")
+
+
+def layer_shape(args: argparse.Namespace) -> LayerShape:
+    """The layer's shape: the model's, with what was given instead."""
+    model = args.model or "tiny"
+    if args.layer not in MODELS[model]:
+        raise ArgumentError("--model", model, f"a model with {args.layer} layers")
+    known = MODELS[model][args.layer]
+    own, other = ("kv_heads", "key_heads") if args.layer == "attention" else ("key_heads", "kv_heads")
+    if getattr(args, other) is not None:
+        raise ArgumentError(
+            f"--{other.replace('_', '-')}", getattr(args, other), f"--{own.replace('_', '-')} for this layer"
+        )
+    heads = args.heads or known.heads
+    # Of heads that were given alone, each is its own group, unless the model's groups fit.
+    fallback = known.groups if heads % known.groups == 0 else heads
+    head_dim = args.head_dim or known.head_dim
+    return LayerShape(
+        heads=heads,
+        groups=getattr(args, own) or fallback,
+        head_dim=head_dim,
+        value_dim=args.value_dim or (head_dim if args.head_dim else known.value_dim),
+        conv_width=args.conv_width or known.conv_width,
+    )
+
+
+def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
+    """The documents: as given, or drawn from a log-normal law, which packed corpora resemble."""
+    if args.lengths is not None:
+        for name in ("documents", "tokens_per_rank"):
+            if getattr(args, name) is not None:
+                raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), "not together with --lengths")
+        return tuple(args.lengths)
+    random = np.random.default_rng(args.seed)
+    count = args.documents or 8
+    draws = random.lognormal(mean=3.0, sigma=1.2, size=count)
+    if args.tokens_per_rank is None:
+        return tuple(np.maximum(1, draws).astype(int).tolist())
+    total = args.tokens_per_rank * cp_size
+    edges = np.round(np.cumsum(draws) / draws.sum() * total).astype(int)  # sums exactly; the shortest may round to 0
+    return tuple(np.diff(edges, prepend=0).tolist())
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    return _integer(text, 1)
+
+
+def integers(least: int) -> Callable[[str], list[int]]:
+    """argparse type: integers of at least `least`, separated by commas."""
+    return lambda text: [_integer(part, least) for part in text.split(",")]
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: integers of at least {least}, as in 7,1,130")
+    return value
+
+
+def as_json(shape: LayerShape) -> dict[str, Any]:
+    """The shape as it goes into a report."""
+    return {"heads": shape.heads, "groups": shape.groups, "head_dim": shape.head_dim, "value_dim": shape.value_dim}

@@ -1,0 +1,80 @@
+"""What can be planned and what cannot, in one table: refusals and `megatron-cp doctor` both read it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_cp.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One value of one argument.
+
+    Attributes:
+        argument: as the planning functions spell it.
+        value: what the user may ask for.
+        works: whether it can be planned.
+        remark: what it does, or what to use instead.
+    """
+
+    argument: str
+    value: str
+    works: bool
+    remark: str
+
+
+_LATER = "not built yet"
+
+CAPABILITIES = (
+    Capability("scheme", "a2a", True, "softmax attention by a full head exchange"),
+    Capability("scheme", "auto", True, "the scheme that fits best; a2a is the only one so far"),
+    Capability("scheme", "p2p", False, f"ring: {_LATER}; use a2a"),
+    Capability("scheme", "all_gather", False, f"{_LATER}; use a2a"),
+    Capability("scheme", "exact", False, f"{_LATER}; use a2a"),
+    Capability("scheme", "a2a+p2p", False, f"{_LATER}; use a2a"),
+    Capability("scheme", "a2a+all_gather", False, f"{_LATER}; use a2a"),
+    Capability("scheme", "tiled", False, f"{_LATER}; use a2a"),
+    Capability("mask", "causal", True, "a query sees its document up to itself"),
+    Capability("mask", "full", True, "a query sees all of its document"),
+    Capability("mask", "window", False, f"{_LATER}; no scheme here has sliding windows"),
+    Capability("mask", "prefix", False, f"{_LATER}; no scheme here has prefix-LM masks"),
+    Capability("mask", "chunk", False, f"{_LATER}; no scheme here has chunked-local masks"),
+    Capability("kv_packing", "cross-attention", False, f"{_LATER}; pass None for self-attention"),
+    Capability("kind", "gdn", True, "Gated DeltaNet"),
+    Capability("kind", "kda", False, f"{_LATER}; gdn is the only linear layer so far"),
+    Capability("kind", "mamba", False, f"{_LATER}; gdn is the only linear layer so far"),
+    Capability("mode", "headwise", True, "whole documents on a share of the heads"),
+    Capability("mode", "auto", True, "the mode that fits best; headwise is the only one so far"),
+    Capability("mode", "chunkwise", False, f"{_LATER}; use headwise"),
+    Capability("layout", "contiguous", True, "the stream cut into equal ranges"),
+    Capability("layout", "zigzag", True, "Megatron's order, for any lengths"),
+    Capability("layout", "random", True, "random fragments, for checks"),
+    Capability("layout", "balanced", False, f"{_LATER}; use zigzag"),
+    Capability("layer", "attention", True, "softmax attention"),
+    Capability("layer", "gdn", True, "the Gated DeltaNet mixer: convolution, gates and rule"),
+    Capability("layer", "kda", False, f"{_LATER}; attention and gdn can be checked"),
+    Capability("layer", "mamba", False, f"{_LATER}; attention and gdn can be checked"),
+    Capability("layer", "conv1d", False, f"{_LATER}; attention and gdn can be checked"),
+)
+
+
+def working(argument: str) -> list[str]:
+    """The values of an argument that can be planned."""
+    return [entry.value for entry in CAPABILITIES if entry.argument == argument and entry.works]
+
+
+def require(argument: str, value: str) -> str:
+    """`value`, if it can be planned.
+
+    Raises:
+        ArgumentError: it cannot, with what to use instead.
+    """
+    for entry in CAPABILITIES:
+        if entry.argument == argument and entry.value == value:
+            if entry.works:
+                return value
+            raise ArgumentError(
+                argument, value, " or ".join(working(argument)) or "None", f"{value} is {entry.remark}."
+            )
+    raise ArgumentError(argument, value, " or ".join(working(argument)) or "None")

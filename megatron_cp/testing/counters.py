@@ -1,0 +1,163 @@
+"""`Counters`: what an operation costs besides its arithmetic: collectives, copies and waits of the host."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_cp.executor.groups import Message, RankGroup
+
+# Operators that write a result without computing anything: each is a pass over memory.
+_COPIES = {
+    "_to_copy", "add", "add_", "cat", "clone", "constant_pad_nd", "copy_", "fill_", "gather", "index", "index_add",
+    "index_add_", "index_put", "index_put_", "index_select", "new_zeros", "ones", "repeat", "scatter", "scatter_",
+    "select_backward", "slice_backward", "split_with_sizes_copy", "stack", "zero_", "zeros", "zeros_like",
+}  # fmt: skip
+# Operators that make the host wait for the device, because a value or a size depends on data.
+_SYNCS = {
+    "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero", "unique_consecutive",
+    "unique_dim",
+}  # fmt: skip
+# Python methods that wait and that the dispatcher does not see, at least not on tensors that are on the host already.
+_SYNC_METHODS = ("__array__", "cpu", "numpy", "tolist")
+
+
+class Counters(TorchDispatchMode):
+    """Counts on this thread, within `with counters:`, forward and backward.
+
+    Attributes:
+        collectives: operations on a group that `watch` wrapped, or on torch.distributed behind its back.
+        copied: bytes written by each copy-like operator.
+        host_syncs: how often each operator or method that makes the host wait for a device was used. On the CPU
+            nothing waits, so this counts what would.
+
+    Example:
+        >>> counters = Counters()
+        >>> with counters:
+        ...     _ = torch.ones(4).tolist()
+        >>> dict(counters.host_syncs)
+        {'tolist': 1}
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives = 0
+        self.copied: Counter[str] = Counter()
+        self.host_syncs: Counter[str] = Counter()
+
+    def watch(self, group: RankGroup) -> RankGroup:
+        """The same group, whose operations are counted here."""
+        return _WatchedGroup(group, self)
+
+    def copy_passes(self, activation: Tensor) -> float:
+        """Bytes copied, in units of a tensor's size."""
+        return sum(self.copied.values()) / activation.nbytes
+
+    def __enter__(self) -> Counters:
+        _watch_methods(self)
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        _unwatch_methods()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d":
+            self.collectives += 1
+        elif name in _SYNCS or _reads_data_for_size(name, args, kwargs) or _leaves_device(name, args, result):
+            self.host_syncs[name] += 1
+        elif name in _COPIES and isinstance(result, Tensor):
+            self.copied[name] += result.nbytes
+        return result
+
+
+def _reads_data_for_size(name: str, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+    if name == "index":
+        return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
+
+
+def _leaves_device(name: str, args: Sequence[Any], result: Any) -> bool:
+    if name not in ("_to_copy", "copy_") or not isinstance(result, Tensor) or result.device.type != "cpu":
+        return False
+    return any(isinstance(arg, Tensor) and arg.device.type != "cpu" for arg in args)
+
+
+class _WatchedGroup(RankGroup):
+    def __init__(self, group: RankGroup, counters: Counters) -> None:
+        self.group, self.counters = group, counters
+        self.rank, self.size = group.rank, group.size
+
+    def _once(self, call: Callable[..., None], *args: Any) -> None:
+        seen = self.counters.collectives
+        call(*args)
+        self.counters.collectives = seen + 1  # not twice where torch.distributed's operator was seen as well
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
+        self._once(self.group.all_to_all, received, sent, received_splits, sent_splits)
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> None:
+        self._once(self.group.all_gather, received, sent)
+
+    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self._once(self.group.send_and_receive, sends, receives)
+
+    def barrier(self) -> None:
+        self._once(self.group.barrier)
+
+    def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
+        self._once(self.group.host_all_gather, received, sent)
+
+
+# Methods are replaced on torch.Tensor while any thread counts, and report to the counters of the thread that calls:
+# a TorchFunctionMode would see them too, but is switched off inside a backward pass.
+
+_lock = threading.Lock()
+_watching = 0
+_replaced: dict[str, Any] = {}
+_active = threading.local()
+
+
+def _watch_methods(counters: Counters) -> None:
+    global _watching
+    _active.stack = [*getattr(_active, "stack", []), counters]
+    with _lock:
+        _watching += 1
+        if _watching == 1:
+            for name in _SYNC_METHODS:
+                _replaced[name] = torch.Tensor.__dict__.get(name)
+                setattr(torch.Tensor, name, _reporting(name, getattr(torch.Tensor, name)))
+
+
+def _unwatch_methods() -> None:
+    global _watching
+    _active.stack = _active.stack[:-1]
+    with _lock:
+        _watching -= 1
+        if _watching == 0:
+            for name, own in _replaced.items():
+                if own is None:
+                    delattr(torch.Tensor, name)  # it was inherited
+                else:
+                    setattr(torch.Tensor, name, own)
+
+
+def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def reporting(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        for counters in getattr(_active, "stack", []):
+            counters.host_syncs[name] += 1
+        return method(self, *args, **kwargs)
+
+    return reporting

@@ -1,0 +1,225 @@
+"""Parity: one layer over N ranks against the same layer on one, outputs and every gradient.
+
+A case is data. `compare` runs it and says, per tensor, how far the two are apart and whether they are the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp.executor.groups import RankGroup, ThreadGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.plan import Plan
+from megatron_cp.layout import Packing
+from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.plans import plan_attention, plan_linear
+from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax.mask import Mask
+from megatron_cp.testing.layouts import layout_by_name
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+# A true value below this share of the inputs' scale is rounding noise: a 1-token document's dq is exactly zero.
+FLOOR_SHARE = 1e-3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer on one batch over some ranks.
+
+    Attributes:
+        layer: "attention" or "gdn" (the whole mixer).
+        cp: the number of ranks.
+        lengths: of the documents.
+        layout: a name that `layout_by_name` knows.
+        heads: query or value heads.
+        groups: key/value or key heads.
+        head_dim, value_head_dim: features of a key and of a value head.
+        conv_width: taps of a linear layer's convolution.
+        mask: "causal" or "full", for attention.
+        softmax_scale: None for `head_dim ** -0.5`.
+        align: of the layout.
+        kernel: the backend, or "auto".
+        seed: of the inputs and of a random layout.
+    """
+
+    layer: str
+    cp: int
+    lengths: tuple[int, ...]
+    layout: str = "zigzag"
+    heads: int = 6
+    groups: int = 2
+    head_dim: int = 16
+    value_head_dim: int = 16
+    conv_width: int = 4
+    mask: str = "causal"
+    softmax_scale: float | None = None
+    align: int = 1
+    dtype: torch.dtype = torch.float64
+    device: str = "cpu"
+    kernel: str = "auto"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        lengths = ",".join(map(str, self.lengths[:6])) + (",..." if len(self.lengths) > 6 else "")
+        return (
+            f"{self.layer} cp={self.cp} {self.layout} [{lengths}] "
+            f"heads {self.heads}/{self.groups} {str(self.dtype).removeprefix('torch.')}"
+        )
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.lengths)
+
+    def plan(self) -> Plan:
+        layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed)
+        shape: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
+        if self.layer == "attention":
+            mask = Mask(self.packing, is_causal=require("mask", self.mask) == "causal")
+            return plan_attention(self.packing, layout, kv_heads=self.groups, mask=mask, **shape)
+        return plan_linear(self.packing, layout, require("kind", self.layer), key_heads=self.groups, **shape)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The inputs of a case over the whole stream: tensors that are sharded, parameters that every rank has whole."""
+
+    inputs: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    output_gradient: Tensor
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What a comparison found.
+
+    Attributes:
+        errors: for `out` and each gradient `d_<input>`, `max|a - b| / max(max|b|, floor)`.
+        bitwise_forward: the outputs are the same bits.
+        bitwise_backward: all gradients are.
+        tolerance: what every error must not exceed.
+    """
+
+    case: Case
+    errors: dict[str, float]
+    bitwise_forward: bool
+    bitwise_backward: bool
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return all(error <= self.tolerance for error in self.errors.values())  # False for NaN too
+
+
+def draw(case: Case) -> Problem:
+    """Well-conditioned inputs: unit-scale activations, small convolution taps, decays between 0.5 and 1 a token."""
+    random = torch.Generator().manual_seed(case.seed)
+    total = case.packing.total
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=random, dtype=torch.float64) * scale).to(case.dtype).to(case.device)
+
+    gradient_shape = (total, case.heads, case.value_head_dim)
+    if case.layer == "attention":
+        inputs = {
+            "q": normal(total, case.heads, case.head_dim),
+            "k": normal(total, case.groups, case.head_dim),
+            "v": normal(total, case.groups, case.value_head_dim),
+        }
+        return Problem(inputs, {}, normal(*gradient_shape))
+    channels = 2 * case.groups * case.head_dim + case.heads * case.value_head_dim
+    inputs = {"qkv": normal(total, channels), "beta": normal(total, case.heads), "alpha": normal(total, case.heads)}
+    parameters = {
+        "conv": normal(channels, case.conv_width, scale=case.conv_width**-0.5),
+        "A_log": normal(case.heads, scale=0.3) - 1,
+        "dt_bias": normal(case.heads, scale=0.3) - 1,
+    }
+    return Problem(inputs, parameters, normal(*gradient_shape))
+
+
+def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> dict[str, Tensor]:
+    """One rank's output and gradients, by name, its rows of each. Parameters' gradients are this rank's share."""
+    problem = draw(case) if problem is None else problem
+    plan = case.plan()
+    inputs = {name: plan.layout.shard(tensor, group.rank).requires_grad_() for name, tensor in problem.inputs.items()}
+    parameters = {name: tensor.clone().requires_grad_() for name, tensor in problem.parameters.items()}
+    if case.layer == "attention":
+        q, k, v = inputs.values()
+        out = attention(q, k, v, plan, group, softmax_scale=case.softmax_scale, kernel=case.kernel)
+    else:
+        qkv, beta, alpha = inputs.values()
+        out = gated_delta_net(
+            qkv, beta, alpha, plan, group,
+            conv=parameters["conv"], A_log=parameters["A_log"], dt_bias=parameters["dt_bias"],
+            scale=case.softmax_scale, kernel=case.kernel,
+        )  # fmt: skip
+    out.backward(plan.layout.shard(problem.output_gradient, group.rank))
+    gradients = {f"d_{name}": tensor.grad for name, tensor in (inputs | parameters).items()}
+    missing = [name for name, gradient in gradients.items() if gradient is None]
+    assert not missing, f"no gradient reached {missing} on rank {group.rank}"
+    return {"out": out.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
+
+
+def whole(case: Case, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """What the ranks of a case hold together: tokens in stream order, parameters' gradients summed."""
+    layout = case.plan().layout
+    parameters = {f"d_{name}" for name in draw(replace(case, lengths=(1,))).parameters}
+    return {
+        name: sum(rank[name] for rank in ranks[1:]) + ranks[0][name]
+        if name in parameters
+        else layout.unshard([rank[name] for rank in ranks])
+        for name in ranks[0]
+    }
+
+
+def one_rank(case: Case) -> dict[str, Tensor]:
+    """The case on one rank that holds the packed stream in order."""
+    alone = replace(case, cp=1, layout="contiguous", align=1)
+    return run_layer(ThreadGroup.create(1)[0], alone)
+
+
+def compare(
+    case: Case,
+    *,
+    kind: str = "threads",
+    timeout: float = 120.0,
+    expected: dict[str, Tensor] | None = None,
+    run: Callable[[RankGroup, Case], dict[str, Tensor]] = run_layer,
+) -> Parity:
+    """Runs a case on local ranks and compares it with one rank.
+
+    Args:
+        case: what to run.
+        kind: "threads" or "processes".
+        timeout: seconds until the ranks' stacks are dumped and the call fails.
+        expected: `one_rank(case)`, where the caller has it already.
+        run: what each rank does.
+    """
+    ranks = run_ranks(run, case.cp, case, kind=kind, timeout=timeout)
+    return judge(case, whole(case, ranks), one_rank(case) if expected is None else expected)
+
+
+def judge(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Parity:
+    """How far two results of a case are apart."""
+    problem = draw(case)
+    scales = {"out": max(float(tensor.abs().max()) for tensor in problem.inputs.values())}
+    gradient_scale = float(problem.output_gradient.abs().max())
+    errors = {
+        name: relative_error(actual[name], value, FLOOR_SHARE * scales.get(name, gradient_scale))
+        for name, value in expected.items()
+    }
+    same = {name: torch.equal(actual[name], value) for name, value in expected.items()}
+    return Parity(case, errors, same.pop("out"), all(same.values()), TOLERANCES[case.dtype])
+
+
+def relative_error(actual: Tensor, expected: Tensor, floor: float) -> float:
+    """`max|a - b| / max(max|b|, floor)`; NaN if either holds one, 0 for empty tensors."""
+    if expected.numel() == 0:
+        return 0.0
+    difference = (actual.double() - expected.double()).abs().max()
+    return float(difference / expected.double().abs().max().clamp(min=floor))

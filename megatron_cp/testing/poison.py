@@ -1,0 +1,40 @@
+"""`poisoned`: uninitialised memory reads as NaN, so that a result nobody wrote cannot look right by chance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_UNINITIALISED = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_permuted,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
+
+
+class poisoned(TorchDispatchMode):  # noqa: N801 - used as `with poisoned():`
+    """Within it, every tensor that this thread allocates without a value is filled with NaN.
+
+    Bytes are filled with 0xFF, which is NaN in every floating-point type that a view may read them as; other integers
+    with their largest value. Covers backward passes run inside it on the CPU, and CUDA ones of the same thread.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _UNINITIALISED:
+            poison(result)
+        return result
+
+
+def poison(tensor: Tensor) -> Tensor:
+    """Fills a tensor with NaN, or with its largest value where its type has no NaN."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.fill_(torch.nan)
+    return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)

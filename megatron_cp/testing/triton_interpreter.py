@@ -1,0 +1,53 @@
+"""Triton kernels on the CPU, for tests. Exact in float32; in bfloat16 the interpreter's `tl.dot` is wrong.
+
+Triton's interpreter runs a kernel with numpy, one program after another. As it comes (Triton 3.6), it cannot run
+autotuned kernels such as those of flash-linear-attention, for three reasons that `interpret_triton` removes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from typing import Any
+
+
+def interpret_triton() -> None:
+    """Makes the kernels that are imported from now on run on the CPU, for as long as this process lives.
+
+    Raises:
+        RuntimeError: Triton was imported before, for a GPU.
+    """
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("triton is imported already: call interpret_triton first, or set TRITON_INTERPRET=1")
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, Triton's own among them
+
+    from triton.runtime import interpreter  # type: ignore[import-untyped]
+    from triton.runtime.autotuner import Autotuner  # type: ignore[import-untyped]
+
+    # The autotuner asks the GPU's driver for a stopwatch. Where all times are equal, the first configuration wins.
+    Autotuner.do_bench = staticmethod(lambda kernel, quantiles: [0.0 for _ in quantiles])
+
+    # numpy 2.4 turns an array into an int only if it has no dimension; the interpreter's scalars have one.
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+
+    # A compiled loop's counter is a tensor with `.to`, an interpreted one's an int. The interpreter puts its own
+    # globals, and so this, before builtins in the modules whose kernels it runs.
+    interpreter.range = _counters
+
+
+class _Counter(int):
+    """A loop counter with a tensor's type conversion."""
+
+    def to(self, *_: Any, **__: Any) -> _Counter:
+        return self
+
+
+def _counters(*bounds: Any) -> list[_Counter]:
+    return [_Counter(i) for i in builtins.range(*bounds)]
