@@ -21,6 +21,7 @@ from megatron_cp.cli.options import (
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, start_torchrun_rank
+from megatron_cp.executor.run import check_agreement
 from megatron_cp.planner.capabilities import require
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 
@@ -60,7 +61,7 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         raise ArgumentError("--cp", skipped, f"sizes of at most the {world.size if world else 0} ranks of this job")
     cases = [_case(args, size) for size in sizes]
     for case in cases:
-        case.plan()  # refuse before anything runs
+        case.refuse_early()
     results = list(_on_torchrun(cases, world) if world else _on_local_ranks(cases, args))
     passed = all(result.passed for result in results)
     worst = {name: max(result.errors[name] for result in results) for name in results[0].errors}
@@ -115,6 +116,7 @@ def _on_torchrun(cases: list[Case], world: TorchGroup) -> Iterator[Parity]:
         result = None
         if world.rank < case.cp:
             group = TorchGroup(members, host)
+            check_agreement(case.plan(), group)
             own = {name: tensor.cpu() for name, tensor in run_layer(group, case).items()}
             ranks = group.all_gather_object(own)
             result = judge(case, whole(case, ranks), {name: tensor.cpu() for name, tensor in one_rank(case).items()})

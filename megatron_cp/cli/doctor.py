@@ -67,7 +67,7 @@ def _kernels() -> list[Finding]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     packing = Packing([1])
     call = AttentionCall(Mask.causal(packing), 1.0, 128, 128, dtype, device)
-    linear_call = LinearCall(packing, 1, dtype, device)
+    linear_call = LinearCall(packing, dtype, device, 128)
     rows = [("attention", kernel.name, kernel.refusal(call), kernel.package) for kernel in softmax_kernels.KERNELS]
     rows += [("gdn", kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in linear_kernels.KERNELS]
     return [

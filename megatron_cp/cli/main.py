@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_cp import __version__
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, PlanMismatchError
 
 
 @dataclass
@@ -33,6 +33,7 @@ class Report:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0 success, 1 a check failed, 2 bad usage."""
     from megatron_cp.cli import check, doctor, plan
+    from megatron_cp.executor.launch import RankError
 
     parser = argparse.ArgumentParser(
         prog="megatron-cp",
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ArgumentError as error:
         print(f"megatron-cp {args.command}: {error}", file=sys.stderr)
         return 2
+    except (PlanMismatchError, RankError) as error:
+        print(f"megatron-cp {args.command}: {error}", file=sys.stderr)
+        return 1
     if not report.quiet:
         print(report.text)
         if args.json:

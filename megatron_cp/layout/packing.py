@@ -38,7 +38,7 @@ class Packing(Tables):
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
-        given = lengths if isinstance(lengths, np.ndarray) else np.asarray(list(lengths))
+        given = _host_array("lengths", lengths)
         if given.ndim != 1 or given.size == 0:
             raise ArgumentError("lengths", given.tolist(), "a flat list with at least one document length")
         if not np.issubdtype(given.dtype, np.integer) or int(given.min()) < 0:
@@ -52,9 +52,9 @@ class Packing(Tables):
         Any iterable of integers; a tensor must already be on the host, since reading it elsewhere would synchronise.
 
         Raises:
-            ArgumentError: fewer than two entries, a first entry other than 0, or a falling entry.
+            ArgumentError: fewer than two entries, a first entry other than 0, a falling entry, or a tensor elsewhere.
         """
-        offsets = np.asarray(cu_seqlens if isinstance(cu_seqlens, np.ndarray) else [int(c) for c in cu_seqlens])
+        offsets = _host_array("cu_seqlens", cu_seqlens)
         if offsets.ndim != 1 or offsets.size < 2 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
             raise ArgumentError("cu_seqlens", offsets.tolist(), "at least two integers that start at 0 and never fall")
         return cls(np.diff(offsets))
@@ -109,6 +109,13 @@ class Packing(Tables):
             if self.num_documents <= 8
             else (f"Packing([{shown}]; {self.num_documents} documents, {self.total} tokens)")
         )
+
+
+def _host_array(argument: str, values: Iterable[int]) -> NDArray:
+    try:
+        return np.asarray(values if hasattr(values, "__array__") else list(values))
+    except TypeError as error:  # what a tensor on another device answers, or something that is no sequence
+        raise ArgumentError(argument, values, "integers on the host", str(error)) from None
 
 
 def _frozen(array: NDArray) -> NDArray:

@@ -9,10 +9,11 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import HeadRange, Section
 from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.plan import Plan, ToHeads
 from megatron_cp.executor.run import run
 from megatron_cp.linear.activations import sigmoid, softplus
-from megatron_cp.linear.kernels import GatedDeltaKernel, LinearCall, choose
+from megatron_cp.linear.kernels import KERNELS, GatedDeltaKernel, LinearCall
 
 L2_EPS = 1e-6  # as in fla and Megatron
 
@@ -55,7 +56,7 @@ def gated_delta_rule(
     """
     ranks, blocks = _checked_plan(plan, group)
     _check_tensors(plan, ranks, {"q": q, "k": k, "v": v, "beta": beta[..., None], "g": g[..., None]}, blocks)
-    backend, call, groups = _backend(plan, ranks, kernel, v)
+    backend, call, groups = _backend(plan, ranks, kernel, v, blocks[0].head_dim)
     scale = blocks[0].head_dim ** -0.5 if scale is None else float(scale)
 
     def local_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> list[Tensor]:
@@ -128,7 +129,7 @@ def gated_delta_net(
     for name, (tensor, shape) in shapes.items():
         if tensor.shape != shape:
             raise ArgumentError(name, tuple(tensor.shape), f"{list(shape)} on rank {ranks.rank}")
-    backend, call, groups = _backend(plan, ranks, kernel, qkv)
+    backend, call, groups = _backend(plan, ranks, kernel, qkv, blocks[0].head_dim)
     scale = blocks[0].head_dim ** -0.5 if scale is None else float(scale)
     weights = _own_channels(conv, blocks[:3], ranks.rank)
     biases = _own_channels(conv_bias, blocks[:3], ranks.rank) if conv_bias is not None else [None] * 3
@@ -168,12 +169,14 @@ def _check_tensors(plan: Plan, group: RankGroup, tensors: dict[str, Tensor], blo
             raise ArgumentError(name, tuple(tensor.shape), f"{expected} on rank {group.rank}")
 
 
-def _backend(plan: Plan, group: RankGroup, kernel: str, v: Tensor) -> tuple[GatedDeltaKernel, LinearCall, list[int]]:
+def _backend(
+    plan: Plan, group: RankGroup, kernel: str, v: Tensor, head_dim: int
+) -> tuple[GatedDeltaKernel, LinearCall, list[int]]:
     """The kernel, what it is told, and the key head that each of this rank's value heads reads."""
-    call = LinearCall(plan.packing, plan.heads_per_group, v.dtype, v.device)
+    call = LinearCall(plan.packing, v.dtype, v.device, head_dim)
     (first, last), (first_group, _) = plan.deal.heads[group.rank], plan.deal.groups[group.rank]
     groups = [head // plan.heads_per_group - first_group for head in range(first, last)]
-    return choose(kernel, call), call, groups
+    return choose_kernel(KERNELS, kernel, call), call, groups
 
 
 def _own_channels(weight: Tensor, blocks: tuple[Section, ...], rank: int) -> list[Tensor]:

@@ -67,7 +67,7 @@ def _draw_shares(axes: Any, plan: Plan) -> None:
     axes.barh(ranks + 0.2, 100 * work, height=0.4, color=_colours(plan.cp_size), label="work (coloured)")
     _rank_axis(axes, plan.cp_size)
     axes.set_xlabel("share, %")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
 
 
 def _rank_axis(axes: Any, cp_size: int) -> None:

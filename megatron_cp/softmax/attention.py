@@ -13,9 +13,10 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.pack import like_rows
 from megatron_cp.exchange.sections import HeadDeal
 from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.plan import Plan, ToHeads
 from megatron_cp.executor.run import run
-from megatron_cp.softmax.kernels import AttentionCall, AttentionKernel, choose
+from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 
 
 def attention(
@@ -73,7 +74,7 @@ def attention(
     head_dim, value_head_dim = blocks[0].head_dim, blocks[2].head_dim
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
     call = AttentionCall(plan.mask, scale, head_dim, value_head_dim, q.dtype, q.device)
-    backend = choose(kernel, call)
+    backend = choose_kernel(KERNELS, kernel, call)
     runs = plan.table(("head_runs", ranks.rank), lambda: head_runs(plan.deal, ranks.rank, plan.heads_per_group))
 
     def local_attention(*sections: Tensor) -> list[Tensor]:

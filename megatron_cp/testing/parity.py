@@ -13,13 +13,18 @@ import torch
 from torch import Tensor
 
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
+from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.plan import Plan
 from megatron_cp.layout import Packing
+from megatron_cp.linear import kernels as linear_kernels
 from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.kernels import LinearCall
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.plans import plan_attention, plan_linear
+from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax.kernels import AttentionCall
 from megatron_cp.softmax.mask import Mask
 from megatron_cp.testing.layouts import layout_by_name
 
@@ -83,6 +88,16 @@ class Case:
             mask = Mask(self.packing, is_causal=require("mask", self.mask) == "causal")
             return plan_attention(self.packing, layout, kv_heads=self.groups, mask=mask, **shape)
         return plan_linear(self.packing, layout, require("kind", self.layer), key_heads=self.groups, **shape)
+
+    def refuse_early(self) -> None:
+        """Raises what running the case would raise, before any rank starts."""
+        plan, device = self.plan(), torch.device(self.device)
+        if plan.mask is not None:
+            call = AttentionCall(plan.mask, 1.0, self.head_dim, self.value_head_dim, self.dtype, device)
+            choose_kernel(softmax_kernels.KERNELS, self.kernel, call)
+        else:
+            linear_call = LinearCall(self.packing, self.dtype, device, self.head_dim)
+            choose_kernel(linear_kernels.KERNELS, self.kernel, linear_call)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def interpret_triton() -> None:
     from triton.runtime.autotuner import Autotuner  # type: ignore[import-untyped]
 
     # The autotuner asks the GPU's driver for a stopwatch. Where all times are equal, the first configuration wins.
-    Autotuner.do_bench = staticmethod(lambda kernel, quantiles: [0.0 for _ in quantiles])
+    Autotuner.do_bench = staticmethod(lambda _, quantiles: [0.0 for _ in quantiles])
 
     # numpy 2.4 turns an array into an int only if it has no dimension; the interpreter's scalars have one.
     patch_tensor = interpreter._patch_lang_tensor

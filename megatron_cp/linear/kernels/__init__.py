@@ -6,27 +6,11 @@
 
 from __future__ import annotations
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.linear.kernels.base import GatedDeltaKernel, LinearCall
 from megatron_cp.linear.kernels.chunked import ChunkedGatedDelta
 from megatron_cp.linear.kernels.fla import FlaGatedDelta
 from megatron_cp.linear.kernels.reference import ReferenceGatedDelta
 
+__all__ = ["KERNELS", "GatedDeltaKernel", "LinearCall"]
+
 KERNELS: tuple[GatedDeltaKernel, ...] = (FlaGatedDelta(), ChunkedGatedDelta(), ReferenceGatedDelta())  # fastest first
-
-
-def choose(name: str, call: LinearCall) -> GatedDeltaKernel:
-    """The kernel called `name`, or for "auto" the fastest that can run `call`.
-
-    Raises:
-        ArgumentError: no such kernel, or it cannot run the call, with its reason.
-    """
-    if name == "auto":
-        return next(kernel for kernel in KERNELS if kernel.refusal(call) is None)
-    for kernel in KERNELS:
-        if kernel.name == name:
-            reason = kernel.refusal(call)
-            if reason:
-                raise ArgumentError("kernel", name, "a kernel that can run this call", f"{name}: {reason}")
-            return kernel
-    raise ArgumentError("kernel", name, " or ".join(["auto", *(kernel.name for kernel in KERNELS)]))

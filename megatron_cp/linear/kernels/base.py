@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_cp.executor.kernels import Kernel
 from megatron_cp.layout import Packing
 
 
@@ -17,28 +18,21 @@ class LinearCall:
 
     Attributes:
         packing: the documents of the packed stream; states and convolutions start anew with each.
-        heads_per_group: value heads that read one key head.
         dtype, device: of q, k and v.
+        head_dim: of q and k.
     """
 
     packing: Packing
-    heads_per_group: int
     dtype: torch.dtype
     device: torch.device
+    head_dim: int
 
 
-class GatedDeltaKernel(ABC):
+class GatedDeltaKernel(Kernel):
     """The causal convolution and the gated delta rule of one rank's heads over all tokens. Differentiable.
 
     Shapes: `T` tokens, `h` value heads, `g` key heads, each read by consecutive value heads. T, h and g are at least 1.
     """
-
-    name: str
-    package: str  # what must be installed, for `doctor`
-
-    @abstractmethod
-    def refusal(self, call: LinearCall) -> str | None:
-        """Why this kernel cannot run the call, with what would help; None if it can."""
 
     @abstractmethod
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:

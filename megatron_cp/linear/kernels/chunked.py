@@ -8,6 +8,9 @@ Within a chunk, with G_i the sum of g up to token i and S the state before it (Y
 
 Everything that does not need S is computed for all chunks of all documents at once; one loop then walks the chunks in
 stream order. Chunks begin at document starts, and a document's last chunk is filled with tokens that do nothing.
+
+A head's bits do not depend on the heads beside it, except with one feature a head, where torch turns the products of
+a single head, but not those of several, into products with vectors.
 """
 
 from __future__ import annotations

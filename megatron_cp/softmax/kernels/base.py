@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_cp.executor.kernels import Kernel
 from megatron_cp.softmax.mask import Mask
 
 
@@ -31,20 +32,13 @@ class AttentionCall:
     device: torch.device
 
 
-class AttentionKernel(ABC):
+class AttentionKernel(Kernel):
     """Softmax attention of whole documents with one ratio of query to key/value heads.
 
     Shapes: q, out `[T, h, d]`, k and v `[T, g, d]` with h a multiple of g and query head i reading key/value head
     `i // (h // g)`; lse `[h, T]`, natural log, at least fp32. T, h and g are at least 1. Inputs and outputs may be
     strided with a dense last axis.
     """
-
-    name: str
-    package: str  # what must be installed, for `doctor`
-
-    @abstractmethod
-    def refusal(self, call: AttentionCall) -> str | None:
-        """Why this kernel cannot run the call, with what would help; None if it can."""
 
     @abstractmethod
     def forward(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:

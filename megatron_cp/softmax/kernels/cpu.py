@@ -19,6 +19,7 @@ class CpuFlashAttention(AttentionKernel):
 
     name = "cpu"
     package = "torch"
+    devices = ("cpu",)
 
     def refusal(self, call: AttentionCall) -> str | None:
         if call.device.type != "cpu":

@@ -19,6 +19,7 @@ class VarlenAttention(AttentionKernel):
 
     name = "varlen"
     package = "torch with CUDA"
+    devices = ("cuda",)
 
     def refusal(self, call: AttentionCall) -> str | None:
         if call.device.type != "cuda":
