@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron_cp.errors import PlanMismatchError as PlanMismatchError
     from megatron_cp.executor.gather import gather as gather
     from megatron_cp.executor.plan import Plan as Plan
+    from megatron_cp.executor.relayout import relayout as relayout
     from megatron_cp.executor.run import check_agreement as check_agreement
     from megatron_cp.layout import Layout as Layout
     from megatron_cp.layout import Packing as Packing
@@ -41,6 +42,7 @@ _HOMES = {
     "gather": "megatron_cp.executor.gather",
     "plan_attention": "megatron_cp.planner.plans",
     "plan_linear": "megatron_cp.planner.plans",
+    "relayout": "megatron_cp.executor.relayout",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,5 +1,6 @@
 """Runs plans. The only code that talks to a process group.
 
-`plan` holds the data types (no torch), `groups` the ranks that talk (torch.distributed or threads), `launch` starts
-local ranks for checks and tests, `exchange` and `gather` are the differentiable steps, `run` is the loop over a plan.
+`plan` holds the data types and `explain` their words (no torch), `run` is the loop over a plan's steps, `groups` are
+the ranks that talk (torch.distributed or threads), `launch` starts local ones for checks and tests. `exchange`,
+`gather` and `relayout` are the differentiable moves, `kernels` what local work has in common.
 """

@@ -16,8 +16,7 @@ class Route:
     """One rank's half of moving rows from a source layout to a target layout.
 
     `source[send_rows]` is the send buffer, cut by `send_counts` into one piece for each rank; the pieces received,
-    cut by `recv_counts`, lie end to end and `target[recv_rows] = received`. Run backwards (send `recv_rows`, receive
-    into `send_rows`) it carries gradients.
+    cut by `recv_counts`, lie end to end and `target[recv_rows] = received`. `reversed` carries gradients.
 
     Attributes:
         send_rows: `[sum(send_counts)]` rows of this rank's source, grouped by the rank they go to.
@@ -43,6 +42,17 @@ class Route:
         send_rows, send_counts = _grouped(source, target, rank)
         recv_rows, recv_counts = _grouped(target, source, rank)
         return cls(send_rows, send_counts, recv_rows, recv_counts)
+
+    def reversed(self) -> Route:
+        """The way back: from the target to the source."""
+        return Route(self.recv_rows, self.recv_counts, self.send_rows, self.send_counts)
+
+    @property
+    def arrivals(self) -> IntArray:
+        """`[sum(recv_counts)]` the received row that belongs into each target row: `target = received[arrivals]`."""
+        inverse = np.empty_like(self.recv_rows)
+        inverse[self.recv_rows] = np.arange(self.recv_rows.size)
+        return inverse
 
 
 def _grouped(own: Layout, other: Layout, rank: int) -> tuple[IntArray, IntArray]:

@@ -1,0 +1,79 @@
+"""`relayout`: the same tokens, held by other ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.layout import Layout, Route
+
+
+def relayout(
+    local: Tensor, source: Layout, target: Layout, group: RankGroup | dist.ProcessGroup | None = None
+) -> Tensor:
+    """Moves rows from one layout to another: one collective between two gathers; differentiable.
+
+    Args:
+        local: `[source.row_counts[rank], ...]` this rank's rows.
+        source, target: layouts of one packing over the ranks of `group`.
+
+    Returns:
+        `[target.row_counts[rank], ...]`, pad rows zero.
+
+    Raises:
+        ArgumentError: layouts, group or rows that do not belong together.
+    """
+    ranks = as_rank_group(group, source.cp_size)
+    if len(local) != source.row_counts[ranks.rank]:
+        raise ArgumentError("local", f"{len(local)} rows", f"{source.row_counts[ranks.rank]} on rank {ranks.rank}")
+    hop = source.table(
+        ("hop", target, ranks.rank, local.device), lambda: _Hop(source, target, ranks.rank, local.device)
+    )
+    return _Relayout.apply(local, hop, ranks)
+
+
+class _Hop:
+    """A route's tables on a device, for both directions."""
+
+    def __init__(self, source: Layout, target: Layout, rank: int, device: torch.device) -> None:
+        route = Route.between(source, target, rank)
+        self.rows = (int(target.row_counts[rank]), int(source.row_counts[rank]))
+        self.counts = (route.send_counts.tolist(), route.recv_counts.tolist())
+        gathers = (route.send_rows, route.arrivals, route.recv_rows, route.reversed().arrivals)
+        self.send, self.arrive, self.send_back, self.arrive_back = (
+            torch.from_numpy(rows).to(device=device, dtype=torch.int32) for rows in gathers
+        )
+
+
+class _Relayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, hop: _Hop, group: RankGroup) -> Tensor:
+        ctx.hop = (hop, group)
+        return _moved(local, hop, group, forward=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        hop, group = ctx.hop
+        return _moved(gradients[0], hop, group, forward=False), None, None
+
+
+def _moved(local: Tensor, hop: _Hop, group: RankGroup, *, forward: bool) -> Tensor:
+    send, arrive = (hop.send, hop.arrive) if forward else (hop.send_back, hop.arrive_back)
+    sent_counts, received_counts = hop.counts if forward else hop.counts[::-1]
+    features = math.prod(local.shape[1:])
+    received = local.new_empty(sum(received_counts), *local.shape[1:])
+    group.all_to_all(
+        received.view(-1),
+        local.index_select(0, send).view(-1),
+        [count * features for count in received_counts],
+        [count * features for count in sent_counts],
+    )
+    moved = local.new_zeros(hop.rows[0 if forward else 1], *local.shape[1:])
+    torch.index_select(received, 0, arrive, out=moved[: sum(received_counts)])
+    return moved
