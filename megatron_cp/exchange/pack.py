@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -35,13 +36,11 @@ class Geometry:
     batch: int | None  # None for THD input, which has no batch axis
     device: torch.device
 
-    @property
+    @cached_property
     def format(self) -> RowFormat:
-        # Memoised beside the layout's other tables: every layer of a batch asks for the same one.
-        sizes = tuple(dtype.itemsize for dtype in self.dtypes)
-        return self.layout.table(
-            ("row_format", self.exchange.sections, sizes), lambda: self.exchange.sections.row_format(sizes)
-        )
+        # Kept beside the layout's other tables too: every layer of a batch asks for the same one.
+        sections, sizes = self.exchange.sections, tuple(dtype.itemsize for dtype in self.dtypes)
+        return self.layout.table(("row_format", sections, sizes), lambda: sections.row_format(sizes))
 
     @property
     def layout(self) -> Layout:
@@ -52,7 +51,7 @@ class Geometry:
         """Message rows for each token."""
         return 1 if self.batch is None else self.batch
 
-    @property
+    @cached_property
     def own_rows(self) -> int:
         """Message rows of this rank's own tokens."""
         return int(self.layout.token_counts[self.rank]) * self.copies
@@ -65,7 +64,8 @@ class Geometry:
     @property
     def head_side_splits(self) -> list[int]:
         """Bytes of the message from (or to) each rank, on the side that holds this rank's own heads."""
-        return [count * self.copies * self.format.row_bytes[self.rank] for count in self.layout.token_counts.tolist()]
+        row = self.copies * self.format.row_bytes[self.rank]
+        return [count * row for count in self.layout.token_counts.tolist()]
 
     def index(self, name: str) -> Tensor:
         """`layout.order` or `layout.inverse_order` on the device, made once for a batch."""
@@ -155,7 +155,7 @@ def _token_rows(tensor: Tensor, at: Geometry) -> Tensor:
 def _message_view(message: Tensor, columns: Columns, at: Geometry) -> Tensor:
     """`[ranks, rows, features]`: one section's heads in the messages of neighbouring ranks."""
     block, dtype = at.exchange.sections.blocks[columns.section], at.dtypes[columns.section]
-    start = at.own_rows * sum(at.format.row_bytes[: columns.first_rank])
+    start = at.own_rows * at.format.row_starts[columns.first_rank]
     row = at.format.row_bytes[columns.first_rank]
     messages = message[start : start + columns.num_ranks * at.own_rows * row].view(columns.num_ranks, at.own_rows, row)
     size = columns.num_heads * block.head_dim * dtype.itemsize

@@ -127,11 +127,13 @@ class RowFormat:
 
     Attributes:
         row_bytes: for each rank, the bytes of one token in messages to (or from) it.
+        row_starts: for each rank, the bytes of one token in the messages of all lower ranks.
         offsets: `[rank][section]` byte offset of each section inside the row.
         columns: the copies that fill or empty the messages of all ranks, in rank order within a section.
     """
 
     row_bytes: tuple[int, ...]
+    row_starts: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
     columns: tuple[Columns, ...]
 
@@ -173,7 +175,8 @@ class Sections:
         columns = tuple(
             columns for index, block in enumerate(self.blocks) for columns in _columns(index, block, row_bytes, offsets)
         )
-        return RowFormat(tuple(row_bytes), tuple(offsets), columns)
+        row_starts = tuple(itertools.accumulate(row_bytes, initial=0))[:-1]
+        return RowFormat(tuple(row_bytes), row_starts, tuple(offsets), columns)
 
 
 def _columns(index: int, block: Section, row_bytes: list[int], offsets: list[tuple[int, ...]]) -> list[Columns]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
@@ -80,6 +81,7 @@ class _HeadExchange(torch.autograd.Function):
         return tuple(_move(at, group, widths, to_heads, tensors))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         at, group, widths, to_heads = ctx.exchange
         return None, None, None, None, *_move(at, group, widths, not to_heads, gradients)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, as_rank_group
@@ -50,6 +51,7 @@ class _Gather(torch.autograd.Function):
         return shares.index_select(0, _places(layout, longest, local.device))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         layout, group = ctx.layout, ctx.group
         held = int(layout.token_counts[group.rank])

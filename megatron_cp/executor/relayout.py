@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, as_rank_group
@@ -58,6 +59,7 @@ class _Relayout(torch.autograd.Function):
         return _moved(local, hop, group, forward=True)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         hop, group = ctx.hop
         return _moved(gradients[0], hop, group, forward=False), None, None

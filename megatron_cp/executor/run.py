@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import assert_never
 
 from torch import Tensor
 
@@ -31,6 +32,8 @@ def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, 
                 tensors = work[name](*tensors)
             case ToTokens(exchange):
                 tensors = to_tokens(exchange, group, *tensors)
+            case _:
+                assert_never(step)
     return tensors
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.pack import like_rows
@@ -132,6 +133,7 @@ class _LocalAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         kernel, call, runs = ctx.call
         q, k, v, out, lse = ctx.saved_tensors

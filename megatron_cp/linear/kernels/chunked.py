@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_cp.layout import Packing
 from megatron_cp.linear.activations import silu
@@ -122,6 +123,7 @@ class _Rechunk(torch.autograd.Function):
         return _rechunked(x, slots, sources, split)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         slots, sources, split = ctx.tables
         return _rechunked(gradients[0], slots, sources, not split), None, None, None
@@ -147,6 +149,7 @@ class _CausalConv(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         (dy,) = gradients

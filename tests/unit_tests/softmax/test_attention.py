@@ -1,0 +1,100 @@
+"""The operation: what it accepts, what it refuses, and SBHD batches."""
+
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import run_ranks
+
+
+def plan_for(lengths=(5, 1, 6), cp_size=1, heads=4, kv_heads=2, head_dim=8, **options):
+    packing = cp.Packing(lengths)
+    layout = cp.Layout.zigzag(packing, cp_size, **options)
+    return cp.plan_attention(packing, layout, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+
+
+def tensors(rows=12, heads=4, kv_heads=2, head_dim=8):
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(rows, n, head_dim, generator=random, dtype=torch.float64) for n in (heads, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("cp_size", [2, 3])
+def test_a_batch_of_sequences_is_each_sequence_alone(cp_size):
+    plan, alone = plan_for([11], cp_size), plan_for([11])
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(11, 3, n, 8, generator=random, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+
+    def rank(group):
+        local = [plan.layout.shard(x.detach(), group.rank).requires_grad_() for x in (q, k, v)]
+        out = cp.attention(*local, plan, group)
+        out.backward(torch.ones_like(out))
+        return [out.detach(), *(x.grad for x in local)]
+
+    results = [plan.layout.unshard(parts) for parts in zip(*run_ranks(rank, cp_size), strict=True)]
+    out = torch.stack([cp.attention(q[:, b], k[:, b], v[:, b], alone) for b in range(3)], 1)
+    out.sum().backward()
+    for actual, expected in zip(results, (out, q.grad, k.grad, v.grad), strict=True):
+        assert torch.allclose(actual, expected, atol=1e-14, rtol=0)
+
+
+def test_pad_rows_are_zero_and_pass_no_gradient():
+    plan = plan_for(cp_size=2, align=4)  # 6 tokens and 2 pad rows on each rank
+
+    def rank(group):
+        local = [torch.randn(8, n, 8, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2)]
+        out = cp.attention(*local, plan, group)
+        out.backward(torch.ones_like(out))
+        return [out, *(x.grad for x in local)]
+
+    for results in run_ranks(rank, 2):
+        for result in results:
+            assert result[:6].abs().sum() > 0
+            assert torch.equal(result[6:], torch.zeros_like(result[6:]))
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("q", lambda q, k, v: (q[:-1], k, v)),
+        ("q", lambda q, k, v: (q.flatten(1), k, v)),
+        ("k", lambda q, k, v: (q, k[:, :1], v)),
+        ("k", lambda q, k, v: (q, k.float(), v)),
+        ("v", lambda q, k, v: (q, k, v[..., :4])),
+        ("v", lambda q, k, v: (q, k, v[:, None])),
+    ],
+)
+def test_rejects_tensors_that_do_not_fit_the_plan(argument, change):
+    with pytest.raises(cp.ArgumentError) as error:
+        cp.attention(*change(*tensors()), plan_for())
+    assert error.value.argument == argument
+
+
+def test_rejects_a_plan_of_another_kind():
+    packing = cp.Packing([12])
+    plan = cp.plan_linear(packing, cp.Layout.zigzag(packing, 1), heads=4, key_heads=2, head_dim=8)
+    with pytest.raises(cp.ArgumentError, match="plan_attention"):
+        cp.attention(*tensors(), plan)
+
+
+def test_rejects_a_group_of_another_size():
+    with pytest.raises(cp.ArgumentError, match="the 2 ranks"):
+        cp.attention(*tensors(), plan_for(cp_size=2), ThreadGroup.create(3)[0])
+    with pytest.raises(cp.ArgumentError, match="group"):
+        cp.attention(*tensors(), plan_for(cp_size=2))
+
+
+def test_forward_without_gradients_saves_nothing_and_is_the_same():
+    q, k, v = (x.requires_grad_() for x in tensors())
+    with torch.no_grad():
+        quiet = cp.attention(q, k, v, plan_for())
+    assert not quiet.requires_grad
+    assert torch.equal(quiet, cp.attention(q, k, v, plan_for()).detach())
+
+
+def test_rejects_a_second_derivative_instead_of_returning_a_wrong_one():
+    leaves = [x.requires_grad_() for x in tensors()]
+    out = cp.attention(*leaves, plan_for())
+    (gradient,) = torch.autograd.grad(out.sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
