@@ -1,5 +1,7 @@
 """The one error a user can cause, and how it reads."""
 
+import operator
+
 
 class ArgumentError(ValueError):
     """An argument cannot be used: says which one, what was given, what is allowed and what to do.
@@ -15,6 +17,22 @@ class ArgumentError(ValueError):
         self.remedy = remedy
         text = f"{argument}: got {_shorten(given)}; allowed: {allowed}."
         super().__init__(f"{text} {remedy}" if remedy else text)
+
+
+def checked_integer(argument: str, value: object, least: int, most: int | None = None) -> int:
+    """`value` as an int, if it is an integer (Python's or numpy's) from `least` to `most`.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+        raise ArgumentError(argument, value, allowed)
+    return number
 
 
 class PlanMismatchError(RuntimeError):

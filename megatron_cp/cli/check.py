@@ -98,7 +98,7 @@ def _case(args: argparse.Namespace, cp_size: int) -> Case:
         softmax_scale=args.softmax_scale,
         align=args.align,
         dtype=getattr(torch, args.dtype),
-        device="cuda" if torch.cuda.is_available() and in_torchrun() else "cpu",
+        device="cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu",
         kernel=args.kernel,
         seed=args.seed,
     )

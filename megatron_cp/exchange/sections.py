@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_integer
 
 ROW_ALIGNMENT = 16  # bytes: the widest access of a GPU thread, and what attention kernels ask of their pointers
 
@@ -43,9 +43,8 @@ def deal_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadDeal:
     Raises:
         ArgumentError: a count below 1, or groups that do not divide heads.
     """
-    for name, count in (("num_heads", num_heads), ("num_groups", num_groups)):
-        if count < 1:
-            raise ArgumentError(name, count, "an integer of at least 1")
+    num_heads = checked_integer("num_heads", num_heads, 1)
+    num_groups = checked_integer("num_groups", num_groups, 1)
     if num_heads % num_groups:
         raise ArgumentError("num_groups", num_groups, f"a divisor of the {num_heads} heads")
     per_group = num_heads // num_groups
@@ -60,9 +59,7 @@ def deal_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadDeal:
         for lo, hi in _even_cuts(per_group, last - first)
     )
     heads = aligned if _largest(aligned) <= _largest(plain) else plain
-    return HeadDeal(
-        heads, tuple((lo // per_group, -(-hi // per_group) if hi > lo else lo // per_group) for lo, hi in heads)
-    )
+    return HeadDeal(heads, tuple((lo // per_group, -(-hi // per_group)) for lo, hi in heads))
 
 
 _RANGES_ALLOWED = "one range of heads a rank, both ends never falling, that cover every head"
@@ -148,10 +145,10 @@ class Sections:
         for block in self.blocks:
             before = (0, 0)
             for lo, hi in block.ranges:
-                if not (before[0] <= lo <= before[1] and before[1] <= hi and lo <= hi):
+                if not before[0] <= lo <= before[1] <= hi:
                     raise ArgumentError(f"ranges of section {block.name!r}", block.ranges, _RANGES_ALLOWED)
                 before = (lo, hi)
-            if before[1] != block.num_heads:
+            if before[1] != block.num_heads or len(block.ranges) != self.cp_size:
                 raise ArgumentError(f"ranges of section {block.name!r}", block.ranges, _RANGES_ALLOWED)
 
     @property
@@ -186,7 +183,7 @@ def _columns(index: int, block: Section, row_bytes: list[int], offsets: list[tup
     for rank, (lo, hi) in enumerate(block.ranges):
         if hi == lo:
             continue
-        alone = Columns(index, rank, rank + 1, lo, 0, hi - lo, max(0, min(seen, hi) - lo), offsets[rank][index])
+        alone = Columns(index, rank, rank + 1, lo, 0, hi - lo, max(0, seen - lo), offsets[rank][index])
         joined = _extended(runs[-1], alone, row_bytes) if runs else None
         if joined:
             runs[-1] = joined

@@ -196,19 +196,22 @@ class ThreadGroup(RankGroup):
             piece.detach().copy_(arrived)
 
 
-def as_rank_group(group: RankGroup | dist.ProcessGroup | None, cp_size: int) -> RankGroup:
-    """The group to run a plan over `cp_size` ranks on: a `RankGroup` as it is, a process group wrapped.
+def group_of(group: RankGroup | dist.ProcessGroup | None) -> RankGroup:
+    """A `RankGroup` as it is, a process group wrapped; None is a group of this rank alone."""
+    if group is None:
+        return ThreadGroup.create(1)[0]
+    return group if isinstance(group, RankGroup) else TorchGroup(group)
 
-    None stands for the only rank where `cp_size` is 1.
+
+def as_rank_group(group: RankGroup | dist.ProcessGroup | None, cp_size: int) -> RankGroup:
+    """`group_of`, for a plan over `cp_size` ranks.
 
     Raises:
-        ArgumentError: the group has another number of ranks.
+        ArgumentError: the group has another number of ranks, or is None for several.
     """
-    if group is None and cp_size == 1:
-        return ThreadGroup.create(1)[0]
-    if group is None:
+    if group is None and cp_size > 1:
         raise ArgumentError("group", None, f"a group of the plan's {cp_size} ranks")
-    ranks = group if isinstance(group, RankGroup) else TorchGroup(group)
+    ranks = group_of(group)
     if ranks.size != cp_size:
         raise ArgumentError("group", f"{ranks.size} ranks", f"the {cp_size} ranks that the plan is for")
     return ranks

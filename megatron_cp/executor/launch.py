@@ -154,10 +154,11 @@ def in_torchrun() -> bool:
 
 
 def start_torchrun_rank() -> TorchGroup:
-    """Joins the job that torchrun started: NCCL with one device per local rank where there is CUDA, gloo elsewhere."""
-    cuda = torch.cuda.is_available() and torch.cuda.device_count() > int(os.environ.get("LOCAL_RANK", 0))
+    """Joins the job that torchrun started: NCCL where every local rank has a device of its own, gloo elsewhere."""
+    # Asked of the whole host, so that its ranks cannot choose differently.
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     else:
         torch.set_num_threads(1)
     if not dist.is_initialized():

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.exchange import to_heads, to_tokens
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import RankGroup, group_of
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 
 LocalWork = Callable[..., list[Tensor]]
@@ -37,16 +38,17 @@ def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, 
     return tensors
 
 
-def check_agreement(plan: Plan, group: RankGroup) -> None:
+def check_agreement(plan: Plan, group: RankGroup | dist.ProcessGroup | None) -> None:
     """Fails on every rank unless all ranks made the same plan. One 16-byte exchange on the host; call it once a plan.
 
     Raises:
         PlanMismatchError: with the lines in which the first differing rank's plan departs from rank 0's.
     """
-    prints = group.all_gather_bytes(plan.fingerprint())
+    ranks = group_of(group)
+    prints = ranks.all_gather_bytes(plan.fingerprint())
     if len(set(prints)) == 1:
         return
-    descriptions = group.all_gather_object(plan.describe())
+    descriptions = ranks.all_gather_object(plan.describe())
     other = next(rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0])
     here, there = descriptions[0], descriptions[other]
     here, there = here + [""] * (len(there) - len(here)), there + [""] * (len(here) - len(there))

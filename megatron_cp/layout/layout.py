@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from operator import index
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.packing import IntArray, Packing
-from megatron_cp.layout.tables import Tables
+from megatron_cp.layout.tables import Tables, frozen
 
 MAX_CP_SIZE = 1024
 IGNORE_INDEX = -100  # the label that torch's cross entropy skips
@@ -53,7 +54,7 @@ class Layout(Tables):
     ) -> None:
         self.packing = packing
         self.cp_size = _checked_cp_size(fragment_offsets.size - 1)
-        self.align = _checked_align(align)
+        self.align = checked_integer("align", align, 1)
         self.starts, self.ends, self.fragment_offsets = _joined(starts, ends, fragment_offsets)
 
     # -- the ways to deal tokens -------------------------------------------------------------------------------------
@@ -64,7 +65,8 @@ class Layout(Tables):
 
         Rank order is stream order, so a head exchange from here needs no permutation of tokens.
         """
-        cuts = np.arange(_checked_cp_size(cp_size) + 1) * packing.total // cp_size
+        cp_size = _checked_cp_size(cp_size)
+        cuts = np.arange(cp_size + 1) * packing.total // cp_size
         return cls(packing, cuts[:-1], cuts[1:], np.arange(cp_size + 1), align=align)
 
     @classmethod
@@ -101,7 +103,7 @@ class Layout(Tables):
         Raises:
             ArgumentError: the fragments leave a token out, hold one twice, or leave the stream.
         """
-        per_rank = [[Fragment(int(start), int(end)) for start, end in ranges] for ranges in fragments]
+        per_rank = [[Fragment(index(start), index(end)) for start, end in ranges] for ranges in fragments]
         flat = np.array([piece for pieces in per_rank for piece in pieces], dtype=np.int64).reshape(-1, 2)
         offsets = np.concatenate([[0], np.cumsum([len(pieces) for pieces in per_rank])]).astype(np.int64)
         _check_partition(packing, flat)
@@ -113,20 +115,20 @@ class Layout(Tables):
     def token_counts(self) -> IntArray:
         """`[cp_size]` tokens that each rank holds, pad rows not counted."""
         sizes = np.concatenate([[0], np.cumsum(self.ends - self.starts, dtype=np.int64)])
-        return np.diff(sizes[self.fragment_offsets])
+        return frozen(np.diff(sizes[self.fragment_offsets]))
 
     @cached_property
     def pad_rows(self) -> IntArray:
         """`[cp_size]` pad rows at the end of each rank's rows; all zero with `align=1`."""
         if self.align == 1:
-            return np.zeros(self.cp_size, dtype=np.int64)
+            return frozen(np.zeros(self.cp_size, dtype=np.int64))
         whole = -(-np.maximum(self.token_counts, 1) // self.align) * self.align
-        return whole - self.token_counts
+        return frozen(whole - self.token_counts)
 
     @cached_property
     def row_counts(self) -> IntArray:
         """`[cp_size]` rows of each rank's local tensors: its tokens and its pad rows."""
-        return self.token_counts + self.pad_rows
+        return frozen(self.token_counts + self.pad_rows)
 
     def fragments_of(self, rank: int) -> list[Fragment]:
         """The fragments of one rank, in the order of its rows."""
@@ -141,19 +143,19 @@ class Layout(Tables):
     @cached_property
     def order(self) -> IntArray:
         """`[total]` the packed stream as the ranks hold it: the tokens of rank 0, then of rank 1, and so on."""
-        return _ranges(self.starts, self.ends)
+        return frozen(_ranges(self.starts, self.ends))
 
     @cached_property
     def inverse_order(self) -> IntArray:
         """`[total]` where each token of the packed stream stands in `order`."""
         inverse = np.empty_like(self.order)
         inverse[self.order] = np.arange(self.order.size)
-        return inverse
+        return frozen(inverse)
 
     @cached_property
     def in_stream_order(self) -> bool:
         """True if the ranks' tokens, rank after rank, are the packed stream itself."""
-        return bool((self.starts[1:] == self.ends[:-1]).all()) and self.starts[:1].sum() == 0
+        return bool((self.starts[1:] == self.ends[:-1]).all())  # every token is held, so the first starts at 0
 
     # -- what travels with the tokens --------------------------------------------------------------------------------
 
@@ -179,16 +181,13 @@ class Layout(Tables):
             `labels` `[row_counts[rank]]` with `ignore_index` where the document has no such token and in pad rows,
             and the loss mask `[row_counts[rank]]`, true where there is a label.
         """
-        if shift < 1:
-            raise ArgumentError("shift", shift, "an integer of at least 1")
+        shift = checked_integer("shift", shift, 1)
         self._check_stream(tokens, "tokens")
         held = self.tokens(rank)
-        ends = self.packing.cu_seqlens[self.packing.documents_of(held) + 1]
-        mask = self._padded(held + shift < ends, rank, False)
-        sources = self._padded(np.where(held + shift < ends, held + shift, 0), rank, 0)
-        labels = _take(tokens, sources)
-        labels[~mask] = ignore_index
-        return labels, mask
+        has_label = held + shift < self.packing.cu_seqlens[self.packing.documents_of(held) + 1]
+        labels = _able_to_hold(ignore_index, _take(tokens, np.where(has_label, held + shift, held)))
+        labels[~has_label] = ignore_index
+        return _lengthened(labels, int(self.pad_rows[rank]), ignore_index), self._padded(has_label, rank, False)
 
     def shard(self, tokens: Array, rank: int, *, pad_value: float = 0) -> Array:
         """One rank's rows of a tensor over the packed stream.
@@ -201,28 +200,16 @@ class Layout(Tables):
             `[row_counts[rank], ...]`, a copy.
         """
         self._check_stream(tokens, "tokens")
-        pad = int(self.pad_rows[self._checked_rank(rank)])
-        if pad == 0:
-            return _take(tokens, self.tokens(rank))
-        # A pad row copies some row and is then overwritten, so that one gather makes the result in either library.
-        if self.packing.total == 0:
-            raise ArgumentError("tokens", "an empty packed stream", "at least one token where align pads ranks")
-        local = _take(tokens, self._padded(self.tokens(rank), rank, 0))
-        local[-pad:] = pad_value
-        return local
+        return _lengthened(_take(tokens, self.tokens(rank)), int(self.pad_rows[rank]), pad_value)
 
-    def unshard(self, locals_: Sequence[Array]) -> Array:
+    def unshard(self, shards: Sequence[Array]) -> Array:
         """The packed stream `[total, ...]` from every rank's rows; the inverse of `shard`, pad rows dropped."""
-        if len(locals_) != self.cp_size:
-            raise ArgumentError("locals", f"{len(locals_)} tensors", f"one for each of {self.cp_size} ranks")
-        for rank, local in enumerate(locals_):
-            if len(local) != self.row_counts[rank]:
-                raise ArgumentError(
-                    f"locals[{rank}]",
-                    f"{len(local)} rows",
-                    f"{self.row_counts[rank]} rows",
-                )
-        held = [local[: int(count)] for local, count in zip(locals_, self.token_counts, strict=True)]
+        if len(shards) != self.cp_size:
+            raise ArgumentError("shards", f"{len(shards)} tensors", f"one for each of {self.cp_size} ranks")
+        for rank, shard in enumerate(shards):
+            if len(shard) != self.row_counts[rank]:
+                raise ArgumentError(f"shards[{rank}]", f"{len(shard)} rows", f"{self.row_counts[rank]} rows")
+        held = [shard[: int(count)] for shard, count in zip(shards, self.token_counts, strict=True)]
         return _take(_concatenate(held), self.inverse_order)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
@@ -309,24 +296,24 @@ def _check_partition(packing: Packing, fragments: IntArray) -> None:
     broken = np.flatnonzero(ends != starts)
     if broken.size:
         end, start = int(ends[broken[0]]), int(starts[broken[0]])
-        fault = (
-            f"tokens {end} to {start - 1} are held by no rank"
-            if start > end
-            else (f"token {start} is held twice" if start < packing.total else f"a fragment ends at {end}")
+        raise ArgumentError("fragments", _fault(end, start, packing.total), f"every token of [0, {packing.total}) once")
+
+
+def _fault(end: int, start: int, total: int) -> str:
+    """What is wrong where fragments in stream order reach `end` and the next one, or the stream's end, is `start`."""
+    if start < 0 or end > total:
+        return f"a fragment starts at {start}" if start < 0 else f"a fragment ends at {end}"
+    if start > end:
+        return (
+            f"token {end} is held by no rank"
+            if start == end + 1
+            else f"tokens {end} to {start - 1} are held by no rank"
         )
-        raise ArgumentError("fragments", fault, f"every token of [0, {packing.total}) exactly once")
+    return f"token {start} is held twice"
 
 
 def _checked_cp_size(cp_size: int) -> int:
-    if not isinstance(cp_size, int | np.integer) or not 1 <= cp_size <= MAX_CP_SIZE:
-        raise ArgumentError("cp_size", cp_size, f"an integer from 1 to {MAX_CP_SIZE}")
-    return int(cp_size)
-
-
-def _checked_align(align: int) -> int:
-    if not isinstance(align, int | np.integer) or align < 1:
-        raise ArgumentError("align", align, "an integer of at least 1")
-    return int(align)
+    return checked_integer("cp_size", cp_size, 1, MAX_CP_SIZE)
 
 
 # numpy and torch arrays are told apart here and nowhere else, so that a data loader without torch can shard.
@@ -346,3 +333,22 @@ def _concatenate(arrays: list[Any]) -> Any:
     import torch
 
     return torch.cat(arrays)
+
+
+def _lengthened(array: Any, rows: int, fill: float) -> Any:
+    if rows == 0:
+        return array
+    shape = (rows, *array.shape[1:])
+    added = np.full(shape, fill, array.dtype) if isinstance(array, np.ndarray) else array.new_full(shape, fill)
+    return _concatenate([array, added])
+
+
+def _able_to_hold(value: int, array: Any) -> Any:
+    """The array, as 64-bit integers if its type has no `value`: token ids on disk are often unsigned."""
+    if isinstance(array, np.ndarray):
+        limits: Any = np.iinfo(array.dtype)
+        return array if limits.min <= value <= limits.max else array.astype(np.int64)
+    import torch
+
+    limits = torch.iinfo(array.dtype)
+    return array if limits.min <= value <= limits.max else array.long()

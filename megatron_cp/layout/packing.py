@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout.tables import Tables
+from megatron_cp.layout.tables import Tables, frozen
 
 IntArray = NDArray[np.int64]
 
@@ -41,9 +41,9 @@ class Packing(Tables):
         given = _host_array("lengths", lengths)
         if given.ndim != 1 or given.size == 0:
             raise ArgumentError("lengths", given.tolist(), "a flat list with at least one document length")
-        if not np.issubdtype(given.dtype, np.integer) or int(given.min()) < 0:
+        if not np.issubdtype(given.dtype, np.integer) or not 0 <= int(given.min()) <= int(given.max()) < 2**63:
             raise ArgumentError("lengths", given.tolist(), "integers of at least 0")
-        self.lengths = _frozen(given.astype(np.int64))
+        self.lengths = frozen(given.astype(np.int64))
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Iterable[int]) -> Packing:
@@ -55,14 +55,16 @@ class Packing(Tables):
             ArgumentError: fewer than two entries, a first entry other than 0, a falling entry, or a tensor elsewhere.
         """
         offsets = _host_array("cu_seqlens", cu_seqlens)
-        if offsets.ndim != 1 or offsets.size < 2 or offsets[0] != 0 or (np.diff(offsets) < 0).any():
+        integral = offsets.ndim == 1 and np.issubdtype(offsets.dtype, np.integer)
+        # Compared, not subtracted: differences of unsigned integers never fall below 0.
+        if not integral or offsets.size < 2 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
             raise ArgumentError("cu_seqlens", offsets.tolist(), "at least two integers that start at 0 and never fall")
         return cls(np.diff(offsets))
 
     @cached_property
     def cu_seqlens(self) -> IntArray:
         """`[num_documents + 1]` offsets of the documents in the packed stream; starts at 0, ends at `total`."""
-        return _frozen(np.concatenate([[0], np.cumsum(self.lengths)]))
+        return frozen(np.concatenate([[0], np.cumsum(self.lengths)]))
 
     @cached_property
     def total(self) -> int:
@@ -114,10 +116,5 @@ class Packing(Tables):
 def _host_array(argument: str, values: Iterable[int]) -> NDArray:
     try:
         return np.asarray(values if hasattr(values, "__array__") else list(values))
-    except TypeError as error:  # what a tensor on another device answers, or something that is no sequence
+    except (TypeError, ValueError) as error:  # a tensor on another device, no sequence, or lists of unequal lengths
         raise ArgumentError(argument, values, "integers on the host", str(error)) from None
-
-
-def _frozen(array: NDArray) -> NDArray:
-    array.flags.writeable = False
-    return array

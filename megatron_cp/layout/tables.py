@@ -1,21 +1,23 @@
-"""What host data brings along once it is used on a device."""
+"""What host data brings along: things derived from it, kept once for everyone who shares it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
+
 T = TypeVar("T")
+Array = TypeVar("Array", bound=np.ndarray)
 
 
 class Tables:
     """Remembers what was derived from an immutable object, so that all layers of one batch share it.
 
-    Holds what cannot be a field because it depends on a device, such as the index tensors of an exchange. It is no
-    part of the object's value, is dropped on pickling, and lives exactly as long as the object.
+    `table` holds what cannot be a field because it depends on a device, such as the index tensors of an exchange.
+    Nothing derived is part of the object's value: pickling drops all of it.
     """
-
-    _tables: dict[Any, Any]
 
     def table(self, key: Any, make: Callable[[], T]) -> T:
         """`make()`, called once for each key. Safe from several threads: they may all make, one result is kept."""
@@ -24,4 +26,21 @@ class Tables:
         return tables.setdefault(key, make()) if found is None else found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_tables"}
+        # A cached hash above all must stay behind: hashes of bytes differ from process to process.
+        derived = {
+            "_tables",
+            *(name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)),
+        }
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for value in state.values():
+            if isinstance(value, np.ndarray):
+                frozen(value)  # numpy does not pickle the flag
+        self.__dict__.update(state)
+
+
+def frozen[Array: np.ndarray](array: Array) -> Array:
+    """The array, which nobody can write to any more."""
+    array.flags.writeable = False
+    return array

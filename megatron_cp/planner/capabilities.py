@@ -40,7 +40,7 @@ CAPABILITIES = (
     Capability("mask", "window", False, f"{_LATER}; no scheme here has sliding windows"),
     Capability("mask", "prefix", False, f"{_LATER}; no scheme here has prefix-LM masks"),
     Capability("mask", "chunk", False, f"{_LATER}; no scheme here has chunked-local masks"),
-    Capability("kv_packing", "cross-attention", False, f"{_LATER}; pass None for self-attention"),
+    Capability("attention", "cross-attention", False, f"{_LATER}; self-attention only"),
     Capability("kind", "gdn", True, "Gated DeltaNet"),
     Capability("kind", "kda", False, f"{_LATER}; gdn is the only linear layer so far"),
     Capability("kind", "mamba", False, f"{_LATER}; gdn is the only linear layer so far"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
@@ -43,18 +43,19 @@ def plan_attention(
         ArgumentError: an argument that does not fit the others, or that no scheme here can run.
     """
     require("scheme", scheme)
-    if (kv_packing is not None and kv_packing != packing) or (kv_layout is not None and kv_layout != layout):
-        require("kv_packing", "cross-attention")
+    for argument, other, own in (("kv_packing", kv_packing, packing), ("kv_layout", kv_layout, layout)):
+        if other is not None and other != own:
+            remedy = "Cross-attention is not built yet; pass None for self-attention."
+            raise ArgumentError(argument, other, f"None or {own!r}", remedy)
     mask = Mask.causal(packing) if mask is None else mask
-    if mask.packing != packing:
+    if not isinstance(mask, Mask) or mask.packing != packing:
         raise ArgumentError(
             "mask", mask, "a mask over the same packing", "Build it from the packing that you plan for."
         )
     _check_layout(packing, layout)
-    _check_dims(head_dim=head_dim, value_head_dim=value_head_dim)
-
+    head_dim = checked_integer("head_dim", head_dim, 1)
+    value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
     kv_heads = heads if kv_heads is None else kv_heads
-    value_head_dim = head_dim if value_head_dim is None else value_head_dim
     deal = _deal(layout, heads=heads, kv_heads=kv_heads)
     q = Section("q", heads, head_dim, deal.heads)
     k = Section("k", kv_heads, head_dim, deal.groups)
@@ -100,10 +101,9 @@ def plan_linear(
     require("kind", kind)
     require("mode", mode)
     _check_layout(packing, layout)
-    _check_dims(head_dim=head_dim, value_head_dim=value_head_dim)
-
+    head_dim = checked_integer("head_dim", head_dim, 1)
+    value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
     key_heads = heads if key_heads is None else key_heads
-    value_head_dim = head_dim if value_head_dim is None else value_head_dim
     deal = _deal(layout, heads=heads, key_heads=key_heads)
     sections = Sections((
         Section("q", key_heads, head_dim, deal.groups),
@@ -122,10 +122,9 @@ def plan_linear(
 
 def _deal(layout: Layout, **counts: int) -> HeadDeal:
     """`deal_heads` with errors that name the arguments of the caller: the heads first, then their groups."""
-    (heads_name, heads), (groups_name, groups) = counts.items()
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ArgumentError(name, count, "an integer of at least 1")
+    (heads_name, heads), (groups_name, groups) = (
+        (name, checked_integer(name, count, 1)) for name, count in counts.items()
+    )
     if heads % groups:
         raise ArgumentError(groups_name, groups, f"a divisor of {heads_name}, {heads}")
     return deal_heads(heads, groups, layout.cp_size)
@@ -134,12 +133,6 @@ def _deal(layout: Layout, **counts: int) -> HeadDeal:
 def _check_layout(packing: Packing, layout: Layout) -> None:
     if layout.packing != packing:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
-
-
-def _check_dims(**dims: int | None) -> None:
-    for name, dim in dims.items():
-        if dim is not None and (not isinstance(dim, int) or dim < 1):
-            raise ArgumentError(name, dim, "an integer of at least 1")
 
 
 def _notes(deal: HeadDeal, layout: Layout, head: str, group: str) -> tuple[str, ...]:

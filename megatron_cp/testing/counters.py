@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +33,8 @@ _SYNC_METHODS = ("__array__", "cpu", "numpy", "tolist")
 class Counters(TorchDispatchMode):
     """Counts on this thread, within `with counters:`, forward and backward.
 
+    Autograd would run the backward of CUDA tensors in a thread of its own, unseen; within the block it does not.
+
     Attributes:
         collectives: operations on a group that `watch` wrapped, or on torch.distributed behind its back.
         copied: bytes written by each copy-like operator.
@@ -48,6 +51,7 @@ class Counters(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._one_thread = ExitStack()
         self.collectives = 0
         self.copied: Counter[str] = Counter()
         self.host_syncs: Counter[str] = Counter()
@@ -61,6 +65,7 @@ class Counters(TorchDispatchMode):
         return sum(self.copied.values()) / activation.nbytes
 
     def __enter__(self) -> Counters:
+        self._one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
         _watch_methods(self)
         super().__enter__()
         return self
@@ -70,6 +75,7 @@ class Counters(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)
         _unwatch_methods()
+        self._one_thread.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

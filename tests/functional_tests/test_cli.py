@@ -1,0 +1,136 @@
+"""The command line: reports, JSON keys, exit codes, torchrun."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.cli.main import main
+
+BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
+SHAPE = {"attention": ["--kv-heads", "2"], "gdn": ["--key-heads", "2"]}
+GRADIENTS = {
+    "attention": {"d_q", "d_k", "d_v"},
+    "gdn": {"d_qkv", "d_beta", "d_alpha", "d_conv", "d_A_log", "d_dt_bias"},
+}
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
+@pytest.mark.parametrize("layer", ["attention", "gdn"])
+def test_check_passes_bitwise_forward(layer, layout, capsys):
+    options = ["--cp", "2,3,4,5,8", "--layout", layout, "--dtype", "float64", "--json"]
+    assert main(["check", "--layer", layer, *BATCH, *SHAPE[layer], *options]) == 0
+    report = last_json(capsys.readouterr().out)
+    assert report["pass"] is True
+    assert report["bitwise_forward"] is True
+    assert report["cases"] == 5
+    assert set(report["max_rel_err"]) == {"out"} | GRADIENTS[layer]
+    assert max(report["max_rel_err"].values()) <= 1e-12
+
+
+def test_check_fails_with_status_1(capsys, monkeypatch):
+    from megatron_cp.testing import parity
+
+    monkeypatch.setitem(parity.TOLERANCES, parity.torch.float64, -1.0)
+    assert main(["check", "--cp", "2", "--lengths", "3", "--json"]) == 1
+    assert last_json(capsys.readouterr().out)["pass"] is False
+
+
+def test_check_draws_documents(capsys):
+    assert main(["check", "--cp", "3", "--documents", "5", "--tokens-per-rank", "20", "--seed", "3", "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["cases"] == 1
+
+
+def test_plan_reports_every_key(capsys, tmp_path):
+    picture = tmp_path / "plan.png"
+    assert main(["plan", "--cp", "3", *BATCH, "--kv-heads", "2", "--plot", str(picture), "--json"]) == 0
+    out = capsys.readouterr().out
+    report = last_json(out)
+    assert set(report) >= {
+        "scheme", "cp", "tokens_per_rank", "fragments_per_rank", "pad_tokens", "work_imbalance", "bytes_sent_per_rank",
+        "bytes_lower_bound", "solver", "collectives", "predicted_ms", "plan_ms",
+    }  # fmt: skip
+    assert report["scheme"] == "a2a"
+    assert sum(report["tokens_per_rank"]) == 204
+    assert report["collectives"] == {"forward": 2, "backward": 2}
+    assert all(
+        a >= b
+        for a, b in zip(report["bytes_sent_per_rank"]["forward"], report["bytes_lower_bound"]["forward"], strict=True)
+    )
+    assert "owner" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plan_counts_pad_tokens(capsys):
+    assert main(["plan", "--cp", "3", "--align", "16", *BATCH, "--kv-heads", "2", "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
+
+
+def test_doctor_lists_what_works_and_what_would_help(capsys):
+    assert main(["doctor", "--json"]) == 0
+    rows = last_json(capsys.readouterr().out)["capabilities"]
+    assert {row["feature"]: row["works"] for row in rows}["scheme a2a"] is True
+    assert all(row["remark"] for row in rows if not row["works"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["check", "--layer", "kda"], "not built yet"),
+        (["check", "--layer", "nonsense"], "attention or gdn"),
+        (["check", "--layout", "balanced"], "use zigzag"),
+        (["check", "--mask", "window:5,0"], "causal"),
+        (["check", "--heads", "6", "--kv-heads", "4"], "divisor"),
+        (["check", "--layer", "attention", "--key-heads", "2"], "--kv-heads"),
+        (["check", "--model", "llama3-8b", "--layer", "gdn"], "llama3-8b"),
+        (["check", "--kernel", "varlen"], "CUDA"),
+        (["check", "--kernel", "nonsense"], "reference"),
+        (["check", "--lengths", "3", "--documents", "2"], "--lengths"),
+        (["plan", "--scheme", "p2p"], "use a2a"),
+        (["plan", "--layer", "gdn", "--scheme", "chunkwise"], "use headwise"),
+        (["plan", "--cp", "2000"], "1024"),
+        (["plan", "--plot", "no/such/folder/plan.png"], "folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
+    assert main(arguments) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["check", "--cp", "0"], ["check", "--lengths", "3,x"], ["plan", "--no-such"]]
+)
+def test_rejects_bad_usage_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("layer", ["attention", "gdn"])
+def test_check_runs_under_torchrun(layer):
+    run = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+            "-m", "megatron_cp.cli.main", "check", "--layer", layer, *BATCH, *SHAPE[layer],
+            "--cp", "2,3,4", "--layout", "random", "--json",
+        ],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    report = last_json(run.stdout)
+    assert report["pass"]
+    assert report["bitwise_forward"]
+    assert (report["cp"], report["cp_not_run"]) == ([2, 3], [4])
+
+
+def test_check_runs_on_processes(capsys):
+    assert main(["check", "--cp", "2", "--lengths", "7,1,20", "--ranks", "processes", "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["bitwise_forward"]

@@ -1,0 +1,172 @@
+"""On a GPU: results against float64 on the CPU, the exchange bit for bit, and no wait of the host.
+
+The ranks of a case are processes that share one device, over gloo.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.executor.exchange import to_heads, to_tokens
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Packing
+from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.softmax.attention import attention
+from megatron_cp.testing.counters import Counters
+from megatron_cp.testing.layouts import layout_by_name
+from megatron_cp.testing.parity import Case, Problem, draw, judge, run_layer, whole
+from megatron_cp.testing.poison import poisoned
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DEVICE = "cuda"
+RAGGED = (7, 1, 130, 64, 2)
+ATTENTION = Case("attention", 2, RAGGED, head_dim=64, value_head_dim=64, dtype=torch.bfloat16, kernel="varlen")
+GDN = Case("gdn", 2, RAGGED, head_dim=64, value_head_dim=64, dtype=torch.float32, kernel="chunked")
+KERNELS = {
+    "varlen": (ATTENTION, 2e-2),
+    "chunked": (GDN, 1e-5),
+    "fla": (replace(GDN, kernel="fla", dtype=torch.bfloat16), 5e-2),  # multiplies in bf16 throughout
+}
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def layer_on_device(group, case, poison):
+    problem = on(DEVICE, draw(case))
+    if not poison:
+        results = run_layer(group, case, problem)
+    else:  # on this thread, so that the backward is poisoned as well
+        with poisoned(), torch.autograd.set_multithreading_enabled(False):
+            results = run_layer(group, case, problem)
+    assert all(tensor.device.type == DEVICE for tensor in results.values())
+    return {name: tensor.cpu() for name, tensor in results.items()}
+
+
+def on(device, problem, dtype=None):
+    def moved(tensors):
+        return {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+
+    return Problem(moved(problem.inputs), moved(problem.parameters), problem.output_gradient.to(device, dtype))
+
+
+@cache
+def in_float64(case):
+    """The same inputs on one rank of the CPU, by the reference kernel."""
+    alone = replace(case, cp=1, layout="contiguous", dtype=torch.float64, kernel="reference")
+    return run_layer(ThreadGroup.create(1)[0], alone, on("cpu", draw(case), torch.float64))
+
+
+@pytest.mark.parametrize(("cp", "layout", "poison"), [(2, "zigzag", False), (3, "random", False), (3, "zigzag", True)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_layer_equals_float64(kernel, cp, layout, poison):
+    one_case, tolerance = KERNELS[kernel]
+    case = replace(one_case, cp=cp, layout=layout)
+    try:
+        replace(case, device=DEVICE).refuse_early()
+    except ArgumentError as error:
+        pytest.skip(str(error))
+    ranks = run_ranks(layer_on_device, cp, case, poison, kind="processes")
+    parity = judge(case, whole(case, ranks), in_float64(one_case))
+    assert all(error <= tolerance for error in parity.errors.values()), parity
+
+
+# -- the exchange ------------------------------------------------------------------------------------------------------
+
+
+def exchange_over(layout):
+    deal = deal_heads(6, 2, layout.cp_size)  # with 3 ranks, some share a key head
+    return Exchange(layout, Sections((Section("q", 6, 8, deal.heads), Section("k", 2, 24, deal.groups))))
+
+
+def exchange_on_device(group, layout):
+    """Names what is not exactly what slicing the whole stream gives: both directions, and the backward of each."""
+    exchange = exchange_over(layout)
+    blocks = exchange.sections.blocks
+    random = torch.Generator().manual_seed(0)
+    # Small integers, so that sums are exact in bfloat16.
+    stream = torch.randint(-8, 9, (layout.packing.total, exchange.sections.width), generator=random).bfloat16()
+    columns = stream.split([block.width for block in blocks], -1)
+    own_heads, summed = [], []
+    for block, column in zip(blocks, columns, strict=True):
+        heads = column.unflatten(-1, (block.num_heads, block.head_dim))
+        own_heads.append(heads[:, slice(*block.ranges[group.rank])])
+        holders = torch.tensor([sum(lo <= head < hi for lo, hi in block.ranges) for head in range(block.num_heads)])
+        summed.append((heads * holders[:, None]).flatten(1))
+    own_tokens = layout.shard(torch.cat(summed, -1), group.rank)
+
+    with poisoned(), torch.autograd.set_multithreading_enabled(False):
+        local = layout.shard(stream.to(DEVICE), group.rank).requires_grad_()
+        sections = to_heads(exchange, group, local)
+        (d_local,) = torch.autograd.grad(sections, local, [x.detach().clone() for x in sections])
+        own = [x.detach().clone().requires_grad_() for x in sections]
+        tokens = to_tokens(exchange, group, *own)
+        d_own = torch.autograd.grad(tokens, own, [layout.shard(x.to(DEVICE), group.rank) for x in columns])
+    pairs = {
+        "to heads": zip(sections, own_heads, strict=True),
+        "backward of to heads": [(d_local, own_tokens)],
+        "to tokens": [(torch.cat(tokens, -1), own_tokens)],
+        "backward of to tokens": zip(d_own, own_heads, strict=True),
+    }
+    return [
+        name
+        for name, found in pairs.items()
+        if not all(x.device.type == DEVICE and torch.equal(x.cpu(), y) for x, y in found)
+    ]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
+@pytest.mark.parametrize("cp", [2, 3])
+def test_exchange_moves_the_very_bits(cp, layout):
+    laid_out = layout_by_name(layout, Packing(RAGGED), cp)
+    assert run_ranks(exchange_on_device, cp, laid_out, kind="processes") == [[]] * cp
+
+
+# -- waits of the host -------------------------------------------------------------------------------------------------
+
+
+def steps_of(what):
+    """Forward and backward on one rank whose rows are shuffled, so that nothing is skipped."""
+    if what == "exchange":
+        layout = layout_by_name("random", Packing(RAGGED), 1)
+        exchange, group = exchange_over(layout), ThreadGroup.create(1)[0]
+        assert not exchange.is_local
+        local = torch.randn(layout.packing.total, exchange.sections.width, device=DEVICE).bfloat16().requires_grad_()
+
+        def forward():
+            return to_tokens(exchange, group, *to_heads(exchange, group, local))
+
+        return forward, [local]
+    case = replace(KERNELS[what][0], cp=1, layout="random")
+    problem, plan = on(DEVICE, draw(case)), case.plan()
+    inputs = [plan.layout.shard(x, 0).requires_grad_() for x in problem.inputs.values()]
+    operation = attention if case.layer == "attention" else gated_delta_net
+    return lambda: [operation(*inputs, plan, kernel=case.kernel, **problem.parameters)], inputs
+
+
+@pytest.mark.parametrize("what", ["exchange", "varlen", "chunked"])
+def test_host_never_waits(what):
+    forward, inputs = steps_of(what)
+
+    def step():
+        outputs = forward()
+        torch.autograd.grad(outputs, inputs, [torch.ones_like(x) for x in outputs])
+
+    step()  # makes the batch's tables
+    torch.cuda.synchronize()
+    counters = Counters()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with counters, torch.autograd.set_multithreading_enabled(False):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert counters.copied
+    assert counters.host_syncs == {}

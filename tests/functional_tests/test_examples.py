@@ -1,0 +1,31 @@
+"""The examples run as their first lines say, on local threads and under torchrun."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*_without_megatron.py"))
+LAUNCHERS = {
+    "threads": [sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+}
+# On the CPU wherever this runs: two ranks need two devices or none.
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example(example, launcher):
+    command = [*LAUNCHERS[launcher], example]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ranks = {"threads": 4, "torchrun": 2}[launcher]
+    assert f"over {ranks} ranks: 4 documents" in done.stdout
+    assert f"out: {ranks} ranks and each document alone differ by at most" in done.stdout
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) == 2

@@ -1,0 +1,26 @@
+"""A change in one document moves no bit of another, forward or backward."""
+
+import pytest
+
+from megatron_cp.testing import isolation
+from megatron_cp.testing.isolation import leaks
+from megatron_cp.testing.parity import Case, run_layer
+
+
+@pytest.mark.parametrize("document", [0, 1, 2, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
+@pytest.mark.parametrize("layer", ["attention", "gdn"])
+def test_documents_are_isolated(layer, layout, document):
+    found = leaks(Case(layer, 3, (7, 1, 66, 64, 2), layout), document)
+    assert found["out"] == []
+    assert not any(found.values()), found
+
+
+def test_a_leak_is_seen(monkeypatch):
+    def leaky(group, case, problem):
+        results = run_layer(group, case, problem)
+        results["out"] += problem.inputs["q"].sum() * 1e-12
+        return results
+
+    monkeypatch.setattr(isolation, "_run", leaky)
+    assert leaks(Case("attention", 2, (7, 3)), 0)["out"] == [1]

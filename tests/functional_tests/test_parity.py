@@ -1,0 +1,128 @@
+"""Every layer over N ranks equals one rank: outputs and every gradient, in float64, on ragged documents."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp.testing.parity import Case, compare, run_layer
+from megatron_cp.testing.poison import poisoned
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
+
+RAGGED = (7, 1, 130, 64, 2)
+LAYERS = ("attention", "gdn")
+
+
+def poisoned_layer(group, case):
+    with poisoned():
+        return run_layer(group, case)
+
+
+def assert_parity(case, **how):
+    parity = compare(case, **how)
+    assert parity.passed, parity
+    assert parity.bitwise_forward, parity
+    return parity
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
+@pytest.mark.parametrize("cp", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layer_equals_one_rank(layer, cp, layout):
+    assert_parity(Case(layer, cp, RAGGED, layout), run=poisoned_layer)
+
+
+@pytest.mark.parametrize("lengths", [(6, 10), (2, 6)], ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_lengths_that_break_megatrons_permutation_are_exact(layer, lengths):
+    assert assert_parity(Case(layer, 2, lengths)).bitwise_backward
+
+
+@pytest.mark.parametrize("groups", [2, 4])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_backward_is_bitwise_where_no_head_is_shared(layer, groups):
+    assert assert_parity(Case(layer, 2, RAGGED, heads=8, groups=groups, value_head_dim=24)).bitwise_backward
+
+
+SHAPES = [
+    {"heads": 7, "groups": 1},
+    {"heads": 5, "groups": 5},
+    {"heads": 12, "groups": 4, "value_head_dim": 24},
+    {"heads": 2, "groups": 1, "head_dim": 5, "value_head_dim": 3},
+    {"softmax_scale": 0.3},
+    {"align": 8},
+    {"lengths": (1, 1)},
+    {"lengths": (0, 3, 0)},
+    {"lengths": (1,) * 11},
+]
+
+
+@pytest.mark.parametrize("cp", [3, 5])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [(layer, shape) for layer in LAYERS for shape in SHAPES]
+    + [("attention", {"mask": "full"}), ("gdn", {"conv_width": 7})],
+    ids=str,
+)
+def test_any_shape_equals_one_rank(layer, shape, cp):
+    assert_parity(Case(layer, cp, **{"lengths": RAGGED, **shape}), run=poisoned_layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_short_types_stay_bitwise_forward(layer, dtype):
+    assert_parity(Case(layer, 3, RAGGED, "random", dtype=dtype))
+
+
+@pytest.mark.parametrize(("layer", "kernel"), [("attention", "reference"), ("gdn", "reference")])
+def test_reference_kernels_keep_parity(layer, kernel):
+    assert_parity(Case(layer, 3, (7, 1, 20), "random", kernel=kernel), run=poisoned_layer)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_processes_equal_one_rank(layer):
+    assert_parity(Case(layer, 3, RAGGED, "random"), kind="processes")
+
+
+@given(
+    layer=st.sampled_from(LAYERS),
+    cp=st.integers(1, 6),
+    lengths=st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 31, 67]), min_size=1, max_size=6).filter(any),
+    layout=st.sampled_from(["contiguous", "zigzag", "random"]),
+    groups=st.integers(1, 4),
+    ratio=st.integers(1, 4),
+    head_dim=st.integers(1, 9),
+    value_head_dim=st.integers(1, 9),
+    conv_width=st.integers(1, 5),
+    align=st.integers(1, 4),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=60, deadline=None, derandomize=True)
+def test_any_case_equals_one_rank(groups, ratio, lengths, **rest):
+    case = Case(lengths=tuple(lengths), groups=groups, heads=groups * ratio, **rest)
+    parity = compare(case, run=poisoned_layer)
+    assert parity.passed, parity
+    # With one feature a head, torch computes a single head's products as vectors and several heads' as matrices.
+    assert parity.bitwise_forward or 1 in (case.head_dim, case.value_head_dim), parity
+
+
+def test_a_wrong_result_is_seen():
+    def wrong(group, case):
+        results = run_layer(group, case)
+        results["d_k"] += 1e-9
+        return results
+
+    parity = compare(Case("attention", 2, RAGGED), run=wrong)
+    assert not parity.passed
+    assert parity.bitwise_forward
+    assert not parity.bitwise_backward
+
+
+def test_nan_never_passes():
+    def poisoned_result(group, case):
+        results = run_layer(group, case)
+        results["out"][0] = torch.nan
+        return results
+
+    assert not compare(Case("attention", 2, RAGGED), run=poisoned_result).passed

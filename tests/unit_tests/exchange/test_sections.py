@@ -1,0 +1,292 @@
+"""`deal_heads`, `Sections` and `RowFormat`, against loops over heads."""
+
+import re
+from collections import Counter
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.layout import Layout, Packing
+
+ragged = settings(derandomize=True, deadline=None, max_examples=200)
+HEADS_PER_GROUP = st.integers(1, 9) | st.sampled_from([13, 16])
+GROUPS = st.integers(1, 12) | st.sampled_from([31, 64])
+CP_SIZES = st.integers(1, 12) | st.sampled_from([31, 64, 1024])
+
+
+@contextmanager
+def refusal_of(argument, given):
+    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
+        yield
+    assert caught.value.argument == argument
+
+
+def ceil(count, parts):
+    return -(-count // parts)
+
+
+def sizes(ranges):
+    return [hi - lo for lo, hi in ranges]
+
+
+# -- which heads each rank computes ----------------------------------------------------------------------------------
+
+
+DEALS = {  # (heads, groups, ranks): the heads of each rank, the groups that it reads
+    (32, 8, 4): ([(0, 8), (8, 16), (16, 24), (24, 32)], [(0, 2), (2, 4), (4, 6), (6, 8)]),
+    (10, 5, 3): ([(0, 4), (4, 8), (8, 10)], [(0, 2), (2, 4), (4, 5)]),
+    (6, 2, 3): ([(0, 2), (2, 4), (4, 6)], [(0, 1), (0, 2), (1, 2)]),
+    (10, 2, 5): ([(0, 2), (2, 4), (4, 6), (6, 8), (8, 10)], [(0, 1), (0, 1), (0, 2), (1, 2), (1, 2)]),
+    (6, 2, 5): ([(0, 1), (1, 2), (2, 3), (3, 5), (5, 6)], [(0, 1), (0, 1), (0, 1), (1, 2), (1, 2)]),
+    (7, 1, 3): ([(0, 3), (3, 5), (5, 7)], [(0, 1), (0, 1), (0, 1)]),
+    (2, 2, 5): ([(0, 1), (1, 1), (1, 1), (1, 2), (2, 2)], [(0, 1), (1, 1), (1, 1), (1, 2), (2, 2)]),
+}
+
+
+@pytest.mark.parametrize("counts", DEALS, ids=str)
+def test_deals_heads_and_groups(counts):
+    deal = deal_heads(*counts)
+    assert (list(deal.heads), list(deal.groups)) == DEALS[counts]
+
+
+@ragged
+@given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
+def test_every_head_is_dealt_once_with_exactly_the_groups_it_reads(per_group, groups, cp_size):
+    deal = deal_heads(per_group * groups, groups, cp_size)
+    assert [head for lo, hi in deal.heads for head in range(lo, hi)] == list(range(per_group * groups))
+    assert [list(range(*read)) for read in deal.groups] == [
+        sorted({head // per_group for head in range(lo, hi)}) for lo, hi in deal.heads
+    ]
+
+
+@ragged
+@given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
+def test_deals_whole_groups_where_there_is_one_for_each_rank(per_group, groups, cp_size):
+    groups = max(groups, cp_size)
+    deal = deal_heads(per_group * groups, groups, cp_size)
+    assert max(sizes(deal.groups)) - min(sizes(deal.groups)) <= 1
+    assert list(deal.heads) == [(lo * per_group, hi * per_group) for lo, hi in deal.groups]
+    assert not deal.replicated
+    assert deal.idle_ranks == 0
+
+
+@ragged
+@given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
+def test_with_fewer_groups_than_ranks_no_rank_is_busier_than_plain_dealing_makes_it(per_group, groups, cp_size):
+    cp_size = max(cp_size, groups + 1)
+    heads = per_group * groups
+    deal = deal_heads(heads, groups, cp_size)
+    assert max(sizes(deal.heads)) == ceil(heads, cp_size)
+    if ceil(per_group, cp_size // groups) == ceil(heads, cp_size):
+        assert max(sizes(deal.groups)) == 1
+
+
+@ragged
+@given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
+def test_counts_idle_ranks_and_sees_shared_groups(per_group, groups, cp_size):
+    deal = deal_heads(per_group * groups, groups, cp_size)
+    readers = Counter(group for read in deal.groups for group in range(*read))
+    assert deal.idle_ranks == sizes(deal.heads).count(0)
+    assert deal.replicated == (max(readers.values()) > 1)
+
+
+@pytest.mark.parametrize("count", [0, -4])
+def test_rejects_no_heads(count):
+    with refusal_of("num_heads", count):
+        deal_heads(count, 1, 2)
+
+
+@pytest.mark.parametrize("count", [0, -4])
+def test_rejects_no_groups(count):
+    with refusal_of("num_groups", count):
+        deal_heads(4, count, 2)
+
+
+def test_rejects_groups_that_do_not_divide_the_heads():
+    with refusal_of("num_groups", 3):
+        deal_heads(8, 3, 2)
+
+
+# -- the feature axis as sections ------------------------------------------------------------------------------------
+
+
+@st.composite
+def sections(draw):
+    """Sections of any valid head ranges over one number of ranks: empty, uneven, overlapping over several ranks."""
+    cp_size = draw(st.integers(1, 6))
+    blocks = []
+    for index in range(draw(st.integers(1, 4))):
+        if draw(st.booleans()):
+            groups = draw(st.integers(1, 8))
+            heads = groups * draw(st.integers(1, 4))
+            deal = deal_heads(heads, groups, cp_size)
+            count, ranges = draw(st.sampled_from([(heads, deal.heads), (groups, deal.groups)]))
+        else:
+            lo, hi, ranges = 0, 0, ()
+            for _ in range(cp_size):
+                lo = draw(st.integers(lo, hi))
+                hi += draw(st.integers(0, 4))
+                ranges += ((lo, hi),)
+            count = hi
+        blocks.append(Section(f"s{index}", count, draw(st.sampled_from([1, 2, 3, 8, 64, 80])), ranges))
+    return Sections(tuple(blocks))
+
+
+@st.composite
+def sections_and_item_sizes(draw):
+    drawn = draw(sections())
+    return drawn, [draw(st.sampled_from([1, 2, 4, 8])) for _ in drawn.blocks]
+
+
+def heads_in_messages(sections, item_sizes):
+    """(section, rank, head, byte of the head in the rank's message row) for every head that a rank computes."""
+    row_format = sections.row_format(item_sizes)
+    return sorted(
+        (index, rank, head, row_format.offsets[rank][index] + place * block.head_dim * size)
+        for index, (block, size) in enumerate(zip(sections.blocks, item_sizes, strict=True))
+        for rank, ranges in enumerate(block.ranges)
+        for place, head in enumerate(range(*ranges))
+    )
+
+
+@ragged
+@given(drawn=sections_and_item_sizes())
+def test_every_row_and_every_section_in_it_starts_on_16_bytes_and_holds_its_heads(drawn):
+    sections, item_sizes = drawn
+    row_format = sections.row_format(item_sizes)
+    for rank, (row_bytes, offsets) in enumerate(zip(row_format.row_bytes, row_format.offsets, strict=True)):
+        assert offsets[0] == 0
+        for block, size, start, end in zip(
+            sections.blocks, item_sizes, offsets, (*offsets[1:], row_bytes), strict=True
+        ):
+            assert start % 16 == 0
+            assert end == start + ceil(sizes(block.ranges)[rank] * block.head_dim * size, 16) * 16
+
+
+@ragged
+@given(drawn=sections_and_item_sizes())
+def test_columns_cover_every_head_of_every_rank_exactly_once(drawn):
+    sections, item_sizes = drawn
+    covered = [
+        (
+            columns.section,
+            columns.first_rank + step,
+            columns.first_head + step * columns.head_step + place,
+            columns.offset + place * sections.blocks[columns.section].head_dim * item_sizes[columns.section],
+        )
+        for columns in sections.row_format(item_sizes).columns
+        for step in range(columns.num_ranks)
+        for place in range(columns.num_heads)
+    ]
+    assert sorted(covered) == heads_in_messages(sections, item_sizes)
+
+
+@ragged
+@given(drawn=sections_and_item_sizes())
+def test_one_column_spans_only_rows_of_one_size(drawn):
+    sections, item_sizes = drawn
+    row_format = sections.row_format(item_sizes)
+    for columns in row_format.columns:
+        assert len(set(row_format.row_bytes[columns.first_rank : columns.last_rank])) == 1
+
+
+@ragged
+@given(drawn=sections_and_item_sizes())
+def test_shared_heads_are_those_that_a_lower_rank_also_computes(drawn):
+    sections, item_sizes = drawn
+    for columns in sections.row_format(item_sizes).columns:
+        ranges = sections.blocks[columns.section].ranges
+        for step in range(columns.num_ranks):
+            lower = {head for lo, hi in ranges[: columns.first_rank + step] for head in range(lo, hi)}
+            first = columns.first_head + step * columns.head_step
+            shared = [head in lower for head in range(first, first + columns.num_heads)]
+            assert shared == [place < columns.shared_heads for place in range(columns.num_heads)]
+
+
+def test_ranks_with_equal_messages_share_one_column_for_each_section():
+    deal = deal_heads(32, 8, 4)
+    sections = Sections((Section("q", 32, 128, deal.heads), Section("k", 8, 128, deal.groups)))
+    columns = sections.row_format([2, 2]).columns
+    assert [(c.section, c.first_rank, c.last_rank, c.num_heads) for c in columns] == [(0, 0, 4, 8), (1, 0, 4, 2)]
+
+
+@ragged
+@given(drawn=sections())
+def test_a_section_is_replicated_exactly_where_ranks_share_a_head(drawn):
+    for block in drawn.blocks:
+        readers = Counter(head for ranges in block.ranges for head in range(*ranges))
+        assert block.replicated == (max(readers.values(), default=0) > 1)
+
+
+def test_widths_add_up():
+    sections = Sections((Section("q", 6, 8, ((0, 4), (4, 6))), Section("beta", 3, 1, ((0, 2), (1, 3)))))
+    assert [block.width for block in sections.blocks] == [48, 3]
+    assert [block.heads_on(1) for block in sections.blocks] == [2, 2]
+    assert (sections.width, sections.cp_size) == (51, 2)
+
+
+def rejects_ranges(*ranges):
+    with refusal_of("ranges of section 'k'", repr(ranges)):
+        Sections((Section("q", 4, 8, deal_heads(4, 4, len(ranges)).heads), Section("k", 4, 8, ranges)))
+
+
+def test_rejects_ranges_that_start_after_head_0():
+    rejects_ranges((1, 2), (2, 4))
+
+
+def test_rejects_ranges_with_a_head_between_them():
+    rejects_ranges((0, 2), (3, 4))
+
+
+def test_rejects_ranges_that_stop_before_the_last_head():
+    rejects_ranges((0, 2), (2, 3))
+
+
+def test_rejects_ranges_beyond_the_last_head():
+    rejects_ranges((0, 2), (2, 5))
+
+
+def test_rejects_ranges_whose_starts_fall():
+    rejects_ranges((0, 2), (1, 3), (0, 4))
+
+
+def test_rejects_ranges_whose_ends_fall():
+    rejects_ranges((0, 4), (1, 3), (2, 4))
+
+
+def test_rejects_ranges_that_end_before_they_start():
+    rejects_ranges((0, 4), (4, 3))
+
+
+def test_rejects_sections_over_different_numbers_of_ranks():
+    q, k = (Section(name, 4, 8, deal_heads(4, 4, ranks).heads) for name, ranks in (("q", 2), ("k", 3)))
+    with pytest.raises(ArgumentError, match="'k'"):
+        Sections((q, k))
+
+
+# -- between a layout and its sections -------------------------------------------------------------------------------
+
+
+def test_rejects_sections_for_another_number_of_ranks():
+    with refusal_of("sections", "'heads dealt to 2 ranks'"):
+        Exchange(Layout.zigzag(Packing([8]), 3), Sections((Section("q", 4, 8, ((0, 2), (2, 4))),)))
+
+
+@pytest.mark.parametrize(
+    ("layout", "local"),
+    [
+        (Layout.contiguous(Packing([5, 3]), 1), True),
+        (Layout.from_fragments(Packing([5, 3]), [[(5, 8), (0, 5)]]), False),
+        (Layout.contiguous(Packing([5, 3]), 1, align=16), False),
+        (Layout.contiguous(Packing([5, 3]), 2), False),
+    ],
+    ids=["one rank", "other order", "pad rows", "two ranks"],
+)
+def test_is_local_where_nothing_moves(layout, local):
+    deal = deal_heads(4, 4, layout.cp_size)
+    assert Exchange(layout, Sections((Section("q", 4, 8, deal.heads),))).is_local == local

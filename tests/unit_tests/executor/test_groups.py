@@ -1,0 +1,222 @@
+"""Both kinds of rank group say the same things: threads stand for processes in the rest of the suite."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, as_rank_group
+from megatron_cp.executor.launch import RANK_KINDS, run_ranks
+
+SIZE = 3
+COUNTS = [[2, 0, 5], [1, 3, 0], [0, 0, 0]]  # elements from each rank to each rank; rank 2 sends nothing
+DTYPES = (torch.float64, torch.bfloat16, torch.uint8)
+
+
+def _all_to_all(group: RankGroup, dtype: torch.dtype) -> list[float]:
+    """Element i from rank s to rank r is 100 s + 10 r + i."""
+    sent_splits = COUNTS[group.rank]
+    received_splits = [row[group.rank] for row in COUNTS]
+    sent = [100 * group.rank + 10 * peer + i for peer, count in enumerate(sent_splits) for i in range(count)]
+    received = torch.empty(sum(received_splits), dtype=dtype)
+    group.all_to_all(received, torch.tensor(sent, dtype=dtype), received_splits, sent_splits)
+    return received.tolist()
+
+
+def _all_gather(group: RankGroup, dtype: torch.dtype, count: int) -> list[float]:
+    received = torch.empty(group.size * count, dtype=dtype)
+    group.all_gather(received, torch.full((count,), 10 + group.rank, dtype=dtype))
+    return received.tolist()
+
+
+def _messages(group: RankGroup) -> list[tuple[int, list[float]]]:
+    """To every other rank three messages of 1, 0 and 4 elements and of different types, all under way at once."""
+    shapes = [(1, torch.float64), (0, torch.float64), (4, torch.float64), (4, torch.float64)]
+    others = [peer for peer in range(group.size) if peer != group.rank]
+    sends = [
+        Message(torch.full((count,), 100.0 * group.rank + 10 * peer + number, dtype=dtype), peer)
+        for peer in others
+        for number, (count, dtype) in enumerate(shapes)
+    ]
+    receives = [Message(torch.empty(count, dtype=dtype), peer) for peer in others for count, dtype in shapes]
+    group.send_and_receive(sends, receives)
+    return [(message.peer, message.tensor.tolist()) for message in receives]
+
+
+def _no_messages(group: RankGroup) -> None:
+    group.send_and_receive([], [])
+
+
+def _one_way(group: RankGroup) -> list[float]:
+    """Rank 0 only sends, rank 1 only receives, rank 2 does neither."""
+    arrived = torch.zeros(2)
+    group.send_and_receive(
+        [Message(torch.tensor([1.0, 2.0]), 1)] if group.rank == 0 else [],
+        [Message(arrived, 0)] if group.rank == 1 else [],
+    )
+    return arrived.tolist()
+
+
+def _barrier(group: RankGroup) -> bool:
+    """Does no rank leave before the last one has come?"""
+    if group.rank == 1:
+        time.sleep(0.2)
+    came = time.time()
+    group.barrier()
+    left = time.time()
+    return left >= max(group.all_gather_object(came))
+
+
+def conversation(group: RankGroup) -> dict[str, Any]:
+    """Everything that a group can say. At module level, so that processes can import it."""
+    return {
+        "place": (type(group).__name__, group.rank, group.size),
+        "all_to_all": [_all_to_all(group, dtype) for dtype in DTYPES],
+        "all_gather": [_all_gather(group, dtype, count=2) for dtype in DTYPES],
+        "all_gather of nothing": _all_gather(group, torch.float32, count=0),
+        "messages": _messages(group),
+        "no messages": _no_messages(group),
+        "one way": _one_way(group),
+        "barrier": _barrier(group),
+        "bytes": group.all_gather_bytes(bytes([0, 255, group.rank])),
+        "objects": group.all_gather_object({"rank": group.rank, "text": "é" * 50 * group.rank}),
+    }
+
+
+@pytest.fixture(scope="module", params=RANK_KINDS)
+def answers(request) -> list[dict[str, Any]]:
+    return run_ranks(conversation, SIZE, kind=request.param, timeout=60)
+
+
+def test_ranks_know_their_place(answers, request):
+    kind = {"threads": "ThreadGroup", "processes": "TorchGroup"}[request.node.callspec.params["answers"]]
+    assert [answer["place"] for answer in answers] == [(kind, rank, SIZE) for rank in range(SIZE)]
+
+
+def test_all_to_all_with_uneven_and_empty_pieces(answers):
+    received = [[0, 1, 100], [110, 111, 112], [20, 21, 22, 23, 24]]
+    assert [answer["all_to_all"] for answer in answers] == [[pieces] * len(DTYPES) for pieces in received]
+
+
+def test_all_gather_in_rank_order(answers):
+    assert all(answer["all_gather"] == [[10, 10, 11, 11, 12, 12]] * len(DTYPES) for answer in answers)
+    assert all(answer["all_gather of nothing"] == [] for answer in answers)
+
+
+def test_messages_of_a_pair_stay_in_order_and_may_be_empty(answers):
+    for rank, answer in enumerate(answers):
+        expected = []
+        for peer in (peer for peer in range(SIZE) if peer != rank):
+            first = 100.0 * peer + 10 * rank
+            expected += [(peer, [first]), (peer, []), (peer, [first + 2] * 4), (peer, [first + 3] * 4)]
+        assert answer["messages"] == expected
+
+
+def test_messages_go_one_way(answers):
+    assert [answer["one way"] for answer in answers] == [[0, 0], [1, 2], [0, 0]]
+
+
+def test_barrier_waits_for_the_last_rank(answers):
+    assert all(answer["barrier"] for answer in answers)
+
+
+def test_all_gather_bytes_and_objects(answers):
+    for answer in answers:
+        assert answer["bytes"] == [b"\x00\xff\x00", b"\x00\xff\x01", b"\x00\xff\x02"]
+        assert answer["objects"] == [{"rank": rank, "text": "é" * 50 * rank} for rank in range(SIZE)]
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_threads_send_copies():
+    def rank_main(group: RankGroup) -> list[float]:
+        sent, received = torch.full((2,), float(group.rank)), torch.empty(2)
+        group.all_to_all(received, sent, [1, 1], [1, 1])
+        sent.fill_(9.0)
+        group.barrier()
+        return received.tolist()
+
+    assert run_ranks(rank_main, 2) == [[0, 1], [0, 1]]
+
+
+def test_threads_refuse_a_message_of_another_size_than_expected():
+    def rank_main(group: RankGroup) -> None:
+        count = 1 + group.rank
+        group.all_to_all(torch.empty(2 * count), torch.zeros(2 * count), [count, count], [count, count])
+
+    with pytest.raises(RuntimeError, match="expects"):
+        run_ranks(rank_main, 2)
+
+
+def test_waiting_rank_gives_up_after_its_timeout():
+    first, _ = ThreadGroup.create(2, timeout=0.05)
+    with pytest.raises(BrokenPipeError, match=r"rank 0 waited 0\.05 s for rank 1"):
+        first.barrier()
+
+
+def test_abort_wakes_a_rank_that_waits():
+    first, second = ThreadGroup.create(2, timeout=60)
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            first.barrier()
+        except BrokenPipeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    second.abort()
+    thread.join(10)
+    assert "another rank of its group failed" in str(caught[0])
+
+
+def test_rejects_splits_that_do_not_add_up():
+    group = ThreadGroup.create(2)[0]
+    three, two = torch.zeros(3), torch.zeros(2)
+    for received, sent, received_splits, sent_splits, argument in (
+        (two, three, [1, 1], [1, 1], "sent_splits"),
+        (three, two, [2, 2], [1, 1], "received_splits"),
+        (two, two, [1, 1, 0], [1, 1], "received_splits"),
+        (two, two, [1, 1], [2], "sent_splits"),
+    ):
+        with pytest.raises(ArgumentError) as caught:
+            group.all_to_all(received, sent, received_splits, sent_splits)
+        assert caught.value.argument == argument
+
+
+def test_rejects_a_group_of_no_ranks():
+    with pytest.raises(ArgumentError) as caught:
+        ThreadGroup.create(0)
+    assert caught.value.argument == "size"
+
+
+# -- as_rank_group ---------------------------------------------------------------------------------------------------
+
+
+def test_rank_group_is_taken_as_it_is():
+    group = ThreadGroup.create(3)[1]
+    assert as_rank_group(group, 3) is group
+
+
+def test_no_group_stands_for_the_only_rank():
+    group = as_rank_group(None, 1)
+    assert (group.rank, group.size) == (0, 1)
+
+
+def test_rejects_a_group_of_another_size():
+    with pytest.raises(ArgumentError) as caught:
+        as_rank_group(ThreadGroup.create(3)[0], 2)
+    assert caught.value.argument == "group"
+
+
+def test_rejects_no_group_for_several_ranks():
+    with pytest.raises(ArgumentError) as caught:
+        as_rank_group(None, 2)
+    assert caught.value.argument == "group"

@@ -1,0 +1,147 @@
+"""Local ranks: what they return, and that one that fails, dies or hangs is an error soon and with its name."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import RankGroup, ThreadGroup
+from megatron_cp.executor.launch import RankError, run_ranks
+
+# Ranks that are processes import these functions by name.
+
+
+def raise_on_rank_1(group: RankGroup) -> None:
+    if group.rank == 1:
+        raise KeyError("rank one's own fault")
+    group.barrier()
+
+
+def exit_on_rank_1(group: RankGroup) -> None:
+    if group.rank == 1:
+        os._exit(3)
+    group.barrier()
+
+
+def hang_on_rank_1(group: RankGroup) -> None:
+    if group.rank == 1:
+        never_come()
+    group.barrier()
+
+
+def never_come() -> None:
+    time.sleep(120)
+
+
+# -- threads ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_threads_return_in_rank_order(size: int):
+    answers = run_ranks(lambda group, word: (type(group), group.rank, word), size, "word")
+    assert answers == [(ThreadGroup, rank, "word") for rank in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("enabled", [True, False], ids=["grad", "no_grad"])
+def test_threads_inherit_the_grad_mode(enabled: bool, size: int):
+    with torch.set_grad_enabled(enabled):
+        assert run_ranks(lambda group: torch.is_grad_enabled(), size) == [enabled] * size
+
+
+class _Rotate(torch.autograd.Function):
+    """Hands a value to the next rank; the gradient goes back."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: RankGroup) -> torch.Tensor:
+        ctx.group = group
+        return _handed_on(x, group, +1)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _handed_on(gradient, ctx.group, -1), None
+
+
+def _handed_on(x: torch.Tensor, group: RankGroup, step: int) -> torch.Tensor:
+    splits = [[int(peer == (group.rank + way) % group.size) for peer in range(group.size)] for way in (step, -step)]
+    received = torch.empty_like(x)
+    group.all_to_all(received, x, splits[1], splits[0])
+    return received
+
+
+def test_threads_run_backward_through_the_group():
+    def rank_main(group: RankGroup) -> float:
+        x = torch.ones(1, requires_grad=True)
+        (_Rotate.apply(x, group) * float(group.rank)).sum().backward()
+        return float(x.grad)
+
+    assert run_ranks(rank_main, 5) == [1, 2, 3, 4, 0]
+
+
+def test_thread_that_raises_is_named_at_once():
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"rank 1 of 3 failed: KeyError: .rank one's own fault") as caught:
+        run_ranks(raise_on_rank_1, 3, timeout=60)
+    assert time.monotonic() - start < 10
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_only_rank_that_raises_is_an_error_too():
+    with pytest.raises(RankError, match="rank 0 of 1 failed"):
+        run_ranks(lambda group: [][0], 1)
+
+
+def test_threads_time_out_when_a_rank_does_not_come():
+    with pytest.raises(RankError, match=r"waited|did not finish"):
+        run_ranks(lambda group: group.rank or group.barrier(), 2, timeout=0.3)
+
+
+def test_thread_that_hangs_has_its_stack_shown(capfd):
+    end = threading.Event()
+
+    def stuck_here(group: RankGroup) -> None:
+        if group.rank == 1:
+            end.wait(60)
+
+    with pytest.raises(RankError, match=r"2 ranks did not finish in 0\.3 s"):
+        run_ranks(stuck_here, 2, timeout=0.3)
+    end.set()
+    shown = capfd.readouterr().err
+    assert "Thread" in shown
+    assert "in stuck_here" in shown
+
+
+def test_rejects_an_unknown_kind_of_rank():
+    with pytest.raises(ArgumentError) as caught:
+        run_ranks(lambda group: None, 2, kind="fibres")
+    assert caught.value.argument == "kind"
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def test_process_that_raises_is_named_with_its_traceback():
+    with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
+        run_ranks(raise_on_rank_1, 2, kind="processes", timeout=60)
+    assert "in raise_on_rank_1" in str(caught.value)
+    assert 'KeyError: "rank one\'s own fault"' in str(caught.value)
+
+
+def test_process_that_exits_is_an_error():
+    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
+        run_ranks(exit_on_rank_1, 2, kind="processes", timeout=60)
+
+
+def test_process_that_hangs_has_its_stack_shown(capfd):
+    start = time.monotonic()
+    with pytest.raises(RankError):
+        run_ranks(hang_on_rank_1, 2, kind="processes", timeout=6)
+    assert time.monotonic() - start < 60
+    shown = capfd.readouterr().err
+    assert "Thread" in shown
+    assert "in never_come" in shown  # the rank that hangs, not only those that wait for it

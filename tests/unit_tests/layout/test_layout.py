@@ -1,0 +1,487 @@
+"""`Layout`: which rank holds which tokens, against loops over tokens and against Megatron's own order."""
+
+import doctest
+import itertools
+import os
+import pickle
+import re
+import subprocess
+import sys
+import timeit
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.ssm.gated_delta_net.common import _build_thd_cp_a2a_perm
+from megatron.core.utils import get_batch_on_this_cp_rank
+
+import megatron_cp.layout.layout as layout_module
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
+
+ragged = settings(derandomize=True, deadline=None, max_examples=40)
+LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
+CP_SIZES = st.integers(1, 9) | st.sampled_from([16, 61, 1023, 1024])
+MEGATRON_CP_SIZES = [2, 3, 4, 5, 8]
+
+
+@st.composite
+def layouts(draw, aligns=(1,)):
+    """Any layout: one of the named ones, or pieces of the stream dealt to ranks at will, some ranks left empty."""
+    packing, cp_size, align = Packing(draw(LENGTHS)), draw(CP_SIZES), draw(st.sampled_from(aligns))
+    named = draw(st.sampled_from([Layout.contiguous, Layout.zigzag, None]))
+    if named:
+        return named(packing, cp_size, align=align)
+    cuts = sorted(draw(st.sets(st.integers(0, packing.total), max_size=9)) | {0, packing.total})
+    fragments = [[] for _ in range(cp_size)]
+    for piece in draw(st.permutations(list(itertools.pairwise(cuts)))):
+        fragments[draw(st.integers(0, min(cp_size, 9) - 1))].append(piece)
+    return Layout.from_fragments(packing, fragments, align=align)
+
+
+def aligned_layouts():
+    return layouts(aligns=(2, 3, 16)).filter(lambda layout: layout.packing.total)
+
+
+def ranks(layout):
+    return range(layout.cp_size)
+
+
+@contextmanager
+def refusal_of(argument, given):
+    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
+        yield
+    assert caught.value.argument == argument
+
+
+# -- who holds what --------------------------------------------------------------------------------------------------
+
+
+@ragged
+@given(layout=layouts())
+def test_every_token_is_held_exactly_once(layout):
+    held = [layout.tokens(rank).tolist() for rank in ranks(layout)]
+    assert sorted(itertools.chain(*held)) == list(range(layout.packing.total))
+    assert layout.token_counts.tolist() == [len(tokens) for tokens in held]
+    assert layout.order.tolist() == list(itertools.chain(*held))
+
+
+@ragged
+@given(layout=layouts())
+def test_inverse_order_undoes_order(layout):
+    np.testing.assert_array_equal(layout.order[layout.inverse_order], np.arange(layout.packing.total))
+    np.testing.assert_array_equal(layout.inverse_order[layout.order], np.arange(layout.packing.total))
+
+
+@ragged
+@given(layout=layouts())
+def test_in_stream_order_exactly_where_order_is_the_stream(layout):
+    assert layout.in_stream_order == np.array_equal(layout.order, np.arange(layout.packing.total))
+
+
+@pytest.mark.parametrize(
+    ("fragments", "expected"),
+    [
+        ([[(0, 4)], [(4, 8)]], True),
+        ([[], [(0, 8)]], True),
+        ([[(4, 8)], [(0, 4)]], False),
+        ([[(0, 2), (6, 8)], [(2, 6)]], False),
+    ],
+    ids=["halves", "empty rank", "swapped", "zigzag"],
+)
+def test_in_stream_order_of(fragments, expected):
+    assert Layout.from_fragments(Packing([5, 3]), fragments).in_stream_order == expected
+
+
+def test_in_stream_order_is_a_plain_bool():
+    assert type(Layout.contiguous(Packing([5, 3]), 2).in_stream_order) is bool
+
+
+@ragged
+@given(lengths=LENGTHS, cp_size=CP_SIZES)
+def test_contiguous_totals_differ_by_at_most_1_and_ranks_follow_the_stream(lengths, cp_size):
+    layout = Layout.contiguous(Packing(lengths), cp_size)
+    assert np.ptp(layout.token_counts) <= 1
+    assert layout.in_stream_order
+
+
+@ragged
+@given(lengths=LENGTHS, cp_size=CP_SIZES)
+def test_zigzag_totals_differ_by_at_most_1(lengths, cp_size):
+    assert np.ptp(Layout.zigzag(Packing(lengths), cp_size).token_counts) <= 1
+
+
+def zigzag_by_loop(lengths, cp_size):
+    """For each rank its tokens, the left-over ones dealt one at a time."""
+    held = [[] for _ in range(cp_size)]
+    start, turn = 0, 0
+    for length in lengths:
+        chunks = [length // (2 * cp_size)] * (2 * cp_size)
+        served = set()
+        for _ in range(length % (2 * cp_size)):
+            rank = turn % cp_size
+            chunks[2 * cp_size - 1 - rank if rank in served else rank] += 1
+            served.add(rank)
+            turn += 1
+        for chunk, size in enumerate(chunks):
+            held[min(chunk, 2 * cp_size - 1 - chunk)] += range(start, start + size)
+            start += size
+    return held
+
+
+@ragged
+@given(lengths=LENGTHS, cp_size=CP_SIZES)
+def test_zigzag_deals_left_over_tokens_in_turn(lengths, cp_size):
+    layout = Layout.zigzag(Packing(lengths), cp_size)
+    assert [layout.tokens(rank).tolist() for rank in ranks(layout)] == zigzag_by_loop(lengths, cp_size)
+
+
+@pytest.mark.parametrize("cp_size", MEGATRON_CP_SIZES)
+@pytest.mark.parametrize("multiples", [[1], [7, 1, 13, 3], [5, 0, 2]], ids=str)
+def test_zigzag_is_megatrons_order_where_lengths_are_multiples(multiples, cp_size):
+    layout = Layout.zigzag(Packing([2 * cp_size * multiple for multiple in multiples]), cp_size)
+    inverse_order, order = _build_thd_cp_a2a_perm(
+        torch.tensor(layout.packing.cu_seqlens), cp_size, layout.packing.total
+    )
+    np.testing.assert_array_equal(layout.inverse_order, inverse_order)
+    np.testing.assert_array_equal(layout.order, order)
+
+
+@pytest.mark.parametrize("cp_size", MEGATRON_CP_SIZES)
+def test_zigzag_of_one_document_is_megatrons_batch_split(cp_size, monkeypatch):
+    stream = torch.arange(2 * cp_size * 7)
+    layout = Layout.zigzag(Packing([len(stream)]), cp_size)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: cp_size)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
+    for rank in ranks(layout):
+        theirs = get_batch_on_this_cp_rank({"tokens": stream[None]}, is_hybrid_cp=False, cp_group=rank)
+        assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
+
+
+# -- the value of a layout -------------------------------------------------------------------------------------------
+
+
+@ragged
+@given(layout=layouts(aligns=(1, 4)))
+def test_its_fragments_make_an_equal_layout(layout):
+    fragments = [layout.fragments_of(rank) for rank in ranks(layout)]
+    again = Layout.from_fragments(layout.packing, fragments, align=layout.align)
+    assert again == layout
+    assert hash(again) == hash(layout)
+    assert [again.fragments_of(rank) for rank in ranks(layout)] == fragments
+
+
+@ragged
+@given(layout=layouts())
+def test_cutting_fragments_finer_changes_nothing(layout):
+    singles = [[(token, token + 1) for token in layout.tokens(rank).tolist()] for rank in ranks(layout)]
+    assert Layout.from_fragments(layout.packing, singles) == layout
+
+
+def test_touching_fragments_of_one_rank_are_joined_and_empty_ones_dropped():
+    layout = Layout.from_fragments(Packing([5, 3]), [[(0, 2), (3, 3), (2, 4)], [], [(6, 8), (4, 6)]])
+    assert [layout.fragments_of(rank) for rank in ranks(layout)] == [[(0, 4)], [], [(6, 8), (4, 6)]]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Layout.contiguous(Packing([5, 3]), 2, align=2),
+        Layout.contiguous(Packing([3, 5]), 2),
+        Layout.from_fragments(Packing([5, 3]), [[(4, 8)], [(0, 4)]]),
+        Layout.from_fragments(Packing([5, 3]), [[(0, 5)], [(5, 8)]]),
+        Layout.from_fragments(Packing([5, 3]), [[(0, 4)], [(4, 8)], []]),
+    ],
+    ids=["align", "packing", "ranks", "cut", "cp_size"],
+)
+def test_layouts_differ_by(other):
+    assert Layout.contiguous(Packing([5, 3]), 2) != other
+
+
+def test_pickling_keeps_the_value_and_drops_device_tables():
+    layout = Layout.zigzag(Packing([5, 3]), 2)
+    assert layout.table("key", lambda: "device tensor") == layout.table("key", lambda: "made again")
+    copy = pickle.loads(pickle.dumps(layout))
+    assert copy == layout
+    assert copy.table("key", lambda: "made again") == "made again"
+
+
+def test_a_layout_from_another_process_hashes_like_its_equal():
+    make = "Layout.zigzag(Packing([5, 3]), 2)"
+    program = (
+        "import pickle, sys; from megatron_cp.layout import Layout, Packing\n"
+        f"layout = {make}; hash(layout); sys.stdout.buffer.write(pickle.dumps(layout))"
+    )
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    pickled = subprocess.run([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True)
+    layout, equal = pickle.loads(pickled.stdout), Layout.zigzag(Packing([5, 3]), 2)
+    assert layout == equal
+    assert hash(layout) == hash(equal)
+
+
+@pytest.mark.parametrize("name", ["starts", "ends", "fragment_offsets"])
+def test_is_immutable(name):
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(Layout.zigzag(Packing([5, 3]), 2), name)[0] = 7
+
+
+@pytest.mark.parametrize("name", ["token_counts", "pad_rows", "row_counts", "order", "inverse_order"])
+def test_is_immutable_in_what_it_derives(name):
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(Layout.zigzag(Packing([5, 3]), 2), name)[0] = 7
+
+
+# -- align -----------------------------------------------------------------------------------------------------------
+
+
+@ragged
+@given(layout=layouts(aligns=(2, 3, 16)))
+def test_align_makes_rows_the_least_multiple_that_is_not_empty(layout):
+    for tokens, pad, rows in zip(layout.token_counts, layout.pad_rows, layout.row_counts, strict=True):
+        assert rows == tokens + pad == next(n for n in itertools.count(layout.align, layout.align) if n >= tokens)
+
+
+@ragged
+@given(layout=layouts())
+def test_without_align_there_are_no_pad_rows(layout):
+    assert not layout.pad_rows.any()
+    np.testing.assert_array_equal(layout.row_counts, layout.token_counts)
+
+
+@ragged
+@given(layout=aligned_layouts())
+def test_pad_rows_belong_to_no_document(layout):
+    stream = np.arange(layout.packing.total)
+    for rank in ranks(layout):
+        pad = slice(layout.token_counts[rank], None)
+        labels, mask = layout.labels(stream, rank, ignore_index=-9)
+        for rows, fill in ((layout.positions(rank), 0), (layout.document_ids(rank), -1), (labels, -9), (mask, False)):
+            assert rows[pad].tolist() == [fill] * layout.pad_rows[rank]
+
+
+@ragged
+@given(layout=layouts(aligns=(1, 4)))
+def test_positions_and_documents_travel_with_the_tokens(layout):
+    held = [(document, position) for document, n in enumerate(layout.packing.lengths) for position in range(n)]
+    for rank in ranks(layout):
+        rows = [held[token] for token in layout.tokens(rank)]
+        assert layout.document_ids(rank)[: len(rows)].tolist() == [document for document, _ in rows]
+        assert layout.positions(rank)[: len(rows)].tolist() == [position for _, position in rows]
+
+
+# -- shard and unshard -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 1)], ids=str)
+@pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
+@ragged
+@given(layout=layouts() | aligned_layouts())
+def test_unshard_undoes_shard(layout, library, trailing):
+    shape = (layout.packing.total, *trailing)
+    stream = np.random.default_rng(0).integers(0, 2**40, shape)
+    stream = torch.from_numpy(stream) if library is torch else stream
+    locals_ = [layout.shard(stream, rank, pad_value=-1) for rank in ranks(layout)]
+    for rank, local in enumerate(locals_):
+        assert local.shape == (layout.row_counts[rank], *trailing)
+        assert local.dtype == stream.dtype
+        assert (local[layout.token_counts[rank] :] == -1).all()
+        assert local[: layout.token_counts[rank]].tolist() == [stream[token].tolist() for token in layout.tokens(rank)]
+    again = layout.unshard(locals_)
+    assert type(again) is type(stream)
+    assert again.dtype == stream.dtype
+    assert again.tolist() == stream.tolist()
+
+
+def test_a_shard_is_a_copy():
+    stream = np.arange(8)
+    Layout.contiguous(Packing([8]), 1).shard(stream, 0)[:] = -1
+    assert stream.tolist() == list(range(8))
+
+
+def test_gradients_flow_through_shard_and_unshard():
+    stream = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+    layout = Layout.zigzag(Packing([5, 3]), 3, align=4)
+    layout.unshard([layout.shard(stream, rank) for rank in ranks(layout)]).sum().backward()
+    assert stream.grad.tolist() == torch.ones(8, 2).tolist()
+
+
+# -- labels ----------------------------------------------------------------------------------------------------------
+
+
+def sources_by_loop(packing, shift):
+    """For each token of the stream the token its label is, None where its document ends first."""
+    return [
+        token + shift if token + shift < end else None for start, end in packing.spans() for token in range(start, end)
+    ]
+
+
+@pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
+@pytest.mark.parametrize("shift", [1, 2, 3])
+@ragged
+@given(layout=layouts() | aligned_layouts())
+def test_labels_are_later_tokens_of_the_same_document(layout, shift, library):
+    sources = sources_by_loop(layout.packing, shift)
+    stream = library.arange(layout.packing.total) + 1000
+    labelled = []
+    for rank in ranks(layout):
+        labels, mask = layout.labels(stream, rank, shift=shift)
+        rows = [sources[token] for token in layout.tokens(rank)] + [None] * layout.pad_rows[rank]
+        assert labels.tolist() == [-100 if source is None else 1000 + source for source in rows]
+        assert mask.tolist() == [source is not None for source in rows]
+        labelled += layout.tokens(rank)[mask[: layout.token_counts[rank]]].tolist()
+    assert sorted(labelled) == [token for token, source in enumerate(sources) if source is not None]
+
+
+def test_labels_leave_the_tokens_as_they_are():
+    stream = np.arange(8)
+    Layout.contiguous(Packing([8]), 1).labels(stream, 0)
+    assert stream.tolist() == list(range(8))
+
+
+def test_labels_of_an_empty_stream_are_all_ignored():
+    labels, mask = Layout.contiguous(Packing([0]), 2, align=2).labels(np.arange(0), 1)
+    assert labels.tolist() == [-100, -100]
+    assert mask.tolist() == [False, False]
+
+
+# -- cost ------------------------------------------------------------------------------------------------------------
+
+
+def test_ten_thousand_documents_over_64_ranks_take_under_50_ms():
+    weights = np.random.default_rng(0).lognormal(0, 1.2, 10_000)
+    lengths = np.diff(np.round(np.cumsum(weights) / weights.sum() * 1_000_000).astype(np.int64), prepend=0)
+    stream = np.arange(1_000_000)
+
+    def build():
+        layout = Layout.zigzag(Packing(lengths), 64)
+        assert layout.order.size == layout.inverse_order.size == lengths.sum() == 1_000_000
+        return layout.tokens(3), layout.positions(3), layout.labels(stream, 3)
+
+    timeit.repeat(build, number=1, repeat=3)
+    assert min(timeit.repeat(build, number=1, repeat=10)) < 0.050
+
+
+def test_sharding_a_batch_imports_no_torch():
+    program = """
+import sys
+import numpy as np
+from megatron_cp.layout import Layout, Packing, Route
+layout = Layout.zigzag(Packing([700, 1, 0, 395]), 3, align=4)
+tokens = np.arange(1096)
+locals_ = [layout.shard(tokens, rank) for rank in range(3)]
+assert (layout.unshard(locals_) == tokens).all()
+layout.labels(tokens, 1), layout.positions(1), layout.document_ids(1)
+Route.between(layout, Layout.contiguous(layout.packing, 3), 1)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_examples_in_the_docstrings_run():
+    assert doctest.testmod(layout_module) == doctest.TestResults(failed=0, attempted=2)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cp_size", [0, -1, 1025, 2.0, "4"], ids=repr)
+@pytest.mark.parametrize("deal", [Layout.contiguous, Layout.zigzag], ids=["contiguous", "zigzag"])
+def test_rejects_a_cp_size_out_of_range(deal, cp_size):
+    with refusal_of("cp_size", repr(cp_size)):
+        deal(Packing([8]), cp_size)
+
+
+def test_rejects_fragments_for_too_many_ranks():
+    with refusal_of("cp_size", 1025):
+        Layout.from_fragments(Packing([8]), [[(0, 8)], *[[]] * 1024])
+
+
+@pytest.mark.parametrize("align", [0, -8, 1.5], ids=repr)
+def test_rejects_an_align_below_1_or_fractional(align):
+    with refusal_of("align", repr(align)):
+        Layout.contiguous(Packing([8]), 2, align=align)
+
+
+def test_rejects_a_token_that_no_rank_holds():
+    with refusal_of("fragments", "'tokens 3 to 4 are held by no rank'"):
+        Layout.from_fragments(Packing([8]), [[(0, 3)], [(5, 8)]])
+
+
+def test_rejects_a_stream_that_is_not_covered_to_its_end():
+    with refusal_of("fragments", "'tokens 6 to 7 are held by no rank'"):
+        Layout.from_fragments(Packing([8]), [[(0, 3)], [(3, 6)]])
+
+
+def test_rejects_a_token_held_twice():
+    with refusal_of("fragments", "'token 2 is held twice'"):
+        Layout.from_fragments(Packing([8]), [[(0, 3)], [(2, 8)]])
+
+
+def test_rejects_a_fragment_inside_another():
+    with refusal_of("fragments", "'token 2 is held twice'"):
+        Layout.from_fragments(Packing([8]), [[(0, 8)], [(2, 3)]])
+
+
+def test_rejects_a_fragment_beyond_the_stream():
+    with refusal_of("fragments", "'a fragment ends at 9'"):
+        Layout.from_fragments(Packing([8]), [[(0, 3)], [(3, 9)]])
+
+
+def test_rejects_a_fragment_before_the_stream():
+    with pytest.raises(ArgumentError, match="a fragment starts at -3"):
+        Layout.from_fragments(Packing([8]), [[(-3, 8)]])
+
+
+def test_rejects_a_fragment_that_ends_before_it_starts():
+    with refusal_of("fragments", "(5, 3)"):
+        Layout.from_fragments(Packing([8]), [[(0, 8)], [(5, 3)]])
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+@pytest.mark.parametrize("ask", ["tokens", "fragments_of", "positions", "document_ids"])
+def test_rejects_a_rank_outside_the_group(ask, rank):
+    with refusal_of("rank", rank):
+        getattr(Layout.zigzag(Packing([8]), 2), ask)(rank)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+@pytest.mark.parametrize("ask", ["shard", "labels"])
+def test_rejects_tokens_for_a_rank_outside_the_group(ask, rank):
+    with refusal_of("rank", rank):
+        getattr(Layout.zigzag(Packing([8]), 2), ask)(np.arange(8), rank)
+
+
+@pytest.mark.parametrize("ask", ["shard", "labels"])
+def test_rejects_tokens_of_another_length(ask):
+    with refusal_of("tokens", "'7 rows'"):
+        getattr(Layout.zigzag(Packing([8]), 2), ask)(np.arange(7), 0)
+
+
+def test_an_empty_stream_shards_to_pad_rows():
+    assert Layout.zigzag(Packing([0]), 2, align=4).shard(np.arange(0), 0, pad_value=7).tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_labels_of_unsigned_token_ids_can_be_ignored(make):
+    tokens = make([250, 251, 252], dtype=(np if make is np.array else torch).uint8)
+    labels, _ = Layout.contiguous(Packing([2, 1]), 1).labels(tokens, 0)
+    assert labels.tolist() == [251, -100, -100]
+
+
+@pytest.mark.parametrize("shift", [0, -1])
+def test_rejects_a_shift_below_1(shift):
+    with refusal_of("shift", shift):
+        Layout.zigzag(Packing([8]), 2).labels(np.arange(8), 0, shift=shift)
+
+
+def test_rejects_too_few_shards():
+    with refusal_of("shards", "'1 tensors'"):
+        Layout.zigzag(Packing([8]), 2).unshard([np.arange(4)])
+
+
+def test_rejects_a_shard_of_another_length():
+    with refusal_of("shards[1]", "'3 rows'"):
+        Layout.zigzag(Packing([8]), 2).unshard([np.arange(4), np.arange(3)])

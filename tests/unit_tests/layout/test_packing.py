@@ -1,0 +1,174 @@
+"""`Packing`: the documents of one packed batch."""
+
+import doctest
+import pickle
+import re
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_cp.layout.packing as packing_module
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Packing
+
+ragged = settings(derandomize=True, deadline=None, max_examples=100)
+LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
+
+
+@contextmanager
+def refusal_of(argument, given):
+    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
+        yield
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
+    "container",
+    [list, tuple, np.array, torch.tensor, lambda c: np.array(c, np.int32)],
+    ids=["list", "tuple", "numpy", "torch", "int32"],
+)
+@ragged
+@given(lengths=LENGTHS)
+def test_cu_seqlens_round_trip(container, lengths):
+    offsets = container(Packing(lengths).cu_seqlens.tolist())
+    assert Packing.from_cu_seqlens(offsets).lengths.tolist() == lengths
+
+
+@ragged
+@given(lengths=LENGTHS)
+def test_positions_documents_and_spans_match_a_loop(lengths):
+    held = [(document, position) for document, length in enumerate(lengths) for position in range(length)]
+    packing = Packing(lengths)
+    assert packing.total == len(held)
+    assert packing.num_documents == len(lengths)
+    assert packing.max_length == max(lengths)
+    assert packing.documents_of(np.arange(packing.total)).tolist() == [document for document, _ in held]
+    assert packing.positions().tolist() == [position for _, position in held]
+    assert list(packing.spans()) == [
+        (sum(lengths[:document]), sum(lengths[: document + 1])) for document, length in enumerate(lengths) if length
+    ]
+
+
+def test_documents_of_steps_over_documents_without_tokens():
+    packing = Packing([0, 0, 2, 0, 1, 0])
+    assert packing.documents_of(np.array([[2, 0], [1, 2]])).tolist() == [[4, 2], [2, 4]]
+
+
+@ragged
+@given(lengths=LENGTHS, other=LENGTHS)
+def test_equal_exactly_where_the_lengths_are(lengths, other):
+    packing = Packing(lengths)
+    assert packing == Packing(np.array(lengths, np.int32)) == Packing(iter(lengths))
+    assert {packing: "found"}[Packing(lengths)] == "found"
+    assert (packing == Packing(other)) == (lengths == other)
+    assert packing != Packing([*lengths, 0])
+    assert packing != lengths
+
+
+@pytest.mark.parametrize("name", ["lengths", "cu_seqlens"])
+def test_is_immutable(name):
+    with pytest.raises(ValueError, match="read-only"):
+        getattr(Packing([3, 1]), name)[0] = 7
+
+
+def test_does_not_follow_the_array_it_was_made_from():
+    lengths = np.array([3, 1])
+    packing = Packing(lengths)
+    lengths[0] = 9
+    assert packing == Packing([3, 1])
+
+
+def test_pickling_keeps_the_value_and_drops_device_tables():
+    packing = Packing([3, 1])
+    assert packing.table("key", lambda: "device tensor") == packing.table("key", lambda: "made again")
+    copy = pickle.loads(pickle.dumps(packing))
+    assert copy == packing
+    assert copy.table("key", lambda: "made again") == "made again"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shown"),
+    [([3, 0, 1], "Packing([3, 0, 1])"), ([2] * 9, "Packing([2, 2, 2, 2, 2, 2, 2, 2, ...]; 9 documents, 18 tokens)")],
+    ids=["few", "many"],
+)
+def test_repr_says_how_much_it_holds(lengths, shown):
+    assert repr(Packing(lengths)) == shown
+
+
+def test_the_examples_in_the_docstrings_run():
+    assert doctest.testmod(packing_module) == doctest.TestResults(failed=0, attempted=3)
+
+
+def test_rejects_no_documents():
+    with refusal_of("lengths", "[]"):
+        Packing([])
+
+
+def test_rejects_nested_lengths():
+    with refusal_of("lengths", "[[3, 4]]"):
+        Packing([[3, 4]])
+
+
+def test_rejects_unevenly_nested_lengths():
+    with refusal_of("lengths", "[[3, 4], [5]]"):
+        Packing([[3, 4], [5]])
+
+
+def test_rejects_lengths_that_are_no_sequence():
+    with refusal_of("lengths", "5"):
+        Packing(5)
+
+
+def test_rejects_a_negative_length():
+    with refusal_of("lengths", "[3, -1]"):
+        Packing([3, -1])
+
+
+def test_rejects_a_fractional_length():
+    with refusal_of("lengths", "[3.0, 1.5]"):
+        Packing([3, 1.5])
+
+
+def test_rejects_a_boolean_length():
+    with refusal_of("lengths", "[True, False]"):
+        Packing(np.array([True, False]))
+
+
+def test_rejects_a_single_cu_seqlen():
+    with refusal_of("cu_seqlens", "[0]"):
+        Packing.from_cu_seqlens([0])
+
+
+def test_rejects_cu_seqlens_that_do_not_start_at_0():
+    with refusal_of("cu_seqlens", "[1, 4]"):
+        Packing.from_cu_seqlens([1, 4])
+
+
+def test_rejects_falling_cu_seqlens():
+    with refusal_of("cu_seqlens", "[0, 5, 3]"):
+        Packing.from_cu_seqlens([0, 5, 3])
+
+
+def test_rejects_falling_unsigned_cu_seqlens():
+    with refusal_of("cu_seqlens", "[0, 5, 3]"):
+        Packing.from_cu_seqlens(np.array([0, 5, 3], np.uint32))
+
+
+def test_rejects_cu_seqlens_on_another_device():
+    offsets = torch.zeros(3, dtype=torch.int32, device="meta")
+    with refusal_of("cu_seqlens", repr(offsets)):
+        Packing.from_cu_seqlens(offsets)
+
+
+def test_rejects_nested_cu_seqlens():
+    with refusal_of("cu_seqlens", "[[0, 2, 5]]"):
+        Packing.from_cu_seqlens(np.array([[0, 2, 5]]))
+
+
+def test_rejects_fractional_cu_seqlens():
+    with refusal_of("cu_seqlens", "[0.0, 2.7, 5.0]"):
+        Packing.from_cu_seqlens([0, 2.7, 5])

@@ -1,0 +1,96 @@
+"""The operations: what they refuse, and that a rank without heads still takes part."""
+
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.executor.launch import run_ranks
+
+HEADS, KEY_HEADS, DIM = 4, 2, 8
+CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
+
+
+def plan_for(lengths=(5, 1, 6), cp_size=1):
+    packing = cp.Packing(lengths)
+    return cp.plan_linear(packing, cp.Layout.zigzag(packing, cp_size), heads=HEADS, key_heads=KEY_HEADS, head_dim=DIM)
+
+
+def rule_inputs(rows=12):
+    return {
+        "q": torch.randn(rows, KEY_HEADS, DIM),
+        "k": torch.randn(rows, KEY_HEADS, DIM),
+        "v": torch.randn(rows, HEADS, DIM),
+        "g": -torch.rand(rows, HEADS),
+        "beta": torch.rand(rows, HEADS),
+    }
+
+
+def mixer_inputs(rows=12):
+    return {
+        "qkv": torch.randn(rows, CHANNELS),
+        "beta": torch.randn(rows, HEADS),
+        "alpha": torch.randn(rows, HEADS),
+        "conv": torch.randn(CHANNELS, 4),
+        "A_log": torch.randn(HEADS),
+        "dt_bias": torch.randn(HEADS),
+    }
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_rejects_rule_tensors_that_do_not_fit_the_plan(name):
+    inputs = rule_inputs()
+    inputs[name] = inputs[name][:, :1]
+    with pytest.raises(cp.ArgumentError) as error:
+        cp.gated_delta_rule(**inputs, plan=plan_for())
+    assert error.value.argument == name
+
+
+@pytest.mark.parametrize("name", ["qkv", "beta", "alpha", "conv", "A_log", "dt_bias"])
+def test_rejects_mixer_tensors_that_do_not_fit_the_plan(name):
+    inputs = mixer_inputs()
+    inputs[name] = inputs[name][:-1]
+    with pytest.raises(cp.ArgumentError) as error:
+        cp.gated_delta_net(**inputs, plan=plan_for())
+    assert error.value.argument == name
+
+
+def test_rejects_a_plan_of_another_kind():
+    packing = cp.Packing([12])
+    plan = cp.plan_attention(packing, cp.Layout.zigzag(packing, 1), heads=HEADS, kv_heads=KEY_HEADS, head_dim=DIM)
+    with pytest.raises(cp.ArgumentError, match="plan_linear"):
+        cp.gated_delta_rule(**rule_inputs(), plan=plan)
+
+
+def test_a_conv_weight_may_have_megatrons_middle_axis():
+    inputs = mixer_inputs()
+    flat = cp.gated_delta_net(**inputs, plan=plan_for())
+    inputs["conv"] = inputs["conv"][:, None]
+    assert torch.equal(cp.gated_delta_net(**inputs, plan=plan_for()), flat)
+
+
+def test_a_conv_bias_reaches_the_output_and_gets_a_gradient():
+    inputs = mixer_inputs()
+    bias = torch.zeros(CHANNELS, requires_grad=True)
+    out = cp.gated_delta_net(**inputs, plan=plan_for(), conv_bias=bias)
+    assert torch.allclose(out, cp.gated_delta_net(**inputs, plan=plan_for()))
+    out.sum().backward()
+    assert bias.grad.abs().sum() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
+def test_every_rank_gets_a_gradient_for_every_parameter_even_without_heads():
+    plan = plan_for(cp_size=6)
+    inputs = mixer_inputs()
+
+    def rank(group):
+        parameters = {name: inputs[name].clone().requires_grad_() for name in ("conv", "A_log", "dt_bias")}
+        bias = torch.zeros(CHANNELS, requires_grad=True)
+        tensors = [plan.layout.shard(inputs[name], group.rank) for name in ("qkv", "beta", "alpha")]
+        cp.gated_delta_net(*tensors, plan, group, **parameters, conv_bias=bias).sum().backward()
+        return [tensor.grad for tensor in (*parameters.values(), bias)]
+
+    gradients = run_ranks(rank, 6)
+    assert all(gradient is not None for own in gradients for gradient in own)
+    idle = [rank for rank, (lo, hi) in enumerate(plan.deal.heads) if lo == hi]
+    assert len(idle) == 2
+    assert all(not gradient.any() for rank in idle for gradient in gradients[rank])

@@ -1,0 +1,468 @@
+"""`plan_attention` and `plan_linear`: the plans they make, what those say of themselves, and what is refused."""
+
+import pickle
+import re
+import subprocess
+import sys
+import warnings
+from contextlib import contextmanager
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.capabilities import CAPABILITIES, working
+from megatron_cp.planner.plans import plan_attention, plan_linear
+from megatron_cp.softmax.mask import Mask
+
+ragged = settings(derandomize=True, deadline=None, max_examples=60)
+PACKING = Packing([7, 1, 0, 130, 2])
+LAYOUT = Layout.zigzag(PACKING, 3)
+ATTENTION = {"packing": PACKING, "layout": LAYOUT, "heads": 6, "kv_heads": 2, "head_dim": 8}
+LINEAR = {"packing": PACKING, "layout": LAYOUT, "heads": 6, "key_heads": 2, "head_dim": 8}
+PLANNERS = pytest.mark.parametrize(
+    ("planner", "arguments"), [(plan_attention, ATTENTION), (plan_linear, LINEAR)], ids=["attention", "linear"]
+)
+
+
+@contextmanager
+def refusal_of(argument, given):
+    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
+        yield
+    assert caught.value.argument == argument
+
+
+def refused(argument):
+    """What the capability table refuses, and a name that it does not know."""
+    return [
+        *(entry.value for entry in CAPABILITIES if entry.argument == argument and not entry.works),
+        "no such name",
+    ]
+
+
+@st.composite
+def plans(draw):
+    """A plan of either layer, with uneven heads, idle ranks and pad rows."""
+    packing = Packing(draw(st.lists(st.sampled_from([0, 1, 2, 5, 13, 97]), min_size=1, max_size=6)))
+    layout = draw(st.sampled_from([Layout.contiguous, Layout.zigzag]))(
+        packing, draw(st.integers(1, 9) | st.just(31)), align=draw(st.sampled_from([1, 1, 4]))
+    )
+    groups = draw(st.integers(1, 6))
+    heads = groups * draw(st.integers(1, 5))
+    dims = {"head_dim": draw(st.sampled_from([3, 8, 64])), "value_head_dim": draw(st.sampled_from([None, 5, 128]))}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if draw(st.booleans()):
+            mask = draw(st.sampled_from([Mask.causal, Mask.full]))(packing)
+            return plan_attention(packing, layout, heads=heads, kv_heads=groups, mask=mask, **dims)
+        return plan_linear(packing, layout, heads=heads, key_heads=groups, **dims)
+
+
+# -- the plans -------------------------------------------------------------------------------------------------------
+
+
+def sections_of(step):
+    return [(block.name, block.num_heads, block.head_dim) for block in step.exchange.sections.blocks]
+
+
+def test_attention_is_one_exchange_in_and_one_out():
+    plan = plan_attention(**ATTENTION, value_head_dim=5)
+    assert [type(step) for step in plan.steps] == [ToHeads, Compute, ToTokens]
+    assert sections_of(plan.steps[0]) == [("q", 6, 8), ("k", 2, 8), ("v", 2, 5)]
+    assert sections_of(plan.steps[2]) == [("out", 6, 5)]
+    assert (plan.kind, plan.scheme, plan.steps[1].name) == ("attention", "a2a", "attention")
+    assert (plan.packing, plan.cp_size, plan.heads_per_group) == (PACKING, 3, 3)
+
+
+def test_gdn_is_one_exchange_in_and_one_out():
+    plan = plan_linear(**LINEAR, value_head_dim=5)
+    assert [type(step) for step in plan.steps] == [ToHeads, Compute, ToTokens]
+    assert sections_of(plan.steps[0]) == [("q", 2, 8), ("k", 2, 8), ("v", 6, 5), ("beta", 6, 1), ("alpha", 6, 1)]
+    assert sections_of(plan.steps[2]) == [("out", 6, 5)]
+    assert (plan.kind, plan.scheme, plan.steps[1].name) == ("gdn", "headwise", "gdn")
+    assert plan.mask is None
+
+
+def test_attention_defaults():
+    plan = plan_attention(PACKING, LAYOUT, heads=6, head_dim=8)
+    assert plan == plan_attention(
+        PACKING, LAYOUT, heads=6, kv_heads=6, head_dim=8, value_head_dim=8, mask=Mask.causal(PACKING), scheme="a2a",
+        kv_packing=PACKING, kv_layout=LAYOUT,
+    )  # fmt: skip
+
+
+def test_linear_defaults():
+    plan = plan_linear(PACKING, LAYOUT, heads=6, head_dim=8)
+    assert plan == plan_linear(
+        PACKING, LAYOUT, "gdn", heads=6, key_heads=6, head_dim=8, value_head_dim=8, mode="headwise"
+    )
+
+
+@PLANNERS
+def test_collectives_are_counted_where_something_moves(planner, arguments):
+    alone = planner(**{**arguments, "layout": Layout.contiguous(PACKING, 1)})
+    assert [alone.collectives(forward=forward) for forward in (True, False)] == [0, 0]
+    assert [planner(**arguments).collectives(forward=forward) for forward in (True, False)] == [2, 2]
+
+
+@ragged
+@given(plan=plans())
+def test_backward_runs_the_adjoints_in_reverse(plan):
+    forward = list(plan.exchanges(forward=True))
+    assert list(plan.exchanges(forward=False)) == [(exchange, not to_heads) for exchange, to_heads in forward[::-1]]
+    assert [to_heads for _, to_heads in forward] == [True, False]
+
+
+# -- what it costs ---------------------------------------------------------------------------------------------------
+
+
+def bytes_by_loop(plan, item_size, *, forward, alignment):
+    """Each rank's bytes to others, added up over pairs of ranks and sections: the token's holder, the head's owner."""
+    sent = [0] * plan.cp_size
+    inward, outward = plan.steps[0].exchange.sections.blocks, plan.steps[2].exchange.sections.blocks
+    for holder in range(plan.cp_size):
+        num_tokens = len(plan.layout.tokens(holder))
+        for owner in set(range(plan.cp_size)) - {holder}:
+            for blocks, starts_at in ((inward, holder), (outward, owner)):
+                sender = starts_at if forward else holder + owner - starts_at
+                for block in blocks:
+                    lo, hi = block.ranges[owner]
+                    width = (hi - lo) * block.head_dim * item_size
+                    sent[sender] += num_tokens * -(-width // alignment) * alignment
+    return sent
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("item_size", [1, 2, 4])
+@ragged
+@given(plan=plans())
+def test_bytes_match_a_loop_over_pairs_of_ranks(plan, item_size, forward):
+    assert plan.bytes_sent(item_size, forward=forward) == bytes_by_loop(plan, item_size, forward=forward, alignment=16)
+    assert plan.bytes_needed(item_size, forward=forward) == bytes_by_loop(plan, item_size, forward=forward, alignment=1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "visible"),
+    [(Mask.causal, lambda query, key: key <= query), (Mask.full, lambda query, key: True)],
+    ids=["causal", "full"],
+)
+def test_the_area_of_a_mask_counts_visible_pairs(mask, visible):
+    pairs = sum(visible(query, key) for n in PACKING.lengths for query in range(n) for key in range(n))
+    assert mask(PACKING).area == pairs
+
+
+@ragged
+@given(plan=plans())
+def test_work_imbalance_is_the_busiest_share_over_the_mean(plan):
+    work = plan.work_per_rank()
+    per_head = plan.mask.area if plan.mask else plan.packing.total
+    assert work == [len(range(*heads)) * per_head for heads in plan.deal.heads]
+    mean = Fraction(sum(work), plan.cp_size)
+    assert plan.work_imbalance == pytest.approx(float(max(work) / mean) if mean else 1.0, rel=1e-15)
+
+
+def test_work_imbalance_of_uneven_heads():
+    assert plan_attention(PACKING, LAYOUT, heads=5, head_dim=8).work_imbalance == 2 / (5 / 3)
+    assert plan_attention(PACKING, LAYOUT, heads=6, head_dim=8).work_imbalance == 1.0
+
+
+# -- the value of a plan ---------------------------------------------------------------------------------------------
+
+
+@PLANNERS
+def test_equal_plans_have_one_fingerprint_and_one_place_in_a_cache(planner, arguments):
+    packing = Packing(PACKING.lengths.tolist())
+    fragments = [LAYOUT.fragments_of(rank) for rank in range(3)]
+    again = planner(**{**arguments, "packing": packing, "layout": Layout.from_fragments(packing, fragments)})
+    plan = planner(**arguments)
+    assert again == plan
+    assert again.fingerprint() == plan.fingerprint()
+    assert {plan: "found"}[again] == "found"
+    assert len(plan.fingerprint()) == 16
+
+
+def other_batch(packing, deal=Layout.zigzag, **options):
+    return {"packing": packing, "layout": deal(packing, 3, **options)}
+
+
+SINGLES = np.stack([np.arange(PACKING.total), np.arange(PACKING.total) + 1], axis=-1)
+DIFFERENT = {
+    "lengths": other_batch(Packing([7, 1, 0, 131, 1])),
+    "an empty document": other_batch(Packing([7, 1, 0, 130, 2, 0])),
+    "layout": other_batch(PACKING, Layout.contiguous),
+    "fragments": {"layout": Layout.from_fragments(PACKING, np.split(SINGLES, np.cumsum(LAYOUT.token_counts)[:-1]))},
+    "align": other_batch(PACKING, align=4),
+    "cp_size": {"layout": Layout.zigzag(PACKING, 5)},
+    "heads": {"heads": 12},
+    "head_dim": {"head_dim": 16},
+    "value_head_dim": {"value_head_dim": 16},
+}
+DIFFERENT_LONG = {
+    "a late length": ([3] * 20 + [5, 7], [3] * 20 + [7, 5]),
+    "the last document": ([3] * 20 + [8], [3] * 20 + [7, 1]),
+}
+
+
+@PLANNERS
+@pytest.mark.parametrize("changes", DIFFERENT.values(), ids=DIFFERENT)
+def test_plans_and_fingerprints_differ_by(planner, arguments, changes):
+    plan, other = planner(**arguments), planner(**{**arguments, **changes})
+    assert other != plan
+    assert other.fingerprint() != plan.fingerprint()
+
+
+@PLANNERS
+@pytest.mark.parametrize(("lengths", "others"), DIFFERENT_LONG.values(), ids=DIFFERENT_LONG)
+def test_fingerprints_see_documents_that_the_description_leaves_out(planner, arguments, lengths, others):
+    plan, other = (
+        planner(**{**arguments, **other_batch(Packing(given), Layout.contiguous)}) for given in (lengths, others)
+    )
+    assert other.fingerprint() != plan.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("plan", "other"),
+    [
+        (plan_attention(**ATTENTION), plan_attention(**{**ATTENTION, "kv_heads": 6})),
+        (plan_linear(**LINEAR), plan_linear(**{**LINEAR, "key_heads": 6})),
+        (plan_attention(**ATTENTION), plan_attention(**ATTENTION, mask=Mask.full(PACKING))),
+        (plan_attention(**ATTENTION), plan_linear(**LINEAR)),
+    ],
+    ids=["kv_heads", "key_heads", "mask", "kind"],
+)
+def test_fingerprints_differ_by(plan, other):
+    assert other != plan
+    assert other.fingerprint() != plan.fingerprint()
+
+
+def test_fingerprints_see_which_heads_each_rank_computes():
+    layout, deal = Layout.zigzag(PACKING, 2), deal_heads(4, 4, 2)
+    fingerprints = {
+        Plan("attention", "a2a", layout, deal, None, (ToHeads(Exchange(layout, Sections((q,)))),)).fingerprint()
+        for q in (Section("q", 4, 8, ((0, 2), (2, 4))), Section("q", 4, 8, ((0, 1), (1, 4))))
+    }
+    assert len(fingerprints) == 2
+
+
+@PLANNERS
+def test_pickling_keeps_the_value_and_drops_device_tables(planner, arguments):
+    plan = planner(**arguments)
+    assert plan.table("key", lambda: "device tensor") == plan.table("key", lambda: "made again")
+    copy = pickle.loads(pickle.dumps(plan))
+    assert copy == plan
+    assert copy.fingerprint() == plan.fingerprint()
+    assert copy.table("key", lambda: "made again") == "made again"
+
+
+# -- explain ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(text):
+    """The table of `explain`: for each rank its tokens, pad rows and fragments."""
+    return [tuple(map(int, found)) for found in re.findall(r"^ +(\d+) +(\d+) +(\d+) +(\d+)  ", text, re.MULTILINE)]
+
+
+@ragged
+@given(plan=plans())
+def test_explain_mentions_every_ranks_tokens_and_every_note(plan):
+    text = plan.explain()
+    fragments = [len(plan.layout.fragments_of(rank)) for rank in range(plan.cp_size)]
+    assert rows_of(text) == list(
+        zip(range(plan.cp_size), plan.layout.token_counts, plan.layout.pad_rows, fragments, strict=True)
+    )
+    assert re.findall(r"^note: (.*)$", text, re.MULTILINE) == list(plan.notes)
+    assert f"{plan.packing.num_documents} documents, {plan.packing.total} tokens" in text
+    assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
+
+
+def test_explain_says_how_many_ranks_it_leaves_out():
+    text = plan_attention(PACKING, Layout.zigzag(PACKING, 70), heads=70, head_dim=8).explain()
+    assert len(rows_of(text)) == 64
+    assert "... and 6 more ranks" in text
+
+
+def test_explain_draws_who_owns_what():
+    packing = Packing([5, 0, 4])
+    layout = Layout.from_fragments(packing, [[(6, 9)], [(0, 2)], [(2, 6)]])
+    text = plan_attention(packing, layout, heads=3, head_dim=8).explain()
+    assert "documents  |    |   \nowner      112222000   (1 token a character)" in text
+
+
+def test_explain_says_which_heads_each_rank_gets():
+    with pytest.warns(UserWarning, match="1 of 3 ranks"):
+        text = plan_attention(PACKING, LAYOUT, heads=2, kv_heads=1, head_dim=8).explain()
+    rows = [line.split()[4:] for line in text.splitlines() if re.match(r" +\d+ ", line)]
+    assert rows == [["0", "0", "50.0%"], ["1", "0", "50.0%"], ["none", "none", "0.0%"]]
+
+
+def test_explain_says_what_is_sent_at_which_item_size():
+    packing = Packing([512])
+    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
+    assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
+    assert plan.explain().count("a rank sends at most 16.0 KiB, 16.0 KiB without alignment, at 2 bytes") == 2
+    assert plan.explain(item_size=4).count("a rank sends at most 32.0 KiB, 32.0 KiB without alignment, at 4 bytes") == 2
+
+
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_explain_says_where_nothing_moves(cp_size):
+    text = plan_attention(PACKING, Layout.contiguous(PACKING, cp_size), heads=2, head_dim=8).explain()
+    assert text.count("nothing moves") == (2 if cp_size == 1 else 0)
+    assert text.count("one collective") == (0 if cp_size == 1 else 2)
+
+
+def test_explain_an_empty_batch():
+    packing = Packing([0])
+    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
+    assert "the packed stream is empty" in plan.explain()
+    assert plan.work_imbalance == 1.0
+
+
+# -- warnings and notes ----------------------------------------------------------------------------------------------
+
+
+@PLANNERS
+def test_warns_the_caller_of_idle_ranks(planner, arguments):
+    with pytest.warns(UserWarning, match="3 of 5 ranks get no .*head and compute nothing here") as caught:
+        plan = planner(PACKING, Layout.zigzag(PACKING, 5), heads=2, head_dim=8)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert plan.notes == (str(caught[0].message),)
+
+
+@PLANNERS
+@pytest.mark.parametrize(("groups", "notes"), [(1, 1), (3, 0)])
+def test_notes_groups_that_ranks_share(planner, arguments, groups, notes):
+    shared = {name: groups for name in arguments if name in ("kv_heads", "key_heads")}
+    plan = planner(**{**arguments, **shared})
+    assert [note for note in plan.notes if "sent to each of them and its gradient is summed" in note] == [*plan.notes]
+    assert len(plan.notes) == notes
+
+
+# -- no torch --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["megatron_cp", "megatron_cp.planner.plans"])
+def test_planning_a_batch_imports_no_torch(module):
+    program = f"""
+import sys
+import {module} as planner
+from megatron_cp.layout import Layout, Packing
+packing = Packing([700, 1, 0, 395])
+layout = Layout.zigzag(packing, 3, align=4)
+for plan in (
+    planner.plan_attention(packing, layout, heads=6, kv_heads=2, head_dim=8),
+    planner.plan_linear(packing, layout, heads=6, key_heads=2, head_dim=8),
+):
+    plan.explain(), plan.fingerprint(), plan.bytes_sent(2, forward=False), hash(plan)
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", refused("scheme"))
+def test_rejects_a_scheme_that_is_not_built(scheme):
+    with refusal_of("scheme", repr(scheme)):
+        plan_attention(**ATTENTION, scheme=scheme)
+
+
+@pytest.mark.parametrize("kind", refused("kind"))
+def test_rejects_a_linear_kind_that_is_not_built(kind):
+    with refusal_of("kind", repr(kind)):
+        plan_linear(**LINEAR, kind=kind)
+
+
+@pytest.mark.parametrize("mode", refused("mode"))
+def test_rejects_a_linear_mode_that_is_not_built(mode):
+    with refusal_of("mode", repr(mode)):
+        plan_linear(**LINEAR, mode=mode)
+
+
+def test_a_refusal_from_the_table_says_what_to_do():
+    with pytest.raises(ArgumentError, match=r"allowed: a2a or auto\. tiled is not built yet; use a2a\.$"):
+        plan_attention(**ATTENTION, scheme="tiled")
+
+
+@pytest.mark.parametrize("scheme", working("scheme"))
+def test_what_the_table_says_works_for_attention_is_planned(scheme):
+    assert plan_attention(**ATTENTION, scheme=scheme).kind == "attention"
+
+
+@pytest.mark.parametrize("kind", working("kind"))
+@pytest.mark.parametrize("mode", working("mode"))
+def test_what_the_table_says_works_for_linear_layers_is_planned(kind, mode):
+    assert plan_linear(**LINEAR, kind=kind, mode=mode).kind == kind
+
+
+def test_rejects_keys_of_another_packing():
+    with refusal_of("kv_packing", repr(Packing([3, 5]))):
+        plan_attention(**ATTENTION, kv_packing=Packing([3, 5]))
+
+
+def test_rejects_keys_in_another_layout():
+    with pytest.raises(ArgumentError, match="pass None for self-attention") as refusal:
+        plan_attention(**ATTENTION, kv_layout=Layout.contiguous(PACKING, 3))
+    assert refusal.value.argument == "kv_layout"
+
+
+def test_rejects_a_mask_over_another_packing():
+    other = Mask.causal(Packing([3, 5]))
+    with refusal_of("mask", repr(other)):
+        plan_attention(**ATTENTION, mask=other)
+
+
+def test_rejects_a_mask_that_is_only_a_name():
+    with refusal_of("mask", "'causal'"):
+        plan_attention(**ATTENTION, mask="causal")
+
+
+@PLANNERS
+def test_rejects_a_layout_of_another_packing(planner, arguments):
+    other = Layout.zigzag(Packing([3, 5]), 3)
+    with refusal_of("layout", repr(other)):
+        planner(**{**arguments, "layout": other})
+
+
+@PLANNERS
+@pytest.mark.parametrize("count", [0, -6, 6.0], ids=repr)
+@pytest.mark.parametrize("name", ["heads", "head_dim", "value_head_dim"])
+def test_rejects_a_count_below_1_or_fractional(planner, arguments, name, count):
+    with refusal_of(name, repr(count)):
+        planner(**{**arguments, name: count})
+
+
+@pytest.mark.parametrize("count", [0, -2, 2.0], ids=repr)
+def test_rejects_kv_heads_below_1_or_fractional(count):
+    with refusal_of("kv_heads", repr(count)):
+        plan_attention(**{**ATTENTION, "kv_heads": count})
+
+
+@pytest.mark.parametrize("count", [0, -2, 2.0], ids=repr)
+def test_rejects_key_heads_below_1_or_fractional(count):
+    with refusal_of("key_heads", repr(count)):
+        plan_linear(**{**LINEAR, "key_heads": count})
+
+
+@pytest.mark.parametrize("count", [4, 5, 12])
+def test_rejects_kv_heads_that_do_not_divide_the_heads(count):
+    with refusal_of("kv_heads", count):
+        plan_attention(**{**ATTENTION, "kv_heads": count})
+
+
+@pytest.mark.parametrize("count", [4, 5, 12])
+def test_rejects_key_heads_that_do_not_divide_the_heads(count):
+    with refusal_of("key_heads", count):
+        plan_linear(**{**LINEAR, "key_heads": count})
+
+
+@PLANNERS
+def test_counts_may_be_numpy_integers(planner, arguments):
+    assert planner(**{**arguments, "heads": np.int64(6)}) == planner(**arguments)
