@@ -13,6 +13,7 @@ size.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import Columns, RowFormat
+from megatron_cp.exchange.sections import ROW_ALIGNMENT, Columns, RowFormat
 from megatron_cp.layout import Layout
 
 
@@ -71,7 +72,7 @@ class Geometry:
         """`layout.order` or `layout.inverse_order` on the device, made once for a batch."""
         return self.layout.table(
             (name, self.device),
-            lambda: torch.from_numpy(getattr(self.layout, name)).to(device=self.device, dtype=torch.int32),
+            lambda: torch.tensor(getattr(self.layout, name), dtype=torch.int32, device=self.device),
         )
 
 
@@ -234,7 +235,7 @@ def _shared_table(sections: Sequence[Tensor], at: Geometry) -> Tensor | None:
     rows, row = at.layout.packing.total * at.copies, at.format.row_bytes[at.rank]
     offsets = at.format.offsets[at.rank]
     start = _byte_offset(sections[first]) - offsets[first]
-    if start < 0 or start + rows * row > storage.nbytes():
+    if start < 0 or start % ROW_ALIGNMENT or start + rows * row > storage.nbytes():
         return None
     table = torch.empty(0, dtype=torch.uint8, device=at.device)
     table.set_(storage, start, (at.layout.packing.total, at.copies * row), (at.copies * row, 1))
@@ -255,15 +256,38 @@ def _byte_offset(tensor: Tensor) -> int:
 
 
 def like_rows(*tensors: Tensor) -> list[Tensor]:
-    """Uninitialised tensors that lie to each other as `tensors` do: `empty_like` for several views of one buffer.
+    """Uninitialised tensors that lie to each other as `tensors` do: `empty_like` for the sections of one table.
 
-    A kernel that writes gradients into them hands the exchange a message that needs no packing. Tensors of different
-    buffers come back as plain `empty_like`.
+    A kernel that writes gradients into them hands the exchange a message that needs no packing. Tensors that are not
+    separate columns of one table come back as plain `empty_like`.
     """
-    storage = tensors[0].untyped_storage()
-    if any(tensor.untyped_storage().data_ptr() != storage.data_ptr() for tensor in tensors):
+    if not _are_columns_of_one_table(tensors):
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-    buffer = torch.empty(storage.nbytes(), dtype=torch.uint8, device=tensors[0].device).untyped_storage()
+    size = tensors[0].untyped_storage().nbytes()
+    buffer = torch.empty(size, dtype=torch.uint8, device=tensors[0].device).untyped_storage()
     return [
         tensor.new_empty(0).set_(buffer, tensor.storage_offset(), tensor.shape, tensor.stride()) for tensor in tensors
     ]
+
+
+def _are_columns_of_one_table(tensors: Sequence[Tensor]) -> bool:
+    """True if `[T, (b,) h, d]` tensors are dense column ranges of one table's rows, and no two share a byte."""
+    if any(tensor.ndim not in (3, 4) for tensor in tensors):
+        return False
+    first, ranges = tensors[0], []
+    for tensor in tensors:
+        row, *inner = tensor.stride()[-3:]
+        if (
+            tensor.numel() == 0
+            or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or tensor.shape[:-2] != first.shape[:-2]
+            or row * tensor.dtype.itemsize != first.stride(-3) * first.dtype.itemsize
+            or inner != [tensor.shape[-1], 1]
+            or (tensor.ndim == 4 and tensor.stride(0) != tensor.shape[1] * row)
+        ):
+            return False
+        start = _byte_offset(tensor)
+        ranges.append((start, start + tensor.shape[-2] * tensor.shape[-1] * tensor.dtype.itemsize))
+    ranges.sort()
+    apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    return apart and ranges[-1][1] - ranges[0][0] <= first.stride(-3) * first.dtype.itemsize

@@ -18,7 +18,7 @@ from megatron_cp.exchange.pack import (
     unpack_heads,
     unpack_tokens,
 )
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import RankGroup, as_rank_group
 
 
 def to_heads(exchange: Exchange, group: RankGroup, *tensors: Tensor) -> list[Tensor]:
@@ -38,6 +38,7 @@ def to_heads(exchange: Exchange, group: RankGroup, *tensors: Tensor) -> list[Ten
     Raises:
         ArgumentError: tensors that do not fit the layout or the sections.
     """
+    group = as_rank_group(group, exchange.layout.cp_size)
     at = _geometry(exchange, group, tensors)
     if exchange.is_local:
         lead = tensors[0].shape[:-1]
@@ -59,7 +60,11 @@ def to_tokens(exchange: Exchange, group: RankGroup, *sections: Tensor) -> list[T
     Returns:
         for each section `[t, f]` or `[t, b, f]`, pad rows zero. A head that several ranks return is summed.
     """
-    blocks = exchange.sections.blocks
+    group, blocks = as_rank_group(group, exchange.layout.cp_size), exchange.sections.blocks
+    if len(sections) != len(blocks):
+        raise ArgumentError(
+            "sections", f"{len(sections)} tensors", f"{len(blocks)}: {[block.name for block in blocks]}"
+        )
     batch = sections[0].shape[1] if sections[0].ndim == 4 else None
     at = Geometry(exchange, group.rank, tuple(section.dtype for section in sections), batch, sections[0].device)
     lead = (exchange.layout.packing.total,) if batch is None else (exchange.layout.packing.total, batch)
@@ -101,6 +106,8 @@ def _collective(group: RankGroup, sent: Tensor, sent_splits: list[int], received
 
 
 def _geometry(exchange: Exchange, group: RankGroup, tensors: tuple[Tensor, ...]) -> Geometry:
+    if not tensors:
+        raise ArgumentError("tensors", (), "at least one")
     rows = int(exchange.layout.row_counts[group.rank])
     lead = tensors[0].shape[:-1]
     for number, tensor in enumerate(tensors):

@@ -77,13 +77,13 @@ def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:
     """`[total]` where each token of the stream stands among the padded shares."""
 
     def make() -> Tensor:
-        counts = torch.from_numpy(layout.token_counts)
+        counts = torch.tensor(layout.token_counts)
         starts = counts.cumsum(0) - counts
         shift = torch.repeat_interleave(torch.arange(layout.cp_size) * longest - starts, counts)
-        return (torch.arange(layout.packing.total) + shift)[torch.from_numpy(layout.inverse_order)].to(device)
+        return (torch.arange(layout.packing.total) + shift)[torch.tensor(layout.inverse_order)].to(device)
 
     return layout.table(("gather", device), make)
 
 
 def _on_device(table: Any, device: torch.device) -> Tensor:
-    return torch.from_numpy(table).to(device=device, dtype=torch.int32)
+    return torch.tensor(table, dtype=torch.int32, device=device)

@@ -92,15 +92,15 @@ class TorchGroup(RankGroup):
         self.size = dist.get_world_size(self.group)
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
+        _check_splits(received, received_splits, "received_splits", self.size)
+        _check_splits(sent, sent_splits, "sent_splits", self.size)
         dist.all_to_all_single(received, sent, received_splits, sent_splits, group=self.group)
 
     def all_gather(self, received: Tensor, sent: Tensor) -> None:
         dist.all_gather_into_tensor(received, sent, group=self.group)
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        own = [message for message in (*sends, *receives) if message.peer == self.rank]
-        if own:
-            raise ArgumentError("peer", self.rank, "another rank of the group")
+        _check_peers((*sends, *receives), self.rank)
         operations = [
             dist.P2POp(operation, message.tensor, group=self.group, group_peer=message.peer)
             for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -167,6 +167,7 @@ class ThreadGroup(RankGroup):
         self.all_to_all(received, sent.repeat(self.size), [sent.numel()] * self.size, [sent.numel()] * self.size)
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        _check_peers((*sends, *receives), self.rank)
         for message in sends:
             self._put(message.tensor, message.peer)
         for message in receives:
@@ -215,6 +216,11 @@ def as_rank_group(group: RankGroup | dist.ProcessGroup | None, cp_size: int) -> 
     if ranks.size != cp_size:
         raise ArgumentError("group", f"{ranks.size} ranks", f"the {cp_size} ranks that the plan is for")
     return ranks
+
+
+def _check_peers(messages: Sequence[Message], rank: int) -> None:
+    if any(message.peer == rank for message in messages):
+        raise ArgumentError("peer", rank, "another rank of the group")
 
 
 def _check_splits(tensor: Tensor, splits: list[int], name: str, size: int) -> None:

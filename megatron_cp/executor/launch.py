@@ -27,6 +27,7 @@ from megatron_cp.executor.groups import ThreadGroup, TorchGroup
 
 T = TypeVar("T")
 RANK_KINDS = ("threads", "processes")
+_GRACE = 0.5  # seconds within which what went wrong elsewhere is heard of
 
 
 class RankError(RuntimeError):
@@ -55,8 +56,6 @@ def run_ranks[T](
 
 def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float) -> list[T]:
     groups = ThreadGroup.create(size, timeout)
-    if size == 1:
-        return [function(groups[0], *args)]
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
     grad_enabled = torch.is_grad_enabled()  # a new thread starts with gradients on
@@ -79,7 +78,8 @@ def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...]
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if not failures and any(thread.is_alive() for thread in threads):
-        faulthandler.dump_traceback(all_threads=True)
+        if sys.__stderr__ is not None:  # not sys.stderr, which need not be a file
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
         groups[0].abort()
         raise RankError(f"{size} ranks did not finish in {timeout:g} s; their stacks are on standard error")
     if failures:
@@ -92,9 +92,8 @@ def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ..
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        store = str(Path(folder) / "rendezvous")
         processes = [
-            context.Process(target=_process_main, args=(rank, size, store, timeout, answers, function, args))
+            context.Process(target=_process_main, args=(rank, size, folder, timeout, answers, function, args))
             for rank in range(size)
         ]
         for process in processes:
@@ -102,50 +101,77 @@ def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ..
         try:
             return _collected(processes, answers, size, timeout)
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.terminate()
-                process.join()
+            _stop(processes)
+            _show_stacks(folder, size)
 
 
 def _collected(processes: list[Any], answers: Any, size: int, timeout: float) -> list[Any]:
     results: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout + 30  # the ranks give up first, with their stacks
+    deadline = time.monotonic() + timeout + 60  # starting up included; the ranks give up first, with their stacks
     while len(results) < size:
-        if not answers.empty():
-            rank, ok, payload = answers.get()
-            value = pickle.loads(payload)
-            if not ok:
-                raise RankError(f"rank {rank} of {size} failed:\n{value}")
-            results[rank] = value
+        if answers.empty():
+            _fail_on_death(processes, results, size)
+            if time.monotonic() > deadline:
+                raise RankError(f"{size} ranks did not finish in {timeout:g} s")
+            time.sleep(0.01)
             continue
-        dead = [rank for rank, process in enumerate(processes) if process.exitcode is not None and rank not in results]
-        if dead and answers.empty():
-            raise RankError(
-                f"rank {dead[0]} of {size} ended with exit code {processes[dead[0]].exitcode} and no result; "
-                "if it ran out of time its stack is on standard error"
-            )
-        if time.monotonic() > deadline:
-            raise RankError(f"{size} ranks did not finish in {timeout:g} s")
-        time.sleep(0.01)
+        rank, ok, payload = answers.get()
+        results[rank] = pickle.loads(payload)
+        if not ok:
+            # A rank that dies breaks the others' connections, and their complaints may arrive before its end is seen.
+            time.sleep(_GRACE)
+            _fail_on_death(processes, results, size)
+            raise RankError(f"rank {rank} of {size} failed:\n{results[rank]}")
     return [results[rank] for rank in range(size)]
 
 
-def _process_main(rank: int, size: int, store: str, timeout: float, answers: Any, function: Any, args: Any) -> None:
-    faulthandler.dump_traceback_later(timeout, exit=True)
+def _fail_on_death(processes: list[Any], results: dict[int, Any], size: int) -> None:
+    for rank, process in enumerate(processes):
+        if process.exitcode not in (None, 0) and rank not in results:
+            raise RankError(
+                f"rank {rank} of {size} ended with exit code {process.exitcode} and no result; "
+                "if it ran out of time its stack is on standard error"
+            )
+
+
+def _stop(processes: list[Any]) -> None:
+    """Ends what still runs, after a moment in which ranks that run out of time together can write their stacks."""
+    patience = time.monotonic() + 4 * _GRACE
+    for process in processes:
+        process.join(max(0.0, patience - time.monotonic()))
+    for process in processes:
+        if process.is_alive():
+            process.terminate()
+        process.join()
+
+
+def _show_stacks(folder: str, size: int) -> None:
+    for rank in range(size):
+        stack = _stack_file(folder, rank)
+        if stack.exists() and stack.stat().st_size:
+            print(f"rank {rank} of {size}:\n{stack.read_text()}", file=sys.stderr)
+
+
+def _stack_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stack.{rank}"
+
+
+def _process_main(rank: int, size: int, folder: str, timeout: float, answers: Any, function: Any, args: Any) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     torch.set_num_threads(1)
-    try:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-        result = function(TorchGroup(), *args)
-        answers.put((rank, True, pickle.dumps(result)))
-        dist.barrier()
-    except BaseException:
-        answers.put((rank, False, pickle.dumps(traceback.format_exc())))
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+    with _stack_file(folder, rank).open("w") as stack:
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+            # Only now, when all ranks have started, so that all of them run out of time together.
+            faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
+            answers.put((rank, True, pickle.dumps(function(TorchGroup(), *args))))
+            dist.barrier()
+        except BaseException:
+            answers.put((rank, False, pickle.dumps(traceback.format_exc())))
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group()
 
 
 def in_torchrun() -> bool:

@@ -48,7 +48,7 @@ class _Hop:
         self.counts = (route.send_counts.tolist(), route.recv_counts.tolist())
         gathers = (route.send_rows, route.arrivals, route.recv_rows, route.reversed().arrivals)
         self.send, self.arrive, self.send_back, self.arrive_back = (
-            torch.from_numpy(rows).to(device=device, dtype=torch.int32) for rows in gathers
+            torch.tensor(rows, dtype=torch.int32, device=device) for rows in gathers
         )
 
 

@@ -324,7 +324,7 @@ def _take(array: Any, rows: IntArray) -> Any:
         return array[rows]
     import torch
 
-    return array.index_select(0, torch.from_numpy(np.ascontiguousarray(rows)).to(array.device))
+    return array.index_select(0, torch.tensor(rows, device=array.device))
 
 
 def _concatenate(arrays: list[Any]) -> Any:

@@ -106,7 +106,7 @@ class Case:
         return (self.layout.packing.total,) if self.batch is None else (self.layout.packing.total, self.batch)
 
     def held(self, rank: int) -> torch.Tensor:
-        return torch.from_numpy(self.layout.tokens(rank))
+        return torch.tensor(self.layout.tokens(rank))
 
     def token_side(self, full: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
         """A rank's input rows of the full `[T, (b,) h, d]` sections: pad rows NaN, neighbours of its columns NaN."""
@@ -406,6 +406,23 @@ def test_bytes_sent_are_the_bytes_that_travel(kind: str, to_head_side: bool):
         return group.bytes_sent
 
     assert run_ranks(rank_main, 3) == exchange.bytes_sent([4, 4, 4], to_heads=to_head_side)
+
+
+@pytest.mark.parametrize("to_head_side", [True, False], ids=["to_heads", "to_tokens"])
+def test_rejects_second_derivatives(to_head_side: bool):
+    """They would leave out, without a word, whatever passes through the exchange."""
+    layout = Layout.contiguous(PACKING, 2)
+    exchange = Exchange(layout, Sections((Section("x", 2, 3, ((0, 1), (1, 2))),)))
+
+    def rank_main(group: RankGroup) -> None:
+        move, shape = (to_heads, (int(layout.row_counts[group.rank]), 6)) if to_head_side else (to_tokens, (23, 1, 3))
+        x = torch.ones(shape, requires_grad=True)
+        (gradient,) = torch.autograd.grad(move(exchange, group, x)[0].square().sum() + x.square().sum(), x,
+                                          create_graph=True)  # fmt: skip
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+    run_ranks(rank_main, 2)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def finished(at: Geometry) -> list[Tensor]:
 
 def carries(message: Tensor, sections: list[Tensor], at: Geometry) -> bool:
     """Does the message hold the sections' rows, in the order in which the ranks hold the tokens?"""
-    order = torch.from_numpy(at.layout.order)
+    order = torch.tensor(at.layout.order)
     found = section_views(message.view(PACKING.total, -1), at)
     return all(torch.equal(rows, section[order]) for rows, section in zip(found, sections, strict=True))
 

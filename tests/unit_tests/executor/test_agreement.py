@@ -40,12 +40,15 @@ def linear_plan(lengths: tuple[int, ...] = LENGTHS) -> Plan:
     return cp.plan_linear(packing, cp.Layout.zigzag(packing, SIZE), "gdn", heads=6, head_dim=4)
 
 
-def refusal(group: RankGroup, plans: list[Plan]) -> str:
-    try:
-        check_agreement(plans[group.rank], group)
-    except PlanMismatchError as error:
-        return str(error)
-    return "no refusal"
+def refusals(plans: list[Plan]) -> list[str]:
+    """What each rank is told."""
+
+    def rank_main(group: RankGroup) -> str:
+        with pytest.raises(PlanMismatchError) as caught:
+            check_agreement(plans[group.rank], group)
+        return str(caught.value)
+
+    return run_ranks(rank_main, SIZE, timeout=5)
 
 
 def test_equal_plans_cost_one_all_gather_of_16_bytes():
@@ -87,7 +90,7 @@ def test_rejects_plans_that_differ_on_every_rank_showing_both(name: str, odd: in
     options, ours, theirs = DIFFERENCES[name]
     plans = [attention_plan()] * SIZE
     plans[odd] = attention_plan(**options)
-    messages = run_ranks(refusal, SIZE, plans, timeout=10)
+    messages = refusals(plans)
     assert len(set(messages)) == 1
     other = odd or 1  # the first rank that differs from rank 0
     at_rank_0, at_other = (theirs, ours) if odd == 0 else (ours, theirs)
@@ -106,20 +109,20 @@ def _shown(message: str, rank: int, text: str) -> bool:
 
 
 def test_only_lines_that_differ_are_shown():
-    (message, *_) = run_ranks(refusal, SIZE, [attention_plan(), attention_plan(), attention_plan(mask="full")], timeout=10)
+    (message, *_) = refusals([attention_plan(), attention_plan(), attention_plan(mask="full")])
     assert _lines(message, 0) == ["mask: causal in each document"]
     assert _lines(message, 2) == ["mask: full in each document"]
 
 
 def test_rejects_layers_of_different_kinds():
     plans = [attention_plan(), linear_plan(), attention_plan()]
-    for message in run_ranks(refusal, SIZE, plans, timeout=10):
+    for message in refusals(plans):
         assert _shown(message, 0, "kind: attention")
         assert _shown(message, 1, "kind: gdn")
 
 
 def test_rejects_documents_that_differ_behind_those_that_are_printed():
     plans = [attention_plan((3,) * 20), attention_plan((3,) * 20), attention_plan((3,) * 19 + (4,))]
-    for message in run_ranks(refusal, SIZE, plans, timeout=10):
+    for message in refusals(plans):
         assert _shown(message, 0, "20 documents, 60 tokens")
         assert _shown(message, 2, "20 documents, 61 tokens")

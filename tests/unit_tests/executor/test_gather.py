@@ -48,7 +48,7 @@ def whole_numbers(layout: Layout, trailing: tuple[int, ...], dtype: torch.dtype,
 
 def rows_of(full: Tensor, layout: Layout, rank: int, pad_value: float) -> Tensor:
     pad = full.new_full((int(layout.pad_rows[rank]), *full.shape[1:]), pad_value)
-    return torch.cat([full[torch.from_numpy(layout.tokens(rank))], pad])
+    return torch.cat([full[torch.tensor(layout.tokens(rank))], pad])
 
 
 def gathered(
@@ -137,6 +137,17 @@ def test_expanded_gradient():
 def test_one_rank_needs_no_group():
     local = torch.arange(23.0)
     assert torch.equal(gather(local, LAYOUTS["one rank"], None), local)
+
+
+def test_rejects_second_derivatives():
+    def rank_main(group: RankGroup) -> None:
+        x = torch.ones(int(LAYOUTS["contiguous, cp 3"].row_counts[group.rank]), requires_grad=True)
+        loss = gather(x, LAYOUTS["contiguous, cp 3"], group).square().sum() + x.square().sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            gradient.sum().backward()
+
+    run_ranks(rank_main, 3)
 
 
 def _refused(local: Tensor, group: RankGroup | None) -> str:

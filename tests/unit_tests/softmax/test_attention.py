@@ -98,3 +98,16 @@ def test_rejects_a_second_derivative_instead_of_returning_a_wrong_one():
     (gradient,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "share", [lambda x: (x, x, x), lambda x: (x, x[:, :2], x[:, 2:]), lambda x: (x, x[:, :2], x[:, :2])]
+)
+def test_inputs_that_share_memory_get_gradients_of_their_own(share):
+    x = tensors()[0].requires_grad_()
+    plan = plan_for(kv_heads=share(x)[1].shape[1])
+    cp.attention(*share(x), plan).square().sum().backward()
+    apart = [part.detach().clone().requires_grad_() for part in share(x)]
+    cp.attention(*apart, plan).square().sum().backward()
+    joined = torch.autograd.grad(share(x), x, [part.grad for part in apart])[0]
+    assert torch.allclose(x.grad, joined, atol=1e-14)
