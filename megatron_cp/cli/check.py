@@ -10,19 +10,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import (
-    DTYPES,
-    add_batch_arguments,
-    add_layer_arguments,
-    document_lengths,
-    integers,
-    layer_shape,
-)
+from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, integers
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, start_torchrun_rank
 from megatron_cp.executor.run import check_agreement
-from megatron_cp.planner.capabilities import require
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 
 HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
@@ -31,9 +23,8 @@ HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--cp", type=integers(1), metavar="N,N,...", help="context-parallel sizes (default: 2,3,5)")
-    add_layer_arguments(parser)
+    add_layer_arguments(parser, dtype="float64")
     add_batch_arguments(parser)
-    parser.add_argument("--dtype", choices=DTYPES, default="float64", help="default: float64")
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
     parser.add_argument("--ranks", choices=RANK_KINDS, default="threads", help="local ranks; torchrun brings its own")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take (default: 300)")
@@ -41,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Runs every case, on local ranks or on those of torchrun."""
-    require("layer", args.layer)
     torch.set_num_threads(1)
     world = start_torchrun_rank() if in_torchrun() else None
     try:
@@ -59,7 +49,8 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     sizes = [size for size in sizes if size not in skipped]
     if not sizes:
         raise ArgumentError("--cp", skipped, f"sizes of at most the {world.size if world else 0} ranks of this job")
-    cases = [_case(args, size) for size in sizes]
+    device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
+    cases = [case_of(args, size, kernel=args.kernel, device=device) for size in sizes]
     for case in cases:
         case.refuse_early()
     results = list(_on_torchrun(cases, world) if world else _on_local_ranks(cases, args))
@@ -80,28 +71,6 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         "cp_not_run": skipped,
     }
     return Report("\n".join(lines), data, ok=passed, quiet=world is not None and world.rank != 0)
-
-
-def _case(args: argparse.Namespace, cp_size: int) -> Case:
-    shape = layer_shape(args)
-    return Case(
-        layer=args.layer,
-        cp=cp_size,
-        lengths=document_lengths(args, cp_size),
-        layout=args.layout,
-        heads=shape.heads,
-        groups=shape.groups,
-        head_dim=shape.head_dim,
-        value_head_dim=shape.value_dim,
-        conv_width=shape.conv_width,
-        mask=args.mask,
-        softmax_scale=args.softmax_scale,
-        align=args.align,
-        dtype=getattr(torch, args.dtype),
-        device="cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu",
-        kernel=args.kernel,
-        seed=args.seed,
-    )
 
 
 def _on_local_ranks(cases: list[Case], args: argparse.Namespace) -> Iterator[Parity]:

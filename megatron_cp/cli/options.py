@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.planner.capabilities import CAPABILITIES
+from megatron_cp.planner.capabilities import CAPABILITIES, require
+from megatron_cp.testing.parity import Case
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
@@ -34,8 +36,8 @@ MODELS = {
 }
 
 
-def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--layer` and what shapes it."""
+def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
+    """`--layer` and what shapes it, in `dtype` unless told otherwise."""
     layers = [entry.value for entry in CAPABILITIES if entry.argument == "layer"]
     group = parser.add_argument_group("layer")
     group.add_argument("--layer", default="attention", metavar="|".join(layers), help="default: attention")
@@ -47,6 +49,8 @@ def add_layer_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--value-dim", type=positive, help="features of a value head (default: --head-dim)")
     group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of gdn")
     group.add_argument("--softmax-scale", type=float, help="what scores are multiplied by (default: head_dim ** -0.5)")
+    group.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype}")
+    group.add_argument("--scheme", default="auto", help="a2a for attention, headwise for gdn (default: auto)")
     group.add_argument("--mask", default="causal", metavar="causal|full", help="keys a query sees (default: causal)")
 
 
@@ -62,7 +66,31 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--align", type=positive, default=1, help="every rank's rows a multiple of this (default: 1)")
 
 
-def layer_shape(args: argparse.Namespace) -> LayerShape:
+def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
+    """The case that the arguments describe, over `cp_size` ranks."""
+    layer = require("layer", args.layer)
+    shape = _layer_shape(args)
+    return Case(
+        layer=layer,
+        cp=cp_size,
+        lengths=_document_lengths(args, cp_size),
+        layout=args.layout,
+        heads=shape.heads,
+        groups=shape.groups,
+        head_dim=shape.head_dim,
+        value_head_dim=shape.value_dim,
+        conv_width=shape.conv_width,
+        mask=args.mask,
+        scheme=args.scheme,
+        softmax_scale=args.softmax_scale,
+        align=args.align,
+        dtype=getattr(torch, args.dtype),
+        seed=args.seed,
+        **rest,
+    )
+
+
+def _layer_shape(args: argparse.Namespace) -> LayerShape:
     """The layer's shape: the model's, with what was given instead."""
     model = args.model or "tiny"
     if args.layer not in MODELS[model]:
@@ -86,7 +114,7 @@ def layer_shape(args: argparse.Namespace) -> LayerShape:
     )
 
 
-def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
+def _document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
     """The documents: as given, or drawn from a log-normal law, which packed corpora resemble."""
     if args.lengths is not None:
         for name in ("documents", "tokens_per_rank"):
@@ -121,8 +149,3 @@ def _integer(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"got {text!r}; allowed: integers of at least {least}, as in 7,1,130")
     return value
-
-
-def as_json(shape: LayerShape) -> dict[str, Any]:
-    """The shape as it goes into a report."""
-    return {"heads": shape.heads, "groups": shape.groups, "head_dim": shape.head_dim, "value_dim": shape.value_dim}

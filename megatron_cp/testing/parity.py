@@ -47,6 +47,7 @@ class Case:
         head_dim, value_head_dim: features of a key and of a value head.
         conv_width: taps of a linear layer's convolution.
         mask: "causal" or "full", for attention.
+        scheme: of attention, or the mode of a linear layer.
         softmax_scale: None for `head_dim ** -0.5`.
         align: of the layout.
         kernel: the backend, or "auto".
@@ -63,6 +64,7 @@ class Case:
     value_head_dim: int = 16
     conv_width: int = 4
     mask: str = "causal"
+    scheme: str = "auto"
     softmax_scale: float | None = None
     align: int = 1
     dtype: torch.dtype = torch.float64
@@ -86,8 +88,9 @@ class Case:
         shape: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
         if self.layer == "attention":
             mask = Mask(self.packing, is_causal=require("mask", self.mask) == "causal")
-            return plan_attention(self.packing, layout, kv_heads=self.groups, mask=mask, **shape)
-        return plan_linear(self.packing, layout, require("kind", self.layer), key_heads=self.groups, **shape)
+            return plan_attention(self.packing, layout, kv_heads=self.groups, mask=mask, scheme=self.scheme, **shape)
+        kind = require("kind", self.layer)
+        return plan_linear(self.packing, layout, kind, key_heads=self.groups, mode=self.scheme, **shape)
 
     def refuse_early(self) -> None:
         """Raises what running the case would raise, before any rank starts."""
