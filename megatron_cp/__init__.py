@@ -1,4 +1,4 @@
-"""Context parallelism for packed batches: exact for every mask, layer and document length.
+"""Context parallelism for packed batches: exact for every document length and head count.
 
 Names are imported when first used, so that a data loader can plan and shard without importing torch.
 """
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from megatron_cp.layout import Layout as Layout
     from megatron_cp.layout import Packing as Packing
     from megatron_cp.layout import Route as Route
+    from megatron_cp.layout.mask import Mask as Mask
     from megatron_cp.linear.gated_delta_net import gated_delta_net as gated_delta_net
     from megatron_cp.linear.gated_delta_net import gated_delta_rule as gated_delta_rule
     from megatron_cp.planner.plans import plan_attention as plan_attention
     from megatron_cp.planner.plans import plan_linear as plan_linear
     from megatron_cp.softmax.attention import attention as attention
-    from megatron_cp.softmax.mask import Mask as Mask
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ArgumentError": "megatron_cp.errors",
     "Layout": "megatron_cp.layout",
-    "Mask": "megatron_cp.softmax.mask",
+    "Mask": "megatron_cp.layout.mask",
     "Packing": "megatron_cp.layout",
     "Plan": "megatron_cp.executor.plan",
     "PlanMismatchError": "megatron_cp.errors",

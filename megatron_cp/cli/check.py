@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, integers
+from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, integers, seconds
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, start_torchrun_rank
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_batch_arguments(parser)
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
     parser.add_argument("--ranks", choices=RANK_KINDS, default="threads", help="local ranks; torchrun brings its own")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take (default: 300)")
+    parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds a case may take (default: 300)")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -89,6 +89,9 @@ def _on_torchrun(cases: list[Case], world: TorchGroup) -> Iterator[Parity]:
             own = {name: tensor.cpu() for name, tensor in run_layer(group, case).items()}
             ranks = group.all_gather_object(own)
             result = judge(case, whole(case, ranks), {name: tensor.cpu() for name, tensor in one_rank(case).items()})
+            for mine in (members, host):
+                if mine is not None:
+                    dist.destroy_process_group(mine)
         yield world.all_gather_object(result)[0]  # every rank leaves with the same verdict
 
 

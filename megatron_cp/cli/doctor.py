@@ -13,12 +13,12 @@ import torch.distributed as dist
 from megatron_cp import __version__
 from megatron_cp.cli.main import Report
 from megatron_cp.layout import Packing
+from megatron_cp.layout.mask import Mask
 from megatron_cp.linear import kernels as linear_kernels
 from megatron_cp.linear.kernels import LinearCall
 from megatron_cp.planner.capabilities import CAPABILITIES
 from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.kernels import AttentionCall
-from megatron_cp.softmax.mask import Mask
 
 HELP = "versions, kernels found, devices, and what works here"
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,5 +65,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.ok else 1
 
 
+def console() -> None:
+    """The console script. Leaves at once where threads that ran out of time are still at work."""
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if any(thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()):
+        os._exit(status)
+    sys.exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    console()

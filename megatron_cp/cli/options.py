@@ -51,7 +51,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--softmax-scale", type=float, help="what scores are multiplied by (default: head_dim ** -0.5)")
     group.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype}")
     group.add_argument("--scheme", default="auto", help="a2a for attention, headwise for gdn (default: auto)")
-    group.add_argument("--mask", default="causal", metavar="causal|full", help="keys a query sees (default: causal)")
+    group.add_argument("--mask", metavar="causal|full", help="keys that a query of attention sees (default: causal)")
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         head_dim=shape.head_dim,
         value_head_dim=shape.value_dim,
         conv_width=shape.conv_width,
-        mask=args.mask,
+        mask=args.mask or "causal",
         scheme=args.scheme,
         softmax_scale=args.softmax_scale,
         align=args.align,
@@ -96,11 +96,17 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
     if args.layer not in MODELS[model]:
         raise ArgumentError("--model", model, f"a model with {args.layer} layers")
     known = MODELS[model][args.layer]
-    own, other = ("kv_heads", "key_heads") if args.layer == "attention" else ("key_heads", "kv_heads")
-    if getattr(args, other) is not None:
-        raise ArgumentError(
-            f"--{other.replace('_', '-')}", getattr(args, other), f"--{own.replace('_', '-')} for this layer"
-        )
+    own, others = (
+        ("kv_heads", ("key_heads", "conv_width")) if args.layer == "attention" else ("key_heads", ("kv_heads", "mask"))
+    )
+    for name in others:
+        if getattr(args, name) is not None:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')}",
+                getattr(args, name),
+                f"nothing, since {args.layer} has none",
+                f"What its heads share is --{own.replace('_', '-')}." if name.endswith("heads") else "",
+            )
     heads = args.heads or known.heads
     # Of heads that were given alone, each is its own group, unless the model's groups fit.
     fallback = known.groups if heads % known.groups == 0 else heads
@@ -120,6 +126,8 @@ def _document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]
         for name in ("documents", "tokens_per_rank"):
             if getattr(args, name) is not None:
                 raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), "not together with --lengths")
+        if not any(args.lengths):
+            raise ArgumentError("--lengths", args.lengths, "at least one token")
         return tuple(args.lengths)
     random = np.random.default_rng(args.seed)
     count = args.documents or 8
@@ -139,6 +147,17 @@ def positive(text: str) -> int:
 def integers(least: int) -> Callable[[str], list[int]]:
     """argparse type: integers of at least `least`, separated by commas."""
     return lambda text: [_integer(part, least) for part in text.split(",")]
+
+
+def seconds(text: str) -> float:
+    """argparse type: a time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: seconds above 0")
+    return value
 
 
 def _integer(text: str, least: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.exchange.sections import Sections
+from megatron_cp.exchange.sections import ROW_ALIGNMENT, Sections
 from megatron_cp.layout import Layout
 
 
@@ -35,9 +35,10 @@ class Exchange:
         """True on a single rank whose rows are the packed stream: nothing moves."""
         return self.layout.cp_size == 1 and self.layout.in_stream_order and not self.layout.pad_rows.any()
 
-    def bytes_sent(self, item_sizes: list[int], *, to_heads: bool) -> list[int]:
-        """For each rank, the bytes that it sends to other ranks in one direction, alignment of rows included."""
-        rows, tokens = self.sections.row_format(item_sizes).row_bytes, self.layout.token_counts.tolist()
+    def bytes_sent(self, item_size: int, *, to_heads: bool, alignment: int = ROW_ALIGNMENT) -> list[int]:
+        """For each rank, the bytes that it sends to other ranks in one direction, for elements of `item_size` bytes."""
+        item_sizes = [item_size] * len(self.sections.blocks)
+        rows, tokens = self.sections.row_format(item_sizes, alignment).row_bytes, self.layout.token_counts.tolist()
         if to_heads:
             return [count * (sum(rows) - rows[rank]) for rank, count in enumerate(tokens)]
         return [rows[rank] * (sum(tokens) - count) for rank, count in enumerate(tokens)]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, Columns, RowFormat
 from megatron_cp.layout import Layout
@@ -72,7 +73,7 @@ class Geometry:
         """`layout.order` or `layout.inverse_order` on the device, made once for a batch."""
         return self.layout.table(
             (name, self.device),
-            lambda: torch.tensor(getattr(self.layout, name), dtype=torch.int32, device=self.device),
+            lambda: on_device(getattr(self.layout, name), self.device),
         )
 
 
@@ -179,7 +180,7 @@ def unpack_heads(message: Tensor, at: Geometry) -> list[Tensor]:
     """`[T, (b,) h, d]` for each section, in stream order: views of one buffer of rows."""
     table = message.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
     if not at.layout.in_stream_order:
-        table = table.index_select(0, at.index("inverse_order"))
+        table = _gathered(table, at.index("inverse_order"))
     return section_views(table, at)
 
 
@@ -194,7 +195,7 @@ def pack_heads(sections: Sequence[Tensor], at: Geometry) -> Tensor:
         return table.flatten()
     order = at.index("order")
     if table is not None:
-        return table.index_select(0, order).flatten()
+        return _gathered(table, order).flatten()
     table = _new_table(at)
     for view, section in zip(section_views(table, at), sections, strict=True):
         torch.index_select(section, 0, order, out=view)
@@ -215,6 +216,13 @@ def section_views(table: Tensor, at: Geometry) -> list[Tensor]:
         size = heads * block.head_dim * dtype.itemsize
         views.append(rows[..., offset : offset + size].view(dtype).unflatten(-1, (heads, block.head_dim)))
     return views
+
+
+def _gathered(table: Tensor, index: Tensor) -> Tensor:
+    """Rows of a byte table in another order, moved in words: rows and tables are aligned for it."""
+    if not table.shape[1]:
+        return table  # a rank without heads
+    return table.view(torch.int64).index_select(0, index).view(torch.uint8)
 
 
 def _new_table(at: Geometry) -> Tensor:
@@ -263,10 +271,14 @@ def like_rows(*tensors: Tensor) -> list[Tensor]:
     """
     if not _are_columns_of_one_table(tensors):
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-    size = tensors[0].untyped_storage().nbytes()
+    rows, first = tensors[0].shape[:-2].numel(), min(_byte_offset(tensor) for tensor in tensors)
+    size = rows * tensors[0].stride(-3) * tensors[0].dtype.itemsize
     buffer = torch.empty(size, dtype=torch.uint8, device=tensors[0].device).untyped_storage()
     return [
-        tensor.new_empty(0).set_(buffer, tensor.storage_offset(), tensor.shape, tensor.stride()) for tensor in tensors
+        tensor.new_empty(0).set_(
+            buffer, (_byte_offset(tensor) - first) // tensor.dtype.itemsize, tensor.shape, tensor.stride()
+        )
+        for tensor in tensors
     ]
 
 
@@ -283,6 +295,7 @@ def _are_columns_of_one_table(tensors: Sequence[Tensor]) -> bool:
             or tensor.shape[:-2] != first.shape[:-2]
             or row * tensor.dtype.itemsize != first.stride(-3) * first.dtype.itemsize
             or inner != [tensor.shape[-1], 1]
+            or (_byte_offset(tensor) - _byte_offset(first)) % tensor.dtype.itemsize
             or (tensor.ndim == 4 and tensor.stride(0) != tensor.shape[1] * row)
         ):
             return False

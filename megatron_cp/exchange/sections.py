@@ -146,10 +146,10 @@ class Sections:
             before = (0, 0)
             for lo, hi in block.ranges:
                 if not before[0] <= lo <= before[1] <= hi:
-                    raise ArgumentError(f"ranges of section {block.name!r}", block.ranges, _RANGES_ALLOWED)
+                    raise ArgumentError("ranges", block.ranges, _RANGES_ALLOWED, f"Given for section {block.name!r}.")
                 before = (lo, hi)
             if before[1] != block.num_heads or len(block.ranges) != self.cp_size:
-                raise ArgumentError(f"ranges of section {block.name!r}", block.ranges, _RANGES_ALLOWED)
+                raise ArgumentError("ranges", block.ranges, _RANGES_ALLOWED, f"Given for section {block.name!r}.")
 
     @property
     def cp_size(self) -> int:
@@ -159,14 +159,14 @@ class Sections:
     def width(self) -> int:
         return sum(block.width for block in self.blocks)
 
-    def row_format(self, item_sizes: Sequence[int]) -> RowFormat:
+    def row_format(self, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT) -> RowFormat:
         """How a token's heads lie in the messages, for elements of `item_sizes[section]` bytes."""
         offsets, row_bytes = [], []
         for rank in range(self.cp_size):
             starts, end = [], 0
             for block, size in zip(self.blocks, item_sizes, strict=True):
                 starts.append(end)
-                end += _round_up(block.heads_on(rank) * block.head_dim * size)
+                end += _round_up(block.heads_on(rank) * block.head_dim * size, alignment)
             offsets.append(tuple(starts))
             row_bytes.append(end)
         columns = tuple(
@@ -218,5 +218,5 @@ def _largest(ranges: Sequence[HeadRange]) -> int:
     return max(hi - lo for lo, hi in ranges)
 
 
-def _round_up(size: int) -> int:
-    return -(-size // ROW_ALIGNMENT) * ROW_ALIGNMENT
+def _round_up(size: int, alignment: int) -> int:
+    return -(-size // alignment) * alignment

@@ -17,7 +17,7 @@ _RANKS_SHOWN = 64
 def explain(plan: Plan, item_size: int) -> str:
     """The text of `Plan.explain`."""
     layout, packing = plan.layout, plan.packing
-    about = f"{plan.mask.describe()}" if plan.mask else "the state starts anew with each document"
+    about = plan.mask.describe() if plan.mask else "the state starts anew with each document"
     lines = [
         f"{plan.kind} by {plan.scheme} over {plan.cp_size} ranks: {packing.num_documents} documents, "
         f"{packing.total} tokens, {about}",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.layout import Layout
 
@@ -56,7 +58,7 @@ class _Gather(torch.autograd.Function):
         layout, group = ctx.layout, ctx.group
         held = int(layout.token_counts[group.rank])
         local = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
-        order = layout.table(("order", gradient.device), lambda: _on_device(layout.order, gradient.device))
+        order = layout.table(("order", gradient.device), lambda: on_device(layout.order, gradient.device))
         if ctx.same_loss:
             start = int(layout.token_counts[: group.rank].sum())
             local[:held] = gradient.index_select(0, order[start : start + held])
@@ -77,13 +79,8 @@ def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:
     """`[total]` where each token of the stream stands among the padded shares."""
 
     def make() -> Tensor:
-        counts = torch.tensor(layout.token_counts)
-        starts = counts.cumsum(0) - counts
-        shift = torch.repeat_interleave(torch.arange(layout.cp_size) * longest - starts, counts)
-        return (torch.arange(layout.packing.total) + shift)[torch.tensor(layout.inverse_order)].to(device)
+        counts = layout.token_counts
+        shift = np.repeat(np.arange(layout.cp_size) * longest - (np.cumsum(counts) - counts), counts)
+        return on_device((np.arange(layout.packing.total) + shift)[layout.inverse_order], device)
 
     return layout.table(("gather", device), make)
-
-
-def _on_device(table: Any, device: torch.device) -> Tensor:
-    return torch.tensor(table, dtype=torch.int32, device=device)

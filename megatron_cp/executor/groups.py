@@ -61,8 +61,8 @@ class RankGroup(ABC):
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """Every rank's `value`, in rank order; all ranks send equally many. For set-up: it synchronises."""
         everyone = torch.empty(self.size * len(value), dtype=torch.uint8)
-        self.host_all_gather(everyone, torch.tensor(list(value), dtype=torch.uint8))
-        return [bytes(piece.tolist()) for piece in everyone.split(len(value))]
+        self.host_all_gather(everyone, torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        return [piece.numpy().tobytes() for piece in everyone.split(len(value))]
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. For set-up: it pickles and it synchronises."""
@@ -80,13 +80,13 @@ class TorchGroup(RankGroup):
     """A torch.distributed process group, on any backend.
 
     Args:
-        group: the process group; None for the default one.
+        group: the process group.
         host_group: a group of the same ranks that can move host tensors (gloo), for what happens outside a step.
             None where `group` can do it itself.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, host_group: dist.ProcessGroup | None = None) -> None:
-        self.group = dist.group.WORLD if group is None else group
+    def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
         self.host_group = host_group
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
@@ -197,22 +197,19 @@ class ThreadGroup(RankGroup):
             piece.detach().copy_(arrived)
 
 
-def group_of(group: RankGroup | dist.ProcessGroup | None) -> RankGroup:
-    """A `RankGroup` as it is, a process group wrapped; None is a group of this rank alone."""
-    if group is None:
-        return ThreadGroup.create(1)[0]
-    return group if isinstance(group, RankGroup) else TorchGroup(group)
-
-
 def as_rank_group(group: RankGroup | dist.ProcessGroup | None, cp_size: int) -> RankGroup:
-    """`group_of`, for a plan over `cp_size` ranks.
+    """A group to run a plan over `cp_size` ranks on: a `RankGroup` as it is, a process group wrapped.
+
+    None is this rank alone, where `cp_size` is 1.
 
     Raises:
         ArgumentError: the group has another number of ranks, or is None for several.
     """
-    if group is None and cp_size > 1:
-        raise ArgumentError("group", None, f"a group of the plan's {cp_size} ranks")
-    ranks = group_of(group)
+    if group is None:
+        if cp_size > 1:
+            raise ArgumentError("group", None, f"a group of the plan's {cp_size} ranks")
+        return ThreadGroup.create(1)[0]
+    ranks = group if isinstance(group, RankGroup) else TorchGroup(group)
     if ranks.size != cp_size:
         raise ArgumentError("group", f"{ranks.size} ranks", f"the {cp_size} ranks that the plan is for")
     return ranks

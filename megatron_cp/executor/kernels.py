@@ -39,7 +39,10 @@ def choose_kernel[K: Kernel](kernels: Sequence[K], name: str, call: Any) -> K:
     if name == "auto":
         here = [kernel for kernel in kernels if call.device.type in kernel.devices]
         refusals = {kernel.name: kernel.refusal(call) for kernel in here}
-        chosen = next(kernel for kernel in here if refusals[kernel.name] is None)
+        chosen = next((kernel for kernel in here if refusals[kernel.name] is None), None)
+        if chosen is None:
+            devices = sorted({device for kernel in kernels for device in kernel.devices})
+            raise ArgumentError("device", str(call.device), f"tensors on {' or '.join(devices)}")
         passed_over = [f"{name} ({refusals[name]})" for name in list(refusals)[: here.index(chosen)]]
         if call.device.type == "cuda" and passed_over:
             warnings.warn(f"running on kernel {chosen.name}, not on {', '.join(passed_over)}", stacklevel=3)

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ import torch.multiprocessing as multiprocessing
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup, TorchGroup
 
-T = TypeVar("T")
 RANK_KINDS = ("threads", "processes")
 _GRACE = 0.5  # seconds within which what went wrong elsewhere is heard of
 
@@ -164,7 +163,7 @@ def _process_main(rank: int, size: int, folder: str, timeout: float, answers: An
             dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
             # Only now, when all ranks have started, so that all of them run out of time together.
             faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
-            answers.put((rank, True, pickle.dumps(function(TorchGroup(), *args))))
+            answers.put((rank, True, pickle.dumps(function(_world(), *args))))
             dist.barrier()
         except BaseException:
             answers.put((rank, False, pickle.dumps(traceback.format_exc())))
@@ -189,4 +188,9 @@ def start_torchrun_rank() -> TorchGroup:
         torch.set_num_threads(1)
     if not dist.is_initialized():
         dist.init_process_group("nccl" if cuda else "gloo")
-    return TorchGroup(host_group=dist.new_group(backend="gloo") if cuda else None)
+    return _world(dist.new_group(backend="gloo") if cuda else None)
+
+
+def _world(host_group: dist.ProcessGroup | None = None) -> TorchGroup:
+    assert dist.group.WORLD is not None  # only before init_process_group
+    return TorchGroup(dist.group.WORLD, host_group)

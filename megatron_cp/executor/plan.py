@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import HeadDeal
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadDeal, Sections
+from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.tables import Tables
-from megatron_cp.softmax.mask import Mask
 
 
 @dataclass(frozen=True)
@@ -70,6 +69,11 @@ class Plan(Tables):
         return self.layout.cp_size
 
     @property
+    def sections(self) -> Sections:
+        """What the plan's operation takes: the sections of its first exchange."""
+        return next(step.exchange.sections for step in self.steps if isinstance(step, ToHeads))
+
+    @property
     def heads_per_group(self) -> int:
         return max(hi for _, hi in self.deal.heads) // max(hi for _, hi in self.deal.groups)
 
@@ -83,26 +87,18 @@ class Plan(Tables):
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """For each rank the bytes that it sends to others in one direction, every element `item_size` bytes long."""
-        totals = [0] * self.cp_size
-        for exchange, to_heads in self.exchanges(forward=forward):
-            sizes = [item_size] * len(exchange.sections.blocks)
-            totals = [a + b for a, b in zip(totals, exchange.bytes_sent(sizes, to_heads=to_heads), strict=True)]
-        return totals
+        return self._bytes(item_size, forward=forward, alignment=ROW_ALIGNMENT)
 
     def bytes_needed(self, item_size: int, *, forward: bool) -> list[int]:
         """`bytes_sent` without the alignment of rows: what this dealing of heads cannot do without."""
-        totals = [0] * self.cp_size
-        for exchange, to_heads in self.exchanges(forward=forward):
-            for block in exchange.sections.blocks:
-                widths = [block.heads_on(rank) * block.head_dim * item_size for rank in range(self.cp_size)]
-                tokens = self.layout.token_counts.tolist()
-                for rank in range(self.cp_size):
-                    totals[rank] += (
-                        tokens[rank] * (sum(widths) - widths[rank])
-                        if to_heads
-                        else widths[rank] * (sum(tokens) - tokens[rank])
-                    )
-        return totals
+        return self._bytes(item_size, forward=forward, alignment=1)
+
+    def _bytes(self, item_size: int, *, forward: bool, alignment: int) -> list[int]:
+        sent = [
+            exchange.bytes_sent(item_size, to_heads=to_heads, alignment=alignment)
+            for exchange, to_heads in self.exchanges(forward=forward)
+        ]
+        return [sum(of_rank) for of_rank in zip(*sent, strict=True)]
 
     def work_per_rank(self) -> list[int]:
         """The local work of each rank: query-key pairs times heads for attention, tokens times heads for a rule."""

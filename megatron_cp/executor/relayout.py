@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.layout import Layout, Route
 
@@ -33,9 +34,9 @@ def relayout(
     ranks = as_rank_group(group, source.cp_size)
     if len(local) != source.row_counts[ranks.rank]:
         raise ArgumentError("local", f"{len(local)} rows", f"{source.row_counts[ranks.rank]} on rank {ranks.rank}")
-    hop = source.table(
-        ("hop", target, ranks.rank, local.device), lambda: _Hop(source, target, ranks.rank, local.device)
-    )
+    # By the target's value, not the target: layouts that hold each other's tables would wait for the garbage collector.
+    key = ("hop", target.value, ranks.rank, local.device)
+    hop = source.table(key, lambda: _Hop(source, target, ranks.rank, local.device))
     return _Relayout.apply(local, hop, ranks)
 
 
@@ -47,9 +48,7 @@ class _Hop:
         self.rows = (int(target.row_counts[rank]), int(source.row_counts[rank]))
         self.counts = (route.send_counts.tolist(), route.recv_counts.tolist())
         gathers = (route.send_rows, route.arrivals, route.recv_rows, route.reversed().arrivals)
-        self.send, self.arrive, self.send_back, self.arrive_back = (
-            torch.tensor(rows, dtype=torch.int32, device=device) for rows in gathers
-        )
+        self.send, self.arrive, self.send_back, self.arrive_back = (on_device(rows, device) for rows in gathers)
 
 
 class _Relayout(torch.autograd.Function):

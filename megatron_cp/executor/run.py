@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import assert_never
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.exchange import to_heads, to_tokens
-from megatron_cp.executor.groups import RankGroup, group_of
+from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 
 LocalWork = Callable[..., list[Tensor]]
@@ -25,16 +26,18 @@ def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, 
         tensors: what the first step takes.
         work: for each `Compute` step, the function that does it.
     """
-    for step in plan.steps:
-        match step:
-            case ToHeads(exchange):
-                tensors = to_heads(exchange, group, *tensors)
-            case Compute(name):
-                tensors = work[name](*tensors)
-            case ToTokens(exchange):
-                tensors = to_tokens(exchange, group, *tensors)
-            case _:
-                assert_never(step)
+    # Kernels compute in the types that they are given: autocast would change them behind their backs.
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        for step in plan.steps:
+            match step:
+                case ToHeads(exchange):
+                    tensors = to_heads(exchange, group, *tensors)
+                case Compute(name):
+                    tensors = work[name](*tensors)
+                case ToTokens(exchange):
+                    tensors = to_tokens(exchange, group, *tensors)
+                case _:
+                    assert_never(step)
     return tensors
 
 
@@ -42,9 +45,10 @@ def check_agreement(plan: Plan, group: RankGroup | dist.ProcessGroup | None) -> 
     """Fails on every rank unless all ranks made the same plan. One 16-byte exchange on the host; call it once a plan.
 
     Raises:
+        ArgumentError: the group has another number of ranks than the plan.
         PlanMismatchError: with the lines in which the first differing rank's plan departs from rank 0's.
     """
-    ranks = group_of(group)
+    ranks = as_rank_group(group, plan.cp_size)
     prints = ranks.all_gather_bytes(plan.fingerprint())
     if len(set(prints)) == 1:
         return

@@ -1,11 +1,13 @@
 """Which tokens exist and which rank holds them.
 
-Owns `Packing` (the documents of one packed batch), `Layout` (who holds which tokens) and `Route` (how rows get from
-one layout to another). Everything here is numpy and integers on the host: no torch, no ranks talking, no heads.
+Owns `Packing` (the documents of one packed batch), `Layout` (who holds which tokens), `Route` (how rows get from one
+layout to another) and `Mask` (which keys a query sees). Everything here is numpy and integers on the host: no torch,
+no ranks talking, no heads.
 """
 
 from megatron_cp.layout.layout import Fragment, Layout
+from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.packing import Packing
 from megatron_cp.layout.route import Route
 
-__all__ = ["Fragment", "Layout", "Packing", "Route"]
+__all__ = ["Fragment", "Layout", "Mask", "Packing", "Route"]

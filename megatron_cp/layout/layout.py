@@ -103,7 +103,10 @@ class Layout(Tables):
         Raises:
             ArgumentError: the fragments leave a token out, hold one twice, or leave the stream.
         """
-        per_rank = [[Fragment(index(start), index(end)) for start, end in ranges] for ranges in fragments]
+        try:
+            per_rank = [[Fragment(index(start), index(end)) for start, end in ranges] for ranges in fragments]
+        except (TypeError, ValueError) as error:
+            raise ArgumentError("fragments", fragments, "pairs of integers for each rank", str(error)) from None
         flat = np.array([piece for pieces in per_rank for piece in pieces], dtype=np.int64).reshape(-1, 2)
         offsets = np.concatenate([[0], np.cumsum([len(pieces) for pieces in per_rank])]).astype(np.int64)
         _check_partition(packing, flat)
@@ -227,9 +230,10 @@ class Layout(Tables):
             raise ArgumentError("rank", rank, f"0 to {self.cp_size - 1}")
         return rank
 
-    def _key(self) -> tuple[Any, ...]:
+    @property
+    def value(self) -> tuple[Any, ...]:
+        """All that makes layouts of one packing equal, as a tuple that refers to none of them."""
         return (
-            self.packing,
             self.cp_size,
             self.align,
             self.starts.tobytes(),
@@ -238,14 +242,16 @@ class Layout(Tables):
         )
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Layout) and self._key() == other._key())
+        return self is other or (
+            isinstance(other, Layout) and self.packing == other.packing and self.value == other.value
+        )
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self._key())
+        return hash((self.packing, self.value))
 
     def __repr__(self) -> str:
         return (

@@ -43,6 +43,8 @@ class Packing(Tables):
             raise ArgumentError("lengths", given.tolist(), "a flat list with at least one document length")
         if not np.issubdtype(given.dtype, np.integer) or not 0 <= int(given.min()) <= int(given.max()) < 2**63:
             raise ArgumentError("lengths", given.tolist(), "integers of at least 0")
+        if sum(given.tolist()) >= 2**63:
+            raise ArgumentError("lengths", given.tolist(), "a total below 2**63")
         self.lengths = frozen(given.astype(np.int64))
 
     @classmethod

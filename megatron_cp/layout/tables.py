@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-
-T = TypeVar("T")
-Array = TypeVar("Array", bound=np.ndarray)
 
 
 class Tables:
@@ -19,7 +16,7 @@ class Tables:
     Nothing derived is part of the object's value: pickling drops all of it.
     """
 
-    def table(self, key: Any, make: Callable[[], T]) -> T:
+    def table[T](self, key: Any, make: Callable[[], T]) -> T:
         """`make()`, called once for each key. Safe from several threads: they may all make, one result is kept."""
         tables = self.__dict__.setdefault("_tables", {})
         found = tables.get(key)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.exchange.sections import HeadRange, Section
+from megatron_cp.exchange.sections import Section
+from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
-from megatron_cp.executor.plan import Plan, ToHeads
+from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.run import run
 from megatron_cp.linear.activations import sigmoid, softplus
 from megatron_cp.linear.kernels import KERNELS, GatedDeltaKernel, LinearCall
+from megatron_cp.linear.reductions import for_each_token
 
 L2_EPS = 1e-6  # as in fla and Megatron
 
@@ -54,8 +59,13 @@ def gated_delta_rule(
     Raises:
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
-    ranks, blocks = _checked_plan(plan, group)
-    _check_tensors(plan, ranks, {"q": q, "k": k, "v": v, "beta": beta[..., None], "g": g[..., None]}, blocks)
+    check_plan(plan, "gdn", 'plan_linear(kind="gdn")')
+    ranks, blocks = as_rank_group(group, plan.cp_size), plan.sections.blocks
+    rows = int(plan.layout.row_counts[ranks.rank])
+    for name, tensor, block in zip("qkv", (q, k, v), blocks[:3], strict=True):
+        check_tensor(name, tensor, (rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
+    for name, tensor in (("g", g), ("beta", beta)):
+        check_tensor(name, tensor, (rows, blocks[2].num_heads), like=v)
     backend, call, groups = _backend(plan, ranks, kernel, v, blocks[0].head_dim)
     scale = blocks[0].head_dim ** -0.5 if scale is None else float(scale)
 
@@ -106,67 +116,82 @@ def gated_delta_net(
         kernel: "auto", or a kernel that `megatron-cp doctor` lists.
 
     Returns:
-        `[t, heads, value_head_dim]`, zero in pad rows. A parameter's gradient is this rank's share: sum it over the
-        group, as data parallelism over the group does.
+        `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's
+        share: sum it over the group, as data parallelism over the group does.
 
     Raises:
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
-    ranks, blocks = _checked_plan(plan, group)
-    rows = int(plan.layout.row_counts[ranks.rank])
-    heads, channels = blocks[2].num_heads, sum(block.width for block in blocks[:3])
-    conv = conv.squeeze(1) if conv.ndim == 3 else conv
-    shapes: dict[str, tuple[Tensor, tuple[int, ...]]] = {
-        "qkv": (qkv, (rows, channels)),
-        "beta": (beta, (rows, heads)),
-        "alpha": (alpha, (rows, heads)),
-        "conv": (conv, (channels, conv.shape[-1])),
-        "A_log": (A_log, (heads,)),
-        "dt_bias": (dt_bias, (heads,)),
-    }
-    if conv_bias is not None:
-        shapes["conv_bias"] = (conv_bias, (channels,))
-    for name, (tensor, shape) in shapes.items():
-        if tensor.shape != shape:
-            raise ArgumentError(name, tuple(tensor.shape), f"{list(shape)} on rank {ranks.rank}")
+    check_plan(plan, "gdn", 'plan_linear(kind="gdn")')
+    ranks, blocks = as_rank_group(group, plan.cp_size), plan.sections.blocks
+    parameters = _Parameters(conv, conv_bias, A_log, dt_bias)
+    _check_mixer(plan, ranks, qkv, beta, alpha, parameters)
     backend, call, groups = _backend(plan, ranks, kernel, qkv, blocks[0].head_dim)
     scale = blocks[0].head_dim ** -0.5 if scale is None else float(scale)
-    weights = _own_channels(conv, blocks[:3], ranks.rank)
-    biases = _own_channels(conv_bias, blocks[:3], ranks.rank) if conv_bias is not None else [None] * 3
-    first, last = plan.deal.heads[ranks.rank]
-    own_A_log, own_dt_bias = A_log[first:last], dt_bias[first:last]  # noqa: N806
+    own = parameters.of_rank(blocks, ranks.rank)
 
     def local_mixer(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
         if not v.numel():
-            parameters = [*weights, *(bias for bias in biases if bias is not None), own_A_log, own_dt_bias]
-            return [_connected(v, q, k, beta, alpha, *parameters)]
+            return [_connected(v, q, k, beta, alpha, *own.all())]
         q, k, v = (
-            backend.conv(x.flatten(1), weight, bias, call).view(x.shape)
-            for x, weight, bias in zip((q, k, v), weights, biases, strict=True)
+            backend.conv(x.flatten(1), weight, bias, call).to(x.dtype).view(x.shape)
+            for x, weight, bias in zip((q, k, v), own.conv, own.bias, strict=True)
         )
-        wide = torch.promote_types(alpha.dtype, torch.float32)
-        g = -own_A_log.to(wide).exp() * softplus(alpha.squeeze(-1).to(wide) + own_dt_bias.to(wide))
-        beta = sigmoid(beta.squeeze(-1))
+        wide, tokens = torch.promote_types(alpha.dtype, torch.float32), len(alpha)
+        rate = for_each_token(own.A_log.to(wide).exp(), tokens)
+        g = -rate * softplus(alpha.squeeze(-1).to(wide) + for_each_token(own.dt_bias.to(wide), tokens))
+        beta = sigmoid(beta.squeeze(-1).to(wide))
         return [backend.rule(_l2_normalised(q), _l2_normalised(k), v, g, beta, groups, scale, call)]
 
     (out,) = run(plan, ranks, [qkv, beta, alpha], {"gdn": local_mixer})
     return out.unflatten(-1, (blocks[2].num_heads, blocks[2].head_dim))
 
 
-def _checked_plan(plan: Plan, group: RankGroup | dist.ProcessGroup | None) -> tuple[RankGroup, tuple[Section, ...]]:
-    if plan.kind != "gdn":
-        raise ArgumentError("plan", f"a plan for {plan.kind}", 'a plan made by plan_linear(kind="gdn")')
-    first = plan.steps[0]
-    assert isinstance(first, ToHeads)
-    return as_rank_group(group, plan.cp_size), first.exchange.sections.blocks
+class _Parameters(NamedTuple):
+    """A mixer's parameters, whole as every rank holds them."""
+
+    conv: Tensor
+    bias: Tensor | None
+    A_log: Tensor
+    dt_bias: Tensor
+
+    def of_rank(self, blocks: tuple[Section, ...], rank: int) -> _OwnParameters:
+        """Those of a rank's heads; the convolution's for each of q, k and v."""
+        conv = self.conv.squeeze(1) if self.conv.ndim == 3 else self.conv
+        bias = [None] * 3 if self.bias is None else _own_channels(self.bias, blocks[:3], rank)
+        first, last = blocks[2].ranges[rank]
+        return _OwnParameters(
+            _own_channels(conv, blocks[:3], rank), bias, self.A_log[first:last], self.dt_bias[first:last]
+        )
 
 
-def _check_tensors(plan: Plan, group: RankGroup, tensors: dict[str, Tensor], blocks: tuple[Section, ...]) -> None:
-    rows = int(plan.layout.row_counts[group.rank])
-    for (name, tensor), block in zip(tensors.items(), blocks, strict=True):
-        if tensor.shape != (rows, block.num_heads, block.head_dim):
-            expected = [rows, block.num_heads] + [block.head_dim] * (block.name not in ("beta", "alpha"))
-            raise ArgumentError(name, tuple(tensor.shape), f"{expected} on rank {group.rank}")
+class _OwnParameters(NamedTuple):
+    conv: list[Tensor]
+    bias: Sequence[Tensor | None]
+    A_log: Tensor
+    dt_bias: Tensor
+
+    def all(self) -> list[Tensor]:
+        return [*self.conv, *(bias for bias in self.bias if bias is not None), self.A_log, self.dt_bias]
+
+
+def _check_mixer(
+    plan: Plan, group: RankGroup, qkv: Tensor, beta: Tensor, alpha: Tensor, parameters: _Parameters
+) -> None:
+    blocks, rows = plan.sections.blocks, int(plan.layout.row_counts[group.rank])
+    heads, channels = blocks[2].num_heads, sum(block.width for block in blocks[:3])
+    check_tensor("qkv", qkv, (rows, channels), like=qkv)
+    check_tensor("beta", beta, (rows, heads), like=qkv)
+    check_tensor("alpha", alpha, (rows, heads), like=qkv)
+    conv = parameters.conv
+    if conv.ndim not in (2, 3) or conv.shape[-1] < 1:
+        raise ArgumentError("conv", list(conv.shape), f"[{channels}, width] or [{channels}, 1, width], at least 1 wide")
+    middle = (1,) if conv.ndim == 3 else ()
+    check_tensor("conv", conv, (channels, *middle, conv.shape[-1]), like=qkv)
+    if parameters.bias is not None:
+        check_tensor("conv_bias", parameters.bias, (channels,), like=qkv)
+    check_tensor("A_log", parameters.A_log, (heads,), like=qkv)
+    check_tensor("dt_bias", parameters.dt_bias, (heads,), like=qkv)
 
 
 def _backend(
@@ -183,15 +208,10 @@ def _own_channels(weight: Tensor, blocks: tuple[Section, ...], rank: int) -> lis
     """The channels of this rank's heads in each block of a `[channels, ...]` parameter."""
     own, start = [], 0
     for block in blocks:
-        lo, hi = _channel_range(block, rank)
-        own.append(weight[start + lo : start + hi])
+        lo, hi = block.ranges[rank]
+        own.append(weight[start + lo * block.head_dim : start + hi * block.head_dim])
         start += block.width
     return own
-
-
-def _channel_range(block: Section, rank: int) -> HeadRange:
-    lo, hi = block.ranges[rank]
-    return lo * block.head_dim, hi * block.head_dim
 
 
 def _l2_normalised(x: Tensor) -> Tensor:

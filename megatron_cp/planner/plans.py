@@ -9,8 +9,8 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.mask import Mask
 from megatron_cp.planner.capabilities import require
-from megatron_cp.softmax.mask import Mask
 
 
 def plan_attention(
@@ -131,7 +131,7 @@ def _deal(layout: Layout, **counts: int) -> HeadDeal:
 
 
 def _check_layout(packing: Packing, layout: Layout) -> None:
-    if layout.packing != packing:
+    if not isinstance(layout, Layout) or layout.packing != packing:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
 
 

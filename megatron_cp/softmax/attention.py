@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.pack import like_rows
 from megatron_cp.exchange.sections import HeadDeal
+from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
-from megatron_cp.executor.plan import Plan, ToHeads
+from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.run import run
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 
@@ -54,23 +54,12 @@ def attention(
         >>> attention(q, k, v, plan).shape
         torch.Size([4, 2, 4])
     """
-    if plan.kind != "attention":
-        raise ArgumentError("plan", f"a plan for {plan.kind}", "a plan made by plan_attention")
+    check_plan(plan, "attention", "plan_attention")
     ranks = as_rank_group(group, plan.cp_size)
-    first = plan.steps[0]
-    assert isinstance(first, ToHeads)
-    blocks = first.exchange.sections.blocks
-    rows = int(plan.layout.row_counts[ranks.rank])
+    blocks = plan.sections.blocks
+    lead = (int(plan.layout.row_counts[ranks.rank]), *q.shape[1:-2][:1])
     for block, tensor in zip(blocks, (q, k, v), strict=True):
-        fits = (
-            tensor.ndim in (3, 4) and tensor.shape[0] == rows and tensor.shape[-2:] == (block.num_heads, block.head_dim)
-        )
-        if not fits or tensor.shape[1:-2] != q.shape[1:-2] or tensor.dtype != q.dtype:
-            raise ArgumentError(
-                block.name,
-                f"{tensor.dtype} {tuple(tensor.shape)}",
-                f"{q.dtype} [{rows}, (b,) {block.num_heads}, {block.head_dim}] on rank {ranks.rank}",
-            )
+        check_tensor(block.name, tensor, (*lead, block.num_heads, block.head_dim), like=q, same_dtype=True)
     assert plan.mask is not None
     head_dim, value_head_dim = blocks[0].head_dim, blocks[2].head_dim
     scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
@@ -118,6 +107,7 @@ class _LocalAttention(torch.autograd.Function):
         ctx: Any, kernel: AttentionKernel, call: AttentionCall, runs: Sequence[HeadRun], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         ctx.call = (kernel, call, runs)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
         for heads, groups, batch in _parts(runs, q):
@@ -139,12 +129,13 @@ class _LocalAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         (dout,) = gradients
         dq, dk, dv = like_rows(q, k, v)
-        for heads, groups, batch in _parts(runs, q):
-            kernel.backward(
-                dq[batch][:, heads], dk[batch][:, groups], dv[batch][:, groups],
-                dout[batch][:, heads], q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
-                out[batch][:, heads], lse[batch[1:]][heads], call,
-            )  # fmt: skip
+        with torch.autocast(q.device.type, enabled=False):
+            for heads, groups, batch in _parts(runs, q):
+                kernel.backward(
+                    dq[batch][:, heads], dk[batch][:, groups], dv[batch][:, groups],
+                    dout[batch][:, heads], q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
+                    out[batch][:, heads], lse[batch[1:]][heads], call,
+                )  # fmt: skip
         return None, None, None, dq, dk, dv
 
 

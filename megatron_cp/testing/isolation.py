@@ -26,7 +26,8 @@ def leaks(case: Case, document: int, *, kind: str = "threads") -> dict[str, list
     )
     start, end = (int(edge) for edge in case.packing.cu_seqlens[document : document + 2])
     assert not torch.equal(before["out"][start:end], after["out"][start:end]), f"document {document} did not change"
-    per_token = {name: tensor for name, tensor in before.items() if len(tensor) == case.packing.total}
+    sharded = {"out", *(f"d_{name}" for name in draw(case).inputs)}
+    per_token = {name: tensor for name, tensor in before.items() if name in sharded}
     return {name: _changed_documents(case, tensor, after[name], document) for name, tensor in per_token.items()}
 
 

@@ -17,6 +17,7 @@ from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.plan import Plan
 from megatron_cp.layout import Packing
+from megatron_cp.layout.mask import Mask
 from megatron_cp.linear import kernels as linear_kernels
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kernels import LinearCall
@@ -25,7 +26,6 @@ from megatron_cp.planner.plans import plan_attention, plan_linear
 from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import AttentionCall
-from megatron_cp.softmax.mask import Mask
 from megatron_cp.testing.layouts import layout_by_name
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

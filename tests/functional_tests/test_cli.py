@@ -88,6 +88,9 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
         (["check", "--mask", "window:5,0"], "causal"),
         (["check", "--heads", "6", "--kv-heads", "4"], "divisor"),
         (["check", "--layer", "attention", "--key-heads", "2"], "--kv-heads"),
+        (["check", "--layer", "gdn", "--mask", "full"], "gdn has none"),
+        (["check", "--layer", "attention", "--conv-width", "4"], "attention has none"),
+        (["check", "--lengths", "0,0"], "at least one token"),
         (["check", "--model", "llama3-8b", "--layer", "gdn"], "llama3-8b"),
         (["check", "--kernel", "varlen"], "CUDA"),
         (["check", "--kernel", "nonsense"], "reference"),
@@ -105,7 +108,8 @@ def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["check", "--cp", "0"], ["check", "--lengths", "3,x"], ["plan", "--no-such"]]
+    "arguments",
+    [[], ["check", "--cp", "0"], ["check", "--lengths", "3,x"], ["check", "--timeout", "-1"], ["plan", "--no-such"]],
 )
 def test_rejects_bad_usage_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -134,3 +138,16 @@ def test_check_runs_under_torchrun(layer):
 def test_check_runs_on_processes(capsys):
     assert main(["check", "--cp", "2", "--lengths", "7,1,20", "--ranks", "processes", "--json"]) == 0
     assert last_json(capsys.readouterr().out)["bitwise_forward"]
+
+
+def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():
+    run = subprocess.run(
+        [
+            sys.executable, "-m", "megatron_cp.cli.main", "check", "--kernel", "reference", "--cp", "2",
+            "--lengths", "4000,4000", "--timeout", "0.2",
+        ],
+        capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert run.returncode == 1, run.stderr
+    assert "did not finish in 0.2 s" in run.stderr
+    assert "run_layer" in run.stderr

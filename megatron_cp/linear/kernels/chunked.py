@@ -22,9 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_cp.exchange.device import on_device
 from megatron_cp.layout import Packing
 from megatron_cp.linear.activations import silu
 from megatron_cp.linear.kernels.base import GatedDeltaKernel, LinearCall
+from megatron_cp.linear.reductions import for_each_token, sum_over_tokens
 
 CHUNK = 64
 
@@ -39,8 +41,9 @@ class ChunkedGatedDelta(GatedDeltaKernel):
         return None
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        y = _CausalConv.apply(x, weight, _document_heads(call, weight.shape[1]))
-        return silu(y if bias is None else y + bias)
+        wide = torch.promote_types(x.dtype, torch.float32)  # so that the sum of the taps is rounded once
+        y = _CausalConv.apply(x.to(wide), weight.to(wide), _document_heads(call, weight.shape[1]))
+        return silu(y if bias is None else y + for_each_token(bias.to(wide), len(y))).to(x.dtype)
 
     def rule(
         self,
@@ -74,11 +77,11 @@ class ChunkedGatedDelta(GatedDeltaKernel):
         keys_out = ((last - total_decay).exp() * k).transpose(2, 3)
         carry = last.exp()
 
-        outputs, state = [], None
+        outputs, state = [], v_wide.new_empty(0)  # the first chunk starts a document
         # Unbound, because the gradient of indexing one chunk at a time is a zero-filled copy of all of them.
         walk = zip(*(x.unbind(0) for x in (updates, reads, attention, queries, keys_out, carry)), strict=True)
         for starts, (update, read, weights, query, key, kept) in zip(chunks.starts_document, walk, strict=True):
-            if starts or state is None:
+            if starts:
                 outputs.append(torch.bmm(weights, update))
                 state = torch.bmm(key, update)
             else:
@@ -101,8 +104,7 @@ class _Chunks:
         slots = packing.positions() + np.repeat(first * CHUNK, packing.lengths)
         sources = np.full(self.num_chunks * CHUNK, packing.total)  # the slot after the last token holds zeros
         sources[slots] = np.arange(packing.total)
-        self.slots = torch.from_numpy(slots).to(device)
-        self.sources = torch.from_numpy(sources).to(device)
+        self.slots, self.sources = on_device(slots, device), on_device(sources, device)
 
     def split(self, x: Tensor) -> Tensor:
         """`[T, h, d]` to `[n, h, C, d]`, zero where a chunk has no token: a zero key and decay change nothing."""
@@ -154,17 +156,12 @@ class _CausalConv(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (dy,) = gradients
         dx, dweight = dy * weight[:, -1], torch.zeros_like(weight)
-        dweight[:, -1] = _sum_over_tokens(dy * x)
+        dweight[:, -1] = sum_over_tokens(dy * x)
         for back in range(1, min(weight.shape[1], len(x))):
             reach = _cut(dy[back:].clone(), ctx.heads[back], back)
-            dweight[:, -1 - back] = _sum_over_tokens(reach * x[:-back])
+            dweight[:, -1 - back] = sum_over_tokens(reach * x[:-back])
             dx[:-back] += reach.mul_(weight[:, -1 - back])
         return dx, dweight, None
-
-
-def _sum_over_tokens(rows: Tensor) -> Tensor:
-    """`[T, c]` to `[c]`, along a dense axis: a sum down the rows rounds differently with the number of columns."""
-    return rows.t().contiguous().sum(1)
 
 
 def _cut(rows: Tensor, heads: Tensor, back: int) -> Tensor:
@@ -177,7 +174,7 @@ def _document_heads(call: LinearCall, width: int) -> list[Tensor]:
         positions = call.packing.positions()
         tokens = np.arange(call.packing.total)
         return [
-            torch.from_numpy(np.flatnonzero((positions < back) & (tokens >= back))).to(call.device)
+            on_device(np.flatnonzero((positions < back) & (tokens >= back)), call.device, torch.int64)
             for back in range(width)
         ]
 

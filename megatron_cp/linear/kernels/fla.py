@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp.exchange.device import on_device
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels.base import GatedDeltaKernel, LinearCall
 
-OLDEST = (0, 6)
+SERIES = (0, 6)  # what `refusal` reads of fla's inside, no other version promises
 MAX_HEAD_DIM = 256
 
 
@@ -28,8 +29,8 @@ class FlaGatedDelta(GatedDeltaKernel):
 
     def refusal(self, call: LinearCall) -> str | None:
         installed = _installed_version()
-        if installed is None or installed < OLDEST:
-            what = "not installed" if installed is None else "older than 0.6"
+        if installed != SERIES:
+            what = "not installed" if installed is None else "not of version 0.6"
             return f"fla-core is {what}; pip install 'megatron_cp[fla]'"
         if call.device.type != "cuda":
             return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
@@ -80,9 +81,7 @@ def _documents(call: LinearCall) -> dict[str, Tensor]:
 
 def _offsets(packing: Packing, device: torch.device) -> Tensor:
     """`cu_seqlens` without empty documents. Always the same tensor for a packing: fla caches by tensor identity."""
-    return packing.table(
-        ("fla offsets", device), lambda: torch.from_numpy(np.unique(packing.cu_seqlens).astype(np.int32)).to(device)
-    )
+    return packing.table(("fla offsets", device), lambda: on_device(np.unique(packing.cu_seqlens), device))
 
 
 @cache

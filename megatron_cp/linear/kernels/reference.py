@@ -25,9 +25,9 @@ class ReferenceGatedDelta(GatedDeltaKernel):
         return None
 
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        documents = [_document_conv(x[start:end], weight) for start, end in call.packing.spans()]
-        y = torch.cat(documents)
-        return silu(y if bias is None else y + bias)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        y = torch.cat([_document_conv(x[start:end].to(wide), weight.to(wide)) for start, end in call.packing.spans()])
+        return silu(y if bias is None else y + bias.to(wide)).to(x.dtype)
 
     def rule(
         self,

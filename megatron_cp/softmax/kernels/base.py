@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.executor.kernels import Kernel
-from megatron_cp.softmax.mask import Mask
+from megatron_cp.layout.mask import Mask
 
 
 @dataclass(frozen=True)

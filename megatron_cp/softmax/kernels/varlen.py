@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.exchange.device import on_device
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel
 
 
@@ -57,7 +58,5 @@ def _operators() -> Any:
 
 def _documents(call: AttentionCall) -> tuple[Tensor, Tensor, int, int]:
     packing = call.mask.packing
-    offsets = packing.table(
-        ("cu_seqlens", call.device), lambda: torch.from_numpy(packing.cu_seqlens.astype("int32")).to(call.device)
-    )
+    offsets = packing.table(("cu_seqlens", call.device), lambda: on_device(packing.cu_seqlens, call.device))
     return offsets, offsets, packing.max_length, packing.max_length

@@ -405,7 +405,7 @@ def test_bytes_sent_are_the_bytes_that_travel(kind: str, to_head_side: bool):
             to_tokens(exchange, group, *(torch.ones(PACKING.total, h, d) for h, d in heads))
         return group.bytes_sent
 
-    assert run_ranks(rank_main, 3) == exchange.bytes_sent([4, 4, 4], to_heads=to_head_side)
+    assert run_ranks(rank_main, 3) == exchange.bytes_sent(4, to_heads=to_head_side)
 
 
 @pytest.mark.parametrize("to_head_side", [True, False], ids=["to_heads", "to_tokens"])

@@ -231,7 +231,7 @@ def test_widths_add_up():
 
 
 def rejects_ranges(*ranges):
-    with refusal_of("ranges of section 'k'", repr(ranges)):
+    with refusal_of("ranges", repr(ranges)):
         Sections((Section("q", 4, 8, deal_heads(4, 4, len(ranges)).heads), Section("k", 4, 8, ranges)))
 
 

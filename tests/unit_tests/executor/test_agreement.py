@@ -126,3 +126,9 @@ def test_rejects_documents_that_differ_behind_those_that_are_printed():
     for message in refusals(plans):
         assert _shown(message, 0, "20 documents, 60 tokens")
         assert _shown(message, 2, "20 documents, 61 tokens")
+
+
+def test_rejects_a_group_that_is_not_the_plans():
+    for group in (None, ThreadGroup.create(2)[0]):
+        with pytest.raises(cp.ArgumentError, match="group"):
+            check_agreement(attention_plan(), group)

@@ -32,7 +32,7 @@ def test_rejects_a_missing_fla(monkeypatch):
 
 def test_rejects_an_old_fla(monkeypatch):
     monkeypatch.setattr(fla, "_installed_version", lambda: (0, 5))
-    assert KERNEL.refusal(_call()) == "fla-core is older than 0.6; pip install 'megatron_cp[fla]'"
+    assert KERNEL.refusal(_call()) == "fla-core is not of version 0.6; pip install 'megatron_cp[fla]'"
 
 
 def test_rejects_the_cpu():
@@ -63,9 +63,9 @@ def test_the_installed_version_is_read_once(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(fla, "version", lambda package: {"fla-core": "0.6.0"}[package])
     fla._installed_version.cache_clear()
-    assert fla._installed_version() == fla.OLDEST
+    assert fla._installed_version() == fla.SERIES
     monkeypatch.setattr(fla, "version", None)
-    assert fla._installed_version() == fla.OLDEST
+    assert fla._installed_version() == fla.SERIES
     fla._installed_version.cache_clear()
 
 

@@ -5,6 +5,7 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.testing.parity import Case, compare
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
@@ -52,6 +53,54 @@ def test_rejects_mixer_tensors_that_do_not_fit_the_plan(name):
     with pytest.raises(cp.ArgumentError) as error:
         cp.gated_delta_net(**inputs, plan=plan_for())
     assert error.value.argument == name
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("qkv", lambda x: x.long()),
+        ("beta", lambda x: x.to("meta")),
+        ("A_log", lambda x: x.to("meta")),
+        ("conv", lambda x: x[:, 0]),
+        ("conv", lambda x: x[:, :0]),
+    ],
+)
+def test_rejects_types_devices_and_convolutions_that_cannot_be(name, change):
+    inputs = mixer_inputs()
+    inputs[name] = change(inputs[name])
+    with pytest.raises(cp.ArgumentError) as error:
+        cp.gated_delta_net(**inputs, plan=plan_for())
+    assert error.value.argument == name
+
+
+@pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
+def test_parameters_in_a_wider_type_do_not_widen_the_message():
+    plan = plan_for(cp_size=6)
+    inputs = mixer_inputs()
+
+    def rank(group):
+        tensors = [plan.layout.shard(inputs[name].bfloat16(), group.rank) for name in ("qkv", "beta", "alpha")]
+        return cp.gated_delta_net(
+            *tensors, plan, group, **{name: inputs[name] for name in ("conv", "A_log", "dt_bias")}
+        )
+
+    assert [out.dtype for out in run_ranks(rank, 6)] == [torch.bfloat16] * 6
+
+
+@pytest.mark.parametrize("kernel", ["chunked", "reference"])
+def test_autocast_does_not_change_the_arithmetic(kernel):
+    inputs = mixer_inputs()
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            results.append(cp.gated_delta_net(**inputs, plan=plan_for(), kernel=kernel))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(32, 16, 64), (4, 4, 16), (8, 4, 16)])
+def test_gradients_are_the_same_bits_where_no_head_is_shared(heads, key_heads, dim):
+    case = Case("gdn", 2, (7, 1, 70), heads=heads, groups=key_heads, head_dim=dim, value_head_dim=dim)
+    assert compare(case).bitwise_backward
 
 
 def test_rejects_a_plan_of_another_kind():

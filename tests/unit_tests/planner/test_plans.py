@@ -18,9 +18,9 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, deal_heads
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.mask import Mask
 from megatron_cp.planner.capabilities import CAPABILITIES, working
 from megatron_cp.planner.plans import plan_attention, plan_linear
-from megatron_cp.softmax.mask import Mask
 
 ragged = settings(derandomize=True, deadline=None, max_examples=60)
 PACKING = Packing([7, 1, 0, 130, 2])

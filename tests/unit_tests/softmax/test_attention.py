@@ -62,6 +62,8 @@ def test_pad_rows_are_zero_and_pass_no_gradient():
         ("k", lambda q, k, v: (q, k.float(), v)),
         ("v", lambda q, k, v: (q, k, v[..., :4])),
         ("v", lambda q, k, v: (q, k, v[:, None])),
+        ("k", lambda q, k, v: (q, k.to("meta"), v)),
+        ("q", lambda q, k, v: (q.long(), k.long(), v.long())),
     ],
 )
 def test_rejects_tensors_that_do_not_fit_the_plan(argument, change):
@@ -84,7 +86,51 @@ def test_rejects_a_group_of_another_size():
         cp.attention(*tensors(), plan_for(cp_size=2))
 
 
-def test_forward_without_gradients_saves_nothing_and_is_the_same():
+def test_rejects_a_device_without_a_kernel():
+    with pytest.raises(cp.ArgumentError, match="cpu or cuda") as error:
+        cp.attention(*(x.to("meta") for x in tensors()), plan_for())
+    assert error.value.argument == "device"
+
+
+def test_rejects_something_that_is_no_plan():
+    with pytest.raises(cp.ArgumentError, match="plan_attention"):
+        cp.attention(*tensors(), None)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_a_last_axis_that_is_not_dense_is_read_right(kernel):
+    spread = [torch.stack([x, x.new_full(x.shape, torch.nan)], -1)[..., 0].requires_grad_() for x in tensors()]
+    dense = [x.detach().clone().requires_grad_() for x in spread]
+    for inputs in (spread, dense):
+        cp.attention(*inputs, plan_for(), kernel=kernel).square().sum().backward()
+    for a, b in zip(spread, dense, strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_autocast_does_not_change_the_arithmetic(kernel):
+    inputs = [x.float().requires_grad_() for x in tensors()]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = cp.attention(*inputs, plan_for(), kernel=kernel)
+            results.append([out.detach(), *torch.autograd.grad(out.sum(), inputs)])
+    for plain, under_autocast in zip(*results, strict=True):
+        assert torch.equal(plain, under_autocast)
+
+
+@pytest.mark.parametrize("head_dim", [3, 5, 6, 7, 17])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_odd_head_sizes_are_the_same_bits_on_every_rank(head_dim, dtype):
+    plan, alone = plan_for([7, 20], 2, head_dim=head_dim), plan_for([7, 20], head_dim=head_dim)
+    q, k, v = (x.to(dtype) for x in tensors(27, head_dim=head_dim))
+    ranks = run_ranks(
+        lambda group: cp.attention(*(plan.layout.shard(x, group.rank) for x in (q, k, v)), plan, group), 2
+    )
+    assert torch.equal(plan.layout.unshard(ranks), cp.attention(q, k, v, alone, kernel="cpu"))
+
+
+def test_forward_without_gradients_is_the_same():
     q, k, v = (x.requires_grad_() for x in tensors())
     with torch.no_grad():
         quiet = cp.attention(q, k, v, plan_for())

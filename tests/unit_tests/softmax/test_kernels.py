@@ -7,9 +7,9 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import HeadDeal
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
+from megatron_cp.layout.mask import Mask
 from megatron_cp.softmax.attention import head_runs
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall
-from megatron_cp.softmax.mask import Mask
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_cp.layout import Packing
+from megatron_cp.layout.packing import Packing
 
 
 @dataclass(frozen=True)

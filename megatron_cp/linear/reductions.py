@@ -1,0 +1,30 @@
+"""Sums over tokens whose bits do not depend on how many heads stand side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def sum_over_tokens(rows: Tensor) -> Tensor:
+    """`[T, c]` to `[c]`, along a dense axis: a sum down the rows rounds differently with the number of columns."""
+    return rows.t().contiguous().sum(1)
+
+
+def for_each_token(parameter: Tensor, tokens: int) -> Tensor:
+    """`[c]` to `[tokens, c]`; its gradient is `sum_over_tokens`."""
+    return _ForEachToken.apply(parameter, tokens)
+
+
+class _ForEachToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, tokens: int) -> Tensor:
+        return parameter.expand(tokens, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return sum_over_tokens(gradients[0]), None
