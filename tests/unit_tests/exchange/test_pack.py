@@ -244,3 +244,10 @@ def test_like_rows_never_share_an_element(name: str):
     for copy, value in zip(copies, values, strict=True):
         copy.copy_(value)
     assert all(torch.equal(copy, value) for copy, value in zip(copies, values, strict=True))
+
+
+def test_like_rows_of_a_slice_of_something_large_stay_small():
+    rows = torch.zeros(100_000, 6, 4)[1000:1010]
+    copies = like_rows(rows[:, :2], rows[:, 2:])
+    assert copies[0].untyped_storage().nbytes() == rows.nbytes
+    assert copies[0].untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr()
