@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, start_torchrun_
 from megatron_cp.executor.run import check_agreement
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 
+MAX_LOCAL_RANKS = 64
 HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
 
 
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Runs every case, on local ranks or on those of torchrun."""
     torch.set_num_threads(1)
-    world = start_torchrun_rank() if in_torchrun() else None
+    world = start_torchrun_rank(args.timeout) if in_torchrun() else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # ranks without heads are part of what is checked
@@ -49,13 +51,17 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     sizes = [size for size in sizes if size not in skipped]
     if not sizes:
         raise ArgumentError("--cp", skipped, f"sizes of at most the {world.size if world else 0} ranks of this job")
+    if not world and max(sizes) > MAX_LOCAL_RANKS:
+        raise ArgumentError(
+            "--cp", max(sizes), f"at most {MAX_LOCAL_RANKS} local ranks", "Run larger sizes under torchrun."
+        )
     device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
     cases = [case_of(args, size, kernel=args.kernel, device=device) for size in sizes]
     for case in cases:
         case.refuse_early()
     results = list(_on_torchrun(cases, world) if world else _on_local_ranks(cases, args))
     passed = all(result.passed for result in results)
-    worst = {name: max(result.errors[name] for result in results) for name in results[0].errors}
+    worst = {name: _worst([result.errors[name] for result in results]) for name in results[0].errors}
     lines = [_line(result) for result in results]
     lines += [f"cp={size} was not run: this job has {world.size} ranks" for size in skipped if world]
     lines.append(
@@ -102,3 +108,8 @@ def _line(result: Parity) -> str:
     )
     verdict = "ok    " if result.passed else "FAILED"
     return f"{verdict} {result.case}: forward {forward}, backward {backward}; {errors}"
+
+
+def _worst(errors: list[float]) -> float | None:
+    """The largest error; None, which JSON can say, if one is no number."""
+    return None if any(math.isnan(error) for error in errors) else max(errors)

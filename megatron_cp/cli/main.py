@@ -53,8 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         report: Report = args.run(args)
     except ArgumentError as error:
-        print(f"megatron-cp {args.command}: {error}", file=sys.stderr)
+        print(f"megatron-cp {args.command}: {_as_flag(error, args)}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"megatron-cp {args.command}: interrupted", file=sys.stderr)
+        return 130
     except (PlanMismatchError, RankError) as error:
         print(f"megatron-cp {args.command}: {error}", file=sys.stderr)
         return 1
@@ -63,6 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.json:
             print(json.dumps(report.data))
     return 0 if report.ok else 1
+
+
+def _as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
+    """The error as the user of the command line spells the argument."""
+    name = {"cp_size": "cp", "mode": "scheme"}.get(error.argument, error.argument)
+    flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument
+    return f"{flag}{str(error).removeprefix(error.argument)}"
 
 
 def console() -> None:

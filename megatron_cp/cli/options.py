@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.planner.capabilities import CAPABILITIES, require
+from megatron_cp.planner.capabilities import require, working
 from megatron_cp.testing.parity import Case
 
+MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry a token
+MAX_SECONDS = 10**6
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -38,9 +40,8 @@ MODELS = {
 
 def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     """`--layer` and what shapes it, in `dtype` unless told otherwise."""
-    layers = [entry.value for entry in CAPABILITIES if entry.argument == "layer"]
     group = parser.add_argument_group("layer")
-    group.add_argument("--layer", default="attention", metavar="|".join(layers), help="default: attention")
+    group.add_argument("--layer", default="attention", metavar="|".join(working("layer")), help="default: attention")
     group.add_argument("--model", choices=sorted(MODELS), help="the layer's shape in a known model (default: tiny)")
     group.add_argument("--heads", type=positive, help="query heads of attention, value heads of gdn")
     group.add_argument("--kv-heads", type=positive, help="key/value heads of attention")
@@ -60,9 +61,10 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--lengths", type=integers(0), metavar="N,N,...", help="tokens of each document")
     group.add_argument("--documents", type=positive, metavar="N", help="draw N lengths instead, with a heavy tail")
     group.add_argument("--tokens-per-rank", type=positive, metavar="N", help="scale the drawn lengths to N * cp tokens")
-    group.add_argument("--seed", type=int, default=0, help="of drawn lengths, inputs and random layouts (default: 0)")
-    layouts = [entry.value for entry in CAPABILITIES if entry.argument == "layout"]
-    group.add_argument("--layout", default="zigzag", metavar="|".join(layouts), help="default: zigzag")
+    group.add_argument(
+        "--seed", type=natural, default=0, help="of drawn lengths, inputs and random layouts (default: 0)"
+    )
+    group.add_argument("--layout", default="zigzag", metavar="|".join(working("layout")), help="default: zigzag")
     group.add_argument("--align", type=positive, default=1, help="every rank's rows a multiple of this (default: 1)")
 
 
@@ -94,7 +96,9 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
     """The layer's shape: the model's, with what was given instead."""
     model = args.model or "tiny"
     if args.layer not in MODELS[model]:
-        raise ArgumentError("--model", model, f"a model with {args.layer} layers")
+        raise ArgumentError(
+            "--model", model, " or ".join(sorted(name for name, layers in MODELS.items() if args.layer in layers))
+        )
     known = MODELS[model][args.layer]
     own, others = (
         ("kv_heads", ("key_heads", "conv_width")) if args.layer == "attention" else ("key_heads", ("kv_heads", "mask"))
@@ -128,25 +132,41 @@ def _document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]
                 raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), "not together with --lengths")
         if not any(args.lengths):
             raise ArgumentError("--lengths", args.lengths, "at least one token")
+        _check_total("--lengths", sum(args.lengths))
         return tuple(args.lengths)
     random = np.random.default_rng(args.seed)
     count = args.documents or 8
+    _check_total("--documents", count)
     draws = random.lognormal(mean=3.0, sigma=1.2, size=count)
     if args.tokens_per_rank is None:
         return tuple(np.maximum(1, draws).astype(int).tolist())
     total = args.tokens_per_rank * cp_size
+    _check_total("--tokens-per-rank", total)
     edges = np.round(np.cumsum(draws) / draws.sum() * total).astype(int)  # sums exactly; the shortest may round to 0
     return tuple(np.diff(edges, prepend=0).tolist())
 
 
+def _check_total(flag: str, total: int) -> None:
+    if total > MAX_TOKENS:
+        raise ArgumentError(flag, f"{total} tokens", f"at most {MAX_TOKENS} tokens in a batch")
+
+
 def positive(text: str) -> int:
     """argparse type: an integer of at least 1."""
-    return _integer(text, 1)
+    return _integer(text, 1, "such as 4")
+
+
+def natural(text: str) -> int:
+    """argparse type: an integer from 0 that fits 63 bits."""
+    value = _integer(text, 0, "such as 4")
+    if value >= 2**63:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: integers from 0 to {2**63 - 1}")
+    return value
 
 
 def integers(least: int) -> Callable[[str], list[int]]:
     """argparse type: integers of at least `least`, separated by commas."""
-    return lambda text: [_integer(part, least) for part in text.split(",")]
+    return lambda text: [_integer(part, least, "as in 7,1,130") for part in text.split(",")]
 
 
 def seconds(text: str) -> float:
@@ -155,16 +175,16 @@ def seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = 0.0
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: seconds above 0")
+    if not 0 < value <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: seconds above 0, at most {MAX_SECONDS}")
     return value
 
 
-def _integer(text: str, least: int) -> int:
+def _integer(text: str, least: int, example: str) -> int:
     try:
         value = int(text)
     except ValueError:
         value = least - 1
     if value < least:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: integers of at least {least}, as in 7,1,130")
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: integers of at least {least}, {example}")
     return value

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> Report:
     milliseconds = (time.perf_counter() - started) * 1e3
     item_size = case.dtype.itemsize
     text = [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
-    if args.plot:
+    if args.plot is not None:
         save_picture(plan, args.plot)
         text.append(f"picture: {args.plot}")
     return Report("\n".join(text), as_json(plan, item_size, milliseconds))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.plan import Plan
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Tensor, same_dtype: bool = False) -> None:
-    """Refuses a tensor that is not floating-point, not of `shape`, or not on the device (and of the type) of `like`.
+    """Refuses a tensor that is not of a type in `DTYPES`, not of `shape`, or not where (and of the type that) `like` is.
 
     Raises:
         ArgumentError: naming the argument, with what it is and what it must be.
@@ -17,15 +22,24 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Ten
     fits = (
         isinstance(tensor, Tensor)
         and tensor.shape == shape
-        and tensor.is_floating_point()
+        and tensor.dtype in DTYPES
         and tensor.device == like.device
         and (tensor.dtype == like.dtype or not same_dtype)
     )
     if fits:
         return
-    dtype = f"{like.dtype}" if same_dtype and like.is_floating_point() else "floating-point"
+    dtype = f"{like.dtype}" if same_dtype and like.dtype in DTYPES else "float64, float32, bfloat16 or float16"
     given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else tensor
     raise ArgumentError(name, given, f"{dtype} {list(shape)} on {like.device}")
+
+
+def checked_scale(name: str, scale: float | None, head_dim: int) -> float:
+    """The scale as a finite float; `head_dim ** -0.5` if None."""
+    if scale is None:
+        return head_dim**-0.5
+    if not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ArgumentError(name, scale, "a finite number, or None for head_dim ** -0.5")
+    return float(scale)
 
 
 def check_plan(plan: Plan, kind: str, maker: str) -> None:

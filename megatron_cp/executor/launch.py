@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.executor.groups import ThreadGroup, TorchGroup
 
 RANK_KINDS = ("threads", "processes")
@@ -49,6 +50,7 @@ def run_ranks[T](
     """
     if kind not in RANK_KINDS:
         raise ArgumentError("kind", kind, " or ".join(RANK_KINDS))
+    checked_integer("size", size, 1)
     runner = _run_threads if kind == "threads" else _run_processes
     return runner(function, size, args, timeout)
 
@@ -178,8 +180,11 @@ def in_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def start_torchrun_rank() -> TorchGroup:
-    """Joins the job that torchrun started: NCCL where every local rank has a device of its own, gloo elsewhere."""
+def start_torchrun_rank(timeout: float = 600.0) -> TorchGroup:
+    """Joins the job that torchrun started: NCCL where every local rank has a device of its own, gloo elsewhere.
+
+    Waiting for other ranks, now and in any collective, fails after `timeout` seconds.
+    """
     # Asked of the whole host, so that its ranks cannot choose differently.
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if cuda:
@@ -187,7 +192,7 @@ def start_torchrun_rank() -> TorchGroup:
     else:
         torch.set_num_threads(1)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo")
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
     return _world(dist.new_group(backend="gloo") if cuda else None)
 
 

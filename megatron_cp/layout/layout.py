@@ -52,7 +52,7 @@ class Layout(Tables):
     def __init__(
         self, packing: Packing, starts: IntArray, ends: IntArray, fragment_offsets: IntArray, *, align: int = 1
     ) -> None:
-        self.packing = packing
+        self.packing = _checked_packing(packing)
         self.cp_size = _checked_cp_size(fragment_offsets.size - 1)
         self.align = checked_integer("align", align, 1)
         self.starts, self.ends, self.fragment_offsets = _joined(starts, ends, fragment_offsets)
@@ -65,7 +65,7 @@ class Layout(Tables):
 
         Rank order is stream order, so a head exchange from here needs no permutation of tokens.
         """
-        cp_size = _checked_cp_size(cp_size)
+        cp_size, packing = _checked_cp_size(cp_size), _checked_packing(packing)
         cuts = np.arange(cp_size + 1) * packing.total // cp_size
         return cls(packing, cuts[:-1], cuts[1:], np.arange(cp_size + 1), align=align)
 
@@ -77,7 +77,7 @@ class Layout(Tables):
         `2 * cp_size`. Elsewhere the `length % (2 * cp_size)` left-over tokens go to the ranks in turn, each document
         continuing where the last one stopped, so that no two ranks differ by more than one token in total.
         """
-        cp_size = _checked_cp_size(cp_size)
+        cp_size, packing = _checked_cp_size(cp_size), _checked_packing(packing)
         # 32-bit tables halve the time where 10,000 documents at cp 64 make over a million chunks.
         dtype: type = np.int32 if packing.total < 2**31 else np.int64
         lengths: NDArray = packing.lengths.astype(dtype)
@@ -103,6 +103,7 @@ class Layout(Tables):
         Raises:
             ArgumentError: the fragments leave a token out, hold one twice, or leave the stream.
         """
+        packing = _checked_packing(packing)
         try:
             per_rank = [[Fragment(index(start), index(end)) for start, end in ranges] for ranges in fragments]
         except (TypeError, ValueError) as error:
@@ -185,6 +186,7 @@ class Layout(Tables):
             and the loss mask `[row_counts[rank]]`, true where there is a label.
         """
         shift = checked_integer("shift", shift, 1)
+        ignore_index = checked_integer("ignore_index", ignore_index, -(2**63))
         self._check_stream(tokens, "tokens")
         held = self.tokens(rank)
         has_label = held + shift < self.packing.cu_seqlens[self.packing.documents_of(held) + 1]
@@ -316,6 +318,12 @@ def _fault(end: int, start: int, total: int) -> str:
             else f"tokens {end} to {start - 1} are held by no rank"
         )
     return f"token {start} is held twice"
+
+
+def _checked_packing(packing: Packing) -> Packing:
+    if not isinstance(packing, Packing):
+        raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
+    return packing
 
 
 def _checked_cp_size(cp_size: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
-from megatron_cp.executor.arguments import check_plan, check_tensor
+from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.plan import Plan
@@ -67,7 +67,7 @@ def gated_delta_rule(
     for name, tensor in (("g", g), ("beta", beta)):
         check_tensor(name, tensor, (rows, blocks[2].num_heads), like=v)
     backend, call, groups = _backend(plan, ranks, kernel, v, blocks[0].head_dim)
-    scale = blocks[0].head_dim ** -0.5 if scale is None else float(scale)
+    scale = checked_scale("scale", scale, blocks[0].head_dim)
 
     def local_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> list[Tensor]:
         if not v.numel():
@@ -127,7 +127,7 @@ def gated_delta_net(
     parameters = _Parameters(conv, conv_bias, A_log, dt_bias)
     _check_mixer(plan, ranks, qkv, beta, alpha, parameters)
     backend, call, groups = _backend(plan, ranks, kernel, qkv, blocks[0].head_dim)
-    scale = blocks[0].head_dim ** -0.5 if scale is None else float(scale)
+    scale = checked_scale("scale", scale, blocks[0].head_dim)
     own = parameters.of_rank(blocks, ranks.rank)
 
     def local_mixer(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:

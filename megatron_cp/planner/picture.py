@@ -10,6 +10,7 @@ import numpy as np
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.plan import Plan
 
+_FORMATS = (".png", ".pdf", ".svg")
 _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel
 
 
@@ -22,8 +23,8 @@ def save_picture(plan: Plan, path: str | Path) -> None:
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
     target = Path(path)
-    if not target.parent.is_dir() or target.is_dir():
-        raise ArgumentError("--plot", str(path), "a file in a folder that exists")
+    if not target.parent.is_dir() or target.is_dir() or target.suffix not in _FORMATS:
+        raise ArgumentError("--plot", str(path), f"a file ending in {' or '.join(_FORMATS)}, in a folder that exists")
     height = 2.6 + 0.22 * min(plan.cp_size, 32)
     figure = Figure(figsize=(11, height), layout="constrained")
     stream, shares = figure.subplots(1, 2, width_ratios=(4, 1))

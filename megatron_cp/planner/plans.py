@@ -43,16 +43,14 @@ def plan_attention(
         ArgumentError: an argument that does not fit the others, or that no scheme here can run.
     """
     require("scheme", scheme)
+    _check_layout(packing, layout)
     for argument, other, own in (("kv_packing", kv_packing, packing), ("kv_layout", kv_layout, layout)):
         if other is not None and other != own:
             remedy = "Cross-attention is not built yet; pass None for self-attention."
             raise ArgumentError(argument, other, f"None or {own!r}", remedy)
     mask = Mask.causal(packing) if mask is None else mask
     if not isinstance(mask, Mask) or mask.packing != packing:
-        raise ArgumentError(
-            "mask", mask, "a mask over the same packing", "Build it from the packing that you plan for."
-        )
-    _check_layout(packing, layout)
+        raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -131,6 +129,8 @@ def _deal(layout: Layout, **counts: int) -> HeadDeal:
 
 
 def _check_layout(packing: Packing, layout: Layout) -> None:
+    if not isinstance(packing, Packing):
+        raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
     if not isinstance(layout, Layout) or layout.packing != packing:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
 

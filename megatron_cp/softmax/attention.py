@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp.exchange.pack import like_rows
 from megatron_cp.exchange.sections import HeadDeal
-from megatron_cp.executor.arguments import check_plan, check_tensor
+from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.plan import Plan
@@ -62,7 +62,7 @@ def attention(
         check_tensor(block.name, tensor, (*lead, block.num_heads, block.head_dim), like=q, same_dtype=True)
     assert plan.mask is not None
     head_dim, value_head_dim = blocks[0].head_dim, blocks[2].head_dim
-    scale = head_dim**-0.5 if softmax_scale is None else float(softmax_scale)
+    scale = checked_scale("softmax_scale", softmax_scale, head_dim)
     call = AttentionCall(plan.mask, scale, head_dim, value_head_dim, q.dtype, q.device)
     backend = choose_kernel(KERNELS, kernel, call)
     runs = plan.table(("head_runs", ranks.rank), lambda: head_runs(plan.deal, ranks.rank, plan.heads_per_group))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.executor.arguments import checked_scale
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
@@ -95,8 +96,9 @@ class Case:
     def refuse_early(self) -> None:
         """Raises what running the case would raise, before any rank starts."""
         plan, device = self.plan(), torch.device(self.device)
+        scale = checked_scale("softmax_scale", self.softmax_scale, self.head_dim)
         if plan.mask is not None:
-            call = AttentionCall(plan.mask, 1.0, self.head_dim, self.value_head_dim, self.dtype, device)
+            call = AttentionCall(plan.mask, scale, self.head_dim, self.value_head_dim, self.dtype, device)
             choose_kernel(softmax_kernels.KERNELS, self.kernel, call)
         else:
             linear_call = LinearCall(self.packing, self.dtype, device, self.head_dim)

@@ -91,13 +91,20 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
         (["check", "--layer", "gdn", "--mask", "full"], "gdn has none"),
         (["check", "--layer", "attention", "--conv-width", "4"], "attention has none"),
         (["check", "--lengths", "0,0"], "at least one token"),
+        (["check", "--cp", "1024", "--lengths", "5"], "at most 64 local ranks"),
+        (["check", "--softmax-scale", "nan"], "--softmax-scale: got nan"),
+        (["plan", "--lengths", "99999999999"], "--lengths: got"),
+        (["plan", "--documents", "100000000000"], "--documents: got"),
+        (["plan", "--tokens-per-rank", "100000000000000000000"], "--tokens-per-rank: got"),
+        (["plan", "--plot", "plan"], "ending in .png"),
+        (["plan", "--plot", ""], "ending in .png"),
         (["check", "--model", "llama3-8b", "--layer", "gdn"], "llama3-8b"),
         (["check", "--kernel", "varlen"], "CUDA"),
         (["check", "--kernel", "nonsense"], "reference"),
         (["check", "--lengths", "3", "--documents", "2"], "--lengths"),
         (["plan", "--scheme", "p2p"], "use a2a"),
-        (["plan", "--layer", "gdn", "--scheme", "chunkwise"], "use headwise"),
-        (["plan", "--cp", "2000"], "1024"),
+        (["plan", "--layer", "gdn", "--scheme", "chunkwise"], "--scheme: got 'chunkwise'"),
+        (["plan", "--cp", "2000"], "--cp: got 2000"),
         (["plan", "--plot", "no/such/folder/plan.png"], "folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -109,7 +116,15 @@ def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["check", "--cp", "0"], ["check", "--lengths", "3,x"], ["check", "--timeout", "-1"], ["plan", "--no-such"]],
+    [
+        [],
+        ["check", "--cp", "0"],
+        ["check", "--lengths", "3,x"],
+        ["check", "--timeout", "-1"],
+        ["check", "--timeout", "inf"],
+        ["check", "--seed", "-1"],
+        ["plan", "--no-such"],
+    ],
 )
 def test_rejects_bad_usage_with_status_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -151,3 +166,8 @@ def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():
     assert run.returncode == 1, run.stderr
     assert "did not finish in 0.2 s" in run.stderr
     assert "run_layer" in run.stderr
+
+
+@pytest.mark.parametrize("scale", ["-1", "0"])
+def test_scales_that_torchs_kernel_cannot_run_are_run_by_another(scale):
+    assert main(["check", "--softmax-scale", scale, "--cp", "2", "--lengths", "5,3"]) == 0

@@ -31,7 +31,7 @@ class FlaGatedDelta(GatedDeltaKernel):
         installed = _installed_version()
         if installed != SERIES:
             what = "not installed" if installed is None else "not of version 0.6"
-            return f"fla-core is {what}; pip install 'megatron_cp[fla]'"
+            return f"fla-core is {what}; pip install fla-core==0.6.0 einops"
         if call.device.type != "cuda":
             return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
         if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):

@@ -29,6 +29,8 @@ class CpuFlashAttention(AttentionKernel):
             return f"has no {call.dtype}; use reference"
         if call.head_dim != call.value_head_dim:
             return f"needs value heads of the key size, {call.head_dim}, not {call.value_head_dim}; use reference"
+        if call.scale <= 0:
+            return f"gives NaN under a causal mask unless the scale is above 0, not {call.scale}; use reference"
         return None
 
     def forward(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:

@@ -27,12 +27,12 @@ def test_takes_what_fla_computes(dtype):
 
 def test_rejects_a_missing_fla(monkeypatch):
     monkeypatch.setattr(fla, "_installed_version", lambda: None)
-    assert KERNEL.refusal(_call()) == "fla-core is not installed; pip install 'megatron_cp[fla]'"
+    assert KERNEL.refusal(_call()) == "fla-core is not installed; pip install fla-core==0.6.0 einops"
 
 
 def test_rejects_an_old_fla(monkeypatch):
     monkeypatch.setattr(fla, "_installed_version", lambda: (0, 5))
-    assert KERNEL.refusal(_call()) == "fla-core is not of version 0.6; pip install 'megatron_cp[fla]'"
+    assert KERNEL.refusal(_call()) == "fla-core is not of version 0.6; pip install fla-core==0.6.0 einops"
 
 
 def test_rejects_the_cpu():
