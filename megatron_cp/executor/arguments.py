@@ -14,7 +14,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Tensor, same_dtype: bool = False) -> None:
-    """Refuses a tensor that is not of a type in `DTYPES`, not of `shape`, or not where (and of the type that) `like` is.
+    """Refuses a tensor of a type not in `DTYPES`, not of `shape`, or not where (and of the type that) `like` is.
 
     Raises:
         ArgumentError: naming the argument, with what it is and what it must be.
