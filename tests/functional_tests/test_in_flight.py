@@ -1,0 +1,78 @@
+"""Plans ride on the graph: recomputed activations and several microbatches in flight change nothing."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import megatron_cp as cp
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.testing.parity import Case, draw
+
+CASES = {layer: [Case(layer, 3, (7, 1, 70)), Case(layer, 3, (2, 33, 5, 1), "random")] for layer in ("attention", "gdn")}
+
+
+def layer_of(case, problem, group):
+    """The layer as a function of its local inputs alone."""
+    plan = case.plan()
+    if case.layer == "attention":
+        return lambda q, k, v: cp.attention(q, k, v, plan, group)
+    return lambda qkv, beta, alpha: cp.gated_delta_net(qkv, beta, alpha, plan, group, **problem.parameters)
+
+
+def start(case, group):
+    problem, layout = draw(case), case.plan().layout
+    inputs = [layout.shard(x, group.rank).requires_grad_() for x in problem.inputs.values()]
+    return layer_of(case, problem, group), inputs, layout.shard(problem.output_gradient, group.rank)
+
+
+def alone(group, case):
+    layer, inputs, gradient = start(case, group)
+    out = layer(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+
+
+def recomputed(group, case, use_reentrant):
+    layer, inputs, gradient = start(case, group)
+    out = checkpoint(layer, *inputs, use_reentrant=use_reentrant)
+    out.backward(gradient)
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+def together(group, cases, backward_order):
+    """All forwards, then the backwards in the given order."""
+    started = [start(case, group) for case in cases]
+    outs = [layer(*inputs) for layer, inputs, _ in started]
+    for number in backward_order:
+        outs[number].backward(started[number][2])
+    return [[out.detach(), *(x.grad for x in inputs)] for out, (_, inputs, _) in zip(outs, started, strict=True)]
+
+
+def assert_same_bits(found, expected):
+    for of_rank, expected_of_rank in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(of_rank, expected_of_rank, strict=True))
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("layer", CASES)
+def test_recomputed_activations_give_the_same_bits(layer, use_reentrant):
+    case = CASES[layer][0]
+    assert_same_bits(run_ranks(recomputed, 3, case, use_reentrant), run_ranks(alone, 3, case))
+
+
+@pytest.mark.parametrize("backward_order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
+@pytest.mark.parametrize("layer", CASES)
+def test_two_microbatches_in_flight_do_not_mix(layer, backward_order):
+    found = run_ranks(together, 3, CASES[layer], backward_order)
+    for number, case in enumerate(CASES[layer]):
+        assert_same_bits([of_rank[number] for of_rank in found], run_ranks(alone, 3, case))
+
+
+@pytest.mark.parametrize("layer", CASES)
+def test_a_second_backward_through_a_kept_graph_gives_the_same_bits(layer):
+    def twice(group, case):
+        run, inputs, gradient = start(case, group)
+        out = run(*inputs)
+        first = torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+        return all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(out, inputs, gradient), strict=True))
+
+    assert run_ranks(twice, 3, CASES[layer][0]) == [True] * 3
