@@ -290,7 +290,9 @@ def _ranges(starts: IntArray, ends: IntArray) -> IntArray:
     """The integers of each `[start, end)`, one range after another, without a loop."""
     sizes = ends - starts
     stops = np.cumsum(sizes)
-    return np.arange(stops[-1] if stops.size else 0) + np.repeat(starts - stops + sizes, sizes)
+    numbers = np.arange(stops[-1] if stops.size else 0)
+    numbers += np.repeat(starts - stops + sizes, sizes)  # in place: a fresh table of a token each costs page faults
+    return numbers
 
 
 def _check_partition(packing: Packing, fragments: IntArray) -> None:
