@@ -295,12 +295,14 @@ def _are_columns_of_one_table(tensors: Sequence[Tensor]) -> bool:
             or tensor.shape[:-2] != first.shape[:-2]
             or row * tensor.dtype.itemsize != first.stride(-3) * first.dtype.itemsize
             or inner != [tensor.shape[-1], 1]
-            or (_byte_offset(tensor) - _byte_offset(first)) % tensor.dtype.itemsize
             or (tensor.ndim == 4 and tensor.stride(0) != tensor.shape[1] * row)
         ):
             return False
         start = _byte_offset(tensor)
-        ranges.append((start, start + tensor.shape[-2] * tensor.shape[-1] * tensor.dtype.itemsize))
+        ranges.append((start, start + tensor.shape[-2:].numel() * tensor.dtype.itemsize))
+    begin = min(ranges)[0]
+    if any((start - begin) % tensor.dtype.itemsize for tensor, (start, _) in zip(tensors, ranges, strict=True)):
+        return False  # rebased to `begin`, a view would not start on an element
     ranges.sort()
     apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
-    return apart and ranges[-1][1] - ranges[0][0] <= first.stride(-3) * first.dtype.itemsize
+    return apart and ranges[-1][1] - begin <= first.stride(-3) * first.dtype.itemsize

@@ -38,7 +38,8 @@ class GatedDeltaKernel(Kernel):
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         """Depthwise causal convolution of each document, then SiLU.
 
-        x `[T, c]`, weight `[c, width]` whose last column meets the current token, bias `[c]`; returns `[T, c]`.
+        x `[T, c]`, weight `[c, width]` whose last column meets the current token, bias `[c]`; returns `[T, c]`,
+        in the type of x or a wider one: the caller rounds.
         """
 
     @abstractmethod

@@ -43,7 +43,7 @@ class ChunkedGatedDelta(GatedDeltaKernel):
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)  # so that the sum of the taps is rounded once
         y = _CausalConv.apply(x.to(wide), weight.to(wide), _document_heads(call, weight.shape[1]))
-        return silu(y if bias is None else y + for_each_token(bias.to(wide), len(y))).to(x.dtype)
+        return silu(y if bias is None else y + for_each_token(bias.to(wide), len(y)))
 
     def rule(
         self,

@@ -27,7 +27,7 @@ class ReferenceGatedDelta(GatedDeltaKernel):
     def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         y = torch.cat([_document_conv(x[start:end].to(wide), weight.to(wide)) for start, end in call.packing.spans()])
-        return silu(y if bias is None else y + bias.to(wide)).to(x.dtype)
+        return silu(y if bias is None else y + bias.to(wide))
 
     def rule(
         self,

@@ -251,3 +251,12 @@ def test_like_rows_of_a_slice_of_something_large_stay_small():
     copies = like_rows(rows[:, :2], rows[:, 2:])
     assert copies[0].untyped_storage().nbytes() == rows.nbytes
     assert copies[0].untyped_storage().data_ptr() == copies[1].untyped_storage().data_ptr()
+
+
+def test_like_rows_of_types_that_cannot_be_rebased_are_plain_tensors():
+    table = torch.zeros(5, 24, dtype=torch.uint8)
+    narrow = table[:, 4:8].view(torch.float32)[..., None]
+    wide = table[:, 8:24].view(torch.float64)[..., None]
+    copies = like_rows(wide, narrow)
+    assert copies[0].untyped_storage().data_ptr() != copies[1].untyped_storage().data_ptr()
+    assert all(copy.is_contiguous() for copy in copies)

@@ -97,9 +97,12 @@ def test_autocast_does_not_change_the_arithmetic(kernel):
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize(("heads", "key_heads", "dim"), [(32, 16, 64), (4, 4, 16), (8, 4, 16)])
-def test_gradients_are_the_same_bits_where_no_head_is_shared(heads, key_heads, dim):
-    case = Case("gdn", 2, (7, 1, 70), heads=heads, groups=key_heads, head_dim=dim, value_head_dim=dim)
+# A plain sum over tokens fails with 6 heads, whose channels do not fill a rank's last vector as they fill one rank's.
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "dim", "value_dim"), [(6, 2, 16, 24), (32, 16, 64, 64), (4, 4, 16, 16), (8, 4, 16, 16)]
+)
+def test_gradients_are_the_same_bits_where_no_head_is_shared(heads, key_heads, dim, value_dim):
+    case = Case("gdn", 2, (7, 1, 70), heads=heads, groups=key_heads, head_dim=dim, value_head_dim=value_dim)
     assert compare(case).bitwise_backward
 
 

@@ -6,6 +6,7 @@ import torch
 import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.softmax.kernels.cpu import CpuFlashAttention
 
 
 def plan_for(lengths=(5, 1, 6), cp_size=1, heads=4, kv_heads=2, head_dim=8, **options):
@@ -105,6 +106,19 @@ def test_a_last_axis_that_is_not_dense_is_read_right(kernel):
         cp.attention(*inputs, plan_for(), kernel=kernel).square().sum().backward()
     for a, b in zip(spread, dense, strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+def test_kernels_are_given_a_dense_last_axis(monkeypatch):
+    seen = []
+    run = CpuFlashAttention.forward
+
+    def spy(self, out, lse, q, k, v, call):
+        seen.extend(x.stride(-1) for x in (q, k, v))
+        run(self, out, lse, q, k, v, call)
+
+    monkeypatch.setattr(CpuFlashAttention, "forward", spy)
+    cp.attention(*(torch.stack([x, x], -1)[..., 0] for x in tensors()), plan_for(), kernel="cpu")
+    assert seen == [1, 1, 1]
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
