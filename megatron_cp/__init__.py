@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from megatron_cp.layout.mask import Mask as Mask
     from megatron_cp.linear.gated_delta_net import gated_delta_net as gated_delta_net
     from megatron_cp.linear.gated_delta_net import gated_delta_rule as gated_delta_rule
+    from megatron_cp.planner.batch import AttentionSlot as AttentionSlot
+    from megatron_cp.planner.batch import BatchPlan as BatchPlan
+    from megatron_cp.planner.batch import LinearSlot as LinearSlot
     from megatron_cp.planner.plans import plan_attention as plan_attention
     from megatron_cp.planner.plans import plan_linear as plan_linear
     from megatron_cp.softmax.attention import attention as attention
@@ -29,7 +32,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ArgumentError": "megatron_cp.errors",
+    "AttentionSlot": "megatron_cp.planner.batch",
+    "BatchPlan": "megatron_cp.planner.batch",
     "Layout": "megatron_cp.layout",
+    "LinearSlot": "megatron_cp.planner.batch",
     "Mask": "megatron_cp.layout.mask",
     "Packing": "megatron_cp.layout",
     "Plan": "megatron_cp.executor.plan",

@@ -10,7 +10,11 @@ class ArgumentError(ValueError):
         argument: the name of the argument as the caller spells it.
     """
 
-    def __init__(self, argument: str, given: object, allowed: str, remedy: str = "") -> None:
+    def __init__(self, argument: str, given: object = None, allowed: str = "", remedy: str = "") -> None:
+        if not allowed:  # made anew from its message alone, as pickle and Megatron's `build_module` do
+            super().__init__(argument)
+            self.argument = argument.partition(":")[0]
+            return
         self.argument = argument
         self.given = given
         self.allowed = allowed

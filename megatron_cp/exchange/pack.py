@@ -70,11 +70,22 @@ class Geometry:
         return [count * row for count in self.layout.token_counts.tolist()]
 
     def index(self, name: str) -> Tensor:
-        """`layout.order` or `layout.inverse_order` on the device, made once for a batch."""
-        return self.layout.table(
-            (name, self.device),
-            lambda: on_device(getattr(self.layout, name), self.device),
-        )
+        return index_table(self.layout, name, self.device)
+
+
+def index_table(layout: Layout, name: str, device: torch.device) -> Tensor:
+    """`layout.order` or `layout.inverse_order` on the device, made once for a batch."""
+    return layout.table((name, device), lambda: on_device(getattr(layout, name), device))
+
+
+def prepare_tables(layout: Layout, device: torch.device) -> None:
+    """Makes the index tables that exchanges from this layout need, so that no layer has to.
+
+    Call it where the batch is sharded: the copies to a device are then long done when the first layer needs them.
+    """
+    if layout.cp_size > 1 and not layout.in_stream_order:
+        for name in ("order", "inverse_order"):
+            index_table(layout, name, device)
 
 
 # -- the token side --------------------------------------------------------------------------------------------------

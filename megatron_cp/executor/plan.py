@@ -125,7 +125,8 @@ class Plan(Tables):
             f"kind: {self.kind}",
             f"scheme: {self.scheme}",
             f"documents: {self.packing!r}, lengths hash {lengths.hexdigest()}",
-            f"layout: cp_size {self.cp_size}, align {self.layout.align}, fragments hash {digest.hexdigest()}",
+            f"layout: cp_size {self.cp_size}, align {self.layout.align}, at least {self.layout.min_rows} rows, "
+            f"fragments hash {digest.hexdigest()}",
             f"tokens per rank: {self.layout.token_counts.tolist()}",
             f"mask: {self.mask.describe() if self.mask else 'none'}",
         ]

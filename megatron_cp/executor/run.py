@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import assert_never
+from typing import Protocol, assert_never
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,16 @@ def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, 
     return tensors
 
 
-def check_agreement(plan: Plan, group: RankGroup | dist.ProcessGroup | None) -> None:
+class Agreeable(Protocol):
+    """What ranks can compare: a plan, or the plans of a whole batch."""
+
+    @property
+    def cp_size(self) -> int: ...
+    def fingerprint(self) -> bytes: ...
+    def describe(self) -> list[str]: ...
+
+
+def check_agreement(plan: Agreeable, group: RankGroup | dist.ProcessGroup | None) -> None:
     """Fails on every rank unless all ranks made the same plan. One 16-byte exchange on the host; call it once a plan.
 
     Raises:

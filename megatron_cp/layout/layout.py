@@ -40,6 +40,7 @@ class Layout(Tables):
         cp_size: the number of ranks.
         align: every rank's row count is a multiple of this; above 1 it is also at least `align`, so that no rank is
             empty (sequence parallelism and FP8 matrix products want both). 1 adds no rows.
+        min_rows: every rank's row count is at least this; see `padded`.
         starts, ends: `[n]` the fragments, rank after rank, touching ones joined.
         fragment_offsets: `[cp_size + 1]`; rank r holds fragments `offsets[r]` up to `offsets[r + 1]`.
 
@@ -50,11 +51,19 @@ class Layout(Tables):
     """
 
     def __init__(
-        self, packing: Packing, starts: IntArray, ends: IntArray, fragment_offsets: IntArray, *, align: int = 1
+        self,
+        packing: Packing,
+        starts: IntArray,
+        ends: IntArray,
+        fragment_offsets: IntArray,
+        *,
+        align: int = 1,
+        min_rows: int = 0,
     ) -> None:
         self.packing = _checked_packing(packing)
         self.cp_size = _checked_cp_size(fragment_offsets.size - 1)
         self.align = checked_integer("align", align, 1)
+        self.min_rows = checked_integer("min_rows", min_rows, 0)
         self.starts, self.ends, self.fragment_offsets = _joined(starts, ends, fragment_offsets)
 
     # -- the ways to deal tokens -------------------------------------------------------------------------------------
@@ -113,6 +122,17 @@ class Layout(Tables):
         _check_partition(packing, flat)
         return cls(packing, flat[:, 0], flat[:, 1], offsets, align=align)
 
+    def padded(self, *, align: int = 1, min_rows: int = 0) -> Layout:
+        """The same fragments with other pad rows.
+
+        Args:
+            align: every rank's row count is a multiple of this; see the attribute.
+            min_rows: every rank has at least this many rows: 1 for code that cannot run on none, such as Megatron's.
+        """
+        if (align, min_rows) == (self.align, self.min_rows):
+            return self
+        return Layout(self.packing, self.starts, self.ends, self.fragment_offsets, align=align, min_rows=min_rows)
+
     # -- who holds what ----------------------------------------------------------------------------------------------
 
     @cached_property
@@ -123,10 +143,9 @@ class Layout(Tables):
 
     @cached_property
     def pad_rows(self) -> IntArray:
-        """`[cp_size]` pad rows at the end of each rank's rows; all zero with `align=1`."""
-        if self.align == 1:
-            return frozen(np.zeros(self.cp_size, dtype=np.int64))
-        whole = -(-np.maximum(self.token_counts, 1) // self.align) * self.align
+        """`[cp_size]` pad rows at the end of each rank's rows; all zero with `align=1` and `min_rows=0`."""
+        least = max(self.min_rows, int(self.align > 1))
+        whole = -(-np.maximum(self.token_counts, least) // self.align) * self.align
         return frozen(whole - self.token_counts)
 
     @cached_property
@@ -238,6 +257,7 @@ class Layout(Tables):
         return (
             self.cp_size,
             self.align,
+            self.min_rows,
             self.starts.tobytes(),
             self.ends.tobytes(),
             self.fragment_offsets.tobytes(),

@@ -1,0 +1,190 @@
+"""Softmax attention for Megatron: a core attention that runs a plan, and rotary positions under any layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import attention as megatron_attention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.megatron.batch import PlannedSeqParams, planned
+from megatron_cp.megatron.modules import ContextParallelModule, cp_ranks, refuse, refuse_unsupported
+from megatron_cp.planner.batch import AttentionSlot, BatchPlan
+from megatron_cp.planner.capabilities import require
+from megatron_cp.softmax.attention import attention
+
+_CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True, AttnMaskType.no_mask: False}
+
+
+class CoreAttention(MegatronModule, ContextParallelModule):
+    """Megatron's `core_attention` over the context-parallel group, by the scheme that `--cp-comm-type` names.
+
+    Packed batches in any layout whose plan they carry; without packing, Megatron's zigzag of each sequence. No
+    parameters. Arguments are those that Megatron's `SelfAttention` passes.
+
+    Raises:
+        ArgumentError: what this cannot compute exactly, named as Megatron's flag; raised while the model is built.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(config=config)
+        _refuse(layer_number, attn_mask_type, attention_type, others)
+        self.cp_group, self.ranks = pg_collection.cp, cp_ranks(pg_collection.cp)
+        self.softmax_scale = softmax_scale
+        self.is_causal = _CAUSAL[attn_mask_type]
+        tp_size = pg_collection.tp.size()
+        self.slot = AttentionSlot(
+            heads=config.num_attention_heads // tp_size,
+            kv_heads=config.num_query_groups // tp_size,
+            head_dim=config.kv_channels,
+            value_head_dim=config.kv_channels,
+            is_causal=self.is_causal,
+            scheme=_scheme(cp_comm_type, self.ranks.size),
+        )
+        self._unpacked: dict[int, BatchPlan] = {}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        /,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attention of this rank's rows.
+
+        Args:
+            query: `[t, h, d]` packed, or `[s, b, h, d]`.
+            key, value: `[t, g, d]` or `[s, b, g, d]`.
+            attention_mask: ignored: `attn_mask_type` and the documents say what is visible.
+            packed_seq_params: from `shard_batch`, or Megatron's own with its zigzag sharding.
+
+        Returns:
+            `[t, h * d]` or `[s, b, h * d]`.
+        """
+        if attention_bias is not None:
+            refuse("attention_bias", "a tensor", "None", "No scheme here adds a bias to the scores.")
+        if attn_mask_type is not None and _CAUSAL.get(attn_mask_type) != self.is_causal:
+            refuse("attn_mask_type", attn_mask_type, "the one that the layer was built with", "")
+        if packed_seq_params is None:
+            plans = self._sequence_plans(query.shape[0])
+        else:
+            packed = planned(packed_seq_params, self.ranks)
+            assert packed.plans is not None
+            plans = packed.plans
+            if isinstance(packed_seq_params, _Rotating):
+                query, key = packed_seq_params.rotate(query, key, self.config, self.cp_group)
+        plan = plans.plan(self.slot)
+        out = attention(query, key, value, plan, self.ranks, softmax_scale=self.softmax_scale)
+        return out.flatten(-2)
+
+    def _sequence_plans(self, rows: int) -> BatchPlan:
+        """Megatron's zigzag of one sequence, which is every sequence of an unpacked batch."""
+        if rows not in self._unpacked:
+            layout = Layout.zigzag(Packing([rows * self.ranks.size]), self.ranks.size)
+            self._unpacked[rows] = BatchPlan(layout, [self.slot])
+        return self._unpacked[rows]
+
+
+class _Rotating(PlannedSeqParams):
+    """`PlannedSeqParams` for one attention layer: with the rotary phases of its queries and keys."""
+
+    phases: tuple[Tensor | None, Tensor | None]
+    mscale: float
+
+    @classmethod
+    def of(cls, params: PlannedSeqParams, tables: Any, mscale: float) -> _Rotating:
+        one = cls.__new__(cls)
+        one.__dict__.update(params.__dict__)
+        pair = tables if isinstance(tables, tuple) else (tables, tables)
+        one.phases = tuple(None if table is None else params.rotary_phases(table) for table in pair)  # type: ignore
+        one.mscale = mscale
+        return one
+
+    def rotate(self, query: Tensor, key: Tensor, config: Any, cp_group: Any) -> tuple[Tensor, Tensor]:
+        """`[t, h, d]` queries and keys, turned to their positions by Megatron's own function."""
+        turned = [
+            x
+            if phases is None
+            # As a batch of one sequence, whose n-th row has the n-th phase: no document boundaries are looked for.
+            else apply_rotary_pos_emb(x.unsqueeze(1), phases, config, mscale=self.mscale, cp_group=cp_group).squeeze(1)
+            for x, phases in zip((query, key), self.phases, strict=True)
+        ]
+        return turned[0], turned[1]
+
+
+class SelfAttention(megatron_attention.SelfAttention):
+    """Megatron's self-attention, whose rotary positions are those of the layout.
+
+    Megatron finds positions in packed batches layer by layer, from lengths that it copies to the host, and for its own
+    zigzag only. Here the core attention turns queries and keys, by phases that were gathered once for the batch.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        rotary_pos_emb: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As Megatron's, with packed batches in any layout."""
+        if packed_seq_params is not None and inference_context is None and packed_seq_params.qkv_format == "thd":
+            packed = planned(packed_seq_params, self.core_attention.ranks)
+            if rotary_pos_emb is not None:
+                packed = _Rotating.of(packed, rotary_pos_emb, self._yarn_concentration_factor)
+            packed_seq_params, rotary_pos_emb = packed, None
+        return super().forward(
+            hidden_states,
+            attention_mask,
+            *args,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            inference_context=inference_context,
+            **kwargs,
+        )
+
+
+def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
+    if cp_comm_type is None or cp_size == 1:
+        return "auto"
+    return require("cp_comm_type", {"allgather": "all_gather"}.get(cp_comm_type, cp_comm_type))
+
+
+def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str, others: dict[str, Any]) -> None:
+    refuse_unsupported(config)
+    if attention_type != "self":
+        refuse("attention_type", attention_type, "self", "Cross-attention is not built yet.")
+    if attn_mask_type not in _CAUSAL:
+        refuse("attn_mask_type", attn_mask_type, "causal, padding_causal or no_mask", "Pack documents instead.")
+    if config.multi_latent_attention or others.get("k_channels") or others.get("v_channels"):
+        refuse("multi_latent_attention", True, "off", "Multi-latent attention is not built yet.")
+    dropout = others.get("attention_dropout")
+    dropout = config.attention_dropout if dropout is None else dropout
+    if dropout:
+        refuse("attention_dropout", dropout, "0", "Dropout of attention scores is not built yet; pass 0.")
+    if config.window_size is not None:
+        refuse("window_size", config.window_size, "None", "Sliding windows are not built yet.")
+    if config.softmax_type != "vanilla":
+        refuse("softmax_type", config.softmax_type, "vanilla", "Attention sinks are not built yet.")

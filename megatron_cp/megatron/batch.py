@@ -1,0 +1,199 @@
+"""A microbatch on its way to the ranks: each rank's tokens, labels and positions, and the plans of every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.device import on_device
+from megatron_cp.exchange.pack import prepare_tables
+from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.run import check_agreement
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.batch import BatchPlan, Slot
+
+
+@dataclass
+class PlannedSeqParams(PackedSeqParams):
+    """Megatron's `PackedSeqParams` with the plans of the microbatch: what every layer reads, and none makes.
+
+    `cu_seqlens_*` are those of the whole batch, as Megatron has them.
+
+    Attributes:
+        plans: for every kind of layer.
+        positions: `[t]` place of each of this rank's rows in its document, on the device.
+    """
+
+    plans: BatchPlan | None = None
+    positions: Tensor | None = None
+    _phases: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+
+    def rotary_phases(self, table: Tensor) -> Tensor:
+        """`[t, 1, 1, d]`: the rows of a `[max_length, 1, 1, d]` table of rotary angles at this rank's positions.
+
+        Gathered once a microbatch and table, whatever the number of layers.
+        """
+        assert self.positions is not None  # only where Megatron copies the base class's fields alone
+        known = self._phases.get(id(table))
+        if known is None:  # the table is kept too, so that its id is not given to another one
+            known = self._phases[id(table)] = (table, table.index_select(0, self.positions))
+        return known[1]
+
+
+@dataclass(frozen=True)
+class ShardedBatch:
+    """One rank's share of a packed microbatch, as GPTModel and HybridModel take it.
+
+    Attributes:
+        tokens: `[1, t]` int64 token ids; 0 in pad rows.
+        labels: `[1, t]` int64; 0 where the loss mask is 0.
+        loss_mask: `[1, t]` float32.
+        position_ids: `[1, t]` int64 place of each row in its document.
+        packed_seq_params: the plans and Megatron's own fields.
+        num_tokens: tokens of the whole batch that have a label with a nonzero loss mask.
+        pad_rows: rows on all ranks that are no token.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_mask: Tensor
+    position_ids: Tensor
+    packed_seq_params: PlannedSeqParams
+    num_tokens: int
+    pad_rows: int
+
+
+def shard_batch(
+    tokens: NDArray[np.int64] | Tensor,
+    layout: Layout,
+    group: RankGroup | dist.ProcessGroup | None = None,
+    *,
+    slots: Iterable[Slot] = (),
+    labels: NDArray[np.int64] | Tensor | None = None,
+    loss_mask: NDArray[np.float32] | Tensor | None = None,
+    device: torch.device | str = "cpu",
+    agree: bool = True,
+) -> ShardedBatch:
+    """This rank's share of a packed microbatch, with the plans of every layer: host work, once a microbatch.
+
+    Args:
+        tokens: `[total]` token ids of the packed stream, on the host.
+        layout: who holds which tokens, over the documents of the batch.
+        group: the context-parallel group; None for one rank.
+        slots: the kinds of layers, from `slots_of(model)`.
+        labels: `[total]` what each token is to predict, already shifted, and negative where nothing is; None for the
+            next token of its document, which the last one does not have.
+        loss_mask: `[total]` weight of each token's loss, such as 1 for the answers of SFT and 0 for the questions.
+        device: where the model is.
+        agree: compare the plans of all ranks (16 bytes on the host).
+
+    Raises:
+        ArgumentError: tensors that do not fit the layout, or a slot that cannot be planned.
+        PlanMismatchError: another rank of the group has another batch or other layers.
+    """
+    ranks, packing = as_rank_group(group, layout.cp_size), layout.packing
+    layout = layout.padded(align=layout.align, min_rows=1)  # Megatron's reshapes cannot do without a row
+    device = torch.device(device)
+    ids = _stream("tokens", tokens, packing).long()
+    targets, weights = _labels(ids, packing) if labels is None else _given_labels(labels, packing)
+    if loss_mask is not None:
+        weights = weights * _stream("loss_mask", loss_mask, packing).float()
+    plans = BatchPlan(layout, slots)
+    if agree and layout.cp_size > 1:
+        check_agreement(plans, ranks)
+    params = planned_params(plans, ranks.rank, device)
+    assert params.positions is not None
+    # A label where nothing is to be learnt must still be in the vocabulary: 0.
+    streams = (ids, targets * (weights != 0), weights)
+    own_ids, own_targets, own_weights = (
+        _moved(layout.shard(stream, ranks.rank), device).unsqueeze(0) for stream in streams
+    )
+    return ShardedBatch(
+        tokens=own_ids,
+        labels=own_targets,
+        loss_mask=own_weights,
+        position_ids=params.positions.unsqueeze(0),
+        packed_seq_params=params,
+        num_tokens=int(torch.count_nonzero(weights)),
+        pad_rows=int(layout.pad_rows.sum()),
+    )
+
+
+def _labels(ids: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """The next token of each token's document, and 0 for the weight of a document's last token."""
+    weights = torch.ones(packing.total)
+    weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0
+    return ids.roll(-1), weights
+
+
+def _given_labels(labels: NDArray[np.int64] | Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    targets = _stream("labels", labels, packing).long()
+    return targets, (targets >= 0).float()
+
+
+def planned_params(plans: BatchPlan, rank: int, device: torch.device) -> PlannedSeqParams:
+    """The plans as what Megatron's layers are given, with everything a layer needs on the device already."""
+    layout, packing = plans.layout, plans.layout.packing
+    prepare_tables(layout, device)
+    cu_seqlens = on_device(packing.cu_seqlens, device)
+    return PlannedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=packing.max_length,
+        max_seqlen_kv=packing.max_length,
+        plans=plans,
+        positions=on_device(layout.positions(rank), device, torch.int64),
+    )
+
+
+def planned(params: PackedSeqParams, group: RankGroup) -> PlannedSeqParams:
+    """`params` with plans: as they are if `shard_batch` made them, else Megatron's zigzag of the same documents.
+
+    Megatron's own pipelines deal every document in `2 * cp` equal chunks, which is our zigzag layout. Their lengths
+    are on the device, so this reads them once a microbatch; every later layer finds the result.
+
+    Raises:
+        ArgumentError: a document whose length is no multiple of `2 * cp`, which Megatron's sharding cannot deal.
+    """
+    if isinstance(params, PlannedSeqParams) and params.plans is not None:
+        return params
+    found: PlannedSeqParams | None = params.__dict__.get("_megatron_cp")
+    if found is None:
+        offsets = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        packing = Packing.from_cu_seqlens(offsets.cpu())
+        bad = packing.lengths[packing.lengths % (2 * group.size) != 0]
+        if group.size > 1 and bad.size:
+            raise ArgumentError(
+                "packed_seq_params",
+                f"documents of {bad[:8].tolist()} tokens, without a plan",
+                f"multiples of {2 * group.size} from Megatron's own sharding",
+                "Shard the batch with megatron_cp.megatron.batch.shard_batch, which takes any lengths.",
+            )
+        plans = BatchPlan(Layout.zigzag(packing, group.size))
+        found = planned_params(plans, group.rank, offsets.device)
+        for name in (f.name for f in fields(PackedSeqParams)):
+            setattr(found, name, getattr(params, name))
+        params.__dict__["_megatron_cp"] = found
+    return found
+
+
+def _stream(name: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    if tensor.device.type != "cpu" or tensor.shape != (packing.total,):
+        raise ArgumentError(
+            name, f"{list(tensor.shape)} on {tensor.device}", f"the [{packing.total}] tokens of the batch, on the host"
+        )
+    return tensor
+
+
+def _moved(host: Tensor, device: torch.device) -> Tensor:
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -1,0 +1,95 @@
+"""Megatron-Core 0.19 on a machine without CUDA: everything that takes, in one place, applied only by who asks for it.
+
+Megatron names CUDA in some 200 lines: devices of small buffers, random states, streams, events. Inside Megatron's
+modules `torch` is replaced by a stand-in whose `cuda` is the CPU; torch itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp.layout import Layout, Packing
+
+
+def run_megatron_on_cpu() -> None:
+    """Makes the Megatron-Core of this process run without CUDA: model, optimizer, data parallelism, checkpoints.
+
+    For local runs and tests. Call it once, before Megatron is used; a second call does nothing. It also turns off
+    torch.compile in this process, which Megatron uses for small fusions and which needs a compiler on the CPU.
+    """
+    import megatron.core.optimizer.clip_grads as clip_grads
+    import megatron.core.optimizer.optimizer as optimizer
+    import megatron.core.ssm.gated_delta_net.common as gated_delta_net
+    import megatron.core.tensor_parallel.random as random
+    from megatron.core import dist_checkpointing  # noqa: F401
+    from megatron.core.models.common.embeddings import rotary_pos_embedding
+
+    torch.compiler.set_stance("force_eager")
+    stand_in = _torch_without_cuda()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = stand_in  # type: ignore[attr-defined]
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # It warns when the CPU's random state changes under a fork of CUDA's, which here are one.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _own_phases
+    for module in (clip_grads, optimizer):  # the second one imported it by name
+        module.clip_grad_by_total_norm_fp32 = _clip_gradients
+    gated_delta_net.HAVE_FLA = True  # its constructor refuses without; our subclass brings its own kernels
+
+
+def _torch_without_cuda() -> types.ModuleType:
+    stand_in = types.ModuleType("torch")
+    stand_in.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
+    for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"):
+        setattr(stand_in, name, _on_cpu(getattr(torch, name)))
+    cuda: Any = types.ModuleType("torch.cuda")
+    cuda.__getattr__ = lambda name: getattr(torch.cuda, name)
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    cuda.manual_seed = torch.manual_seed
+    cuda.synchronize = lambda *args: None
+    cuda.empty_cache = lambda: None
+    cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Nothing()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    stand_in.cuda = cuda  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        return make(*args, device="cpu" if str(device).startswith("cuda") else device, **kwargs)
+
+    return made
+
+
+class _Nothing:
+    """A stream or an event of a device that does not exist: every method does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+
+def _own_phases(phases: Tensor, axis: int, group: Any) -> Tensor:
+    """This rank's zigzag share of a sequence's rotary angles, without Megatron's copy through pinned memory."""
+    layout = Layout.zigzag(Packing([phases.shape[axis]]), group.size())
+    return phases.index_select(axis, torch.tensor(layout.tokens(group.rank())))
+
+
+def _clip_gradients(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
+    """Scales gradients to a norm of at most `max_norm`, as Megatron's function does for CUDA tensors alone."""
+    coefficient = max_norm / (total_norm + 1e-6)
+    if coefficient < 1:
+        name = "decoupled_grad" if use_decoupled_grad else "grad"
+        gradients = [getattr(parameter, name, None) for parameter in parameters]
+        torch._foreach_mul_([gradient for gradient in gradients if gradient is not None], coefficient)

@@ -1,0 +1,58 @@
+"""What the modules share: their slots, their group, and what they refuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
+from megatron_cp.planner.batch import Slot
+
+
+def slots_of(*models: nn.Module) -> list[Slot]:
+    """The kinds of layers in one or several model chunks: what `shard_batch` plans for."""
+    return list(
+        dict.fromkeys(
+            module.slot for model in models for module in model.modules() if isinstance(module, ContextParallelModule)
+        )
+    )
+
+
+class ContextParallelModule:
+    """A module that runs its tokens over the ranks of the context-parallel group.
+
+    Attributes:
+        slot: its kind of layer.
+        ranks: its context-parallel group.
+    """
+
+    slot: Slot
+    ranks: RankGroup
+
+
+def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
+    """Megatron's context-parallel group, which is None or of one rank where there is no context parallelism."""
+    return as_rank_group(None, 1) if group is None or group.size() == 1 else TorchGroup(group)
+
+
+def refuse(argument: str, given: object, allowed: str, remedy: str) -> None:
+    """Raises an `ArgumentError` that names Megatron's flag, while the model is built."""
+    raise ArgumentError(f"--{argument.replace('_', '-')}", given, allowed, remedy)
+
+
+def refuse_unsupported(config: Any) -> None:
+    """What no layer here can do under context parallelism yet."""
+    if config.context_parallel_size == 1:
+        return
+    if config.mtp_num_layers:
+        refuse(
+            "mtp_num_layers",
+            config.mtp_num_layers,
+            "0 with --context-parallel-size above 1",
+            "Megatron's multi-token prediction shifts tokens within a rank, which is wrong for uneven documents.",
+        )
+    if getattr(config, "hybrid_context_parallel", False):
+        refuse("hybrid_context_parallel", True, "off", "Any mix of lengths can be packed without it.")

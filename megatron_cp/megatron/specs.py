@@ -1,0 +1,211 @@
+"""Layer specs for `--spec megatron_cp.megatron.specs NAME`: gpt_layer_spec (GPTModel), hybrid_stack_spec (HybridModel).
+
+Megatron's own specs with two modules exchanged: self-attention with its core attention, and Gated DeltaNet. Linear
+layers and norms are Transformer Engine's where it is installed, Megatron's and torch's elsewhere. Layers that would be
+wrong under another sharding than Megatron's are refused with more than one context-parallel rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.hybrid import hybrid_layer_specs
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm import gated_delta_net as megatron_gdn
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer import attention as megatron_attention
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor
+
+from megatron_cp.megatron.attention import CoreAttention, SelfAttention
+from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
+from megatron_cp.megatron.modules import refuse
+
+
+class Norm:
+    """torch's norm as Megatron wraps it, also under sequence parallelism and for any spec that asks."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **others: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False  # the wrapper refuses it, although marking the weights is all that it takes
+        norm = WrappedTorchNorm(plain, hidden_size, eps, **others)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel
+        return norm
+
+
+# -- GPTModel --------------------------------------------------------------------------------------------------------
+
+
+def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
+    """The spec of GPTModel's decoder; what `--spec megatron_cp.megatron.specs gpt_layer_spec` names.
+
+    Args:
+        config: Megatron's `TransformerConfig`, or the `GPTModelConfig` that holds one.
+        vp_stage: the virtual pipeline stage.
+
+    Returns:
+        one layer's spec, or the block's where `experimental_attention_variant` is "gated_delta_net" and layers differ.
+
+    Raises:
+        ArgumentError: a kind of attention that is not built yet.
+    """
+    config = getattr(config, "transformer", config)
+    variant, use_te = config.experimental_attention_variant, HAVE_TE and config.transformer_impl != "local"
+    if variant not in (None, "gated_delta_net"):
+        refuse("experimental_attention_variant", variant, "gated_delta_net or none", "")
+    if config.multi_latent_attention:
+        refuse("multi_latent_attention", True, "off", "Multi-latent attention is not built yet.")
+    if use_te and variant:
+        block = variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
+        return TransformerBlockSubmodules([_with_ours(layer) for layer in block.layer_specs], block.layer_norm)
+    options = (config.num_moe_experts, config.moe_grouped_gemm, config.qk_layernorm)
+    if use_te:
+        stock = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(*options, qk_l2_norm=config.qk_l2_norm)
+        return _with_ours(stock)
+    stock = gpt_layer_specs.get_gpt_layer_local_spec(
+        *options, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+    )
+    attention = _with_ours(stock)
+    if not variant:
+        return attention
+    linear = copy.deepcopy(attention)
+    linear.submodules.self_attention = _local_gated_delta_net()
+    linear.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    layers = [linear if is_linear else attention for is_linear in variants.get_linear_attention_pattern(config)]
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    number = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layers[first : first + number], Norm)
+
+
+def _with_ours(layer: ModuleSpec) -> ModuleSpec:
+    """A transformer layer's spec with our attention or Gated DeltaNet in it, and norms that allow everything."""
+    layer = copy.deepcopy(layer)
+    mixer = layer.submodules.self_attention
+    if mixer.module is megatron_attention.SelfAttention:
+        mixer.module = SelfAttention
+        mixer.submodules.core_attention = CoreAttention
+    elif mixer.module is megatron_gdn.GatedDeltaNet:
+        mixer.module = GatedDeltaNet
+    for owner in (layer.submodules, mixer.submodules):
+        for name, value in vars(owner).items():
+            if value is WrappedTorchNorm:
+                setattr(owner, name, Norm)
+    return layer
+
+
+def _local_gated_delta_net() -> ModuleSpec:
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=megatron_gdn.GatedDeltaNetSubmodules(
+            in_proj=ColumnParallelLinear, out_norm=Norm, out_proj=RowParallelLinear
+        ),
+    )
+
+
+# -- HybridModel -----------------------------------------------------------------------------------------------------
+
+
+class LocalHybridStack(HybridStack):
+    """Megatron's stack with torch's final norm, where Megatron's needs Transformer Engine."""
+
+    def __init__(self, config: Any, submodules: Any, post_layer_norm: bool = True, **others: Any) -> None:
+        super().__init__(config, submodules, post_layer_norm=False, **others)
+        if self.post_process and post_layer_norm:
+            self.final_norm = Norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As Megatron's."""
+        hidden_states = super().forward(*args, **kwargs)
+        return self.final_norm(hidden_states) if hasattr(self, "final_norm") else hidden_states
+
+
+def _refused_under_cp(layer: type, symbol: str, name: str) -> type:
+    """`layer`, which refuses to be built with more than one context-parallel rank."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        if config.context_parallel_size > 1:
+            allowed = "layers G, *, - and E with --context-parallel-size above 1"
+            refuse("hybrid_layer_pattern", symbol, allowed, f"{name} under our layouts is not built yet.")
+        layer.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
+
+    return type(f"OneRank{layer.__name__}", (layer,), {"__init__": __init__, "__doc__": layer.__doc__})
+
+
+class _NeedsTransformerEngine(MegatronModule):
+    """Stands where Megatron's spec for this layer needs Transformer Engine, which is not installed."""
+
+    def __init__(self, config: Any, **others: Any) -> None:
+        refuse("hybrid_layer_pattern", "a layer other than G, * and -", "G, * and -", _TE_REMEDY)
+
+
+_TE_REMEDY = "Megatron's own layers of other kinds need transformer-engine: pip install 'megatron_cp[te]'."
+
+
+def _te_stack() -> ModuleSpec:
+    spec = copy.deepcopy(hybrid_layer_specs.hybrid_stack_spec)
+    layers = spec.submodules
+    layers.attention_layer, layers.gdn_layer = _with_ours(layers.attention_layer), _with_ours(layers.gdn_layer)
+    for field, symbol, name in (
+        ("mamba_layer", "M", "Mamba-2"),
+        ("dsa_layer", "D", "Sparse attention"),
+        ("mla_layer", "L", "Multi-latent attention"),
+    ):
+        layer = getattr(layers, field)
+        layer.module = _refused_under_cp(layer.module, symbol, name)
+    return spec
+
+
+def _local_stack() -> ModuleSpec:
+    attention = _with_ours(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"))
+    linear = copy.deepcopy(attention)
+    linear.submodules.self_attention = _local_gated_delta_net()
+    for layer, projection in ((attention, "linear_qkv"), (linear, "in_proj")):
+        kept = ("input_layernorm", "self_attention", "self_attn_bda")
+        layer.submodules = TransformerLayerSubmodules(
+            **{name: getattr(layer.submodules, name) for name in kept},
+            # Names in checkpoints are those of Transformer Engine's fused modules, as in Megatron's local specs.
+            sharded_state_dict_keys_map={"input_layernorm.": f"self_attention.{projection}.layer_norm_"},
+        )
+    mlp_layer = ModuleSpec(
+        module=MLPLayer,
+        submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=Norm,
+            mlp=partial(
+                MLP.as_mlp_submodule,
+                submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            ),
+            mlp_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        ),
+    )
+    return ModuleSpec(
+        module=LocalHybridStack,
+        submodules=HybridStackSubmodules(
+            attention_layer=attention,
+            gdn_layer=linear,
+            mlp_layer=mlp_layer,
+            mamba_layer=_NeedsTransformerEngine,
+            dsa_layer=_NeedsTransformerEngine,
+            mla_layer=_NeedsTransformerEngine,
+            moe_layer=_NeedsTransformerEngine,
+        ),
+    )
+
+
+hybrid_stack_spec = _te_stack() if HAVE_TE else _local_stack()

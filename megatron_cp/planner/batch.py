@@ -1,0 +1,107 @@
+"""`BatchPlan`: the plans of one microbatch, one for each kind of layer in the model."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_cp.executor.plan import Plan
+from megatron_cp.layout import Layout, Mask
+from megatron_cp.planner.plans import plan_attention, plan_linear
+
+
+@dataclass(frozen=True)
+class AttentionSlot:
+    """A kind of softmax attention layer: all that its plan depends on besides the batch. See `plan_attention`.
+
+    Layers of equal slots share a plan. Fixed when a module is built.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    is_causal: bool = True
+    scheme: str = "auto"
+
+    def plan(self, layout: Layout) -> Plan:
+        return plan_attention(
+            layout.packing,
+            layout,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_head_dim=self.value_head_dim,
+            mask=Mask(layout.packing, self.is_causal),
+            scheme=self.scheme,
+        )
+
+
+@dataclass(frozen=True)
+class LinearSlot:
+    """A kind of linear layer: all that its plan depends on besides the batch. See `plan_linear`."""
+
+    kind: str
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_head_dim: int
+    mode: str = "auto"
+
+    def plan(self, layout: Layout) -> Plan:
+        return plan_linear(
+            layout.packing,
+            layout,
+            self.kind,
+            heads=self.heads,
+            key_heads=self.key_heads,
+            head_dim=self.head_dim,
+            value_head_dim=self.value_head_dim,
+            mode=self.mode,
+        )
+
+
+Slot = AttentionSlot | LinearSlot
+
+
+class BatchPlan:
+    """The plans of one microbatch over one layout. Made once, on the host, where the batch is sharded.
+
+    Args:
+        layout: who holds which tokens.
+        slots: the kinds of layers in the model. A kind that is not named here is planned when its first layer asks.
+
+    Example:
+        >>> layout = Layout.zigzag(Packing([700, 1, 300]), cp_size=4)
+        >>> plans = BatchPlan(layout, [AttentionSlot(heads=8, kv_heads=2, head_dim=64, value_head_dim=64)])
+        >>> [plan.scheme for plan in plans.plans]
+        ['a2a']
+    """
+
+    def __init__(self, layout: Layout, slots: Iterable[Slot] = ()) -> None:
+        self.layout = layout
+        self._plans = {slot: slot.plan(layout) for slot in dict.fromkeys(slots)}
+
+    @property
+    def cp_size(self) -> int:
+        return self.layout.cp_size
+
+    @property
+    def plans(self) -> list[Plan]:
+        return list(self._plans.values())
+
+    def plan(self, slot: Slot) -> Plan:
+        """The plan of every layer of this kind."""
+        found = self._plans.get(slot)
+        if found is None:
+            found = self._plans[slot] = slot.plan(self.layout)
+        return found
+
+    def fingerprint(self) -> bytes:
+        """16 bytes that are equal on two ranks exactly when all their plans are (up to hash collisions)."""
+        return hashlib.blake2b("\n".join(self.describe()).encode(), digest_size=16).digest()
+
+    def describe(self) -> list[str]:
+        """Every plan's value as lines of text: what two ranks compare when their plans differ."""
+        return [line for plan in self.plans for line in plan.describe()]
