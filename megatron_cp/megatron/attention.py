@@ -43,7 +43,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         **others: Any,
     ) -> None:
         super().__init__(config=config)
-        _refuse(layer_number, attn_mask_type, attention_type, others)
+        _refuse(config, attn_mask_type, attention_type, others)
         self.cp_group, self.ranks = pg_collection.cp, cp_ranks(pg_collection.cp)
         self.softmax_scale = softmax_scale
         self.is_causal = _CAUSAL[attn_mask_type]
