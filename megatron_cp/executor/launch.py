@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -35,18 +36,21 @@ class RankError(RuntimeError):
 
 
 def run_ranks[T](
-    function: Callable[..., T], size: int, *args: Any, kind: str = "threads", timeout: float = 120.0
+    function: Callable[..., T], size: int, *args: Any, kind: str = "threads", timeout: float | None = 120.0
 ) -> list[T]:
     """Calls `function(group, *args)` on `size` local ranks and returns what each returned, in rank order.
 
     Args:
         function: with processes it and its arguments and result are pickled, so it must be importable by name.
+            A rank's process has a device of its own as the current one where there are enough, else a shared one.
         size: the number of ranks.
         kind: "threads" or "processes" (gloo over loopback).
-        timeout: seconds until every rank's stack is written to standard error and the call fails.
+        timeout: seconds until every rank's stack is written to standard error and the call fails; None to wait for
+            as long as it takes.
 
     Raises:
-        RankError: a rank raised, died or ran out of time; the others are stopped.
+        ArgumentError: raised by a rank process; the others are stopped.
+        RankError: a rank raised anything else, died or ran out of time; the others are stopped.
     """
     if kind not in RANK_KINDS:
         raise ArgumentError("kind", kind, " or ".join(RANK_KINDS))
@@ -55,7 +59,8 @@ def run_ranks[T](
     return runner(function, size, args, timeout)
 
 
-def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float) -> list[T]:
+def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float | None) -> list[T]:
+    timeout = threading.TIMEOUT_MAX if timeout is None else timeout
     groups = ThreadGroup.create(size, timeout)
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
@@ -77,7 +82,7 @@ def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...]
         thread.start()
     deadline = time.monotonic() + timeout
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
     if not failures and any(thread.is_alive() for thread in threads):
         if sys.__stderr__ is not None:  # not sys.stderr, which need not be a file
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
@@ -89,7 +94,7 @@ def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...]
     return results
 
 
-def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float) -> list[T]:
+def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float | None) -> list[T]:
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
@@ -106,9 +111,10 @@ def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ..
             _show_stacks(folder, size)
 
 
-def _collected(processes: list[Any], answers: Any, size: int, timeout: float) -> list[Any]:
+def _collected(processes: list[Any], answers: Any, size: int, timeout: float | None) -> list[Any]:
     results: dict[int, Any] = {}
-    deadline = time.monotonic() + timeout + 60  # starting up included; the ranks give up first, with their stacks
+    # Starting up included; the ranks give up first, with their stacks.
+    deadline = float("inf") if timeout is None else time.monotonic() + timeout + 60
     while len(results) < size:
         if answers.empty():
             _fail_on_death(processes, results, size)
@@ -118,6 +124,8 @@ def _collected(processes: list[Any], answers: Any, size: int, timeout: float) ->
             continue
         rank, ok, payload = answers.get()
         results[rank] = pickle.loads(payload)
+        if not ok and isinstance(results[rank], ArgumentError):
+            raise results[rank]
         if not ok:
             # A rank that dies breaks the others' connections, and their complaints may arrive before its end is seen.
             time.sleep(_GRACE)
@@ -157,22 +165,40 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stack.{rank}"
 
 
-def _process_main(rank: int, size: int, folder: str, timeout: float, answers: Any, function: Any, args: Any) -> None:
+def _process_main(
+    rank: int, size: int, folder: str, timeout: float | None, answers: Any, function: Any, args: Any
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent alone answers, by ending us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     torch.set_num_threads(1)
     with _stack_file(folder, rank).open("w") as stack:
         try:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+            # NCCL refuses two ranks on one device; gloo, for device tensors too, does not.
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= size else "gloo"
+            if torch.cuda.is_available():
+                torch.cuda.set_device(rank % torch.cuda.device_count())
+            dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
             # Only now, when all ranks have started, so that all of them run out of time together.
-            faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
+            if timeout is not None:
+                faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
             answers.put((rank, True, pickle.dumps(function(_world(), *args))))
             dist.barrier()
+        except ArgumentError as error:
+            answers.put((rank, False, pickle.dumps(error)))
         except BaseException:
             answers.put((rank, False, pickle.dumps(traceback.format_exc())))
         finally:
             faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()  # also when it was killed and could not end us
+        os._exit(1)
 
 
 def in_torchrun() -> bool:

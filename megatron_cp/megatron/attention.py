@@ -169,7 +169,8 @@ class SelfAttention(megatron_attention.SelfAttention):
 def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
     if cp_comm_type is None or cp_size == 1:
         return "auto"
-    return require("cp_comm_type", {"allgather": "all_gather"}.get(cp_comm_type, cp_comm_type))
+    spelled = {"allgather": "all_gather"}.get(cp_comm_type, cp_comm_type)  # Megatron's help and TE differ
+    return require("scheme", spelled, name="--cp-comm-type")
 
 
 def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str, others: dict[str, Any]) -> None:

@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pkgutil
 import sys
 import types
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_cp.layout import Layout, Packing
+
+# Modules that would otherwise be imported after the exchange of `torch`, and miss it.
+_ALSO_USED = (
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.models.hybrid.hybrid_model",
+    "megatron.core.pipeline_parallel",
+)
 
 
 def run_megatron_on_cpu() -> None:
@@ -29,9 +39,11 @@ def run_megatron_on_cpu() -> None:
     import megatron.core.optimizer.optimizer as optimizer
     import megatron.core.ssm.gated_delta_net.common as gated_delta_net
     import megatron.core.tensor_parallel.random as random
-    from megatron.core import dist_checkpointing  # noqa: F401
     from megatron.core.models.common.embeddings import rotary_pos_embedding
 
+    for name in (*_ALSO_USED, *_modules_below("megatron.core.dist_checkpointing")):
+        with contextlib.suppress(ImportError):  # of packages that only some ways of writing a checkpoint need
+            import_module(name)
     torch.compiler.set_stance("force_eager")
     stand_in = _torch_without_cuda()
     for name, module in list(sys.modules.items()):
@@ -45,6 +57,11 @@ def run_megatron_on_cpu() -> None:
     for module in (clip_grads, optimizer):  # the second one imported it by name
         module.clip_grad_by_total_norm_fp32 = _clip_gradients
     gated_delta_net.HAVE_FLA = True  # its constructor refuses without; our subclass brings its own kernels
+
+
+def _modules_below(package: str) -> list[str]:
+    path = import_module(package).__path__
+    return [info.name for info in pkgutil.walk_packages(path, f"{package}.", onerror=lambda name: None)]
 
 
 def _torch_without_cuda() -> types.ModuleType:

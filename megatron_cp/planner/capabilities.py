@@ -64,8 +64,13 @@ def working(argument: str) -> list[str]:
     return [entry.value for entry in CAPABILITIES if entry.argument == argument and entry.works]
 
 
-def require(argument: str, value: str) -> str:
+def require(argument: str, value: str, *, name: str | None = None) -> str:
     """`value`, if it can be planned.
+
+    Args:
+        argument: as the table has it.
+        value: what the user asked for.
+        name: how the user spells the argument, if not as the table does.
 
     Raises:
         ArgumentError: it cannot, with what to use instead.
@@ -75,6 +80,6 @@ def require(argument: str, value: str) -> str:
             if entry.works:
                 return value
             raise ArgumentError(
-                argument, value, " or ".join(working(argument)) or "None", f"{value} is {entry.remark}."
+                name or argument, value, " or ".join(working(argument)) or "None", f"{value} is {entry.remark}."
             )
-    raise ArgumentError(argument, value, " or ".join(working(argument)) or "None")
+    raise ArgumentError(name or argument, value, " or ".join(working(argument)) or "None")

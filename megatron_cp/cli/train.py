@@ -1,0 +1,273 @@
+"""`megatron-cp train`: a Megatron model on packed documents, on local ranks or those of torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_cp.cli.main import Report
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import TorchGroup
+from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.megatron.options import Run, TrainingOptions
+
+HELP = "train a Megatron model with context parallelism on packed documents"
+OPTIONS_FILE, REFERENCE, LOSS_PICTURE = "options.json", "reference", "loss.png"
+# Of --compare in fp32. Gradients of the first step differ by rounding alone; losses then drift apart, chaotically.
+GRADIENT_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options: those of the run, and where it lives."""
+    groups: dict[str, Any] = {}
+    for entry in dataclasses.fields(TrainingOptions):
+        details = dict(entry.metadata)
+        group = details.pop("group")
+        details.pop("shape", None)
+        groups.setdefault(group, parser.add_argument_group(group))
+        # Absent unless given, so that a resumed run can tell what is to change.
+        details |= {"default": argparse.SUPPRESS, "help": _help(entry, details.pop("help"))}
+        if entry.type == "bool":
+            details["action"] = argparse.BooleanOptionalAction
+        elif "nargs" not in details:
+            details["type"] = _TYPES[str(entry.type).removesuffix(" | None")]
+        groups[group].add_argument(f"--{entry.name.replace('_', '-')}", **details)
+    run = parser.add_argument_group("run")
+    run.add_argument("--run-dir", metavar="DIR", help="where to write (default: runs/ and the time)")
+    run.add_argument("--resume", metavar="DIR", help="go on from the last checkpoint of the run in DIR")
+    run.add_argument(
+        "--compare",
+        action="store_true",
+        help="train at --context-parallel-size 1 too; fails in fp32 if gradients of the first step differ by more than "
+        f"{GRADIENT_TOLERANCE:g} or losses by more than {LOSS_TOLERANCE:g}",
+    )
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if present")
+
+
+_TYPES = {"int": int, "float": float, "str": str}
+
+
+def _help(entry: dataclasses.Field[Any], text: str) -> str:
+    default = entry.default
+    if default is None or default is False:
+        return text
+    shown = " ".join(default) if isinstance(default, tuple) else default
+    return f"{text} (default: {shown})"
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Trains, and with `--compare` trains again on one context-parallel rank."""
+    _quiet_imports()
+    try:
+        import megatron.core  # noqa: F401
+    except ImportError as error:
+        raise ArgumentError(
+            "train", f"no Megatron-Core ({error})", "an environment that has it", "pip install 'megatron_cp[megatron]'"
+        ) from None
+    world = start_torchrun_rank() if in_torchrun() else None
+    try:
+        return _run(args, world)
+    finally:
+        if world is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _run(args: argparse.Namespace, world: TorchGroup | None) -> Report:
+    from megatron_cp.megatron.checkpoint import check_checkpoint, latest_checkpoint
+    from megatron_cp.megatron.model import transformer_config
+    from megatron_cp.megatron.training import CHECKPOINTS, load_corpus
+
+    device = _device(args.device)
+    options = _options(args)
+    options.check()
+    transformer_config(options, torch.device(device))  # so that a wrong spec or shape ends here
+    checkpoint = None
+    if args.resume is not None:
+        checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
+        check_checkpoint(checkpoint, options)
+    corpus = load_corpus(options)
+    folder = _folder(args, world)
+    quiet = world is not None and world.rank > 0
+    if not quiet:
+        (folder / OPTIONS_FILE).write_text(json.dumps(dataclasses.asdict(options), indent=2) + "\n")
+        print(_about(corpus, options, folder), file=sys.stderr)
+    label = f"CP={options.context_parallel_size}"
+    main_run = Run(options, folder, checkpoint, label, keep_first_gradients=args.compare)
+    summary = _train(main_run, device, world)
+    data: dict[str, Any] = {**summary, "max_loss_diff": None, "first_step_grad_diff": None, "run_dir": str(folder)}
+    lines = [
+        f"{label}: {summary['steps']} steps, loss {summary['first_loss']:.4f} to {summary['final_loss']:.4f}, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['pad_tokens']} pad tokens"
+    ]
+    losses = {label: _losses(folder)} if not quiet else {}
+    if args.compare and not quiet:
+        reference = _reference(options, folder, checkpoint, device)
+        losses = {"CP=1": _losses(folder / REFERENCE), **losses}
+        data |= _compared(folder, options, losses[label], losses["CP=1"])
+        lines += [
+            f"CP=1: loss {reference['first_loss']:.4f} to {reference['final_loss']:.4f}, "
+            f"{reference['tokens_per_second']:,.0f} tokens/s",
+            f"max_loss_diff {data['max_loss_diff']:.3g} over {summary['steps']} steps, "
+            f"first_step_grad_diff {data['first_step_grad_diff']:.3g} over all parameters",
+        ]
+    if not quiet:
+        _draw_losses(losses, folder / LOSS_PICTURE)
+        lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    return Report("\n".join(lines), data, _agrees(data, options), quiet)
+
+
+def _train(run: Run, device: str, world: TorchGroup | None) -> dict[str, Any]:
+    from megatron_cp.megatron.training import train
+
+    if world is not None:
+        return train(world, run, device)
+    size = run.options.model_parallel_size * run.options.data_parallel_size
+    return run_ranks(_local_rank, size, run, device, kind="processes", timeout=None)[0]
+
+
+def _local_rank(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
+    _quiet_imports()
+    from megatron_cp.megatron.training import train
+
+    return train(world, run, device)
+
+
+def _reference(options: TrainingOptions, folder: Path, checkpoint: Path | None, device: str) -> dict[str, Any]:
+    """The same run on one context-parallel rank for each replica and tensor-parallel shard, on this machine."""
+    alone = dataclasses.replace(options, context_parallel_size=1, cp_comm_type=("auto",))
+    target = folder / REFERENCE
+    target.mkdir(exist_ok=True)
+    run = Run(alone, target, checkpoint, "CP=1", save=False, keep_first_gradients=True)
+    with _without_torchrun():
+        return _train(run, device, None)
+
+
+@contextlib.contextmanager
+def _without_torchrun() -> Any:
+    """Local ranks of one rank of a torchrun job must not take its address for theirs."""
+    names = [name for name in os.environ if name.startswith("TORCHELASTIC_") or name in _TORCHRUN]
+    saved = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
+
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+def _compared(
+    folder: Path, options: TrainingOptions, ours: dict[int, float], theirs: dict[int, float]
+) -> dict[str, Any]:
+    from megatron_cp.megatron.checkpoint import gradient_difference
+    from megatron_cp.megatron.training import FIRST_GRADIENTS
+
+    names = [f"{FIRST_GRADIENTS}.{rank}.pt" for rank in range(options.tensor_model_parallel_size)]
+    steps = sorted(ours.keys() & theirs.keys())
+    result = {
+        "max_loss_diff": float(np.max([abs(ours[step] - theirs[step]) for step in steps])),  # NaN if any is
+        "first_step_grad_diff": max(gradient_difference(folder / name, folder / REFERENCE / name) for name in names),
+    }
+    for name in names:
+        (folder / name).unlink()
+        (folder / REFERENCE / name).unlink()
+    return result
+
+
+def _agrees(data: dict[str, Any], options: TrainingOptions) -> bool:
+    """Whether the two runs of `--compare` are one run, up to rounding. Losses that are no numbers agree with nothing."""
+    limits = {"max_loss_diff": LOSS_TOLERANCE, "first_step_grad_diff": GRADIENT_TOLERANCE}
+    return options.bf16 or all(data[name] is None or data[name] <= limit for name, limit in limits.items())
+
+
+def _options(args: argparse.Namespace) -> TrainingOptions:
+    """The run's options: those of the run that is resumed, with what was given instead."""
+    known: dict[str, Any] = {}
+    if args.resume is not None:
+        path = Path(args.resume) / OPTIONS_FILE
+        try:
+            known = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise ArgumentError(
+                "resume", args.resume, "the folder of a run", f"Cannot read {OPTIONS_FILE}: {error}."
+            ) from None
+    given = {
+        entry.name: getattr(args, entry.name) for entry in dataclasses.fields(TrainingOptions) if entry.name in args
+    }
+    merged: dict[str, Any] = {**known, **given}
+    merged = {name: tuple(value) if isinstance(value, list) else value for name, value in merged.items()}
+    return TrainingOptions(**merged)
+
+
+def _device(name: str) -> str:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device", name, "cpu or auto", "This machine has no CUDA device.")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _folder(args: argparse.Namespace, world: TorchGroup | None) -> Path:
+    named = args.run_dir or args.resume
+    folder = Path(named) if named else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+    if world is not None:
+        folder = Path(world.all_gather_object(str(folder))[0])
+    if not args.resume and (world is None or world.rank == 0) and (folder / OPTIONS_FILE).exists():
+        raise ArgumentError("run_dir", str(folder), "a new folder", f"A run lives there; to go on: --resume {folder}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError("run_dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
+    return folder
+
+
+def _about(corpus: Any, options: TrainingOptions, folder: Path) -> str:
+    skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(corpus.skipped.items()))
+    lengths = corpus.lengths
+    return (
+        f"{corpus.name}: {lengths.size:,} documents, {int(lengths.sum()):,} tokens, the longest {int(lengths.max()):,}"
+        f"{f'; skipped {skipped}' if skipped else ''}. Packs of {options.seq_length} tokens. Writing to {folder}."
+    )
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    from megatron_cp.megatron.training import METRICS
+
+    entries = map(json.loads, (folder / METRICS).read_text().splitlines())
+    return {entry["step"]: entry["loss"] for entry in entries}
+
+
+def _draw_losses(losses: dict[str, dict[int, float]], path: Path) -> None:
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    styles: Sequence[dict[str, Any]] = (
+        ({"linewidth": 5, "color": "0.8"}, {"linewidth": 1.2, "color": "C3"}) if len(losses) > 1 else ({"color": "C3"},)
+    )
+    for (name, curve), style in zip(losses.items(), styles, strict=True):
+        axes.plot(list(curve), list(curve.values()), label=name, **style)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def _quiet_imports() -> None:
+    """Silences what Megatron and torch say about optional packages when they are imported."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron\.core|torch|fla)\b.*")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed.elastic"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,193 @@
+"""`Corpus`: documents as tokens."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.data.tokenizer import Tokenizer
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.tables import frozen
+
+
+class Corpus(Protocol):
+    """Documents as tokens, wherever they are kept.
+
+    Attributes:
+        name: where they come from, for logs and errors.
+        vocab_size: every token is below it.
+        lengths: `[documents]` tokens of each, its end-of-document token included.
+        skipped: what was left out: reason -> how many.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def lengths(self) -> IntArray: ...
+
+    @property
+    def skipped(self) -> Mapping[str, int]: ...
+
+    def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
+        """`[end - start]` tokens of a document, or all of them, which end in the end-of-document token.
+
+        The range keeps a document of a whole book from being copied for each of its pieces.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class TokenCorpus:
+    """A corpus in memory.
+
+    Attributes:
+        name: where the documents come from.
+        vocab_size: every token is below it.
+        flat: `[tokens]` of all documents, one after another, in the smallest type that holds the vocabulary.
+        offsets: `[documents + 1]` where each document starts in `flat`; starts at 0, ends at its size.
+        skipped: what was left out: reason -> how many.
+    """
+
+    name: str
+    vocab_size: int
+    flat: NDArray[Any]
+    offsets: IntArray
+    skipped: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def lengths(self) -> IntArray:
+        """`[documents]` tokens of each, its end-of-document token included."""
+        return frozen(np.diff(self.offsets))
+
+    def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
+        """`[end - start]` tokens of a document, or all of them, in an array of their own."""
+        whole = self.flat[self.offsets[document] : self.offsets[document + 1]]
+        return whole[start:end].astype(np.int64)
+
+
+def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
+    """The documents at `path` as tokens in memory, in an order that depends on nothing but their names.
+
+    What is empty, is not UTF-8 or cannot be read is skipped and counted.
+
+    Args:
+        path: a folder (every file below it is one document; hidden files and folders are left out), a `.jsonl` file
+            (the "text" of each line is one document), any other text file (one document), or None: the source files
+            of Python's standard library, which every machine has: real documents with a heavy tail.
+        tokenizer: what makes tokens of them.
+
+    Raises:
+        ArgumentError: no such path, one that cannot be read or without one document, or a line of a `.jsonl` file
+            that is no JSON object with a string "text".
+    """
+    if path is None:
+        library = Path(sysconfig.get_path("stdlib"))
+        others = {"site-packages", "dist-packages", "__pycache__"}
+        sources = [file for file in _files(library, others) if file.suffix == ".py"]
+        return _gathered(f"Python {platform.python_version()} standard library", map(_content, sources), tokenizer)
+    source = Path(path)
+    allowed = "a folder, a .jsonl file or a text file that can be read"
+    try:
+        # To pathlib an empty path, such as an unset shell variable, is the current folder.
+        is_folder = source.is_dir() and str(path) != ""
+        if not is_folder and not source.is_file():
+            raise ArgumentError("data_path", str(path), allowed, "No file or folder is there.")
+        documents: Iterable[bytes | None]
+        if is_folder:
+            documents = map(_content, _files(source))
+        elif source.suffix == ".jsonl":
+            documents = _lines(source)
+        else:
+            documents = [source.read_bytes()]
+        return _gathered(str(path), documents, tokenizer)
+    except OSError as error:
+        raise ArgumentError("data_path", str(path), allowed, f"Cannot read it: {error.strerror}.") from None
+
+
+def _files(root: Path, left_out: Set[str] = frozenset()) -> list[Path]:
+    """Every regular file below `root`, sorted; hidden ones and folders called as in `left_out` are left out."""
+    found: list[Path] = []
+    # A folder that cannot be listed stands for its files: it cannot be read as one either, and is counted.
+    for folder, folders, files in root.walk(on_error=lambda error: found.append(Path(error.filename))):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        visible = (folder / name for name in files if not name.startswith("."))
+        found.extend(file for file in visible if _is_regular(file))
+    return sorted(found)
+
+
+def _is_regular(path: Path) -> bool:
+    """Not a pipe, which could block for ever, nor a link to a folder, which could lead in a circle."""
+    try:
+        return S_ISREG(path.stat().st_mode)
+    except OSError:  # out of reach: reading it will fail too, and is counted
+        return True
+
+
+def _content(file: Path) -> bytes | None:
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The "text" of every line of a `.jsonl` file."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            problem = 'no object with a string "text"'
+            try:
+                entry = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
+                entry, problem = None, getattr(error, "msg", str(error))
+            text = entry.get("text") if isinstance(entry, dict) else None
+            if not isinstance(text, str):
+                allowed = 'a JSON object with a string "text" in every line'
+                raise ArgumentError(
+                    "data_path", str(path), allowed, f"Line {number} is {line.strip()[:80]!r}: {problem}."
+                )
+            # JSON can spell half a character ("\ud800"), which no UTF-8 holds: skipped like any other such document.
+            yield text.encode(errors="surrogatepass")
+
+
+def _gathered(name: str, documents: Iterable[bytes | None], tokenizer: Tokenizer) -> TokenCorpus:
+    """The documents' tokens, end to end. None stands for a document that could not be read."""
+    dtype = np.uint8 if tokenizer.vocab_size <= 2**8 else np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    flat = bytearray()  # grows in place: arrays would be held twice while they are joined
+    lengths = []
+    skipped: Counter[str] = Counter()
+    for content in documents:
+        try:
+            tokens = None if content is None else tokenizer.encode(content.decode())
+        except UnicodeDecodeError:
+            skipped["not UTF-8"] += 1
+            continue
+        if tokens is None:
+            skipped["unreadable"] += 1
+        elif tokens.size == 0:
+            skipped["empty"] += 1
+        else:
+            flat += np.append(tokens, tokenizer.end_of_document).astype(dtype).tobytes()
+            lengths.append(tokens.size + 1)
+    if not lengths:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+        remedy = f"Skipped: {reasons}." if reasons else "Nothing is there."
+        raise ArgumentError("data_path", name, "a corpus with at least one document of UTF-8 text", remedy)
+    offsets = np.cumsum([0, *lengths], dtype=np.int64)
+    return TokenCorpus(name, tokenizer.vocab_size, frozen(np.frombuffer(flat, dtype)), frozen(offsets), dict(skipped))

@@ -1,0 +1,136 @@
+"""`PackedStream`: the packs that training reads."""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.data.corpus import Corpus
+from megatron_cp.data.packing import Piece, best_fit, cut
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout import Packing
+from megatron_cp.layout.packing import IntArray
+
+
+class PackedStream:
+    """An endless sequence of packs, epoch after epoch, each a function of its number alone.
+
+    A pack depends on the arguments below, its number and numpy's random generator, not on ranks, on restarts or on
+    what was read before: a job that resumes asks for the next number, and gets what it would have got.
+
+    In each epoch every token comes exactly once. Documents are shuffled, those longer than `budget` are cut into
+    pieces, the pieces are packed by best fit, and packs and the pieces inside each are shuffled again.
+
+    Args:
+        corpus: the documents.
+        budget: the most tokens of a pack, at least 2, since a next-token label needs two. Packs are not padded.
+        seed: of the shuffles, together with the epoch.
+        window: best fit sees this many pieces at a time, which bounds its time and memory.
+
+    Raises:
+        ArgumentError: `budget` (called `seq_length`, as Megatron spells it), `seed` or `window` is no integer in
+            range, or the corpus has no tokens.
+    """
+
+    def __init__(self, corpus: Corpus, budget: int, seed: int = 0, window: int = 65536) -> None:
+        self.corpus = corpus
+        self.budget = checked_integer("seq_length", budget, 2)
+        self.seed = checked_integer("seed", seed, 0)
+        self.window = checked_integer("window", window, 1)
+        self._lengths = np.asarray(corpus.lengths, np.int64)
+        self.tokens_per_epoch = int(self._lengths.sum())
+        if self.tokens_per_epoch == 0:
+            raise ArgumentError("data_path", corpus.name, "a corpus with at least one token")
+        self._first_packs = [0]  # the number of the first pack of each epoch, as far as anyone asked
+        self._latest: _Epoch | None = None
+
+    def pack(self, index: int) -> tuple[Packing, IntArray]:
+        """Pack number `index`: the lengths of its pieces, and their tokens `[packing.total]` in one stream.
+
+        Raises:
+            ArgumentError: `index` is no integer of at least 0.
+        """
+        pieces = self.pieces(index)
+        packing = Packing([piece.end - piece.start for piece in pieces])
+        return packing, np.concatenate([self.corpus.tokens(*piece) for piece in pieces])
+
+    def pieces(self, index: int) -> list[Piece]:
+        """Where the tokens of pack number `index` come from, in stream order.
+
+        Raises:
+            ArgumentError: `index` is no integer of at least 0.
+        """
+        index = checked_integer("index", index, 0)
+        while self._first_packs[-1] <= index:
+            self._count_next_epoch()
+        epoch = bisect_right(self._first_packs, index) - 1
+        return self._epoch(epoch).pieces(index - self._first_packs[epoch])
+
+    def packs_per_epoch(self, epoch: int) -> int:
+        """Packs of an epoch: they vary a little, since other documents meet in a window.
+
+        Raises:
+            ArgumentError: `epoch` is no integer of at least 0.
+        """
+        epoch = checked_integer("epoch", epoch, 0)
+        while len(self._first_packs) <= epoch + 1:
+            self._count_next_epoch()
+        return self._first_packs[epoch + 1] - self._first_packs[epoch]
+
+    @property
+    def fill(self) -> float:
+        """The share of the budget that tokens take in the first epoch's packs."""
+        return self.tokens_per_epoch / (self.packs_per_epoch(0) * self.budget)
+
+    def _count_next_epoch(self) -> None:
+        epoch = self._epoch(len(self._first_packs) - 1)
+        self._first_packs.append(self._first_packs[-1] + epoch.num_packs)
+
+    def _epoch(self, number: int) -> _Epoch:
+        latest = self._latest
+        if latest is None or latest.number != number:
+            latest = self._latest = _Epoch.packed(self._lengths, self.budget, self.seed, self.window, number)
+        return latest
+
+
+@dataclass(frozen=True, eq=False)
+class _Epoch:
+    """The packs of one epoch, as arrays: a corpus may have millions of documents.
+
+    Attributes:
+        number: of the epoch, from 0.
+        rows: `[pieces, 3]` every `Piece`, pack by pack.
+        bounds: `[packs + 1]` where each pack starts in `rows`.
+    """
+
+    number: int
+    rows: IntArray
+    bounds: IntArray
+
+    @classmethod
+    def packed(cls, lengths: IntArray, budget: int, seed: int, window: int, number: int) -> _Epoch:
+        random = np.random.default_rng([seed, number])
+        documents = random.permutation(lengths.size)
+        rows = cut(documents, lengths[documents], budget)
+        sizes = rows[:, 2] - rows[:, 1]
+        pack_of = np.empty(len(rows), np.int64)
+        num_packs = 0
+        for first in range(0, len(rows), window):
+            packs = best_fit(sizes[first : first + window], budget)
+            held = np.fromiter(itertools.chain.from_iterable(packs), np.int64)
+            pack_of[first + held] = num_packs + np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
+            num_packs += len(packs)
+        # Best fit leaves the fullest packs first, and the longest piece first in each.
+        place = random.permutation(num_packs)[pack_of]
+        bounds = np.concatenate([[0], np.cumsum(np.bincount(place))])
+        return cls(number, rows[np.lexsort((random.random(len(rows)), place))], bounds)
+
+    @property
+    def num_packs(self) -> int:
+        return self.bounds.size - 1
+
+    def pieces(self, pack: int) -> list[Piece]:
+        return [Piece(*row) for row in self.rows[self.bounds[pack] : self.bounds[pack + 1]].tolist()]

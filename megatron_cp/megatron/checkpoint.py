@@ -1,0 +1,110 @@
+"""Megatron's distributed checkpoints, written so that a run killed at any moment can go on from the last one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.megatron.model import Training
+from megatron_cp.megatron.options import TrainingOptions
+
+TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name for it
+
+
+def save_checkpoint(folder: Path, training: Training, options: TrainingOptions, iteration: int) -> None:
+    """Writes the state after `iteration` steps below `folder`, and only then makes it the one to resume from."""
+    target = folder / f"iter_{iteration:07d}"
+    if dist.get_rank() == 0:
+        shutil.rmtree(target, ignore_errors=True)  # what a killed run left behind
+        target.mkdir(parents=True)
+    dist.barrier()
+    state = _state(training)
+    state["megatron_cp"] = {"iteration": iteration, "shape": options.shape()}
+    dist_checkpointing.save(state, str(target))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        written = folder / f"{TRACKER}.new"
+        written.write_text(str(iteration))
+        written.replace(folder / TRACKER)  # at once or not at all
+    dist.barrier()
+
+
+def latest_checkpoint(folder: Path) -> Path:
+    """The checkpoint that a run in `folder` can go on from.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    allowed = "a folder in which a run has saved a checkpoint"
+    tracker = folder / TRACKER
+    try:
+        iteration = int(tracker.read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError("resume", str(folder), allowed, f"Cannot read {TRACKER}: {error}.") from None
+    found = folder / f"iter_{iteration:07d}"
+    if not found.is_dir():
+        raise ArgumentError("resume", str(folder), allowed, f"{TRACKER} names {found.name}, which is not there.")
+    return found
+
+
+def check_checkpoint(checkpoint: Path, options: TrainingOptions) -> int:
+    """The number of steps that the checkpoint holds.
+
+    Raises:
+        ArgumentError: it is unreadable, or of another model; the differences are named.
+    """
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+        saved = common["megatron_cp"]
+    except Exception as error:  # whatever a damaged file leads to
+        allowed = "a checkpoint that megatron-cp train has written"
+        raise ArgumentError("resume", str(checkpoint), allowed, f"Cannot read it: {error}.") from None
+    shape = options.shape()
+    differences = [
+        f"--{name.replace('_', '-')} was {value}, is {shape.get(name)}"
+        for name, value in saved["shape"].items()
+        if shape.get(name) != value
+    ]
+    if differences:
+        raise ArgumentError("resume", str(checkpoint), "a checkpoint of the same model", f"{'; '.join(differences)}.")
+    if saved["iteration"] >= options.train_iters:
+        allowed = f"more than the {saved['iteration']} steps that the checkpoint holds"
+        raise ArgumentError("train_iters", options.train_iters, allowed)
+    return int(saved["iteration"])
+
+
+def load_checkpoint(checkpoint: Path, training: Training) -> None:
+    """Loads a state that was saved with any number of context-, tensor- or data-parallel ranks."""
+    state = dist_checkpointing.load(_state(training, is_loading=True), str(checkpoint))
+    training.model.module.load_state_dict(state["model"])
+    training.optimizer.load_state_dict(state["optimizer"])
+    training.scheduler.load_state_dict(state["scheduler"])
+
+
+def _state(training: Training, *, is_loading: bool = False) -> dict[str, Any]:
+    model = training.model.module.sharded_state_dict()
+    return {
+        "model": model,
+        "optimizer": training.optimizer.sharded_state_dict(model, is_loading=is_loading),
+        "scheduler": training.scheduler.state_dict(),
+    }
+
+
+def save_gradients(path: Path, training: Training) -> None:
+    """This rank's gradients, as reduced and normalised, by parameter name."""
+    gradients = {name: weight.main_grad.cpu().clone() for name, weight in training.model.module.named_parameters()}
+    torch.save(gradients, path)
+
+
+def gradient_difference(one: Path, other: Path) -> float:
+    """The largest difference between two files of gradients: over parameters, `max|a - b| / max|b|`."""
+    a, b = torch.load(one), torch.load(other)
+    assert a.keys() == b.keys()
+    worst = [(a[name] - b[name]).abs().max() / b[name].abs().max().clamp_min(1e-30) for name in b]
+    return float(torch.stack(worst).max())

@@ -1,0 +1,38 @@
+"""Options of a training run, spelled as Megatron's flags, and Megatron's configuration for any number of key heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.core.transformer import TransformerConfig as MegatronTransformerConfig
+
+
+@dataclass
+class TransformerConfig(MegatronTransformerConfig):
+    """Megatron's `TransformerConfig` with our options, and without its limits on the heads of linear layers.
+
+    Megatron asserts that tp * cp divides the key and the value heads of GatedDeltaNet, since its own context
+    parallelism needs that; ours needs only that tp does. A config of this class is filled from flags by name
+    (`core_transformer_config_from_args(args, TransformerConfig)`).
+
+    Attributes:
+        cp_layout: how `shard_batch` should deal tokens: zigzag or contiguous.
+        linear_cp_mode: how linear layers are spread: headwise or auto.
+    """
+
+    cp_layout: str = "zigzag"
+    linear_cp_mode: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.experimental_attention_variant != "gated_delta_net":
+            super().__post_init__()
+            return
+        # Only the checks of heads and the two below look at it.
+        cp_size: int = self.context_parallel_size  # type: ignore[has-type]
+        self.context_parallel_size = 1
+        super().__post_init__()
+        self.context_parallel_size = cp_size
+        if cp_size > 1 and isinstance(self.cp_comm_type, list) and len(self.cp_comm_type) != self.num_layers:
+            raise ValueError(f"cp_comm_type: got {len(self.cp_comm_type)} values; allowed: one, or {self.num_layers}")
+        if cp_size > 1 and self.batch_invariant_mode:
+            raise ValueError("batch_invariant_mode: got True; allowed: False with context_parallel_size above 1")

@@ -1,0 +1,237 @@
+"""From the options of a run to Megatron's process groups, model, optimizer and learning rate."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import RankGroup, TorchGroup
+from megatron_cp.megatron.config import TransformerConfig
+from megatron_cp.megatron.options import TrainingOptions
+
+
+@dataclass
+class Training:
+    """What a training run works with on one rank."""
+
+    model: DistributedDataParallel
+    optimizer: Any
+    scheduler: OptimizerParamScheduler
+    cp_group: RankGroup
+    device: torch.device
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+
+def start_model_parallel(options: TrainingOptions) -> RankGroup:
+    """Makes Megatron's process groups and random states.
+
+    Returns:
+        this rank's context-parallel group, able to compare plans on the host.
+
+    Raises:
+        ArgumentError: the job's ranks are no multiple of tp * cp.
+    """
+    size = dist.get_world_size()
+    if size % options.model_parallel_size:
+        allowed = f"sizes whose product divides the job's {size} ranks"
+        given = f"{options.tensor_model_parallel_size} x {options.context_parallel_size}"
+        raise ArgumentError("tensor_model_parallel_size x context_parallel_size", given, allowed)
+    parallel_state.initialize_model_parallel(
+        options.tensor_model_parallel_size, 1, context_parallel_size=options.context_parallel_size
+    )
+    torch.manual_seed(options.seed)
+    model_parallel_cuda_manual_seed(options.seed)
+    group = parallel_state.get_context_parallel_group()
+    return TorchGroup(group, _host_twin(group) if dist.get_backend(group) == "nccl" else None)
+
+
+def _host_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group of the same ranks. Every rank of the job takes part in making every one."""
+    own = tuple(dist.get_process_group_ranks(group))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    twins = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in sorted(set(everyone))}
+    return twins[own]
+
+
+def build_training(options: TrainingOptions, vocab_size: int, cp_group: RankGroup, device: torch.device) -> Training:
+    """The model from its spec, under Megatron's data parallelism, with Megatron's optimizer and learning rate.
+
+    Raises:
+        ArgumentError: a spec or a pattern that does not exist, or a model that cannot be built.
+    """
+    config = transformer_config(options, device)
+    model = _model(options, config, vocab_size).to(device)
+    if options.bf16:
+        model = model.bfloat16()
+    wrapped = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=options.use_distributed_optimizer
+        ),
+        model,
+    )
+    wrapped.broadcast_params()
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=options.lr,
+            min_lr=options.min_lr,
+            weight_decay=options.weight_decay,
+            adam_beta1=options.adam_beta1,
+            adam_beta2=options.adam_beta2,
+            clip_grad=options.clip_grad,
+            bf16=options.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=options.use_distributed_optimizer,
+        ),
+        [wrapped],
+        use_gloo_process_groups=False,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    return Training(wrapped, optimizer, _scheduler(options, optimizer), cp_group, device)
+
+
+def transformer_config(options: TrainingOptions, device: torch.device) -> TransformerConfig:
+    """Megatron's configuration of the model."""
+    _, is_hybrid = resolve_spec(options.spec)
+    schemes = options.cp_comm_type
+    own = {
+        name: getattr(options, name)
+        for name in (
+            "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "qk_layernorm",
+            "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+            "linear_conv_kernel_dim", "context_parallel_size", "tensor_model_parallel_size", "sequence_parallel",
+            "cp_layout", "linear_cp_mode", "bf16", "recompute_granularity",
+        )
+    }  # fmt: skip
+    if options.recompute_granularity == "full":
+        own |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    elif options.recompute_granularity == "selective":
+        own |= {"recompute_modules": ["core_attn"]}
+    if not is_hybrid:
+        own |= {
+            "experimental_attention_variant": options.experimental_attention_variant,
+            "linear_attention_freq": options.linear_attention_freq,
+        }
+    return TransformerConfig(
+        num_layers=_num_layers(options, is_hybrid),
+        cp_comm_type=schemes[0] if len(schemes) == 1 else list(schemes),
+        normalization="RMSNorm",
+        layernorm_epsilon=1e-6,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=device.type == "cpu",
+        params_dtype=torch.bfloat16 if options.bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if options.bf16 else torch.float32,
+        **own,
+    )
+
+
+def resolve_spec(spec: tuple[str, ...]) -> tuple[Any, bool]:
+    """The object that `--spec MODULE NAME` names, and whether it is HybridModel's (a `ModuleSpec`, not a function).
+
+    Raises:
+        ArgumentError: no such module or name, or neither kind of spec.
+    """
+    module_name, name = spec
+    allowed = "a module that can be imported and the name of a layer spec in it, such as megatron_cp.megatron.specs "
+    allowed += "hybrid_stack_spec"
+    try:
+        found = vars(importlib.import_module(module_name))[name]
+    except ImportError as error:
+        raise ArgumentError("spec", " ".join(spec), allowed, f"Cannot import {module_name}: {error}.") from None
+    except (KeyError, ValueError):
+        raise ArgumentError("spec", " ".join(spec), allowed, f"{module_name} has no {name!r}.") from None
+    if isinstance(found, ModuleSpec):
+        return found, True
+    if callable(found) and not isinstance(found, type):
+        return found, False
+    remedy = f"{name!r} is neither a ModuleSpec for HybridModel nor a function for GPTModel."
+    raise ArgumentError("spec", " ".join(spec), allowed, remedy)
+
+
+def _num_layers(options: TrainingOptions, is_hybrid: bool) -> int:
+    if not is_hybrid:
+        return options.num_layers
+    try:
+        pattern = parse_hybrid_pattern(options.hybrid_layer_pattern)
+        layers = (pattern.main_pattern or "").replace("|", "")
+    except ValueError as error:
+        raise ArgumentError("hybrid_layer_pattern", options.hybrid_layer_pattern, _PATTERN, f"{error}.") from None
+    if not layers or pattern.mtp_num_depths or "|" in options.hybrid_layer_pattern:
+        raise ArgumentError("hybrid_layer_pattern", options.hybrid_layer_pattern, _PATTERN)
+    return len(layers)
+
+
+_PATTERN = "layers such as GG*-: G for GatedDeltaNet, * for attention, - for an MLP"
+
+
+def _model(options: TrainingOptions, config: TransformerConfig, vocab_size: int) -> GPTModel | HybridModel:
+    spec, is_hybrid = resolve_spec(options.spec)
+    common: dict[str, Any] = {
+        "config": config,
+        "vocab_size": padded_vocab_size(options, vocab_size),
+        "max_sequence_length": options.seq_length,
+        "position_embedding_type": options.position_embedding_type,
+        "rotary_base": options.rotary_base,
+        "share_embeddings_and_output_weights": False,
+        "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
+    }
+    if is_hybrid:
+        return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=options.hybrid_layer_pattern, **common)
+    return GPTModel(transformer_layer_spec=spec(config), **common)
+
+
+def padded_vocab_size(options: TrainingOptions, vocab_size: int) -> int:
+    """The vocabulary as Megatron pads it, so that tensor-parallel ranks share it evenly."""
+    multiple = options.make_vocab_size_divisible_by * options.tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def _scheduler(options: TrainingOptions, optimizer: Any) -> OptimizerParamScheduler:
+    # Megatron counts samples.
+    steps = options.global_batch_size
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.lr_warmup_iters * steps,
+        lr_decay_steps=(options.lr_decay_iters or options.train_iters) * steps,
+        lr_decay_style=options.lr_decay_style,
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=options.train_iters * steps,
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,  # a resumed run follows its own flags
+    )

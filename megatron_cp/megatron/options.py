@@ -1,0 +1,186 @@
+"""A training run as data, spelled as Megatron's flags where it has one. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.capabilities import require
+
+
+def _flag(default: Any, help_text: str, group: str, **rest: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, "group": group, **rest})
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """One training run. Every field is a flag of `megatron-cp train`: `train_iters` is `--train-iters`.
+
+    The defaults are a small hybrid model that trains on two CPU cores in minutes.
+    """
+
+    # The model.
+    spec: tuple[str, ...] = _flag(
+        ("megatron_cp.megatron.specs", "hybrid_stack_spec"),
+        "module and name of the layer spec: a function for GPTModel, a ModuleSpec for HybridModel",
+        "model", nargs=2, metavar=("MODULE", "NAME"), shape=True,
+    )  # fmt: skip
+    hybrid_layer_pattern: str = _flag(
+        "GG*-GG*-", "HybridModel's layers: G GatedDeltaNet, * attention, - MLP", "model", shape=True
+    )
+    num_layers: int = _flag(4, "GPTModel's layers", "model", shape=True)
+    hidden_size: int = _flag(128, "features of a token", "model", shape=True)
+    ffn_hidden_size: int = _flag(352, "features inside an MLP", "model", shape=True)
+    num_attention_heads: int = _flag(4, "query heads", "model", shape=True)
+    num_query_groups: int = _flag(2, "key/value heads", "model", shape=True)
+    kv_channels: int = _flag(32, "features of an attention head", "model", shape=True)
+    qk_layernorm: bool = _flag(False, "normalise queries and keys", "model", shape=True)
+    experimental_attention_variant: str | None = _flag(
+        None, "gated_delta_net: GPTModel with GatedDeltaNet layers", "model", shape=True
+    )
+    linear_attention_freq: int = _flag(4, "GPTModel: every n-th layer is softmax attention", "model", shape=True)
+    linear_num_key_heads: int = _flag(2, "GatedDeltaNet's query and key heads", "model", shape=True)
+    linear_num_value_heads: int = _flag(4, "GatedDeltaNet's value heads", "model", shape=True)
+    linear_key_head_dim: int = _flag(32, "features of its key heads", "model", shape=True)
+    linear_value_head_dim: int = _flag(32, "features of its value heads", "model", shape=True)
+    linear_conv_kernel_dim: int = _flag(4, "taps of its convolution", "model", shape=True)
+    position_embedding_type: str = _flag("rope", "rope or none", "model", choices=("rope", "none"), shape=True)
+    rotary_base: int = _flag(10000, "period of the slowest rotary phase", "model", shape=True)
+    make_vocab_size_divisible_by: int = _flag(128, "pads the vocabulary", "model", shape=True)
+    # Parallelism.
+    context_parallel_size: int = _flag(1, "ranks that share the tokens of a pack", "parallelism")
+    tensor_model_parallel_size: int = _flag(1, "ranks that share each layer's weights", "parallelism")
+    data_parallel_size: int = _flag(1, "replicas on local ranks; torchrun's job decides its own", "parallelism")
+    sequence_parallel: bool = _flag(False, "split norms over the tensor-parallel ranks", "parallelism")
+    cp_comm_type: tuple[str, ...] = _flag(
+        ("auto",), "attention's scheme, one or one for each layer", "parallelism", nargs="+"
+    )
+    linear_cp_mode: str = _flag("auto", "linear layers' scheme", "parallelism")
+    cp_layout: str = _flag("zigzag", "who holds which tokens", "parallelism")
+    # Data.
+    data_path: str | None = _flag(
+        None, "a folder of text files, a .jsonl file with \"text\", a text file, or the prefix of a Megatron .bin/.idx "
+        "pair (default: the source files of Python's standard library)", "data",
+    )  # fmt: skip
+    tokenizer_model: str | None = _flag(None, "a Hugging Face tokenizer.json (default: bytes)", "data")
+    vocab_size: int | None = _flag(None, "of a .bin/.idx pair whose tokenizer is not given", "data")
+    seq_length: int = _flag(2048, "tokens of a pack at most: a microbatch, over all its ranks", "data")
+    global_batch_size: int = _flag(1, "packs of a step", "data")
+    # Optimisation.
+    train_iters: int = _flag(80, "steps", "optimisation")
+    lr: float = _flag(1e-3, "learning rate", "optimisation")
+    min_lr: float = _flag(0.0, "learning rate at the end of decay", "optimisation")
+    lr_warmup_iters: int = _flag(20, "steps of warm-up", "optimisation")
+    lr_decay_style: str = _flag(
+        "constant", "after the warm-up", "optimisation", choices=("constant", "linear", "cosine")
+    )
+    lr_decay_iters: int | None = _flag(None, "steps until min-lr (default: train-iters)", "optimisation")
+    weight_decay: float = _flag(0.01, "of AdamW", "optimisation")
+    adam_beta1: float = _flag(0.9, "of AdamW", "optimisation")
+    adam_beta2: float = _flag(0.95, "of AdamW", "optimisation")
+    clip_grad: float = _flag(1.0, "largest gradient norm; 0 for no clipping", "optimisation")
+    seed: int = _flag(1234, "of weights and of the order of documents", "optimisation")
+    bf16: bool = _flag(False, "bf16 weights with fp32 master weights", "optimisation")
+    use_distributed_optimizer: bool = _flag(
+        False, "shard the optimizer over data-parallel ranks (CUDA)", "optimisation"
+    )
+    recompute_granularity: str | None = _flag(
+        None, "recompute activations", "optimisation", choices=("full", "selective")
+    )
+    # Checkpoints.
+    save_interval: int | None = _flag(None, "steps between checkpoints (default: one at the end)", "checkpoints")
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.tensor_model_parallel_size * self.context_parallel_size
+
+    def shape(self) -> dict[str, Any]:
+        """What a checkpoint must have in common with the model that loads it."""
+        shape = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.metadata.get("shape")}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
+
+    def check(self) -> None:
+        """Refuses what can be seen to be wrong before anything starts.
+
+        Raises:
+            ArgumentError: naming the option.
+        """
+        least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
+        least |= {"seed": 0, "lr_warmup_iters": 0, "lr": 0, "min_lr": 0, "weight_decay": 0, "clip_grad": 0}
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and not smallest <= value < float("inf"):
+                raise ArgumentError(name, value, f"at least {smallest:g}")
+        require("layout", self.cp_layout, name="cp_layout")
+        require("mode", self.linear_cp_mode, name="linear_cp_mode")
+        for scheme in self.cp_comm_type:
+            require("scheme", scheme, name="cp_comm_type")
+        if self.seq_length < self.context_parallel_size:
+            raise ArgumentError(
+                "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
+            )
+        self._check_divisors()
+        if self.lr_warmup_iters and self.lr_warmup_iters >= (self.lr_decay_iters or self.train_iters):
+            raise ArgumentError(
+                "lr_warmup_iters",
+                self.lr_warmup_iters,
+                f"less than the {self.lr_decay_iters or self.train_iters} steps",
+            )
+        if self.min_lr > self.lr:
+            raise ArgumentError("min_lr", self.min_lr, f"at most the learning rate, {self.lr}")
+
+    def _check_divisors(self) -> None:
+        tp = self.tensor_model_parallel_size
+        if self.num_attention_heads % self.num_query_groups:
+            raise ArgumentError(
+                "num_query_groups", self.num_query_groups, f"a divisor of the {self.num_attention_heads} query heads"
+            )
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ArgumentError(
+                "linear_num_key_heads",
+                self.linear_num_key_heads,
+                f"a divisor of the {self.linear_num_value_heads} value heads",
+            )
+        for name in ("num_attention_heads", "linear_num_key_heads", "ffn_hidden_size", "hidden_size"):
+            if getattr(self, name) % tp:
+                raise ArgumentError(
+                    "tensor_model_parallel_size", tp, f"a divisor of {name.replace('_', '-')}, {getattr(self, name)}"
+                )
+        if self.global_batch_size % self.data_parallel_size:
+            raise ArgumentError(
+                "global_batch_size", self.global_batch_size, f"a multiple of the {self.data_parallel_size} replicas"
+            )
+        if self.sequence_parallel and tp == 1:
+            raise ArgumentError("sequence_parallel", True, "on with --tensor-model-parallel-size above 1")
+
+
+_COUNTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "linear_attention_freq", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim", "rotary_base", "make_vocab_size_divisible_by",
+    "context_parallel_size", "tensor_model_parallel_size", "data_parallel_size", "vocab_size", "seq_length",
+    "global_batch_size", "train_iters", "lr_decay_iters", "save_interval",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run lives and how it starts.
+
+    Attributes:
+        options: of the run.
+        folder: its own: metrics, pictures and checkpoints.
+        resume: the checkpoint to go on from.
+        name: shown beside the progress bar.
+        save: write checkpoints.
+        keep_first_gradients: write the gradients of the first step, for comparing.
+    """
+
+    options: TrainingOptions
+    folder: Path
+    resume: Path | None = None
+    name: str = "train"
+    save: bool = True
+    keep_first_gradients: bool = False

@@ -1,0 +1,234 @@
+"""The training loop of one rank: Megatron's schedule, optimizer and checkpoints around our batches."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from tqdm import tqdm
+
+from megatron_cp.data.corpus import Corpus, read_corpus
+from megatron_cp.data.stream import PackedStream
+from megatron_cp.data.tokenizer import read_tokenizer
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import TorchGroup
+from megatron_cp.megatron import checkpoint
+from megatron_cp.megatron.batch import ShardedBatch, shard_batch
+from megatron_cp.megatron.cpu import run_megatron_on_cpu
+from megatron_cp.megatron.indexed import IndexedCorpus
+from megatron_cp.megatron.loss import forward_step
+from megatron_cp.megatron.model import Training, build_training, start_model_parallel
+from megatron_cp.megatron.modules import slots_of
+from megatron_cp.megatron.options import Run, TrainingOptions
+from megatron_cp.planner.picture import save_picture
+from megatron_cp.testing.layouts import layout_by_name
+
+METRICS, FIRST_GRADIENTS, CHECKPOINTS, PLAN_PICTURE = "metrics.jsonl", "first_gradients", "checkpoints", "plan.png"
+
+
+def load_corpus(options: TrainingOptions) -> Corpus:
+    """The documents that the options name.
+
+    Raises:
+        ArgumentError: they cannot be read, or there is none.
+    """
+    if not IndexedCorpus.is_prefix(options.data_path):
+        if options.vocab_size is not None:
+            raise ArgumentError("vocab_size", options.vocab_size, "nothing, unless --data-path is a .bin/.idx pair")
+        return read_corpus(options.data_path, read_tokenizer(options.tokenizer_model))
+    assert options.data_path is not None
+    vocab_size = options.vocab_size
+    if options.tokenizer_model is not None:
+        vocab_size = read_tokenizer(options.tokenizer_model).vocab_size
+    if vocab_size is None:
+        raise ArgumentError("vocab_size", None, "the vocabulary of the .bin/.idx pair, or its --tokenizer-model")
+    return IndexedCorpus(options.data_path, vocab_size)
+
+
+def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
+    """Trains on this rank, from the run's checkpoint or from its seed, and returns what happened.
+
+    Args:
+        world: all ranks of the job.
+        run: the same on every rank.
+        device: "cpu", or "cuda" for this rank's current device.
+
+    Returns:
+        `steps, first_loss, final_loss, tokens_per_second, pad_tokens`; the same on every rank.
+
+    Raises:
+        ArgumentError: a model, data or checkpoint that cannot be used; before the first step, on every rank.
+    """
+    if device == "cpu":
+        run_megatron_on_cpu()
+    options = run.options
+    where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    stream = PackedStream(load_corpus(options), options.seq_length, options.seed)
+    start = checkpoint.check_checkpoint(run.resume, options) if run.resume else 0
+    cp_group = start_model_parallel(options)
+    replicas = parallel_state.get_data_parallel_world_size()
+    if options.global_batch_size % replicas:
+        raise ArgumentError("global_batch_size", options.global_batch_size, f"a multiple of the {replicas} replicas")
+    training = build_training(options, stream.corpus.vocab_size, cp_group, where)
+    if run.resume:
+        checkpoint.load_checkpoint(run.resume, training)
+    batches = _Batches(stream, training, options, start)
+    schedule = get_forward_backward_func()
+    log = _Log(run, world.rank, start)
+    everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    training.model.train()
+    for step in range(start + 1, options.train_iters + 1):
+        began = time.perf_counter()
+        training.model.zero_grad_buffer()
+        training.optimizer.zero_grad()
+        sums = schedule(
+            forward_step_func=forward_step,
+            data_iterator=batches,
+            model=[training.model],
+            num_microbatches=options.global_batch_size // replicas,
+            seq_length=options.seq_length,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        if step == start + 1:
+            if run.keep_first_gradients and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+                tp_rank = parallel_state.get_tensor_model_parallel_rank()
+                checkpoint.save_gradients(run.folder / f"{FIRST_GRADIENTS}.{tp_rank}.pt", training)
+            if world.rank == 0:
+                batches.save_picture(run.folder / PLAN_PICTURE)
+        _, grad_norm, _ = training.optimizer.step()
+        lr = training.optimizer.param_groups[0]["lr"]
+        training.scheduler.step(increment=options.global_batch_size)
+        total = torch.stack([entry["lm loss"].double() for entry in sums]).sum(0)
+        dist.all_reduce(total, group=everyone)
+        loss, tokens = (total[0] / total[1]).item(), int(total[1].item())  # the step's one wait for the device
+        log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
+        due = options.save_interval and step % options.save_interval == 0
+        if run.save and (due or step == options.train_iters):
+            checkpoint.save_checkpoint(run.folder / CHECKPOINTS, training, options, step)
+    log.close()
+    parallel_state.destroy_model_parallel()
+    return log.summary()
+
+
+class _Batches:
+    """This rank's share of one pack after another: an iterator for Megatron's schedules."""
+
+    def __init__(self, stream: PackedStream, training: Training, options: TrainingOptions, steps_done: int) -> None:
+        self._stream, self._training, self._options = stream, training, options
+        self._slots = slots_of(training.model)
+        self._replicas = parallel_state.get_data_parallel_world_size()
+        self._next = steps_done * options.global_batch_size + parallel_state.get_data_parallel_rank()
+        self._tokens = self._pad_rows = 0
+        self._last: ShardedBatch | None = None
+
+    def __iter__(self) -> Iterator[ShardedBatch]:
+        return self
+
+    def __next__(self) -> ShardedBatch:
+        options = self._options
+        packing, tokens = self._stream.pack(self._next)
+        align = options.tensor_model_parallel_size if options.sequence_parallel else 1
+        layout = layout_by_name(options.cp_layout, packing, options.context_parallel_size, align=align)
+        self._last = shard_batch(
+            tokens, layout, self._training.cp_group, slots=self._slots, device=self._training.device
+        )
+        self._next += self._replicas
+        self._tokens += packing.total
+        self._pad_rows += self._last.pad_rows
+        return self._last
+
+    def take_counts(self) -> tuple[int, int]:
+        """Tokens and pad rows of all replicas since the last call."""
+        counts = torch.tensor([self._tokens, self._pad_rows])
+        self._tokens = self._pad_rows = 0
+        if self._replicas > 1:
+            counts = counts.to(self._training.device)
+            dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
+        tokens, pad_rows = counts.tolist()
+        return tokens, pad_rows
+
+    def save_picture(self, path: Path) -> None:
+        """Draws who holds which tokens of the latest pack."""
+        batch_plan = self._last.packed_seq_params.plans if self._last else None
+        plans = batch_plan.plans if batch_plan else []
+        if plans:
+            save_picture(next((plan for plan in plans if plan.kind == "attention"), plans[0]), path)
+
+
+class _Log:
+    """Metrics on disk and a progress bar, on rank 0; numbers for the summary on every rank."""
+
+    def __init__(self, run: Run, rank: int, start: int) -> None:
+        self._losses: list[float] = []
+        self._tokens = self._pad_tokens = 0
+        self._seconds: list[tuple[int, float]] = []
+        self._file: TextIO | None = None
+        self._bar: Any = None
+        if rank == 0:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            path = run.folder / METRICS
+            kept = [line for line in _lines(path) if json.loads(line)["step"] <= start] if start else []
+            path.write_text("".join(kept))
+            self._file = path.open("a")
+            self._bar = tqdm(
+                total=run.options.train_iters,
+                initial=start,
+                desc=run.name,
+                unit="step",
+                dynamic_ncols=True,
+                mininterval=0.2 if sys.stderr.isatty() else 20,  # a log file wants a line now and then
+            )
+
+    def step(
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        labelled: int,
+        counts: tuple[int, int],
+        seconds: float,
+    ) -> None:
+        tokens, pad_tokens = counts
+        self._losses.append(loss)
+        self._pad_tokens += pad_tokens
+        self._seconds.append((tokens, seconds))
+        if self._file is None:
+            return
+        entry = {
+            "step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "loss_tokens": labelled,
+            "pad_tokens": pad_tokens, "seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1),
+        }  # fmt: skip
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+        shown = f"loss {loss:.4f}, {tokens / seconds:,.0f} tokens/s, {self._pad_tokens} pad tokens"
+        self._bar.set_postfix_str(shown, refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._bar.close()
+
+    def summary(self) -> dict[str, Any]:
+        timed = self._seconds[1:] or self._seconds  # the first step also warms up
+        return {
+            "steps": len(self._losses),
+            "first_loss": self._losses[0],
+            "final_loss": self._losses[-1],
+            "tokens_per_second": round(sum(t for t, _ in timed) / sum(s for _, s in timed), 1),
+            "pad_tokens": self._pad_tokens,
+        }
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines(keepends=True) if path.exists() else []
