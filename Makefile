@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help setup lint test check clean
+.PHONY: help setup lint test train check clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,6 +25,9 @@ lint: setup ## ruff and mypy
 
 test: setup ## all tests, on 2 processes
 	$(RUN)/python -m pytest -n 2 --dist worksteal
+
+train: setup ## a packed hybrid Megatron model at CP=2 against CP=1, in minutes; ARGS="--context-parallel-size 3 ..."
+	$(RUN)/megatron-cp train --context-parallel-size 2 --compare $(ARGS)
 
 check: setup ## parity of both layers at several context-parallel sizes, in seconds
 	$(RUN)/megatron-cp check --layer attention --cp 2,3,5 --lengths 7,1,130,64,2 --heads 6 --kv-heads 2 --dtype float64

@@ -12,6 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,12 +73,9 @@ def _help(entry: dataclasses.Field[Any], text: str) -> str:
 def run(args: argparse.Namespace) -> Report:
     """Trains, and with `--compare` trains again on one context-parallel rank."""
     _quiet_imports()
-    try:
-        import megatron.core  # noqa: F401
-    except ImportError as error:
-        raise ArgumentError(
-            "train", f"no Megatron-Core ({error})", "an environment that has it", "pip install 'megatron_cp[megatron]'"
-        ) from None
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        allowed = "an environment with Megatron-Core"
+        raise ArgumentError("train", "one without", allowed, "pip install 'megatron_cp[megatron]'")
     world = start_torchrun_rank() if in_torchrun() else None
     try:
         return _run(args, world)
@@ -117,12 +115,12 @@ def _run(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     if args.compare and not quiet:
         reference = _reference(options, folder, checkpoint, device)
         losses = {"CP=1": _losses(folder / REFERENCE), **losses}
-        data |= _compared(folder, options, losses[label], losses["CP=1"])
+        numbers, remarks = _compared(folder, options, losses[label], losses["CP=1"])
+        data |= numbers
         lines += [
             f"CP=1: loss {reference['first_loss']:.4f} to {reference['final_loss']:.4f}, "
             f"{reference['tokens_per_second']:,.0f} tokens/s",
-            f"max_loss_diff {data['max_loss_diff']:.3g} over {summary['steps']} steps, "
-            f"first_step_grad_diff {data['first_step_grad_diff']:.3g} over all parameters",
+            *remarks,
         ]
     if not quiet:
         _draw_losses(losses, folder / LOSS_PICTURE)
@@ -172,24 +170,27 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 def _compared(
     folder: Path, options: TrainingOptions, ours: dict[int, float], theirs: dict[int, float]
-) -> dict[str, Any]:
-    from megatron_cp.megatron.checkpoint import gradient_difference
+) -> tuple[dict[str, float], list[str]]:
+    """The numbers of `--compare`, and what to say about them."""
+    from megatron_cp.megatron.checkpoint import compare_gradients
     from megatron_cp.megatron.training import FIRST_GRADIENTS
 
     names = [f"{FIRST_GRADIENTS}.{rank}.pt" for rank in range(options.tensor_model_parallel_size)]
-    steps = sorted(ours.keys() & theirs.keys())
-    result = {
-        "max_loss_diff": float(np.max([abs(ours[step] - theirs[step]) for step in steps])),  # NaN if any is
-        "first_step_grad_diff": max(gradient_difference(folder / name, folder / REFERENCE / name) for name in names),
-    }
-    for name in names:
-        (folder / name).unlink()
-        (folder / REFERENCE / name).unlink()
-    return result
+    pairs = [folder / name for name in names], [folder / REFERENCE / name for name in names]
+    gradients = compare_gradients(*pairs)
+    for path in (*pairs[0], *pairs[1]):
+        path.unlink()
+    steps = ours.keys() & theirs.keys()
+    loss_diff = float(np.max([abs(ours[step] - theirs[step]) for step in steps]))  # NaN if any is
+    return {"max_loss_diff": loss_diff, "first_step_grad_diff": gradients.error}, [
+        f"max_loss_diff {loss_diff:.3g} over {len(steps)} steps, first_step_grad_diff {gradients.error:.3g}",
+        f"(largest share of a gradient itself: {gradients.worst_error:.3g} in {gradients.worst}, whose gradient is "
+        f"{gradients.worst_share:.2g} of the largest)",
+    ]
 
 
 def _agrees(data: dict[str, Any], options: TrainingOptions) -> bool:
-    """Whether the two runs of `--compare` are one run, up to rounding. Losses that are no numbers agree with nothing."""
+    """Whether the two runs of `--compare` are one, up to rounding. Losses that are no numbers agree with nothing."""
     limits = {"max_loss_diff": LOSS_TOLERANCE, "first_step_grad_diff": GRADIENT_TOLERANCE}
     return options.bf16 or all(data[name] is None or data[name] <= limit for name, limit in limits.items())
 

@@ -70,7 +70,9 @@ class FileTokenizer:
             package = importlib.import_module("tokenizers")
         except ImportError:
             allowed = "bytes (no file) as long as the tokenizers package is missing"
-            raise ArgumentError("tokenizer_model", self.name, allowed, "pip install tokenizers") from None
+            raise ArgumentError(
+                "tokenizer_model", self.name, allowed, "pip install 'megatron_cp[tokenizers]'"
+            ) from None
         try:
             self._tokenizer = package.Tokenizer.from_str(text)
         except Exception as error:  # the package has no narrower one

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.model import Training
 from megatron_cp.megatron.options import TrainingOptions
+from megatron_cp.testing.parity import FLOOR_SHARE, relative_error
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name for it
 
@@ -102,9 +106,37 @@ def save_gradients(path: Path, training: Training) -> None:
     torch.save(gradients, path)
 
 
-def gradient_difference(one: Path, other: Path) -> float:
-    """The largest difference between two files of gradients: over parameters, `max|a - b| / max|b|`."""
-    a, b = torch.load(one), torch.load(other)
-    assert a.keys() == b.keys()
-    worst = [(a[name] - b[name]).abs().max() / b[name].abs().max().clamp_min(1e-30) for name in b]
-    return float(torch.stack(worst).max())
+@dataclass(frozen=True)
+class GradientDifference:
+    """How far two sets of gradients are apart.
+
+    Attributes:
+        error: the largest over parameters of `max|a - b| / max(max|b|, floor)`, the floor a thousandth of the largest
+            gradient of all: what cancels to less than that is known to fewer digits, on one rank too.
+        worst: the parameter that is furthest apart without the floor.
+        worst_error: its `max|a - b| / max|b|`.
+        worst_share: its `max|b|` over the largest gradient of all.
+    """
+
+    error: float
+    worst: str
+    worst_error: float
+    worst_share: float
+
+
+def compare_gradients(ours: list[Path], theirs: list[Path]) -> GradientDifference:
+    """Compares what `save_gradients` wrote on each tensor-parallel rank of two runs."""
+    pairs: dict[str, tuple[Tensor, Tensor]] = {}
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        a, b = torch.load(one), torch.load(other)
+        assert a.keys() == b.keys()
+        pairs |= {f"{name} of tensor-parallel rank {number}" if number else name: (a[name], b[name]) for name in b}
+    scale = max(float(b.abs().max()) for _, b in pairs.values())
+    plain = {name: relative_error(a, b, torch.finfo(torch.float32).tiny) for name, (a, b) in pairs.items()}
+    worst = max(plain, key=lambda name: plain[name])
+    return GradientDifference(
+        error=float(np.max([relative_error(a, b, FLOOR_SHARE * scale) for a, b in pairs.values()])),  # NaN if any is
+        worst=worst,
+        worst_error=plain[worst],
+        worst_share=float(pairs[worst][1].abs().max()) / scale,
+    )

@@ -142,7 +142,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
         num_layers=_num_layers(options, is_hybrid),
         cp_comm_type=schemes[0] if len(schemes) == 1 else list(schemes),
         normalization="RMSNorm",
-        layernorm_epsilon=1e-6,
+        layernorm_epsilon=options.norm_epsilon,
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,

@@ -47,6 +47,7 @@ class TrainingOptions:
     linear_value_head_dim: int = _flag(32, "features of its value heads", "model", shape=True)
     linear_conv_kernel_dim: int = _flag(4, "taps of its convolution", "model", shape=True)
     position_embedding_type: str = _flag("rope", "rope or none", "model", choices=("rope", "none"), shape=True)
+    norm_epsilon: float = _flag(1e-5, "added to the mean square in norms", "model", shape=True)
     rotary_base: int = _flag(10000, "period of the slowest rotary phase", "model", shape=True)
     make_vocab_size_divisible_by: int = _flag(128, "pads the vocabulary", "model", shape=True)
     # Parallelism.
@@ -66,10 +67,10 @@ class TrainingOptions:
     )  # fmt: skip
     tokenizer_model: str | None = _flag(None, "a Hugging Face tokenizer.json (default: bytes)", "data")
     vocab_size: int | None = _flag(None, "of a .bin/.idx pair whose tokenizer is not given", "data")
-    seq_length: int = _flag(2048, "tokens of a pack at most: a microbatch, over all its ranks", "data")
+    seq_length: int = _flag(4096, "tokens of a pack at most: a microbatch, over all its ranks", "data")
     global_batch_size: int = _flag(1, "packs of a step", "data")
     # Optimisation.
-    train_iters: int = _flag(80, "steps", "optimisation")
+    train_iters: int = _flag(100, "steps", "optimisation")
     lr: float = _flag(1e-3, "learning rate", "optimisation")
     min_lr: float = _flag(0.0, "learning rate at the end of decay", "optimisation")
     lr_warmup_iters: int = _flag(20, "steps of warm-up", "optimisation")

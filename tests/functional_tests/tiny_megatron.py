@@ -1,0 +1,282 @@
+"""Small Megatron models over ranks: what the tests of the adapter share. Only ranks call this: it needs the stand-in.
+
+Parameters are drawn by their names, whole, and dealt to tensor-parallel ranks, so that every run has the same model.
+"""
+
+import dataclasses
+import zlib
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.testing.layouts import layout_by_name
+
+VOCABULARY = 64
+RAGGED = (7, 1, 130, 0, 64, 2, 33)
+# Microbatches of one step. The second of `ragged` has a loss mask, so that they have unlike numbers of tokens.
+BATCHES = {"ragged": (RAGGED, (5, 0, 67, 16)), "tiny": ((2,), (3, 1))}
+
+KINDS = {
+    "gpt": {"num_layers": 2, "qk_layernorm": True},
+    "hybrid": {"num_layers": 4},  # GG*-
+    # GPTModel with layers of both kinds. Megatron's configuration allows it where tp * cp divides the key heads.
+    "gpt_gdn": {"num_layers": 2, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
+}
+
+
+def start(tp=1, cp=1):
+    """Megatron's process groups over all ranks, anew: what tp * cp leaves over is data parallelism."""
+    # All that is used, so that the stand-in reaches it.
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.models.hybrid.hybrid_model
+    import megatron.core.pipeline_parallel  # noqa: F401
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megatron_cp.megatron.cpu import run_megatron_on_cpu
+
+    run_megatron_on_cpu()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(tp, 1, context_parallel_size=cp)
+    model_parallel_cuda_manual_seed(1)
+    return parallel_state
+
+
+def configure(kind, **changes):
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+
+    settings = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "ffn_hidden_size": 64,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_conv_kernel_dim": 4,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "use_cpu_initialization": True,
+        "calculate_per_token_loss": True,
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+    }
+    return TransformerConfig(**settings | KINDS[kind] | changes)
+
+
+def build(kind, *, spec=None, pattern="GG*-", config=None, **changes):
+    """GPTModel or HybridModel with our spec, or `spec`, and the parameters that belong to their names."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from megatron_cp.megatron import specs
+
+    config = configure(kind, **changes) if config is None else config
+    common = {"vocab_size": VOCABULARY, "max_sequence_length": 256, "position_embedding_type": "rope"}
+    if kind == "hybrid":
+        model = HybridModel(config, spec or specs.hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
+    else:
+        model = GPTModel(config, spec or specs.gpt_layer_spec(config), **common)
+    fill(model, config)
+    return model
+
+
+# -- parameters: whole, and a tensor-parallel rank's share -----------------------------------------------------------
+
+
+def fill(model, config):
+    """Gives every parameter the values that belong to its name."""
+    from megatron.core import parallel_state
+
+    size, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter, split in parameters_of(model, config):
+        shape = list(parameter.shape)
+        if split is not None:
+            shape[split[0]] *= size
+        values = drawn(name, shape)
+        if name.endswith(("in_proj.weight", "conv1d.weight")):
+            keep_dot_products_from_zero(values, size * split[1][0])
+        parameter.data.copy_(share(values, split, rank, size))
+
+
+def drawn(name, shape):
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(shape, generator=generator, dtype=torch.float64)
+    if name.endswith(("norm.weight", "layer_norm_weight")):
+        return 1 + 0.2 * values
+    if name.endswith("dt_bias"):
+        return 0.3 * values - 1
+    if name.endswith("A_log"):
+        return 0.3 * values
+    return values * shape[-1] ** -0.5
+
+
+def keep_dot_products_from_zero(values, width):
+    """Makes keys like queries, in a projection or convolution whose first two sections of rows, `width` each, they are.
+
+    The first token of a document gets `beta (q.k) v`, whose size the norm after it takes out again: where q.k happens
+    to be 0.004, rounding it changes gradients by 1e-5, on one rank already.
+    """
+    q, k = values[:width], values[width : 2 * width]
+    k.mul_(0.5).add_(q)
+
+
+def parameters_of(model, config):
+    """Name, parameter, and how tensor parallelism splits it: the dimension and the local sizes of its sections."""
+    from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
+
+    modules = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        if not getattr(parameter, "tensor_model_parallel", False):
+            yield name, parameter, None
+            continue
+        dimension = parameter.partition_dim
+        sizes = [parameter.shape[dimension]]
+        owner = modules[name.rpartition(".")[0].rpartition(".")[0]]
+        if isinstance(owner, GatedDeltaNet):
+            if name.endswith("in_proj.weight"):
+                sizes = list(owner.in_proj_split_sections)
+            elif name.endswith("conv1d.weight"):
+                sizes = [owner.qk_dim_local_tp, owner.qk_dim_local_tp, owner.v_dim_local_tp]
+        elif "linear_fc1" in name and config.gated_linear_unit:
+            sizes = [sizes[0] // 2] * 2
+        yield name, parameter, (dimension, sizes)
+
+
+def share(whole, split, rank, size):
+    if split is None:
+        return whole
+    dimension, sizes = split
+    sections = whole.split([local * size for local in sizes], dimension)
+    return torch.cat([section.chunk(size, dimension)[rank] for section in sections], dimension)
+
+
+def whole(shares, split):
+    """The inverse of `share`; where all ranks have everything, the first rank's."""
+    if split is None:
+        return shares[0]
+    dimension, sizes = split
+    sections = zip(*(one.split(sizes, dimension) for one in shares), strict=True)
+    return torch.cat([torch.cat(pieces, dimension) for pieces in sections], dimension)
+
+
+# -- a step of training ----------------------------------------------------------------------------------------------
+
+
+def layout_of(name, lengths, cp_size, align=1):
+    """A layout by name; "lopsided" leaves every rank but the last without a token."""
+    packing = Packing(lengths)
+    if name == "lopsided":
+        fragments = [[] for _ in range(cp_size - 1)] + [[(0, packing.total)]]
+        return Layout.from_fragments(packing, fragments, align=align)
+    return layout_by_name(name, packing, cp_size, align=align, seed=4)
+
+
+def stream(index, total):
+    """The token ids of a microbatch, and the loss mask that every second one has."""
+    generator = torch.Generator().manual_seed(100 + index)
+    tokens = torch.randint(0, VOCABULARY, (total,), generator=generator)
+    mask = torch.randint(0, 2, (total,), generator=generator).float()
+    return tokens, mask if index % 2 and total > 8 else None
+
+
+def shards(model, lengths, layout, index, align=1):
+    """This rank's share of microbatch `index`."""
+    from megatron.core import parallel_state
+
+    from megatron_cp.megatron.batch import shard_batch
+    from megatron_cp.megatron.modules import slots_of
+
+    group = parallel_state.get_context_parallel_group()
+    tokens, mask = stream(index, sum(lengths))
+    dealt = layout_of(layout, lengths, group.size(), align)
+    return shard_batch(tokens, dealt, group, slots=slots_of(model), loss_mask=mask)
+
+
+def microbatches(model, batches, layout, align=1):
+    """This rank's shares of its data-parallel rank's microbatches of one step."""
+    from megatron.core import parallel_state
+
+    first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    assert len(BATCHES[batches]) % step == 0
+    return [
+        shards(model, lengths, layout, index, align)
+        for index, lengths in list(enumerate(BATCHES[batches]))[first::step]
+    ]
+
+
+@dataclasses.dataclass
+class Step:
+    """Loss and gradients of one step: per token of the whole batch, gradients whole and by name.
+
+    `drift` is how far the gradients of tensor-parallel ranks are apart where all of them should have the same.
+    """
+
+    loss: float
+    tokens: int
+    gradients: dict
+    drift: dict
+
+
+def train(model, config, batches):
+    """One step without an update, over Megatron's data parallelism, its schedule and its end of a step."""
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_cp.megatron.loss import forward_step
+
+    wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    config.finalize_model_grads_func = finalize_model_grads
+    wrapped.zero_grad_buffer()
+    reduced = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[wrapped],
+        num_microbatches=len(batches),
+        seq_length=1,
+        micro_batch_size=1,
+    )
+    sums = torch.stack([one["lm loss"] for one in reduced]).sum(0).double()
+    dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    gradients, drift = gathered({n: (p.main_grad, s) for n, p, s in parameters_of(model, config)})
+    return Step(float(sums[0] / sums[1]), int(sums[1]), gradients, drift)
+
+
+def gathered(own):
+    """Whole gradients from all tensor-parallel ranks, and by name how far copies of the same are apart."""
+    from megatron.core import parallel_state
+
+    everyone = [None] * parallel_state.get_tensor_model_parallel_world_size()
+    mine = {name: gradient.clone() for name, (gradient, _) in own.items()}
+    dist.all_gather_object(everyone, mine, group=parallel_state.get_tensor_model_parallel_group())
+    found = {name: whole([one[name] for one in everyone], split) for name, (_, split) in own.items()}
+    drift = {
+        name: max(distance(one[name], found[name]) for one in everyone)
+        for name, (_, split) in own.items()
+        if split is None
+    }
+    return found, drift
+
+
+def distance(actual, expected):
+    """`max|a - b| / max|b|`."""
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())
+
+
+def distances(actual, expected):
+    """By name, the worst first."""
+    assert actual.keys() == expected.keys()
+    errors = {name: distance(actual[name], expected[name]) for name in expected}
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))

@@ -1,0 +1,255 @@
+"""`Corpus`: documents as tokens."""
+
+import json
+import os
+import platform
+import re
+import sysconfig
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from megatron_cp.data import ByteTokenizer, TokenCorpus, read_corpus
+from megatron_cp.errors import ArgumentError
+
+END = 256
+not_root = pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+
+
+@contextmanager
+def refusal_of(path, *said):
+    with pytest.raises(ArgumentError, match=re.escape(f"data_path: got {str(path)!r}; allowed: ")) as caught:
+        yield
+    assert caught.value.argument == "data_path"
+    for part in said:
+        assert part in str(caught.value)
+
+
+def write(folder, contents):
+    """Files by name."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder
+
+
+def read(path):
+    return read_corpus(path, ByteTokenizer())
+
+
+def texts_of(corpus):
+    """Every document as text, after a check of everything else a corpus promises."""
+    documents = [corpus.tokens(document) for document in range(len(corpus.lengths))]
+    assert corpus.lengths.tolist() == [document.size for document in documents]
+    assert all(document.dtype == np.int64 and document[-1] == END for document in documents)
+    return [bytes(document[:-1].tolist()).decode() for document in documents]
+
+
+def test_a_folder_holds_one_document_per_file_sorted_by_path(tmp_path):
+    write(tmp_path, {"b": "4\r\n", "a/z": "zä", "a-b": "folders first", "a/b/c.py": "1", "c.jsonl": '{"text": ""}\n'})
+    corpus = read(tmp_path)
+    assert texts_of(corpus) == ["1", "zä", "folders first", "4\r\n", '{"text": ""}\n']
+    assert (corpus.name, corpus.vocab_size, corpus.skipped) == (str(tmp_path), 257, {})
+    assert texts_of(read(str(tmp_path))) == texts_of(corpus)
+
+
+def test_a_folder_skips_and_counts_what_is_no_text(tmp_path):
+    write(tmp_path, {"a": "", "b": "", "c": b"\xff\xfe", "d": "kept", "e": b"caf\xe9"})
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    corpus = read(tmp_path)
+    assert texts_of(corpus) == ["kept"]
+    assert corpus.skipped == {"empty": 2, "not UTF-8": 2, "unreadable": 1}
+
+
+def test_a_folder_leaves_out_what_is_hidden(tmp_path):
+    write(tmp_path / ".below", {".git/config": "x", "a/.hidden/b": "x", ".env": "x", "a/seen": "seen"})
+    assert texts_of(read(tmp_path / ".below")) == ["seen"]
+
+
+def test_a_folder_neither_follows_links_to_folders_nor_opens_pipes(tmp_path):
+    write(tmp_path, {"file": "once"})
+    (tmp_path / "circle").symlink_to(tmp_path)
+    (tmp_path / "twin").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    corpus = read(tmp_path)
+    assert texts_of(corpus) == ["once", "once"]
+    assert corpus.skipped == {}
+
+
+@not_root
+def test_a_folder_skips_and_counts_what_may_not_be_read(tmp_path):
+    write(tmp_path, {"file": "secret", "folder/a": "secret", "names/b": "secret", "kept": "kept"})
+    modes = {"file": 0o000, "folder": 0o000, "names": 0o444}  # names: may be listed, its files may not be reached
+    for name, mode in modes.items():
+        (tmp_path / name).chmod(mode)
+    try:
+        corpus = read(tmp_path)
+    finally:
+        for name in modes:
+            (tmp_path / name).chmod(0o700)
+    assert texts_of(corpus) == ["kept"]
+    assert corpus.skipped == {"unreadable": 3}
+
+
+def test_each_line_of_a_jsonl_file_is_a_document(tmp_path):
+    lines = [
+        json.dumps({"text": "zä\n", "id": 1}),
+        "",
+        "  \t",
+        json.dumps({"text": ""}),
+        '{"text": "half \\ud800"}',
+        '{"text": "whole \\ud83d\\ude00"}',
+        json.dumps({"text": "b\u2028c"}, ensure_ascii=False),
+    ]
+    write(tmp_path, {"corpus.jsonl": "\r\n".join(lines)})
+    corpus = read(tmp_path / "corpus.jsonl")
+    assert texts_of(corpus) == ["zä\n", "whole 😀", "b\u2028c"]
+    assert corpus.skipped == {"empty": 1, "not UTF-8": 1}
+
+
+def test_any_other_file_is_one_document(tmp_path):
+    write(tmp_path, {"book.txt": "one\n\ntwo\n"})
+    corpus = read(str(tmp_path / "book.txt"))
+    assert texts_of(corpus) == ["one\n\ntwo\n"]
+    assert corpus.name == str(tmp_path / "book.txt")
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)],
+)
+def test_the_smallest_type_that_holds_the_vocabulary_is_kept(tmp_path, vocab_size, dtype):
+    write(tmp_path, {"a": "ab"})
+    tokens = np.array([0, vocab_size - 2])
+    corpus = read_corpus(
+        tmp_path, SimpleNamespace(vocab_size=vocab_size, end_of_document=vocab_size - 1, encode=lambda text: tokens)
+    )
+    assert corpus.flat.dtype == dtype
+    assert corpus.tokens(0).tolist() == [0, vocab_size - 2, vocab_size - 1]
+
+
+def test_a_text_of_no_tokens_is_empty(tmp_path):
+    write(tmp_path, {"a": " ", "b": "b"})
+    words = SimpleNamespace(vocab_size=2, end_of_document=1, encode=lambda text: np.zeros(len(text.split()), np.int64))
+    corpus = read_corpus(tmp_path, words)
+    assert corpus.lengths.tolist() == [2]
+    assert corpus.skipped == {"empty": 1}
+
+
+def test_a_range_of_a_document_stays_inside_it():
+    corpus = TokenCorpus("two", 9, np.arange(7, dtype=np.uint8), np.array([0, 3, 7]))
+    assert corpus.lengths.tolist() == [3, 4]
+    assert [corpus.tokens(1).tolist(), corpus.tokens(1, 2).tolist()] == [[3, 4, 5, 6], [5, 6]]
+    assert [corpus.tokens(0, 1, 3).tolist(), corpus.tokens(0, 1, 9).tolist()] == [[1, 2], [1, 2]]
+    assert corpus.skipped == {}
+
+
+def test_what_is_read_out_is_nobody_elses(tmp_path):
+    write(tmp_path, {"a": "abc"})
+    corpus = read(tmp_path)
+    corpus.tokens(0)[:] = 0
+    assert texts_of(corpus) == ["abc"]
+    for kept in (corpus.flat, corpus.offsets, corpus.lengths):
+        with pytest.raises(ValueError, match="read-only"):
+            kept[0] = 7
+
+
+def test_without_a_path_the_standard_library_is_read(tmp_path, monkeypatch):
+    source = "import this\n"
+    write(tmp_path, {"json.py": source, "asyncio/base.py": "async", "b.txt": "x", "pyc": "x", "lib/x.pyc": "x"})
+    write(tmp_path, {f"{folder}/a.py": "x" for folder in ("site-packages", "dist-packages", "asyncio/__pycache__")})
+    monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(tmp_path)}.__getitem__)
+    corpus = read(None)
+    assert texts_of(corpus) == ["async", source]
+    assert corpus.name == f"Python {platform.python_version()} standard library"
+
+
+def test_the_standard_library_has_a_heavy_tail():
+    corpus = read(None)
+    assert corpus.lengths.max() > 20 * np.median(corpus.lengths)
+    assert corpus.lengths.sum() > 1_000_000
+
+
+def test_rejects_a_missing_path(tmp_path):
+    with refusal_of(tmp_path / "nowhere", "No file or folder is there"):
+        read(tmp_path / "nowhere")
+
+
+def test_rejects_an_empty_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(write(tmp_path, {"a": "not meant"}))
+    with refusal_of("", "No file or folder is there"):
+        read("")
+
+
+def test_rejects_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with refusal_of(tmp_path / "pipe", "a folder, a .jsonl file or a text file"):
+        read(tmp_path / "pipe")
+
+
+def test_rejects_a_path_that_no_file_can_have(tmp_path):
+    with refusal_of("x" * 180, "No file"):
+        read("x" * 180)
+    with pytest.raises(ArgumentError, match=r"^data_path: .*Cannot read it: File name too long\.$"):
+        read("x" * 5000)
+
+
+@not_root
+@pytest.mark.parametrize("name", ["file.txt", "file.jsonl", "folder", "folder/below"])
+def test_rejects_a_path_that_may_not_be_read(tmp_path, name):
+    write(tmp_path, {"file.txt": "secret", "file.jsonl": '{"text": "secret"}', "folder/below": "secret"})
+    locked = tmp_path / name.partition("/")[0]
+    locked.chmod(0o000)
+    try:
+        with refusal_of(tmp_path / name, "unreadable" if name == "folder" else "Permission denied"):
+            read(tmp_path / name)
+    finally:
+        locked.chmod(0o700)
+
+
+def test_rejects_a_folder_without_a_file(tmp_path):
+    with refusal_of(tmp_path, "Nothing is there"):
+        read(tmp_path)
+
+
+def test_rejects_a_folder_without_a_document(tmp_path):
+    write(tmp_path, {"a": b"\xff", "b": "", "c": ""})
+    with refusal_of(tmp_path, "Skipped: 2 empty, 1 not UTF-8."):
+        read(tmp_path)
+
+
+def test_rejects_a_jsonl_file_without_a_document(tmp_path):
+    write(tmp_path, {"a.jsonl": '\n{"text": ""}\n'})
+    with refusal_of(tmp_path / "a.jsonl", "Skipped: 1 empty."):
+        read(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (b"plain text", "Line 3 is b'plain text': Expecting value."),
+        (b'{"text": "a"', "Expecting ',' delimiter."),
+        (b'["text"]', 'no object with a string "text".'),
+        (b'"text"', 'no object with a string "text".'),
+        (b'{"txt": "a"}', 'no object with a string "text".'),
+        (b'{"text": null}', 'no object with a string "text".'),
+        (b'{"text": 7}', 'no object with a string "text".'),
+        (b'{"text": "caf\xe9"}', "utf-8"),
+        (b"[" * 100_000, "recursion"),
+    ],
+    ids=["text", "cut", "list", "string", "other key", "null", "number", "latin-1", "nested"],
+)
+def test_rejects_a_line_that_is_no_object_with_a_text(tmp_path, line, said):
+    write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine"}\n'})
+    with refusal_of(tmp_path / "a.jsonl", "Line 3 is b'", said):
+        read(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(("content", "said"), [("", "1 empty"), (b"\xff", "1 not UTF-8")], ids=["empty", "binary"])
+def test_rejects_a_single_file_that_is_no_text(tmp_path, content, said):
+    write(tmp_path, {"a.txt": content})
+    with refusal_of(tmp_path / "a.txt", said):
+        read(tmp_path / "a.txt")

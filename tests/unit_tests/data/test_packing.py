@@ -1,0 +1,121 @@
+"""Which documents share a pack."""
+
+import doctest
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_cp.data.packing as packing_module
+from megatron_cp.data import Piece, best_fit
+from megatron_cp.data.packing import cut
+from megatron_cp.errors import ArgumentError
+
+ragged = settings(derandomize=True, deadline=None, max_examples=300)
+
+
+@st.composite
+def lengths_and_budget(draw):
+    budget = draw(st.integers(1, 30) | st.sampled_from([97, 4096]))
+    lengths = draw(st.lists(st.integers(1, budget) | st.sampled_from([1, budget, budget // 2 + 1]), max_size=40))
+    return lengths, budget
+
+
+@st.composite
+def full_packs(draw):
+    """The lengths that some packs without any room left fall into when cut at random, shuffled."""
+    budget = draw(st.integers(1, 40))
+    packs = draw(st.integers(1, 12))
+    lengths = []
+    for _ in range(packs):
+        ends = draw(st.sets(st.integers(1, budget), max_size=5)) | {budget}
+        lengths += np.diff([0, *sorted(ends)]).tolist()
+    return draw(st.permutations(lengths)), budget, packs
+
+
+def naive(lengths, budget):
+    """Best-fit decreasing as it is told: look at every pack."""
+    packs = []
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        fits = [pack for pack in packs if sum(lengths[held] for held in pack) + lengths[index] <= budget]
+        if not fits:
+            packs.append(pack := [])
+        else:
+            pack = max(fits, key=lambda pack: sum(lengths[held] for held in pack))  # the first of equals
+        pack.append(index)
+    return packs
+
+
+@ragged
+@given(case=lengths_and_budget())
+def test_every_index_is_in_one_pack_and_no_pack_is_over_budget(case):
+    lengths, budget = case
+    packs = best_fit(lengths, budget)
+    assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[index] for index in pack) <= budget for pack in packs)
+
+
+@ragged
+@given(case=lengths_and_budget())
+def test_equals_best_fit_that_looks_at_every_pack(case):
+    assert best_fit(*case) == naive(*case)
+
+
+@ragged
+@given(case=full_packs())
+def test_needs_few_more_packs_than_the_best(case):
+    lengths, budget, best = case  # the best is known here: no token is lacking in any pack
+    assert best <= len(best_fit(lengths, budget)) <= 11 / 9 * best + 1
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16], ids=lambda kind: kind.__name__)
+def test_lengths_may_be_an_array(kind):
+    packs = best_fit(np.array([3, 5, 2, 6, 4], kind), 10)
+    assert packs == [[3, 4], [1, 0, 2]]
+    assert all(type(index) is int for pack in packs for index in pack)
+
+
+# Seconds of a second's work; looking at every pack would take hours.
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("budget", [4096, 1_000_000])
+def test_a_hundred_thousand_lengths_are_packed_in_reasonable_time(budget):
+    lengths = np.random.default_rng(0).integers(1, budget + 1, 100_000)
+    packs = best_fit(lengths, budget)
+    assert sum(map(len, packs)) == 100_000
+    assert lengths.sum() / (len(packs) * budget) > 0.99
+
+
+@ragged
+@given(case=st.tuples(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 15)), seed=st.integers(0, 9))
+def test_pieces_cover_every_document_in_parts_of_the_budget(case, seed):
+    lengths, budget = case
+    documents = np.random.default_rng(seed).permutation(len(lengths))
+    rows = cut(documents, np.array(lengths, np.int64)[documents], budget)
+    expected = [
+        (document, start, min(start + budget, lengths[document]))
+        for document in documents.tolist()
+        for start in range(0, lengths[document], budget)
+    ]
+    assert [Piece(*row) for row in rows.tolist()] == expected
+
+
+def test_a_piece_may_be_a_single_token():
+    assert cut(np.array([4]), np.array([9]), 8).tolist() == [[4, 0, 8], [4, 8, 9]]
+
+
+def test_no_lengths_need_no_packs():
+    assert best_fit([], 8) == []
+
+
+def test_the_example_in_the_docstring_runs():
+    assert doctest.testmod(packing_module) == doctest.TestResults(failed=0, attempted=1)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[3, 9], [0, 3], [-1], [1.5, 2.0], [True, True]], ids=["long", "empty", "negative", "fraction", "bool"]
+)
+def test_rejects_lengths_that_no_pack_can_hold(lengths):
+    with pytest.raises(ArgumentError, match=re.escape(f"lengths: got {lengths}; allowed: integers from 1 to")):
+        best_fit(lengths, 8)
