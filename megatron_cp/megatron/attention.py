@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import attention as megatron_attention
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.batch import PlannedSeqParams, planned
-from megatron_cp.megatron.modules import ContextParallelModule, cp_ranks, refuse, refuse_unsupported
+from megatron_cp.megatron.modules import ContextParallelModule, Norm, cp_ranks, refuse, refuse_unsupported
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
 from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.attention import attention
@@ -138,6 +140,12 @@ class SelfAttention(megatron_attention.SelfAttention):
     Megatron finds positions in packed batches layer by layer, from lengths that it copies to the host, and for its own
     zigzag only. Here the core attention turns queries and keys, by phases that were gathered once for the batch.
     """
+
+    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        if config.qk_layernorm and not config.qk_l2_norm and submodules.q_layernorm is None and not HAVE_TE:
+            # Where the spec names none, Megatron takes Transformer Engine's.
+            submodules = replace(submodules, q_layernorm=Norm, k_layernorm=Norm)
+        super().__init__(config, submodules, *args, **kwargs)
 
     def forward(
         self,

@@ -34,17 +34,19 @@ class PlannedSeqParams(PackedSeqParams):
 
     plans: BatchPlan | None = None
     positions: Tensor | None = None
-    _phases: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _phases: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def rotary_phases(self, table: Tensor) -> Tensor:
         """`[t, 1, 1, d]`: the rows of a `[max_length, 1, 1, d]` table of rotary angles at this rank's positions.
 
-        Gathered once a microbatch and table, whatever the number of layers.
+        Gathered once a microbatch and table, whatever the number of layers, recomputed or not.
         """
         assert self.positions is not None  # only where Megatron copies the base class's fields alone
-        known = self._phases.get(id(table))
-        if known is None:  # the table is kept too, so that its id is not given to another one
-            known = self._phases[id(table)] = (table, table.index_select(0, self.positions))
+        # Not by the object: each layer that is recomputed is given a detached one.
+        memory = (table.data_ptr(), table.shape, table.stride(), table.dtype)
+        known = self._phases.get(memory)
+        if known is None:  # the table is kept too, so that its memory is not given to another one
+            known = self._phases[memory] = (table, table.index_select(0, self.positions))
         return known[1]
 
 

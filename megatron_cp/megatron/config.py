@@ -1,7 +1,8 @@
-"""Options of a training run, spelled as Megatron's flags, and Megatron's configuration for any number of key heads."""
+"""Megatron's configuration with our options, for any number of key heads."""
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 from megatron.core.transformer import TransformerConfig as MegatronTransformerConfig
@@ -36,3 +37,11 @@ class TransformerConfig(MegatronTransformerConfig):
             raise ValueError(f"cp_comm_type: got {len(self.cp_comm_type)} values; allowed: one, or {self.num_layers}")
         if cp_size > 1 and self.batch_invariant_mode:
             raise ValueError("batch_invariant_mode: got True; allowed: False with context_parallel_size above 1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Our flags beside Megatron's: pass this as `extra_args_provider` to Megatron's parser."""
+    group = parser.add_argument_group("megatron_cp")
+    group.add_argument("--cp-layout", default="zigzag", help="who holds which tokens: zigzag or contiguous")
+    group.add_argument("--linear-cp-mode", default="auto", help="how linear layers are spread: headwise or auto")
+    return parser

@@ -29,11 +29,14 @@ _ALSO_USED = (
 )
 
 
-def run_megatron_on_cpu() -> None:
+def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     """Makes the Megatron-Core of this process run without CUDA: model, optimizer, data parallelism, checkpoints.
 
-    For local runs and tests. Call it once, before Megatron is used; a second call does nothing. It also turns off
+    For local runs and tests. Call it before Megatron is used; another call changes nothing. It also turns off
     torch.compile in this process, which Megatron uses for small fusions and which needs a compiler on the CPU.
+
+    Args:
+        pretrain: also Megatron's own training loop (`megatron.training.pretrain`), which asks for a device.
     """
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
@@ -45,10 +48,10 @@ def run_megatron_on_cpu() -> None:
         with contextlib.suppress(ImportError):  # of packages that only some ways of writing a checkpoint need
             import_module(name)
     torch.compiler.set_stance("force_eager")
-    stand_in = _torch_without_cuda()
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
-            module.torch = stand_in  # type: ignore[attr-defined]
+    _exchange_torch("megatron.core", _torch_without_cuda())
+    if pretrain:
+        import_module("megatron.training")
+        _exchange_torch("megatron.training", _torch_with_a_device())
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # It warns when the CPU's random state changes under a fork of CUDA's, which here are one.
@@ -57,6 +60,12 @@ def run_megatron_on_cpu() -> None:
     for module in (clip_grads, optimizer):  # the second one imported it by name
         module.clip_grad_by_total_norm_fp32 = _clip_gradients
     gated_delta_net.HAVE_FLA = True  # its constructor refuses without; our subclass brings its own kernels
+
+
+def _exchange_torch(package: str, stand_in: types.ModuleType) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package) and getattr(module, "torch", None) is torch:
+            module.torch = stand_in  # type: ignore[attr-defined]
 
 
 def _modules_below(package: str) -> list[str]:
@@ -80,6 +89,18 @@ def _torch_without_cuda() -> types.ModuleType:
     cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Nothing()
     cuda.stream = lambda stream: contextlib.nullcontext()
     stand_in.cuda = cuda  # type: ignore[attr-defined]
+    return stand_in
+
+
+def _torch_with_a_device() -> types.ModuleType:
+    """The stand-in for code that will not start without a device: it finds one, of the Hopper kind."""
+    stand_in = _torch_without_cuda()
+    cuda: Any = stand_in.cuda
+    cuda.is_available = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.set_device = lambda device: None
+    cuda.get_device_capability = lambda *args: (9, 0)
+    cuda.get_device_properties = lambda *args: types.SimpleNamespace(major=9, minor=0, total_memory=0)
     return stand_in
 
 

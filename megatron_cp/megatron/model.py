@@ -25,8 +25,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import RankGroup, TorchGroup
+from megatron_cp.executor.groups import RankGroup
 from megatron_cp.megatron.config import TransformerConfig
+from megatron_cp.megatron.groups import BatchGroups
 from megatron_cp.megatron.options import TrainingOptions
 
 
@@ -64,17 +65,7 @@ def start_model_parallel(options: TrainingOptions) -> RankGroup:
     )
     torch.manual_seed(options.seed)
     model_parallel_cuda_manual_seed(options.seed)
-    group = parallel_state.get_context_parallel_group()
-    return TorchGroup(group, _host_twin(group) if dist.get_backend(group) == "nccl" else None)
-
-
-def _host_twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A gloo group of the same ranks. Every rank of the job takes part in making every one."""
-    own = tuple(dist.get_process_group_ranks(group))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    twins = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in sorted(set(everyone))}
-    return twins[own]
+    return BatchGroups.make().cp
 
 
 def build_training(options: TrainingOptions, vocab_size: int, cp_group: RankGroup, device: torch.device) -> Training:

@@ -1,10 +1,12 @@
-"""What the modules share: their slots, their group, and what they refuse."""
+"""What the modules share: their slots, their group, their norm, and what they refuse."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
 from megatron_cp.errors import ArgumentError
@@ -19,6 +21,18 @@ def slots_of(*models: nn.Module) -> list[Slot]:
             module.slot for model in models for module in model.modules() if isinstance(module, ContextParallelModule)
         )
     )
+
+
+class Norm:
+    """torch's norm as Megatron wraps it, also under sequence parallelism and for any spec that asks."""
+
+    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **others: Any) -> Any:
+        plain = copy.copy(config)
+        plain.sequence_parallel = False  # the wrapper refuses it, although marking the weights is all that it takes
+        norm = WrappedTorchNorm(plain, hidden_size, eps, **others)
+        for weight in norm.parameters():
+            weight.sequence_parallel = config.sequence_parallel
+        return norm
 
 
 class ContextParallelModule:

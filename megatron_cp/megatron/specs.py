@@ -34,20 +34,7 @@ from torch import Tensor
 
 from megatron_cp.megatron.attention import CoreAttention, SelfAttention
 from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
-from megatron_cp.megatron.modules import refuse
-
-
-class Norm:
-    """torch's norm as Megatron wraps it, also under sequence parallelism and for any spec that asks."""
-
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **others: Any) -> Any:
-        plain = copy.copy(config)
-        plain.sequence_parallel = False  # the wrapper refuses it, although marking the weights is all that it takes
-        norm = WrappedTorchNorm(plain, hidden_size, eps, **others)
-        for weight in norm.parameters():
-            weight.sequence_parallel = config.sequence_parallel
-        return norm
-
+from megatron_cp.megatron.modules import Norm, refuse
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
 
@@ -60,7 +47,8 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> ModuleSpec | Tra
         vp_stage: the virtual pipeline stage.
 
     Returns:
-        one layer's spec, or the block's where `experimental_attention_variant` is "gated_delta_net" and layers differ.
+        one layer's spec, or the block's: where `experimental_attention_variant` is "gated_delta_net" and layers differ,
+        and without Transformer Engine, since the final norm that Megatron adds refuses sequence parallelism.
 
     Raises:
         ArgumentError: a kind of attention that is not built yet.
@@ -82,12 +70,11 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> ModuleSpec | Tra
         *options, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
     )
     attention = _with_ours(stock)
-    if not variant:
-        return attention
     linear = copy.deepcopy(attention)
     linear.submodules.self_attention = _local_gated_delta_net()
     linear.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    layers = [linear if is_linear else attention for is_linear in variants.get_linear_attention_pattern(config)]
+    pattern = variants.get_linear_attention_pattern(config) if variant else [False] * config.num_layers
+    layers = [linear if is_linear else attention for is_linear in pattern]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     number = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layers[first : first + number], Norm)
@@ -173,6 +160,9 @@ def _te_stack() -> ModuleSpec:
 
 def _local_stack() -> ModuleSpec:
     attention = _with_ours(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"))
+    # None for "as the configuration says", as in Megatron's hybrid spec.
+    norms = attention.submodules.self_attention.submodules
+    norms.q_layernorm = norms.k_layernorm = None
     linear = copy.deepcopy(attention)
     linear.submodules.self_attention = _local_gated_delta_net()
     for layer, projection in ((attention, "linear_qkv"), (linear, "in_proj")):

@@ -1,0 +1,128 @@
+"""A Megatron job (pretraining or SFT) on packed documents, with our layers and batches. See pretrain_hybrid.sh.
+
+Megatron's own `pretrain` with three things of ours: the layer spec that `--spec` names, a `get_batch` that deals
+packed documents of any lengths, and the loss per token. Everything else is Megatron's, and so are its flags and
+checkpoints. `docs/moving-a-megatron-job.md` walks through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets import utils as dataset_utils
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
+
+from megatron_cp.data.stream import PackedStream
+from megatron_cp.megatron.batch import ShardedBatch, shard_batch
+from megatron_cp.megatron.config import TransformerConfig, add_arguments
+from megatron_cp.megatron.groups import BatchGroups
+from megatron_cp.megatron.indexed import IndexedCorpus
+from megatron_cp.megatron.loss import forward_step as forward_step_of
+from megatron_cp.megatron.modules import slots_of
+from megatron_cp.megatron.pack import Pack, broadcast_pack
+from megatron_cp.testing.layouts import layout_by_name
+
+
+@cache
+def batch_groups() -> BatchGroups:
+    """Made by every rank before training starts: pipeline stages enter their first step at different times."""
+    return BatchGroups.make()
+
+
+def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
+    """This rank's share of the next pack. The first tensor-parallel rank reads it, the others get it from there."""
+    args, groups = get_args(), batch_groups()
+    pack = next(data_iterator) if data_iterator is not None else None
+    pack = broadcast_pack(pack, groups.tp_host)
+    align = args.tensor_model_parallel_size if args.sequence_parallel else 1
+    layout = layout_by_name(args.cp_layout, pack.packing, args.context_parallel_size, align=align)
+    return shard_batch(
+        pack.tokens,
+        layout,
+        groups.cp,
+        slots=slots_of(model),
+        labels=pack.labels,
+        loss_mask=pack.loss_mask,
+        device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu",
+    )
+
+
+def forward_step(data_iterator: Iterator[Pack] | None, model: Any) -> Any:
+    """What Megatron calls for each microbatch."""
+    return forward_step_of(iter([get_batch(data_iterator, model)]), model)
+
+
+def packs(samples: list[int], *, seed: int) -> Iterator[Pack]:
+    """Packs of at most `--seq-length` tokens from `--data-path` (`.bin/.idx`), for one data-parallel rank."""
+    args = get_args()
+    stream = PackedStream(IndexedCorpus(args.data_path[0], args.padded_vocab_size), args.seq_length, seed)
+    first = (args.consumed_train_samples if seed == args.seed else 0) + mpu.get_data_parallel_rank()
+    for index in range(first, first + samples[0], mpu.get_data_parallel_world_size()):
+        packing, tokens = stream.pack(index)
+        yield Pack(packing, torch.from_numpy(tokens))
+
+
+def sft_packs(samples: list[int]) -> Iterator[Pack]:
+    """Conversations from the `.jsonl` of `--data-path`, packed and masked by Megatron's `SFTDataset`."""
+    args = get_args()
+    tokenizer = build_tokenizer(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=(args.data_path, None),
+        split="1,0,0",
+        tokenizer=tokenizer,
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        context_parallel_size=1,  # or it would pad every conversation to a multiple of 2 * cp
+    )
+    dataset, _, _ = BlendedMegatronDatasetBuilder(SFTDataset, [*samples[:1], 0, 0], lambda: True, config).build()
+    first = args.consumed_train_samples + mpu.get_data_parallel_rank()
+    for index in range(first, len(dataset), mpu.get_data_parallel_world_size()):
+        yield Pack.from_megatron(dataset[index], pad_token=tokenizer.pad)
+
+
+def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] | None, None]:
+    """Training and validation packs, with `--dataloader-type external`: iterators, on the ranks that read."""
+    args = get_args()
+    batch_groups()
+    if mpu.get_tensor_model_parallel_rank() != 0:
+        return None, None, None
+    if args.sft:
+        return sft_packs(samples), None, None
+    return packs(samples, seed=args.seed), packs(samples[1:], seed=args.seed + 1), None
+
+
+datasets.is_distributed = True  # type: ignore[attr-defined] # every rank calls it
+
+
+def main() -> None:
+    """Parses Megatron's flags and ours, and trains."""
+    if not Path(dataset_utils.__file__).with_name("Makefile").exists():
+        # Megatron-Core's wheel brings these helpers compiled, and not the Makefile that `pretrain` would run.
+        dataset_utils.compile_helpers = lambda: None
+    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    assert args.calculate_per_token_loss, "pass --calculate-per-token-loss: ranks hold different numbers of tokens"
+    assert args.micro_batch_size == 1, "pass --micro-batch-size 1: a pack is a whole microbatch"
+    config = core_transformer_config_from_args(args, TransformerConfig)
+    config.variable_seq_lengths = args.pipeline_model_parallel_size > 1  # packs differ in length
+    container = pretrain_cfg_container_from_args(args, hybrid_config_from_args(args, config))
+    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()

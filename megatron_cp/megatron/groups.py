@@ -1,0 +1,41 @@
+"""The process groups that a batch needs on its way to the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_cp.executor.groups import RankGroup, TorchGroup
+
+
+@dataclass(frozen=True)
+class BatchGroups:
+    """Megatron's groups, and groups of the same ranks that move host memory where Megatron's own cannot.
+
+    Attributes:
+        cp: the context-parallel ranks; compares plans on the host.
+        tp_host: the tensor-parallel ranks, for `broadcast_pack`.
+    """
+
+    cp: RankGroup
+    tp_host: dist.ProcessGroup
+
+    @classmethod
+    def make(cls) -> BatchGroups:
+        """From Megatron's model-parallel groups. Every rank of the job calls it, once, before training starts."""
+        cp, tp = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
+        cp_host, tp_host = _host_twin(cp), _host_twin(tp)
+        return cls(TorchGroup(cp, cp_host), tp if tp_host is None else tp_host)
+
+
+def _host_twin(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """A gloo group of the same ranks, if `group` itself moves device memory alone."""
+    if dist.get_backend(group) != "nccl":
+        return None
+    everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, tuple(dist.get_process_group_ranks(group)))
+    # Every rank of the job takes part in making every group.
+    twins = {ranks: dist.new_group(list(ranks), backend="gloo") for ranks in sorted(set(everyone))}
+    return twins[everyone[dist.get_rank()]]

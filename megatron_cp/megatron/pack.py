@@ -1,0 +1,90 @@
+"""`Pack`: one packed microbatch on the host, before it is dealt to ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Packing
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Documents end to end. `shard_batch(pack.tokens, layout, ..., labels=pack.labels, loss_mask=pack.loss_mask)`.
+
+    Attributes:
+        packing: their lengths.
+        tokens: `[total]` int64.
+        labels: `[total]` int64 what each token is to predict, or None for the next token of its document.
+        loss_mask: `[total]` float32, or None for all ones.
+    """
+
+    packing: Packing
+    tokens: Tensor
+    labels: Tensor | None = None
+    loss_mask: Tensor | None = None
+
+    @classmethod
+    def from_megatron(cls, sample: dict[str, Tensor], pad_token: int | None = None) -> Pack:
+        """A sample of Megatron's packed datasets (such as `SFTDataset`), from a data loader of batch size 1.
+
+        Build those datasets with `context_parallel_size=1` in their config: no document needs padding here.
+
+        Args:
+            sample: `tokens, labels, loss_mask` `[1, seq_length]` and `cu_seqlens` `[1, n]`, on the host.
+            pad_token: what fills the end of the pack, which is dropped: it would be computed for nothing.
+        """
+        tokens, labels, loss_mask = (sample[name].flatten() for name in ("tokens", "labels", "loss_mask"))
+        offsets = np.unique(sample["cu_seqlens"].numpy())  # filled up with repetitions of its last entry
+        total = int(offsets[-1])
+        if offsets[0] != 0 or total > tokens.numel():
+            raise ArgumentError("cu_seqlens", offsets.tolist(), f"offsets from 0 up to {tokens.numel()}")
+        if pad_token is not None:
+            used = torch.nonzero((tokens[:total] != pad_token) | (loss_mask[:total] != 0)).flatten()
+            total = int(used[-1]) + 1 if used.numel() else 1
+            offsets = np.append(offsets[offsets < total], total)
+        return cls(Packing(np.diff(offsets)), tokens[:total], labels[:total], loss_mask[:total])
+
+
+def broadcast_pack(pack: Pack | None, host_group: dist.ProcessGroup) -> Pack:
+    """The pack of the group's first rank, on the host of every rank: lengths never visit a device.
+
+    Args:
+        pack: on the first rank; ignored elsewhere.
+        host_group: tensor-parallel ranks, able to move host memory (`BatchGroups.tp_host`).
+    """
+    if host_group.size() == 1:
+        assert pack is not None
+        return pack
+    source = dist.get_process_group_ranks(host_group)[0]
+    fields = (
+        []
+        if pack is None
+        else [torch.from_numpy(pack.packing.lengths.copy()), pack.tokens, pack.labels, pack.loss_mask]
+    )
+    header = torch.tensor([-1 if entry is None else entry.numel() for entry in fields] or [0] * 4)
+    dist.broadcast(header, source, group=host_group)
+    sizes = header.tolist()
+    # One message of 8-byte words: weights travel in float64, which holds float32 exactly.
+    words = [
+        entry.double().view(torch.int64) if entry.is_floating_point() else entry.long()
+        for entry in fields
+        if entry is not None
+    ]
+    message = torch.cat(words) if words else torch.empty(sum(size for size in sizes if size > 0), dtype=torch.int64)
+    dist.broadcast(message, source, group=host_group)
+    if pack is not None and dist.get_rank() == source:
+        return pack
+    lengths, tokens, labels, weights = (
+        None if size < 0 else part
+        for size, part in zip(sizes, message.split([max(size, 0) for size in sizes]), strict=True)
+    )
+    assert lengths is not None
+    assert tokens is not None
+    loss_mask = None if weights is None else weights.view(torch.float64).float()
+    return Pack(Packing(lengths.numpy()), tokens, labels, loss_mask)

@@ -1,0 +1,84 @@
+"""examples/pretrain_hybrid.py, run whole through Megatron's own `pretrain`: flags, schedules, checkpoints and all."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("megatron.training")
+
+RANK = Path(__file__).with_name("pretrain_on_cpu.py")
+FLAGS = """
+    --spec megatron_cp.megatron.specs hybrid_stack_spec --hybrid-layer-pattern GG*- --position-embedding-type rope
+    --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 16 --linear-value-head-dim 16
+    --linear-conv-kernel-dim 4 --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
+    --seq-length 256 --max-position-embeddings 256 --vocab-size 64 --make-vocab-size-divisible-by 32
+    --tokenizer-type NullTokenizer --dataloader-type external
+    --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --lr-decay-iters 100
+    --calculate-per-token-loss --cp-comm-type a2a --eval-iters 0 --eval-interval 100 --log-interval 1
+    --distributed-backend gloo --use-cpu-initialization --transformer-impl local --no-rope-fusion
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-load-rng
+"""
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory):
+    """The prefix of a `.bin/.idx` pair of ragged documents."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    prefix = tmp_path_factory.mktemp("data") / "docs"
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    random = np.random.default_rng(0)
+    for length in random.integers(1, 90, 100):
+        builder.add_document(torch.tensor(random.integers(0, 60, length)), [int(length)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+@pytest.fixture(scope="module")
+def checkpoint(documents, tmp_path_factory):
+    """Two steps on one rank."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    pretrain(1, documents, "--train-iters", 4, "--exit-interval", 2, "--save", folder, "--save-interval", 2)
+    return folder
+
+
+def pretrain(num_ranks, documents, *flags):
+    """Loss and gradient norm of each step."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command += [str(RANK), *FLAGS.split(), "--data-path", str(documents), *map(str, flags)]
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", done.stdout + done.stderr)
+    return {int(step): (float(loss), float(norm)) for step, loss, norm in found}
+
+
+@pytest.fixture(scope="module")
+def one_rank(documents, checkpoint):
+    return pretrain(1, documents, "--train-iters", 4, "--load", checkpoint)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("num_ranks", "flags"),
+    [
+        (2, "--context-parallel-size 2 --cp-layout contiguous"),
+        (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+        (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-"),
+    ],
+    ids=["cp2", "tp2-cp2-sequence-parallel", "pp2-cp2"],
+)
+def test_the_example_continues_a_one_rank_checkpoint(num_ranks, flags, documents, checkpoint, one_rank):
+    steps = pretrain(num_ranks, documents, "--train-iters", 4, "--load", checkpoint, *flags.split())
+    assert steps.keys() == one_rank.keys() == {3, 4}
+    for step, (loss, norm) in steps.items():
+        assert loss == pytest.approx(one_rank[step][0], abs=1e-5)
+        assert norm == pytest.approx(one_rank[step][1], abs=2e-3)  # printed with three digits
