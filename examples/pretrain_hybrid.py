@@ -24,6 +24,7 @@ from megatron.training.argument_utils import hybrid_config_from_args, pretrain_c
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 
+from megatron_cp.data.corpus import Corpus, split_corpus
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
 from megatron_cp.megatron.config import TransformerConfig, add_arguments
@@ -64,12 +65,12 @@ def forward_step(data_iterator: Iterator[Pack] | None, model: Any) -> Any:
     return forward_step_of(iter([get_batch(data_iterator, model)]), model)
 
 
-def packs(samples: list[int], *, seed: int) -> Iterator[Pack]:
-    """Packs of at most `--seq-length` tokens from `--data-path` (`.bin/.idx`), for one data-parallel rank."""
+def packs(corpus: Corpus, first: int, number: int) -> Iterator[Pack]:
+    """Packs of `--seq-length` tokens at most for one data-parallel rank: its share of `number`, from the `first` on."""
     args = get_args()
-    stream = PackedStream(IndexedCorpus(args.data_path[0], args.padded_vocab_size), args.seq_length, seed)
-    first = (args.consumed_train_samples if seed == args.seed else 0) + mpu.get_data_parallel_rank()
-    for index in range(first, first + samples[0], mpu.get_data_parallel_world_size()):
+    stream = PackedStream(corpus, args.seq_length, args.seed)
+    start = first + mpu.get_data_parallel_rank()
+    for index in range(start, first + number, mpu.get_data_parallel_world_size()):
         packing, tokens = stream.pack(index)
         yield Pack(packing, torch.from_numpy(tokens))
 
@@ -104,7 +105,15 @@ def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] 
         return None, None, None
     if args.sft:
         return sft_packs(samples), None, None
-    return packs(samples, seed=args.seed), packs(samples[1:], seed=args.seed + 1), None
+    corpus = IndexedCorpus(args.data_path[0], args.padded_vocab_size)
+    training, validation, *_ = split_corpus(corpus, args.split)
+    assert training is not None, "--split leaves nothing to train on"
+    seen = args.consumed_train_samples
+    return (
+        packs(training, seen, samples[0] - seen),
+        packs(validation, args.consumed_valid_samples, samples[1]) if validation is not None else None,
+        None,
+    )
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined] # every rank calls it

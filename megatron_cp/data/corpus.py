@@ -80,6 +80,60 @@ class TokenCorpus:
         return whole[start:end].astype(np.int64)
 
 
+@dataclass(frozen=True, eq=False)
+class CorpusPart:
+    """The documents `first` up to `last` of a corpus, such as those held out for validation."""
+
+    corpus: Corpus
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        total = self.corpus.lengths.size
+        if not 0 <= self.first < self.last <= total:
+            raise ArgumentError("split", f"documents {self.first} to {self.last}", f"at least one of the {total}")
+
+    @property
+    def name(self) -> str:
+        return f"documents {self.first} to {self.last} of {self.corpus.name}"
+
+    @property
+    def vocab_size(self) -> int:
+        return self.corpus.vocab_size
+
+    @property
+    def lengths(self) -> IntArray:
+        """`[last - first]` tokens of each document."""
+        return self.corpus.lengths[self.first : self.last]
+
+    @property
+    def skipped(self) -> Mapping[str, int]:
+        return self.corpus.skipped
+
+    def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
+        """`[end - start]` tokens of a document, or all of them."""
+        return self.corpus.tokens(self.first + document, start, end)
+
+
+def split_corpus(corpus: Corpus, shares: str) -> list[CorpusPart | None]:
+    """The parts of a corpus by Megatron's `--split`, such as "99,1,0"; None for a share of 0.
+
+    Raises:
+        ArgumentError: not shares of at least 0, or one above 0 that would get no document.
+    """
+    try:
+        weights = np.array([float(share) for share in shares.split(",")])
+    except ValueError:
+        weights = np.array([-1.0])
+    if not (np.isfinite(weights) & (weights >= 0)).all() or not weights.any():
+        raise ArgumentError("split", shares, "shares of at least 0, such as 99,1,0")
+    edges = np.round(np.append(0, np.cumsum(weights)) / weights.sum() * corpus.lengths.size).astype(int).tolist()
+    return [
+        CorpusPart(corpus, first, last) if weight else None
+        for weight, first, last in zip(weights, edges[:-1], edges[1:], strict=True)
+    ]
+
+
 def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
     """The documents at `path` as tokens in memory, in an order that depends on nothing but their names.
 

@@ -189,7 +189,10 @@ def planned(params: PackedSeqParams, group: RankGroup) -> PlannedSeqParams:
 
 
 def _stream(name: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    if isinstance(values, np.ndarray):  # copied where it is read-only, such as a file: torch warns of those
+        tensor = torch.from_numpy(np.require(values, requirements="CW"))
+    else:
+        tensor = values
     if tensor.device.type != "cpu" or tensor.shape != (packing.total,):
         raise ArgumentError(
             name, f"{list(tensor.shape)} on {tensor.device}", f"the [{packing.total}] tokens of the batch, on the host"

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("megatron.training")
 
 RANK = Path(__file__).with_name("pretrain_on_cpu.py")
+EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = """
     --spec megatron_cp.megatron.specs hybrid_stack_spec --hybrid-layer-pattern GG*- --position-embedding-type rope
     --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --group-query-attention --num-query-groups 2
@@ -22,7 +23,7 @@ FLAGS = """
     --seq-length 256 --max-position-embeddings 256 --vocab-size 64 --make-vocab-size-divisible-by 32
     --tokenizer-type NullTokenizer --dataloader-type external
     --micro-batch-size 1 --global-batch-size 2 --lr 1e-3 --min-lr 1e-4 --lr-decay-style constant --lr-decay-iters 100
-    --calculate-per-token-loss --cp-comm-type a2a --eval-iters 0 --eval-interval 100 --log-interval 1
+    --calculate-per-token-loss --cp-comm-type a2a --eval-iters 1 --eval-interval 100 --split 9,1,0 --log-interval 1
     --distributed-backend gloo --use-cpu-initialization --transformer-impl local --no-rope-fusion
     --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion --no-load-rng
 """
@@ -82,3 +83,24 @@ def test_the_example_continues_a_one_rank_checkpoint(num_ranks, flags, documents
     for step, (loss, norm) in steps.items():
         assert loss == pytest.approx(one_rank[step][0], abs=1e-5)
         assert norm == pytest.approx(one_rank[step][1], abs=2e-3)  # printed with three digits
+
+
+def test_every_flag_of_the_script_is_megatrons_or_ours(tmp_path):
+    """The script with stand-ins for torchrun and nvidia-smi, its flags read by Megatron's parser."""
+    for name, body in {"torchrun": 'printf "%s\\n" "$@"', "nvidia-smi": "echo GPU 0; echo GPU 1"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TOKENIZER": "t", "CP": "2"}
+    script = EXAMPLES / "pretrain_hybrid.sh"
+    done = subprocess.run([script, "docs", "ckpt"], env=environment, capture_output=True, text=True, check=True)
+    launcher, flags = done.stdout.splitlines()[:3], done.stdout.splitlines()[4:]
+    assert launcher == ["--standalone", "--nproc-per-node", "2"]
+    code = (
+        "import sys; from megatron.training.arguments import parse_args; "
+        "from megatron_cp.megatron.config import add_arguments; args = parse_args(add_arguments); "
+        "print(args.spec, args.context_parallel_size, args.cp_layout, args.load)"
+    )
+    parsed = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=120)
+    assert parsed.returncode == 0, parsed.stderr[-2000:]
+    expected = "['megatron_cp.megatron.specs', 'hybrid_stack_spec'] 2 zigzag ckpt"
+    assert parsed.stdout.splitlines()[-1] == expected
