@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from megatron_cp.cli.check import MAX_LOCAL_RANKS
 from megatron_cp.cli.main import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
@@ -92,16 +94,19 @@ def _run(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     device = _device(args.device)
     options = _options(args)
     options.check()
+    if world is None and options.model_parallel_size * options.data_parallel_size > MAX_LOCAL_RANKS:
+        allowed = f"at most {MAX_LOCAL_RANKS} local ranks, with tensor and data parallelism"
+        remedy = "Run larger jobs under torchrun."
+        raise ArgumentError("context_parallel_size", options.context_parallel_size, allowed, remedy)
     transformer_config(options, torch.device(device))  # so that a wrong spec or shape ends here
+    corpus = load_corpus(options)
     checkpoint = None
     if args.resume is not None:
         checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
-        check_checkpoint(checkpoint, options)
-    corpus = load_corpus(options)
-    folder = _folder(args, world)
+        check_checkpoint(checkpoint, options, corpus.vocab_size)
+    folder = _folder(args, options, world)
     quiet = world is not None and world.rank > 0
     if not quiet:
-        (folder / OPTIONS_FILE).write_text(json.dumps(dataclasses.asdict(options), indent=2) + "\n")
         print(_about(corpus, options, folder), file=sys.stderr)
     label = f"CP={options.context_parallel_size}"
     main_run = Run(options, folder, checkpoint, label, keep_first_gradients=args.compare)
@@ -125,7 +130,10 @@ def _run(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     if not quiet:
         _draw_losses(losses, folder / LOSS_PICTURE)
         lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    return Report("\n".join(lines), data, _agrees(data, options), quiet)
+    ok = _agrees(data, options)
+    # JSON has no NaN.
+    data = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in data.items()}
+    return Report("\n".join(lines), data, ok, quiet)
 
 
 def _train(run: Run, device: str, world: TorchGroup | None) -> dict[str, Any]:
@@ -202,7 +210,8 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         path = Path(args.resume) / OPTIONS_FILE
         try:
             known = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            TrainingOptions(**known).check()
+        except (OSError, TypeError, ValueError) as error:  # of another version, or by hand
             raise ArgumentError(
                 "resume", args.resume, "the folder of a run", f"Cannot read {OPTIONS_FILE}: {error}."
             ) from None
@@ -211,7 +220,9 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
     }
     merged: dict[str, Any] = {**known, **given}
     merged = {name: tuple(value) if isinstance(value, list) else value for name, value in merged.items()}
-    return TrainingOptions(**merged)
+    options = TrainingOptions(**merged)
+    vars(args).update(dataclasses.asdict(options))  # what is in there `main` spells as a flag
+    return options
 
 
 def _device(name: str) -> str:
@@ -220,15 +231,23 @@ def _device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def _folder(args: argparse.Namespace, world: TorchGroup | None) -> Path:
+def _folder(args: argparse.Namespace, options: TrainingOptions, world: TorchGroup | None) -> Path:
+    """Makes the run's folder, and writes its options there."""
+    from megatron_cp.megatron.training import METRICS
+
     named = args.run_dir or args.resume
     folder = Path(named) if named else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
     if world is not None:
         folder = Path(world.all_gather_object(str(folder))[0])
-    if not args.resume and (world is None or world.rank == 0) and (folder / OPTIONS_FILE).exists():
-        raise ArgumentError("run_dir", str(folder), "a new folder", f"A run lives there; to go on: --resume {folder}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        is_resumed = args.resume is not None and folder.resolve() == Path(args.resume).resolve()
+        folder.mkdir(parents=True, exist_ok=named is not None or world is not None)
+        if world is None or world.rank == 0:
+            metrics = folder / METRICS
+            if not is_resumed and metrics.exists() and metrics.stat().st_size:  # not one that ended before a step
+                remedy = f"A run lives there; to go on: --resume {folder}"
+                raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
+            (folder / OPTIONS_FILE).write_text(json.dumps(dataclasses.asdict(options), indent=2) + "\n")
     except OSError as error:
         raise ArgumentError("run_dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
     return folder

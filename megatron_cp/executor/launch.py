@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,28 @@ def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ..
             context.Process(target=_process_main, args=(rank, size, folder, timeout, answers, function, args))
             for rank in range(size)
         ]
-        for process in processes:
-            process.start()
         try:
+            with _interrupts_ignored():
+                for process in processes:
+                    process.start()
             return _collected(processes, answers, size, timeout)
         finally:
-            _stop(processes)
+            with _interrupts_ignored():  # of a second Ctrl-C, which would leave ranks behind
+                _stop([process for process in processes if process.pid is not None])
             _show_stacks(folder, size)
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Here and for good in processes that start within: Ctrl-C reaches all, and the parent alone answers."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _collected(processes: list[Any], answers: Any, size: int, timeout: float | None) -> list[Any]:
@@ -137,6 +152,8 @@ def _collected(processes: list[Any], answers: Any, size: int, timeout: float | N
 def _fail_on_death(processes: list[Any], results: dict[int, Any], size: int) -> None:
     for rank, process in enumerate(processes):
         if process.exitcode not in (None, 0) and rank not in results:
+            if process.exitcode == -signal.SIGKILL:
+                raise RankError(f"rank {rank} of {size} was killed; this machine may be out of memory")
             raise RankError(
                 f"rank {rank} of {size} ended with exit code {process.exitcode} and no result; "
                 "if it ran out of time its stack is on standard error"
@@ -168,7 +185,7 @@ def _stack_file(folder: str, rank: int) -> Path:
 def _process_main(
     rank: int, size: int, folder: str, timeout: float | None, answers: Any, function: Any, args: Any
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent alone answers, by ending us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where the parent's main thread did not start us
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     torch.set_num_threads(1)

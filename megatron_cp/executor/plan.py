@@ -36,6 +36,20 @@ class ToTokens:
 Step = ToHeads | Compute | ToTokens
 
 
+def describe_layout(layout: Layout) -> list[str]:
+    """A layout's value, and its documents', as lines of text."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in (layout.starts, layout.ends, layout.fragment_offsets):
+        digest.update(array.tobytes())
+    lengths = hashlib.blake2b(layout.packing.lengths.tobytes(), digest_size=8)
+    return [
+        f"documents: {layout.packing!r}, lengths hash {lengths.hexdigest()}",
+        f"layout: cp_size {layout.cp_size}, align {layout.align}, at least {layout.min_rows} rows, "
+        f"fragments hash {digest.hexdigest()}",
+        f"tokens per rank: {layout.token_counts.tolist()}",
+    ]
+
+
 @dataclass(frozen=True)
 class Plan(Tables):
     """The ordered steps of one layer on one batch, with who sends what to whom.
@@ -117,17 +131,10 @@ class Plan(Tables):
 
     def describe(self) -> list[str]:
         """The plan's value as lines of text: what two ranks compare when their plans differ."""
-        digest = hashlib.blake2b(digest_size=8)
-        for array in (self.layout.starts, self.layout.ends, self.layout.fragment_offsets):
-            digest.update(array.tobytes())
-        lengths = hashlib.blake2b(self.packing.lengths.tobytes(), digest_size=8)
         lines = [
             f"kind: {self.kind}",
             f"scheme: {self.scheme}",
-            f"documents: {self.packing!r}, lengths hash {lengths.hexdigest()}",
-            f"layout: cp_size {self.cp_size}, align {self.layout.align}, at least {self.layout.min_rows} rows, "
-            f"fragments hash {digest.hexdigest()}",
-            f"tokens per rank: {self.layout.token_counts.tolist()}",
+            *describe_layout(self.layout),
             f"mask: {self.mask.describe() if self.mask else 'none'}",
         ]
         for number, step in enumerate(self.steps):

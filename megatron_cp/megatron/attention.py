@@ -197,3 +197,5 @@ def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str, othe
         refuse("window_size", config.window_size, "None", "Sliding windows are not built yet.")
     if config.softmax_type != "vanilla":
         refuse("softmax_type", config.softmax_type, "vanilla", "Attention sinks are not built yet.")
+    if config.mrope_section is not None:  # its table has a row for each of the batch's, not for each position
+        refuse("mrope_section", config.mrope_section, "None", "Multimodal rotary positions are not built yet.")

@@ -190,7 +190,7 @@ def planned(params: PackedSeqParams, group: RankGroup) -> PlannedSeqParams:
 
 def _stream(name: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
     if isinstance(values, np.ndarray):  # copied where it is read-only, such as a file: torch warns of those
-        tensor = torch.from_numpy(np.require(values, requirements="CW"))
+        tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))
     else:
         tensor = values
     if tensor.device.type != "cpu" or tensor.shape != (packing.total,):

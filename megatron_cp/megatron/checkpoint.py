@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.model import Training
@@ -19,17 +22,24 @@ from megatron_cp.megatron.options import TrainingOptions
 from megatron_cp.testing.parity import FLOOR_SHARE, relative_error
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name for it
+_ANY_ERROR = (Exception, CheckpointException)  # torch's is no Exception
 
 
-def save_checkpoint(folder: Path, training: Training, options: TrainingOptions, iteration: int) -> None:
-    """Writes the state after `iteration` steps below `folder`, and only then makes it the one to resume from."""
+def save_checkpoint(folder: Path, training: Training, shape: dict[str, Any], iteration: int) -> None:
+    """Writes the state after `iteration` steps below `folder`, and only then makes it the one to resume from.
+
+    `shape` is what a model that loads it must have too, from `TrainingOptions.shape`.
+    """
     target = folder / f"iter_{iteration:07d}"
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)  # what a killed run left behind
         target.mkdir(parents=True)
     dist.barrier()
+    # Megatron's own queue is a process more for each rank, which takes seconds to start and outlives a rank that is
+    # killed. What is saved at once needs none: threads of this process write.
+    filesystem_async._results_queue = queue.SimpleQueue()
     state = _state(training)
-    state["megatron_cp"] = {"iteration": iteration, "shape": options.shape()}
+    state["megatron_cp"] = {"iteration": iteration, "shape": shape}
     dist_checkpointing.save(state, str(target))
     dist.barrier()
     if dist.get_rank() == 0:
@@ -57,8 +67,8 @@ def latest_checkpoint(folder: Path) -> Path:
     return found
 
 
-def check_checkpoint(checkpoint: Path, options: TrainingOptions) -> int:
-    """The number of steps that the checkpoint holds.
+def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int) -> int:
+    """The number of steps that the checkpoint holds, if a run of `options` on data of that vocabulary can go on.
 
     Raises:
         ArgumentError: it is unreadable, or of another model; the differences are named.
@@ -66,10 +76,9 @@ def check_checkpoint(checkpoint: Path, options: TrainingOptions) -> int:
     try:
         common = dist_checkpointing.load_common_state_dict(str(checkpoint))
         saved = common["megatron_cp"]
-    except Exception as error:  # whatever a damaged file leads to
-        allowed = "a checkpoint that megatron-cp train has written"
-        raise ArgumentError("resume", str(checkpoint), allowed, f"Cannot read it: {error}.") from None
-    shape = options.shape()
+    except _ANY_ERROR as error:  # whatever a damaged file leads to
+        raise _unreadable(checkpoint, error) from None
+    shape = options.shape(vocab_size)
     differences = [
         f"--{name.replace('_', '-')} was {value}, is {shape.get(name)}"
         for name, value in saved["shape"].items()
@@ -83,12 +92,25 @@ def check_checkpoint(checkpoint: Path, options: TrainingOptions) -> int:
     return int(saved["iteration"])
 
 
+def _unreadable(checkpoint: Path, error: BaseException) -> ArgumentError:
+    lines = str(error).strip().splitlines()  # torch's has a traceback of every rank above its message
+    allowed = "a checkpoint of this model that megatron-cp train has written"
+    return ArgumentError("resume", str(checkpoint), allowed, f"Cannot read it: {lines[-1] if lines else error!r}.")
+
+
 def load_checkpoint(checkpoint: Path, training: Training) -> None:
-    """Loads a state that was saved with any number of context-, tensor- or data-parallel ranks."""
-    state = dist_checkpointing.load(_state(training, is_loading=True), str(checkpoint))
-    training.model.module.load_state_dict(state["model"])
-    training.optimizer.load_state_dict(state["optimizer"])
-    training.scheduler.load_state_dict(state["scheduler"])
+    """Loads a state that was saved with any number of context-, tensor- or data-parallel ranks.
+
+    Raises:
+        ArgumentError: it is damaged, or of a model whose weights have other shapes.
+    """
+    try:
+        state = dist_checkpointing.load(_state(training, is_loading=True), str(checkpoint))
+        training.model.module.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        training.scheduler.load_state_dict(state["scheduler"])
+    except _ANY_ERROR as error:  # whatever a damaged file leads to
+        raise _unreadable(checkpoint, error) from None
 
 
 def _state(training: Training, *, is_loading: bool = False) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     import megatron.core.optimizer.optimizer as optimizer
     import megatron.core.ssm.gated_delta_net.common as gated_delta_net
     import megatron.core.tensor_parallel.random as random
-    from megatron.core.models.common.embeddings import rotary_pos_embedding
+    from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 
     for name in (*_ALSO_USED, *_modules_below("megatron.core.dist_checkpointing")):
         with contextlib.suppress(ImportError):  # of packages that only some ways of writing a checkpoint need
@@ -56,7 +56,8 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     # It warns when the CPU's random state changes under a fork of CUDA's, which here are one.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    rotary_pos_embedding.get_pos_emb_on_this_cp_rank = _own_phases
+    for embedding in (rotary_pos_embedding, yarn_rotary_pos_embedding):
+        embedding.get_pos_emb_on_this_cp_rank = _own_phases
     for module in (clip_grads, optimizer):  # the second one imported it by name
         module.clip_grad_by_total_norm_fp32 = _clip_gradients
     gated_delta_net.HAVE_FLA = True  # its constructor refuses without; our subclass brings its own kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,10 +31,10 @@ class IndexedCorpus:
         for suffix in (".bin", ".idx"):
             if not Path(stem + suffix).is_file():
                 raise ArgumentError("data_path", str(prefix), allowed, f"There is no {stem}{suffix}.")
-        try:
-            self._data = IndexedDataset(stem)
-        except (AssertionError, OSError, ValueError) as error:
-            raise ArgumentError("data_path", str(prefix), allowed, f"Cannot read it: {error}.") from None
+        data = _opened(stem)
+        if isinstance(data, str):
+            raise ArgumentError("data_path", str(prefix), allowed, f"Cannot read it: {data}.")
+        self._data = data
         self.name = stem
         self.vocab_size = vocab_size
         self.skipped: Mapping[str, int] = {}
@@ -52,10 +53,13 @@ class IndexedCorpus:
     @staticmethod
     def is_prefix(path: str | Path | None) -> bool:
         """True if `path` names a `.bin/.idx` pair rather than text."""
-        if path is None or Path(path).is_dir():
+        try:
+            if path is None or Path(path).is_dir():
+                return False
+            stem = _stem(path)
+            return stem != str(path) or Path(stem + ".idx").is_file() or Path(stem + ".bin").is_file()
+        except OSError:  # in a folder that cannot be searched, say: who reads it as text will say so
             return False
-        stem = _stem(path)
-        return stem != str(path) or Path(stem + ".idx").is_file() or Path(stem + ".bin").is_file()
 
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
         """`[end - start]` tokens of a document, or all of them."""
@@ -68,6 +72,21 @@ class IndexedCorpus:
                 f"more than every token of {self.name}, where {int(whole.max())} occurs",
             )
         return whole
+
+
+def _opened(stem: str) -> IndexedDataset | str:
+    """Megatron's reader of the pair, or why it cannot be read."""
+    # The reader's destructors fail where its constructor did, and Python reports that on standard error.
+    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        data = IndexedDataset(stem)
+    except Exception as error:  # whatever a damaged file leads to
+        return str(error)
+    finally:
+        sys.unraisablehook = hook
+    sizes = data.sequence_lengths.astype(np.int64) * data.index.dtype_size
+    needed, there = int((data.index.sequence_pointers + sizes).max(initial=0)), Path(f"{stem}.bin").stat().st_size
+    return data if needed <= there else f"{stem}.bin has {there} bytes and should have {needed}"
 
 
 def _stem(prefix: str | Path) -> str:

@@ -108,9 +108,23 @@ def build_training(options: TrainingOptions, vocab_size: int, cp_group: RankGrou
 
 
 def transformer_config(options: TrainingOptions, device: torch.device) -> TransformerConfig:
-    """Megatron's configuration of the model."""
+    """Megatron's configuration of the model.
+
+    Raises:
+        ArgumentError: a spec or a pattern that does not exist, or options that do not go with it or the device.
+    """
     _, is_hybrid = resolve_spec(options.spec)
-    schemes = options.cp_comm_type
+    num_layers, schemes = _num_layers(options, is_hybrid), options.cp_comm_type
+    if len(schemes) not in (1, num_layers):
+        raise ArgumentError("cp_comm_type", schemes, f"one value, or one for each of {num_layers} layers")
+    if is_hybrid and options.experimental_attention_variant is not None:
+        remedy = "HybridModel's linear layers are the G in --hybrid-layer-pattern."
+        raise ArgumentError(
+            "experimental_attention_variant", options.experimental_attention_variant, "nothing but for GPTModel", remedy
+        )
+    for name in ("bf16", "use_distributed_optimizer"):
+        if getattr(options, name) and device.type != "cuda":
+            raise ArgumentError(name, True, f"off on {device.type}", "Megatron's optimizer for it needs CUDA.")
     own = {
         name: getattr(options, name)
         for name in (
@@ -130,7 +144,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
             "linear_attention_freq": options.linear_attention_freq,
         }
     return TransformerConfig(
-        num_layers=_num_layers(options, is_hybrid),
+        num_layers=num_layers,
         cp_comm_type=schemes[0] if len(schemes) == 1 else list(schemes),
         normalization="RMSNorm",
         layernorm_epsilon=options.norm_epsilon,
@@ -157,11 +171,13 @@ def resolve_spec(spec: tuple[str, ...]) -> tuple[Any, bool]:
     allowed = "a module that can be imported and the name of a layer spec in it, such as megatron_cp.megatron.specs "
     allowed += "hybrid_stack_spec"
     try:
-        found = vars(importlib.import_module(module_name))[name]
-    except ImportError as error:
-        raise ArgumentError("spec", " ".join(spec), allowed, f"Cannot import {module_name}: {error}.") from None
-    except (KeyError, ValueError):
-        raise ArgumentError("spec", " ".join(spec), allowed, f"{module_name} has no {name!r}.") from None
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a module can raise anything
+        remedy = f"Cannot import {module_name!r}: {type(error).__name__}: {error}."
+        raise ArgumentError("spec", " ".join(spec), allowed, remedy) from None
+    found = vars(module).get(name)
+    if found is None:
+        raise ArgumentError("spec", " ".join(spec), allowed, f"{module_name} has no {name!r}.")
     if isinstance(found, ModuleSpec):
         return found, True
     if callable(found) and not isinstance(found, type):

@@ -97,9 +97,10 @@ class TrainingOptions:
     def model_parallel_size(self) -> int:
         return self.tensor_model_parallel_size * self.context_parallel_size
 
-    def shape(self) -> dict[str, Any]:
-        """What a checkpoint must have in common with the model that loads it."""
+    def shape(self, vocab_size: int) -> dict[str, Any]:
+        """What a checkpoint must have in common with the model that loads it; `vocab_size` is that of the data."""
         shape = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.metadata.get("shape")}
+        shape["vocab_size"] = vocab_size
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
 
     def check(self) -> None:
@@ -109,11 +110,17 @@ class TrainingOptions:
             ArgumentError: naming the option.
         """
         least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
-        least |= {"seed": 0, "lr_warmup_iters": 0, "lr": 0, "min_lr": 0, "weight_decay": 0, "clip_grad": 0}
+        least |= dict.fromkeys(_AMOUNTS, 0) | {"seq_length": 2}  # a next-token label needs two
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and not smallest <= value < float("inf"):
-                raise ArgumentError(name, value, f"at least {smallest:g}")
+                kind = "a finite number of at least" if isinstance(value, float) else "at least"
+                raise ArgumentError(name, value, f"{kind} {smallest:g}")
+        for name in ("adam_beta1", "adam_beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ArgumentError(name, getattr(self, name), "at least 0 and less than 1")
+        if self.seed >= 2**63:
+            raise ArgumentError("seed", self.seed, "less than 2**63")
         require("layout", self.cp_layout, name="cp_layout")
         require("mode", self.linear_cp_mode, name="linear_cp_mode")
         for scheme in self.cp_comm_type:
@@ -123,6 +130,8 @@ class TrainingOptions:
                 "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
             )
         self._check_divisors()
+        if self.position_embedding_type == "rope" and self.kv_channels % 2:
+            raise ArgumentError("kv_channels", self.kv_channels, "even numbers with --position-embedding-type rope")
         if self.lr_warmup_iters and self.lr_warmup_iters >= (self.lr_decay_iters or self.train_iters):
             raise ArgumentError(
                 "lr_warmup_iters",
@@ -149,6 +158,10 @@ class TrainingOptions:
                 raise ArgumentError(
                     "tensor_model_parallel_size", tp, f"a divisor of {name.replace('_', '-')}, {getattr(self, name)}"
                 )
+        if self.num_query_groups % tp and tp % self.num_query_groups:
+            raise ArgumentError(
+                "num_query_groups", self.num_query_groups, f"a multiple or a divisor of the {tp} tensor-parallel ranks"
+            )
         if self.global_batch_size % self.data_parallel_size:
             raise ArgumentError(
                 "global_batch_size", self.global_batch_size, f"a multiple of the {self.data_parallel_size} replicas"
@@ -164,6 +177,7 @@ _COUNTS = (
     "context_parallel_size", "tensor_model_parallel_size", "data_parallel_size", "vocab_size", "seq_length",
     "global_batch_size", "train_iters", "lr_decay_iters", "save_interval",
 )  # fmt: skip
+_AMOUNTS = ("seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_grad", "norm_epsilon")
 
 
 @dataclass(frozen=True)

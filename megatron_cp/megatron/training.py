@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +73,7 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
     options = run.options
     where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     stream = PackedStream(load_corpus(options), options.seq_length, options.seed)
-    start = checkpoint.check_checkpoint(run.resume, options) if run.resume else 0
+    start = checkpoint.check_checkpoint(run.resume, options, stream.corpus.vocab_size) if run.resume else 0
     cp_group = start_model_parallel(options)
     replicas = parallel_state.get_data_parallel_world_size()
     if options.global_batch_size % replicas:
@@ -113,7 +114,8 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
         log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
         due = options.save_interval and step % options.save_interval == 0
         if run.save and (due or step == options.train_iters):
-            checkpoint.save_checkpoint(run.folder / CHECKPOINTS, training, options, step)
+            shape = options.shape(stream.corpus.vocab_size)
+            checkpoint.save_checkpoint(run.folder / CHECKPOINTS, training, shape, step)
     log.close()
     parallel_state.destroy_model_parallel()
     return log.summary()
@@ -176,9 +178,10 @@ class _Log:
         if rank == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
             path = run.folder / METRICS
-            kept = [line for line in _lines(path) if json.loads(line)["step"] <= start] if start else []
+            kept = [line for line in _lines(path) if _step(line) <= start] if start else []
             path.write_text("".join(kept))
             self._file = path.open("a")
+            tqdm.set_lock(threading.RLock())  # its own is between processes too, and a rank that is ended leaks it
             self._bar = tqdm(
                 total=run.options.train_iters,
                 initial=start,
@@ -232,3 +235,11 @@ class _Log:
 
 def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+
+def _step(line: str) -> float:
+    """The step of a line of metrics; infinity for one that a killed run left unfinished."""
+    try:
+        return int(json.loads(line)["step"])
+    except ValueError:
+        return float("inf")

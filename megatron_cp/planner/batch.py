@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_cp.executor.plan import Plan
+from megatron_cp.executor.plan import Plan, describe_layout
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.planner.plans import plan_attention, plan_linear
 
@@ -103,5 +103,5 @@ class BatchPlan:
         return hashlib.blake2b("\n".join(self.describe()).encode(), digest_size=16).digest()
 
     def describe(self) -> list[str]:
-        """Every plan's value as lines of text: what two ranks compare when their plans differ."""
-        return [line for plan in self.plans for line in plan.describe()]
+        """The layout and every plan as lines of text: what two ranks compare when their plans differ."""
+        return [*describe_layout(self.layout), *(line for plan in self.plans for line in plan.describe())]

@@ -4,6 +4,8 @@ Parameters are drawn by their names, whole, and dealt to tensor-parallel ranks, 
 """
 
 import dataclasses
+import logging
+import warnings
 import zlib
 
 import torch
@@ -16,7 +18,12 @@ from megatron_cp.testing.layouts import layout_by_name
 VOCABULARY = 64
 RAGGED = (7, 1, 130, 0, 64, 2, 33)
 # Microbatches of one step. The second of `ragged` has a loss mask, so that they have unlike numbers of tokens.
-BATCHES = {"ragged": (RAGGED, (5, 0, 67, 16)), "tiny": ((2,), (3, 1))}
+BATCHES = {
+    "ragged": (RAGGED, (5, 0, 67, 16)),
+    "tiny": ((2,), (3, 1)),  # leaves a rank out
+    "aligned": ((24, 12, 96, 36), (12, 60)),  # what Megatron can shard over 2 and over 3 ranks
+    "even": ((24, 24), (36, 36, 36)),
+}
 
 KINDS = {
     "gpt": {"num_layers": 2, "qk_layernorm": True},
@@ -28,6 +35,9 @@ KINDS = {
 
 def start(tp=1, cp=1):
     """Megatron's process groups over all ranks, anew: what tp * cp leaves over is data parallelism."""
+    # Megatron says much in every rank that a machine without CUDA makes it say.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     # All that is used, so that the stand-in reaches it.
     import megatron.core.distributed
     import megatron.core.models.gpt
@@ -75,8 +85,14 @@ def configure(kind, **changes):
     return TransformerConfig(**settings | KINDS[kind] | changes)
 
 
-def build(kind, *, spec=None, pattern="GG*-", config=None, **changes):
-    """GPTModel or HybridModel with our spec, or `spec`, and the parameters that belong to their names."""
+def build(kind, *, spec=None, pattern="GG*-", arguments=None, config=None, **changes):
+    """GPTModel or HybridModel with our spec, or `spec`, and the parameters that belong to their names.
+
+    Args:
+        pattern: HybridModel's layers.
+        arguments: others of the model.
+        config: the model's configuration, in place of what `changes` would change in the usual one.
+    """
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
@@ -84,12 +100,13 @@ def build(kind, *, spec=None, pattern="GG*-", config=None, **changes):
 
     config = configure(kind, **changes) if config is None else config
     common = {"vocab_size": VOCABULARY, "max_sequence_length": 256, "position_embedding_type": "rope"}
+    common |= arguments or {}
     if kind == "hybrid":
         model = HybridModel(config, spec or specs.hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
     else:
         model = GPTModel(config, spec or specs.gpt_layer_spec(config), **common)
     fill(model, config)
-    return model
+    return model.to(config.params_dtype)  # Megatron's wrapper of torch's norms leaves their weights in float32
 
 
 # -- parameters: whole, and a tensor-parallel rank's share -----------------------------------------------------------
@@ -134,7 +151,7 @@ def keep_dot_products_from_zero(values, width):
 
 def parameters_of(model, config):
     """Name, parameter, and how tensor parallelism splits it: the dimension and the local sizes of its sections."""
-    from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
+    from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
     modules = dict(model.named_modules())
     for name, parameter in model.named_parameters():
@@ -191,8 +208,13 @@ def stream(index, total):
     return tokens, mask if index % 2 and total > 8 else None
 
 
-def shards(model, lengths, layout, index, align=1):
-    """This rank's share of microbatch `index`."""
+def shards(model, lengths, layout, index, how="planned", align=1):
+    """This rank's share of microbatch `index`.
+
+    Args:
+        how: "planned" by `shard_batch`; "megatron": Megatron's own sharding and parameters of a packed batch;
+            "unpacked": the documents, all of one length, as sequences of a batch, dealt by Megatron.
+    """
     from megatron.core import parallel_state
 
     from megatron_cp.megatron.batch import shard_batch
@@ -200,18 +222,53 @@ def shards(model, lengths, layout, index, align=1):
 
     group = parallel_state.get_context_parallel_group()
     tokens, mask = stream(index, sum(lengths))
-    dealt = layout_of(layout, lengths, group.size(), align)
-    return shard_batch(tokens, dealt, group, slots=slots_of(model), loss_mask=mask)
+    if how == "planned":
+        dealt = layout_of(layout, lengths, group.size(), align)
+        return shard_batch(tokens, dealt, group, slots=slots_of(model), loss_mask=mask)
+    return megatron_shards(tokens, mask, lengths, group, how)
 
 
-def microbatches(model, batches, layout, align=1):
+def megatron_shards(tokens, mask, lengths, group, how):
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.utils import get_batch_on_this_cp_rank
+
+    from megatron_cp.megatron.batch import ShardedBatch
+
+    ends = torch.tensor(lengths).cumsum(0)
+    weights = torch.ones(len(tokens)) if mask is None else mask.clone()
+    weights[ends - 1] = 0
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    full = {"tokens": tokens, "labels": tokens.roll(-1), "loss_mask": weights, "position_ids": positions}
+    params = None
+    if how == "unpacked":
+        sequences = {name: values.view(len(lengths), -1) for name, values in full.items()}
+        own = get_batch_on_this_cp_rank(sequences, is_hybrid_cp=False, cp_group=group)
+    else:
+        held, chunks = [], 2 * group.size()
+        for end, length in zip(ends.tolist(), lengths, strict=True):
+            document = torch.arange(end - length, end).chunk(chunks)
+            held += [document[group.rank()], document[chunks - 1 - group.rank()]]
+        own = {name: values[torch.cat(held)].unsqueeze(0) for name, values in full.items()}
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int()
+        longest = max(lengths)
+        params = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+    return ShardedBatch(**own, packed_seq_params=params, num_tokens=int(weights.count_nonzero()), pad_rows=0)
+
+
+def microbatches(model, batches, layout="zigzag", how="planned", align=1):
     """This rank's shares of its data-parallel rank's microbatches of one step."""
     from megatron.core import parallel_state
 
     first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     assert len(BATCHES[batches]) % step == 0
     return [
-        shards(model, lengths, layout, index, align)
+        shards(model, lengths, layout, index, how, align)
         for index, lengths in list(enumerate(BATCHES[batches]))[first::step]
     ]
 

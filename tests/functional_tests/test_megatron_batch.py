@@ -1,0 +1,303 @@
+"""What a microbatch costs a Megatron model on the host, and what is refused while ranks build or run one."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.testing.counters import Counters
+from tests.functional_tests import tiny_megatron as tiny
+
+pytest.importorskip("megatron.core")
+
+LAYERS = 4
+MICROBATCHES = ((24, 12, 96, 36), (12, 60), (36, 24, 12))
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(observe, 2, kind="processes", timeout=200.0)
+
+
+def observe(group):
+    tiny.start(cp=2)
+    return {
+        "plans": {how: count_plans(how) for how in ("planned", "megatron", "unpacked")},
+        "phases": {recompute: count_phases(recompute) for recompute in (None, "full")},
+        "syncs": {kind: count_syncs(kind) for kind in ("hybrid", "gpt")},
+        "stock syncs": {kind: count_syncs(kind, stock_rotary=True) for kind in ("hybrid", "gpt")},
+        "work": {what: count_work(what) for what in RECOMPUTED},
+        "refusals": {name: refusal(attempt) for name, attempt in ATTEMPTS.items()},
+    }
+
+
+def two_of_each(**changes):
+    return tiny.build("hybrid", pattern="GG**", **changes)
+
+
+def forward(model, batch):
+    losses = model(
+        batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params
+    )
+    return (losses * batch.loss_mask).sum()
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+def count_plans(how):
+    """BatchPlans made and slots planned in each of some microbatches, with two layers of each kind."""
+    from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
+
+    model, counts = two_of_each(), []
+    with pytest.MonkeyPatch.context() as patch:
+        for target, method in ((BatchPlan, "__init__"), (AttentionSlot, "plan"), (LinearSlot, "plan")):
+            patch.setattr(target, method, counting(getattr(target, method), counts))
+        for index, lengths in enumerate(((36, 36),) * 3 if how == "unpacked" else MICROBATCHES):
+            counts.append(Counter())
+            forward(model, tiny.shards(model, lengths, "zigzag", index, how)).backward()
+    return [dict(count) for count in counts]
+
+
+def counting(function, counts):
+    name = function.__qualname__
+
+    def counted(*args, **kwargs):
+        counts[-1][name] += 1
+        return function(*args, **kwargs)
+
+    return counted
+
+
+ONE_PLAN_EACH = {"BatchPlan.__init__": 1, "AttentionSlot.plan": 1, "LinearSlot.plan": 1}
+
+
+@pytest.mark.parametrize("how", ["planned", "megatron"])
+def test_a_microbatch_is_planned_once_for_all_layers(ranks, how):
+    for rank in ranks:
+        assert rank["plans"][how] == [ONE_PLAN_EACH] * 3
+
+
+def test_unpacked_batches_are_planned_once_for_all_microbatches(ranks):
+    each_layer = {name: LAYERS if name.startswith("Batch") else LAYERS // 2 for name in ONE_PLAN_EACH}
+    for rank in ranks:
+        assert rank["plans"]["unpacked"] == [each_layer, {}, {}]
+
+
+# -- rotary phases ---------------------------------------------------------------------------------------------------
+
+
+class RowsOfTables(TorchDispatchMode):
+    """Counts gathers of rows from `[length, 1, 1, d]` tables, which rotary phases alone are."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name in ("index_select", "index", "gather", "embedding") and args[0].dim() == 4:
+            self.count += tuple(args[0].shape[1:3]) == (1, 1)
+        return func(*args, **(kwargs or {}))
+
+
+def count_phases(recompute):
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    model, counts = two_of_each(**full if recompute else {}), []
+    for index, lengths in enumerate(MICROBATCHES):
+        batch = tiny.shards(model, lengths, "zigzag", index)
+        with torch.autograd.set_multithreading_enabled(False), RowsOfTables() as gathers:
+            forward(model, batch).backward()
+        counts.append(gathers.count)
+    return counts
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_rotary_phases_are_gathered_once_a_microbatch(ranks, recompute):
+    for rank in ranks:
+        assert rank["phases"][recompute] == [1, 1, 1]
+
+
+# -- what makes the host wait ----------------------------------------------------------------------------------------
+
+
+def count_syncs(kind, stock_rotary=False):
+    """Of a microbatch's forward and backward, the first one of its kind, so that nothing is kept from another."""
+    from megatron.core.transformer import attention as megatron_attention
+
+    from megatron_cp.megatron.attention import SelfAttention
+
+    model = two_of_each() if kind == "hybrid" else tiny.build(kind)
+    batch = tiny.shards(model, MICROBATCHES[0], "zigzag", 0)
+    forwards, backwards = Counters(), Counters()
+    with pytest.MonkeyPatch.context() as patch:
+        if stock_rotary:
+            patch.setattr(SelfAttention, "forward", megatron_attention.SelfAttention.forward)
+        with forwards:
+            loss = forward(model, batch)
+        with backwards:
+            loss.backward()
+    return dict(forwards.host_syncs), dict(backwards.host_syncs)
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
+def test_nothing_in_a_model_makes_the_host_wait(ranks, kind):
+    for rank in ranks:
+        assert rank["syncs"][kind] == ({}, {})
+        stock, _ = rank["stock syncs"][kind]  # two attention layers, each of which turns queries and keys
+        assert stock["tolist"] == 4
+        assert stock["_local_scalar_dense"] >= 4
+
+
+# -- recomputation ---------------------------------------------------------------------------------------------------
+
+
+def count_work(recompute):
+    """Of a microbatch's forward and its backward: calls of the attention and of the norm, and collectives."""
+    from megatron_cp.megatron.attention import CoreAttention
+    from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
+
+    changes = {"recompute_granularity": "selective", "recompute_modules": [recompute]} if recompute else {}
+    if recompute == "full":
+        changes = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    # GPTModel: Megatron's configuration allows gdn_norm_out there only.
+    model = tiny.build("gpt_gdn", **changes)
+    batch = tiny.shards(model, MICROBATCHES[0], "zigzag", 0)
+    found, calls = [], []
+
+    def measured(step, *arguments):
+        calls.append(Counter())
+        with Counters() as counters:
+            result = step(*arguments)
+        found.append((calls[-1]["CoreAttention.forward"], calls[-1][NORM], counters.collectives))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        for target, method in ((CoreAttention, "forward"), (GatedDeltaNet, "_apply_gated_norm")):
+            patch.setattr(target, method, counting(getattr(target, method), calls))
+        loss = measured(forward, model, batch)
+        measured(loss.backward)
+    return found
+
+
+NORM = "_GDNBase._apply_gated_norm"
+RECOMPUTED = {None: (0, 0, 0), "core_attn": (1, 0, 2), "gdn_norm_out": (0, 1, 0), "full": (1, 1, 4)}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+def test_a_backward_repeats_what_it_is_told_to_and_no_other_collective(ranks, recompute):
+    """One layer of each kind, with two collectives each way."""
+    attention, norm, collectives = RECOMPUTED[recompute]
+    for rank in ranks:
+        (plain, _), found = rank["work"][None], rank["work"][recompute]
+        assert found == [plain, (attention, norm, 4 + collectives)]
+        assert plain[:2] == (1, 1)
+        assert plain[2] >= 4  # the loss has some, too
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(attempt):
+    try:
+        attempt()
+    except ArgumentError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def run_unaligned():
+    model = tiny.build("hybrid")
+    forward(model, tiny.shards(model, (24, 10, 12), "zigzag", 0, "megatron"))
+
+
+def run_two_packed_rows():
+    model = two_of_each()
+    gdn = next(module for module in model.modules() if type(module).__name__ == "GatedDeltaNet")
+    batch = tiny.shards(model, (24, 12), "zigzag", 0)
+    gdn(torch.zeros(18, 2, 32), packed_seq_params=batch.packed_seq_params)
+
+
+def run_with(**extra):
+    model = tiny.build("gpt")
+    core = next(module for module in model.modules() if type(module).__name__ == "CoreAttention")
+    batch = tiny.shards(model, (24, 12), "zigzag", 0)
+    q, kv = torch.zeros(18, 4, 8), torch.zeros(18, 2, 8)
+    core(q, kv, kv, None, packed_seq_params=batch.packed_seq_params, **extra)
+
+
+def run_other_mask():
+    from megatron.core.transformer.enums import AttnMaskType
+
+    run_with(attn_mask_type=AttnMaskType.no_mask)
+
+
+def build_without_l2norm():
+    from megatron_cp.megatron.specs import hybrid_stack_spec
+
+    spec = copy.deepcopy(hybrid_stack_spec)
+    spec.submodules.gdn_layer.submodules.self_attention.params = {"use_qk_l2norm": False}
+    tiny.build("hybrid", spec=spec)
+
+
+ATTEMPTS = {
+    "p2p": lambda: tiny.build("gpt", cp_comm_type="p2p"),
+    "p2p of one layer": lambda: tiny.build("gpt", cp_comm_type=["a2a", "p2p"]),
+    "mamba": lambda: tiny.build("hybrid", pattern="GM*-"),
+    "mtp": lambda: tiny.build("gpt", mtp_num_layers=1),
+    "mtp of hybrids": lambda: tiny.build("hybrid", mtp_num_layers=1),
+    "unaligned": run_unaligned,
+    "two packed rows": run_two_packed_rows,
+    "bias": lambda: run_with(attention_bias=torch.zeros(1)),
+    "other mask": run_other_mask,
+    "l2norm": build_without_l2norm,
+    "activation": lambda: tiny.build("hybrid", activation_func=torch.nn.functional.gelu),
+}
+
+
+def assert_refused(ranks, name, *words):
+    for rank in ranks:
+        message = rank["refusals"][name]
+        assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("attempt", ["p2p", "p2p of one layer"])
+def test_rejects_p2p_and_says_to_use_a2a(ranks, attempt):
+    assert_refused(ranks, attempt, "--cp-comm-type", "'p2p'", "use a2a")
+
+
+def test_rejects_mamba_layers(ranks):
+    assert_refused(ranks, "mamba", "--hybrid-layer-pattern", "G, * and -")
+
+
+@pytest.mark.parametrize("attempt", ["mtp", "mtp of hybrids"])
+def test_rejects_multi_token_prediction(ranks, attempt):
+    assert_refused(ranks, attempt, "--mtp-num-layers", "got 1", "0 with --context-parallel-size above 1")
+
+
+def test_rejects_lengths_that_megatrons_sharding_cannot_deal(ranks):
+    assert_refused(ranks, "unaligned", "packed_seq_params", "[10]", "multiples of 4", "shard_batch")
+
+
+def test_rejects_packed_batches_of_two_rows(ranks):
+    assert_refused(ranks, "two packed rows", "--micro-batch-size", "got 2", "1 for packed batches")
+
+
+def test_rejects_attention_bias(ranks):
+    assert_refused(ranks, "bias", "--attention-bias", "None")
+
+
+def test_rejects_another_mask_than_the_layer_was_built_with(ranks):
+    assert_refused(ranks, "other mask", "--attn-mask-type", "no_mask")
+
+
+def test_rejects_another_activation_of_the_convolution(ranks):
+    assert_refused(ranks, "activation", "--activation-func", "gelu", "silu")
+
+
+def test_rejects_queries_and_keys_that_are_not_normalised(ranks):
+    assert_refused(ranks, "l2norm", "--use-qk-l2norm", "got False", "allowed: True")

@@ -1,0 +1,180 @@
+"""Whole Megatron models over ranks are the same model on one rank, through Megatron's own training step.
+
+Loss and every parameter's gradient after data parallelism's reduction and the division by the number of tokens.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_cp.executor.launch import run_ranks
+from tests.functional_tests import tiny_megatron as tiny
+
+pytest.importorskip("megatron.core")
+
+TIMEOUT = 200.0
+# `max|a - b| / max|b|` of a parameter's gradient. Ranks of the same heads differ by 1e-15 in float64; Megatron's loss,
+# which is in float32, adds 1e-7 where it is summed over the vocabularies of tensor-parallel ranks. In float32 a single
+# rank is 3e-6 from its gradients in float64 already.
+FLOAT64, TENSOR_PARALLEL, FLOAT32 = 1e-12, 1e-6, 5e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step of one model; see `tiny.build` and `tiny.shards`."""
+
+    kind: str
+    layout: str = "zigzag"
+    batches: str = "ragged"
+    dtype: str = "float64"
+    how: str = "planned"
+    changes: tuple = ()
+    recompute: str = ""
+    sequence_parallel: bool = False
+    without_norm_sum: bool = False
+
+    def __str__(self):
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        words = [name if value is True else value for name, value in values.items() if value and name != "changes"]
+        words = [word for word in words if word not in ("zigzag", "ragged", "float64", "planned")]
+        return "-".join(words + [f"{name}={value}" for name, value in self.changes])
+
+    def bound(self, tp):
+        if self.dtype == "float32":
+            return FLOAT32
+        return FLOAT64 if tp == 1 else TENSOR_PARALLEL
+
+    @property
+    def on_one_rank(self):
+        return Case(self.kind, batches=self.batches, dtype=self.dtype, changes=self.changes)
+
+
+RECOMPUTE = {
+    "": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "gdn_norm_out": {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
+}
+
+EVERYWHERE = [Case(kind, layout) for kind in ("gpt", "hybrid") for layout in ("zigzag", "contiguous", "random")]
+UNEVEN = [Case(kind, "lopsided") for kind in ("gpt", "hybrid")]
+UNEVEN += [Case(kind, batches="tiny") for kind in ("gpt", "hybrid")]
+SINGLE = [Case(kind, dtype="float32") for kind in ("gpt", "hybrid")]
+MEGATRONS = [
+    Case(kind, batches=batches, how=how)
+    for kind in ("gpt", "hybrid", "gpt_gdn")
+    for batches, how in (("aligned", "megatron"), ("even", "unpacked"))
+]
+ONE_KEY_HEAD = Case("hybrid", changes=(("linear_num_key_heads", 1),))
+NORMED = Case("hybrid", changes=(("qk_layernorm", True),))
+MIXED = Case("gpt_gdn", changes=(("cp_comm_type", "a2a"),))
+RECOMPUTED = [
+    Case(kind, recompute=what)
+    for kind, what in (
+        ("gpt", "full"),
+        ("gpt", "core_attn"),
+        ("hybrid", "full"),
+        ("hybrid", "core_attn"),
+        ("gpt_gdn", "gdn_norm_out"),
+        ("gpt_gdn", "full"),
+    )
+]
+SEQUENCE_PARALLEL = [Case(kind, sequence_parallel=True) for kind in ("gpt", "hybrid")]
+WITHOUT_NORM_SUM = Case("hybrid", without_norm_sum=True)
+
+# Tensor- and context-parallel sizes, and what is run there; the rest of the ranks are data parallel.
+PLACES = {
+    "cp2": (
+        1,
+        2,
+        [*EVERYWHERE, *UNEVEN, *SINGLE, *MEGATRONS, *RECOMPUTED, Case("gpt_gdn"), ONE_KEY_HEAD, NORMED, MIXED],
+    ),
+    "cp3": (1, 3, [*EVERYWHERE, *UNEVEN, *SINGLE, *[case for case in MEGATRONS if case.kind != "gpt_gdn"]]),
+    "tp2cp2": (2, 2, [*EVERYWHERE, *UNEVEN, *SINGLE, *SEQUENCE_PARALLEL, NORMED]),
+    "dp2cp2": (1, 2, [*EVERYWHERE, *SINGLE]),
+}
+EQUAL = [(place, case) for place, (_, _, cases) in PLACES.items() for case in cases]
+ALONE = list(dict.fromkeys(case.on_one_rank for _, case in EQUAL))
+
+
+def run_cases(group, places):
+    """By place and case, the step that this rank saw. All places use all ranks."""
+    steps = {}
+    for place, (tp, cp, cases) in places.items():
+        tiny.start(tp, cp)
+        for case in cases:
+            steps[place, case] = run_case(case)
+    return steps
+
+
+def run_case(case):
+    from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
+
+    changes = dict(case.changes) | RECOMPUTE[case.recompute] | {"sequence_parallel": case.sequence_parallel}
+    config = tiny.configure(case.kind, params_dtype=getattr(torch, case.dtype), **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        if case.without_norm_sum:
+            patch.setattr(GatedDeltaNet, "_sum_norm_gradients_over_tp", lambda self: None)
+        model = tiny.build(case.kind, config=config)
+    align = config.tensor_model_parallel_size if case.sequence_parallel else 1
+    return tiny.train(model, config, tiny.microbatches(model, case.batches, case.layout, case.how, align))
+
+
+def launch(size, *names, **more):
+    places = {name: PLACES[name] for name in names} | more
+    return run_ranks(run_cases, size, places, kind="processes", timeout=TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    (steps,) = launch(1, cp1=(1, 1, ALONE))
+    return {case: step for (_, case), step in steps.items()}
+
+
+@pytest.fixture(scope="module")
+def two():
+    return launch(2, "cp2")
+
+
+@pytest.fixture(scope="module")
+def three():
+    return launch(3, "cp3")
+
+
+@pytest.fixture(scope="module")
+def four():
+    return launch(4, "tp2cp2", "dp2cp2", broken=(2, 2, [WITHOUT_NORM_SUM]))
+
+
+RANKS = {"cp2": "two", "cp3": "three", "tp2cp2": "four", "dp2cp2": "four"}
+
+
+@pytest.mark.parametrize(("place", "case"), EQUAL, ids=str)
+def test_equals_one_rank(place, case, alone, request):
+    expected = alone[case.on_one_rank]
+    for rank, steps in enumerate(request.getfixturevalue(RANKS[place])):
+        step = steps[place, case]
+        assert step.tokens == expected.tokens
+        assert abs(step.loss - expected.loss) <= 1e-5, rank
+        errors = tiny.distances(step.gradients, expected.gradients)
+        assert max(errors.values()) <= case.bound(PLACES[place][0]), (rank, list(errors.items())[:4])
+        assert max(step.drift.values()) == 0, rank
+
+
+def test_tensor_parallel_ranks_would_drift_apart_without_the_sum_for_the_norm(alone, four):
+    for steps in four:
+        step = steps["broken", WITHOUT_NORM_SUM]
+        errors = tiny.distances(step.gradients, alone[WITHOUT_NORM_SUM.on_one_rank].gradients)
+        assert {name for name, error in errors.items() if error > WITHOUT_NORM_SUM.bound(tp=2)} == {
+            f"decoder.layers.{layer}.self_attention.out_norm.weight" for layer in (0, 1)
+        }
+        assert max(step.drift.values()) > 0.01
+
+
+@pytest.mark.parametrize("case", RECOMPUTED, ids=str)
+def test_recomputation_changes_no_bit(case, two):
+    plain = dataclasses.replace(case, recompute="")
+    for steps in two:
+        again, once = steps["cp2", case].gradients, steps["cp2", plain].gradients
+        assert [name for name in once if not torch.equal(again[name], once[name])] == []

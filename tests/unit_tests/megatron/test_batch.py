@@ -1,0 +1,279 @@
+"""`shard_batch`: what each rank is given of a microbatch; and the parameters that carry its plans to the layers."""
+
+import dataclasses
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_cp.errors import ArgumentError, PlanMismatchError
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
+from megatron_cp.testing.layouts import layout_by_name
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_cp.megatron.batch import PlannedSeqParams, planned, planned_params, shard_batch
+
+RAGGED = Packing([7, 1, 130, 0, 64, 2, 33])
+SLOTS = [
+    AttentionSlot(heads=8, kv_heads=2, head_dim=8, value_head_dim=8),
+    LinearSlot("gdn", heads=8, key_heads=2, head_dim=8, value_head_dim=8),
+]
+CPU = torch.device("cpu")
+
+
+def ids(packing=RAGGED):
+    return torch.randint(1, 1000, (packing.total,), generator=torch.Generator().manual_seed(0))
+
+
+def sharded(layout, **arguments):
+    """What every rank is given of the batch."""
+    arguments = {"tokens": ids(layout.packing), "layout": layout} | arguments
+    return run_ranks(lambda group: shard_batch(group=group, **arguments), layout.cp_size)
+
+
+def stream(batches, name):
+    """A field of all ranks as the packed stream; asserts that pad rows hold 0."""
+    layout = batches[0].packed_seq_params.plans.layout
+    rows = [getattr(batch, name).squeeze(0) for batch in batches]
+    for own, count in zip(rows, layout.token_counts.tolist(), strict=True):
+        assert not own[count:].any()
+    return layout.unshard(rows)
+
+
+def next_tokens(tokens, packing):
+    """Each token's label, and whether it has one, by a loop."""
+    labels, learnt = torch.zeros_like(tokens), torch.zeros(packing.total)
+    for start, end in packing.spans():
+        for place in range(start, end - 1):
+            labels[place], learnt[place] = tokens[place + 1], 1
+    return labels, learnt
+
+
+# -- what the ranks are given ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "random"])
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 5])
+def test_the_ranks_are_given_the_stream(name, cp_size):
+    batches = sharded(layout_by_name(name, RAGGED, cp_size), slots=SLOTS)
+    labels, learnt = next_tokens(ids(), RAGGED)
+    assert torch.equal(stream(batches, "tokens"), ids())
+    assert torch.equal(stream(batches, "labels"), labels)
+    assert torch.equal(stream(batches, "loss_mask"), learnt)
+    assert torch.equal(stream(batches, "position_ids"), torch.tensor(RAGGED.positions()))
+    for batch in batches:
+        assert batch.num_tokens == RAGGED.total - 6  # documents that are not empty
+        for field in (batch.tokens, batch.labels, batch.position_ids, batch.loss_mask):
+            assert field.shape == batch.tokens.shape
+            assert field.dtype == (torch.float32 if field is batch.loss_mask else torch.int64)
+
+
+def test_without_a_group_one_rank_is_given_everything():
+    batch = shard_batch(ids(), Layout.zigzag(RAGGED, 1))
+    assert torch.equal(batch.tokens[0], ids())
+    assert batch.pad_rows == 0
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint16])
+def test_tokens_may_be_as_they_lie_on_disk(dtype):
+    tokens = ids().numpy().astype(dtype)
+    tokens.flags.writeable = False  # as a memory-mapped file is
+    assert torch.equal(shard_batch(tokens, Layout.zigzag(RAGGED, 1)).tokens[0], ids())
+
+
+def test_given_labels_are_taken_as_they_are_and_negative_ones_masked():
+    labels = torch.arange(RAGGED.total)
+    labels[3], labels[100:120] = -100, -1
+    batches = sharded(Layout.zigzag(RAGGED, 3), labels=labels)
+    assert torch.equal(stream(batches, "labels"), labels.clamp(min=0))
+    assert torch.equal(stream(batches, "loss_mask"), (labels >= 0).float())
+    assert {batch.num_tokens for batch in batches} == {RAGGED.total - 21}
+
+
+def test_a_loss_mask_weighs_only_what_has_a_label():
+    mask = torch.randint(0, 3, (RAGGED.total,), generator=torch.Generator().manual_seed(1)) / 2
+    batches = sharded(Layout.zigzag(RAGGED, 3), loss_mask=mask)
+    labels, learnt = next_tokens(ids(), RAGGED)
+    assert torch.equal(stream(batches, "loss_mask"), mask * learnt)
+    assert torch.equal(stream(batches, "labels"), labels * (mask != 0))
+    assert {batch.num_tokens for batch in batches} == {int((mask * learnt).count_nonzero())}
+
+
+def test_a_loss_mask_weighs_given_labels():
+    labels, mask = torch.arange(RAGGED.total) - 50, np.ones(RAGGED.total)
+    mask[-50:] = 0
+    batches = sharded(Layout.contiguous(RAGGED, 2), labels=labels, loss_mask=mask)
+    assert torch.equal(stream(batches, "loss_mask"), ((labels >= 0) * torch.tensor(mask)).float())
+
+
+def test_a_rank_without_tokens_is_given_one_pad_row():
+    packing = Packing([2, 0])
+    batches = sharded(Layout.contiguous(packing, 5), slots=SLOTS)
+    assert torch.equal(stream(batches, "tokens"), ids(packing))
+    for rank, batch in enumerate(batches):
+        assert batch.tokens.shape == (1, 1)
+        assert batch.pad_rows == 3
+        assert batch.num_tokens == 1
+        assert bool(batch.tokens.any()) == (batch.packed_seq_params.plans.layout.token_counts[rank] == 1)
+
+
+def test_a_batch_without_tokens_is_pad_rows():
+    for batch in sharded(Layout.zigzag(Packing([0, 0]), 2), slots=SLOTS):
+        assert batch.tokens.tolist() == batch.labels.tolist() == [[0]]
+        assert batch.loss_mask.tolist() == [[0.0]]
+        assert (batch.num_tokens, batch.pad_rows) == (0, 2)
+
+
+def test_rows_keep_the_layouts_alignment():
+    batches = sharded(Layout.zigzag(Packing([7, 1, 2]), 3, align=4))
+    assert [batch.tokens.shape[1] for batch in batches] == [4, 4, 4]
+    assert {batch.pad_rows for batch in batches} == {2}
+
+
+# -- plans and Megatron's fields -------------------------------------------------------------------------------------
+
+
+def test_the_parameters_are_megatrons_with_the_plans_of_all_kinds():
+    for rank, batch in enumerate(sharded(Layout.zigzag(RAGGED, 3), slots=SLOTS)):
+        params = batch.packed_seq_params
+        assert isinstance(params, PackedSeqParams)
+        assert params.qkv_format == "thd"
+        assert params.cu_seqlens_q.dtype == params.cu_seqlens_kv.dtype == torch.int32
+        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == RAGGED.cu_seqlens.tolist()
+        assert params.max_seqlen_q == params.max_seqlen_kv == 130
+        assert [plan.kind for plan in params.plans.plans] == ["attention", "gdn"]
+        assert torch.equal(params.positions, batch.position_ids[0])
+        assert params.positions.tolist() == params.plans.layout.positions(rank).tolist()
+
+
+def test_plans_pass_through_as_they_are():
+    params = shard_batch(ids(), Layout.zigzag(RAGGED, 1), slots=SLOTS).packed_seq_params
+    assert planned(params, ThreadGroup.create(1)[0]) is params
+
+
+def megatrons(lengths, **others):
+    offsets = torch.tensor(Packing(lengths).cu_seqlens, dtype=torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=9, **others)
+
+
+def test_megatrons_own_parameters_are_planned_once_as_its_zigzag():
+    group = ThreadGroup.create(2)[1]
+    params = megatrons([8, 4, 12])
+    found = planned(params, group)
+    assert found.plans.layout == Layout.zigzag(Packing([8, 4, 12]), 2)
+    assert found.positions.tolist() == [2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7, 8]
+    assert found.max_seqlen_q == 9
+    assert found.cu_seqlens_q is params.cu_seqlens_q
+    assert planned(params, group) is found
+
+
+def test_megatrons_padded_lengths_are_those_of_the_rows():
+    padded = torch.tensor([0, 8, 16], dtype=torch.int32)
+    params = megatrons([5, 8], cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+    assert planned(params, ThreadGroup.create(2)[0]).plans.layout.packing == Packing([8, 8])
+
+
+def test_any_lengths_do_on_one_rank():
+    found = planned(megatrons([7, 1, 3]), ThreadGroup.create(1)[0])
+    assert found.plans.layout.packing == Packing([7, 1, 3])
+
+
+def test_rotary_phases_are_rows_of_the_table_gathered_once():
+    layout = Layout.zigzag(RAGGED, 2)
+    params = planned_params(BatchPlan(layout), 1, CPU)
+    table, other = (torch.randn(130, 1, 1, 8) for _ in range(2))
+    phases = params.rotary_phases(table)
+    assert torch.equal(phases, table[layout.positions(1)])
+    assert params.rotary_phases(table.detach()) is phases  # as a recomputed layer is given it
+    assert torch.equal(params.rotary_phases(other), other[layout.positions(1)])
+    assert torch.equal(params.rotary_phases(table[:, :, :, :4]), phases[:, :, :, :4])
+
+
+def test_parameters_of_two_microbatches_share_nothing():
+    one, two = (planned_params(BatchPlan(Layout.zigzag(Packing([n]), 1)), 0, CPU) for n in (4, 6))
+    table = torch.randn(6, 1, 1, 8)
+    assert (len(one.rotary_phases(table)), len(two.rotary_phases(table))) == (4, 6)
+    assert {field.name for field in dataclasses.fields(PackedSeqParams)} < {
+        field.name for field in dataclasses.fields(PlannedSeqParams)
+    }
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def disagreement(group, layouts, slots, agree=True):
+    layout = layouts[group.rank]
+    try:
+        shard_batch(ids(layout.packing), layout, group, slots=slots[group.rank], agree=agree)
+    except PlanMismatchError as error:
+        return str(error)
+    return "they agree"
+
+
+LAYOUTS = [Layout.zigzag(Packing(lengths), 3) for lengths in ([7, 5], [7, 5], [5, 7])]
+
+
+def test_rejects_other_lengths_on_another_rank_on_every_rank():
+    for message in run_ranks(disagreement, 3, LAYOUTS, [SLOTS] * 3):
+        assert re.search(r"rank 2 differs from rank 0.*documents", message, re.DOTALL)
+
+
+def test_rejects_other_layers_on_another_rank_on_every_rank():
+    for message in run_ranks(disagreement, 3, LAYOUTS[:1] * 3, [SLOTS, SLOTS[:1], SLOTS]):
+        assert "rank 1 differs from rank 0" in message
+
+
+def test_rejects_other_lengths_on_another_rank_where_no_layer_is_named():
+    for message in run_ranks(disagreement, 3, LAYOUTS, [()] * 3):
+        assert "rank 2 differs from rank 0" in message
+
+
+def test_ranks_need_not_compare():
+    assert run_ranks(disagreement, 3, LAYOUTS, [SLOTS] * 3, False) == ["they agree"] * 3
+
+
+ONE_RANK = Layout.zigzag(RAGGED, 1)
+MISFITS = {
+    "too short": torch.zeros(RAGGED.total - 1, dtype=torch.int64),
+    "a batch of one": torch.zeros(1, RAGGED.total, dtype=torch.int64),
+    "on a device": torch.zeros(RAGGED.total, dtype=torch.int64, device="meta"),
+    "too long, of numpy": np.zeros(RAGGED.total + 1, dtype=np.int64),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("argument", ["tokens", "labels", "loss_mask"])
+def test_rejects_what_is_not_the_batchs_tokens_on_the_host(argument, misfit):
+    arguments = {"tokens": ids()} | {argument: MISFITS[misfit]}
+    with pytest.raises(ArgumentError, match=re.escape(f"the [{RAGGED.total}] tokens of the batch, on the host")) as e:
+        shard_batch(layout=ONE_RANK, **arguments)
+    assert e.value.argument == argument
+
+
+def test_rejects_a_group_of_another_size():
+    with pytest.raises(ArgumentError):
+        shard_batch(ids(), Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
+    with pytest.raises(ArgumentError):
+        shard_batch(ids(), Layout.zigzag(RAGGED, 2))
+
+
+def test_rejects_layers_that_cannot_be_planned():
+    slot = dataclasses.replace(SLOTS[0], scheme="p2p")
+    with pytest.raises(ArgumentError, match="p2p is not built yet; use a2a"):
+        shard_batch(ids(), ONE_RANK, slots=[slot])
+
+
+@pytest.mark.parametrize("lengths", [[8, 6], [4, 2], [1], [8, 7, 4]])
+def test_rejects_lengths_that_megatrons_sharding_cannot_deal(lengths):
+    bad = [length for length in lengths if length % 4]
+    with pytest.raises(ArgumentError, match=re.escape(f"documents of {bad} tokens")) as caught:
+        planned(megatrons(lengths), ThreadGroup.create(2)[0])
+    assert caught.value.allowed == "multiples of 4 from Megatron's own sharding"
+    assert "shard_batch" in caught.value.remedy

@@ -1,0 +1,142 @@
+"""What the adapter refuses while a model is built, by the name of Megatron's flag. No ranks: groups only have a size.
+
+What needs real ranks to be refused is in tests/functional_tests/test_megatron_batch.py.
+"""
+
+import dataclasses
+
+import pytest
+
+from megatron_cp.errors import ArgumentError
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import nn
+
+from megatron_cp.megatron import specs
+from megatron_cp.megatron.attention import CoreAttention
+from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
+from megatron_cp.megatron.modules import refuse_unsupported
+
+
+@dataclasses.dataclass
+class Group:
+    """A process group of one rank, as far as building a layer asks."""
+
+    members: int = 1
+
+    def size(self):
+        return self.members
+
+    def rank(self):
+        return 0
+
+
+@dataclasses.dataclass
+class Groups:
+    cp: Group = dataclasses.field(default_factory=Group)
+    tp: Group = dataclasses.field(default_factory=Group)
+
+
+def configure(cls=TransformerConfig, **changes):
+    settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
+    return cls(**settings | changes)
+
+
+def build(attn_mask_type=AttnMaskType.causal, attention_type="self", config=None, others=None, **changes):
+    config = configure(**changes) if config is None else config
+    return CoreAttention(config, 1, attn_mask_type, attention_type, pg_collection=Groups(), **others or {})
+
+
+def refused(argument, given):
+    """An `ArgumentError` that names the flag and what was given."""
+    return pytest.raises(ArgumentError, match=f"^--{argument}: got {given}; allowed: ")
+
+
+def test_a_layer_that_needs_none_of_this_is_built():
+    layer = build()
+    assert (layer.slot.heads, layer.slot.head_dim, layer.slot.is_causal, layer.slot.scheme) == (4, 8, True, "auto")
+    assert not build(AttnMaskType.no_mask).slot.is_causal
+
+
+def test_rejects_sliding_windows():
+    with refused("window-size", r"\(4, 0\)"):
+        build(window_size=(4, 0))
+
+
+@pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
+def test_rejects_attention_sinks(kind):
+    with refused("softmax-type", f"'{kind}'"):
+        build(softmax_type=kind)
+
+
+def test_rejects_multimodal_rotary_positions():
+    with refused("mrope-section", r"\[2, 1, 1\]"):
+        build(mrope_section=[2, 1, 1])
+
+
+def test_rejects_attention_dropout():
+    with refused("attention-dropout", r"0\.1"):
+        build(attention_dropout=0.1)
+    with refused("attention-dropout", r"0\.2"):
+        build(others={"attention_dropout": 0.2})
+
+
+def test_rejects_multi_latent_attention():
+    with refused("multi-latent-attention", True):
+        build(config=configure(MLATransformerConfig))
+    with refused("multi-latent-attention", True):
+        build(others={"k_channels": 24, "v_channels": 16})
+    with refused("multi-latent-attention", True):
+        specs.gpt_layer_spec(configure(MLATransformerConfig))
+
+
+def test_rejects_cross_attention():
+    with refused("attention-type", "'cross'"):
+        build(attention_type="cross")
+
+
+@pytest.mark.parametrize("mask", [AttnMaskType.padding, AttnMaskType.arbitrary])
+def test_rejects_masks_that_are_not_documents(mask):
+    with refused("attn-mask-type", f"<AttnMaskType.{mask.name}.*>"):
+        build(mask)
+
+
+@pytest.mark.parametrize("layer", [CoreAttention, GatedDeltaNet])
+def test_rejects_multi_token_prediction_over_ranks(layer):
+    config = configure(context_parallel_size=2, mtp_num_layers=1)
+    arguments = (AttnMaskType.causal, "self") if layer is CoreAttention else ()
+    with refused("mtp-num-layers", 1):
+        layer(config, 1, *arguments, pg_collection=Groups())
+    refuse_unsupported(configure(mtp_num_layers=1))  # one rank may
+
+
+def test_rejects_megatrons_hybrid_context_parallelism():
+    config = configure(context_parallel_size=2)
+    config.hybrid_context_parallel = True
+    with refused("hybrid-context-parallel", True):
+        build(config=config)
+
+
+def test_rejects_other_attention_variants():
+    config = configure()
+    config.experimental_attention_variant = "dsa"
+    with refused("experimental-attention-variant", "'dsa'"):
+        specs.gpt_layer_spec(config)
+
+
+class Layer(nn.Module):
+    def __init__(self, config, name=None):
+        super().__init__()
+        self.name = name
+
+
+def test_rejects_mamba_layers_over_ranks():
+    """As where Transformer Engine is installed; elsewhere they are refused on one rank too."""
+    refusing = specs._refused_under_cp(Layer, "M", "Mamba-2")
+    assert refusing(configure(), name="one").name == "one"
+    with refused("hybrid-layer-pattern", "'M'"):
+        refusing(configure(context_parallel_size=2))

@@ -1,0 +1,134 @@
+"""`BatchPlan` and its slots: which layers share a plan, when plans are made, and what two ranks compare."""
+
+import dataclasses
+
+import pytest
+
+from megatron_cp.errors import ArgumentError, PlanMismatchError
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.run import check_agreement
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
+from megatron_cp.planner.plans import plan_attention, plan_linear
+
+PACKING = Packing([7, 1, 0, 130, 2])
+LAYOUT = Layout.zigzag(PACKING, 3)
+ATTENTION = AttentionSlot(heads=6, kv_heads=2, head_dim=8, value_head_dim=16)
+LINEAR = LinearSlot("gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16)
+
+
+@pytest.mark.parametrize("slot", [ATTENTION, LINEAR], ids=["attention", "linear"])
+def test_slots_are_values(slot):
+    same = dataclasses.replace(slot)
+    assert same is not slot
+    assert same == slot
+    assert hash(same) == hash(slot)
+    assert len({slot, same, dataclasses.replace(slot, heads=8), dataclasses.replace(slot, head_dim=16)}) == 3
+
+
+def test_an_attention_slot_plans_all_it_says():
+    slot = dataclasses.replace(ATTENTION, is_causal=False, scheme="a2a")
+    expected = plan_attention(
+        PACKING, LAYOUT, heads=6, kv_heads=2, head_dim=8, value_head_dim=16, mask=Mask(PACKING, False), scheme="a2a"
+    )
+    assert slot.plan(LAYOUT) == expected
+    assert slot.plan(LAYOUT) != ATTENTION.plan(LAYOUT)
+
+
+def test_a_linear_slot_plans_all_it_says():
+    expected = plan_linear(PACKING, LAYOUT, "gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16, mode="headwise")
+    assert dataclasses.replace(LINEAR, mode="headwise").plan(LAYOUT) == expected
+
+
+def test_layers_of_equal_slots_share_a_plan():
+    plans = BatchPlan(LAYOUT, [ATTENTION, LINEAR, dataclasses.replace(ATTENTION), LINEAR])
+    assert len(plans.plans) == 2
+    assert plans.plan(dataclasses.replace(ATTENTION)) is plans.plan(ATTENTION)
+    assert plans.plan(ATTENTION) is plans.plans[0]
+    assert plans.plan(LINEAR) is plans.plans[1]
+
+
+def test_plans_are_made_with_the_batch(monkeypatch):
+    plans = BatchPlan(LAYOUT, [ATTENTION])
+    monkeypatch.setattr(AttentionSlot, "plan", None)
+    assert plans.plan(ATTENTION).layout is LAYOUT
+
+
+def test_a_kind_that_was_not_named_is_planned_once_when_its_first_layer_asks(monkeypatch):
+    plans, made = BatchPlan(LAYOUT, [ATTENTION]), []
+    plan = LinearSlot.plan
+    monkeypatch.setattr(LinearSlot, "plan", lambda *args: made.append(args) or plan(*args))
+    assert len(plans.plans) == 1
+    first = plans.plan(LINEAR)
+    assert plans.plan(dataclasses.replace(LINEAR)) is first
+    assert plans.plans == [plans.plan(ATTENTION), first]
+    assert made == [(LINEAR, LAYOUT)]
+
+
+def test_a_batch_plan_has_the_ranks_of_its_layout():
+    assert BatchPlan(LAYOUT).cp_size == 3
+    assert BatchPlan(LAYOUT).plans == []
+
+
+def test_equal_batches_have_equal_fingerprints():
+    one = BatchPlan(LAYOUT, [ATTENTION, LINEAR])
+    other = BatchPlan(Layout.zigzag(Packing([7, 1, 0, 130, 2]), 3), [dataclasses.replace(ATTENTION), LINEAR])
+    assert len(one.fingerprint()) == 16
+    assert one.fingerprint() == other.fingerprint()
+    assert one.describe() == other.describe()
+
+
+OTHERS = {
+    "layout": BatchPlan(Layout.contiguous(PACKING, 3), [ATTENTION, LINEAR]),
+    "lengths": BatchPlan(Layout.zigzag(Packing([7, 1, 0, 2, 130]), 3), [ATTENTION, LINEAR]),
+    "pad rows": BatchPlan(LAYOUT.padded(min_rows=1), [ATTENTION, LINEAR]),
+    "ranks": BatchPlan(Layout.zigzag(PACKING, 2), [ATTENTION, LINEAR]),
+    "heads": BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, heads=8), LINEAR]),
+    "mask": BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, is_causal=False), LINEAR]),
+    "fewer kinds": BatchPlan(LAYOUT, [ATTENTION]),
+    "order": BatchPlan(LAYOUT, [LINEAR, ATTENTION]),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_batches_have_other_fingerprints(other):
+    assert OTHERS[other].fingerprint() != BatchPlan(LAYOUT, [ATTENTION, LINEAR]).fingerprint()
+
+
+def test_batches_without_named_kinds_have_their_layouts_fingerprint():
+    assert BatchPlan(LAYOUT).fingerprint() == BatchPlan(Layout.zigzag(PACKING, 3)).fingerprint()
+    assert BatchPlan(LAYOUT).fingerprint() != BatchPlan(Layout.contiguous(PACKING, 3)).fingerprint()
+
+
+def disagree(group, layouts, slots):
+    try:
+        check_agreement(BatchPlan(layouts[group.rank], slots), group)
+    except PlanMismatchError as error:
+        return str(error)
+    return "they agree"
+
+
+def test_ranks_that_plan_other_batches_all_hear_of_it():
+    layouts = [LAYOUT, LAYOUT, Layout.contiguous(PACKING, 3)]
+    for message in run_ranks(disagree, 3, layouts, [ATTENTION, LINEAR]):
+        assert "rank 2 differs from rank 0" in message
+        assert "layout" in message
+    assert run_ranks(disagree, 3, [LAYOUT] * 3, [ATTENTION, LINEAR]) == ["they agree"] * 3
+
+
+@pytest.mark.parametrize(
+    ("slot", "argument"),
+    [
+        (dataclasses.replace(ATTENTION, scheme="p2p"), "scheme"),
+        (dataclasses.replace(ATTENTION, kv_heads=4), "kv_heads"),
+        (dataclasses.replace(LINEAR, mode="chunkwise"), "mode"),
+        (dataclasses.replace(LINEAR, kind="mamba"), "kind"),
+    ],
+    ids=["scheme", "heads", "mode", "kind"],
+)
+def test_rejects_slots_that_cannot_be_planned(slot, argument):
+    with pytest.raises(ArgumentError) as caught:
+        BatchPlan(LAYOUT, [slot])
+    assert caught.value.argument == argument
+    with pytest.raises(ArgumentError):
+        BatchPlan(LAYOUT).plan(slot)
