@@ -15,7 +15,14 @@ from torch import Tensor
 
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.batch import PlannedSeqParams, planned
-from megatron_cp.megatron.modules import ContextParallelModule, Norm, cp_ranks, refuse, refuse_unsupported
+from megatron_cp.megatron.modules import (
+    ContextParallelModule,
+    Norm,
+    cp_ranks,
+    refuse,
+    refuse_feature,
+    refuse_unsupported,
+)
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
 from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.attention import attention
@@ -87,7 +94,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             refuse("attention_bias", "a tensor", "None", "No scheme here adds a bias to the scores.")
         if attn_mask_type is not None and _CAUSAL.get(attn_mask_type) != self.is_causal:
             refuse("attn_mask_type", attn_mask_type, "the one that the layer was built with", "")
-        if packed_seq_params is None:
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             plans = self._sequence_plans(query.shape[0])
         else:
             packed = planned(packed_seq_params, self.ranks)
@@ -184,18 +191,18 @@ def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
 def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str, others: dict[str, Any]) -> None:
     refuse_unsupported(config)
     if attention_type != "self":
-        refuse("attention_type", attention_type, "self", "Cross-attention is not built yet.")
+        refuse_feature("cross_attention", attention_type, "self", flag="attention_type")
     if attn_mask_type not in _CAUSAL:
         refuse("attn_mask_type", attn_mask_type, "causal, padding_causal or no_mask", "Pack documents instead.")
     if config.multi_latent_attention or others.get("k_channels") or others.get("v_channels"):
-        refuse("multi_latent_attention", True, "off", "Multi-latent attention is not built yet.")
+        refuse_feature("multi_latent_attention", True, "off")
     dropout = others.get("attention_dropout")
     dropout = config.attention_dropout if dropout is None else dropout
     if dropout:
-        refuse("attention_dropout", dropout, "0", "Dropout of attention scores is not built yet; pass 0.")
+        refuse_feature("attention_dropout", dropout, "0")
     if config.window_size is not None:
-        refuse("window_size", config.window_size, "None", "Sliding windows are not built yet.")
+        refuse_feature("window_size", config.window_size, "None")
     if config.softmax_type != "vanilla":
-        refuse("softmax_type", config.softmax_type, "vanilla", "Attention sinks are not built yet.")
+        refuse_feature("softmax_type", config.softmax_type, "vanilla")
     if config.mrope_section is not None:  # its table has a row for each of the batch's, not for each position
-        refuse("mrope_section", config.mrope_section, "None", "Multimodal rotary positions are not built yet.")
+        refuse_feature("mrope_section", config.mrope_section, "None")

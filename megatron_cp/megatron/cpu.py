@@ -26,6 +26,7 @@ _ALSO_USED = (
     "megatron.core.models.gpt",
     "megatron.core.models.hybrid.hybrid_model",
     "megatron.core.pipeline_parallel",
+    "megatron.core.ssm.gated_delta_net.common",
 )
 
 
@@ -40,7 +41,6 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     """
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
-    import megatron.core.ssm.gated_delta_net.common as gated_delta_net
     import megatron.core.tensor_parallel.random as random
     from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 
@@ -60,7 +60,6 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
         embedding.get_pos_emb_on_this_cp_rank = _own_phases
     for module in (clip_grads, optimizer):  # the second one imported it by name
         module.clip_grad_by_total_norm_fp32 = _clip_gradients
-    gated_delta_net.HAVE_FLA = True  # its constructor refuses without; our subclass brings its own kernels
 
 
 def _exchange_torch(package: str, stand_in: types.ModuleType) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronGatedDeltaNet
+from megatron.core.ssm.gated_delta_net import common as megatron_common
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from torch import Tensor
 
@@ -14,6 +17,16 @@ from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.megatron.batch import planned
 from megatron_cp.megatron.modules import ContextParallelModule, cp_ranks, refuse, refuse_unsupported
 from megatron_cp.planner.batch import BatchPlan, LinearSlot
+
+
+@contextlib.contextmanager
+def _without_fla() -> Iterator[None]:
+    """Lets Megatron's constructor pass where flash-linear-attention is missing: its kernels are not what runs here."""
+    had, megatron_common.HAVE_FLA = megatron_common.HAVE_FLA, True
+    try:
+        yield
+    finally:
+        megatron_common.HAVE_FLA = had
 
 
 class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
@@ -29,7 +42,8 @@ class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(config)
-        super().__init__(config, *args, **kwargs)
+        with _without_fla():
+            super().__init__(config, *args, **kwargs)
         if self.activation not in ("silu", "swish"):
             refuse("activation_func", self.activation, "silu", "The convolution's activation is silu.")
         if not self.use_qk_l2norm:

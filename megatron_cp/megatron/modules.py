@@ -12,6 +12,7 @@ from torch import nn
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.planner.batch import Slot
+from megatron_cp.planner.capabilities import remark
 
 
 def slots_of(*models: nn.Module) -> list[Slot]:
@@ -57,16 +58,16 @@ def refuse(argument: str, given: object, allowed: str, remedy: str) -> None:
     raise ArgumentError(f"--{argument.replace('_', '-')}", given, allowed, remedy)
 
 
+def refuse_feature(feature: str, given: object, allowed: str, *, flag: str | None = None) -> None:
+    """`refuse` with what the capability table says about the feature; the flag is called like it, or `flag`."""
+    refuse(flag or feature, given, allowed, f"{feature.replace('_', ' ')}: {remark('megatron', feature)}.")
+
+
 def refuse_unsupported(config: Any) -> None:
     """What no layer here can do under context parallelism yet."""
     if config.context_parallel_size == 1:
         return
     if config.mtp_num_layers:
-        refuse(
-            "mtp_num_layers",
-            config.mtp_num_layers,
-            "0 with --context-parallel-size above 1",
-            "Megatron's multi-token prediction shifts tokens within a rank, which is wrong for uneven documents.",
-        )
+        refuse_feature("mtp_num_layers", config.mtp_num_layers, "0 with --context-parallel-size above 1")
     if getattr(config, "hybrid_context_parallel", False):
-        refuse("hybrid_context_parallel", True, "off", "Any mix of lengths can be packed without it.")
+        refuse_feature("hybrid_context_parallel", True, "off")

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_cp.megatron.attention import CoreAttention, SelfAttention
 from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
-from megatron_cp.megatron.modules import Norm, refuse
+from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
 
@@ -58,7 +58,7 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> ModuleSpec | Tra
     if variant not in (None, "gated_delta_net"):
         refuse("experimental_attention_variant", variant, "gated_delta_net or none", "")
     if config.multi_latent_attention:
-        refuse("multi_latent_attention", True, "off", "Multi-latent attention is not built yet.")
+        refuse_feature("multi_latent_attention", True, "off")
     if use_te and variant:
         block = variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
         return TransformerBlockSubmodules([_with_ours(layer) for layer in block.layer_specs], block.layer_norm)
@@ -122,13 +122,13 @@ class LocalHybridStack(HybridStack):
         return self.final_norm(hidden_states) if hasattr(self, "final_norm") else hidden_states
 
 
-def _refused_under_cp(layer: type, symbol: str, name: str) -> type:
+def _refused_under_cp(layer: type, symbol: str, feature: str) -> type:
     """`layer`, which refuses to be built with more than one context-parallel rank."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if config.context_parallel_size > 1:
             allowed = "layers G, *, - and E with --context-parallel-size above 1"
-            refuse("hybrid_layer_pattern", symbol, allowed, f"{name} under our layouts is not built yet.")
+            refuse_feature(feature, symbol, allowed, flag="hybrid_layer_pattern")
         layer.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
 
     return type(f"OneRank{layer.__name__}", (layer,), {"__init__": __init__, "__doc__": layer.__doc__})
@@ -148,13 +148,13 @@ def _te_stack() -> ModuleSpec:
     spec = copy.deepcopy(hybrid_layer_specs.hybrid_stack_spec)
     layers = spec.submodules
     layers.attention_layer, layers.gdn_layer = _with_ours(layers.attention_layer), _with_ours(layers.gdn_layer)
-    for field, symbol, name in (
-        ("mamba_layer", "M", "Mamba-2"),
-        ("dsa_layer", "D", "Sparse attention"),
-        ("mla_layer", "L", "Multi-latent attention"),
+    for field, symbol, feature in (
+        ("mamba_layer", "M", "mamba_layers"),
+        ("dsa_layer", "D", "sparse_attention"),
+        ("mla_layer", "L", "multi_latent_attention"),
     ):
         layer = getattr(layers, field)
-        layer.module = _refused_under_cp(layer.module, symbol, name)
+        layer.module = _refused_under_cp(layer.module, symbol, feature)
     return spec
 
 

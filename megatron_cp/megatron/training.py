@@ -29,6 +29,7 @@ from megatron_cp.megatron.loss import forward_step
 from megatron_cp.megatron.model import Training, build_training, start_model_parallel
 from megatron_cp.megatron.modules import slots_of
 from megatron_cp.megatron.options import Run, TrainingOptions
+from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.testing.layouts import layout_by_name
 
@@ -104,7 +105,7 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
                 tp_rank = parallel_state.get_tensor_model_parallel_rank()
                 checkpoint.save_gradients(run.folder / f"{FIRST_GRADIENTS}.{tp_rank}.pt", training)
             if world.rank == 0:
-                batches.save_picture(run.folder / PLAN_PICTURE)
+                batches.save_picture(run.folder / PLAN_PICTURE)  # a run that is cut short has one too
         _, grad_norm, _ = training.optimizer.step()
         lr = training.optimizer.param_groups[0]["lr"]
         training.scheduler.step(increment=options.global_batch_size)
@@ -117,6 +118,8 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
             shape = options.shape(stream.corpus.vocab_size)
             checkpoint.save_checkpoint(run.folder / CHECKPOINTS, training, shape, step)
     log.close()
+    if world.rank == 0:
+        batches.save_picture(run.folder / PLAN_PICTURE)
     parallel_state.destroy_model_parallel()
     return log.summary()
 
@@ -130,7 +133,7 @@ class _Batches:
         self._replicas = parallel_state.get_data_parallel_world_size()
         self._next = steps_done * options.global_batch_size + parallel_state.get_data_parallel_rank()
         self._tokens = self._pad_rows = 0
-        self._last: ShardedBatch | None = None
+        self._shown: BatchPlan | None = None  # of the pack with the most documents so far
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         return self
@@ -140,13 +143,13 @@ class _Batches:
         packing, tokens = self._stream.pack(self._next)
         align = options.tensor_model_parallel_size if options.sequence_parallel else 1
         layout = layout_by_name(options.cp_layout, packing, options.context_parallel_size, align=align)
-        self._last = shard_batch(
-            tokens, layout, self._training.cp_group, slots=self._slots, device=self._training.device
-        )
+        batch = shard_batch(tokens, layout, self._training.cp_group, slots=self._slots, device=self._training.device)
         self._next += self._replicas
         self._tokens += packing.total
-        self._pad_rows += self._last.pad_rows
-        return self._last
+        self._pad_rows += batch.pad_rows
+        if self._shown is None or packing.num_documents > self._shown.layout.packing.num_documents:
+            self._shown = batch.packed_seq_params.plans
+        return batch
 
     def take_counts(self) -> tuple[int, int]:
         """Tokens and pad rows of all replicas since the last call."""
@@ -159,9 +162,8 @@ class _Batches:
         return tokens, pad_rows
 
     def save_picture(self, path: Path) -> None:
-        """Draws who holds which tokens of the latest pack."""
-        batch_plan = self._last.packed_seq_params.plans if self._last else None
-        plans = batch_plan.plans if batch_plan else []
+        """Draws who holds which tokens of the pack with the most documents so far."""
+        plans = self._shown.plans if self._shown else []
         if plans:
             save_picture(next((plan for plan in plans if plan.kind == "attention"), plans[0]), path)
 

@@ -59,12 +59,16 @@ CAPABILITIES = (
     Capability("megatron", "GPTModel", True, "--spec megatron_cp.megatron.specs gpt_layer_spec"),
     Capability("megatron", "HybridModel", True, "--spec megatron_cp.megatron.specs hybrid_stack_spec: layers G, *, -"),
     Capability("megatron", "mamba_layers", False, f"{_LATER} with more than one context-parallel rank; use G"),
+    Capability("megatron", "sparse_attention", False, f"{_LATER} with more than one context-parallel rank; use *"),
     Capability("megatron", "attention_dropout", False, f"{_LATER}; pass --attention-dropout 0"),
     Capability("megatron", "window_size", False, f"{_LATER}; leave it out"),
-    Capability("megatron", "softmax_type", False, f"sinks are {_LATER}; use vanilla"),
+    Capability("megatron", "softmax_type", False, f"{_LATER} (attention sinks); use vanilla"),
     Capability("megatron", "multi_latent_attention", False, f"{_LATER}; use grouped queries (--num-query-groups)"),
     Capability("megatron", "mtp_num_layers", False, f"{_LATER} with more than one context-parallel rank; leave it out"),
-    Capability("megatron", "hybrid_context_parallel", False, "not needed: packs may mix any lengths; leave it out"),
+    Capability(
+        "megatron", "hybrid_context_parallel", False, "not needed, since packs may mix any lengths; leave it out"
+    ),
+    Capability("megatron", "mrope_section", False, f"{_LATER}; use --position-embedding-type rope"),
     Capability("megatron", "cross_attention", False, f"{_LATER}; self-attention only"),
 )
 

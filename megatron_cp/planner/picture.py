@@ -30,7 +30,7 @@ def save_picture(plan: Plan, path: str | Path) -> None:
     stream, shares = figure.subplots(1, 2, width_ratios=(4, 1))
     figure.suptitle(
         f"{plan.kind} by {plan.scheme} over {plan.cp_size} ranks: "
-        f"{plan.packing.num_documents} documents, {plan.packing.total} tokens"
+        f"{plan.packing.num_documents} document{'s' * (plan.packing.num_documents != 1)}, {plan.packing.total} tokens"
     )
     _draw_ownership(stream, plan)
     _draw_shares(shares, plan)

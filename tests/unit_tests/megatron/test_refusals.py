@@ -136,7 +136,7 @@ class Layer(nn.Module):
 
 def test_rejects_mamba_layers_over_ranks():
     """As where Transformer Engine is installed; elsewhere they are refused on one rank too."""
-    refusing = specs._refused_under_cp(Layer, "M", "Mamba-2")
+    refusing = specs._refused_under_cp(Layer, "M", "mamba_layers")
     assert refusing(configure(), name="one").name == "one"
     with refused("hybrid-layer-pattern", "'M'"):
         refusing(configure(context_parallel_size=2))
