@@ -75,8 +75,11 @@ def packs(corpus: Corpus, first: int, number: int) -> Iterator[Pack]:
         yield Pack(packing, torch.from_numpy(tokens))
 
 
-def sft_packs(samples: list[int]) -> Iterator[Pack]:
-    """Conversations from the `.jsonl` of `--data-path`, packed and masked by Megatron's `SFTDataset`."""
+def sft_dataset(samples: list[int]) -> tuple[Any, int]:
+    """The conversations of `--data-path` (`.jsonl`), packed and masked by Megatron's `SFTDataset`; and its pad token.
+
+    Every rank builds it, since Megatron's builder waits for all of them; the reading ranks alone get one.
+    """
     args = get_args()
     tokenizer = build_tokenizer(args)
     config = GPTDatasetConfig(
@@ -91,29 +94,49 @@ def sft_packs(samples: list[int]) -> Iterator[Pack]:
         create_attention_mask=False,
         context_parallel_size=1,  # or it would pad every conversation to a multiple of 2 * cp
     )
-    dataset, _, _ = BlendedMegatronDatasetBuilder(SFTDataset, [*samples[:1], 0, 0], lambda: True, config).build()
-    first = args.consumed_train_samples + mpu.get_data_parallel_rank()
-    for index in range(first, len(dataset), mpu.get_data_parallel_world_size()):
-        yield Pack.from_megatron(dataset[index], pad_token=tokenizer.pad)
+    builder = BlendedMegatronDatasetBuilder(
+        SFTDataset, [samples[0], 0, 0], lambda: mpu.get_tensor_model_parallel_rank() == 0, config
+    )
+    return builder.build()[0], tokenizer.pad
+
+
+def sft_packs(dataset: Any, pad_token: int, first: int) -> Iterator[Pack]:
+    """The packs of one data-parallel rank, from the `first` on."""
+    start = first + mpu.get_data_parallel_rank()
+    for index in range(start, len(dataset), mpu.get_data_parallel_world_size()):
+        yield Pack.from_megatron(dataset[index], pad_token)
 
 
 def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] | None, None]:
     """Training and validation packs, with `--dataloader-type external`: iterators, on the ranks that read."""
     args = get_args()
     batch_groups()
+    conversations, pad_token = sft_dataset(samples) if args.sft else (None, 0)
     if mpu.get_tensor_model_parallel_rank() != 0:
         return None, None, None
+    seen = args.consumed_train_samples
     if args.sft:
-        return sft_packs(samples), None, None
+        need_no_evaluation("--sft reads no validation set")
+        return sft_packs(conversations, pad_token, seen), None, None
+    if len(args.data_path) != 1:
+        raise SystemExit("--data-path: this example reads one .bin/.idx prefix, not a blend")
     corpus = IndexedCorpus(args.data_path[0], args.padded_vocab_size)
     training, validation, *_ = split_corpus(corpus, args.split)
-    assert training is not None, "--split leaves nothing to train on"
-    seen = args.consumed_train_samples
+    if training is None:
+        raise SystemExit(f"--split: got {args.split}; it leaves nothing to train on")
+    if validation is None:
+        need_no_evaluation(f"--split {args.split} leaves nothing to validate on")
     return (
         packs(training, seen, samples[0] - seen),
         packs(validation, args.consumed_valid_samples, samples[1]) if validation is not None else None,
         None,
     )
+
+
+def need_no_evaluation(reason: str) -> None:
+    """Megatron evaluates by --eval-iters alone, and would find no data."""
+    if get_args().eval_iters:
+        raise SystemExit(f"{reason}: pass --eval-iters 0")
 
 
 datasets.is_distributed = True  # type: ignore[attr-defined] # every rank calls it
@@ -125,8 +148,14 @@ def main() -> None:
         # Megatron-Core's wheel brings these helpers compiled, and not the Makefile that `pretrain` would run.
         dataset_utils.compile_helpers = lambda: None
     args = parse_and_validate_args(extra_args_provider=add_arguments)
-    assert args.calculate_per_token_loss, "pass --calculate-per-token-loss: ranks hold different numbers of tokens"
-    assert args.micro_batch_size == 1, "pass --micro-batch-size 1: a pack is a whole microbatch"
+    if not args.calculate_per_token_loss:
+        raise SystemExit("pass --calculate-per-token-loss: ranks hold different numbers of tokens")
+    if args.micro_batch_size != 1:
+        raise SystemExit("pass --micro-batch-size 1: a pack is a whole microbatch")
+    if args.dataloader_type != "external":
+        raise SystemExit("pass --dataloader-type external: packs come from an iterator")
+    if args.fp8 is not None:
+        raise SystemExit("--fp8-format: packs have any number of rows; align the layout (align=16) to use it")
     config = core_transformer_config_from_args(args, TransformerConfig)
     config.variable_seq_lengths = args.pipeline_model_parallel_size > 1  # packs differ in length
     container = pretrain_cfg_container_from_args(args, hybrid_config_from_args(args, config))

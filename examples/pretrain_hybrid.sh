@@ -12,7 +12,7 @@ shift 2
 gpus=${GPUS:-$(nvidia-smi --list-gpus | wc -l)}
 export CUDA_DEVICE_MAX_CONNECTIONS=1 # Megatron asks for it before Blackwell
 
-model=( # about 1.3 B parameters, shaped as Qwen3-Next: three linear layers to each softmax layer
+model=( # about 1 B parameters and the embeddings, shaped as Qwen3-Next: three linear layers to each softmax layer
   --spec megatron_cp.megatron.specs hybrid_stack_spec
   --hybrid-layer-pattern G-G-G-*-G-G-G-*-G-G-G-*-G-G-G-*-
   --hidden-size 2048 --ffn-hidden-size 5632

@@ -40,7 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for entry in dataclasses.fields(TrainingOptions):
         details = dict(entry.metadata)
         group = details.pop("group")
-        details.pop("shape", None)
+        for own in ("shape", "kept"):
+            details.pop(own, None)
         groups.setdefault(group, parser.add_argument_group(group))
         # Absent unless given, so that a resumed run can tell what is to change.
         details |= {"default": argparse.SUPPRESS, "help": _help(entry, details.pop("help"))}
@@ -110,7 +111,13 @@ def _run(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         print(_about(corpus, options, folder), file=sys.stderr)
     label = f"CP={options.context_parallel_size}"
     main_run = Run(options, folder, checkpoint, label, keep_first_gradients=args.compare)
-    summary = _train(main_run, device, world)
+    try:
+        summary = _train(main_run, device, world)
+    except ArgumentError:
+        if args.resume is None and not quiet and [path.name for path in folder.iterdir()] == [OPTIONS_FILE]:
+            (folder / OPTIONS_FILE).unlink()  # no run to go on with
+            folder.rmdir()
+        raise
     data: dict[str, Any] = {**summary, "max_loss_diff": None, "first_step_grad_diff": None, "run_dir": str(folder)}
     lines = [
         f"{label}: {summary['steps']} steps, loss {summary['first_loss']:.4f} to {summary['final_loss']:.4f}, "
@@ -127,6 +134,10 @@ def _run(args: argparse.Namespace, world: TorchGroup | None) -> Report:
             f"{reference['tokens_per_second']:,.0f} tokens/s",
             *remarks,
         ]
+        if not options.bf16:
+            verdict = "agree" if _agrees(data, options) else "DO NOT AGREE"
+            limits = f"limits {LOSS_TOLERANCE:g} for losses, {GRADIENT_TOLERANCE:g} for gradients"
+            lines.append(f"{label} and CP=1 {verdict} ({limits})")
     if not quiet:
         _draw_losses(losses, folder / LOSS_PICTURE)
         lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
@@ -219,6 +230,9 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         entry.name: getattr(args, entry.name) for entry in dataclasses.fields(TrainingOptions) if entry.name in args
     }
     merged: dict[str, Any] = {**known, **given}
+    if "lr_warmup_iters" not in merged:
+        steps = merged.get("train_iters", TrainingOptions.train_iters)
+        merged["lr_warmup_iters"] = max(0, min(TrainingOptions.lr_warmup_iters, steps // 5))
     merged = {name: tuple(value) if isinstance(value, list) else value for name, value in merged.items()}
     options = TrainingOptions(**merged)
     vars(args).update(dataclasses.asdict(options))  # what is in there `main` spells as a flag

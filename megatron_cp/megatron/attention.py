@@ -65,7 +65,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             is_causal=self.is_causal,
             scheme=_scheme(cp_comm_type, self.ranks.size),
         )
-        self._unpacked: dict[int, BatchPlan] = {}
+        self._unpacked: BatchPlan | None = None  # of the latest length of unpacked batches, which rarely changes
 
     def forward(
         self,
@@ -108,10 +108,10 @@ class CoreAttention(MegatronModule, ContextParallelModule):
 
     def _sequence_plans(self, rows: int) -> BatchPlan:
         """Megatron's zigzag of one sequence, which is every sequence of an unpacked batch."""
-        if rows not in self._unpacked:
-            layout = Layout.zigzag(Packing([rows * self.ranks.size]), self.ranks.size)
-            self._unpacked[rows] = BatchPlan(layout, [self.slot])
-        return self._unpacked[rows]
+        packing = Packing([rows * self.ranks.size])
+        if self._unpacked is None or self._unpacked.layout.packing != packing:
+            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [self.slot])
+        return self._unpacked
 
 
 class _Rotating(PlannedSeqParams):
@@ -167,7 +167,8 @@ class SelfAttention(megatron_attention.SelfAttention):
         """As Megatron's, with packed batches in any layout."""
         if packed_seq_params is not None and inference_context is None and packed_seq_params.qkv_format == "thd":
             packed = planned(packed_seq_params, self.core_attention.ranks)
-            if rotary_pos_emb is not None:
+            without = self.config.no_rope_freq  # layers whose positions Megatron leaves alone
+            if rotary_pos_emb is not None and not (without and without[self.layer_number - 1]):
                 packed = _Rotating.of(packed, rotary_pos_emb, self._yarn_concentration_factor)
             packed_seq_params, rotary_pos_emb = packed, None
         return super().forward(

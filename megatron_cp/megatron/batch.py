@@ -25,7 +25,7 @@ from megatron_cp.planner.batch import BatchPlan, Slot
 class PlannedSeqParams(PackedSeqParams):
     """Megatron's `PackedSeqParams` with the plans of the microbatch: what every layer reads, and none makes.
 
-    `cu_seqlens_*` are those of the whole batch, as Megatron has them.
+    `cu_seqlens_*` are those of the whole batch, as Megatron has them; `max_seqlen_*` the next power of two.
 
     Attributes:
         plans: for every kind of layer.
@@ -146,12 +146,14 @@ def planned_params(plans: BatchPlan, rank: int, device: torch.device) -> Planned
     layout, packing = plans.layout, plans.layout.packing
     prepare_tables(layout, device)
     cu_seqlens = on_device(packing.cu_seqlens, device)
+    # Megatron keeps a table of rotary angles for each of the last 32 of these. Rounded up, packs share a few.
+    max_length = 1 << (max(packing.max_length, 1) - 1).bit_length()
     return PlannedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=packing.max_length,
-        max_seqlen_kv=packing.max_length,
+        max_seqlen_q=max_length,
+        max_seqlen_kv=max_length,
         plans=plans,
         positions=on_device(layout.positions(rank), device, torch.int64),
     )
@@ -172,6 +174,7 @@ def planned(params: PackedSeqParams, group: RankGroup) -> PlannedSeqParams:
     if found is None:
         offsets = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
         packing = Packing.from_cu_seqlens(offsets.cpu())
+        _refuse_other_keys(params, packing)
         bad = packing.lengths[packing.lengths % (2 * group.size) != 0]
         if group.size > 1 and bad.size:
             raise ArgumentError(
@@ -186,6 +189,15 @@ def planned(params: PackedSeqParams, group: RankGroup) -> PlannedSeqParams:
             setattr(found, name, getattr(params, name))
         params.__dict__["_megatron_cp"] = found
     return found
+
+
+def _refuse_other_keys(params: PackedSeqParams, packing: Packing) -> None:
+    """Refuses what a plan over one packing would get wrong."""
+    keys = params.cu_seqlens_kv if params.cu_seqlens_kv_padded is None else params.cu_seqlens_kv_padded
+    if keys is not None and keys.tolist() != packing.cu_seqlens.tolist():
+        raise ArgumentError("packed_seq_params", "keys in other documents than queries", "self-attention")
+    if params.cp_group is not None or params.local_cp_size is not None:
+        raise ArgumentError("packed_seq_params", "a context-parallel group of its own", "the model's group")
 
 
 def _stream(name: str, values: NDArray | Tensor, packing: Packing) -> Tensor:

@@ -37,10 +37,13 @@ def save_checkpoint(folder: Path, training: Training, shape: dict[str, Any], ite
     dist.barrier()
     # Megatron's own queue is a process more for each rank, which takes seconds to start and outlives a rank that is
     # killed. What is saved at once needs none: threads of this process write.
-    filesystem_async._results_queue = queue.SimpleQueue()
+    known, filesystem_async._results_queue = filesystem_async._results_queue, queue.SimpleQueue()
     state = _state(training)
     state["megatron_cp"] = {"iteration": iteration, "shape": shape}
-    dist_checkpointing.save(state, str(target))
+    try:
+        dist_checkpointing.save(state, str(target))
+    finally:
+        filesystem_async._results_queue = known
     dist.barrier()
     if dist.get_rank() == 0:
         written = folder / f"{TRACKER}.new"
@@ -85,7 +88,9 @@ def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int
         if shape.get(name) != value
     ]
     if differences:
-        raise ArgumentError("resume", str(checkpoint), "a checkpoint of the same model", f"{'; '.join(differences)}.")
+        raise ArgumentError(
+            "resume", str(checkpoint), "a checkpoint of the same model and optimizer", f"{'; '.join(differences)}."
+        )
     if saved["iteration"] >= options.train_iters:
         allowed = f"more than the {saved['iteration']} steps that the checkpoint holds"
         raise ArgumentError("train_iters", options.train_iters, allowed)
@@ -93,9 +98,11 @@ def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int
 
 
 def _unreadable(checkpoint: Path, error: BaseException) -> ArgumentError:
-    lines = str(error).strip().splitlines()  # torch's has a traceback of every rank above its message
+    lines = str(error).strip().splitlines()
+    # torch's has every rank's traceback before it.
+    said = lines[-1] if len(lines) > 1 else ": ".join([type(error).__name__, *lines])
     allowed = "a checkpoint of this model that megatron-cp train has written"
-    return ArgumentError("resume", str(checkpoint), allowed, f"Cannot read it: {lines[-1] if lines else error!r}.")
+    return ArgumentError("resume", str(checkpoint), allowed, f"Cannot read it: {said}.")
 
 
 def load_checkpoint(checkpoint: Path, training: Training) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from megatron.core.transformer import TransformerConfig as MegatronTransformerConfig
 
+from megatron_cp.planner.capabilities import require
+
 
 @dataclass
 class TransformerConfig(MegatronTransformerConfig):
@@ -25,6 +27,8 @@ class TransformerConfig(MegatronTransformerConfig):
     linear_cp_mode: str = "auto"
 
     def __post_init__(self) -> None:
+        require("layout", self.cp_layout, name="--cp-layout")
+        require("mode", self.linear_cp_mode, name="--linear-cp-mode")
         if self.experimental_attention_variant != "gated_delta_net":
             super().__post_init__()
             return

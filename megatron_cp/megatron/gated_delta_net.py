@@ -57,7 +57,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
             value_head_dim=self.value_head_dim,
             mode=getattr(config, "linear_cp_mode", "auto"),
         )
-        self._unpacked: dict[tuple[int, int], BatchPlan] = {}
+        self._unpacked: BatchPlan | None = None  # of the latest shape of unpacked batches, which rarely changes
         if self.tp_size > 1 and not config.sequence_parallel:
             self._sum_norm_gradients_over_tp()
 
@@ -112,10 +112,10 @@ class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
             plans = planned(packed_seq_params, self.ranks).plans
             assert plans is not None
             return plans
-        if (rows, batch) not in self._unpacked:
-            packing = Packing([rows * self.ranks.size] * batch)
-            self._unpacked[rows, batch] = BatchPlan(Layout.zigzag(packing, self.ranks.size), [self.slot])
-        return self._unpacked[rows, batch]
+        packing = Packing([rows * self.ranks.size] * batch)
+        if self._unpacked is None or self._unpacked.layout.packing != packing:
+            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [self.slot])
+        return self._unpacked
 
     def _sum_norm_gradients_over_tp(self) -> None:
         """The norm's weight is one for all heads, and a tensor-parallel rank sees its own heads only.

@@ -57,9 +57,11 @@ def start_model_parallel(options: TrainingOptions) -> RankGroup:
     """
     size = dist.get_world_size()
     if size % options.model_parallel_size:
-        allowed = f"sizes whose product divides the job's {size} ranks"
-        given = f"{options.tensor_model_parallel_size} x {options.context_parallel_size}"
-        raise ArgumentError("tensor_model_parallel_size x context_parallel_size", given, allowed)
+        tp_size, cp_size = options.tensor_model_parallel_size, options.context_parallel_size
+        allowed = f"a size that with --tensor-model-parallel-size {tp_size} divides the job's {size} ranks"
+        raise ArgumentError(
+            "context_parallel_size", cp_size, allowed, f"Start a multiple of {tp_size * cp_size} ranks."
+        )
     parallel_state.initialize_model_parallel(
         options.tensor_model_parallel_size, 1, context_parallel_size=options.context_parallel_size
     )
@@ -240,5 +242,5 @@ def _scheduler(options: TrainingOptions, optimizer: Any) -> OptimizerParamSchedu
         wd_incr_steps=options.train_iters * steps,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run follows its own flags
+        override_opt_param_scheduler=True,  # a resumed run follows its own steps and style of decay
     )

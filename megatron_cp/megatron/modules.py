@@ -64,10 +64,21 @@ def refuse_feature(feature: str, given: object, allowed: str, *, flag: str | Non
 
 
 def refuse_unsupported(config: Any) -> None:
-    """What no layer here can do under context parallelism yet."""
+    """What no layer here can do yet: under context parallelism, or where ranks hold different numbers of tokens."""
+    if getattr(config, "hybrid_context_parallel", False):
+        refuse_feature("hybrid_context_parallel", True, "off")
+    if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
+        # It gathers as many rows from every rank as there are here.
+        refuse_feature("moe_token_dispatcher_type", "allgather", "alltoall or flex with expert parallelism")
     if config.context_parallel_size == 1:
         return
     if config.mtp_num_layers:
         refuse_feature("mtp_num_layers", config.mtp_num_layers, "0 with --context-parallel-size above 1")
-    if getattr(config, "hybrid_context_parallel", False):
-        refuse_feature("hybrid_context_parallel", True, "off")
+    if config.num_moe_experts and _has_auxiliary_loss(config):
+        refuse_feature("moe_aux_loss", config.moe_aux_loss_coeff, "0 with --context-parallel-size above 1")
+
+
+def _has_auxiliary_loss(config: Any) -> bool:
+    coefficients = config.moe_aux_loss_coeff
+    values = coefficients if isinstance(coefficients, list) else [coefficients]
+    return any(values) or bool(config.moe_z_loss_coeff)

@@ -71,14 +71,15 @@ class TrainingOptions:
     global_batch_size: int = _flag(1, "packs of a step", "data")
     # Optimisation.
     train_iters: int = _flag(100, "steps", "optimisation")
-    lr: float = _flag(1e-3, "learning rate", "optimisation")
-    min_lr: float = _flag(0.0, "learning rate at the end of decay", "optimisation")
-    lr_warmup_iters: int = _flag(20, "steps of warm-up", "optimisation")
+    # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these.
+    lr: float = _flag(1e-3, "learning rate", "optimisation", kept=True)
+    min_lr: float = _flag(0.0, "learning rate at the end of decay", "optimisation", kept=True)
+    lr_warmup_iters: int = _flag(20, "steps of warm-up; a fifth of the run if that is less", "optimisation")
     lr_decay_style: str = _flag(
         "constant", "after the warm-up", "optimisation", choices=("constant", "linear", "cosine")
     )
     lr_decay_iters: int | None = _flag(None, "steps until min-lr (default: train-iters)", "optimisation")
-    weight_decay: float = _flag(0.01, "of AdamW", "optimisation")
+    weight_decay: float = _flag(0.01, "of AdamW", "optimisation", kept=True)
     adam_beta1: float = _flag(0.9, "of AdamW", "optimisation")
     adam_beta2: float = _flag(0.95, "of AdamW", "optimisation")
     clip_grad: float = _flag(1.0, "largest gradient norm; 0 for no clipping", "optimisation")
@@ -98,8 +99,9 @@ class TrainingOptions:
         return self.tensor_model_parallel_size * self.context_parallel_size
 
     def shape(self, vocab_size: int) -> dict[str, Any]:
-        """What a checkpoint must have in common with the model that loads it; `vocab_size` is that of the data."""
-        shape = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.metadata.get("shape")}
+        """What a checkpoint must have in common with the run that loads it; `vocab_size` is that of the data."""
+        fixed = [entry for entry in fields(self) if entry.metadata.get("shape") or entry.metadata.get("kept")]
+        shape = {entry.name: getattr(self, entry.name) for entry in fixed}
         shape["vocab_size"] = vocab_size
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
 

@@ -36,9 +36,12 @@ class Pack:
         Build those datasets with `context_parallel_size=1` in their config: no document needs padding here.
 
         Args:
-            sample: `tokens, labels, loss_mask` `[1, seq_length]` and `cu_seqlens` `[1, n]`, on the host.
+            sample: `tokens, labels, loss_mask` `[1, seq_length]` and `cu_seqlens` `[1, n]` on the host, or without
+                their first axis.
             pad_token: what fills the end of the pack, which is dropped: it would be computed for nothing.
         """
+        if sample["tokens"].ndim > 1 and len(sample["tokens"]) != 1:
+            raise ArgumentError("micro_batch_size", len(sample["tokens"]), "1: a pack is a whole microbatch")
         tokens, labels, loss_mask = (sample[name].flatten() for name in ("tokens", "labels", "loss_mask"))
         offsets = np.unique(sample["cu_seqlens"].numpy())  # filled up with repetitions of its last entry
         total = int(offsets[-1])
@@ -58,10 +61,12 @@ def broadcast_pack(pack: Pack | None, host_group: dist.ProcessGroup) -> Pack:
         pack: on the first rank; ignored elsewhere.
         host_group: tensor-parallel ranks, able to move host memory (`BatchGroups.tp_host`).
     """
+    source = dist.get_process_group_ranks(host_group)[0]
+    if pack is None and dist.get_rank() == source:
+        raise ArgumentError("pack", None, "a pack on the first rank of the group", "Its data iterator has none.")
     if host_group.size() == 1:
         assert pack is not None
         return pack
-    source = dist.get_process_group_ranks(host_group)[0]
     fields = (
         []
         if pack is None

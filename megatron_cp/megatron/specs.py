@@ -25,7 +25,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
@@ -39,19 +39,17 @@ from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
 # -- GPTModel --------------------------------------------------------------------------------------------------------
 
 
-def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> ModuleSpec | TransformerBlockSubmodules:
+def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The spec of GPTModel's decoder; what `--spec megatron_cp.megatron.specs gpt_layer_spec` names.
+
+    Megatron's block for the configuration, mixtures of experts in `moe_layer_freq` of its layers included.
 
     Args:
         config: Megatron's `TransformerConfig`, or the `GPTModelConfig` that holds one.
         vp_stage: the virtual pipeline stage.
 
-    Returns:
-        one layer's spec, or the block's: where `experimental_attention_variant` is "gated_delta_net" and layers differ,
-        and without Transformer Engine, since the final norm that Megatron adds refuses sequence parallelism.
-
     Raises:
-        ArgumentError: a kind of attention that is not built yet.
+        ArgumentError: a kind of attention that is not built yet, or a block that Megatron builds in other ways.
     """
     config = getattr(config, "transformer", config)
     variant, use_te = config.experimental_attention_variant, HAVE_TE and config.transformer_impl != "local"
@@ -59,25 +57,26 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> ModuleSpec | Tra
         refuse("experimental_attention_variant", variant, "gated_delta_net or none", "")
     if config.multi_latent_attention:
         refuse_feature("multi_latent_attention", True, "off")
+    if config.transformer_impl == "inference_optimized" or getattr(config, "heterogeneous_block_specs", False):
+        refuse("transformer_impl", config.transformer_impl, "transformer_engine or local, all layers alike", "")
     if use_te and variant:
         block = variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
         return TransformerBlockSubmodules([_with_ours(layer) for layer in block.layer_specs], block.layer_norm)
-    options = (config.num_moe_experts, config.moe_grouped_gemm, config.qk_layernorm)
-    if use_te:
-        stock = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(*options, qk_l2_norm=config.qk_l2_norm)
-        return _with_ours(stock)
-    stock = gpt_layer_specs.get_gpt_layer_local_spec(
-        *options, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # Megatron builds the variant with Transformer Engine alone
+    block = gpt_layer_specs.get_gpt_decoder_block_spec(
+        plain, use_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
     )
-    attention = _with_ours(stock)
-    linear = copy.deepcopy(attention)
-    linear.submodules.self_attention = _local_gated_delta_net()
-    linear.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    pattern = variants.get_linear_attention_pattern(config) if variant else [False] * config.num_layers
-    layers = [linear if is_linear else attention for is_linear in pattern]
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    number = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layers[first : first + number], Norm)
+    layers = [_with_ours(layer) for layer in block.layer_specs]
+    if variant:
+        pattern = variants.get_linear_attention_pattern(config)
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        for layer, is_linear in zip(layers, pattern[first:], strict=False):
+            if is_linear:
+                layer.submodules.self_attention = _local_gated_delta_net()
+                layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
+    # The final norm that Megatron would add without Transformer Engine refuses sequence parallelism.
+    return TransformerBlockSubmodules(layers, block.layer_norm if use_te else Norm)
 
 
 def _with_ours(layer: ModuleSpec) -> ModuleSpec:
@@ -138,7 +137,7 @@ class _NeedsTransformerEngine(MegatronModule):
     """Stands where Megatron's spec for this layer needs Transformer Engine, which is not installed."""
 
     def __init__(self, config: Any, **others: Any) -> None:
-        refuse("hybrid_layer_pattern", "a layer other than G, * and -", "G, * and -", _TE_REMEDY)
+        refuse("hybrid_layer_pattern", "another layer", "G, * and -", _TE_REMEDY)
 
 
 _TE_REMEDY = "Megatron's own layers of other kinds need transformer-engine: pip install 'megatron_cp[te]'."

@@ -111,7 +111,7 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
         training.scheduler.step(increment=options.global_batch_size)
         total = torch.stack([entry["lm loss"].double() for entry in sums]).sum(0)
         dist.all_reduce(total, group=everyone)
-        loss, tokens = (total[0] / total[1]).item(), int(total[1].item())  # the step's one wait for the device
+        loss, tokens = (total[0] / total[1]).item(), int(total[1].item())  # waits for the device
         log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
         due = options.save_interval and step % options.save_interval == 0
         if run.save and (due or step == options.train_iters):

@@ -69,6 +69,8 @@ CAPABILITIES = (
         "megatron", "hybrid_context_parallel", False, "not needed, since packs may mix any lengths; leave it out"
     ),
     Capability("megatron", "mrope_section", False, f"{_LATER}; use --position-embedding-type rope"),
+    Capability("megatron", "moe_token_dispatcher_type", False, "allgather needs equal ranks; use alltoall"),
+    Capability("megatron", "moe_aux_loss", False, f"for uneven ranks {_LATER}; balance without it, or use one rank"),
     Capability("megatron", "cross_attention", False, f"{_LATER}; self-attention only"),
 )
 

@@ -35,6 +35,7 @@ MODELS = {
             "yarn_correction_range_round_to_int": True,
         },
     ),
+    "gpt with a layer without rope": ({}, {}, {"no_rope_freq": [0, 1]}),
     "hybrid": ({}, {}, {}),
 }
 # One layer of GatedDeltaNet, and its arguments.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -26,6 +27,29 @@ def exit_on_rank_1(group: RankGroup) -> None:
     if group.rank == 1:
         os._exit(3)
     group.barrier()
+
+
+def kill_rank_1(group: RankGroup) -> None:
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group.barrier()
+
+
+def refuse_on_rank_1(group: RankGroup) -> None:
+    if group.rank == 1:
+        raise ArgumentError("heads", 3, "even numbers", "Use 4.")
+    group.barrier()
+
+
+def answer_slowly(group: RankGroup, seconds: float) -> tuple[int, float]:
+    group.barrier()
+    time.sleep(seconds)
+    return group.rank, seconds
+
+
+def is_deaf_to_ctrl_c(group: RankGroup) -> bool:
+    os.kill(os.getpid(), signal.SIGINT)
+    return True
 
 
 def hang_on_rank_1(group: RankGroup) -> None:
@@ -145,3 +169,34 @@ def test_process_that_hangs_has_its_stack_shown(capfd):
     shown = capfd.readouterr().err
     assert "Thread" in shown
     assert "in never_come" in shown  # the rank that hangs, not only those that wait for it
+
+
+def test_a_refusal_of_a_process_arrives_as_itself():
+    start = time.monotonic()
+    with pytest.raises(ArgumentError) as caught:
+        run_ranks(refuse_on_rank_1, 2, kind="processes", timeout=None)
+    assert time.monotonic() - start < 60  # although rank 0 waits
+    error = caught.value
+    assert str(error) == "heads: got 3; allowed: even numbers. Use 4."
+    assert (error.argument, error.given, error.allowed, error.remedy) == ("heads", 3, "even numbers", "Use 4.")
+
+
+def test_process_that_is_killed_is_named():
+    with pytest.raises(RankError, match="rank 1 of 2 was killed; this machine may be out of memory"):
+        run_ranks(kill_rank_1, 2, kind="processes", timeout=None)
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_ranks_may_take_as_long_as_they_like(kind: str):
+    assert run_ranks(answer_slowly, 2, 0.5, kind=kind, timeout=None) == [(0, 0.5), (1, 0.5)]
+
+
+@pytest.mark.parametrize("kind", ["threads", "processes"])
+def test_a_timeout_is_for_ranks_that_need_longer(kind: str):
+    assert run_ranks(answer_slowly, 2, 0.5, kind=kind, timeout=30) == [(0, 0.5), (1, 0.5)]
+
+
+def test_ctrl_c_is_the_parents_and_its_handler_stays():
+    handler = signal.getsignal(signal.SIGINT)
+    assert run_ranks(is_deaf_to_ctrl_c, 2, kind="processes", timeout=60) == [True, True]
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -147,7 +147,7 @@ def test_the_parameters_are_megatrons_with_the_plans_of_all_kinds():
         assert params.qkv_format == "thd"
         assert params.cu_seqlens_q.dtype == params.cu_seqlens_kv.dtype == torch.int32
         assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == RAGGED.cu_seqlens.tolist()
-        assert params.max_seqlen_q == params.max_seqlen_kv == 130
+        assert params.max_seqlen_q == params.max_seqlen_kv == 256  # 130, rounded up
         assert [plan.kind for plan in params.plans.plans] == ["attention", "gdn"]
         assert torch.equal(params.positions, batch.position_ids[0])
         assert params.positions.tolist() == params.plans.layout.positions(rank).tolist()
@@ -277,3 +277,16 @@ def test_rejects_lengths_that_megatrons_sharding_cannot_deal(lengths):
         planned(megatrons(lengths), ThreadGroup.create(2)[0])
     assert caught.value.allowed == "multiples of 4 from Megatron's own sharding"
     assert "shard_batch" in caught.value.remedy
+
+
+def test_rejects_params_of_other_documents_or_groups():
+    """Megatron's own params, which a plan over one packing would get wrong."""
+    group = ThreadGroup.create(1)[0]
+    for changes, says in (
+        ({"cu_seqlens_kv": torch.tensor([0, 8, 12], dtype=torch.int32)}, "keys in other documents than queries"),
+        ({"local_cp_size": 2}, "a context-parallel group of its own"),
+    ):
+        offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
+        params = PackedSeqParams(**{"qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets} | changes)
+        with pytest.raises(ArgumentError, match=says):
+            planned(params, group)

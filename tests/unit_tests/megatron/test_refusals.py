@@ -11,6 +11,7 @@ from megatron_cp.errors import ArgumentError
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -18,6 +19,7 @@ from torch import nn
 
 from megatron_cp.megatron import specs
 from megatron_cp.megatron.attention import CoreAttention
+from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.modules import refuse_unsupported
 
@@ -140,3 +142,31 @@ def test_rejects_mamba_layers_over_ranks():
     assert refusing(configure(), name="one").name == "one"
     with refused("hybrid-layer-pattern", "'M'"):
         refusing(configure(context_parallel_size=2))
+
+
+def test_rejects_experts_whose_ranks_must_be_equal():
+    experts = {"num_moe_experts": 4, "ffn_hidden_size": 64}
+    config = configure(**experts, expert_model_parallel_size=2, moe_token_dispatcher_type="allgather")
+    with refused("moe-token-dispatcher-type", "'allgather'"):
+        build(config=config)
+    refuse_unsupported(configure(**experts, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"))
+    with refused("moe-aux-loss", r"0\.01"):
+        refuse_unsupported(configure(**experts, context_parallel_size=2, moe_aux_loss_coeff=0.01))
+    refuse_unsupported(configure(**experts, context_parallel_size=2))
+
+
+def test_experts_stand_where_the_configuration_has_them(monkeypatch):
+    monkeypatch.setattr(gpt_layer_specs, "get_num_layers_to_build", lambda *args, **kwargs: 2)
+    monkeypatch.setattr(gpt_layer_specs, "get_transformer_layer_offset", lambda *args, **kwargs: 0)
+    config = configure(num_moe_experts=4, ffn_hidden_size=64, moe_layer_freq=[0, 1], transformer_impl="local")
+    ours = [layer.submodules.mlp.func.__qualname__ for layer in specs.gpt_layer_spec(config).layer_specs]
+    stock = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False).layer_specs
+    assert ours == [layer.submodules.mlp.func.__qualname__ for layer in stock]
+    assert ours[0] != ours[1]
+
+
+@pytest.mark.parametrize("option", [{"cp_layout": "zigzagg"}, {"linear_cp_mode": "chunkwise"}])
+def test_rejects_options_that_do_not_exist(option):
+    name = next(iter(option)).replace("_", "-")
+    with pytest.raises(ArgumentError, match=f"^--{name}: got "):
+        configure(OurConfig, **option)

@@ -1,0 +1,145 @@
+"""Which checkpoint a run goes on from, and how far apart the gradients of two runs are."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core")
+
+from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.megatron.checkpoint import TRACKER, check_checkpoint, compare_gradients, latest_checkpoint
+from megatron_cp.megatron.options import TrainingOptions
+
+
+def test_the_latest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):
+    for iteration in (5, 10):
+        (tmp_path / f"iter_{iteration:07d}").mkdir()
+    (tmp_path / TRACKER).write_text("5\n")
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000005"
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(None, "No such file"), (b"", "invalid literal"), (b"\xff", "utf-8"), (b"7", "names iter_0000007, which is not")],
+)
+def test_rejects_a_folder_without_a_checkpoint(content, says, tmp_path):
+    (tmp_path / "iter_0000005").mkdir()
+    if content is not None:
+        (tmp_path / TRACKER).write_bytes(content)
+    with pytest.raises(ArgumentError, match=says) as caught:
+        latest_checkpoint(tmp_path)
+    assert caught.value.argument == "resume"
+
+
+def holding(monkeypatch, common):
+    def load(path):
+        if isinstance(common, BaseException):
+            raise common
+        return common
+
+    monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", load)
+
+
+def saved_by(options, iteration):
+    return {"megatron_cp": {"iteration": iteration, "shape": options.shape(257)}}
+
+
+def test_a_checkpoint_of_the_same_model_is_taken_at_other_sizes(monkeypatch, tmp_path):
+    holding(monkeypatch, saved_by(TrainingOptions(), 7))
+    assert check_checkpoint(tmp_path, TrainingOptions(context_parallel_size=3, train_iters=300), 257) == 7
+
+
+def test_rejects_a_checkpoint_of_another_model(monkeypatch, tmp_path):
+    holding(monkeypatch, saved_by(TrainingOptions(), 7))
+    other = TrainingOptions(hidden_size=64, hybrid_layer_pattern="G", spec=("a", "b"), lr=0.1)
+    with pytest.raises(ArgumentError) as caught:
+        check_checkpoint(tmp_path, other, 300)
+    text = str(caught.value)
+    assert text.startswith(f"resume: got '{tmp_path}'; allowed: a checkpoint of the same model and optimizer.")
+    for difference in (
+        "--hidden-size was 128, is 64",
+        "--hybrid-layer-pattern was GG*-GG*-, is G",
+        "--vocab-size was 257, is 300",
+        "--lr was 0.001, is 0.1",
+        "--spec was ['megatron_cp.megatron.specs', 'hybrid_stack_spec'], is ['a', 'b']",
+    ):
+        assert difference in text
+    assert text.count(" was ") == 5
+
+
+@pytest.mark.parametrize("train_iters", [6, 7])
+def test_rejects_a_checkpoint_with_all_steps(train_iters, monkeypatch, tmp_path):
+    holding(monkeypatch, saved_by(TrainingOptions(), 7))
+    with pytest.raises(ArgumentError, match=f"train_iters: got {train_iters}; allowed: more than the 7 steps"):
+        check_checkpoint(tmp_path, TrainingOptions(train_iters=train_iters, lr_warmup_iters=0), 257)
+
+
+@pytest.mark.parametrize(
+    ("common", "says"),
+    [
+        ({}, "Cannot read it: KeyError: 'megatron_cp'."),
+        (EOFError(), "Cannot read it: EOFError."),
+        (ValueError("a traceback\nOSError: no disk"), "Cannot read it: OSError: no disk."),
+        (CheckpointException("load", {}), "Cannot read it: CheckpointException"),
+    ],
+)
+def test_rejects_a_damaged_checkpoint(common, says, monkeypatch, tmp_path):
+    holding(monkeypatch, common)
+    with pytest.raises(ArgumentError, match=says) as caught:
+        check_checkpoint(tmp_path, TrainingOptions(), 257)
+    assert caught.value.argument == "resume"
+    assert "\n" not in str(caught.value)
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+
+def compared(tmp_path, *ranks):
+    """The difference of runs whose gradients on each rank are a pair of dictionaries of lists."""
+    paths = [], []
+    for number, pair in enumerate(ranks):
+        for own, name, gradients in zip(paths, ("ours", "theirs"), pair, strict=True):
+            own.append(tmp_path / f"{name}.{number}.pt")
+            torch.save({weight: torch.tensor(values) for weight, values in gradients.items()}, own[-1])
+    return compare_gradients(*paths)
+
+
+def test_equal_gradients_differ_by_nothing(tmp_path):
+    gradients = {"a": [1.0, -2.0], "b": [0.0]}
+    found = compared(tmp_path, (gradients, gradients))
+    assert (found.error, found.worst_error) == (0, 0)
+
+
+def test_differences_are_relative_to_each_parameter(tmp_path):
+    found = compared(tmp_path, ({"big": [100.0], "small": [1.01]}, {"big": [100.0], "small": [1.0]}))
+    assert found.error == pytest.approx(0.01, rel=1e-4)
+    assert found.worst == "small"
+    assert found.worst_share == pytest.approx(0.01)
+
+
+def test_below_a_thousandth_of_the_largest_they_are_relative_to_that(tmp_path):
+    found = compared(tmp_path, ({"big": [1.0], "tiny": [3e-8]}, {"big": [1.0], "tiny": [1e-8]}))
+    assert found.error == pytest.approx(2e-5, rel=1e-4)
+    assert found.worst == "tiny"
+    assert found.worst_error == pytest.approx(2, rel=1e-4)
+    assert found.worst_share == pytest.approx(1e-8)
+
+
+def test_the_floor_is_of_all_ranks_and_each_is_compared(tmp_path):
+    same = {"weight": [1000.0]}
+    found = compared(tmp_path, (same, same), ({"weight": [2.0]}, {"weight": [1.0]}))
+    assert found.error == pytest.approx(1)
+    assert found.worst == "weight of tensor-parallel rank 1"
+    found = compared(tmp_path, ({"weight": [2.0]}, {"weight": [1.0]}), (same, same))
+    assert found.worst == "weight"
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_gradient_that_is_no_number_is_never_equal(side, tmp_path):
+    pair = [{"a": [1.0], "b": [1.0]}, {"a": [1.0], "b": [1.0]}]
+    pair[side] = {"a": [math.nan], "b": [1.0]}
+    assert math.isnan(compared(tmp_path, pair).error)

@@ -1,0 +1,95 @@
+"""The parts of `megatron-cp train` that need no ranks: its verdict, its log, the options of a run that goes on."""
+
+import argparse
+import dataclasses
+import json
+import math
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_cp.cli import train
+from megatron_cp.megatron.options import Run, TrainingOptions
+from megatron_cp.megatron.training import _Log
+
+
+@pytest.mark.parametrize(
+    ("loss_diff", "gradient_diff", "agrees"),
+    [
+        (None, None, True),
+        (0.0, 0.0, True),
+        (1e-3, 1e-5, True),
+        (1.1e-3, 0.0, False),
+        (0.0, 1.1e-5, False),
+        (math.nan, 0.0, False),
+        (0.0, math.nan, False),
+    ],
+)
+def test_two_runs_agree_up_to_rounding(loss_diff, gradient_diff, agrees):
+    data = {"max_loss_diff": loss_diff, "first_step_grad_diff": gradient_diff}
+    assert train._agrees(data, TrainingOptions()) is agrees
+    assert train._agrees(data, TrainingOptions(bf16=True))
+
+
+def parsed(*arguments):
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_every_option_is_a_flag_of_its_type():
+    given = {
+        "lr": "0.5", "train_iters": "7", "tokenizer_model": "file", "vocab_size": "9", "spec": "a b",
+        "cp_comm_type": "a2a auto", "save_interval": "3",
+    }  # fmt: skip
+    arguments = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", *value.split())]
+    expected = TrainingOptions(
+        lr=0.5, train_iters=7, tokenizer_model="file", vocab_size=9, spec=("a", "b"), cp_comm_type=("a2a", "auto"),
+        save_interval=3, qk_layernorm=True, lr_warmup_iters=1,
+    )  # fmt: skip
+    assert train._options(parsed(*arguments, "--qk-layernorm")) == expected
+    assert train._options(parsed()) == TrainingOptions()
+    for entry in dataclasses.fields(TrainingOptions):
+        assert entry.name not in parsed(), entry.name  # absent unless given
+
+
+def test_a_run_goes_on_with_its_options_and_what_is_given(tmp_path):
+    saved = TrainingOptions(lr=0.5, qk_layernorm=True, cp_comm_type=("a2a", "auto"), spec=("a", "b"))
+    (tmp_path / "options.json").write_text(json.dumps(dataclasses.asdict(saved)))
+    assert train._options(parsed("--resume", str(tmp_path))) == saved
+    changed = train._options(parsed("--resume", str(tmp_path), "--no-qk-layernorm", "--train-iters", "7", "--lr", "0"))
+    assert changed == dataclasses.replace(saved, lr=0, qk_layernorm=False, train_iters=7)
+
+
+def logged(folder, start, steps):
+    log = _Log(Run(TrainingOptions(train_iters=9), folder), 0, start)
+    for step in steps:
+        log.step(step, float(step), 1.0, 0.1, 10, (10 * step, 1), 0.5)
+    log.close()
+    return log.summary()
+
+
+def written(folder):
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_metrics_go_on_behind_the_checkpoint(tmp_path):
+    logged(tmp_path, 0, [1, 2, 3, 4, 5])
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 6, "loss": 0.')
+    logged(tmp_path, 3, [4, 5])
+    assert written(tmp_path) == [1, 2, 3, 4, 5]
+    logged(tmp_path, 0, [1])
+    assert written(tmp_path) == [1]
+    logged(tmp_path / "elsewhere", 3, [4])
+    assert written(tmp_path / "elsewhere") == [4]
+
+
+def test_the_summary_leaves_out_the_first_steps_time(tmp_path):
+    assert logged(tmp_path, 0, [1]) == {
+        "steps": 1, "first_loss": 1.0, "final_loss": 1.0, "tokens_per_second": 20.0, "pad_tokens": 1
+    }  # fmt: skip
+    summary = logged(tmp_path, 0, [1, 2, 3])
+    assert summary["tokens_per_second"] == (20 + 30) / 1.0
+    assert (summary["steps"], summary["pad_tokens"], summary["final_loss"]) == (3, 3, 3.0)

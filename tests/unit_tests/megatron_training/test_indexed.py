@@ -1,0 +1,121 @@
+"""`IndexedCorpus` on files of Megatron's own builder, and on what is left of them after an accident."""
+
+import itertools
+import struct
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_cp.data.stream import PackedStream
+from megatron_cp.errors import ArgumentError
+from megatron_cp.megatron.indexed import IndexedCorpus
+from tests.unit_tests.megatron_training.indexed_files import write_indexed
+
+# The reader's destructors must not speak.
+pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+
+# One sequence, several, none, an empty one among others, one token.
+DOCUMENTS = [[[3, 1, 4]], [[1, 5], [9, 2, 6]], [], [[5], [], [3, 5]], [[8]], [[]]]
+TOKENS = [[3, 1, 4], [1, 5, 9, 2, 6], [5, 3, 5], [8]]
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    write_indexed(tmp_path / "corpus", DOCUMENTS)
+    return tmp_path / "corpus"
+
+
+def rejected(prefix, vocab_size=10):
+    with pytest.raises(ArgumentError) as caught:
+        IndexedCorpus(prefix, vocab_size)
+    assert caught.value.argument == "data_path"
+    assert str(prefix) in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("suffix", ["", ".bin", ".idx"])
+def test_documents_are_their_sequences(suffix, prefix):
+    corpus = IndexedCorpus(f"{prefix}{suffix}", 10)
+    assert corpus.lengths.tolist() == [len(document) for document in TOKENS]
+    assert [corpus.tokens(number).tolist() for number in range(4)] == TOKENS
+    assert corpus.tokens(1, 1, 4).tolist() == [5, 9, 2]
+    assert corpus.tokens(1, 3).tolist() == [2, 6]
+    assert corpus.tokens(1).dtype == np.int64
+    assert corpus.skipped == {"empty": 2}
+    assert (corpus.name, corpus.vocab_size) == (str(prefix), 10)
+
+
+def test_without_empty_documents_nothing_is_skipped(tmp_path):
+    write_indexed(tmp_path / "corpus", [[[1, 2]], [[3], [4]]])
+    corpus = IndexedCorpus(tmp_path / "corpus", 10)
+    assert corpus.skipped == {}
+    assert [corpus.tokens(number).tolist() for number in range(2)] == [[1, 2], [3, 4]]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_tokens_of_every_type(dtype, tmp_path):
+    write_indexed(tmp_path / "corpus", [[[65535, 0]]], dtype)
+    assert IndexedCorpus(tmp_path / "corpus", 65536).tokens(0).tolist() == [65535, 0]
+
+
+def test_an_epoch_of_packs_holds_every_token_once(prefix):
+    stream = PackedStream(IndexedCorpus(prefix, 10), 4, seed=3)
+    packs = [stream.pack(number)[1] for number in range(stream.packs_per_epoch(0))]
+    assert sorted(np.concatenate(packs).tolist()) == sorted(itertools.chain(*TOKENS))
+
+
+def test_rejects_tokens_outside_the_vocabulary(prefix):
+    corpus = IndexedCorpus(prefix, 9)
+    assert corpus.tokens(0).tolist() == TOKENS[0]
+    with pytest.raises(ArgumentError, match=r"vocab_size: got 9; allowed: more than every token .* where 9 occurs"):
+        corpus.tokens(1)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_rejects_half_a_pair(suffix, prefix):
+    prefix.with_suffix(suffix).unlink()
+    assert f"There is no {prefix}{suffix}." in rejected(prefix)
+
+
+def test_rejects_a_corpus_without_tokens(tmp_path):
+    write_indexed(tmp_path / "corpus", [[[]], []])
+    assert "Cannot read it" in rejected(tmp_path / "corpus")  # a .bin of no bytes cannot be mapped
+    (tmp_path / "corpus.bin").write_bytes(b"spare")
+    assert "at least one document. It holds none." in rejected(tmp_path / "corpus")
+
+
+@pytest.mark.parametrize("kept", [0, 5, 9, 12, 17, 20, 30, 40])
+def test_rejects_a_truncated_index(kept, prefix, capfd):
+    index = prefix.with_suffix(".idx")
+    index.write_bytes(index.read_bytes()[:kept])
+    assert "Cannot read it: " in rejected(prefix)
+    assert capfd.readouterr().err == ""
+
+
+def test_rejects_an_index_of_another_kind(prefix):
+    index = prefix.with_suffix(".idx")
+    content = index.read_bytes()
+    index.write_bytes(b"something else" + content)
+    assert "bad header" in rejected(prefix)
+    index.write_bytes(content[:9] + struct.pack("<Q", 2) + content[17:])
+    assert "bad version" in rejected(prefix)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 44])
+def test_rejects_truncated_tokens(kept, prefix):
+    tokens = prefix.with_suffix(".bin")
+    content = tokens.read_bytes()
+    assert len(content) == 48
+    tokens.write_bytes(content[:kept])
+    found = rejected(prefix)
+    assert f"{prefix}.bin has {kept} bytes and should have 48" in found or kept == 0
+
+
+def test_what_is_a_pair_and_what_is_text(prefix, tmp_path):
+    for name in (prefix, f"{prefix}.bin", f"{prefix}.idx", tmp_path / "missing.bin"):
+        assert IndexedCorpus.is_prefix(name)
+    (tmp_path / "folder.bin").mkdir()
+    for name in (None, tmp_path, tmp_path / "folder.bin", tmp_path / "text.txt", "", "x" * 300):
+        assert not IndexedCorpus.is_prefix(name)
