@@ -1,5 +1,6 @@
 """examples/pretrain_hybrid.py, run whole through Megatron's own `pretrain`: flags, schedules, checkpoints and all."""
 
+import json
 import os
 import re
 import subprocess
@@ -83,6 +84,36 @@ def test_the_example_continues_a_one_rank_checkpoint(num_ranks, flags, documents
     for step, (loss, norm) in steps.items():
         assert loss == pytest.approx(one_rank[step][0], abs=1e-5)
         assert norm == pytest.approx(one_rank[step][1], abs=2e-3)  # printed with three digits
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory):
+    """Packs of ragged conversations, a line each."""
+    path, random = tmp_path_factory.mktemp("sft") / "conversations.jsonl", np.random.default_rng(1)
+    lines = []
+    for _ in range(8):
+        roles = ["system", "user", "assistant"] * int(random.integers(2, 7))
+        messages = [
+            {"role": role, "content": "".join(random.choice([*"abcdefgh"], random.integers(1, 20)))} for role in roles
+        ]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.mark.timeout(600)
+def test_sft_is_the_same_over_ranks(conversations, checkpoint):
+    flags = ["--sft", "--split", "1,0,0", "--eval-iters", 0, "--train-iters", 4, "--load", checkpoint]
+    alone = pretrain(1, conversations, *flags)
+    # Tensor- and pipeline-parallel ranks would wait for each other for ever if the first one built the data set alone.
+    both = ["--context-parallel-size", 2, "--tensor-model-parallel-size", 2]
+    stages = ["--pipeline-model-parallel-size", 2, "--hybrid-layer-pattern", "GG|*-"]
+    for num_ranks, parallel in ((4, both), (2, stages)):
+        steps = pretrain(num_ranks, conversations, *flags, *parallel)
+        assert steps.keys() == alone.keys() == {3, 4}
+        for step, (loss, norm) in steps.items():
+            assert loss == pytest.approx(alone[step][0], abs=1e-5)
+            assert norm == pytest.approx(alone[step][1], abs=2e-3)
 
 
 def test_every_flag_of_the_script_is_megatrons_or_ours(tmp_path):
