@@ -17,7 +17,6 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.timeout(600)  # every rank imports Megatron, which takes a busy machine its time
 
 from megatron_cp.cli import train
 from megatron_cp.cli.main import main
@@ -25,6 +24,8 @@ from megatron_cp.data.corpus import read_corpus
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.data.tokenizer import ByteTokenizer
 from tests.unit_tests.megatron_training.indexed_files import write_indexed
+
+pytestmark = pytest.mark.timeout(600)  # every rank imports Megatron, which takes a busy machine its time
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "megatron_cp.cli.main", "train"]
