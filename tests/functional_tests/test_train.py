@@ -263,13 +263,19 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
 # -- Ctrl-C and kills ------------------------------------------------------------------------------------------------
 
 
+def heed_interrupts():
+    """As a terminal's processes do; a background job of a shell ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def started(arguments, log):
     """The command in a process group of its own, as a terminal starts it; what it prints goes to `log`."""
     with log.open("w") as out:
         run = subprocess.Popen(
-            [*COMMAND, *arguments], stdout=out, stderr=out, cwd=ROOT, env=ENVIRONMENT, start_new_session=True
-        )
+            [*COMMAND, *arguments], stdout=out, stderr=out, cwd=ROOT, env=ENVIRONMENT, start_new_session=True,
+            preexec_fn=heed_interrupts,
+        )  # fmt: skip
     try:
         yield run
     finally:
