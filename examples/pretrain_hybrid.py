@@ -7,6 +7,7 @@ checkpoints. `docs/moving-a-megatron-job.md` walks through it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -159,7 +160,12 @@ def main() -> None:
     config = core_transformer_config_from_args(args, TransformerConfig)
     config.variable_seq_lengths = args.pipeline_model_parallel_size > 1  # packs differ in length
     container = pretrain_cfg_container_from_args(args, hybrid_config_from_args(args, config))
-    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+    try:
+        pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+    finally:
+        # Megatron leaves the groups to the interpreter's end, where gloo's threads now and then abort the process.
+        if isinstance(sys.exception(), SystemExit | None) and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
