@@ -4,58 +4,94 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megatron_cp.executor.kernels import Kernel
-from megatron_cp.layout.mask import Mask
+from megatron_cp.layout import bands as band
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.tables import Tables
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Everything about a call but the tensors.
+    """What all kernel calls of one attention have in common: what a kernel needs to know whether it can run them.
 
     Attributes:
-        mask: which keys a query sees, over the whole packed stream that the kernel is given. Queries and keys of a
-            document start at the same position, so causal alignment is the diagonal.
-        scale: what scores are multiplied by before the softmax.
+        scale: what scores are multiplied by before anything else.
         head_dim, value_head_dim: features of a key and of a value head.
         dtype, device: of q, k and v.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0 for none.
+        dropout: the share of weights that become zero, after the softmax; the others grow by `1 / (1 - dropout)`.
+        seed: of the dropout mask, which is a function of seed, head, query token and key token alone.
+        bounded_left: some query does not see all keys of its document before it (windows, chunks).
     """
 
-    mask: Mask
     scale: float
     head_dim: int
     value_head_dim: int
     dtype: torch.dtype
     device: torch.device
+    softcap: float = 0.0
+    dropout: float = 0.0
+    seed: int = 0
+    bounded_left: bool = False
+
+
+class Tiles(Tables):
+    """The visible pairs of one kernel call: the bands of a mask, counted in the rows of the q and k that are given.
+
+    Attributes:
+        bands: `[n, 6]` disjoint and tight, in the order of their first query; see `layout/bands.py`. A query may be in
+            several bands, or in none: then it sees nothing.
+        q_tokens, k_tokens: `[num_queries]`, `[num_keys]` place of each row in its packed stream: for dropout.
+    """
+
+    def __init__(self, bands: IntArray, q_tokens: IntArray, k_tokens: IntArray) -> None:
+        self.bands, self.q_tokens, self.k_tokens = bands, q_tokens, k_tokens
+
+    @cached_property
+    def pure(self) -> IntArray:
+        """The bands cut up until each is full, causal, inverse causal or both; see `layout.bands.pure`."""
+        return band.pure(self.bands)
 
 
 class AttentionKernel(Kernel):
-    """Softmax attention of whole documents with one ratio of query to key/value heads.
+    """Softmax attention of the queries of one call over its keys, with one ratio of query to key/value heads.
 
-    Shapes: q, out `[T, h, d]`, k and v `[T, g, d]` with h a multiple of g and query head i reading key/value head
-    `i // (h // g)`; lse `[h, T]`, natural log, at least fp32. T, h and g are at least 1. Inputs and outputs may be
-    strided with a dense last axis.
+    Shapes: q, out `[T, h, d]`, k and v `[S, g, d]` with h a multiple of g and query head i reading key/value head
+    `i // (h // g)`; lse `[h, T]`, natural log. Tensors may be strided with a dense last axis. T, S, h, g and the number
+    of bands are at least 1.
+
+    `out` and the gradients have the type of q, or a wider one, where the call is a part whose results are merged: then
+    a kernel that can writes them unrounded, as `wide_partials` says. lse is at least fp32.
+
+    Attributes:
+        wide_partials: results are not rounded to the type of q where the caller asks for a wider one.
     """
 
+    wide_partials: bool
+
     @abstractmethod
-    def forward(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
-        """Writes `out` (rounded to its type once) and `lse`."""
+    def forward(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall,
+        first_head: int,
+    ) -> None:  # fmt: skip
+        """Writes all of `out` and `lse`: 0 and -inf for a query that sees nothing.
+
+        Args:
+            first_head: number of the first query head in the whole layer: for dropout.
+        """
 
     @abstractmethod
     def backward(
-        self,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: AttentionCall,
-    ) -> None:
-        """Writes `dq`, `dk` and `dv`."""
+        self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+        lse: Tensor, tiles: Tiles, call: AttentionCall, first_head: int,
+    ) -> None:  # fmt: skip
+        """Writes all of `dq`, `dk` and `dv`: the share of these tiles.
+
+        `out` and `lse` are those of the whole softmax, of which these tiles may be a part: the weights are
+        `exp(score - lse)`, and `rowsum(dout * out)` is that of all keys.
+        """
