@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import warnings
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, integers, seconds
+from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, given_axes, integers, seconds
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import TorchGroup
-from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, start_torchrun_rank
+from megatron_cp.executor.groups import RankGroup, TorchGroup
+from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.executor.run import check_agreement
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
+from megatron_cp.testing.sweep import sweep
 
 MAX_LOCAL_RANKS = 64
 HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
@@ -27,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp", type=integers(1), metavar="N,N,...", help="context-parallel sizes (default: 2,3,5)")
     add_layer_arguments(parser, dtype="float64")
     add_batch_arguments(parser)
+    parser.add_argument(
+        "--all", action="store_true", help="every scheme, layout, mask and kind of heads that is not given, ragged"
+    )
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
     parser.add_argument("--ranks", choices=RANK_KINDS, default="threads", help="local ranks; torchrun brings its own")
     parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds a case may take (default: 300)")
@@ -57,12 +63,16 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         )
     device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
     cases = [case_of(args, size, kernel=args.kernel, device=device) for size in sizes]
+    if args.all:
+        cases = [each for case in cases for each in sweep(case, given_axes(args))]
     for case in cases:
         case.refuse_early()
     results = list(_on_torchrun(cases, world) if world else _on_local_ranks(cases, args))
     passed = all(result.passed for result in results)
-    worst = {name: _worst([result.errors[name] for result in results]) for name in results[0].errors}
-    lines = [_line(result) for result in results]
+    names = dict.fromkeys(name for result in results for name in result.errors)
+    worst = {name: _worst([r.errors[name] for r in results if name in r.errors]) for name in names}
+    kernels = {name: _worst([r.kernel_errors[name] for r in results if name in r.kernel_errors]) for name in names}
+    lines = _summary(results) if args.all else [_line(result) for result in results]
     lines += [f"cp={size} was not run: this job has {world.size} ranks" for size in skipped if world]
     lines.append(
         f"{'passed' if passed else 'FAILED'}: {len(results)} cases, errors at most {results[0].tolerance:g} allowed"
@@ -72,6 +82,7 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         "bitwise_forward": all(result.bitwise_forward for result in results),
         "bitwise_backward": all(result.bitwise_backward for result in results),
         "max_rel_err": worst,
+        "kernel_err": kernels,
         "cases": len(results),
         "cp": sizes,
         "cp_not_run": skipped,
@@ -80,8 +91,19 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 
 def _on_local_ranks(cases: list[Case], args: argparse.Namespace) -> Iterator[Parity]:
-    for case in cases:
-        yield compare(case, kind=args.ranks, timeout=args.timeout)
+    if args.ranks == "threads":
+        for case in cases:
+            yield compare(case, timeout=args.timeout)
+        return
+    for size, of_size in itertools.groupby(cases, key=lambda case: case.cp):  # starting processes takes seconds
+        batch = list(of_size)
+        ranks = run_ranks(_run_cases, size, batch, kind=args.ranks, timeout=args.timeout)
+        for number, case in enumerate(batch):
+            yield judge(case, whole(case, [rank[number] for rank in ranks]), one_rank(case))
+
+
+def _run_cases(group: RankGroup, cases: list[Case]) -> list[dict[str, Tensor]]:
+    return [run_layer(group, case) for case in cases]
 
 
 def _on_torchrun(cases: list[Case], world: TorchGroup) -> Iterator[Parity]:
@@ -102,14 +124,40 @@ def _on_torchrun(cases: list[Case], world: TorchGroup) -> Iterator[Parity]:
 
 
 def _line(result: Parity) -> str:
-    errors = "  ".join(f"{name} {error:.1e}" for name, error in result.errors.items())
     forward, backward = (
         "bitwise" if same else "not bitwise" for same in (result.bitwise_forward, result.bitwise_backward)
     )
     verdict = "ok    " if result.passed else "FAILED"
-    return f"{verdict} {result.case}: forward {forward}, backward {backward}; {errors}"
+    return f"{verdict} {result.case}: forward {forward}, backward {backward}; {_errors([result])}"
+
+
+def _summary(results: list[Parity]) -> list[str]:
+    """A line for each scheme and number of ranks, and one for each case that failed."""
+    lines = []
+    for (cp, scheme), group in itertools.groupby(results, key=lambda result: (result.case.cp, result.case.scheme)):
+        cases = list(group)
+        failed = [result for result in cases if not result.passed]
+        verdict = "FAILED" if failed else "ok    "
+        lines.append(f"{verdict} cp={cp} {scheme:<15} {len(cases):>4} cases; at most {_errors(cases)}")
+        lines += [f"  {_line(result)}" for result in failed]
+    return lines
+
+
+def _errors(results: list[Parity]) -> str:
+    """The largest error of each tensor, beside the kernel's own where it is not float64."""
+    names = dict.fromkeys(name for result in results for name in result.errors)
+    texts = []
+    for name in names:
+        error = _worst([result.errors[name] for result in results if name in result.errors])
+        own = [result.kernel_errors[name] for result in results if name in result.kernel_errors]
+        texts.append(f"{name} {_number(error)}" + (f" (kernel {_number(_worst(own))})" if own else ""))
+    return "  ".join(texts)
+
+
+def _number(error: float | None) -> str:
+    return "nan" if error is None else f"{error:.1e}"
 
 
 def _worst(errors: list[float]) -> float | None:
-    """The largest error; None, which JSON can say, if one is no number."""
-    return None if any(math.isnan(error) for error in errors) else max(errors)
+    """The largest error; None, which JSON can say, if one is no number or there is none."""
+    return None if not errors or any(math.isnan(error) for error in errors) else max(errors)

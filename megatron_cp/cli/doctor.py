@@ -13,7 +13,6 @@ import torch.distributed as dist
 from megatron_cp import __version__
 from megatron_cp.cli.main import Report
 from megatron_cp.layout import Packing
-from megatron_cp.layout.mask import Mask
 from megatron_cp.linear import kernels as linear_kernels
 from megatron_cp.linear.kernels import LinearCall
 from megatron_cp.planner.capabilities import CAPABILITIES
@@ -66,7 +65,7 @@ def _kernels() -> list[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     packing = Packing([1])
-    call = AttentionCall(Mask.causal(packing), 1.0, 128, 128, dtype, device)
+    call = AttentionCall(1.0, 128, 128, dtype, device)
     linear_call = LinearCall(packing, dtype, device, 128)
     rows = [("attention", kernel.name, kernel.refusal(call), kernel.package) for kernel in softmax_kernels.KERNELS]
     rows += [("gdn", kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in linear_kernels.KERNELS]

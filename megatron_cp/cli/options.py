@@ -50,9 +50,21 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--value-dim", type=positive, help="features of a value head (default: --head-dim)")
     group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of gdn")
     group.add_argument("--softmax-scale", type=float, help="what scores are multiplied by (default: head_dim ** -0.5)")
+    group.add_argument("--learned-sink", action="store_true", help="a learned score a head in every softmax")
+    group.add_argument("--softcap", type=float, default=0.0, help="limit of attention scores (default: none)")
+    group.add_argument("--dropout", type=float, default=0.0, help="share of attention weights dropped (default: none)")
     group.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype}")
-    group.add_argument("--scheme", default="auto", help="a2a for attention, headwise for gdn (default: auto)")
-    group.add_argument("--mask", metavar="causal|full", help="keys that a query of attention sees (default: causal)")
+    group.add_argument(
+        "--scheme",
+        help=f"{'|'.join(working('scheme'))} for attention, headwise for gdn (default: auto)",
+    )
+    group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
+    group.add_argument("--head-chunks", type=positive, metavar="N", help="parts in which all_gather and exact gather")
+    group.add_argument(
+        "--mask",
+        metavar="|".join(working("mask")),
+        help="keys that a query of attention sees (default: causal)",
+    )
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +76,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seed", type=natural, default=0, help="of drawn lengths, inputs and random layouts (default: 0)"
     )
-    group.add_argument("--layout", default="zigzag", metavar="|".join(working("layout")), help="default: zigzag")
+    group.add_argument("--layout", metavar="|".join(working("layout")), help="default: zigzag")
     group.add_argument("--align", type=positive, default=1, help="every rank's rows a multiple of this (default: 1)")
 
 
@@ -76,20 +88,32 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         layer=layer,
         cp=cp_size,
         lengths=_document_lengths(args, cp_size),
-        layout=args.layout,
+        layout=args.layout or "zigzag",
         heads=shape.heads,
         groups=shape.groups,
         head_dim=shape.head_dim,
         value_head_dim=shape.value_dim,
         conv_width=shape.conv_width,
         mask=args.mask or "causal",
-        scheme=args.scheme,
+        scheme=args.scheme or "auto",
+        ulysses_degree=args.ulysses_degree,
+        head_chunks=args.head_chunks,
+        softcap=args.softcap,
+        dropout=args.dropout,
+        learned_sink=args.learned_sink,
         softmax_scale=args.softmax_scale,
         align=args.align,
         dtype=getattr(torch, args.dtype),
         seed=args.seed,
         **rest,
     )
+
+
+def given_axes(args: argparse.Namespace) -> list[str]:
+    """What the user chose, of what `check --all` varies."""
+    heads = ("model", "heads", "kv_heads", "key_heads", "head_dim", "value_dim", "learned_sink", "softcap", "dropout")
+    axes = {"scheme": ("scheme",), "layout": ("layout",), "mask": ("mask",), "heads": heads}
+    return [axis for axis, options in axes.items() if any(getattr(args, option) for option in options)]
 
 
 def _layer_shape(args: argparse.Namespace) -> LayerShape:

@@ -25,6 +25,10 @@ class HeadDeal:
     groups: tuple[HeadRange, ...]
 
     @property
+    def heads_per_group(self) -> int:
+        return max(hi for _, hi in self.heads) // max(hi for _, hi in self.groups)
+
+    @property
     def idle_ranks(self) -> int:
         return sum(hi == lo for lo, hi in self.heads)
 
@@ -60,6 +64,32 @@ def deal_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadDeal:
     )
     heads = aligned if _largest(aligned) <= _largest(plain) else plain
     return HeadDeal(heads, tuple((lo // per_group, -(-hi // per_group)) for lo, hi in heads))
+
+
+HeadRun = tuple[slice, slice]
+
+
+def head_runs(deal: HeadDeal, rank: int) -> list[HeadRun]:
+    """A rank's query heads and the key/value heads they read, in runs of one ratio, as slices of its own heads.
+
+    One run where whole groups were dealt; several where a rank's heads begin or end inside a group.
+    """
+    heads_per_group = deal.heads_per_group
+    (first_head, last_head), (first_group, last_group) = deal.heads[rank], deal.groups[rank]
+    runs: list[HeadRun] = []
+    for group in range(first_group, last_group):
+        lo = max(group * heads_per_group, first_head) - first_head
+        hi = min((group + 1) * heads_per_group, last_head) - first_head
+        if hi <= lo:
+            continue
+        own = group - first_group
+        if runs:
+            heads, groups = runs[-1]
+            if (heads.stop - heads.start) == (hi - lo) * (groups.stop - groups.start):
+                runs[-1] = (slice(heads.start, hi), slice(groups.start, own + 1))
+                continue
+        runs.append((slice(lo, hi), slice(own, own + 1)))
+    return runs
 
 
 _RANGES_ALLOWED = "one range of heads a rank, both ends never falling, that cover every head"

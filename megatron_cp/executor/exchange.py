@@ -38,7 +38,7 @@ def to_heads(exchange: Exchange, group: RankGroup, *tensors: Tensor) -> list[Ten
     Raises:
         ArgumentError: tensors that do not fit the layout or the sections.
     """
-    group = as_rank_group(group, exchange.layout.cp_size)
+    exchange, group = _of_node(exchange, as_rank_group(group, exchange.layout.cp_size))
     at = _geometry(exchange, group, tensors)
     if exchange.is_local:
         lead = tensors[0].shape[:-1]
@@ -60,7 +60,8 @@ def to_tokens(exchange: Exchange, group: RankGroup, *sections: Tensor) -> list[T
     Returns:
         for each section `[t, f]` or `[t, b, f]`, pad rows zero. A head that several ranks return is summed.
     """
-    group, blocks = as_rank_group(group, exchange.layout.cp_size), exchange.sections.blocks
+    exchange, group = _of_node(exchange, as_rank_group(group, exchange.layout.cp_size))
+    blocks = exchange.sections.blocks
     if len(sections) != len(blocks):
         raise ArgumentError(
             "sections", f"{len(sections)} tensors", f"{len(blocks)}: {[block.name for block in blocks]}"
@@ -75,6 +76,12 @@ def to_tokens(exchange: Exchange, group: RankGroup, *sections: Tensor) -> list[T
     if exchange.is_local:
         return [section.flatten(-2) for section in sections]
     return list(_HeadExchange.apply(at, group, [block.width for block in blocks], False, *sections))
+
+
+def _of_node(exchange: Exchange, group: RankGroup) -> tuple[Exchange, RankGroup]:
+    """The exchange within this rank's node, and the ranks of that node."""
+    first = group.rank - group.rank % exchange.degree
+    return exchange.of_node(first // exchange.degree), group.part(range(first, first + exchange.degree))
 
 
 class _HeadExchange(torch.autograd.Function):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from typing import assert_never
 
 import numpy as np
 
-from megatron_cp.executor.plan import Compute, Plan, ToHeads
+from megatron_cp.executor.plan import Compute, Plan, Step, ToHeads, ToTokens
+from megatron_cp.executor.schedule import Attend
 from megatron_cp.layout import Layout
 
 STRIP_WIDTH = 96  # characters of the ownership strip
@@ -28,19 +30,13 @@ def explain(plan: Plan, item_size: int) -> str:
         "",
     ]
     for number, step in enumerate(plan.steps, start=1):
-        if isinstance(step, Compute):
-            lines.append(f"step {number}: compute {step.name} on own heads of all tokens")
-            continue
-        blocks = ", ".join(f"{b.name} {b.num_heads} x {b.head_dim}" for b in step.exchange.sections.blocks)
-        way = "own tokens -> own heads" if isinstance(step, ToHeads) else "own heads -> own tokens"
-        moved = "nothing moves" if step.exchange.is_local else "one collective"
-        lines.append(f"step {number}: {way}, {moved}: {blocks}")
+        lines.extend(f"step {number}: {line}" for line in _step(plan, step))
     lines.append("")
     for name, forward in (("forward", True), ("backward", False)):
         sent, needed = (f(item_size, forward=forward) for f in (plan.bytes_sent, plan.bytes_needed))
         lines.append(
-            f"{name}: {plan.collectives(forward=forward)} collectives; a rank sends at most {size(max(sent))}, "
-            f"{size(max(needed))} without alignment, at {item_size} bytes an element"
+            f"{name}: a rank starts {plan.collectives(forward=forward)} transfers and sends at most {size(max(sent))}; "
+            f"{size(max(needed))} cannot be done without; at {item_size} bytes an element"
         )
     lines.append(f"busiest rank: {plan.work_imbalance:.3f} x the mean work")
     lines.extend(f"note: {note}" for note in plan.notes)
@@ -66,6 +62,33 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
     ]
 
 
+def _step(plan: Plan, step: Step) -> list[str]:
+    match step:
+        case Compute(name):
+            return [f"compute {name} on own heads of all tokens"]
+        case Attend():
+            return _attend(step)
+        case ToHeads(exchange) | ToTokens(exchange):
+            blocks = ", ".join(f"{b.name} {b.num_heads} x {b.head_dim}" for b in exchange.sections.blocks)
+            way = "own tokens -> own heads" if isinstance(step, ToHeads) else "own heads -> own tokens"
+            among = "" if exchange.degree == plan.cp_size else f" among {exchange.degree} ranks"
+            return [f"{way}{among}, {'nothing moves' if exchange.is_local else 'one collective'}: {blocks}"]
+    assert_never(step)
+
+
+def _attend(step: Attend) -> list[str]:
+    if step.num_nodes == 1:
+        return ["attention of own heads, all tokens at hand"]
+    among = "" if step.num_lanes == 1 else f", each of {step.num_lanes} ranks with other heads"
+    row = step.head_dim + step.value_head_dim
+    ways = {
+        "p2p": f"keys pass round a ring of {step.num_nodes} nodes, each computed while the next is under way",
+        "all_gather": f"all keys gathered from {step.num_nodes} nodes, in {step.head_chunks} chunks of heads",
+        "exact": f"the keys that own queries see, from {step.num_nodes} nodes, in {step.head_chunks} chunks of heads",
+    }
+    return [f"attention: {ways[step.schedule]}{among}; a key and its value are {row} elements a head"]
+
+
 def _table(plan: Plan) -> list[str]:
     layout, work = plan.layout, plan.work_per_rank()
     whole = max(sum(work), 1)
@@ -74,7 +97,7 @@ def _table(plan: Plan) -> list[str]:
     fragments = np.diff(layout.fragment_offsets)
     lines.extend(
         f"{rank:>5} {layout.token_counts[rank]:>9} {layout.pad_rows[rank]:>5} {fragments[rank]:>9}  "
-        f"{_heads(plan.deal.heads[rank]):<11} {_heads(plan.deal.groups[rank]):<11} {work[rank] / whole:>6.1%}"
+        f"{_heads(plan.heads_of(rank)):<11} {_heads(plan.groups_of(rank)):<11} {work[rank] / whole:>6.1%}"
         for rank in range(min(plan.cp_size, _RANKS_SHOWN))
     )
     if plan.cp_size > _RANKS_SHOWN:

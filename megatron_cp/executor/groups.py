@@ -1,7 +1,9 @@
 """`RankGroup`: the ranks of one context-parallel group, and the few ways in which they talk.
 
 Two implementations: `TorchGroup` over any torch.distributed backend, and `ThreadGroup`, whose ranks are threads of one
-process and which most tests use because it starts in microseconds.
+process and which most tests use because it starts in microseconds. `Part` is some ranks of either.
+
+What moves data is started, and waited for later: `start_all_to_all(...).wait()`. Ranks wait in the order of starting.
 """
 
 from __future__ import annotations
@@ -28,6 +30,14 @@ class Message(NamedTuple):
     peer: int
 
 
+class Pending(ABC):
+    """A transfer under way. Neither what is sent nor what is received may be touched before `wait` returns."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when everything has arrived (on CUDA: when it will have, for work that is queued from now on)."""
+
+
 class RankGroup(ABC):
     """The ranks of one group. Every method is collective: all ranks of the group call it in the same order.
 
@@ -40,23 +50,41 @@ class RankGroup(ABC):
     size: int
 
     @abstractmethod
-    def all_to_all(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
         """Sends piece r of `sent` to rank r and fills piece r of `received` from it.
 
         Both tensors are contiguous and flat; splits count elements and may be zero.
         """
 
     @abstractmethod
-    def all_gather(self, received: Tensor, sent: Tensor) -> None:
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         """Fills flat `received` with every rank's flat `sent`, in rank order; all ranks send equally much."""
 
     @abstractmethod
-    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """Starts all messages together and returns when they have arrived. Messages of one pair stay in order."""
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Starts all messages together. Messages of one pair stay in order."""
 
     @abstractmethod
     def barrier(self) -> None:
         """Returns once every rank has come this far."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
+        """`start_all_to_all`, waited for."""
+        self.start_all_to_all(received, sent, received_splits, sent_splits).wait()
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> None:
+        """`start_all_gather`, waited for."""
+        self.start_all_gather(received, sent).wait()
+
+    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """`start_messages`, waited for."""
+        self.start_messages(sends, receives).wait()
+
+    def part(self, ranks: range) -> RankGroup:
+        """This group, or the part of it that `ranks` are, this rank among them."""
+        return self if len(ranks) == self.size else Part(self, ranks)
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """Every rank's `value`, in rank order; all ranks send equally many. For set-up: it synchronises."""
@@ -91,24 +119,39 @@ class TorchGroup(RankGroup):
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
         _check_splits(received, received_splits, "received_splits", self.size)
         _check_splits(sent, sent_splits, "sent_splits", self.size)
-        dist.all_to_all_single(received, sent, received_splits, sent_splits, group=self.group)
+        work = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=self.group, async_op=True)
+        return _Works([work], (received, sent))
 
-    def all_gather(self, received: Tensor, sent: Tensor) -> None:
-        dist.all_gather_into_tensor(received, sent, group=self.group)
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        work = dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
+        return _Works([work], (received, sent))
 
-    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         _check_peers((*sends, *receives), self.rank)
+        if dist.get_backend(self.group) == "gloo" and any(message.tensor.is_cuda for message in (*sends, *receives)):
+            return self._start_gloo_messages(sends, receives)
         operations = [
             dist.P2POp(operation, message.tensor, group=self.group, group_peer=message.peer)
             for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
             for message in messages
             if message.tensor.numel()
         ]
-        for work in dist.batch_isend_irecv(operations) if operations else ():
-            work.wait()
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return _Works(works, tuple(message.tensor for message in (*sends, *receives)))
+
+    def _start_gloo_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """By a collective of bytes: gloo sends no CUDA tensors from rank to rank, and exchanges them all the same."""
+        sent, received = (sorted(messages, key=lambda message: message.peer) for messages in (sends, receives))
+        outgoing = torch.cat([_bytes_of(message.tensor) for message in sent]) if sent else _no_bytes(receives)
+        arrived = outgoing.new_empty(sum(message.tensor.nbytes for message in received))
+        splits = ([sum(m.tensor.nbytes for m in messages if m.peer == peer) for peer in range(self.size)]
+                  for messages in (received, sent))  # fmt: skip
+        return _Unpacked(self.start_all_to_all(arrived, outgoing, *splits), arrived, received)
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
@@ -123,6 +166,39 @@ class TorchGroup(RankGroup):
             received.copy_(on_device)
         else:
             dist.all_gather_into_tensor(received, sent, group=self.group)
+
+
+class _Works(Pending):
+    """torch.distributed's handles, with the tensors that must live until they are done."""
+
+    def __init__(self, works: list[Any], tensors: tuple[Tensor, ...]) -> None:
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = [], ()
+
+
+class _Unpacked(Pending):
+    """Bytes that belong into the tensors of messages once they have arrived."""
+
+    def __init__(self, pending: Pending, arrived: Tensor, messages: list[Message]) -> None:
+        self._pending, self._arrived, self._messages = pending, arrived, messages
+
+    def wait(self) -> None:
+        self._pending.wait()
+        pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
+        for message, piece in zip(self._messages, pieces, strict=True):
+            _bytes_of(message.tensor).copy_(piece)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _no_bytes(messages: Sequence[Message]) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=messages[0].tensor.device)
 
 
 class ThreadGroup(RankGroup):
@@ -155,23 +231,24 @@ class ThreadGroup(RankGroup):
             for mailbox in row:
                 mailbox.put(None)
 
-    def all_to_all(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
         _check_splits(received, received_splits, "received_splits", self.size)
         _check_splits(sent, sent_splits, "sent_splits", self.size)
         for peer, piece in enumerate(sent.split(sent_splits)):
             self._put(piece, peer)
-        for peer, piece in enumerate(received.split(received_splits)):
-            self._take(piece, peer)
+        return _Arrivals(self, list(enumerate(received.split(received_splits))))
 
-    def all_gather(self, received: Tensor, sent: Tensor) -> None:
-        self.all_to_all(received, sent.repeat(self.size), [sent.numel()] * self.size, [sent.numel()] * self.size)
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        shares = [sent.numel()] * self.size
+        return self.start_all_to_all(received, sent.repeat(self.size), shares, shares)
 
-    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         _check_peers((*sends, *receives), self.rank)
         for message in sends:
             self._put(message.tensor, message.peer)
-        for message in receives:
-            self._take(message.tensor, message.peer)
+        return _Arrivals(self, [(message.peer, message.tensor) for message in receives])
 
     def barrier(self) -> None:
         token = torch.zeros(self.size, dtype=torch.uint8)
@@ -181,7 +258,7 @@ class ThreadGroup(RankGroup):
         with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
             self._mailboxes[self.rank][peer].put(piece.detach().clone())
 
-    def _take(self, piece: Tensor, peer: int) -> None:
+    def take(self, piece: Tensor, peer: int) -> None:
         try:
             arrived = None if self._aborted.is_set() else self._mailboxes[peer][self.rank].get(timeout=self._timeout)
         except Empty:
@@ -195,6 +272,63 @@ class ThreadGroup(RankGroup):
             )
         with _disable_current_modes():
             piece.detach().copy_(arrived)
+
+
+class _Arrivals(Pending):
+    """What the other threads of a group will have put into their mailboxes."""
+
+    def __init__(self, group: ThreadGroup, expected: list[tuple[int, Tensor]]) -> None:
+        self._group, self._expected = group, expected
+
+    def wait(self) -> None:
+        for peer, piece in self._expected:
+            self._group.take(piece, peer)
+        self._expected = []
+
+
+class Part(RankGroup):
+    """Some ranks of a group, talking through it: what they start, all other parts of the group start too.
+
+    Args:
+        whole: the group.
+        ranks: of the whole group, this rank among them; rank n of the part is `ranks[n]`.
+    """
+
+    def __init__(self, whole: RankGroup, ranks: range) -> None:
+        self._whole, self._ranks = whole, ranks
+        self.rank, self.size = ranks.index(whole.rank), len(ranks)
+
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
+        _check_splits(received, received_splits, "received_splits", self.size)
+        _check_splits(sent, sent_splits, "sent_splits", self.size)
+        return self._whole.start_all_to_all(received, sent, self._spread(received_splits), self._spread(sent_splits))
+
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        pieces = received.view(self.size, -1)
+        pieces[self.rank].copy_(sent)
+        return self.start_messages(
+            [Message(sent, peer) for peer in others], [Message(pieces[peer], peer) for peer in others]
+        )
+
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        return self._whole.start_messages(
+            *(
+                [Message(message.tensor, self._ranks[message.peer]) for message in messages]
+                for messages in (sends, receives)
+            )
+        )
+
+    def barrier(self) -> None:
+        self._whole.barrier()
+
+    def _spread(self, splits: list[int]) -> list[int]:
+        spread = [0] * self._whole.size
+        for rank, split in zip(self._ranks, splits, strict=True):
+            spread[rank] = split
+        return spread
 
 
 def as_rank_group(group: RankGroup | dist.ProcessGroup | None, cp_size: int) -> RankGroup:

@@ -8,15 +8,22 @@ from dataclasses import dataclass
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadDeal, Sections
+from megatron_cp.executor.schedule import Attend
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.tables import Tables
 
 
 @dataclass(frozen=True)
 class ToHeads:
-    """One collective: all sections of the exchange, from own tokens to own heads."""
+    """One collective: all sections of the exchange, from own tokens to own heads.
+
+    Attributes:
+        exchange: what changes places.
+        inputs: which of the tensors at hand it takes, as a range: queries and keys of other documents travel apart.
+    """
 
     exchange: Exchange
+    inputs: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -33,21 +40,7 @@ class ToTokens:
     exchange: Exchange
 
 
-Step = ToHeads | Compute | ToTokens
-
-
-def describe_layout(layout: Layout) -> list[str]:
-    """A layout's value, and its documents', as lines of text."""
-    digest = hashlib.blake2b(digest_size=8)
-    for array in (layout.starts, layout.ends, layout.fragment_offsets):
-        digest.update(array.tobytes())
-    lengths = hashlib.blake2b(layout.packing.lengths.tobytes(), digest_size=8)
-    return [
-        f"documents: {layout.packing!r}, lengths hash {lengths.hexdigest()}",
-        f"layout: cp_size {layout.cp_size}, align {layout.align}, at least {layout.min_rows} rows, "
-        f"fragments hash {digest.hexdigest()}",
-        f"tokens per rank: {layout.token_counts.tolist()}",
-    ]
+Step = ToHeads | Compute | Attend | ToTokens
 
 
 @dataclass(frozen=True)
@@ -58,9 +51,10 @@ class Plan(Tables):
 
     Attributes:
         kind: the operation: "attention" or "gdn".
-        scheme: how it is spread: "a2a" for attention, "headwise" for a linear layer.
+        scheme: how it is spread: a value of `--cp-comm-type` for attention, "headwise" for a linear layer.
         layout: who holds which tokens, before and after.
-        deal: which heads each rank computes.
+        sections: what the operation takes, and which of its heads each lane computes.
+        deal: the same heads, those that read and those that are shared.
         mask: which keys a query sees; None for a linear layer.
         steps: what happens, in order; backward runs their adjoints in reverse.
         notes: what the user should know about this plan.
@@ -69,6 +63,7 @@ class Plan(Tables):
     kind: str
     scheme: str
     layout: Layout
+    sections: Sections
     deal: HeadDeal
     mask: Mask | None
     steps: tuple[Step, ...]
@@ -83,41 +78,72 @@ class Plan(Tables):
         return self.layout.cp_size
 
     @property
-    def sections(self) -> Sections:
-        """What the plan's operation takes: the sections of its first exchange."""
-        return next(step.exchange.sections for step in self.steps if isinstance(step, ToHeads))
+    def ulysses_degree(self) -> int:
+        """The ranks that exchange heads with one another: the lanes of the grid of ranks."""
+        return len(self.deal.heads)
 
     @property
-    def heads_per_group(self) -> int:
-        return max(hi for _, hi in self.deal.heads) // max(hi for _, hi in self.deal.groups)
+    def kv_layout(self) -> Layout:
+        """Who holds the keys: `layout` but for cross-attention."""
+        inbound = [step.exchange.layout for step in self.steps if isinstance(step, ToHeads)]
+        return inbound[-1] if inbound else self.attend.keys if self.attend else self.layout
+
+    @property
+    def attend(self) -> Attend | None:
+        """The softmax of the plan; None for a linear layer."""
+        return next((step for step in self.steps if isinstance(step, Attend)), None)
 
     def exchanges(self, *, forward: bool) -> Iterator[tuple[Exchange, bool]]:
-        """Each collective of one direction, in order, with whether it goes to the head side."""
-        moves = [(step.exchange, isinstance(step, ToHeads)) for step in self.steps if not isinstance(step, Compute)]
+        """Each head exchange of one direction, in order, with whether it goes to the head side."""
+        moves = [
+            (step.exchange, isinstance(step, ToHeads)) for step in self.steps if isinstance(step, ToHeads | ToTokens)
+        ]
         return iter(moves) if forward else ((exchange, not to_heads) for exchange, to_heads in reversed(moves))
 
     def collectives(self, *, forward: bool) -> int:
-        return sum(not exchange.is_local for exchange, _ in self.exchanges(forward=forward))
+        """What a rank starts: collectives, and the messages to and from its neighbours of a ring."""
+        count = sum(not exchange.is_local for exchange, _ in self.exchanges(forward=forward))
+        return count + (self.attend.collectives(forward=forward) if self.attend else 0)
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """For each rank the bytes that it sends to others in one direction, every element `item_size` bytes long."""
-        return self._bytes(item_size, forward=forward, alignment=ROW_ALIGNMENT)
+        sent = self._exchanged(item_size, forward=forward, alignment=ROW_ALIGNMENT)
+        if self.attend is not None:
+            along = [self.attend.bytes_sent(rank, item_size, forward=forward) for rank in range(self.cp_size)]
+            sent = [sum(pair) for pair in zip(sent, along, strict=True)]
+        return sent
 
     def bytes_needed(self, item_size: int, *, forward: bool) -> list[int]:
-        """`bytes_sent` without the alignment of rows: what this dealing of heads cannot do without."""
-        return self._bytes(item_size, forward=forward, alignment=1)
+        """`bytes_sent` without the alignment of rows and the keys that no query sees.
 
-    def _bytes(self, item_size: int, *, forward: bool, alignment: int) -> list[int]:
+        What this dealing of tokens and heads cannot do without.
+        """
+        sent = self._exchanged(item_size, forward=forward, alignment=1)
+        if self.attend is not None:
+            along = [self.attend.bytes_needed(rank, item_size, forward=forward) for rank in range(self.cp_size)]
+            sent = [sum(pair) for pair in zip(sent, along, strict=True)]
+        return sent
+
+    def _exchanged(self, item_size: int, *, forward: bool, alignment: int) -> list[int]:
         sent = [
             exchange.bytes_sent(item_size, to_heads=to_heads, alignment=alignment)
             for exchange, to_heads in self.exchanges(forward=forward)
         ]
-        return [sum(of_rank) for of_rank in zip(*sent, strict=True)]
+        return [sum(of_rank) for of_rank in zip(*sent, strict=True)] if sent else [0] * self.cp_size
 
     def work_per_rank(self) -> list[int]:
         """The local work of each rank: query-key pairs times heads for attention, tokens times heads for a rule."""
-        per_head = self.packing.total if self.mask is None else self.mask.area
-        return [per_head * (hi - lo) for lo, hi in self.deal.heads]
+        lanes = self.ulysses_degree
+        areas = [self.attend.area(node) if self.attend else self.packing.total for node in range(self.cp_size // lanes)]
+        return [areas[rank // lanes] * (hi - lo) for rank in range(self.cp_size) for lo, hi in (self.heads_of(rank),)]
+
+    def heads_of(self, rank: int) -> tuple[int, int]:
+        """The query (or value) heads that a rank computes, as a range."""
+        return self.deal.heads[rank % self.ulysses_degree]
+
+    def groups_of(self, rank: int) -> tuple[int, int]:
+        """The key/value (or key) heads that a rank reads, as a range."""
+        return self.deal.groups[rank % self.ulysses_degree]
 
     @property
     def work_imbalance(self) -> float:
@@ -134,17 +160,20 @@ class Plan(Tables):
         lines = [
             f"kind: {self.kind}",
             f"scheme: {self.scheme}",
-            *describe_layout(self.layout),
+            *self.layout.describe(),
             f"mask: {self.mask.describe() if self.mask else 'none'}",
         ]
         for number, step in enumerate(self.steps):
-            if isinstance(step, Compute):
-                lines.append(f"step {number}: compute {step.name}")
-            else:
-                blocks = ", ".join(
-                    f"{b.name} {b.num_heads} x {b.head_dim} {b.ranges}" for b in step.exchange.sections.blocks
-                )
-                lines.append(f"step {number}: {type(step).__name__} {blocks}")
+            match step:
+                case Compute(name):
+                    lines.append(f"step {number}: compute {name}")
+                case Attend():
+                    lines.extend(f"step {number}: {line}" for line in step.describe())
+                case ToHeads(exchange) | ToTokens(exchange):
+                    blocks = ", ".join(
+                        f"{b.name} {b.num_heads} x {b.head_dim} {b.ranges}" for b in exchange.sections.blocks
+                    )
+                    lines.append(f"step {number}: {type(step).__name__} {blocks}")
         return lines
 
     def explain(self, item_size: int = 2) -> str:

@@ -13,6 +13,7 @@ from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
+from megatron_cp.executor.schedule import Attend
 
 LocalWork = Callable[..., list[Tensor]]
 
@@ -24,14 +25,16 @@ def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, 
         plan: the same on every rank.
         group: the plan's ranks.
         tensors: what the first step takes.
-        work: for each `Compute` step, the function that does it.
+        work: for each `Compute` step by its name, and for `Attend` under "attend", the function that does it.
     """
     # Kernels compute in the types that they are given: autocast would change them behind their backs.
     with torch.autocast(tensors[0].device.type, enabled=False):
         for step in plan.steps:
             match step:
-                case ToHeads(exchange):
-                    tensors = to_heads(exchange, group, *tensors)
+                case ToHeads(exchange, (first, last)):
+                    tensors = [*tensors[:first], *to_heads(exchange, group, *tensors[first:last]), *tensors[last:]]
+                case Attend():
+                    tensors = work["attend"](*tensors)
                 case Compute(name):
                     tensors = work[name](*tensors)
                 case ToTokens(exchange):

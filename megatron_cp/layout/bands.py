@@ -17,6 +17,7 @@ from megatron_cp.layout.packing import IntArray
 
 FAR = 1 << 40  # a bound that no two tokens reach: `lo <= -FAR` and `hi >= FAR` bound nothing
 NO_BANDS: IntArray = np.empty((0, 6), dtype=np.int64)
+NO_WALLS: IntArray = np.empty(0, dtype=np.int64)
 
 
 def tight(bands: IntArray) -> IntArray:
@@ -124,8 +125,157 @@ def pure(bands: IntArray) -> IntArray:
         piece[:, 0], piece[:, 1] = edges[:, part], edges[:, part + 1]
         parts.append(tight_boxes(piece))
     cut_up = np.stack(parts, axis=1).reshape(-1, 6)
-    cut_up = cut_up[_not_empty(cut_up)]
-    q0, q1, k0, k1, lo, hi = cut_up.T
-    cut_up[:, 4] = np.where(q1 - 1 + lo <= k0, -FAR, lo)
-    cut_up[:, 5] = np.where(q0 + hi >= k1 - 1, FAR, hi)
-    return cut_up
+    return unbound(cut_up[_not_empty(cut_up)])
+
+
+def unbound(bands: IntArray) -> IntArray:
+    """Tight bands with the bounds that cut nothing off their boxes put out of reach: equal bands read alike."""
+    q0, q1, k0, k1, lo, hi = bands.T
+    lo = np.where(q1 - 1 + lo <= k0, -FAR, lo)
+    hi = np.where(q0 + hi >= k1 - 1, FAR, hi)
+    return np.stack([q0, q1, k0, k1, lo, hi], axis=1)
+
+
+# Unions are made of outlines. A band's first key stays, then rises by one a query; its last key rises, then stays: so
+# both edges follow from where they begin and end.
+#
+#     outlines    [n, 6] int64: q_start, q_end, left edge at the first and at the last query, right edge likewise; the
+#                               right edge is one past the last key
+
+
+def disjoint(bands: IntArray, walls: IntArray = NO_WALLS) -> IntArray:
+    """The pairs of bands that may overlap, in disjoint tight bands, joined as far as they go on from one another.
+
+    Bands that share no query with another are left as they are. A group of `n` that do share queries is cut at each
+    query where one of them begins, ends, bends or crosses another: `n * n` pieces where all overlap.
+
+    Args:
+        bands: `[n, 6]` in any order.
+        walls: queries at which no band may go on, such as the first ones of documents.
+    """
+    bands = tight(bands)
+    shared = _sharing_queries(bands)
+    return joined(np.concatenate([bands[~shared], _flattened(bands[shared])]), walls)
+
+
+def joined(bands: IntArray, walls: IntArray = NO_WALLS) -> IntArray:
+    """The pairs of disjoint bands in fewer ones: where one ends and another goes on, they become one.
+
+    Args:
+        bands: `[n, 6]` disjoint.
+        walls: queries at which no band may go on.
+    """
+    pieces = _outlines(tight(bands))
+    while True:
+        heads, tails = _continued(pieces, walls)
+        if not heads.size:
+            return _of_outlines(pieces)
+        # In a chain of pieces every other one takes in the next: chains of any length are short within a few rounds.
+        taken = _places_in_chains(heads, tails, len(pieces))[heads] % 2 == 0
+        heads, tails = heads[taken], tails[taken]
+        pieces[heads[:, None], [1, 3, 5]] = pieces[tails[:, None], [1, 3, 5]]
+        pieces = np.delete(pieces, tails, axis=0)
+
+
+def _outlines(bands: IntArray) -> IntArray:
+    q0, q1, k0, k1, lo, hi = bands.T
+    left = np.maximum(k0, q0 + lo), np.maximum(k0, q1 - 1 + lo)
+    right = np.minimum(k1, q0 + hi + 1), np.minimum(k1, q1 + hi)
+    return np.stack([q0, q1, *left, *right], axis=1)
+
+
+def _of_outlines(outlines: IntArray) -> IntArray:
+    q0, q1, l0, l1, r0, r1 = outlines.T
+    lo = np.where(l1 > l0, l1 - q1 + 1, -FAR)
+    hi = np.where(r1 > r0, r0 - q0 - 1, FAR)
+    return np.stack([q0, q1, l0, r1, lo, hi], axis=1)
+
+
+def _sharing_queries(bands: IntArray) -> NDArray[np.bool_]:
+    """`[n]` whether a band lies in a group of several whose query ranges overlap in a chain."""
+    order = np.argsort(bands[:, 0], kind="stable")
+    begins = np.ones(len(bands), dtype=bool)
+    begins[1:] = bands[order[1:], 0] >= np.maximum.accumulate(bands[order, 1])[:-1]
+    group = np.cumsum(begins) - 1
+    shared = np.empty(len(bands), dtype=bool)
+    shared[order] = np.bincount(group)[group] > 1
+    return shared
+
+
+def _flattened(bands: IntArray) -> IntArray:
+    """The union of tight bands, cut into query ranges in which no two edges cross, so that intervals of keys merge."""
+    straight = pure(bands)
+    breaks = np.unique(straight[:, :2])
+    pieces, number = cut(straight, breaks[:-1], breaks[1:], queries=True)
+    breaks = np.union1d(breaks, _crossings(_outlines(pieces), number))
+    pieces, number = cut(pieces, breaks[:-1], breaks[1:], queries=True)
+    return _of_outlines(_merged(_outlines(pieces), number))
+
+
+def _crossings(pieces: IntArray, number: IntArray) -> IntArray:
+    """The queries, but for the first of a range, at which a rising edge meets a level one of the same range.
+
+    Args:
+        pieces: `[n, 6]` outlines with straight edges.
+        number: `[n]` the query range that each covers.
+    """
+    q0, _, l0, l1, r0, r1 = pieces.T
+    begin, end = np.concatenate([l0, r0]), np.concatenate([l1, r1])
+    number, query = np.tile(number, 2), np.tile(q0, 2)
+    level = begin == end
+    heights = np.unique(begin[level])
+    at = np.unique(number[level] * heights.size + np.searchsorted(heights, begin[level]))
+    number, query, begin, end = (values[~level] for values in (number, query, begin, end))
+    lowest, highest = (
+        np.searchsorted(at, number * heights.size + np.searchsorted(heights, edge, side="right"))
+        for edge in (begin, end)
+    )
+    count = highest - lowest
+    met = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(lowest, count)
+    return np.repeat(query - begin, count) + heights[at[met] % max(heights.size, 1)]
+
+
+def _merged(pieces: IntArray, number: IntArray) -> IntArray:
+    """The union of outlines of which those of one number cover the same queries and cross nowhere."""
+    by_right = np.lexsort((pieces[:, 5], pieces[:, 4], number))
+    rank = np.empty_like(by_right)
+    rank[by_right] = np.arange(by_right.size)
+    order = np.lexsort((pieces[:, 3], pieces[:, 2], number))
+    # The number comes first in both orders, so the furthest right edge so far is one of the same range.
+    reach = pieces[by_right[np.maximum.accumulate(rank[order])], 4:]
+    pieces, number = pieces[order], number[order]
+    begins = np.ones(len(pieces) + 1, dtype=bool)
+    begins[1:-1] = (number[1:] != number[:-1]) | (pieces[1:, 2:4] > reach[:-1]).any(axis=1)
+    return np.concatenate([pieces[begins[:-1], :4], reach[begins[1:]]], axis=1)
+
+
+def _continued(pieces: IntArray, walls: IntArray) -> tuple[IntArray, IntArray]:
+    """The pairs of a head and the tail that goes on where it ends, each the head and the tail of one pair at most."""
+    count = len(pieces)
+    query, left = np.concatenate([pieces[:, 1], pieces[:, 0]]), np.concatenate([pieces[:, 3], pieces[:, 2]])
+    is_tail = np.arange(2 * count) >= count
+    order = np.lexsort((is_tail, left, query))
+    fits = ~is_tail[order[:-1]] & is_tail[order[1:]] & (query[order[:-1]] == query[order[1:]])
+    heads, tails = order[:-1][fits], order[1:][fits] - count
+    fits = _goes_on(pieces[heads], pieces[tails]) & ~np.isin(pieces[heads, 1], walls)
+    return heads[fits], tails[fits]
+
+
+def _places_in_chains(heads: IntArray, tails: IntArray, count: int) -> IntArray:
+    """`[count]` how many links lie before each piece, in a logarithm of steps."""
+    before, place = np.arange(count), np.zeros(count, dtype=np.int64)
+    before[tails], place[tails] = heads, 1
+    while (place[before] > 0).any():
+        place, before = place + place[before], before[before]
+    return place
+
+
+def _goes_on(head: IntArray, tail: IntArray) -> NDArray[np.bool_]:
+    """Whether a left edge that stays and then rises, and a right edge that rises and then stays, remain so."""
+    steps_of_head, steps_of_tail = head[:, 1] - head[:, 0] - 1, tail[:, 1] - tail[:, 0] - 1
+    left, right = tail[:, 2] - head[:, 3], tail[:, 4] - head[:, 5]
+    left_stays = (left == 0) & (head[:, 3] == head[:, 2])
+    left_rises = (left == 1) & (tail[:, 3] - tail[:, 2] == steps_of_tail)
+    right_stays = (right == 0) & (tail[:, 5] == tail[:, 4])
+    right_rises = (right == 1) & (head[:, 5] - head[:, 4] == steps_of_head)
+    return (left_stays | left_rises) & (right_stays | right_rises)

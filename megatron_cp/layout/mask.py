@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import chain
+from operator import index
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.bands import FAR
-from megatron_cp.layout.packing import IntArray, Packing
+from megatron_cp.layout.packing import IntArray, Packing, checked_packing
 from megatron_cp.layout.tables import Tables, frozen
+
+type Slice = tuple[int, int, int, int, str]  # q_start, q_end, k_start, k_end, kind
+# What bounds the keys of a query in a slice besides its box: from the first key on, up to the last one.
+_SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal": (True, False), "both": (True, True)}
 
 
 class Mask(Tables):
     """Which keys each query sees, as disjoint bands over the packed streams of queries and keys.
 
-    A query sees keys of its own document only. Immutable, and compared and hashed by value.
+    A query sees keys of its own document only, and may see none. Immutable, and compared and hashed by value. Make one
+    with `causal`, `full`, `window`, `prefix`, `chunk`, `shared_question`, `from_slices`, `from_blocks` or `named`.
 
     Attributes:
         packing: the documents of the queries.
         kv_packing: the documents of the keys; `packing` itself but for cross-attention.
-        bands: `[n, 6]` disjoint and tight, in the order of their first query; see `layout/bands.py`.
+        bands: `[n, 6]` disjoint and tight, each within one document, in the order of their first query, with bounds
+            that cut nothing off put out of reach; see `layout/bands.py`.
         name: how the mask was asked for, such as "causal" or "window:127,0".
 
     Example:
@@ -32,7 +44,7 @@ class Mask(Tables):
     """
 
     def __init__(self, packing: Packing, kv_packing: Packing, bands: IntArray, name: str) -> None:
-        bands = band.tight(bands)
+        bands = band.unbound(band.tight(bands))
         self.packing, self.kv_packing, self.name = packing, kv_packing, name
         self.bands = frozen(bands[np.lexsort((bands[:, 2], bands[:, 0]))])
 
@@ -42,37 +54,168 @@ class Mask(Tables):
 
         Where documents have more or fewer keys than queries, the last query sees the last key, as in flash-attn.
         """
-        return cls._of_documents(packing, kv_packing, -FAR, 0, "causal")
+        return cls._of_documents(packing, kv_packing, 0, "causal")
 
     @classmethod
     def full(cls, packing: Packing, kv_packing: Packing | None = None) -> Mask:
         """A query sees every key of its document."""
-        return cls._of_documents(packing, kv_packing, -FAR, FAR, "full")
+        return cls._of_documents(packing, kv_packing, FAR, "full")
 
     @classmethod
-    def window(cls, packing: Packing, left: int, right: int = 0) -> Mask:
-        """A query sees `left` keys before its own position, its own, and `right` after it; -1 for no limit."""
+    def window(cls, packing: Packing, left: int, right: int = 0, *, first: int = 0) -> Mask:
+        """A query sees `left` keys before its own position, its own, and `right` after it; -1 for no limit.
+
+        Args:
+            packing: the documents.
+            left, right: how far a query sees.
+            first: so many tokens at the start of each document stay visible, though none later than `right` allows:
+                the attention sinks of StreamingLLM (arXiv 2309.17453).
+        """
         left, right = checked_integer("left", left, -1), checked_integer("right", right, -1)
-        lo, hi = -FAR if left < 0 else -left, FAR if right < 0 else right
-        return cls._of_documents(packing, None, lo, hi, f"window:{left},{right}")
+        first = checked_integer("first", first, 0)
+        name = f"first:{first}+window:{left},{right}" if first else f"window:{left},{right}"
+        lo, hi = -FAR if left < 0 else -min(left, FAR), FAR if right < 0 else min(right, FAR)
+        documents = _documents(packing, packing)
+        window, kept = documents.copy(), documents.copy()
+        window[:, 4], window[:, 5] = lo, hi
+        kept[:, 3] = np.minimum(kept[:, 3], kept[:, 2] + min(first, FAR))
+        kept[:, 5] = lo - 1 if lo > -FAR else -FAR  # what the window sees is not counted twice
+        return cls(packing, packing, np.concatenate([window, kept]), name)
 
     @classmethod
-    def _of_documents(cls, packing: Packing, kv_packing: Packing | None, lo: int, hi: int, name: str) -> Mask:
-        """One band a document, its bounds counted from the corner where the last query meets the last key."""
-        kv_packing = packing if kv_packing is None else kv_packing
-        if packing.num_documents != kv_packing.num_documents:
-            raise ArgumentError(
-                "kv_packing", f"{kv_packing.num_documents} documents", f"the {packing.num_documents} of the queries"
-            )
-        q_ends, k_ends = packing.cu_seqlens[1:], kv_packing.cu_seqlens[1:]
-        corner = k_ends - q_ends
-        bounds = (np.full_like(corner, bound) if abs(bound) >= FAR else corner + bound for bound in (lo, hi))
-        return cls(
-            packing,
-            kv_packing,
-            np.stack([packing.cu_seqlens[:-1], q_ends, kv_packing.cu_seqlens[:-1], k_ends, *bounds], axis=1),
-            name,
+    def prefix(cls, packing: Packing, n: int | Sequence[int] | IntArray) -> Mask:
+        """Prefix-LM: every query sees the first `n` tokens of its document; the rest is causal.
+
+        Args:
+            packing: the documents.
+            n: tokens, one number for all documents or one for each; a shorter document is all prefix.
+
+        Example:
+            >>> Mask.prefix(Packing([4]), 2).seen.tolist()
+            [2, 2, 3, 4]
+        """
+        numbers = _checked_prefix(packing, n)
+        name = f"prefix:{n}" if np.ndim(n) == 0 else "prefix"
+        documents = _documents(packing, packing)
+        numbers = np.where(numbers == 1, 0, numbers)  # one token sees itself either way
+        ends = np.minimum(documents[:, 0] + numbers, documents[:, 1])
+        square, rest = documents.copy(), documents.copy()
+        square[:, 1] = square[:, 3] = rest[:, 0] = ends
+        rest[:, 5] = 0
+        return cls(packing, packing, np.concatenate([square, rest]), name)
+
+    @classmethod
+    def chunk(cls, packing: Packing, size: int) -> Mask:
+        """Chunked-local attention, as in Llama 4: causal within each chunk of `size` tokens of a document."""
+        size = checked_integer("size", size, 1)
+        name, size = f"chunk:{size}", min(size, FAR)
+        count = -(-checked_packing(packing).lengths // size)
+        number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+        starts = np.repeat(packing.cu_seqlens[:-1], count) + number * size
+        ends = np.minimum(starts + size, np.repeat(packing.cu_seqlens[1:], count))
+        return cls(packing, packing, _boxes(starts, ends, starts, ends, hi=0), name)
+
+    @classmethod
+    def shared_question(cls, packing: Packing, parts: Sequence[Sequence[int]]) -> Mask:
+        """One question and several answers a document: each answer sees the question and itself, causally.
+
+        Args:
+            packing: the documents.
+            parts: for each document the lengths `[question, answer, answer, ...]`, which sum to its own.
+
+        Example:
+            >>> Mask.shared_question(Packing([5]), [[2, 2, 1]]).seen.tolist()
+            [1, 2, 3, 4, 3]
+        """
+        document, starts, ends, question_ends = _checked_parts(packing, parts)
+        begins = packing.cu_seqlens[document]
+        # The question and the first answer go on from one another as if they were one causal document.
+        causal = np.where(starts <= question_ends, begins, starts)
+        apart = starts > question_ends
+        bands = np.concatenate(
+            [_boxes(starts, ends, causal, ends, hi=0), _boxes(starts, ends, begins, question_ends)[apart]]
         )
+        return cls(packing, packing, band.joined(bands, packing.cu_seqlens), "shared_question")
+
+    @classmethod
+    def from_slices(cls, packing: Packing, slices: Iterable[Slice], kv_packing: Packing | None = None) -> Mask:
+        """Any union of slices of the packed streams; pairs across documents are left out.
+
+        Args:
+            packing: the documents of the queries.
+            slices: `(q_start, q_end, k_start, k_end, kind)`, overlapping as they may. The kind is "full"; "causal":
+                the last query sees up to the last key, the one before it one key less, and so on; "inverse_causal":
+                the first query sees from the first key on, the next one from one key later; or "both".
+            kv_packing: the documents of the keys, for cross-attention.
+
+        Raises:
+            ArgumentError: a slice that is not of this form or leaves the streams.
+
+        Example:
+            >>> Mask.from_slices(Packing([4]), [(0, 4, 0, 4, "causal"), (0, 2, 0, 2, "full")]).seen.tolist()
+            [2, 2, 3, 4]
+        """
+        kv_packing = _checked_kv_packing(packing, kv_packing)
+        bands = _checked_slices(slices, packing.total, kv_packing.total)
+        bands = band.disjoint(_within_documents(bands, packing, kv_packing), packing.cu_seqlens)
+        return cls(packing, kv_packing, bands, "slices")
+
+    @classmethod
+    def from_blocks(cls, packing: Packing, table: NDArray[np.bool_], block_size: int, *, causal: bool = False) -> Mask:
+        """A block table over the packed stream, of which only pairs within a document count.
+
+        Args:
+            packing: the documents.
+            table: `[blocks, blocks]` booleans: whether the queries of a block see the keys of another; there are
+                `ceil(total / block_size)` blocks, and the last one may be short.
+            block_size: tokens of a block.
+            causal: no query sees keys after its own position, whatever the table says.
+        """
+        block_size = checked_integer("block_size", block_size, 1)
+        rows, first, last = _runs_of_blocks(_checked_table(checked_packing(packing), table, block_size))
+        edges = np.minimum(np.arange(table.shape[0] + 1) * block_size, packing.total)
+        runs = _boxes(edges[rows], edges[rows + 1], edges[first], edges[last])
+        bands = _within_documents(band.joined(_near(runs, packing)), packing, packing)
+        if causal:
+            bands[:, 5] = np.minimum(bands[:, 5], 0)
+        return cls(packing, packing, band.joined(bands, packing.cu_seqlens), "blocks")
+
+    @classmethod
+    def named(cls, packing: Packing, spec: str, kv_packing: Packing | None = None) -> Mask:
+        """The mask that is spelled so on the command line, such as "causal", "window:127,0" or "prefix:5".
+
+        The `name` of every mask made by `causal`, `full`, `window`, `prefix` (with one number) and `chunk` is such a
+        spelling.
+
+        Raises:
+            ArgumentError: a spelling that is not known, or one without a meaning for keys packed otherwise.
+        """
+        form, numbers = _parsed(spec)
+        if not form:
+            raise ArgumentError("mask", spec, " | ".join(_SPELLINGS))
+        if form in ("causal", "full"):
+            return (cls.causal if form == "causal" else cls.full)(packing, kv_packing)
+        if kv_packing is not None and kv_packing != packing:
+            raise ArgumentError("mask", spec, "causal or full where keys have a packing of their own")
+        match form.partition(":")[0]:
+            case "window":
+                return cls.window(packing, *numbers)
+            case "first":
+                return cls.window(packing, *numbers[1:], first=numbers[0])
+            case "prefix":
+                return cls.prefix(packing, *numbers)
+        return cls.chunk(packing, *numbers)
+
+    @classmethod
+    def _of_documents(cls, packing: Packing, kv_packing: Packing | None, hi: int, name: str) -> Mask:
+        """One band a document, its bound counted from the corner where the last query meets the last key."""
+        kv_packing = _checked_kv_packing(packing, kv_packing)
+        bands = _documents(packing, kv_packing)
+        if hi < FAR:
+            bands[:, 5] = bands[:, 3] - bands[:, 1] + hi
+        return cls(packing, kv_packing, bands, name)
+
+    # -- what is known about it --------------------------------------------------------------------------------------
 
     @cached_property
     def area(self) -> int:
@@ -83,6 +226,21 @@ class Mask(Tables):
     def seen(self) -> IntArray:
         """`[total]` the number of keys that each query sees."""
         return frozen(band.keys_seen(self.bands, self.packing.total))
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the keys' documents have other lengths than the queries'."""
+        return self.kv_packing != self.packing
+
+    @cached_property
+    def bounded_left(self) -> bool:
+        """Whether some query does not see a key that a causal mask would show it."""
+        causal = Mask.causal(self.packing, self.kv_packing)
+        document = self.packing.documents_of(self.bands[:, 0])
+        corner = self.kv_packing.cu_seqlens[1:] - self.packing.cu_seqlens[1:]
+        earlier = self.bands.copy()
+        earlier[:, 5] = np.minimum(earlier[:, 5], corner[document])
+        return band.area(earlier) < causal.area
 
     @property
     def value(self) -> tuple[object, ...]:
@@ -107,5 +265,141 @@ class Mask(Tables):
         return f"Mask({self.name!r}, {self.packing!r}, {len(self.bands)} bands, {self.area} pairs)"
 
     def describe(self) -> str:
-        """The mask in words and, for what differs without differing in name, the hash of its bands."""
-        return f"{self.name} in each document"
+        """The mask in words and, where its name and the documents leave it open, a hash of its bands."""
+        if _parsed(self.name)[0] and not self.is_cross:
+            return f"{self.name} in each document"
+        digest = hashlib.blake2b(self.bands.tobytes(), digest_size=8)
+        digest.update(self.kv_packing.lengths.tobytes())
+        return f"{self.name} ({digest.hexdigest()}) in each document"
+
+
+# How a mask is spelled on the command line and in layers' options. At most 15 digits, which no pack is as long as.
+_NUMBER, _LIMIT = "([0-9]{1,15})", "(-1|[0-9]{1,15})"
+_SPELLINGS = {
+    "causal": "causal",
+    "full": "full",
+    "window:LEFT,RIGHT": f"window:{_LIMIT},{_LIMIT}",
+    "prefix:N": f"prefix:{_NUMBER}",
+    "chunk:N": "chunk:([1-9][0-9]{0,14})",
+    "first:N+window:LEFT,RIGHT": rf"first:{_NUMBER}\+window:{_LIMIT},{_LIMIT}",
+}
+
+
+def _parsed(spec: str) -> tuple[str, list[int]]:
+    """Which spelling it is, and its numbers; "" if it is none."""
+    for form, pattern in _SPELLINGS.items():
+        found = re.fullmatch(pattern, spec) if isinstance(spec, str) else None
+        if found:
+            return form, list(map(int, found.groups()))
+    return "", []
+
+
+def _boxes(q_starts: IntArray, q_ends: IntArray, k_starts: IntArray, k_ends: IntArray, hi: int = FAR) -> IntArray:
+    return np.stack(
+        [q_starts, q_ends, k_starts, k_ends, np.full_like(q_starts, -FAR), np.full_like(q_starts, hi)], axis=1
+    )
+
+
+def _documents(packing: Packing, kv_packing: Packing) -> IntArray:
+    """Every document as a band in which every query sees every key."""
+    queries, keys = packing.cu_seqlens, kv_packing.cu_seqlens
+    return _boxes(queries[:-1], queries[1:], keys[:-1], keys[1:])
+
+
+def _within_documents(bands: IntArray, packing: Packing, kv_packing: Packing) -> IntArray:
+    """The bands cut to each document that they meet."""
+    documents = _documents(packing, kv_packing)
+    documents = documents[documents[:, 1] > documents[:, 0]]
+    pieces, number = band.cut(bands, documents[:, 0], documents[:, 1], queries=True)
+    pieces[:, 2] = np.maximum(pieces[:, 2], documents[number, 2])
+    pieces[:, 3] = np.minimum(pieces[:, 3], documents[number, 3])
+    return band.tight(pieces)
+
+
+def _runs_of_blocks(table: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
+    """The runs of true blocks along each row: rows, first columns, and one past the last columns."""
+    edges = np.diff(table.astype(np.int8), axis=1, prepend=0, append=0)
+    rows, first = np.nonzero(edges > 0)
+    return rows, first, np.nonzero(edges < 0)[1]
+
+
+def _near(bands: IntArray, packing: Packing) -> IntArray:
+    """Without the bands that lie outside of all documents that their queries belong to: most of a large table."""
+    starts = packing.cu_seqlens[packing.documents_of(bands[:, 0])]
+    ends = packing.cu_seqlens[packing.documents_of(bands[:, 1] - 1) + 1]
+    return bands[(bands[:, 2] < ends) & (bands[:, 3] > starts)]
+
+
+def _checked_kv_packing(packing: Packing, kv_packing: Packing | None) -> Packing:
+    packing = checked_packing(packing)
+    if kv_packing is None:
+        return packing
+    if checked_packing(kv_packing, "kv_packing").num_documents != packing.num_documents:
+        raise ArgumentError(
+            "kv_packing", f"{kv_packing.num_documents} documents", f"the {packing.num_documents} of the queries"
+        )
+    return kv_packing
+
+
+def _checked_prefix(packing: Packing, n: int | Sequence[int] | IntArray) -> IntArray:
+    documents = checked_packing(packing).num_documents
+    if np.ndim(n) == 0:
+        return np.full(documents, min(checked_integer("n", n, 0), FAR), dtype=np.int64)
+    numbers = np.asarray(n)
+    if numbers.shape != (documents,) or not np.issubdtype(numbers.dtype, np.integer) or (numbers < 0).any():
+        raise ArgumentError("n", n, f"an integer of at least 0, or one for each of {documents} documents")
+    return np.minimum(numbers, FAR).astype(np.int64)
+
+
+def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """`[n]` for each part: its document, its range of the stream, and where its document's question ends."""
+    documents = checked_packing(packing).num_documents
+    if len(parts) != documents:
+        raise ArgumentError("parts", f"parts of {len(parts)} documents", f"parts of each of {documents} documents")
+    try:
+        counts = np.array([len(sizes) for sizes in parts])
+        sizes = np.fromiter(map(index, chain.from_iterable(parts)), dtype=np.int64, count=counts.sum())
+    except (TypeError, OverflowError) as error:
+        raise ArgumentError("parts", parts, "integers of at least 0", str(error)) from None
+    document = np.repeat(np.arange(documents), counts)
+    sums = np.bincount(document, weights=sizes, minlength=documents).astype(np.int64)
+    wrong = np.union1d(document[sizes < 0], np.flatnonzero(sums != packing.lengths))
+    if wrong.size:
+        given, length = list(parts[wrong[0]]), packing.lengths[wrong[0]]
+        raise ArgumentError(
+            f"parts[{wrong[0]}]", given, f"lengths of at least 0 that sum to the document's {length} tokens"
+        )
+    ends = np.cumsum(sizes)
+    firsts = np.cumsum(counts) - counts
+    question_ends = ends[np.repeat(firsts, counts)]
+    return document, ends - sizes, ends, question_ends
+
+
+def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArray:
+    allowed = f"(q_start, q_end, k_start, k_end, kind) with a kind of {', '.join(_SLICE_KINDS)}"
+    rows = []
+    for number, given in enumerate(slices):
+        try:
+            *ends, kind = given
+            q0, q1, k0, k1 = map(index, ends)
+            bounds = _SLICE_KINDS[kind]
+        except (TypeError, ValueError, KeyError):
+            raise ArgumentError(f"slices[{number}]", given, allowed) from None
+        if not (0 <= q0 <= q1 <= queries and 0 <= k0 <= k1 <= keys):
+            inside = f"rising ranges within {queries} queries and {keys} keys"
+            raise ArgumentError(f"slices[{number}]", given, inside)
+        rows.append((q0, q1, k0, k1, *bounds))
+    bands = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    from_first, to_last = bands[:, 4:].T.astype(bool)
+    bands[:, 4] = np.where(from_first, bands[:, 2] - bands[:, 0], -FAR)
+    bands[:, 5] = np.where(to_last, bands[:, 3] - bands[:, 1], FAR)
+    return bands
+
+
+def _checked_table(packing: Packing, table: NDArray[np.bool_], block_size: int) -> NDArray[np.bool_]:
+    blocks = -(-packing.total // block_size)
+    if not isinstance(table, np.ndarray) or table.dtype != np.bool_ or table.shape != (blocks, blocks):
+        given = f"{table.dtype} {table.shape}" if isinstance(table, np.ndarray) else table
+        allowed = f"booleans [{blocks}, {blocks}]: {packing.total} tokens in blocks of {block_size}"
+        raise ArgumentError("table", given, allowed)
+    return table

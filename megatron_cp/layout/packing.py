@@ -115,6 +115,17 @@ class Packing(Tables):
         )
 
 
+def checked_packing(packing: Packing, argument: str = "packing") -> Packing:
+    """The packing, if it is one.
+
+    Raises:
+        ArgumentError: it is something else, such as a list of lengths.
+    """
+    if not isinstance(packing, Packing):
+        raise ArgumentError(argument, packing, "a Packing, as in Packing([7, 1, 130])")
+    return packing
+
+
 def _host_array(argument: str, values: Iterable[int]) -> NDArray:
     try:
         return np.asarray(values if hasattr(values, "__array__") else list(values))

@@ -200,7 +200,7 @@ def _backend(
     """The kernel, what it is told, and the key head that each of this rank's value heads reads."""
     call = LinearCall(plan.packing, v.dtype, v.device, head_dim)
     (first, last), (first_group, _) = plan.deal.heads[group.rank], plan.deal.groups[group.rank]
-    groups = [head // plan.heads_per_group - first_group for head in range(first, last)]
+    groups = [head // plan.deal.heads_per_group - first_group for head in range(first, last)]
     return choose_kernel(KERNELS, kernel, call), call, groups
 
 

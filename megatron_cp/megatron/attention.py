@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from megatron_cp.layout import Layout, Packing
@@ -33,8 +35,14 @@ _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True, AttnMas
 class CoreAttention(MegatronModule, ContextParallelModule):
     """Megatron's `core_attention` over the context-parallel group, by the scheme that `--cp-comm-type` names.
 
-    Packed batches in any layout whose plan they carry; without packing, Megatron's zigzag of each sequence. No
-    parameters. Arguments are those that Megatron's `SelfAttention` passes.
+    Packed batches in any layout whose plan they carry; without packing, Megatron's zigzag of each sequence. Windows
+    (`--window-size`, `--window-attn-skip-freq`), sinks (`--softmax-type`) and dropout are Megatron's, in global
+    positions and the same for every scheme and number of ranks. Arguments are those that Megatron's `SelfAttention`
+    passes.
+
+    Attributes:
+        softmax_offset: `[heads]` the sinks of this tensor-parallel rank: a parameter if learnable, zeros for
+            off-by-one, None for the plain softmax.
 
     Raises:
         ArgumentError: what this cannot compute exactly, named as Megatron's flag; raised while the model is built.
@@ -54,17 +62,24 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         super().__init__(config=config)
         _refuse(config, attn_mask_type, attention_type, others)
         self.cp_group, self.ranks = pg_collection.cp, cp_ranks(pg_collection.cp)
+        self.tp_group, self.layer_number = pg_collection.tp, layer_number
         self.softmax_scale = softmax_scale
-        self.is_causal = _CAUSAL[attn_mask_type]
+        self.attn_mask_type = attn_mask_type
+        dropout = others.get("attention_dropout")
+        self.dropout = config.attention_dropout if dropout is None else dropout
         tp_size = pg_collection.tp.size()
+        scheme = _scheme(cp_comm_type, self.ranks.size)
         self.slot = AttentionSlot(
             heads=config.num_attention_heads // tp_size,
             kv_heads=config.num_query_groups // tp_size,
             head_dim=config.kv_channels,
             value_head_dim=config.kv_channels,
-            is_causal=self.is_causal,
-            scheme=_scheme(cp_comm_type, self.ranks.size),
+            mask=_mask(config, attn_mask_type, layer_number),
+            scheme=scheme,
+            ulysses_degree=_ulysses_degree(config, scheme),
+            head_chunks=getattr(config, "cp_head_chunks", None),
         )
+        self._add_sinks(config)
         self._unpacked: BatchPlan | None = None  # of the latest length of unpacked batches, which rarely changes
 
     def forward(
@@ -92,19 +107,54 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         """
         if attention_bias is not None:
             refuse("attention_bias", "a tensor", "None", "No scheme here adds a bias to the scores.")
-        if attn_mask_type is not None and _CAUSAL.get(attn_mask_type) != self.is_causal:
+        if attn_mask_type is not None and _CAUSAL.get(attn_mask_type) != _CAUSAL[self.attn_mask_type]:
             refuse("attn_mask_type", attn_mask_type, "the one that the layer was built with", "")
+        dropout, seed = self.dropout if self.training else 0.0, 0
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             plans = self._sequence_plans(query.shape[0])
+            # Of the host: reading a device's generator would make the host wait. Recomputing restores both.
+            seed = int(torch.randint(2**31, ())) if dropout else 0
         else:
             packed = planned(packed_seq_params, self.ranks)
             assert packed.plans is not None
-            plans = packed.plans
+            plans, seed = packed.plans, packed.seed
             if isinstance(packed_seq_params, _Rotating):
                 query, key = packed_seq_params.rotate(query, key, self.config, self.cp_group)
         plan = plans.plan(self.slot)
-        out = attention(query, key, value, plan, self.ranks, softmax_scale=self.softmax_scale)
+        out = attention(
+            query, key, value, plan, self.ranks,
+            softmax_scale=self.softmax_scale, sink=self.softmax_offset, dropout=dropout, seed=self._seed(seed),
+        )  # fmt: skip
         return out.flatten(-2)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """The sinks, where they are learnt, as Megatron saves those of its own core attention."""
+        learnt = self.config.softmax_type == "learnable"
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True) if learnt else {},
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+    def _add_sinks(self, config: Any) -> None:
+        on_device = torch.cuda.is_available() and not config.use_cpu_initialization
+        device = torch.cuda.current_device() if on_device else "cpu"
+        sinks = torch.zeros(self.slot.heads, device=device, dtype=config.params_dtype)
+        if config.softmax_type != "learnable":
+            self.register_buffer(
+                "softmax_offset", sinks if config.softmax_type == "off-by-one" else None, persistent=False
+            )
+            return
+        self.softmax_offset = torch.nn.Parameter(sinks)
+        if config.perform_initialization:
+            config.init_method(self.softmax_offset)
+
+    def _seed(self, seed: int) -> int:
+        """The microbatch's seed, made this layer's and this tensor-parallel rank's."""
+        return ((seed * 1_000_003 + self.layer_number) * 1_000_003 + self.tp_group.rank()) % 2**62
 
     def _sequence_plans(self, rows: int) -> BatchPlan:
         """Megatron's zigzag of one sequence, which is every sequence of an unpacked batch."""
@@ -189,6 +239,21 @@ def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
     return require("scheme", spelled, name="--cp-comm-type")
 
 
+def _ulysses_degree(config: Any, scheme: str) -> int | None:
+    """The ranks of one head exchange, the first of Megatron's hierarchical sizes; None for schemes that fix it."""
+    sizes = config.hierarchical_context_parallel_sizes
+    return sizes[0] if sizes and "+" in scheme else None
+
+
+def _mask(config: Any, attn_mask_type: AttnMaskType, layer_number: int) -> str:
+    """The layer's mask as `Mask.named` spells it."""
+    is_causal = _CAUSAL[attn_mask_type]
+    if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+        return "causal" if is_causal else "full"
+    left, right = config.window_size
+    return f"window:{left},{0 if is_causal else right}"
+
+
 def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str, others: dict[str, Any]) -> None:
     refuse_unsupported(config)
     if attention_type != "self":
@@ -197,13 +262,5 @@ def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str, othe
         refuse("attn_mask_type", attn_mask_type, "causal, padding_causal or no_mask", "Pack documents instead.")
     if config.multi_latent_attention or others.get("k_channels") or others.get("v_channels"):
         refuse_feature("multi_latent_attention", True, "off")
-    dropout = others.get("attention_dropout")
-    dropout = config.attention_dropout if dropout is None else dropout
-    if dropout:
-        refuse_feature("attention_dropout", dropout, "0")
-    if config.window_size is not None:
-        refuse_feature("window_size", config.window_size, "None")
-    if config.softmax_type != "vanilla":
-        refuse_feature("softmax_type", config.softmax_type, "vanilla")
     if config.mrope_section is not None:  # its table has a row for each of the batch's, not for each position
         refuse_feature("mrope_section", config.mrope_section, "None")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
 
@@ -30,10 +31,12 @@ class PlannedSeqParams(PackedSeqParams):
     Attributes:
         plans: for every kind of layer.
         positions: `[t]` place of each of this rank's rows in its document, on the device.
+        seed: of dropout in attention: the same on every rank, another one in every batch.
     """
 
     plans: BatchPlan | None = None
     positions: Tensor | None = None
+    seed: int = 0
     _phases: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def rotary_phases(self, table: Tensor) -> Tensor:
@@ -111,7 +114,7 @@ def shard_batch(
     plans = BatchPlan(layout, slots)
     if agree and layout.cp_size > 1:
         check_agreement(plans, ranks)
-    params = planned_params(plans, ranks.rank, device)
+    params = planned_params(plans, ranks.rank, device, _hash(ids))
     assert params.positions is not None
     # A label where nothing is to be learnt must still be in the vocabulary: 0.
     streams = (ids, targets * (weights != 0), weights)
@@ -141,7 +144,12 @@ def _given_labels(labels: NDArray[np.int64] | Tensor, packing: Packing) -> tuple
     return targets, (targets >= 0).float()
 
 
-def planned_params(plans: BatchPlan, rank: int, device: torch.device) -> PlannedSeqParams:
+def _hash(ids: Tensor) -> int:
+    """A number that all ranks make of a batch alike, without asking one another."""
+    return int.from_bytes(hashlib.blake2b(ids.numpy().tobytes(), digest_size=4).digest(), "little")
+
+
+def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int) -> PlannedSeqParams:
     """The plans as what Megatron's layers are given, with everything a layer needs on the device already."""
     layout, packing = plans.layout, plans.layout.packing
     prepare_tables(layout, device)
@@ -156,6 +164,7 @@ def planned_params(plans: BatchPlan, rank: int, device: torch.device) -> Planned
         max_seqlen_kv=max_length,
         plans=plans,
         positions=on_device(layout.positions(rank), device, torch.int64),
+        seed=seed,
     )
 
 
@@ -184,7 +193,7 @@ def planned(params: PackedSeqParams, group: RankGroup) -> PlannedSeqParams:
                 "Shard the batch with megatron_cp.megatron.batch.shard_batch, which takes any lengths.",
             )
         plans = BatchPlan(Layout.zigzag(packing, group.size))
-        found = planned_params(plans, group.rank, offsets.device)
+        found = planned_params(plans, group.rank, offsets.device, int(torch.randint(2**31, ())))
         for name in (f.name for f in fields(PackedSeqParams)):
             setattr(found, name, getattr(params, name))
         params.__dict__["_megatron_cp"] = found

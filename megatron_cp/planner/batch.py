@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_cp.executor.plan import Plan, describe_layout
+from megatron_cp.executor.plan import Plan
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.planner.plans import plan_attention, plan_linear
 
@@ -22,8 +22,10 @@ class AttentionSlot:
     kv_heads: int
     head_dim: int
     value_head_dim: int
-    is_causal: bool = True
+    mask: str = "causal"
     scheme: str = "auto"
+    ulysses_degree: int | None = None
+    head_chunks: int | None = None
 
     def plan(self, layout: Layout) -> Plan:
         return plan_attention(
@@ -33,8 +35,10 @@ class AttentionSlot:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             value_head_dim=self.value_head_dim,
-            mask=Mask(layout.packing, self.is_causal),
+            mask=Mask.named(layout.packing, self.mask),
             scheme=self.scheme,
+            ulysses_degree=self.ulysses_degree,
+            head_chunks=self.head_chunks,
         )
 
 
@@ -104,4 +108,4 @@ class BatchPlan:
 
     def describe(self) -> list[str]:
         """The layout and every plan as lines of text: what two ranks compare when their plans differ."""
-        return [*describe_layout(self.layout), *(line for plan in self.plans for line in plan.describe())]
+        return [*self.layout.describe(), *(line for plan in self.plans for line in plan.describe())]

@@ -7,9 +7,11 @@ import warnings
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
-from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
+from megatron_cp.executor.plan import Compute, Plan, Step, ToHeads, ToTokens
+from megatron_cp.executor.schedule import Attend
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
+from megatron_cp.layout.parts import joined
 from megatron_cp.planner.capabilities import require
 
 
@@ -25,49 +27,123 @@ def plan_attention(
     kv_packing: Packing | None = None,
     kv_layout: Layout | None = None,
     scheme: str = "auto",
+    ulysses_degree: int | None = None,
+    head_chunks: int | None = None,
 ) -> Plan:
     """How to run softmax attention over a batch.
 
+    A scheme is a head exchange among `u` neighbouring ranks (DeepSpeed Ulysses, arXiv 2309.14509) and a schedule by
+    which keys and values reach the other `cp_size / u` nodes:
+
+        a2a              u = cp_size: nothing else travels
+        p2p              u = 1, keys pass round a ring (arXiv 2310.01889)
+        all_gather       u = 1, every rank gathers all keys (Llama 3, arXiv 2407.21783)
+        exact            u = 1, every rank receives the keys that its queries see and no others
+        a2a+p2p, a2a+all_gather    1 < u < cp_size
+
     Args:
         packing: the documents.
-        layout: who holds which tokens of q, k, v and the output.
+        layout: who holds which tokens of q and the output, and of k and v.
         heads: query heads.
         kv_heads: key/value heads, a divisor of `heads`; `heads` if None.
         head_dim: features of a query or key head.
         value_head_dim: features of a value head; `head_dim` if None.
-        mask: which keys a query sees; causal in each document if None.
-        kv_packing, kv_layout: for cross-attention, which is refused so far.
-        scheme: "a2a" (a full head exchange; DeepSpeed Ulysses, arXiv 2309.14509) or "auto", which is "a2a" so far.
+        mask: which keys a query sees; causal in each document if None, or full in cross-attention.
+        kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and who
+            holds them; None for self-attention.
+        scheme: one of the above, or "auto": a2a where there are heads for all ranks, and exact elsewhere.
+        ulysses_degree: `u`, for the last two; the largest divisor of `cp_size` that leaves no rank without heads of
+            its own if None.
+        head_chunks: parts in which keys are gathered by all_gather and exact, each while the one before is computed;
+            2 if None, fewer where there are fewer key/value heads.
 
     Raises:
         ArgumentError: an argument that does not fit the others, or that no scheme here can run.
     """
     require("scheme", scheme)
     _check_layout(packing, layout)
-    for argument, other, own in (("kv_packing", kv_packing, packing), ("kv_layout", kv_layout, layout)):
-        if other is not None and other != own:
-            remedy = "Cross-attention is not built yet; pass None for self-attention."
-            raise ArgumentError(argument, other, f"None or {own!r}", remedy)
-    mask = Mask.causal(packing) if mask is None else mask
-    if not isinstance(mask, Mask) or mask.packing != packing:
+    kv_packing, kv_layout = _key_side(packing, layout, kv_packing, kv_layout)
+    is_cross = kv_packing is not packing
+    if mask is None:
+        mask = Mask.full(packing, kv_packing) if is_cross else Mask.causal(packing)
+    if not isinstance(mask, Mask) or (mask.packing, mask.kv_packing) != (packing, kv_packing):
         raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    kv_heads = heads if kv_heads is None else kv_heads
-    deal = _deal(layout, heads=heads, kv_heads=kv_heads)
+    heads, kv_heads = _checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
+    if scheme == "auto":
+        scheme = "a2a" if heads >= layout.cp_size else "exact"
+    degree, schedule = _grid(scheme, layout.cp_size, kv_heads, ulysses_degree)
+    deal = deal_heads(heads, kv_heads, degree)
     q = Section("q", heads, head_dim, deal.heads)
     k = Section("k", kv_heads, head_dim, deal.groups)
     v = Section("v", kv_heads, value_head_dim, deal.groups)
     out = Section("out", heads, value_head_dim, deal.heads)
-    return Plan(
-        "attention", "a2a", layout, deal, mask,
-        steps=(
-            ToHeads(Exchange(layout, Sections((q, k, v)))),
-            Compute("attention"),
-            ToTokens(Exchange(layout, Sections((out,)))),
-        ),
-        notes=_notes(deal, layout, "head", "key/value head"),
+    attend = Attend(
+        mask, joined(layout, degree), joined(kv_layout, degree), deal, schedule, head_dim, value_head_dim,
+        _head_chunks(head_chunks, schedule, deal),
     )  # fmt: skip
+    steps: tuple[Step, ...] = (attend,)
+    if degree > 1:
+        inbound = (
+            (ToHeads(Exchange(layout, Sections((q,))), (0, 1)), ToHeads(Exchange(kv_layout, Sections((k, v))), (1, 3)))
+            if is_cross
+            else (ToHeads(Exchange(layout, Sections((q, k, v))), (0, 3)),)
+        )
+        steps = (*inbound, attend, ToTokens(Exchange(layout, Sections((out,)))))
+    notes = _notes(deal, layout, "head", "key/value head", "; exact and p2p use them all")
+    return Plan("attention", scheme, layout, Sections((q, k, v)), deal, mask, steps, notes)
+
+
+_PRODUCTS = {"a2a+p2p": "p2p", "a2a+all_gather": "all_gather"}
+
+
+def _grid(scheme: str, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> tuple[int, str]:
+    """The ranks that exchange heads with one another, and how keys travel between such nodes."""
+    if scheme not in _PRODUCTS:
+        degree = cp_size if scheme == "a2a" else 1
+        if ulysses_degree is not None and ulysses_degree != degree:
+            raise ArgumentError(
+                "ulysses_degree", ulysses_degree, f"{degree} or None for {scheme}", f"Use {' or '.join(_PRODUCTS)}."
+            )
+        return degree, "exact" if scheme == "a2a" else scheme
+    divisors = [degree for degree in range(2, cp_size) if cp_size % degree == 0]
+    if not divisors:
+        remedy = f"{cp_size} has no other divisor; use a2a, {_PRODUCTS[scheme]} or another number of ranks."
+        raise ArgumentError("scheme", scheme, "a number of ranks that is a product, such as 4 = 2 * 2", remedy)
+    if ulysses_degree is None:
+        return max([degree for degree in divisors if degree <= kv_heads], default=divisors[0]), _PRODUCTS[scheme]
+    if ulysses_degree not in divisors:
+        raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme}.")
+    return ulysses_degree, _PRODUCTS[scheme]
+
+
+def _head_chunks(asked: int | None, schedule: str, deal: HeadDeal) -> int:
+    most = max(hi - lo for lo, hi in deal.groups)
+    if asked is None:
+        return min(2, most) if schedule != "p2p" else 1
+    asked = checked_integer("head_chunks", asked, 1)
+    if asked > 1 and schedule == "p2p":
+        raise ArgumentError("head_chunks", asked, "1 or None for p2p", "A ring overlaps its own stages.")
+    return asked
+
+
+def _key_side(
+    packing: Packing, layout: Layout, kv_packing: Packing | None, kv_layout: Layout | None
+) -> tuple[Packing, Layout]:
+    """The documents and the layout of the keys: those of the queries where none are given."""
+    if kv_packing is None and kv_layout is None:
+        return packing, layout
+    kv_packing = kv_layout.packing if kv_packing is None and kv_layout is not None else kv_packing
+    if not isinstance(kv_packing, Packing) or kv_packing.num_documents != packing.num_documents:
+        raise ArgumentError(
+            "kv_packing", kv_packing, f"a Packing of {packing.num_documents} documents, as the queries'"
+        )
+    if not isinstance(kv_layout, Layout) or kv_layout.packing != kv_packing or kv_layout.cp_size != layout.cp_size:
+        raise ArgumentError(
+            "kv_layout", kv_layout, f"a layout of {kv_packing!r} over {layout.cp_size} ranks, such as Layout.zigzag"
+        )
+    return (packing, layout) if (kv_packing, kv_layout) == (packing, layout) else (kv_packing, kv_layout)
 
 
 def plan_linear(
@@ -101,8 +177,8 @@ def plan_linear(
     _check_layout(packing, layout)
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    key_heads = heads if key_heads is None else key_heads
-    deal = _deal(layout, heads=heads, key_heads=key_heads)
+    heads, key_heads = _checked_heads(heads=heads, key_heads=heads if key_heads is None else key_heads)
+    deal = deal_heads(heads, key_heads, layout.cp_size)
     sections = Sections((
         Section("q", key_heads, head_dim, deal.groups),
         Section("k", key_heads, head_dim, deal.groups),
@@ -112,20 +188,20 @@ def plan_linear(
     ))  # fmt: skip
     out = Sections((Section("out", heads, value_head_dim, deal.heads),))
     return Plan(
-        kind, "headwise", layout, deal, None,
-        steps=(ToHeads(Exchange(layout, sections)), Compute(kind), ToTokens(Exchange(layout, out))),
+        kind, "headwise", layout, sections, deal, None,
+        steps=(ToHeads(Exchange(layout, sections), (0, 5)), Compute(kind), ToTokens(Exchange(layout, out))),
         notes=_notes(deal, layout, "value head", "key head"),
     )  # fmt: skip
 
 
-def _deal(layout: Layout, **counts: int) -> HeadDeal:
-    """`deal_heads` with errors that name the arguments of the caller: the heads first, then their groups."""
+def _checked_heads(**counts: int) -> tuple[int, int]:
+    """Heads and their groups, with errors that name the arguments of the caller: the heads first."""
     (heads_name, heads), (groups_name, groups) = (
         (name, checked_integer(name, count, 1)) for name, count in counts.items()
     )
     if heads % groups:
         raise ArgumentError(groups_name, groups, f"a divisor of {heads_name}, {heads}")
-    return deal_heads(heads, groups, layout.cp_size)
+    return heads, groups
 
 
 def _check_layout(packing: Packing, layout: Layout) -> None:
@@ -135,12 +211,13 @@ def _check_layout(packing: Packing, layout: Layout) -> None:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
 
 
-def _notes(deal: HeadDeal, layout: Layout, head: str, group: str) -> tuple[str, ...]:
+def _notes(deal: HeadDeal, layout: Layout, head: str, group: str, remedy: str = "") -> tuple[str, ...]:
     notes = []
     if deal.idle_ranks:
+        idle = deal.idle_ranks * layout.cp_size // len(deal.heads)
         notes.append(
-            f"{deal.idle_ranks} of {layout.cp_size} ranks get no {head} and compute nothing here: "
-            f"a head exchange uses at most as many ranks as there are heads"
+            f"{idle} of {layout.cp_size} ranks get no {head} and compute nothing here: "
+            f"a head exchange uses at most as many ranks as there are heads{remedy}"
         )
         warnings.warn(notes[-1], stacklevel=3)
     if deal.replicated:

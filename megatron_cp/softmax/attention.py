@@ -1,8 +1,8 @@
-"""`attention`: softmax attention of a packed batch, exact for any document lengths, heads and number of ranks."""
+"""`attention`: softmax attention of a packed batch, exact for any mask, document lengths, heads and number of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,13 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.exchange.pack import like_rows
-from megatron_cp.exchange.sections import HeadDeal
+from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
+from megatron_cp.executor.attend import attend, attend_backward
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.run import run
+from megatron_cp.executor.schedule import Attend, HeadChunk
+from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 
 
@@ -28,21 +30,31 @@ def attention(
     group: RankGroup | dist.ProcessGroup | None = None,
     *,
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
     kernel: str = "auto",
 ) -> Tensor:
     """Softmax attention within each document, over the ranks of `group`; differentiable.
 
     Args:
         q: `[t, heads, head_dim]` this rank's rows of the plan's layout, or `[t, b, heads, head_dim]`.
-        k: `[t, kv_heads, head_dim]`, likewise.
-        v: `[t, kv_heads, value_head_dim]`, likewise.
+        k: `[s, kv_heads, head_dim]`, likewise; s is t, or in cross-attention this rank's rows of the keys' layout.
+        v: `[s, kv_heads, value_head_dim]`, likewise.
         plan: from `plan_attention`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         softmax_scale: what scores are multiplied by; `head_dim ** -0.5` if None.
+        softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv 2408.00118); 0 for none.
+        sink: `[heads]` a learned score without a value, one a head, that takes part in every softmax (gpt-oss; all
+            zero is the off-by-one softmax). The same on every rank; its gradient is this rank's share, to be summed.
+        dropout: the share of weights that become zero after the softmax, the others growing by `1 / (1 - dropout)`.
+        seed: of the dropout: with the head and the places of query and key in the packed stream it decides which
+            weights, whatever the number of ranks. The same on every rank, another one in every layer and step.
         kernel: "auto", or a kernel that `megatron-cp doctor` lists.
 
     Returns:
-        `[t, heads, value_head_dim]` (or with `b`), zero in pad rows.
+        `[t, heads, value_head_dim]` (or with `b`), zero in pad rows and for queries that see no key.
 
     Raises:
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
@@ -56,90 +68,148 @@ def attention(
     """
     check_plan(plan, "attention", "plan_attention")
     ranks = as_rank_group(group, plan.cp_size)
-    blocks = plan.sections.blocks
-    lead = (int(plan.layout.row_counts[ranks.rank]), *q.shape[1:-2][:1])
-    for block, tensor in zip(blocks, (q, k, v), strict=True):
-        check_tensor(block.name, tensor, (*lead, block.num_heads, block.head_dim), like=q, same_dtype=True)
-    assert plan.mask is not None
-    head_dim, value_head_dim = blocks[0].head_dim, blocks[2].head_dim
-    scale = checked_scale("softmax_scale", softmax_scale, head_dim)
-    call = AttentionCall(plan.mask, scale, head_dim, value_head_dim, q.dtype, q.device)
+    step, blocks = plan.attend, plan.sections.blocks
+    assert step is not None
+    batch = q.shape[1:-2][:1]
+    key_rows = int(plan.kv_layout.row_counts[ranks.rank])
+    for block, tensor, rows in zip(
+        blocks, (q, k, v), (int(plan.layout.row_counts[ranks.rank]), key_rows, key_rows), strict=True
+    ):
+        check_tensor(block.name, tensor, (rows, *batch, block.num_heads, block.head_dim), like=q, same_dtype=True)
+    call = attention_call(
+        plan, q.dtype, q.device, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed
+    )
+    if sink is not None:
+        check_tensor("sink", sink, (blocks[0].num_heads,), like=q)
     backend = choose_kernel(KERNELS, kernel, call)
-    runs = plan.table(("head_runs", ranks.rank), lambda: head_runs(plan.deal, ranks.rank, plan.heads_per_group))
+    node, lane = divmod(ranks.rank, step.num_lanes)
+    first, last = step.deal.heads[lane]
+    along = ranks.part(range(lane, ranks.size, step.num_lanes))
+    place = _Place(step, node, lane, along, _Heads(backend, call, first))
 
-    def local_attention(*sections: Tensor) -> list[Tensor]:
-        return [_LocalAttention.apply(backend, call, runs, *sections)]
+    def local_attention(*tensors: Tensor) -> list[Tensor]:
+        return [_Attention.apply(place, sink if sink is None else sink[first:last], *tensors)]
 
-    (out,) = run(plan, ranks, [x.flatten(-2) for x in (q, k, v)], {"attention": local_attention})
-    return out.unflatten(-1, (blocks[0].num_heads, value_head_dim))
+    exchanged = plan.ulysses_degree > 1
+    tensors = [x.flatten(-2) if exchanged else x for x in (q, k, v)]
+    (out,) = run(plan, ranks, tensors, {"attend": local_attention})
+    return out.unflatten(-1, (blocks[0].num_heads, blocks[2].head_dim)) if exchanged else out
 
 
-HeadRun = tuple[slice, slice]
+def attention_call(
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: int = 0,
+) -> AttentionCall:
+    """What a kernel would be asked to do for a plan, its numbers checked.
 
-
-def head_runs(deal: HeadDeal, rank: int, heads_per_group: int) -> list[HeadRun]:
-    """A rank's query heads and the key/value heads they read, in runs of one ratio, as slices of its own heads.
-
-    One run where whole groups were dealt; several where a rank's heads begin or end inside a group.
+    Raises:
+        ArgumentError: a scale, cap or share of dropout that is no such thing.
     """
-    (first_head, last_head), (first_group, last_group) = deal.heads[rank], deal.groups[rank]
-    runs: list[HeadRun] = []
-    for group in range(first_group, last_group):
-        lo = max(group * heads_per_group, first_head) - first_head
-        hi = min((group + 1) * heads_per_group, last_head) - first_head
-        if hi <= lo:
-            continue
-        own = group - first_group
-        if runs:
-            heads, groups = runs[-1]
-            if (heads.stop - heads.start) == (hi - lo) * (groups.stop - groups.start):
-                runs[-1] = (slice(heads.start, hi), slice(groups.start, own + 1))
-                continue
-        runs.append((slice(lo, hi), slice(own, own + 1)))
-    return runs
+    assert plan.mask is not None
+    q, _, v = plan.sections.blocks
+    if not isinstance(softcap, int | float) or not 0 <= softcap < float("inf"):
+        raise ArgumentError("softcap", softcap, "a finite number of at least 0, 0 for none")
+    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+        raise ArgumentError("dropout", dropout, "a share from 0 up to but not including 1")
+    scale = checked_scale("softmax_scale", softmax_scale, q.head_dim)
+    return AttentionCall(
+        scale, q.head_dim, v.head_dim, dtype, device, float(softcap), float(dropout), seed, plan.mask.bounded_left
+    )
 
 
-class _LocalAttention(torch.autograd.Function):
-    """Attention of one rank's heads over all tokens. Gradients are written where the inputs stood (`like_rows`)."""
+@dataclass(frozen=True)
+class _Heads:
+    """One kernel for all heads of a lane: a call for each run of one ratio and each entry of the batch."""
+
+    kernel: AttentionKernel
+    call: AttentionCall
+    first_head: int  # of the lane, in the whole layer
+
+    def forward(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
+    ) -> None:
+        for heads, groups, batch in _parts(chunk, q):
+            self.kernel.forward(
+                out[batch][:, heads], lse[batch[1:]][heads],
+                q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
+                tiles, self.call, self.first_head + chunk.heads.start + heads.start,
+            )  # fmt: skip
+
+    def backward(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+        lse: Tensor, tiles: Tiles, chunk: HeadChunk,
+    ) -> None:  # fmt: skip
+        for heads, groups, batch in _parts(chunk, q):
+            self.kernel.backward(
+                dq[batch][:, heads], dk[batch][:, groups], dv[batch][:, groups],
+                dout[batch][:, heads], q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
+                out[batch][:, heads], lse[batch[1:]][heads],
+                tiles, self.call, self.first_head + chunk.heads.start + heads.start,
+            )  # fmt: skip
+
+
+def _parts(chunk: HeadChunk, q: Tensor) -> list[tuple[slice, slice, tuple[Any, ...]]]:
+    """The kernel calls of one stage: each run of heads of each batch entry."""
+    batches: list[tuple[Any, ...]] = [(slice(None),)] if q.ndim == 3 else [(slice(None), b) for b in range(q.shape[1])]
+    return [(heads, groups, batch) for heads, groups in chunk.runs for batch in batches]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one rank stands in an attention, and what it computes with."""
+
+    step: Attend
+    node: int
+    lane: int
+    group: RankGroup
+    work: _Heads
+
+
+class _Attention(torch.autograd.Function):
+    """The attention of a lane's heads of a node's queries. Saved: the inputs, the output and its log-sum-exp.
+
+    A sink is one more key, of score `sink` and of no value: it adds to the denominator alone. So it is added to the
+    result, once, whatever computed that, and backward is the one of any other key.
+
+        lse' = log(exp(lse) + exp(sink))        O' = O exp(lse - lse')
+        dsink = -sum over queries of exp(sink - lse') rowsum(dO' * O')
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, kernel: AttentionKernel, call: AttentionCall, runs: Sequence[HeadRun], q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        ctx.call = (kernel, call, runs)
+    def forward(ctx: Any, place: _Place, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.place = place
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
-        out = q.new_empty(*q.shape[:-1], v.shape[-1])
-        lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
-        for heads, groups, batch in _parts(runs, q):
-            kernel.forward(
-                out[batch][:, heads],
-                lse[batch[1:]][heads],
-                q[batch][:, heads],
-                k[batch][:, groups],
-                v[batch][:, groups],
-                call,
-            )
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = attend(place.step, place.node, place.lane, place.group, place.work, q, k, v)
+        if sink is not None:
+            with_sink = torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(-1))
+            out.mul_(_per_query(torch.exp(lse - with_sink)))
+            lse = with_sink
+        ctx.save_for_backward(sink, q, k, v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        kernel, call, runs = ctx.call
-        q, k, v, out, lse = ctx.saved_tensors
-        (dout,) = gradients
-        dq, dk, dv = like_rows(q, k, v)
-        with torch.autocast(q.device.type, enabled=False):
-            for heads, groups, batch in _parts(runs, q):
-                kernel.backward(
-                    dq[batch][:, heads], dk[batch][:, groups], dv[batch][:, groups],
-                    dout[batch][:, heads], q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
-                    out[batch][:, heads], lse[batch[1:]][heads], call,
-                )  # fmt: skip
-        return None, None, None, dq, dk, dv
+        place, (dout,) = ctx.place, gradients
+        sink, q, k, v, out, lse = ctx.saved_tensors
+        with torch.autocast(dout.device.type, enabled=False):
+            dsink = None
+            if sink is not None:
+                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse)
+                terms = _per_query(share) * (dout.to(lse.dtype) * out)
+                dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
+            dq, dk, dv = attend_backward(
+                place.step, place.node, place.lane, place.group, place.work, dout, q, k, v, out, lse
+            )
+        return None, dsink, dq, dk, dv
 
 
-def _parts(runs: Sequence[HeadRun], q: Tensor) -> list[tuple[slice, slice, tuple[Any, ...]]]:
-    """The kernel calls of one layer: each run of heads of each batch entry. None where there is no token or head."""
-    batches: list[tuple[Any, ...]] = [(slice(None),)] if q.ndim == 3 else [(slice(None), b) for b in range(q.shape[1])]
-    return [(heads, groups, batch) for heads, groups in runs for batch in batches] if q.numel() else []
+def _per_query(x: Tensor) -> Tensor:
+    """`[(b,) h, t]` as `[t, (b,) h, 1]`."""
+    return x.movedim(-1, 0).unsqueeze(-1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp.executor.groups import Message, RankGroup
+from megatron_cp.executor.groups import Message, Pending, RankGroup
 
 # Operators that write a result without computing anything: each is a pass over memory.
 _COPIES = {
@@ -106,19 +106,22 @@ class _WatchedGroup(RankGroup):
         self.group, self.counters = group, counters
         self.rank, self.size = group.rank, group.size
 
-    def _once(self, call: Callable[..., None], *args: Any) -> None:
+    def _once[T](self, call: Callable[..., T], *args: Any) -> T:
         seen = self.counters.collectives
-        call(*args)
+        result = call(*args)
         self.counters.collectives = seen + 1  # not twice where torch.distributed's operator was seen as well
+        return result
 
-    def all_to_all(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
-        self._once(self.group.all_to_all, received, sent, received_splits, sent_splits)
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
+        return self._once(self.group.start_all_to_all, received, sent, received_splits, sent_splits)
 
-    def all_gather(self, received: Tensor, sent: Tensor) -> None:
-        self._once(self.group.all_gather, received, sent)
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        return self._once(self.group.start_all_gather, received, sent)
 
-    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        self._once(self.group.send_and_receive, sends, receives)
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        return self._once(self.group.start_messages, sends, receives)
 
     def barrier(self) -> None:
         self._once(self.group.barrier)

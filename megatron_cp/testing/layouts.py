@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.capabilities import require
 
 
-def layout_by_name(name: str, packing: Packing, cp_size: int, *, align: int = 1, seed: int = 0) -> Layout:
-    """`contiguous`, `zigzag`, or `random` fragments drawn from `seed`."""
+def layout_by_name(
+    name: str, packing: Packing, cp_size: int, *, align: int = 1, seed: int = 0, mask: Mask | None = None
+) -> Layout:
+    """`contiguous`, `zigzag`, `balanced` for `mask` (causal if None), or `random` fragments drawn from `seed`."""
     match require("layout", name):
         case "contiguous":
             return Layout.contiguous(packing, cp_size, align=align)
         case "zigzag":
             return Layout.zigzag(packing, cp_size, align=align)
+        case "balanced":
+            return Layout.balanced(packing, cp_size, mask=mask, align=align)
         case _:
             return random_layout(packing, cp_size, align=align, seed=seed)
 

@@ -25,8 +25,7 @@ from megatron_cp.linear.kernels import LinearCall
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.plans import plan_attention, plan_linear
 from megatron_cp.softmax import kernels as softmax_kernels
-from megatron_cp.softmax.attention import attention
-from megatron_cp.softmax.kernels import AttentionCall
+from megatron_cp.softmax.attention import attention, attention_call
 from megatron_cp.testing.layouts import layout_by_name
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -47,9 +46,11 @@ class Case:
         groups: key/value or key heads.
         head_dim, value_head_dim: features of a key and of a value head.
         conv_width: taps of a linear layer's convolution.
-        mask: "causal" or "full", for attention.
+        mask: as `Mask.named` spells it, for attention.
         scheme: of attention, or the mode of a linear layer.
+        ulysses_degree, head_chunks: of attention; see `plan_attention`.
         softmax_scale: None for `head_dim ** -0.5`.
+        softcap, dropout, learned_sink: of attention; see `attention`.
         align: of the layout.
         kernel: the backend, or "auto".
         seed: of the inputs and of a random layout.
@@ -66,7 +67,12 @@ class Case:
     conv_width: int = 4
     mask: str = "causal"
     scheme: str = "auto"
+    ulysses_degree: int | None = None
+    head_chunks: int | None = None
     softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    learned_sink: bool = False
     align: int = 1
     dtype: torch.dtype = torch.float64
     device: str = "cpu"
@@ -75,9 +81,16 @@ class Case:
 
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.lengths[:6])) + (",..." if len(self.lengths) > 6 else "")
+        extras = [
+            *([self.mask] if self.layer == "attention" else []),
+            *(["sink"] if self.learned_sink else []),
+            *([f"softcap {self.softcap:g}"] if self.softcap else []),
+            *([f"dropout {self.dropout:g}"] if self.dropout else []),
+        ]
+        sizes = f" of {self.head_dim}/{self.value_head_dim}" if self.head_dim != self.value_head_dim else ""
         return (
-            f"{self.layer} cp={self.cp} {self.layout} [{lengths}] "
-            f"heads {self.heads}/{self.groups} {str(self.dtype).removeprefix('torch.')}"
+            f"{self.layer} {self.scheme} cp={self.cp} {self.layout} [{lengths}] heads {self.heads}/{self.groups}{sizes}"
+            f" {' '.join([*extras, str(self.dtype).removeprefix('torch.')])}"
         )
 
     @property
@@ -85,22 +98,34 @@ class Case:
         return Packing(self.lengths)
 
     def plan(self) -> Plan:
-        layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed)
         shape: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
+        mask = Mask.named(self.packing, self.mask) if self.layer == "attention" else None
+        layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
         if self.layer == "attention":
-            mask = Mask(self.packing, is_causal=require("mask", self.mask) == "causal")
-            return plan_attention(self.packing, layout, kv_heads=self.groups, mask=mask, scheme=self.scheme, **shape)
+            return plan_attention(
+                self.packing, layout, kv_heads=self.groups, mask=mask, scheme=self.scheme,
+                ulysses_degree=self.ulysses_degree, head_chunks=self.head_chunks, **shape,
+            )  # fmt: skip
         kind = require("kind", self.layer)
         return plan_linear(self.packing, layout, kind, key_heads=self.groups, mode=self.scheme, **shape)
+
+    @property
+    def softmax_options(self) -> dict[str, Any]:
+        return {
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "dropout": self.dropout,
+            "seed": self.seed,
+        }
 
     def refuse_early(self) -> None:
         """Raises what running the case would raise, before any rank starts."""
         plan, device = self.plan(), torch.device(self.device)
-        scale = checked_scale("softmax_scale", self.softmax_scale, self.head_dim)
         if plan.mask is not None:
-            call = AttentionCall(plan.mask, scale, self.head_dim, self.value_head_dim, self.dtype, device)
+            call = attention_call(plan, self.dtype, device, **self.softmax_options)
             choose_kernel(softmax_kernels.KERNELS, self.kernel, call)
         else:
+            checked_scale("softmax_scale", self.softmax_scale, self.head_dim)
             linear_call = LinearCall(self.packing, self.dtype, device, self.head_dim)
             choose_kernel(linear_kernels.KERNELS, self.kernel, linear_call)
 
@@ -123,6 +148,7 @@ class Parity:
         bitwise_forward: the outputs are the same bits.
         bitwise_backward: all gradients are.
         tolerance: what every error must not exceed.
+        kernel_errors: those of one rank against float64 arithmetic, beside which to read `errors`; empty in float64.
     """
 
     case: Case
@@ -130,6 +156,7 @@ class Parity:
     bitwise_forward: bool
     bitwise_backward: bool
     tolerance: float
+    kernel_errors: dict[str, float]
 
     @property
     def passed(self) -> bool:
@@ -151,7 +178,8 @@ def draw(case: Case) -> Problem:
             "k": normal(total, case.groups, case.head_dim),
             "v": normal(total, case.groups, case.value_head_dim),
         }
-        return Problem(inputs, {}, normal(*gradient_shape))
+        parameters = {"sink": normal(case.heads)} if case.learned_sink else {}
+        return Problem(inputs, parameters, normal(*gradient_shape))
     channels = 2 * case.groups * case.head_dim + case.heads * case.value_head_dim
     inputs = {"qkv": normal(total, channels), "beta": normal(total, case.heads), "alpha": normal(total, case.heads)}
     parameters = {
@@ -170,7 +198,9 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in problem.parameters.items()}
     if case.layer == "attention":
         q, k, v = inputs.values()
-        out = attention(q, k, v, plan, group, softmax_scale=case.softmax_scale, kernel=case.kernel)
+        out = attention(
+            q, k, v, plan, group, sink=parameters.get("sink"), kernel=case.kernel, **case.softmax_options
+        )  # fmt: skip
     else:
         qkv, beta, alpha = inputs.values()
         out = gated_delta_net(
@@ -199,8 +229,26 @@ def whole(case: Case, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def one_rank(case: Case) -> dict[str, Tensor]:
     """The case on one rank that holds the packed stream in order."""
-    alone = replace(case, cp=1, layout="contiguous", align=1)
-    return run_layer(ThreadGroup.create(1)[0], alone)
+    return run_layer(ThreadGroup.create(1)[0], _alone(case))
+
+
+def _alone(case: Case) -> Case:
+    alone = replace(case, cp=1, layout="contiguous", align=1, ulysses_degree=None, head_chunks=None)
+    return replace(alone, scheme="a2a") if case.layer == "attention" else alone
+
+
+def kernel_errors(case: Case, own: dict[str, Tensor]) -> dict[str, float]:
+    """How far one rank's kernel is from float64 arithmetic on the same inputs: what no scheme is to blame for."""
+    problem = draw(case)
+    exact = run_layer(
+        ThreadGroup.create(1)[0],
+        replace(_alone(case), dtype=torch.float64, kernel="reference"),
+        Problem(
+            *({name: x.double() for name, x in tensors.items()} for tensors in (problem.inputs, problem.parameters)),
+            problem.output_gradient.double(),
+        ),
+    )
+    return _errors(case, own, exact)
 
 
 def compare(
@@ -226,15 +274,20 @@ def compare(
 
 def judge(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Parity:
     """How far two results of a case are apart."""
+    errors = _errors(case, actual, expected)
+    same = {name: torch.equal(actual[name], value) for name, value in expected.items()}
+    own = {} if case.dtype == torch.float64 or case.layer != "attention" else kernel_errors(case, expected)
+    return Parity(case, errors, same.pop("out"), all(same.values()), TOLERANCES[case.dtype], own)
+
+
+def _errors(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     problem = draw(case)
     scales = {"out": max(float(tensor.abs().max()) for tensor in problem.inputs.values())}
     gradient_scale = float(problem.output_gradient.abs().max())
-    errors = {
+    return {
         name: relative_error(actual[name], value, FLOOR_SHARE * scales.get(name, gradient_scale))
         for name, value in expected.items()
     }
-    same = {name: torch.equal(actual[name], value) for name, value in expected.items()}
-    return Parity(case, errors, same.pop("out"), all(same.values()), TOLERANCES[case.dtype])
 
 
 def relative_error(actual: Tensor, expected: Tensor, floor: float) -> float:

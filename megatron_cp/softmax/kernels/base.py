@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from megatron_cp.executor.kernels import Kernel
-from megatron_cp.layout import bands as band
-from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tables import Tables
+from megatron_cp.layout.tiles import Tiles
+
+__all__ = ["AttentionCall", "AttentionKernel", "Tiles"]
 
 
 @dataclass(frozen=True)
@@ -38,24 +37,6 @@ class AttentionCall:
     dropout: float = 0.0
     seed: int = 0
     bounded_left: bool = False
-
-
-class Tiles(Tables):
-    """The visible pairs of one kernel call: the bands of a mask, counted in the rows of the q and k that are given.
-
-    Attributes:
-        bands: `[n, 6]` disjoint and tight, in the order of their first query; see `layout/bands.py`. A query may be in
-            several bands, or in none: then it sees nothing.
-        q_tokens, k_tokens: `[num_queries]`, `[num_keys]` place of each row in its packed stream: for dropout.
-    """
-
-    def __init__(self, bands: IntArray, q_tokens: IntArray, k_tokens: IntArray) -> None:
-        self.bands, self.q_tokens, self.k_tokens = bands, q_tokens, k_tokens
-
-    @cached_property
-    def pure(self) -> IntArray:
-        """The bands cut up until each is full, causal, inverse causal or both; see `layout.bands.pure`."""
-        return band.pure(self.bands)
 
 
 class AttentionKernel(Kernel):

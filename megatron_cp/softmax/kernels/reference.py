@@ -1,75 +1,178 @@
-"""Softmax attention as the equations say, one head of one document at a time. Any type, head size and device.
+"""Softmax attention as the equations say, one head and one block of queries at a time.
 
-S = scale * Q K^T + mask        lse = log sum exp S        P = exp(S - lse)        O = P V
-dV = P^T dO        dP = dO V^T        dS = P * (dP - rowsum(dO * O)) * scale        dQ = dS K        dK = dS^T Q
+Any type, head size, scale and device.
+
+X = scale * Q K^T        S = cap * tanh(X / cap), or X        lse = log sum exp S over the visible keys
+P = exp(S - lse), 0 where not visible        D = 1 / (1 - dropout) where a weight is kept, else 0        O = (P * D) V
+
+dV = (P * D)^T dO        dP = D * (dO V^T)        dS = P * (dP - rowsum(dO * O))
+dX = dS * (1 - (S / cap)^2)        dQ = scale * dX K        dK = scale * dX^T Q
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel
+from megatron_cp.exchange.device import on_device
+from megatron_cp.layout import bands as band
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.softmax.kernels import dropout
+from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
+
+# The most scores in memory at a time: a document of 2,048 tokens is one block, and a block 32 MiB in float64.
+_MAX_SCORES = 1 << 22
 
 
 class ReferenceAttention(AttentionKernel):
-    """The equations above, with all scores of a head of a document in memory."""
+    """The equations above, with the scores of one head of one block of queries in memory."""
 
     name = "reference"
     package = "torch"
+    wide_partials = True
 
     def refusal(self, call: AttentionCall) -> str | None:
         return None
 
-    def forward(self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> None:
-        for tokens, head, group in _heads_of_documents(q, k, call):
-            scores = _scores(_wide(q, tokens, head), _wide(k, tokens, group), call)
+    def forward(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall,
+        first_head: int,
+    ) -> None:  # fmt: skip
+        out.zero_()
+        lse.fill_(-torch.inf)
+        wide = _wide_type(q, out)
+        for block, head, group in _heads_of_blocks(q, k, tiles):
+            scores, _ = block.scores(_wide(q, block.queries, head, wide), _wide(k, block.keys, group, wide), call)
             head_lse = scores.logsumexp(-1)
-            lse[head, tokens] = head_lse
-            out[tokens, head] = ((scores - head_lse[:, None]).exp() @ _wide(v, tokens, group)).to(out.dtype)
+            weights = (scores - head_lse[:, None]).exp()
+            if call.dropout:
+                weights *= block.dropout_factors(first_head + head, call, wide)
+            lse[head, block.queries] = head_lse.to(lse.dtype)
+            out[block.queries, head] = (weights @ _wide(v, block.keys, group, wide)).to(out.dtype)
 
     def backward(
         self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-        lse: Tensor, call: AttentionCall,
+        lse: Tensor, tiles: Tiles, call: AttentionCall, first_head: int,
     ) -> None:  # fmt: skip
-        dk_sum, dv_sum = (torch.zeros_like(x, dtype=_wide_type(x)) for x in (dk, dv))
-        for tokens, head, group in _heads_of_documents(q, k, call):
-            queries, keys, values = _wide(q, tokens, head), _wide(k, tokens, group), _wide(v, tokens, group)
-            dhead, head_out = _wide(dout, tokens, head), _wide(out, tokens, head)
-            weights = (_scores(queries, keys, call) - lse[head, tokens, None]).exp()
-            dscores = weights * (dhead @ values.T - (dhead * head_out).sum(-1, keepdim=True)) * call.scale
-            dq[tokens, head] = (dscores @ keys).to(dq.dtype)
-            dk_sum[tokens, group] += dscores.T @ queries
-            dv_sum[tokens, group] += weights.T @ dhead
+        wide = _wide_type(q, dq)
+        dq.zero_()
+        dk_sum, dv_sum = (torch.zeros_like(x, dtype=wide) for x in (dk, dv))
+        for block, head, group in _heads_of_blocks(q, k, tiles):
+            queries, dhead, head_out = (_wide(x, block.queries, head, wide) for x in (q, dout, out))
+            keys, values = (_wide(x, block.keys, group, wide) for x in (k, v))
+            scores, slopes = block.scores(queries, keys, call)
+            weights = (scores - lse[head, block.queries, None].to(wide)).exp()
+            dweights = dhead @ values.T
+            kept_weights = weights
+            if call.dropout:
+                factors = block.dropout_factors(first_head + head, call, wide)
+                kept_weights = weights * factors
+                dweights *= factors
+            dscores = weights * (dweights - (dhead * head_out).sum(-1, keepdim=True)) * call.scale
+            if slopes is not None:
+                dscores *= slopes
+            dq[block.queries, head] = (dscores @ keys).to(dq.dtype)
+            block.add_to_keys(dk_sum[:, group], dscores.T @ queries)
+            block.add_to_keys(dv_sum[:, group], kept_weights.T @ dhead)
         dk.copy_(dk_sum)
         dv.copy_(dv_sum)
 
 
-def _heads_of_documents(q: Tensor, k: Tensor, call: AttentionCall) -> Iterator[tuple[slice, int, int]]:
-    """The tokens, the query head and the key/value head that it reads, for each head of each document."""
+@dataclass(frozen=True)
+class _Block:
+    """Queries that see the same bands, and the keys that any of them sees.
+
+    Attributes:
+        queries: rows of q.
+        keys: for each band, rows of k. Their concatenation is the columns of the block's scores.
+        visible: `[rows, columns]` bool.
+        q_tokens, k_tokens: `[rows]`, `[columns]` places in the packed stream.
+    """
+
+    queries: slice
+    keys: tuple[slice, ...]
+    visible: Tensor
+    q_tokens: Tensor
+    k_tokens: Tensor
+
+    def scores(self, queries: Tensor, keys: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
+        """S, -inf where not visible; and the soft cap's `1 - (S / cap)^2`, None without one."""
+        scores, slopes = queries @ keys.T * call.scale, None
+        if call.softcap:
+            shares = (scores / call.softcap).tanh()
+            scores, slopes = call.softcap * shares, 1 - shares.square()
+        return scores.masked_fill_(~self.visible, -torch.inf), slopes
+
+    def dropout_factors(self, head: int, call: AttentionCall, dtype: torch.dtype) -> Tensor:
+        """D, for the query head of this number in the whole layer."""
+        kept = dropout.kept(self.q_tokens, self.k_tokens, head=head, seed=call.seed, dropout=call.dropout)
+        return kept.to(dtype) / (1 - call.dropout)
+
+    def add_to_keys(self, total: Tensor, columns: Tensor) -> None:
+        """Adds what belongs to each column to the row of its key."""
+        for rows, part in zip(self.keys, columns.split([rows.stop - rows.start for rows in self.keys]), strict=True):
+            total[rows] += part
+
+
+def _heads_of_blocks(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[_Block, int, int]]:
+    """The block, the query head and the key/value head that it reads, for each head of each block."""
     ratio = q.shape[1] // k.shape[1]
-    for start, end in call.mask.packing.spans():
+    for bands in tiles.table("reference", lambda: _blocks(tiles.bands)):
+        block = _block(bands, tiles, q.device)
         for head in range(q.shape[1]):
-            yield slice(start, end), head, head // ratio
+            yield block, head, head // ratio
 
 
-def _wide(x: Tensor, tokens: slice, head: int) -> Tensor:
-    """One head of one document as `[L, d]` in at least fp32.
+def _blocks(bands: IntArray) -> list[IntArray]:
+    """For each block, the bands of its queries, cut to them, in the order of their keys.
+
+    Blocks are cut where a band begins or ends, hence between documents: no row's result depends on another document.
+    """
+    edges = np.unique(bands[:, :2])
+    pieces, number = band.cut(bands, edges[:-1], edges[1:], queries=True)
+    columns = np.zeros(len(edges) - 1, dtype=np.int64)
+    np.add.at(columns, number, pieces[:, 3] - pieces[:, 2])
+    rows = np.maximum(_MAX_SCORES // np.maximum(columns, 1), 1)
+    starts = np.concatenate([np.arange(*span) for span in zip(edges[:-1], edges[1:], rows, strict=True)])
+    pieces, number = band.cut(bands, starts, np.append(starts[1:], edges[-1]), queries=True)
+    order = np.lexsort((pieces[:, 2], number))
+    return np.split(pieces[order], np.flatnonzero(np.diff(number[order])) + 1)
+
+
+def _block(bands: IntArray, tiles: Tiles, device: torch.device) -> _Block:
+    first, last = bands[0, :2].tolist()
+    queries = torch.arange(first, last, device=device)
+    keys, visible = [], []
+    for k_start, k_end, lo, hi in bands[:, 2:].tolist():
+        keys.append(torch.arange(k_start, k_end, device=device))
+        ahead = keys[-1] - queries[:, None]
+        visible.append((ahead >= lo) & (ahead <= hi))
+    q_tokens, k_tokens = tiles.table(
+        ("tokens", device),
+        lambda: [on_device(tokens, device, torch.int64) for tokens in (tiles.q_tokens, tiles.k_tokens)],
+    )
+    return _Block(
+        slice(first, last),
+        tuple(slice(start, end) for start, end in bands[:, 2:4].tolist()),
+        torch.cat(visible, dim=1),
+        q_tokens[queries],
+        k_tokens[torch.cat(keys)],
+    )
+
+
+def _wide(x: Tensor, rows: slice | tuple[slice, ...], head: int, dtype: torch.dtype) -> Tensor:
+    """Some rows of one head as `[L, d]`.
 
     A dense copy: matrix products round differently with the stride and alignment of their operands, and those must
     not depend on which other heads a rank has.
     """
-    return x[tokens, head].to(_wide_type(x), copy=True, memory_format=torch.contiguous_format)
+    parts = [x[part, head] for part in ((rows,) if isinstance(rows, slice) else rows)]
+    return torch.cat(parts).to(dtype)
 
 
-def _wide_type(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _scores(queries: Tensor, keys: Tensor, call: AttentionCall) -> Tensor:
-    scores = queries @ keys.T * call.scale
-    if call.mask.is_causal:
-        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-    return scores
+def _wide_type(x: Tensor, target: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, target.dtype), torch.float32)

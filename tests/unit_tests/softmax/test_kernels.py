@@ -1,108 +1,391 @@
-"""Attention kernels agree with the equations; each refuses what it cannot run."""
+"""Attention kernels agree with softmax over a boolean matrix; each refuses what it cannot run."""
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.exchange.sections import HeadDeal
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
+from megatron_cp.layout import bands as band
+from megatron_cp.layout.bands import FAR
 from megatron_cp.layout.mask import Mask
-from megatron_cp.softmax.attention import head_runs
-from megatron_cp.softmax.kernels import KERNELS, AttentionCall
+from megatron_cp.softmax.kernels import KERNELS, AttentionCall, Tiles, dropout, reference
+from megatron_cp.softmax.kernels.partials import merge
+from megatron_cp.softmax.kernels.segmented import SegmentedAttention
+from megatron_cp.softmax.kernels.segments import segment_calls
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+DRAWN = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def call_for(lengths, head_dim=8, value_head_dim=None, dtype=torch.float64, device="cpu", causal=True):
-    mask = Mask(Packing(lengths), is_causal=causal)
-    return AttentionCall(mask, 0.37, head_dim, value_head_dim or head_dim, dtype, torch.device(device))
+def call_for(head_dim=8, value_head_dim=None, dtype=torch.float64, device="cpu", scale=0.37, **features):
+    return AttentionCall(scale, head_dim, value_head_dim or head_dim, dtype, torch.device(device), **features)
 
 
-def forward(kernel, q, k, v, call):
-    out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=q.dtype)
-    lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=torch.promote_types(q.dtype, torch.float32))
-    kernel.forward(out, lse, q, k, v, call)
+def tiles_of(bands, num_queries, num_keys, first_query=0, first_key=0):
+    bands = band.tight(np.array(bands, dtype=np.int64).reshape(-1, 6))
+    bands = bands[np.lexsort((bands[:, 2], bands[:, 0]))]
+    return Tiles(bands, first_query + np.arange(num_queries), first_key + np.arange(num_keys))
+
+
+def tiles_of_mask(mask):
+    return tiles_of(mask.bands, mask.packing.total, mask.kv_packing.total)
+
+
+def visible(tiles):
+    """`[T, S]` bool, pair by pair; no pair may be in two bands."""
+    count = np.zeros((len(tiles.q_tokens), len(tiles.k_tokens)), dtype=int)
+    for q0, q1, k0, k1, lo, hi in tiles.bands.tolist():
+        for i in range(q0, q1):
+            for j in range(k0, k1):
+                count[i, j] += lo <= j - i <= hi
+    assert count.max(initial=0) <= 1
+    return torch.from_numpy(count > 0)
+
+
+def draw(tiles, call, heads=4, groups=2, dtype=torch.float64, seed=0):
+    """q, k, v and dout."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = [
+        (len(tiles.q_tokens), heads, call.head_dim),
+        (len(tiles.k_tokens), groups, call.head_dim),
+        (len(tiles.k_tokens), groups, call.value_head_dim),
+        (len(tiles.q_tokens), heads, call.value_head_dim),
+    ]
+    return [torch.randn(size, generator=random, dtype=torch.float64).to(dtype) for size in sizes]
+
+
+def forward(kernel, q, k, v, tiles, call, first_head=0, out_dtype=None):
+    out = torch.full((*q.shape[:-1], v.shape[-1]), torch.nan, dtype=out_dtype or q.dtype)
+    lse = torch.full((q.shape[1], q.shape[0]), torch.nan, dtype=torch.promote_types(out.dtype, torch.float32))
+    kernel.forward(out, lse, q, k, v, tiles, call, first_head)
     return out, lse
 
 
-def backward(kernel, dout, q, k, v, out, lse, call):
-    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
-    kernel.backward(*gradients, dout, q, k, v, out, lse, call)
+def backward(kernel, dout, q, k, v, out, lse, tiles, call, first_head=0, out_dtype=None):
+    gradients = [torch.full_like(x, torch.nan, dtype=out_dtype or x.dtype) for x in (q, k, v)]
+    kernel.backward(*gradients, dout, q, k, v, out, lse, tiles, call, first_head)
     return gradients
 
 
-def draw(call, heads=4, groups=2, dtype=torch.float64):
-    random = torch.Generator().manual_seed(0)
-    total = call.mask.packing.total
-    sizes = (
-        (heads, call.head_dim),
-        (groups, call.head_dim),
-        (groups, call.value_head_dim),
-        (heads, call.value_head_dim),
-    )
-    return [torch.randn(total, *size, generator=random, dtype=torch.float64).to(dtype) for size in sizes]
+def both(kernel, tensors, tiles, call, first_head=0, out_dtype=None):
+    """out, lse, dq, dk and dv."""
+    q, k, v, dout = tensors
+    out, lse = forward(kernel, q, k, v, tiles, call, first_head, out_dtype)
+    return [out, lse, *backward(kernel, dout, q, k, v, out, lse, tiles, call, first_head, out_dtype)]
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_reference_is_the_softmax_of_visible_scores_token_by_token(causal):
-    call = call_for([3, 0, 1, 4], causal=causal)
-    q, k, v, _ = draw(call)
-    out, lse = forward(BY_NAME["reference"], q, k, v, call)
-    for start, end in call.mask.packing.spans():
-        for token in range(start, end):
-            seen = slice(start, token + 1 if causal else end)
-            for head in range(4):
-                scores = torch.stack([call.scale * q[token, head] @ key for key in k[seen, head // 2]])
-                assert torch.allclose(lse[head, token], scores.exp().sum().log(), atol=1e-14)
-                assert torch.allclose(out[token, head], scores.softmax(0) @ v[seen, head // 2], atol=1e-14)
+def oracle(tensors, tiles, call, first_head=0):
+    """The same five from a dense softmax that autograd differentiates."""
+    q, k, v, dout = tensors
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
+    ratio = q.shape[1] // k.shape[1]
+    scores = call.scale * torch.einsum("thd,shd->hts", q, k.repeat_interleave(ratio, dim=1))
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    seen = visible(tiles)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    scores = torch.where(seen.any(1)[:, None], scores, 0)  # keeps NaN out of the gradients of rows that see nothing
+    weights = scores.softmax(-1) * seen
+    for head in range(q.shape[1] if call.dropout else 0):
+        kept = dropout.kept(
+            *(torch.from_numpy(x) for x in (tiles.q_tokens, tiles.k_tokens)),
+            head=first_head + head, seed=call.seed, dropout=call.dropout,
+        )  # fmt: skip
+        weights = torch.cat([weights[:head], (weights[head] * kept / (1 - call.dropout))[None], weights[head + 1 :]])
+    out = torch.einsum("hts,shd->thd", weights, v.repeat_interleave(ratio, dim=1))
+    out.backward(dout)
+    lse = torch.where(seen.any(1), scores.logsumexp(-1), -torch.inf)
+    return [out.detach(), lse.detach(), q.grad, k.grad, v.grad]
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_reference_gradients_are_those_of_its_forward(causal):
-    call = call_for([3, 1], head_dim=3, value_head_dim=2, causal=causal)
-    q, k, v, dout = draw(call, heads=2, groups=1)
-    kernel = BY_NAME["reference"]
-    gradients = backward(kernel, dout, q, k, v, *forward(kernel, q, k, v, call), call)
-    for place, (tensor, gradient) in enumerate(zip((q, k, v), gradients, strict=True)):
-        direction = torch.randn_like(tensor)
-        moved = [
-            [x + step * direction if index == place else x for index, x in enumerate((q, k, v))]
-            for step in (1e-6, -1e-6)
-        ]
-        difference = sum(
-            sign * (forward(kernel, *x, call)[0] * dout).sum() for sign, x in zip((1, -1), moved, strict=True)
-        )
-        assert torch.allclose(difference / 2e-6, (gradient * direction).sum(), atol=1e-8)
+def check(actual, expected, tolerance):
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), actual, expected, strict=True):
+        nothing = b == -torch.inf
+        assert torch.equal(a == -torch.inf, nothing), name
+        difference = (a.double() - b.double()).masked_fill(nothing, 0).abs().max()
+        assert difference <= tolerance * b.double().masked_fill(nothing, 0).abs().max().clamp(min=1), name
+
+
+@st.composite
+def tiles_strategy(draw_one, longest=40):
+    """Disjoint bands over a few ranges of keys: several a query, and none for some."""
+    num_queries, num_keys = draw_one(st.integers(1, longest)), draw_one(st.integers(1, longest))
+    bands = []
+    for k0, k1 in draw_one(_ranges(num_keys)):
+        for q0, q1 in draw_one(_ranges(num_queries)):
+            lo = draw_one(st.sampled_from([-FAR, None]))
+            hi = draw_one(st.sampled_from([FAR, None]))
+            near, wide = draw_one(st.integers(-longest, longest)), draw_one(st.integers(0, longest))
+            lo, hi = near if lo is None else lo, near + wide if hi is None else hi
+            if lo < near + wide // 2 < hi and draw_one(st.booleans()):  # two bands beside each other in one box
+                bands += [(q0, q1, k0, k1, lo, near + wide // 2), (q0, q1, k0, k1, near + wide // 2 + 1, hi)]
+            else:
+                bands.append((q0, q1, k0, k1, lo, hi))
+    tiles = tiles_of(bands, num_queries, num_keys)
+    return tiles if len(tiles.bands) else tiles_of([(0, 1, 0, 1, -FAR, FAR)], num_queries, num_keys)
+
+
+def _ranges(total):
+    """Disjoint ranges within [0, total), in rising order."""
+    cuts = st.lists(st.integers(0, total), min_size=2, max_size=6, unique=True).map(sorted)
+    return cuts.map(lambda at: list(pairwise(at))[:: 1 if len(at) % 2 else 2])
+
+
+NAMED = {
+    "causal": tiles_of_mask(Mask.causal(Packing([7, 1, 0, 30, 12]))),
+    "full": tiles_of_mask(Mask.full(Packing([7, 1, 30, 12]))),
+    "cross": tiles_of_mask(Mask.full(Packing([7, 1, 30]), Packing([2, 11, 5]))),
+    "window": tiles_of_mask(Mask.window(Packing([7, 1, 300, 12]), 70)),
+    "two-sided": tiles_of_mask(Mask.window(Packing([7, 150, 12]), 5, 9)),
+    "more keys": tiles_of([(0, 4, 0, 30, -FAR, 26), (4, 5, 2, 9, -FAR, FAR)], 5, 30),
+    "inverse": tiles_of([(0, 90, 0, 130, 3, FAR), (0, 50, 130, 160, -FAR, FAR)], 100, 160),
+    "two bands": tiles_of([(0, 200, 0, 9, -FAR, FAR), (9, 200, 9, 200, -80, 0), (0, 9, 9, 200, -FAR, 0)], 200, 200),
+    "one pair": tiles_of([(2, 3, 4, 5, -FAR, FAR)], 5, 6),
+}
+named = pytest.mark.parametrize("tiles", NAMED.values(), ids=NAMED)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 0.8], ids=["", "softcap"])
+@pytest.mark.parametrize("rate", [0.0, 0.3], ids=["", "dropout"])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (3, 1), (2, 2)], ids=str)
+@given(tiles=tiles_strategy(longest=12), scale=st.sampled_from([0.37, 0.0, -0.5]))
+@settings(parent=DRAWN, max_examples=40)
+def test_reference_is_a_dense_softmax_and_its_derivative(heads, groups, rate, softcap, tiles, scale):
+    call = call_for(5, 3, scale=scale, softcap=softcap, dropout=rate, seed=11)
+    tensors = draw(tiles, call, heads, groups)
+    check(both(BY_NAME["reference"], tensors, tiles, call, 7), oracle(tensors, tiles, call, 7), 1e-12)
+
+
+@named
+def test_reference_in_blocks_is_the_reference_at_once(tiles, monkeypatch):
+    call = call_for(dropout=0.2, softcap=2.0)
+    tensors = draw(tiles, call)
+    whole = both(BY_NAME["reference"], tensors, tiles, call)
+    monkeypatch.setattr(reference, "_MAX_SCORES", 50)
+    blocks = Tiles(tiles.bands, tiles.q_tokens, tiles.k_tokens)
+    check(both(BY_NAME["reference"], tensors, blocks, call), whole, 1e-13)
+    assert len(blocks.table("reference", lambda: None)) >= len(tiles.table("reference", lambda: None))
+
+
+@given(tiles=tiles_strategy(), sizes=st.sampled_from([(8, 8), (6, 3), (3, 6)]), groups=st.sampled_from([1, 2, 4]))
+@DRAWN
+def test_cpu_kernel_agrees_with_the_reference_on_any_bands(tiles, sizes, groups):
+    call = call_for(*sizes)
+    tensors = draw(tiles, call, groups=groups)
+    check(both(BY_NAME["cpu"], tensors, tiles, call), both(BY_NAME["reference"], tensors, tiles, call), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-def test_cpu_kernel_agrees_with_the_reference(dtype, groups):
-    call, exact = (call_for([70, 1, 0, 33], dtype=t) for t in (dtype, torch.float64))
-    tensors = draw(exact, groups=groups)
-    short = [x.to(dtype) for x in tensors]
-    q, k, v, dout = (x.double() for x in short)
-    out, lse = forward(BY_NAME["reference"], q, k, v, exact)
-    expected = [out, lse, *backward(BY_NAME["reference"], dout, q, k, v, out, lse, exact)]
-    q, k, v, dout = short
-    out, lse = forward(BY_NAME["cpu"], q, k, v, call)
-    actual = [out, lse, *backward(BY_NAME["cpu"], dout, q, k, v, out, lse, call)]
-    tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}[dtype]
-    for a, b in zip(actual, expected, strict=True):
-        assert (a.double() - b).abs().max() <= tolerance * b.abs().max()
+@named
+def test_cpu_kernel_agrees_with_the_reference_in_every_type(dtype, tiles):
+    exact, call = call_for(16), call_for(16, dtype=dtype)
+    tensors = [x.to(dtype) for x in draw(tiles, exact)]
+    expected = both(BY_NAME["reference"], [x.double() for x in tensors], tiles, exact)
+    tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    check(both(BY_NAME["cpu"], tensors, tiles, call), expected, tolerance)
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@named
+def test_wide_partials_of_short_types_are_not_rounded(name, tiles):
+    exact, call = call_for(16), call_for(16, dtype=torch.bfloat16)
+    tensors = [x.bfloat16() for x in draw(tiles, exact)]
+    expected = both(BY_NAME["reference"], [x.double() for x in tensors], tiles, exact)
+    assert BY_NAME[name].wide_partials
+    check(both(BY_NAME[name], tensors, tiles, call, out_dtype=torch.float32), expected, 2e-6)
+
+
+class EmulatedFlash(SegmentedAttention):
+    """flash-attn's variable-length operator, with its habit of taking some limits for none, over the oracle."""
+
+    name = package = "emulated"
+
+    def refusal(self, call):
+        return None
+
+    def segment_tiles(self, segments):
+        queries, keys = segments.queries, segments.keys
+        assert queries.offsets.dtype == torch.int32
+        left, right = (-1 if limit >= keys.longest else limit for limit in segments.window)
+        if left >= 0 > right:
+            right = keys.longest
+        if right >= 0 > left:
+            left = keys.longest
+        bands = []
+        for (q0, q1), (k0, k1) in zip(*(x.offsets.unfold(0, 2, 1).tolist() for x in (queries, keys)), strict=True):
+            corner = k1 - q1
+            bands.append((q0, q1, k0, k1, -FAR if left < 0 else corner - left, FAR if right < 0 else corner + right))
+        seen = visible(Tiles(np.array(bands), *(np.arange(int(x.offsets[-1])) for x in (queries, keys))))
+        assert seen.any(1).all()  # flash-attn answers 0 and inf for a query that sees nothing
+        return tiles_of(bands, *seen.shape)
+
+    def attend(self, q, k, v, segments, call):
+        assert q.shape[-1] == v.shape[-1]
+        assert q.shape[-1] % 8 == 0
+        return forward(BY_NAME["reference"], q, k, v, self.segment_tiles(segments), call)
+
+    def attend_backward(self, dout, q, k, v, out, lse, segments, call):
+        assert lse.is_contiguous()
+        tiles = self.segment_tiles(segments)
+        return backward(BY_NAME["reference"], dout, q, k, v, out, lse.to(q.dtype), tiles, call)
+
+
+@given(tiles=tiles_strategy(), sizes=st.sampled_from([(8, 8), (6, 3), (3, 12)]))
+@DRAWN
+def test_segment_calls_see_what_the_bands_see(tiles, sizes):
+    call = call_for(*sizes)
+    tensors = draw(tiles, call, heads=2, groups=1)
+    emulated, expected = (both(kernel, tensors, tiles, call) for kernel in (EmulatedFlash(), BY_NAME["reference"]))
+    for a, b, tolerance in zip(emulated, expected, (1e-12, 1e-12, 1e-5, 1e-5, 1e-5), strict=True):
+        assert torch.allclose(a, b, atol=tolerance, rtol=0)  # lse goes into the operator in fp32
+
+
+@named
+def test_segment_calls_see_what_named_masks_see(tiles):
+    call = call_for(dtype=torch.float32)
+    tensors = draw(tiles, call, dtype=torch.float32)
+    check(both(EmulatedFlash(), tensors, tiles, call), both(BY_NAME["reference"], tensors, tiles, call), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mask", "window"),
+    [(Mask.causal, (-1, 0)), (Mask.full, (-1, -1)), (lambda p: Mask.window(p, 7, 0), (7, 0))],
+    ids=["causal", "full", "window"],
+)
+def test_self_attention_over_documents_is_one_call_on_rows_where_they_lie(mask, window):
+    (call,) = segment_calls(mask(Packing([30, 1, 5, 9])).bands)
+    assert call.window == window
+    for axis in (call.queries, call.keys):
+        assert axis.rows.tolist() == list(range(45))
+        assert axis.offsets.tolist() == [0, 30, 31, 36, 45]
+        assert len(axis.rounds) == 1
+
+
+def test_a_window_cut_in_pieces_is_one_call():
+    pieces, _ = band.cut(
+        Mask.window(Packing([90, 20]), 7).bands, np.array([0, 33, 61]), np.array([33, 61, 110]), queries=True
+    )
+    (call,) = segment_calls(pieces)
+    assert call.window == (7, 0)
+    assert len(call.queries.rounds) == 1
+    assert len(call.keys.rounds) > 1  # a piece's first queries see the last keys of the piece before
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference", "emulated"])
+@given(tiles=tiles_strategy())
+@settings(parent=DRAWN, max_examples=40)
+def test_parts_of_the_bands_merge_to_the_whole(name, tiles):
+    kernel = BY_NAME.get(name, EmulatedFlash())
+    call = call_for()
+    q, k, v, dout = tensors = draw(tiles, call)
+    whole = both(kernel, tensors, tiles, call)
+    total = [torch.zeros_like(whole[0]), torch.full_like(whole[1], -torch.inf), *map(torch.zeros_like, whole[2:])]
+    parts = [bands for bands in (tiles.bands[::2], tiles.bands[1::2]) if len(bands)]
+    for part in (Tiles(bands, tiles.q_tokens, tiles.k_tokens) for bands in parts):
+        merge(*total[:2], *forward(kernel, q, k, v, part, call))
+        for gradient, share in zip(total[2:], backward(kernel, dout, q, k, v, *whole[:2], part, call), strict=True):
+            gradient += share
+    check(total, whole, 1e-5 if name == "emulated" else 1e-12)
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference", "emulated"])
+@named
+def test_rows_that_no_band_touches_are_not_read(name, tiles):
+    kernel = BY_NAME.get(name, EmulatedFlash())
+    call = call_for(dtype=torch.float32)
+    tensors = draw(tiles, call, dtype=torch.float32)
+    expected = both(kernel, tensors, tiles, call)
+    seen = visible(tiles)
+    for tensor, untouched in zip(tensors, (~seen.any(1), ~seen.any(0), ~seen.any(0), ~seen.any(1)), strict=True):
+        tensor[untouched] = torch.nan
+    for a, b in zip(both(kernel, tensors, tiles, call), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@named
+def test_strides_and_other_heads_change_no_bit(name, tiles):
+    call = call_for(12, dtype=torch.float32)
+    tensors = draw(tiles, call, 6, 3, dtype=torch.float32)
+    expected = both(BY_NAME[name], tensors, tiles, call)
+    strided = [torch.full((x.shape[0], x.shape[1], 37), torch.nan)[..., 1:13] for x in tensors]
+    for target, x in zip(strided, tensors, strict=True):
+        target.copy_(x)
+    for a, b in zip(both(BY_NAME[name], strided, tiles, call), expected, strict=True):
+        assert torch.equal(a, b)
+    heads = [x[:, n : 2 * n] for x, n in zip(tensors, (2, 1, 1, 2), strict=True)]
+    some = [x.movedim(0, 1)[n : 2 * n].movedim(1, 0) for x, n in zip(expected[2:], (2, 1, 1), strict=True)]
+    some = [expected[0][:, 2:4], expected[1][2:4], *some]
+    for a, b in zip(both(BY_NAME[name], heads, tiles, call), some, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+@pytest.mark.parametrize("mask", [Mask.causal, lambda p: Mask.window(p, 70)], ids=["causal", "window"])
+def test_a_document_changes_no_bit_of_another(name, mask):
+    packing = Packing([50, 201, 3])
+    tiles, call = tiles_of_mask(mask(packing)), call_for(16, dtype=torch.float32)
+    tensors = draw(tiles, call, dtype=torch.float32)
+    expected = both(BY_NAME[name], tensors, tiles, call)
+    for tensor in tensors:
+        tensor[50:251] *= 1.5
+    for a, b in zip(both(BY_NAME[name], tensors, tiles, call), expected, strict=True):
+        rows = 1 if a.ndim == 2 else 0
+        for first, last in ((0, 50), (251, 254)):
+            assert torch.equal(a.narrow(rows, first, last - first), b.narrow(rows, first, last - first))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+def test_dropout_keeps_its_share_of_every_row_column_and_head(rate):
+    tokens, size = torch.arange(1000), 1000
+    kept = torch.stack(
+        [dropout.kept(tokens, 5000 + tokens, head=h, seed=s, dropout=rate) for h in range(3) for s in range(3)]
+    ).double()
+    deviation = (rate * (1 - rate) / size) ** 0.5
+    assert (kept.mean((1, 2)) - (1 - rate)).abs().max() < 5 * deviation / size**0.5
+    for axis in (1, 2):
+        shares = kept.mean(axis)
+        assert (shares - (1 - rate)).abs().max() < 6 * deviation
+        assert abs(shares.std() / deviation - 1) < 0.05  # as a fair coin's, and no more even
+    noise = (kept - kept.mean()) / kept.std()
+    across_heads_and_seeds = noise.flatten(1) @ noise.flatten(1).T / size**2
+    neighbours = [(noise[:, 1:] * noise[:, :-1]).mean((1, 2)), (noise[..., 1:] * noise[..., :-1]).mean((1, 2))]
+    diagonal = (noise[:, 1:, 1:] * noise[:, :-1, :-1]).mean((1, 2))
+    transposed = (noise * noise.mT).mean((1, 2))
+    across = across_heads_and_seeds[~torch.eye(9, dtype=torch.bool)]
+    for correlation in (across, *neighbours, diagonal, transposed):
+        assert correlation.abs().max() < 6 / size
+
+
+def test_dropout_is_a_function_of_places_alone():
+    tokens = torch.arange(100)
+    whole = dropout.kept(tokens, tokens, head=3, seed=-5, dropout=0.5)
+    some = dropout.kept(tokens[[70, 2]], tokens[40:], head=3, seed=-5, dropout=0.5)
+    assert torch.equal(some, whole[[70, 2]][:, 40:])
+    assert dropout.kept(tokens, tokens, head=0, seed=2**70 + 1, dropout=0.0).all()
 
 
 @pytest.mark.parametrize(
     ("name", "call", "says"),
     [
-        ("cpu", call_for([3], value_head_dim=4), "value heads"),
-        ("cpu", call_for([3], device="cuda"), "cuda"),
-        ("varlen", call_for([3]), "CUDA"),
-        ("varlen", call_for([3], device="cuda"), "float64"),
-        ("varlen", call_for([3], device="cuda", dtype=torch.bfloat16, value_head_dim=16), "value heads"),
-        ("varlen", call_for([3], device="cuda", dtype=torch.bfloat16, head_dim=264), "256"),
-        ("varlen", call_for([3], device="cuda", dtype=torch.bfloat16, head_dim=12), "multiple of 8"),
+        ("cpu", call_for(device="cuda"), "cuda"),
+        ("cpu", call_for(scale=0.0), "above 0"),
+        ("cpu", call_for(softcap=5.0), "soft cap"),
+        ("cpu", call_for(dropout=0.1), "dropout"),
+        ("cpu", call_for(dtype=torch.float8_e5m2), "float8"),
+        ("varlen", call_for(), "CUDA"),
+        ("varlen", call_for(device="cuda"), "float64"),
+        ("varlen", call_for(device="cuda", dtype=torch.bfloat16, head_dim=264), "256"),
+        ("varlen", call_for(device="cuda", dtype=torch.bfloat16, value_head_dim=512), "512"),
+        ("varlen", call_for(device="cuda", dtype=torch.bfloat16, scale=-1.0), "above 0"),
+        ("varlen", call_for(device="cuda", dtype=torch.bfloat16, softcap=1.0), "soft cap"),
+        ("varlen", call_for(device="cuda", dtype=torch.bfloat16, dropout=0.5), "dropout"),
     ],
     ids=str,
 )
@@ -113,34 +396,26 @@ def test_rejects_what_a_kernel_cannot_run(name, call, says):
     assert "use " in str(error.value)
 
 
+@pytest.mark.parametrize(("name", "says"), [("flash_attn", "pip install"), ("flash_attn_3", "build it")])
+def test_rejects_flash_attn_where_it_is_not_installed(name, says, monkeypatch):
+    module = "megatron_cp.softmax.kernels.flash_attn"
+    monkeypatch.setattr(f"{module}._installed_major", lambda package: None)
+    monkeypatch.setattr(f"{module}.find_spec", lambda package: None)
+    with pytest.raises(ArgumentError, match=f"not installed.*{says}"):
+        choose_kernel(KERNELS, name, call_for(device="cuda", dtype=torch.bfloat16))
+
+
 def test_rejects_an_unknown_kernel():
-    with pytest.raises(ArgumentError, match="auto or varlen or cpu or reference"):
-        choose_kernel(KERNELS, "flash", call_for([3]))
+    with pytest.raises(ArgumentError, match="auto or varlen or flash_attn or flash_attn_3 or cpu or reference"):
+        choose_kernel(KERNELS, "flash", call_for())
 
 
 def test_auto_takes_the_fastest_that_can():
-    assert choose_kernel(KERNELS, "auto", call_for([3])).name == "cpu"
-    assert choose_kernel(KERNELS, "auto", call_for([3], value_head_dim=4)).name == "reference"
-    assert choose_kernel(KERNELS, "auto", call_for([3], device="cuda", dtype=torch.bfloat16)).name == "varlen"
+    assert choose_kernel(KERNELS, "auto", call_for()).name == "cpu"
+    assert choose_kernel(KERNELS, "auto", call_for(softcap=1.0)).name == "reference"
+    assert choose_kernel(KERNELS, "auto", call_for(device="cuda", dtype=torch.bfloat16)).name == "varlen"
 
 
 def test_auto_says_on_cuda_why_it_passes_a_kernel_over():
     with pytest.warns(UserWarning, match="reference, not on varlen .*float64"):
-        assert choose_kernel(KERNELS, "auto", call_for([3], device="cuda")).name == "reference"
-
-
-@pytest.mark.parametrize(
-    ("heads", "groups", "expected"),
-    [
-        ((0, 6), (0, 2), [((0, 6), (0, 2))]),
-        ((2, 4), (0, 2), [((0, 2), (0, 2))]),  # one head of each group: still one ratio
-        ((1, 5), (0, 2), [((0, 4), (0, 2))]),
-        ((1, 4), (0, 2), [((0, 2), (0, 1)), ((2, 3), (1, 2))]),
-        ((2, 9), (0, 3), [((0, 1), (0, 1)), ((1, 7), (1, 3))]),
-        ((4, 4), (1, 1), []),
-    ],
-    ids=str,
-)
-def test_head_runs_have_one_ratio_each(heads, groups, expected):
-    runs = head_runs(HeadDeal((heads,), (groups,)), 0, heads_per_group=3)
-    assert [((h.start, h.stop), (g.start, g.stop)) for h, g in runs] == expected
+        assert choose_kernel(KERNELS, "auto", call_for(device="cuda")).name == "reference"

@@ -1,0 +1,142 @@
+"""The loop of softmax attention: keys arrive stage by stage, tiles are computed, partial results are merged.
+
+One loop for every schedule, forward and backward. What a tile is computed with is given by the caller.
+
+Shapes: `t` own query rows, pad rows included, `b` batch (absent for packed THD), `h` the lane's query heads, `g` its
+key/value heads, `d` and `v` their sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_cp.exchange.pack import like_rows
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.schedule import Attend, HeadChunk
+from megatron_cp.executor.transfers import AtHome, Transfers, pack_like, transfers, unpack
+from megatron_cp.layout.tiles import Tiles
+
+
+class TileWork(Protocol):
+    """The computing of tiles: see `AttentionKernel`, with batch and all heads of a chunk."""
+
+    def forward(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
+    ) -> None:
+        """Writes all of `out` and `lse`."""
+
+    def backward(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+        lse: Tensor, tiles: Tiles, chunk: HeadChunk,
+    ) -> None:  # fmt: skip
+        """Writes all of `dq`, `dk` and `dv`."""
+
+
+def attend(
+    step: Attend, node: int, lane: int, group: RankGroup, work: TileWork, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`out` `[t, (b,) h, v]` in the type of q, zero in pad rows, and `lse` `[(b,) h, t]` in at least fp32.
+
+    Partial results are merged in at least fp32 and rounded once.
+
+    Args:
+        group: the ranks of the lane.
+        q: `[t, (b,) h, d]`.
+        k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=wide if step.num_stages > 1 else q.dtype)
+    lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=wide)
+    held = int(step.queries.token_counts[node])
+    out[held:], lse[..., held:] = 0, -torch.inf
+    for stage, chunk, (keys, values) in _transfers(step, node, lane, group, k, v).arrivals():
+        tiles = step.tiles(node, stage)
+        queries = q[:held, ..., chunk.heads, :]
+        merged, merged_lse = out[:held, ..., chunk.heads, :], lse[..., chunk.heads, :held]
+        if _is_empty(tiles, queries):
+            if stage == 0:
+                merged.zero_(), merged_lse.fill_(-torch.inf)
+            continue
+        seen = tiles.key_rows
+        if stage == 0:
+            work.forward(merged, merged_lse, queries, keys[seen], values[seen], tiles.cropped_keys, chunk)
+            continue
+        rows = tiles.query_rows
+        part, part_lse = torch.empty_like(merged[rows]), torch.empty_like(merged_lse[..., rows])
+        work.forward(part, part_lse, queries[rows], keys[seen], values[seen], tiles.cropped, chunk)
+        merge(merged[rows], merged_lse[..., rows], part, part_lse)
+    return out.to(q.dtype), lse
+
+
+def attend_backward(
+    step: Attend, node: int, lane: int, group: RankGroup, work: TileWork,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    """The gradients of q, k and v, each with its own type and shape, zero in pad rows.
+
+    Keys travel again, as forward; nothing but what `attend` was given and returned is kept in between.
+    """
+    dq, dk, dv = like_rows(q, k, v)
+    held, held_keys = int(step.queries.token_counts[node]), int(step.keys.token_counts[node])
+    dq[held:], dk[held_keys:], dv[held_keys:] = 0, 0, 0
+    wide = torch.promote_types(q.dtype, torch.float32)
+    total = dq[:held] if step.num_stages == 1 else torch.empty_like(dq[:held], dtype=wide)
+    moving = _transfers(step, node, lane, group, k, v)
+    for stage, chunk, (keys, values) in moving.arrivals():
+        tiles = step.tiles(node, stage)
+        of_heads = [x[:held, ..., chunk.heads, :] for x in (dout, q, out)]
+        target = total[..., chunk.heads, :]
+        if isinstance(moving, AtHome):
+            gradient, dkeys, dvalues = None, dk[:held_keys, ..., chunk.groups, :], dv[:held_keys, ..., chunk.groups, :]
+        else:
+            gradient = pack_like(keys, values, moving.gradient_type())
+            dkeys, dvalues = unpack(gradient, keys, values)
+        if _is_empty(tiles, of_heads[0]):
+            for unseen in (*([target] if stage == 0 else []), dkeys, dvalues):
+                unseen.zero_()
+        else:
+            rows, seen = tiles.query_rows if stage else slice(0, held), tiles.key_rows
+            for x in (dkeys, dvalues):
+                x[: seen.start].zero_(), x[seen.stop :].zero_()
+            part = torch.empty_like(target[rows]) if stage else target
+            do, queries, o = (x[rows] for x in of_heads)
+            work.backward(
+                part, dkeys[seen], dvalues[seen], do, queries, keys[seen], values[seen], o,
+                lse[..., chunk.heads, :held][..., rows], tiles.cropped if stage else tiles.cropped_keys, chunk,
+            )  # fmt: skip
+            if stage:
+                target[rows].add_(part)
+        if gradient is not None:
+            moving.give_back(stage, chunk, gradient)
+    if not isinstance(moving, AtHome):
+        moving.collect(dk[:held_keys], dv[:held_keys])
+    if total.dtype != dq.dtype or step.num_stages > 1:
+        dq[:held].copy_(total)
+    return [dq, dk, dv]
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds a partial result over other keys: `out` and `lse` become those of all keys. In place.
+
+    out = out + w (part - out) with w = sigmoid(part_lse - lse), the new keys' share of the softmax's denominator.
+
+    Args:
+        out, part: `[t, (b,) h, v]`.
+        lse, part_lse: `[(b,) h, t]`, -inf where a query has seen nothing.
+    """
+    # Both -inf: no share to speak of, and no key to take it from.
+    share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)
+    out.lerp_(part, share.movedim(-1, 0).unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)
+
+
+def _transfers(step: Attend, node: int, lane: int, group: RankGroup, k: Tensor, v: Tensor) -> Transfers:
+    held = int(step.keys.token_counts[node])
+    return transfers(step, node, lane, group, k[:held], v[:held])
+
+
+def _is_empty(tiles: Tiles, queries: Tensor) -> bool:
+    return not len(tiles.bands) or not queries.numel()

@@ -1,0 +1,249 @@
+"""`Attend`: how the keys and values of a softmax attention reach the queries. Pure data; no torch in here.
+
+The ranks of a plan stand in a grid of *nodes* and *lanes*: rank = node * lanes + lane. The ranks of one node have
+exchanged heads, so that each holds a share of the heads of all tokens of the node; the ranks of one lane, one a node,
+hold the same heads of different tokens. Keys and values travel along a lane, in *stages*:
+
+    p2p          stage s brings the keys of the node s places before, passed on from neighbour to neighbour
+    all_gather   one stage a head chunk: all keys, in one collective
+    exact        one stage a head chunk: the keys that the own queries see and no others, in one collective
+
+A rank merges the partial results of stages, and never those of head chunks, which are different heads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_cp.exchange.sections import HeadDeal, head_runs
+from megatron_cp.layout import Layout, Mask
+from megatron_cp.layout.layout import ranges
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.tables import Tables
+from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen
+
+SCHEDULES = ("p2p", "all_gather", "exact")
+
+
+@dataclass(frozen=True)
+class HeadChunk:
+    """Some of a lane's heads, whose keys travel together.
+
+    Attributes:
+        heads, groups: the query heads and the key/value heads, as ranges of the lane's own.
+        runs: query heads and the key/value heads that they read, counted within the chunk, in runs of one ratio.
+    """
+
+    heads: slice
+    groups: slice
+    runs: tuple[tuple[slice, slice], ...]
+
+    @property
+    def num_groups(self) -> int:
+        return self.groups.stop - self.groups.start
+
+
+@dataclass(frozen=True, eq=False)
+class Gathering:
+    """One node's half of bringing keys to where they are seen: rows go out, arrive, and are put in stream order.
+
+    Attributes:
+        send_rows: rows of the own keys, grouped by the node that they go to, the own node included.
+        send_counts, recv_counts: `[nodes]` rows to and from each node.
+        arrange: the received row that belongs in each place of the stream order; None where they arrive in it.
+        returned: its inverse: the place in stream order of each received row; None likewise.
+        tokens: `[sum(recv_counts)]` place in the packed stream of the keys, rising.
+    """
+
+    send_rows: IntArray
+    send_counts: IntArray
+    recv_counts: IntArray
+    arrange: IntArray | None
+    returned: IntArray | None
+    tokens: IntArray
+
+
+@dataclass(frozen=True)
+class Attend(Tables):
+    """The tiles of an attention and the transfers that feed them, for every rank.
+
+    Attributes:
+        mask: which keys a query sees.
+        queries, keys: who holds which tokens, a node counting as one rank.
+        deal: the heads of each lane.
+        schedule: one of `SCHEDULES`; on one node all are the same, since nothing travels.
+        head_dim, value_head_dim: features of a key and of a value head.
+        head_chunks: into how many parts the key/value heads of a lane are cut, for `all_gather` and `exact`.
+    """
+
+    mask: Mask
+    queries: Layout
+    keys: Layout
+    deal: HeadDeal
+    schedule: str
+    head_dim: int
+    value_head_dim: int
+    head_chunks: int = 1
+
+    @property
+    def num_nodes(self) -> int:
+        return self.queries.cp_size
+
+    @property
+    def num_lanes(self) -> int:
+        return len(self.deal.heads)
+
+    @property
+    def num_stages(self) -> int:
+        """Partial results that are merged for each head."""
+        return self.num_nodes if self.schedule == "p2p" else 1
+
+    def chunks(self, lane: int) -> list[HeadChunk]:
+        """A lane's heads in as many chunks as every other lane has; some may be empty."""
+        return self.table(("chunks", lane), lambda: _chunks(self.deal, lane, self.head_chunks))
+
+    def source(self, node: int, stage: int) -> int:
+        """The node whose keys stage `stage` of a rotation brings to `node`."""
+        return (node - stage) % self.num_nodes
+
+    def tiles(self, node: int, stage: int = 0) -> Tiles:
+        """What the queries of a node see among the keys that a stage brings."""
+        return self.table(("tiles", node, stage), lambda: self._tiles(node, stage))
+
+    def area(self, node: int) -> int:
+        """The number of visible (query, key) pairs of a node's queries."""
+        return int(self.mask.seen[self.queries.tokens(node)].sum())
+
+    def gathering(self, node: int) -> Gathering:
+        """What a node sends and receives where keys are gathered."""
+        return self.table(("gathering", node), lambda: self._gathering(node))
+
+    def collectives(self, *, forward: bool) -> int:
+        """What each rank starts in one direction."""
+        if self.num_nodes == 1:
+            return 0
+        keys, gradients = (self.num_nodes - 1, self.num_nodes) if self.schedule == "p2p" else (self.head_chunks,) * 2
+        return keys if forward else keys + gradients
+
+    def bytes_sent(self, rank: int, item_size: int, *, forward: bool) -> int:
+        """Bytes that a rank sends to others, for elements of `item_size` bytes.
+
+        A rotation sends gradients in at least fp32, since it sums on the way.
+        """
+        node, row = rank // self.num_lanes, self._row(rank)
+        if self.num_nodes == 1:
+            return 0
+        counts = self.keys.token_counts
+        if self.schedule == "p2p":
+            # Every block but the one that stays here at the end passes; every block's gradients pass on their way home.
+            keys = sum(int(counts[self.source(node, stage)]) for stage in range(self.num_nodes - 1))
+            return row * (keys * item_size + (0 if forward else int(counts.sum()) * max(item_size, 4)))
+        if self.schedule == "all_gather":
+            keys, gradients = int(counts[node]) * (self.num_nodes - 1), int(counts.sum() - counts[node])
+        else:
+            keys, gradients = int(self.needed_rows[node].sum()), int(self.needed_rows[:, node].sum())
+        return row * item_size * (keys if forward else keys + gradients)
+
+    def bytes_needed(self, rank: int, item_size: int, *, forward: bool) -> int:
+        """`bytes_sent` of a schedule that sends each key to the nodes that see it and to no other."""
+        node = rank // self.num_lanes
+        keys, gradients = int(self.needed_rows[node].sum()), int(self.needed_rows[:, node].sum())
+        return self._row(rank) * item_size * (keys if forward else keys + gradients)
+
+    def describe(self) -> list[str]:
+        """The step's value, but for queries' layout and mask, which are the plan's."""
+        keys = [] if self.keys == self.queries else [f"keys {line}" for line in self.keys.describe()]
+        shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {self.deal.heads} of {self.deal.groups}"
+        return [f"attend by {self.schedule}, {self.num_nodes} nodes, {self.head_chunks} chunks, {shape}", *keys]
+
+    def _row(self, rank: int) -> int:
+        """Elements of one token's keys and values on a rank's lane."""
+        lo, hi = self.deal.groups[rank % self.num_lanes]
+        return (hi - lo) * (self.head_dim + self.value_head_dim)
+
+    @cached_property
+    def needed_rows(self) -> IntArray:
+        """`[nodes, nodes]` keys of each owner that queries of each other reader see: what no scheme can leave out."""
+        needed = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
+        for reader in range(self.num_nodes):
+            owners = self._owners(*ranges_seen(self._bands_of(reader)))[1]
+            needed[:, reader] = np.bincount(owners, minlength=self.num_nodes)
+        np.fill_diagonal(needed, 0)
+        return needed
+
+    def _tiles(self, node: int, stage: int) -> Tiles:
+        bands, q_tokens = self._bands_of(node), self.queries.tokens(node)
+        if self.schedule == "p2p" or self.num_nodes == 1:
+            source = self.source(node, stage)
+            return Tiles(bands_of_held_keys(bands, self.keys, source), q_tokens, self.keys.tokens(source))
+        return Tiles(bands_of_keys(bands, *self._gathered(node)), q_tokens, self.gathering(node).tokens)
+
+    def _bands_of(self, node: int) -> IntArray:
+        """The mask of a node's queries, in their rows, over the stream of keys."""
+        return self.table(("bands", node), lambda: bands_of_queries(self.mask.bands, self.queries, node))
+
+    def _gathered(self, node: int) -> tuple[IntArray, IntArray]:
+        """The keys that are gathered for a node, as ranges of the stream in rising order."""
+        if self.schedule == "all_gather":
+            return np.array([0]), np.array([self.keys.packing.total])
+        return self.table(("seen", node), lambda: ranges_seen(self._bands_of(node)))
+
+    def _owners(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """The tokens of ranges of the stream of keys, with the node that holds each and its row there."""
+        tokens = ranges(starts, ends)
+        places = self.keys.inverse_order[tokens]
+        lasts = np.cumsum(self.keys.token_counts)
+        owners = np.searchsorted(lasts, places, side="right")
+        return tokens, owners, places - (lasts - self.keys.token_counts)[owners]
+
+    def _gathering(self, node: int) -> Gathering:
+        tokens, owners, _ = self._owners(*self._gathered(node))
+        by_owner = np.argsort(owners, kind="stable")
+        in_order = bool((by_owner[1:] > by_owner[:-1]).all())
+        arrange = np.empty_like(by_owner)
+        arrange[by_owner] = np.arange(by_owner.size)
+        send_rows, send_counts = [], []
+        for reader in range(self.num_nodes):
+            _, their_owners, their_rows = self._owners(*self._gathered(reader))
+            send_rows.append(their_rows[their_owners == node])
+            send_counts.append(send_rows[-1].size)
+        return Gathering(
+            send_rows=np.concatenate(send_rows),
+            send_counts=np.array(send_counts),
+            recv_counts=np.bincount(owners, minlength=self.num_nodes),
+            arrange=None if in_order else arrange,
+            returned=None if in_order else by_owner,
+            tokens=tokens,
+        )
+
+
+def _chunks(deal: HeadDeal, lane: int, count: int) -> list[HeadChunk]:
+    runs = head_runs(deal, lane)
+    first, last = deal.groups[lane]
+    cuts = [(last - first) * chunk // count for chunk in range(count + 1)]
+    return [_chunk(runs, lo, hi) for lo, hi in itertools.pairwise(cuts)]
+
+
+def _chunk(runs: list[tuple[slice, slice]], lo: int, hi: int) -> HeadChunk:
+    """The heads of groups `[lo, hi)`, from runs that are cut where the chunk begins and ends."""
+    parts = []
+    for heads, groups in runs:
+        first, last = max(groups.start, lo), min(groups.stop, hi)
+        if first >= last:
+            continue
+        ratio = (heads.stop - heads.start) // (groups.stop - groups.start)
+        begin = heads.start + (first - groups.start) * ratio
+        parts.append((slice(begin, begin + (last - first) * ratio), slice(first, last)))
+    if not parts:
+        return HeadChunk(slice(0, 0), slice(lo, hi), ())
+    start = parts[0][0].start
+    within = tuple((_moved(heads, -start), _moved(groups, -lo)) for heads, groups in parts)
+    return HeadChunk(slice(start, parts[-1][0].stop), slice(lo, hi), within)
+
+
+def _moved(span: slice, by: int) -> slice:
+    return slice(span.start + by, span.stop + by)

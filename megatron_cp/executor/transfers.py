@@ -1,0 +1,243 @@
+"""How the keys and values of one lane get to the queries that see them, and their gradients back.
+
+Three ways, one interface: iterate over what arrives, stage by stage, the next transfer being under way while a stage
+is computed; in backward, give each stage's gradients back, and collect those of the own keys at the end.
+
+Shapes: `t` own key rows, `s` the rows at hand in a stage, `b` batch (absent for packed THD), `g` key/value heads of the
+lane (of a head chunk, for stages), `d` and `v` their sizes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.schedule import Attend, Gathering, HeadChunk
+
+Keys = tuple[Tensor, Tensor]  # `[s, (b,) g, d]` keys and `[s, (b,) g, v]` values of a chunk's heads
+
+
+class Transfers(ABC):
+    """The keys of one attention on one rank, on their way.
+
+    Args:
+        step: the schedule.
+        node, lane: of this rank.
+        group: the ranks of the lane.
+        k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` the own keys and values, without pad rows.
+    """
+
+    def __init__(self, step: Attend, node: int, lane: int, group: RankGroup, k: Tensor, v: Tensor) -> None:
+        self.step, self.node, self.group, self.k, self.v = step, node, group, k, v
+        self.chunks = step.chunks(lane)
+        self.wide = torch.promote_types(k.dtype, torch.float32)
+
+    @abstractmethod
+    def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
+        """Each stage, with its number, its heads and the keys at hand: good until the next is asked for."""
+
+    @abstractmethod
+    def gradient_type(self) -> torch.dtype:
+        """The type in which `give_back` wants gradients."""
+
+    @abstractmethod
+    def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
+        """A stage's share of the gradients of the keys at hand, as `pack` lays them out."""
+
+    @abstractmethod
+    def collect(self, dk: Tensor, dv: Tensor) -> None:
+        """Writes the gradients of the own keys and values, once every stage has been given back."""
+
+
+def transfers(step: Attend, node: int, lane: int, group: RankGroup, k: Tensor, v: Tensor) -> Transfers:
+    """The way of a schedule."""
+    kind = AtHome if step.num_nodes == 1 else Rotation if step.schedule == "p2p" else Gather
+    return kind(step, node, lane, group, k, v)
+
+
+def pack(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values in one new tensor `[s, (b,) g * d + g * v]`, whose views `unpack` gives."""
+    packed = pack_like(k, v, k.dtype)
+    for target, source in zip(unpack(packed, k, v), (k, v), strict=True):
+        target.copy_(source)
+    return packed
+
+
+def pack_like(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    """An unwritten tensor that holds what `pack` would, in another type."""
+    return k.new_empty(*k.shape[:-2], k.shape[-2] * k.shape[-1] + v.shape[-2] * v.shape[-1], dtype=dtype)
+
+
+def unpack(packed: Tensor, k: Tensor, v: Tensor, heads: int | None = None) -> Keys:
+    """Views `[s, (b,) g, d]` and `[s, (b,) g, v]` of what `pack` made, for heads of the sizes that k's and v's have."""
+    heads = k.shape[-2] if heads is None else heads
+    keys, values = packed.split([heads * k.shape[-1], heads * v.shape[-1]], -1)
+    return keys.unflatten(-1, (heads, k.shape[-1])), values.unflatten(-1, (heads, v.shape[-1]))
+
+
+class AtHome(Transfers):
+    """One node: its keys are all keys, and nothing travels."""
+
+    def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
+        for chunk in self.chunks:
+            yield 0, chunk, (self.k[..., chunk.groups, :], self.v[..., chunk.groups, :])
+
+    def gradient_type(self) -> torch.dtype:
+        raise AssertionError("written in place")
+
+    def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
+        raise AssertionError("written in place")
+
+    def collect(self, dk: Tensor, dv: Tensor) -> None:
+        raise AssertionError("written in place")
+
+
+class Rotation(Transfers):
+    """Blocks of keys pass from node to node. In backward their gradients follow one stage behind, and end at home.
+
+    Gradients are summed on the way, in at least fp32, in the order of the nodes that the block visits.
+    """
+
+    _gradient: Tensor  # of the block that is on its way here
+    _on_the_way: Pending
+
+    def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
+        (chunk,) = self.chunks
+        block = pack(self.k, self.v)
+        for stage in range(self.step.num_nodes):
+            ahead = None
+            if stage + 1 < self.step.num_nodes:
+                following, ahead = self._pass_on(block, stage)
+            yield stage, chunk, unpack(block, self.k, self.v)
+            if ahead is not None:
+                ahead.wait()
+                block = following
+
+    def gradient_type(self) -> torch.dtype:
+        return self.wide
+
+    def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
+        if stage:
+            self._on_the_way.wait()
+            gradient.add_(self._gradient)
+        self._gradient, self._on_the_way = self._pass_on(gradient, stage)
+
+    def collect(self, dk: Tensor, dv: Tensor) -> None:
+        self._on_the_way.wait()
+        for target, source in zip((dk, dv), unpack(self._gradient, self.k, self.v), strict=True):
+            target.copy_(source)
+
+    def _pass_on(self, block: Tensor, stage: int) -> tuple[Tensor, Pending]:
+        """Sends a stage's block on, and starts to receive the block that the node before has in that stage."""
+        size, source = self.step.num_nodes, self.step.source(self.node, stage + 1)
+        rows = int(self.step.keys.token_counts[source])
+        following = block.new_empty(rows, *block.shape[1:])
+        pending = self.group.start_messages(
+            [Message(block.view(-1), (self.node + 1) % size)], [Message(following.view(-1), (self.node - 1) % size)]
+        )
+        return following, pending
+
+
+class Gather(Transfers):
+    """The keys that are seen come in one collective a head chunk, and their gradients go back in another.
+
+    The owner sums what comes back in the order of the nodes, in at least fp32.
+    """
+
+    def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
+        self._sums = [torch.zeros_like(x, dtype=self.wide) for x in (self.k, self.v)]
+        self._returning: list[tuple[HeadChunk, Tensor, Pending]] = []
+        ahead = self._start(self.chunks[0])
+        for number, chunk in enumerate(self.chunks):
+            received, pending = ahead
+            pending.wait()
+            if number + 1 < len(self.chunks):
+                ahead = self._start(self.chunks[number + 1])
+            yield 0, chunk, unpack(self._arranged(received), self.k, self.v, chunk.num_groups)
+
+    def gradient_type(self) -> torch.dtype:
+        return self.k.dtype
+
+    def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
+        self._finish_returns()
+        gathering = self._gathering
+        if gathering.returned is not None:
+            gradient = gradient.index_select(0, self._index("returned"))
+        received = self._empty(gathering.send_rows.size, chunk)
+        width = received.shape[1:].numel()
+        pending = self.group.start_all_to_all(
+            received.view(-1),
+            gradient.view(-1),
+            (gathering.send_counts * width).tolist(),
+            (gathering.recv_counts * width).tolist(),
+        )
+        self._returning.append((chunk, received, pending))
+
+    def collect(self, dk: Tensor, dv: Tensor) -> None:
+        self._finish_returns()
+        for target, total in zip((dk, dv), self._sums, strict=True):
+            target.copy_(total)
+
+    @property
+    def _gathering(self) -> Gathering:
+        return self.step.gathering(self.node)
+
+    def _index(self, name: str) -> Tensor:
+        key = (name, self.node, self.k.device)
+        return self.step.table(key, lambda: on_device(getattr(self._gathering, name), self.k.device))
+
+    def _empty(self, rows: int, chunk: HeadChunk) -> Tensor:
+        width = chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
+        return self.k.new_empty(rows, *self.k.shape[1:-2], width)
+
+    def _start(self, chunk: HeadChunk) -> tuple[Tensor, Pending]:
+        own = pack(self.k[..., chunk.groups, :], self.v[..., chunk.groups, :])
+        width = own.shape[1:].numel()
+        if self.step.schedule == "all_gather":
+            longest = int(self.step.keys.token_counts.max())  # backends gather equal shares only
+            share = own.new_empty(longest, *own.shape[1:])
+            share[: len(own)] = own
+            received = own.new_empty(self.step.num_nodes * longest, *own.shape[1:])
+            return received, self.group.start_all_gather(received.view(-1), share.view(-1))
+        gathering = self._gathering
+        sent = own.index_select(0, self._index("send_rows"))
+        received = own.new_empty(gathering.tokens.size, *own.shape[1:])
+        pending = self.group.start_all_to_all(
+            received.view(-1),
+            sent.view(-1),
+            (gathering.recv_counts * width).tolist(),
+            (gathering.send_counts * width).tolist(),
+        )
+        return received, pending
+
+    def _arranged(self, received: Tensor) -> Tensor:
+        """What arrived, in stream order."""
+        if self.step.schedule == "all_gather":
+            if len(received) == self._gathering.tokens.size and self._gathering.arrange is None:
+                return received
+            return received.index_select(0, self.step.table(("shares", self.k.device), self._shares))
+        return received if self._gathering.arrange is None else received.index_select(0, self._index("arrange"))
+
+    def _shares(self) -> Tensor:
+        """Where each token of the stream stands among the shares of an all-gather."""
+        counts = self.step.keys.token_counts
+        places = self.step.keys.inverse_order
+        owners = torch.searchsorted(torch.tensor(counts).cumsum(0), torch.tensor(places), right=True).numpy()
+        before = counts.cumsum() - counts
+        return on_device(owners * int(counts.max()) + places - before[owners], self.k.device)
+
+    def _finish_returns(self) -> None:
+        for chunk, received, pending in self._returning:
+            pending.wait()
+            sums = [total[..., chunk.groups, :] for total in self._sums]
+            rows = self._index("send_rows").split(self._gathering.send_counts.tolist())
+            pieces = received.split(self._gathering.send_counts.tolist())
+            for of_node, piece in zip(rows, pieces, strict=True):
+                for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
+                    total.index_add_(0, of_node, part.to(self.wide))
+        self._returning = []

@@ -1,0 +1,60 @@
+"""Neighbouring ranks taken together: the layouts of a head exchange among some of the ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.layout import Layout
+from megatron_cp.layout.packing import Packing
+
+
+def joined(layout: Layout, count: int) -> Layout:
+    """Who holds what once every `count` neighbouring ranks are one, which holds all their tokens in stream order.
+
+    With `count` 1 the layout itself, its order and pad rows included; above, no pad rows.
+
+    Raises:
+        ArgumentError: `count` does not divide the number of ranks.
+    """
+    if layout.cp_size % count:
+        raise ArgumentError("count", count, f"a divisor of the {layout.cp_size} ranks")
+    if count == 1:
+        return layout
+    return layout.table(("joined", count), lambda: _joined(layout, count))
+
+
+def part(layout: Layout, first: int, count: int) -> Layout:
+    """The layout of `count` neighbouring ranks from `first` on, over the stream of their own tokens.
+
+    That stream is the packed stream with the tokens of all other ranks left out; its documents do not matter to an
+    exchange, so it is one. Rows are the same as in `layout`.
+    """
+    if (first, count) == (0, layout.cp_size):
+        return layout
+    return layout.table(("part", first, count), lambda: _part(layout, first, count))
+
+
+def _joined(layout: Layout, count: int) -> Layout:
+    starts, ends, offsets = [], [], [0]
+    for first in range(0, layout.cp_size, count):
+        lo, hi = layout.fragment_offsets[first], layout.fragment_offsets[first + count]
+        order = np.argsort(layout.starts[lo:hi], kind="stable")
+        starts.append(layout.starts[lo:hi][order])
+        ends.append(layout.ends[lo:hi][order])
+        offsets.append(offsets[-1] + order.size)
+    return Layout(layout.packing, np.concatenate(starts), np.concatenate(ends), np.array(offsets))
+
+
+def _part(layout: Layout, first: int, count: int) -> Layout:
+    bounds = layout.fragment_offsets[first : first + count + 1]
+    starts, ends = (edges[bounds[0] : bounds[-1]] for edges in (layout.starts, layout.ends))
+    order = np.argsort(starts, kind="stable")
+    sizes = (ends - starts)[order]
+    placed = np.empty_like(starts)
+    placed[order] = np.cumsum(sizes) - sizes
+    total = int(sizes.sum())
+    return Layout(
+        Packing([total]), placed, placed + ends - starts, bounds - bounds[0],
+        align=layout.align, min_rows=layout.min_rows,
+    )  # fmt: skip

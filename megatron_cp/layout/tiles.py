@@ -1,0 +1,96 @@
+"""`Tiles`: the visible pairs between the query rows and the key rows that one rank has at hand."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from megatron_cp.layout import bands as band
+from megatron_cp.layout.layout import Layout
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.tables import Tables
+
+
+class Tiles(Tables):
+    """The visible pairs of one kernel call: the bands of a mask, counted in the rows of the q and k that are given.
+
+    Attributes:
+        bands: `[n, 6]` disjoint and tight, in the order of their first query; see `layout/bands.py`. A query may be in
+            several bands, or in none: then it sees nothing.
+        q_tokens, k_tokens: `[num_queries]`, `[num_keys]` place of each row in its packed stream: for dropout.
+    """
+
+    def __init__(self, bands: IntArray, q_tokens: IntArray, k_tokens: IntArray) -> None:
+        self.bands, self.q_tokens, self.k_tokens = bands, q_tokens, k_tokens
+
+    @cached_property
+    def pure(self) -> IntArray:
+        """The bands cut up until each is full, causal, inverse causal or both; see `layout.bands.pure`."""
+        return band.pure(self.bands)
+
+    @cached_property
+    def query_rows(self) -> slice:
+        """The rows from the first query that sees a key to the last."""
+        return _span(self.bands[:, 0], self.bands[:, 1])
+
+    @cached_property
+    def key_rows(self) -> slice:
+        """The rows from the first key that is seen to the last."""
+        return _span(self.bands[:, 2], self.bands[:, 3])
+
+    @cached_property
+    def cropped(self) -> Tiles:
+        """The same pairs, counted in `query_rows` and `key_rows` alone."""
+        queries, keys = self.query_rows, self.key_rows
+        bands = band.moved(self.bands, -queries.start, -keys.start)
+        return Tiles(bands, self.q_tokens[queries], self.k_tokens[keys])
+
+    @cached_property
+    def cropped_keys(self) -> Tiles:
+        """The same pairs, counted in all query rows and `key_rows`."""
+        keys = self.key_rows
+        return Tiles(band.moved(self.bands, 0, -keys.start), self.q_tokens, self.k_tokens[keys])
+
+
+def bands_of_queries(bands: IntArray, layout: Layout, rank: int) -> IntArray:
+    """The part of a mask that the queries of one rank see, counted in their rows; keys stay places in the stream."""
+    return _in_rows(bands, *_fragments(layout, rank), queries=True)
+
+
+def bands_of_keys(bands: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
+    """The part of a mask over keys that lie in rows, range after range of the stream, counted in those rows."""
+    return _in_rows(bands, starts, ends, queries=False)
+
+
+def bands_of_held_keys(bands: IntArray, layout: Layout, rank: int) -> IntArray:
+    """`bands_of_keys` over the rows of one rank."""
+    return _in_rows(bands, *_fragments(layout, rank), queries=False)
+
+
+def ranges_seen(bands: IntArray) -> tuple[IntArray, IntArray]:
+    """The keys that the queries of tight bands see, as starts and ends of the fewest ranges, in rising order."""
+    order = np.argsort(bands[:, 2], kind="stable")
+    starts, ends = bands[order, 2], np.maximum.accumulate(bands[order, 3]) if len(bands) else bands[:, 3]
+    first = np.ones(starts.size, dtype=bool)
+    np.greater(starts[1:], ends[:-1], out=first[1:])
+    last = np.append(first[1:], True)[: starts.size]
+    return starts[first], ends[last]
+
+
+def _fragments(layout: Layout, rank: int) -> tuple[IntArray, IntArray]:
+    lo, hi = layout.fragment_offsets[rank : rank + 2]
+    return layout.starts[lo:hi], layout.ends[lo:hi]
+
+
+def _in_rows(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> IntArray:
+    rows = np.cumsum(ends - starts) - (ends - starts)  # where each range begins among the rows
+    order = np.argsort(starts, kind="stable")
+    pieces, number = band.cut(bands, starts[order], ends[order], queries=queries)
+    shift = (rows - starts)[order][number]
+    pieces = band.moved(pieces, shift, 0) if queries else band.moved(pieces, 0, shift)
+    return pieces[np.lexsort((pieces[:, 2], pieces[:, 0]))]
+
+
+def _span(starts: IntArray, ends: IntArray) -> slice:
+    return slice(int(starts.min()), int(ends.max())) if starts.size else slice(0, 0)

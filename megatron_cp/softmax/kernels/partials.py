@@ -1,0 +1,118 @@
+"""Results that are computed in parts: a row's keys, or a row's queries, in several calls of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_cp.layout.packing import IntArray
+
+Rows = slice | Tensor  # a range, or an index of rows of which none is there twice
+
+
+@dataclass(frozen=True)
+class Cover:
+    """How parts cover the rows of one axis, in the order in which they are added.
+
+    Attributes:
+        is_first: for each part, whether no part before it has any of its rows: it is written, not added.
+        is_whole: every row is written before anything is added to it, so that nothing has to be filled beforehand.
+    """
+
+    is_first: tuple[bool, ...]
+    is_whole: bool
+
+    @classmethod
+    def of(cls, parts: Sequence[slice | IntArray], num_rows: int) -> Cover:
+        """The cover of `num_rows` rows by `parts`."""
+        covered, is_first, is_whole = np.zeros(num_rows, dtype=bool), [], True
+        for rows in parts:
+            before = covered[rows]
+            is_first.append(not before.any())
+            is_whole &= is_first[-1] or bool(before.all())
+            covered[rows] = True
+        return cls(tuple(is_first), is_whole and bool(covered.all()))
+
+    @property
+    def adds(self) -> bool:
+        return not all(self.is_first)
+
+
+def wide_type(x: Tensor) -> torch.dtype:
+    """What parts of results of this type are added up in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Turns `out` and `lse` in place into those of the softmax over their keys and the part's.
+
+    Args:
+        out, part: `[T, h, d]` of one type; zero, or any finite number, where their lse is -inf.
+        lse, part_lse: `[h, T]`; -inf in rows that see nothing.
+    """
+    # With no weight on either side the sigmoid is that of inf - inf.
+    share = torch.where(part_lse == -torch.inf, 0, torch.sigmoid(part_lse - lse))
+    out.lerp_(part, share.T[..., None].to(out.dtype))
+    lse.copy_(torch.logaddexp(lse, part_lse))
+
+
+class OutputSum:
+    """`out` and `lse` from parts over some of the keys each, merged in at least fp32 and rounded once."""
+
+    def __init__(self, out: Tensor, lse: Tensor, cover: Cover) -> None:
+        self.out, self.lse = out, lse
+        self.sum = torch.empty_like(out, dtype=wide_type(out)) if cover.adds else out
+        if not cover.is_whole:
+            self.sum.zero_()
+            lse.fill_(-torch.inf)
+
+    def add(self, rows: Rows, part: Tensor, part_lse: Tensor, *, is_first: bool) -> None:
+        """`part` `[t, h, d]` and `part_lse` `[h, t]`: what the queries in `rows` get from keys not added yet."""
+        if is_first:
+            put(self.sum, rows, part)
+            put(self.lse.T, rows, part_lse.T)
+            return
+        out, lse = self.sum[rows], self.lse[:, rows]
+        merge(out, lse, part.to(out.dtype), part_lse)
+        if not isinstance(rows, slice):  # a range is a view and has been merged in place
+            put(self.sum, rows, out)
+            put(self.lse.T, rows, lse.T)
+
+    def finish(self) -> None:
+        if self.sum is not self.out:
+            self.out.copy_(self.sum)
+
+
+class GradientSum:
+    """A gradient from parts, added in order in at least fp32 and rounded once."""
+
+    def __init__(self, target: Tensor, cover: Cover) -> None:
+        self.target = target
+        self.sum = torch.empty_like(target, dtype=wide_type(target)) if cover.adds else target
+        if not cover.is_whole:
+            self.sum.zero_()
+
+    def add(self, rows: Rows, part: Tensor, *, is_first: bool) -> None:
+        """`part` `[t, h, d]`: a share of the gradient of the rows `rows`."""
+        if is_first:
+            put(self.sum, rows, part)
+        elif isinstance(rows, slice):
+            self.sum[rows].add_(part)
+        else:
+            self.sum.index_add_(0, rows, part.to(self.sum.dtype))  # no row is there twice: no order to depend on
+
+    def finish(self) -> None:
+        if self.sum is not self.target:
+            self.target.copy_(self.sum)
+
+
+def put(target: Tensor, rows: Rows, values: Tensor) -> None:
+    """Writes `values` into rows of `target`, whatever their types."""
+    if isinstance(rows, slice):
+        target[rows].copy_(values)
+    else:
+        target.index_copy_(0, rows, values.to(target.dtype))

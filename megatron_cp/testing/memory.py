@@ -1,0 +1,138 @@
+"""`PeakMemory`: the most bytes that an operation's tensors take at a time on one rank, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from megatron_cp.executor.groups import Message, Pending, RankGroup
+
+
+class PeakMemory(TorchDispatchMode):
+    """Follows the tensors that this thread makes within `with memory:`, forward and backward, until they are freed.
+
+    Counted is the storage of every tensor that an operator returned and that was not there before. Not counted is what
+    an operator allocates and frees within itself, and what a group of ranks does that `watch` wrapped. Autograd would
+    run the backward of CUDA tensors in a thread of its own, unseen; within the block it does not.
+
+    Attributes:
+        live: bytes of such storages that are in use after the latest operator.
+        peak: the largest `live` since the beginning, or since `live` was last taken for a beginning by `restart`.
+
+    Example:
+        >>> memory = PeakMemory()
+        >>> with memory:
+        ...     x = torch.ones(4) + torch.ones(4)
+        >>> memory.live, memory.peak
+        (16, 48)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._one_thread = ExitStack()
+        # By the address of the storage, which no other gets while a weak reference is held.
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._found: dict[int, StorageWeakRef] = {}  # there before: results may be views of it
+        self.peak = 0
+
+    @property
+    def live(self) -> int:
+        return sum(size for storage, size in self._made.values() if not storage.expired())
+
+    def restart(self) -> None:
+        """Forgets the peak, and not what is in use."""
+        self.peak = self.live
+
+    def watch(self, group: RankGroup) -> RankGroup:
+        """The same group, as a wire would be: its own copies are not counted, and what is sent lives until it is sent.
+
+        Ranks that are threads copy what they send at once and let go of it; a real transport reads it until the wait.
+        """
+        return _WatchedGroup(group)
+
+    def __enter__(self) -> PeakMemory:
+        self._one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        self._one_thread.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for storage in _storages((args, kwargs)):
+            if storage.cdata not in self._made:
+                self._found.setdefault(storage.cdata, storage)
+        result = func(*args, **(kwargs or {}))
+        for storage, size in _sized_storages(result):
+            if storage.cdata not in self._found:
+                self._made[storage.cdata] = storage, size
+        self._forget_freed()
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _forget_freed(self) -> None:
+        self._made = {key: made for key, made in self._made.items() if not made[0].expired()}
+        self._found = {key: found for key, found in self._found.items() if not found.expired()}
+
+
+def _storages(values: Any) -> Iterator[StorageWeakRef]:
+    return (storage for storage, _ in _sized_storages(values))
+
+
+def _sized_storages(values: Any) -> Iterable[tuple[StorageWeakRef, int]]:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            storage = leaf.untyped_storage()
+            yield StorageWeakRef(storage), storage.nbytes()
+
+
+class _WatchedGroup(RankGroup):
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self.rank, self.size = group.rank, group.size
+
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
+        return self._started(self.group.start_all_to_all, (sent,), received, sent, received_splits, sent_splits)
+
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        return self._started(self.group.start_all_gather, (sent,), received, sent)
+
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        return self._started(self.group.start_messages, tuple(sent.tensor for sent in sends), sends, receives)
+
+    def barrier(self) -> None:
+        with _disable_current_modes():
+            self.group.barrier()
+
+    def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
+        with _disable_current_modes():
+            self.group.host_all_gather(received, sent)
+
+    def _started(self, start: Callable[..., Pending], sent: tuple[Tensor, ...], *args: Any) -> Pending:
+        with _disable_current_modes():
+            return _Sending(start(*args), sent)
+
+
+class _Sending(Pending):
+    """A transfer and what it sends, which must live until it is done."""
+
+    def __init__(self, pending: Pending, sent: tuple[Tensor, ...]) -> None:
+        self._pending, self._sent = pending, sent
+
+    def wait(self) -> None:
+        with _disable_current_modes():
+            self._pending.wait()
+        self._sent = ()

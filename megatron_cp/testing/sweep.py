@@ -1,0 +1,50 @@
+"""Many cases from one: every scheme, layout, mask and kind of heads that was not asked for by name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from megatron_cp.planner.capabilities import working
+from megatron_cp.testing.parity import Case
+
+MASKS = ("causal", "full", "window:5,0", "window:4,2", "prefix:5", "chunk:6", "first:2+window:4,0")
+HEADS: tuple[dict[str, Any], ...] = (
+    {"heads": 6, "groups": 2},
+    {"heads": 7, "groups": 7},
+    {"heads": 7, "groups": 1},
+    {"heads": 4, "groups": 4, "head_dim": 24, "value_head_dim": 16},
+    {"heads": 6, "groups": 2, "learned_sink": True},
+    {"heads": 6, "groups": 3, "softcap": 2.0},
+    {"heads": 6, "groups": 2, "dropout": 0.2},
+)
+
+
+def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
+    """Cases that differ from `case` in what is not in `fixed`: "scheme", "layout", "mask", "heads".
+
+    Every scheme meets every layout and mask; kinds of heads take turns. Schemes that are no product of the case's
+    number of ranks are left out.
+    """
+    layouts = [case.layout] if "layout" in fixed else working("layout")
+    if case.layer != "attention":
+        return [replace(case, layout=layout) for layout in layouts]
+    schemes = [case.scheme] if "scheme" in fixed else [s for s in working("scheme") if s != "auto"]
+    if "scheme" not in fixed and not any(case.cp % u == 0 for u in range(2, case.cp)):
+        schemes = [scheme for scheme in schemes if "+" not in scheme]
+    masks = [case.mask] if "mask" in fixed else MASKS
+    heads = [{}] if "heads" in fixed else HEADS
+    return [
+        # One step further with every round of the masks, so that each mask meets each kind of heads.
+        replace(
+            case,
+            scheme=scheme,
+            layout=layout,
+            mask=mask,
+            seed=case.seed + number,
+            **heads[(number + number // len(masks)) % len(heads)],
+        )  # fmt: skip
+        for number, (scheme, layout, mask) in enumerate(itertools.product(schemes, layouts, masks))
+    ]
