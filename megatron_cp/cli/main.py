@@ -34,16 +34,16 @@ class Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0 success, 1 a check failed, 2 bad usage."""
-    from megatron_cp.cli import check, doctor, plan, train
+    from megatron_cp.cli import bench, check, doctor, plan, train
     from megatron_cp.executor.launch import RankError
 
     parser = argparse.ArgumentParser(
         prog="megatron-cp",
-        description="Context parallelism for packed batches: check it, plan it, see what works here.",
+        description="Context parallelism for packed batches: check it, plan it, measure it, see what works here.",
     )
     parser.add_argument("--version", action="version", version=f"megatron-cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (train, check, plan, doctor):
+    for command in (train, check, plan, bench, doctor):
         name = command.__name__.rpartition(".")[2]
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
         sub.add_argument("--json", action="store_true", help="one JSON object on the last line of standard output")

@@ -51,3 +51,234 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     local = _Local(inner, node, lane, item_size)
     moves = list(_moves(plan, rank, item_size))
     return _forward(local, moves) if forward else _backward(local, moves)
+
+
+@dataclass(frozen=True)
+class _Move:
+    """One head exchange on one rank, in bytes.
+
+    Attributes:
+        to_heads: the direction; the other one goes back by the same sizes.
+        tokens: all heads of the own tokens, outside the message; `summed` what sums of shared heads take beside it.
+        token_message, head_message: the message where the own tokens are, and where the own heads are.
+        in_order: heads are used where they arrive, and arrive where they are used.
+    """
+
+    to_heads: bool
+    tokens: int
+    summed: int
+    token_message: int
+    head_message: int
+    in_order: bool
+
+    def arriving(self) -> int:
+        """The most that going to the head side takes; `head_message` stays."""
+        return self.head_message + max(self.token_message, 0 if self.in_order else self.head_message)
+
+    def leaving(self, *, in_order: bool) -> int:
+        """The most that going to the token side takes beside the heads that go; `tokens` stays."""
+        return self.token_message + max(0 if in_order else self.head_message, self.tokens + self.summed)
+
+
+def _moves(plan: Plan, rank: int, item_size: int) -> list[_Move]:
+    """The exchanges of a plan, in order."""
+    return [
+        _move(exchange, rank, item_size, to_heads=to_heads)
+        for exchange, to_heads in plan.exchanges(forward=True)
+        if not exchange.is_local
+    ]
+
+
+def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _Move:
+    node, lane = divmod(rank, exchange.degree)
+    exchange, blocks = exchange.of_node(node), exchange.sections.blocks
+    layout, rows = exchange.layout, exchange.sections.row_format([item_size] * len(blocks)).row_bytes
+    held, shared = int(layout.token_counts[lane]), [block.width for block in blocks if block.replicated]
+    return _Move(
+        to_heads=to_heads,
+        tokens=int(layout.row_counts[lane]) * exchange.sections.width * item_size,
+        summed=held * sum(shared) * LSE if item_size < LSE else 0,
+        token_message=held * sum(rows),
+        head_message=layout.packing.total * rows[lane],
+        in_order=layout.in_stream_order,
+    )
+
+
+def _forward(local: _Local, moves: list[_Move]) -> int:
+    live, moments = 0, []
+    for move in (move for move in moves if move.to_heads):
+        moments.append(live + move.arriving())
+        live += move.head_message
+    moments += [live + moment for moment in local.forward()]
+    live += local.out + local.lse
+    for move in (move for move in moves if not move.to_heads):
+        in_order = move.in_order and move.head_message == local.out  # one section: its table is `out` if rows are whole
+        moments.append(live + move.leaving(in_order=in_order))
+    return max(moments)
+
+
+def _backward(local: _Local, moves: list[_Move]) -> int:
+    inbound, outbound = ([move for move in moves if move.to_heads == way] for way in (True, False))
+    output, saved = sum(move.tokens for move in outbound), sum(move.head_message for move in inbound)
+    live, moments = output + saved + local.out + local.lse, []
+    for move in outbound:
+        moments.append(live + move.arriving())
+        live += move.head_message
+    # Gradients lie to each other as their inputs do: where those are one message, so are they.
+    gradients = saved if len(inbound) == 1 else local.dq + local.keys
+    moments += [live + gradients + moment for moment in local.backward()]
+    live = output + gradients
+    for move in reversed(inbound):
+        moments.append(live + move.leaving(in_order=move.in_order and len(inbound) == 1))
+        live += move.tokens
+    return max(moments)
+
+
+@dataclass(frozen=True)
+class _Local:
+    """The attention of one lane's heads on one node, in bytes."""
+
+    step: Attend
+    node: int
+    lane: int
+    item: int
+
+    @property
+    def wide(self) -> int:
+        return max(self.item, LSE)
+
+    @cached_property
+    def heads(self) -> int:
+        lo, hi = self.step.deal.heads[self.lane]
+        return hi - lo
+
+    @cached_property
+    def groups(self) -> int:
+        lo, hi = self.step.deal.groups[self.lane]
+        return hi - lo
+
+    @cached_property
+    def rows(self) -> int:
+        return int(self.step.queries.row_counts[self.node])
+
+    @property
+    def out(self) -> int:
+        return self.rows * self.heads * self.step.value_head_dim * self.item
+
+    @property
+    def lse(self) -> int:
+        return self.rows * self.heads * self.wide
+
+    @property
+    def dq(self) -> int:
+        return self.rows * self.heads * self.step.head_dim * self.item
+
+    @property
+    def keys(self) -> int:
+        return self.block(int(self.step.keys.row_counts[self.node]), self.groups, self.item)
+
+    def block(self, rows: int, groups: int, item: int) -> int:
+        return rows * groups * (self.step.head_dim + self.step.value_head_dim) * item
+
+    def forward(self) -> list[int]:
+        """Moments of the loop, the output and its lse included."""
+        base = self.out + self.lse
+        if self.step.num_nodes == 1:
+            return [base]
+        if self.step.schedule != "p2p":
+            sums = self._block_of(self.node, self.wide)
+            return [base + sums + moment for moment in self._gathering(backward=False)]
+        base = self.out // self.item * self.wide + self.lse
+        return [base + moment for moment in self._rotation(backward=False)]
+
+    def backward(self) -> list[int]:
+        """Moments of the loop, beyond the gradients of q, k and v."""
+        if self.step.num_nodes == 1:
+            return [0]
+        if self.step.schedule != "p2p":
+            sums = self._block_of(self.node, self.wide)
+            return [sums + moment for moment in self._gathering(backward=True)]
+        held = int(self.step.queries.token_counts[self.node])
+        total = held * self.heads * self.step.head_dim * self.wide
+        return [total + moment for moment in self._rotation(backward=True)]
+
+    def _block_of(self, node: int, item: int) -> int:
+        return self.block(int(self.step.keys.token_counts[node]), self.groups, item)
+
+    def _rotation(self, *, backward: bool) -> list[int]:
+        """Moments of a ring. A stage's variables live until the next stage has its own."""
+        nodes, moments = self.step.num_nodes, []
+        before = part_before = 0
+        sources = [self.step.source(self.node, stage) for stage in range(nodes)]
+        sizes, sums = ([self._block_of(source, item) for source in sources] for item in (self.item, self.wide))
+        kept: dict[bool, int] = {}  # the last stages that saw no key, and some: loops there hold on to their gradients
+        for stage in range(nodes):
+            current, following = sizes[stage], sizes[stage + 1] if stage + 1 < nodes else 0
+            seen = self._seen_rows(stage)
+            rows = seen * self.heads * self.wide if stage else 0
+            part = rows * (self.step.head_dim if backward else self.step.value_head_dim + 1)
+            if backward:
+                coming, old = sums[stage] if stage else 0, {*kept.values(), stage - 1} - {-1}
+                moments.append(before + current + following + part_before + coming + sum(sums[i] for i in old))
+                here = current + following + coming
+                moments.append(here + part_before + sum(sums[i] for i in old | {stage}))
+                kept[seen > 0] = stage
+                alive = sum(sums[i] for i in {*kept.values(), stage})
+                moments.append(here + part_before + part + alive + (sums[stage - 1] if stage - 1 not in kept.values() and stage else 0))
+                part_before = part or part_before
+                moments.append(here + alive + sums[(stage + 1) % nodes] + part_before)
+            else:
+                moments.append(before + current + following + part_before)
+                moments.append(current + following + part_before + part)
+                moments.append(current + following + part + 2 * rows)
+                part_before = part or part_before
+            before = current
+        if not backward and self.wide > self.item:
+            moments.append(before + part_before + self.out)
+        return moments
+
+    def _seen_rows(self, stage: int) -> int:
+        rows = self.step.tiles(self.node, stage).query_rows
+        return int(rows.stop - rows.start)
+
+    def _gathering(self, *, backward: bool) -> list[int]:
+        """Moments of gathered head chunks. A chunk's variables live until the next chunk has its own."""
+        gathering, chunks, moments = self.step.gathering(self.node), self.step.chunks(self.lane), []
+        tokens, sent_rows = gathering.tokens.size, gathering.send_rows.size
+        own = int(self.step.keys.token_counts[self.node])
+        if self.step.schedule == "all_gather":
+            longest = int(self.step.keys.token_counts.max())
+            sent, received = longest, self.step.num_nodes * longest
+            ordered = 0 if received == tokens and gathering.arrange is None else tokens
+        else:
+            sent, received = sent_rows, tokens
+            ordered = 0 if gathering.arrange is None else tokens
+        returned = 0 if gathering.returned is None else tokens
+
+        def size(chunk: HeadChunk | None, rows: int) -> int:
+            return 0 if chunk is None else self.block(rows, chunk.num_groups, self.item)
+
+        before: HeadChunk | None = None
+        moments.append(size(chunks[0], own + sent + received))
+        largest = int(gathering.send_counts.max())
+        for chunk, following in pairwise([*chunks, None]):
+            assert chunk is not None
+            seen = size(before, ordered or received)
+            left = size(before, tokens + returned + sent_rows) if backward else 0
+            moments.append(seen + left + size(chunk, received) + size(following, own + sent + received))
+            moments.append(seen + left + size(chunk, received + ordered) + size(following, sent + received))
+            if backward:
+                here = size(chunk, received + ordered + tokens) + size(following, sent + received)
+                moments.append(here + left)
+                moments.append(here + size(before, sent_rows) + self._summands(before, largest))
+                moments.append(here + size(chunk, returned + sent_rows))
+            before = chunk
+        if backward:
+            moments.append(size(before, (ordered or received) + tokens + sent_rows) + self._summands(before, largest))
+        return moments
+
+    def _summands(self, chunk: HeadChunk | None, rows: int) -> int:
+        """What is added to the sums of the own keys' gradients, in their type."""
+        if chunk is None or self.item >= self.wide:
+            return 0
+        return rows * chunk.num_groups * max(self.step.head_dim, self.step.value_head_dim) * self.wide

@@ -9,12 +9,14 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.batch import PlannedSeqParams, planned
 from megatron_cp.megatron.modules import (
@@ -79,6 +81,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             ulysses_degree=_ulysses_degree(config, scheme),
             head_chunks=getattr(config, "cp_head_chunks", None),
         )
+        _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)
         self._unpacked: BatchPlan | None = None  # of the latest length of unpacked batches, which rarely changes
 
@@ -149,6 +152,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             )
             return
         self.softmax_offset = torch.nn.Parameter(sinks)
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         if config.perform_initialization:
             config.init_method(self.softmax_offset)
 
@@ -237,6 +241,15 @@ def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
         return "auto"
     spelled = {"allgather": "all_gather"}.get(cp_comm_type, cp_comm_type)  # Megatron's help and TE differ
     return require("scheme", spelled, name="--cp-comm-type")
+
+
+def _refuse_unplannable(slot: AttentionSlot, cp_size: int) -> None:
+    """Refuses while the model is built what would be refused when the first batch is planned."""
+    flags = {"scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size"}
+    try:
+        slot.plan(Layout.contiguous(Packing([1]), cp_size))
+    except ArgumentError as error:
+        refuse(flags.get(error.argument, error.argument), error.given, error.allowed, error.remedy)
 
 
 def _ulysses_degree(config: Any, scheme: str) -> int | None:

@@ -149,7 +149,7 @@ def _hash(ids: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(ids.numpy().tobytes(), digest_size=4).digest(), "little")
 
 
-def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int) -> PlannedSeqParams:
+def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int = 0) -> PlannedSeqParams:
     """The plans as what Megatron's layers are given, with everything a layer needs on the device already."""
     layout, packing = plans.layout, plans.layout.packing
     prepare_tables(layout, device)

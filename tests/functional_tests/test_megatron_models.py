@@ -69,6 +69,38 @@ MEGATRONS = [
 ONE_KEY_HEAD = Case("hybrid", changes=(("linear_num_key_heads", 1),))
 NORMED = Case("hybrid", changes=(("qk_layernorm", True),))
 MIXED = Case("gpt_gdn", changes=(("cp_comm_type", "a2a"),))
+# What Megatron's own context parallelism refuses or leaves out, at once: windows in every other layer, sinks, dropout.
+FEATURES = (
+    ("window_size", (20, 0)),
+    ("window_attn_skip_freq", 2),
+    ("softmax_type", "learnable"),
+    ("attention_dropout", 0.2),
+)
+
+
+def schemes(*names, features=(), **more):
+    return [Case("gpt", changes=(("cp_comm_type", name), *features), **more) for name in names]
+
+
+KEYS_TRAVEL = [
+    *schemes("p2p", "all_gather", "exact"),
+    *schemes("p2p", "all_gather", "exact", features=FEATURES, layout="random"),
+    *schemes("p2p", "exact", layout="lopsided"),
+    *schemes("p2p", "exact", batches="tiny"),
+    *schemes("p2p", "exact", recompute="core_attn", features=FEATURES),
+    *schemes("p2p", "exact", features=FEATURES),
+    *schemes("p2p", batches="aligned", how="megatron"),
+    *schemes("p2p", batches="even", how="unpacked"),
+    *schemes("a2a", features=FEATURES),
+    Case(
+        "gpt", changes=(("cp_comm_type", ("p2p", "a2a")), ("window_size", (20, 0)), ("window_attn_skip_freq", (1, 0)))
+    ),
+    Case("hybrid", changes=(("cp_comm_type", "p2p"), ("softmax_type", "off-by-one"))),
+]
+PRODUCTS = [
+    *schemes("a2a", "p2p", "exact", "a2a+p2p", "a2a+all_gather", layout="balanced"),
+    *schemes("a2a+p2p", "a2a+all_gather", features=FEATURES, layout="contiguous"),
+]
 RECOMPUTED = [
     Case(kind, recompute=what)
     for kind, what in (
@@ -88,8 +120,20 @@ PLACES = {
     "cp2": (
         1,
         2,
-        [*EVERYWHERE, *UNEVEN, *SINGLE, *MEGATRONS, *RECOMPUTED, Case("gpt_gdn"), ONE_KEY_HEAD, NORMED, MIXED],
+        [
+            *EVERYWHERE,
+            *UNEVEN,
+            *SINGLE,
+            *MEGATRONS,
+            *RECOMPUTED,
+            Case("gpt_gdn"),
+            ONE_KEY_HEAD,
+            NORMED,
+            MIXED,
+            *KEYS_TRAVEL,
+        ],
     ),
+    "cp4": (1, 4, PRODUCTS),
     "cp3": (1, 3, [*EVERYWHERE, *UNEVEN, *SINGLE, *[case for case in MEGATRONS if case.kind != "gpt_gdn"]]),
     "tp2cp2": (2, 2, [*EVERYWHERE, *UNEVEN, *SINGLE, *SEQUENCE_PARALLEL, NORMED]),
     "dp2cp2": (1, 2, [*EVERYWHERE, *SINGLE]),
@@ -111,7 +155,9 @@ def run_cases(group, places):
 def run_case(case):
     from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
 
-    changes = dict(case.changes) | RECOMPUTE[case.recompute] | {"sequence_parallel": case.sequence_parallel}
+    lists = ("cp_comm_type", "window_attn_skip_freq")  # which Megatron tells from tuples, and no set can hold
+    changes = {name: list(v) if name in lists and isinstance(v, tuple) else v for name, v in case.changes}
+    changes |= RECOMPUTE[case.recompute] | {"sequence_parallel": case.sequence_parallel}
     config = tiny.configure(case.kind, params_dtype=getattr(torch, case.dtype), **changes)
     with pytest.MonkeyPatch.context() as patch:
         if case.without_norm_sum:
@@ -144,10 +190,10 @@ def three():
 
 @pytest.fixture(scope="module")
 def four():
-    return launch(4, "tp2cp2", "dp2cp2", broken=(2, 2, [WITHOUT_NORM_SUM]))
+    return launch(4, "tp2cp2", "dp2cp2", "cp4", broken=(2, 2, [WITHOUT_NORM_SUM]))
 
 
-RANKS = {"cp2": "two", "cp3": "three", "tp2cp2": "four", "dp2cp2": "four"}
+RANKS = {"cp2": "two", "cp3": "three", "tp2cp2": "four", "dp2cp2": "four", "cp4": "four"}
 
 
 @pytest.mark.parametrize(("place", "case"), EQUAL, ids=str)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp.executor.attend import merge
 from megatron_cp.layout.packing import IntArray
 
 Rows = slice | Tensor  # a range, or an index of rows of which none is there twice
@@ -45,19 +46,6 @@ class Cover:
 def wide_type(x: Tensor) -> torch.dtype:
     """What parts of results of this type are added up in."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Turns `out` and `lse` in place into those of the softmax over their keys and the part's.
-
-    Args:
-        out, part: `[T, h, d]` of one type; zero, or any finite number, where their lse is -inf.
-        lse, part_lse: `[h, T]`; -inf in rows that see nothing.
-    """
-    # With no weight on either side the sigmoid is that of inf - inf.
-    share = torch.where(part_lse == -torch.inf, 0, torch.sigmoid(part_lse - lse))
-    out.lerp_(part, share.T[..., None].to(out.dtype))
-    lse.copy_(torch.logaddexp(lse, part_lse))
 
 
 class OutputSum:

@@ -22,6 +22,7 @@ from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
+from tests.counting_group import CountingGroup
 
 NAN = float("nan")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -301,32 +302,6 @@ def test_short_gradients_of_a_shared_head_are_summed_in_fp32(dtype: torch.dtype,
 
 
 # -- collectives -----------------------------------------------------------------------------------------------------
-
-
-class CountingGroup(RankGroup):
-    """Counts what goes through another group, and the bytes that this rank sends to the others."""
-
-    def __init__(self, inner: RankGroup) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
-        self.calls: Counter[str] = Counter()
-        self.bytes_sent = 0
-
-    def all_to_all(self, received, sent, received_splits, sent_splits):
-        self.calls["all_to_all"] += 1
-        self.bytes_sent += (sum(sent_splits) - sent_splits[self.rank]) * sent.itemsize
-        self.inner.all_to_all(received, sent, received_splits, sent_splits)
-
-    def all_gather(self, received, sent):
-        self.calls["all_gather"] += 1
-        self.inner.all_gather(received, sent)
-
-    def send_and_receive(self, sends, receives):
-        self.calls["send_and_receive"] += 1
-        self.inner.send_and_receive(sends, receives)
-
-    def barrier(self):
-        self.calls["barrier"] += 1
-        self.inner.barrier()
 
 
 def _qkv(cp_size: int) -> Sections:

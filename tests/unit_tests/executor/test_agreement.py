@@ -9,7 +9,7 @@ from torch import Tensor
 
 import megatron_cp as cp
 from megatron_cp.errors import PlanMismatchError
-from megatron_cp.executor.groups import RankGroup, ThreadGroup
+from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.run import check_agreement
@@ -54,18 +54,18 @@ def refusals(plans: list[Plan]) -> list[str]:
 def test_equal_plans_cost_one_all_gather_of_16_bytes():
     def rank_main(group: ThreadGroup) -> list[tuple[str, int]]:
         calls = []
-        for name in ("all_gather", "all_to_all", "send_and_receive"):  # all_gather is built on the second
+        for name in ("start_all_gather", "start_all_to_all", "start_messages"):  # the first is built on the second
             setattr(group, name, _noted(name, getattr(group, name), calls))
         check_agreement(attention_plan(), group)  # each rank makes its own
         return calls
 
-    assert run_ranks(rank_main, SIZE) == [[("all_gather", 16), ("all_to_all", 16 * SIZE)]] * SIZE
+    assert run_ranks(rank_main, SIZE) == [[("start_all_gather", 16), ("start_all_to_all", 16 * SIZE)]] * SIZE
 
 
-def _noted(name: str, method: Callable[..., None], calls: list[tuple[str, int]]) -> Callable[..., None]:
-    def noted(received: Tensor, sent: Tensor, *splits: list[int]) -> None:
+def _noted(name: str, method: Callable[..., Pending], calls: list[tuple[str, int]]) -> Callable[..., Pending]:
+    def noted(received: Tensor, sent: Tensor, *splits: list[int]) -> Pending:
         calls.append((name, sent.nbytes))
-        method(received, sent, *splits)
+        return method(received, sent, *splits)
 
     return noted
 

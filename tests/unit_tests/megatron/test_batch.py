@@ -265,8 +265,8 @@ def test_rejects_a_group_of_another_size():
 
 
 def test_rejects_layers_that_cannot_be_planned():
-    slot = dataclasses.replace(SLOTS[0], scheme="p2p")
-    with pytest.raises(ArgumentError, match="p2p is not built yet; use a2a"):
+    slot = dataclasses.replace(SLOTS[0], scheme="tiled")
+    with pytest.raises(ArgumentError, match="tiled is not built yet; use exact"):
         shard_batch(ids(), ONE_RANK, slots=[slot])
 
 

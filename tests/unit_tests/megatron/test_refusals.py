@@ -17,7 +17,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
-from megatron_cp.megatron import specs
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.megatron import attention, specs
 from megatron_cp.megatron.attention import CoreAttention
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
@@ -60,31 +61,45 @@ def refused(argument, given):
 
 def test_a_layer_that_needs_none_of_this_is_built():
     layer = build()
-    assert (layer.slot.heads, layer.slot.head_dim, layer.slot.is_causal, layer.slot.scheme) == (4, 8, True, "auto")
-    assert not build(AttnMaskType.no_mask).slot.is_causal
+    assert (layer.slot.heads, layer.slot.head_dim, layer.slot.mask, layer.slot.scheme) == (4, 8, "causal", "auto")
+    assert build(AttnMaskType.no_mask).slot.mask == "full"
 
 
-def test_rejects_sliding_windows():
-    with refused("window-size", r"\(4, 0\)"):
-        build(window_size=(4, 0))
+def test_windows_are_megatrons_layer_by_layer():
+    assert build(window_size=(4, 0)).slot.mask == "window:4,0"
+    assert build(window_size=(4, 3)).slot.mask == "window:4,0"  # it is causal
+    assert build(AttnMaskType.no_mask, window_size=(4, 3)).slot.mask == "window:4,3"
+    layers = [CoreAttention(configure(window_size=(4, 0), window_attn_skip_freq=2), number, AttnMaskType.causal, "self",
+                            pg_collection=Groups()) for number in (1, 2)]  # fmt: skip
+    assert [layer.slot.mask for layer in layers] == ["window:4,0", "causal"]
 
 
-@pytest.mark.parametrize("kind", ["learnable", "off-by-one"])
-def test_rejects_attention_sinks(kind):
-    with refused("softmax-type", f"'{kind}'"):
-        build(softmax_type=kind)
+def test_sinks_are_megatrons():
+    assert build().softmax_offset is None
+    off_by_one, learnable = build(softmax_type="off-by-one"), build(softmax_type="learnable")
+    assert off_by_one.softmax_offset.tolist() == [0] * 4
+    assert list(off_by_one.state_dict()) == []
+    assert learnable.softmax_offset.shape == (4,)
+    assert list(learnable.state_dict()) == ["softmax_offset"]
+
+
+def test_rejects_a_product_that_the_ranks_are_not(monkeypatch):
+    monkeypatch.setattr(attention, "cp_ranks", lambda group: ThreadGroup.create(group.size())[0])
+
+    def build_on(cp_size, cp_comm_type, **changes):
+        groups = Groups(cp=Group(cp_size))
+        return CoreAttention(configure(**changes), 1, AttnMaskType.causal, "self", cp_comm_type, pg_collection=groups)
+
+    with refused("cp-comm-type", "'a2a[+]p2p'"):
+        build_on(3, "a2a+p2p")
+    with refused("hierarchical-context-parallel-sizes", 4):
+        build_on(6, "a2a+p2p", hierarchical_context_parallel_sizes=[4, 2])
+    assert build_on(6, "a2a+p2p", hierarchical_context_parallel_sizes=[3, 2]).slot.ulysses_degree == 3
 
 
 def test_rejects_multimodal_rotary_positions():
     with refused("mrope-section", r"\[2, 1, 1\]"):
         build(mrope_section=[2, 1, 1])
-
-
-def test_rejects_attention_dropout():
-    with refused("attention-dropout", r"0\.1"):
-        build(attention_dropout=0.1)
-    with refused("attention-dropout", r"0\.2"):
-        build(others={"attention_dropout": 0.2})
 
 
 def test_rejects_multi_latent_attention():

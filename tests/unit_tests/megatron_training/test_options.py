@@ -70,8 +70,8 @@ def test_allows_zero(name):
         ({"min_lr": 0.1}, "min_lr", "at most the learning rate, 0.001"),
         ({"adam_beta1": 1.0}, "adam_beta1", "less than 1"),
         ({"seed": 2**63}, "seed", "less than 2**63"),
-        ({"cp_layout": "balanced"}, "cp_layout", "not built yet; use zigzag"),
-        ({"cp_comm_type": ("a2a", "p2p")}, "cp_comm_type", "not built yet; use a2a"),
+        ({"cp_layout": "striped"}, "cp_layout", "zigzag or random or balanced"),
+        ({"cp_comm_type": ("a2a", "tiled")}, "cp_comm_type", "not built yet; use exact"),
         ({"linear_cp_mode": "chunkwise"}, "linear_cp_mode", "not built yet; use headwise"),
     ],
 )

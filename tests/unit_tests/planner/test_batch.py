@@ -27,12 +27,14 @@ def test_slots_are_values(slot):
 
 
 def test_an_attention_slot_plans_all_it_says():
-    slot = dataclasses.replace(ATTENTION, is_causal=False, scheme="a2a")
+    slot = dataclasses.replace(ATTENTION, mask="window:5,0", scheme="a2a+p2p", ulysses_degree=2, head_chunks=1)
+    layout = Layout.zigzag(PACKING, 4)
     expected = plan_attention(
-        PACKING, LAYOUT, heads=6, kv_heads=2, head_dim=8, value_head_dim=16, mask=Mask(PACKING, False), scheme="a2a"
-    )
-    assert slot.plan(LAYOUT) == expected
-    assert slot.plan(LAYOUT) != ATTENTION.plan(LAYOUT)
+        PACKING, layout, heads=6, kv_heads=2, head_dim=8, value_head_dim=16, mask=Mask.window(PACKING, 5, 0),
+        scheme="a2a+p2p", ulysses_degree=2, head_chunks=1,
+    )  # fmt: skip
+    assert slot.plan(layout) == expected
+    assert slot.plan(layout) != ATTENTION.plan(layout)
 
 
 def test_a_linear_slot_plans_all_it_says():
@@ -84,7 +86,7 @@ OTHERS = {
     "pad rows": BatchPlan(LAYOUT.padded(min_rows=1), [ATTENTION, LINEAR]),
     "ranks": BatchPlan(Layout.zigzag(PACKING, 2), [ATTENTION, LINEAR]),
     "heads": BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, heads=8), LINEAR]),
-    "mask": BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, is_causal=False), LINEAR]),
+    "mask": BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, mask="full"), LINEAR]),
     "fewer kinds": BatchPlan(LAYOUT, [ATTENTION]),
     "order": BatchPlan(LAYOUT, [LINEAR, ATTENTION]),
 }
@@ -119,12 +121,14 @@ def test_ranks_that_plan_other_batches_all_hear_of_it():
 @pytest.mark.parametrize(
     ("slot", "argument"),
     [
-        (dataclasses.replace(ATTENTION, scheme="p2p"), "scheme"),
+        (dataclasses.replace(ATTENTION, scheme="tiled"), "scheme"),
+        (dataclasses.replace(ATTENTION, scheme="a2a+p2p"), "scheme"),
+        (dataclasses.replace(ATTENTION, mask="window"), "mask"),
         (dataclasses.replace(ATTENTION, kv_heads=4), "kv_heads"),
         (dataclasses.replace(LINEAR, mode="chunkwise"), "mode"),
         (dataclasses.replace(LINEAR, kind="mamba"), "kind"),
     ],
-    ids=["scheme", "heads", "mode", "kind"],
+    ids=["scheme", "a product of 3", "mask", "heads", "mode", "kind"],
 )
 def test_rejects_slots_that_cannot_be_planned(slot, argument):
     with pytest.raises(ArgumentError) as caught:

@@ -17,6 +17,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, deal_heads
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
+from megatron_cp.executor.schedule import Attend
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.planner.capabilities import CAPABILITIES, working
@@ -61,7 +62,7 @@ def plans(draw):
         warnings.simplefilter("ignore")
         if draw(st.booleans()):
             mask = draw(st.sampled_from([Mask.causal, Mask.full]))(packing)
-            return plan_attention(packing, layout, heads=heads, kv_heads=groups, mask=mask, **dims)
+            return plan_attention(packing, layout, heads=heads, kv_heads=groups, mask=mask, scheme="a2a", **dims)
         return plan_linear(packing, layout, heads=heads, key_heads=groups, **dims)
 
 
@@ -74,11 +75,11 @@ def sections_of(step):
 
 def test_attention_is_one_exchange_in_and_one_out():
     plan = plan_attention(**ATTENTION, value_head_dim=5)
-    assert [type(step) for step in plan.steps] == [ToHeads, Compute, ToTokens]
+    assert [type(step) for step in plan.steps] == [ToHeads, Attend, ToTokens]
     assert sections_of(plan.steps[0]) == [("q", 6, 8), ("k", 2, 8), ("v", 2, 5)]
     assert sections_of(plan.steps[2]) == [("out", 6, 5)]
-    assert (plan.kind, plan.scheme, plan.steps[1].name) == ("attention", "a2a", "attention")
-    assert (plan.packing, plan.cp_size, plan.heads_per_group) == (PACKING, 3, 3)
+    assert (plan.kind, plan.scheme, plan.attend.num_nodes) == ("attention", "a2a", 1)
+    assert (plan.packing, plan.cp_size, plan.ulysses_degree, plan.deal.heads_per_group) == (PACKING, 3, 3, 3)
 
 
 def test_gdn_is_one_exchange_in_and_one_out():
@@ -117,7 +118,7 @@ def test_collectives_are_counted_where_something_moves(planner, arguments):
 def test_backward_runs_the_adjoints_in_reverse(plan):
     forward = list(plan.exchanges(forward=True))
     assert list(plan.exchanges(forward=False)) == [(exchange, not to_heads) for exchange, to_heads in forward[::-1]]
-    assert [to_heads for _, to_heads in forward] == [True, False]
+    assert [to_heads for _, to_heads in forward] == ([True, False] if plan.mask is None or plan.cp_size > 1 else [])
 
 
 # -- what it costs ---------------------------------------------------------------------------------------------------
@@ -126,6 +127,8 @@ def test_backward_runs_the_adjoints_in_reverse(plan):
 def bytes_by_loop(plan, item_size, *, forward, alignment):
     """Each rank's bytes to others, added up over pairs of ranks and sections: the token's holder, the head's owner."""
     sent = [0] * plan.cp_size
+    if plan.cp_size == 1:
+        return sent
     inward, outward = plan.steps[0].exchange.sections.blocks, plan.steps[2].exchange.sections.blocks
     for holder in range(plan.cp_size):
         num_tokens = len(plan.layout.tokens(holder))
@@ -245,7 +248,9 @@ def test_fingerprints_differ_by(plan, other):
 def test_fingerprints_see_which_heads_each_rank_computes():
     layout, deal = Layout.zigzag(PACKING, 2), deal_heads(4, 4, 2)
     fingerprints = {
-        Plan("attention", "a2a", layout, deal, None, (ToHeads(Exchange(layout, Sections((q,)))),)).fingerprint()
+        Plan(
+            "attention", "a2a", layout, Sections((q,)), deal, None, (ToHeads(Exchange(layout, Sections((q,))), (0, 1)),)
+        ).fingerprint()
         for q in (Section("q", 4, 8, ((0, 2), (2, 4))), Section("q", 4, 8, ((0, 1), (1, 4))))
     }
     assert len(fingerprints) == 2
@@ -297,7 +302,7 @@ def test_explain_draws_who_owns_what():
 
 def test_explain_says_which_heads_each_rank_gets():
     with pytest.warns(UserWarning, match="1 of 3 ranks"):
-        text = plan_attention(PACKING, LAYOUT, heads=2, kv_heads=1, head_dim=8).explain()
+        text = plan_attention(PACKING, LAYOUT, heads=2, kv_heads=1, head_dim=8, scheme="a2a").explain()
     rows = [line.split()[4:] for line in text.splitlines() if re.match(r" +\d+ ", line)]
     assert rows == [["0", "0", "50.0%"], ["1", "0", "50.0%"], ["none", "none", "0.0%"]]
 
@@ -306,14 +311,15 @@ def test_explain_says_what_is_sent_at_which_item_size():
     packing = Packing([512])
     plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
     assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
-    assert plan.explain().count("a rank sends at most 16.0 KiB, 16.0 KiB without alignment, at 2 bytes") == 2
-    assert plan.explain(item_size=4).count("a rank sends at most 32.0 KiB, 32.0 KiB without alignment, at 4 bytes") == 2
+    for item_size, sent in ((2, "16.0 KiB"), (4, "32.0 KiB")):
+        said = f"sends at most {sent}; {sent} cannot be done without; at {item_size} bytes"
+        assert plan.explain(item_size).count(said) == 2
 
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_explain_says_where_nothing_moves(cp_size):
     text = plan_attention(PACKING, Layout.contiguous(PACKING, cp_size), heads=2, head_dim=8).explain()
-    assert text.count("nothing moves") == (2 if cp_size == 1 else 0)
+    assert text.count("all tokens at hand") == 1
     assert text.count("one collective") == (0 if cp_size == 1 else 2)
 
 
@@ -329,8 +335,9 @@ def test_explain_an_empty_batch():
 
 @PLANNERS
 def test_warns_the_caller_of_idle_ranks(planner, arguments):
+    scheme = {"scheme": "a2a"} if planner is plan_attention else {}
     with pytest.warns(UserWarning, match="3 of 5 ranks get no .*head and compute nothing here") as caught:
-        plan = planner(PACKING, Layout.zigzag(PACKING, 5), heads=2, head_dim=8)
+        plan = planner(PACKING, Layout.zigzag(PACKING, 5), heads=2, head_dim=8, **scheme)
     assert [warning.filename for warning in caught] == [__file__]
     assert plan.notes == (str(caught[0].message),)
 
@@ -387,13 +394,14 @@ def test_rejects_a_linear_mode_that_is_not_built(mode):
 
 
 def test_a_refusal_from_the_table_says_what_to_do():
-    with pytest.raises(ArgumentError, match=r"allowed: a2a or auto\. tiled is not built yet; use a2a\.$"):
+    with pytest.raises(ArgumentError, match=r"allowed: a2a or .*\. tiled is not built yet; use exact\.$"):
         plan_attention(**ATTENTION, scheme="tiled")
 
 
 @pytest.mark.parametrize("scheme", working("scheme"))
 def test_what_the_table_says_works_for_attention_is_planned(scheme):
-    assert plan_attention(**ATTENTION, scheme=scheme).kind == "attention"
+    plan = plan_attention(**{**ATTENTION, "layout": Layout.zigzag(PACKING, 4)}, scheme=scheme)
+    assert (plan.kind, plan.scheme) == ("attention", "a2a" if scheme == "auto" else scheme)
 
 
 @pytest.mark.parametrize("kind", working("kind"))
@@ -407,10 +415,33 @@ def test_rejects_keys_of_another_packing():
         plan_attention(**ATTENTION, kv_packing=Packing([3, 5]))
 
 
-def test_rejects_keys_in_another_layout():
-    with pytest.raises(ArgumentError, match="pass None for self-attention") as refusal:
-        plan_attention(**ATTENTION, kv_layout=Layout.contiguous(PACKING, 3))
+@pytest.mark.parametrize(
+    "kv_layout", [Layout.contiguous(PACKING, 4), Layout.contiguous(Packing([3, 5]), 3), None], ids=repr
+)
+def test_rejects_a_layout_of_keys_over_other_ranks_or_documents(kv_layout):
+    with pytest.raises(ArgumentError, match="over 3 ranks") as refusal:
+        plan_attention(**ATTENTION, kv_packing=PACKING, kv_layout=kv_layout)
     assert refusal.value.argument == "kv_layout"
+
+
+@pytest.mark.parametrize("scheme", ["a2a+p2p", "a2a+all_gather"])
+def test_rejects_a_product_of_a_prime_number_of_ranks(scheme):
+    with pytest.raises(ArgumentError, match=f"3 has no other divisor; use a2a, {scheme[4:]} or") as refusal:
+        plan_attention(**ATTENTION, scheme=scheme)
+    assert refusal.value.argument == "scheme"
+
+
+@pytest.mark.parametrize(("scheme", "degree", "allowed"), [("a2a+p2p", 3, "2"), ("a2a+p2p", 4, "2"), ("p2p", 2, "1")])
+def test_rejects_a_degree_that_is_no_divisor_or_not_the_schemes(scheme, degree, allowed):
+    with pytest.raises(ArgumentError, match=f"allowed: {allowed}") as refusal:
+        plan_attention(**{**ATTENTION, "layout": Layout.zigzag(PACKING, 4)}, scheme=scheme, ulysses_degree=degree)
+    assert refusal.value.argument == "ulysses_degree"
+
+
+@pytest.mark.parametrize(("scheme", "chunks"), [("p2p", 2), ("exact", 0)])
+def test_rejects_head_chunks_where_there_are_none(scheme, chunks):
+    with refusal_of("head_chunks", chunks):
+        plan_attention(**ATTENTION, scheme=scheme, head_chunks=chunks)
 
 
 def test_rejects_a_mask_over_another_packing():

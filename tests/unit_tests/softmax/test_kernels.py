@@ -201,6 +201,23 @@ def test_wide_partials_of_short_types_are_not_rounded(name, tiles):
     check(both(BY_NAME[name], tensors, tiles, call, out_dtype=torch.float32), expected, 2e-6)
 
 
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_parts_of_short_types_are_added_up_before_they_are_rounded(name):
+    # Sums over 40 parts cancel here and there, where what each part was rounded by does not.
+    tiles = tiles_of([(5 * n, 5 * n + 5, 0, 8, -FAR, FAR) for n in range(40)], 200, 8)
+    exact, call = call_for(16), call_for(16, dtype=torch.bfloat16)
+    tensors = [x.bfloat16() for x in draw(tiles, exact)]
+    wide = [x.double() for x in tensors]
+    out, lse = forward(BY_NAME["reference"], *wide[:3], tiles, exact)
+    out = out.bfloat16()
+    q, k, v, dout = wide
+    expected = backward(BY_NAME["reference"], dout, q, k, v, out.double(), lse, tiles, exact)
+    q, k, v, dout = tensors
+    actual = backward(BY_NAME[name], dout, q, k, v, out, lse.float(), tiles, call)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.allclose(a.double(), b.double(), rtol=2**-8, atol=1e-4)
+
+
 class EmulatedFlash(SegmentedAttention):
     """flash-attn's variable-length operator, with its habit of taking some limits for none, over the oracle."""
 
