@@ -119,18 +119,32 @@ def attend_backward(
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Adds a partial result over other keys: `out` and `lse` become those of all keys. In place.
+    """Adds a partial result over other keys: `out` and `lse` become those of all keys. In place; `part` is used up.
 
-    out = out + w (part - out) with w = sigmoid(part_lse - lse), the new keys' share of the softmax's denominator.
+    out = (1 - w) out + w part with w = sigmoid(part_lse - lse), the new keys' share of the softmax's denominator.
 
     Args:
-        out, part: `[t, (b,) h, v]`.
-        lse, part_lse: `[(b,) h, t]`, -inf where a query has seen nothing.
+        out, part: `[t, (b,) h, v]` of one type.
+        lse, part_lse: `[(b,) h, t]`, -inf where a query has seen nothing; out is then finite, and part too.
     """
-    # Both -inf: no share to speak of, and no key to take it from.
-    share = torch.sigmoid(part_lse - lse).nan_to_num_(0.0)
-    out.lerp_(part, share.movedim(-1, 0).unsqueeze(-1))
-    torch.logaddexp(lse, part_lse, out=lse)
+    before, added = head_by_head(lse), head_by_head(part_lse)
+    share = torch.sub(added, before, out=head_by_head(lse)).sigmoid_()
+    share.nan_to_num_(0.0)  # both -inf: no share to speak of, and no key to take it from
+    lse.copy_(torch.logaddexp(before, added, out=before))
+    weight = share.movedim(-1, 0).unsqueeze(-1).to(out.dtype)
+    # No lerp: it rounds differently with the strides that it meets.
+    out.mul_(1 - weight).add_(part.mul_(weight))
+
+
+def head_by_head(lse: Tensor) -> Tensor:
+    """A copy of `[(b,) h, t]` through which elementwise functions go head by head.
+
+    torch computes exp and its like by vectors and, where those end or elements lie apart, one by one, which rounds
+    differently. Through dense tensors it runs heads together, so that bits would depend on which other heads a rank
+    has. So heads stand apart, each beginning on a cache line.
+    """
+    queries = lse.shape[-1]
+    return lse.new_empty(*lse.shape[:-1], (queries // 16 + 1) * 16)[..., :queries].copy_(lse)
 
 
 def _transfers(step: Attend, node: int, lane: int, group: RankGroup, k: Tensor, v: Tensor) -> Transfers:

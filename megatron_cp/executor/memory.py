@@ -10,10 +10,10 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import ROW_ALIGNMENT
-from megatron_cp.executor.plan import Plan, ToHeads
+from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.schedule import Attend, HeadChunk
 
+MERGING = 3  # numbers for each query and head while partial results are merged
 LSE = 4  # bytes at least of a log-sum-exp, and of whatever is summed
 
 
@@ -32,7 +32,7 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
         at home     forward     out + lse
                     backward    out + lse + dq + block(s)
         p2p         forward     out (w) + lse + the blocks of two stages, the one before still at hand while the third
-                                is awaited, + the stage's part: out (w) + 3 lse of the rows that see a key, of which the
+                                is awaited, + the stage's part: out (w) + 4 lse of the rows that see a key, of which the
                                 stage before keeps out + lse until its own is there; at the end out again if w is wider
                     backward    out + lse + dq + block(s) + dq (w) + those blocks + three gradients (w) of blocks (own,
                                 on the way here, on the way on) + the part dq (w), two as above
@@ -42,7 +42,7 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
                                 received, in both orders, and those that come back for own keys
         a2a         forward     twice the lane's q, k, v while they arrive in another order than the stream's, once
                                 later; the above; and out twice on its way back
-                    backward    likewise, with out's gradient on its way in, and all of dq and block(s) on their way back
+                    backward    likewise, with out's gradient on its way in, and dq and block(s) on their way back
 
     What is sent in an all-gather is as long as the longest share, what is received that times the number of nodes.
     """
@@ -218,19 +218,21 @@ class _Local:
             rows = seen * self.heads * self.wide if stage else 0
             part = rows * (self.step.head_dim if backward else self.step.value_head_dim + 1)
             if backward:
-                coming, old = sums[stage] if stage else 0, {*kept.values(), stage - 1} - {-1}
-                moments.append(before + current + following + part_before + coming + sum(sums[i] for i in old))
-                here = current + following + coming
-                moments.append(here + part_before + sum(sums[i] for i in old | {stage}))
+                coming = sums[stage] if stage else 0
+                alive = {*kept.values(), *([stage - 1] if stage else [])}  # the one before is on its way on
+                here = current + following + coming + part_before
+                moments.append(before + here + sum(sums[i] for i in alive))
+                moments.append(here + sum(sums[i] for i in {*alive, stage}))
                 kept[seen > 0] = stage
-                alive = sum(sums[i] for i in {*kept.values(), stage})
-                moments.append(here + part_before + part + alive + (sums[stage - 1] if stage - 1 not in kept.values() and stage else 0))
+                alive = {*kept.values(), *range(max(stage - 1, 0), stage + 1)}
+                moments.append(here + part + sum(sums[i] for i in alive))
+                here += (part or part_before) - part_before
                 part_before = part or part_before
-                moments.append(here + alive + sums[(stage + 1) % nodes] + part_before)
+                moments.append(here + sum(sums[i] for i in {*kept.values(), stage}) + sums[(stage + 1) % nodes])
             else:
                 moments.append(before + current + following + part_before)
                 moments.append(current + following + part_before + part)
-                moments.append(current + following + part + 2 * rows)
+                moments.append(current + following + part + MERGING * rows)
                 part_before = part or part_before
             before = current
         if not backward and self.wide > self.item:

@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.balance import FEW_TOKENS, even_shares
+from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
 from megatron_cp.layout.tables import Tables, frozen
 
@@ -34,7 +36,8 @@ class Layout(Tables):
     A rank's *rows* are its tokens in fragment order, followed by `pad_rows[rank]` pad rows where `align` asks for
     them. Fragments may be uneven, may straddle documents, and a rank may hold none. Every token is held exactly once.
 
-    Immutable, and compared and hashed by value. Make one with `contiguous`, `zigzag` or `from_fragments`.
+    Immutable, and compared and hashed by value. Make one with `contiguous`, `zigzag`, `balanced` or
+    `from_fragments`.
 
     Attributes:
         packing: the documents.
@@ -103,6 +106,44 @@ class Layout(Tables):
         ends = np.stack([left[1:], right[:-1]], axis=-1)
         offsets = np.arange(cp_size + 1) * (2 * packing.num_documents)
         return cls(packing, starts.ravel(), ends.ravel(), offsets, align=align)
+
+    @classmethod
+    def balanced(cls, packing: Packing, cp_size: int, *, mask: Mask | None = None, align: int = 1) -> Layout:
+        """Token counts that differ by at most one, and even attention work, in few fragments.
+
+        The ranks together hold at most `2 * cp_size - 1` fragments: two or three a rank, now and then four where a
+        rank has a few hundred tokens. Work is the number of keys that the tokens of a rank see. It is even to 1 in
+        1,000 or, where tokens are few, as nearly as whole tokens allow: each rank in turn misses the mean of what is
+        left by at most half the most by which two windows of its size, one token apart, differ. Never less even than
+        `contiguous`, nor than `zigzag` where that holds no more fragments. Rank order follows the first tokens.
+
+        Args:
+            packing: the documents.
+            cp_size: the number of ranks.
+            mask: what the work is counted with; causal in each document if None.
+            align: see the attribute.
+
+        Example:
+            >>> layout = Layout.balanced(Packing([8]), cp_size=2)
+            >>> [layout.fragments_of(rank) for rank in range(2)]
+            [[Fragment(start=0, end=2), Fragment(start=6, end=8)], [Fragment(start=2, end=6)]]
+
+        Raises:
+            ArgumentError: a mask over another packing.
+        """
+        cp_size, packing = _checked_cp_size(cp_size), checked_packing(packing)
+        mask = Mask.causal(packing) if mask is None else mask
+        if not isinstance(mask, Mask) or mask.packing != packing:
+            raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
+        shares = even_shares(mask.seen, cp_size)
+        flat = np.array([fragment for fragments in shares for fragment in fragments])
+        offsets = np.concatenate([[0], np.cumsum([len(fragments) for fragments in shares])])
+        layout = cls(packing, flat[:, 0], flat[:, 1], offsets, align=align)
+        if packing.total > FEW_TOKENS * cp_size:
+            return layout
+        zigzag = cls.zigzag(packing, cp_size, align=align)  # now and then luckier where tokens are few
+        comparable = [layout, zigzag] if zigzag.starts.size < 2 * cp_size else [layout]
+        return min(comparable, key=lambda layout: _most_work(layout, mask.seen))
 
     @classmethod
     def from_fragments(
@@ -294,6 +335,10 @@ class Layout(Tables):
             f"Layout({self.packing!r}, cp_size={self.cp_size}, align={self.align}, "
             f"{self.starts.size} fragments, {self.token_counts.min()} to {self.token_counts.max()} tokens a rank)"
         )
+
+
+def _most_work(layout: Layout, work: IntArray) -> int:
+    return max(int(work[layout.tokens(rank)].sum()) for rank in range(layout.cp_size))
 
 
 def _served_before(rank: NDArray, first: NDArray, count: NDArray, cp_size: int) -> NDArray:

@@ -26,7 +26,7 @@ _SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal
 class Mask(Tables):
     """Which keys each query sees, as disjoint bands over the packed streams of queries and keys.
 
-    A query sees keys of its own document only, and may see none. Immutable, and compared and hashed by value. Make one
+    A query sees keys of its own document only, and may see none. Immutable, and compared and hashed by value, which is its bands. Make one
     with `causal`, `full`, `window`, `prefix`, `chunk`, `shared_question`, `from_slices`, `from_blocks` or `named`.
 
     Attributes:
@@ -74,12 +74,14 @@ class Mask(Tables):
         left, right = checked_integer("left", left, -1), checked_integer("right", right, -1)
         first = checked_integer("first", first, 0)
         name = f"first:{first}+window:{left},{right}" if first else f"window:{left},{right}"
-        lo, hi = -FAR if left < 0 else -min(left, FAR), FAR if right < 0 else min(right, FAR)
-        documents = _documents(packing, packing)
+        documents = _documents(checked_packing(packing), packing)
         window, kept = documents.copy(), documents.copy()
-        window[:, 4], window[:, 5] = lo, hi
+        # Where the first tokens reach the last query's window, every query sees all that came before.
+        bounded = (packing.lengths - 1 - left > first) & (left >= 0)
+        window[:, 4] = np.where(bounded, -min(left, FAR), -FAR)
+        window[:, 5] = FAR if right < 0 else min(right, FAR)
         kept[:, 3] = np.minimum(kept[:, 3], kept[:, 2] + min(first, FAR))
-        kept[:, 5] = lo - 1 if lo > -FAR else -FAR  # what the window sees is not counted twice
+        kept[:, 5] = np.where(bounded, window[:, 4] - 1, -FAR)  # what the window shows is not counted twice
         return cls(packing, packing, np.concatenate([window, kept]), name)
 
     @classmethod

@@ -81,7 +81,7 @@ def plan_attention(
     out = Section("out", heads, value_head_dim, deal.heads)
     attend = Attend(
         mask, joined(layout, degree), joined(kv_layout, degree), deal, schedule, head_dim, value_head_dim,
-        _head_chunks(head_chunks, schedule, deal),
+        _head_chunks(head_chunks, scheme, deal),
     )  # fmt: skip
     steps: tuple[Step, ...] = (attend,)
     if degree > 1:
@@ -118,13 +118,13 @@ def _grid(scheme: str, cp_size: int, kv_heads: int, ulysses_degree: int | None) 
     return ulysses_degree, _PRODUCTS[scheme]
 
 
-def _head_chunks(asked: int | None, schedule: str, deal: HeadDeal) -> int:
-    most = max(hi - lo for lo, hi in deal.groups)
+def _head_chunks(asked: int | None, scheme: str, deal: HeadDeal) -> int:
+    gathers = scheme in ("all_gather", "exact", "a2a+all_gather")
     if asked is None:
-        return min(2, most) if schedule != "p2p" else 1
+        return min(2, max(hi - lo for lo, hi in deal.groups)) if gathers else 1
     asked = checked_integer("head_chunks", asked, 1)
-    if asked > 1 and schedule == "p2p":
-        raise ArgumentError("head_chunks", asked, "1 or None for p2p", "A ring overlaps its own stages.")
+    if asked > 1 and not gathers:
+        raise ArgumentError("head_chunks", asked, f"1 or None for {scheme}", "all_gather and exact gather in chunks.")
     return asked
 
 

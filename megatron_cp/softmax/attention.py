@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
-from megatron_cp.executor.attend import attend, attend_backward
+from megatron_cp.executor.attend import attend, attend_backward, head_by_head
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.plan import Plan
@@ -187,9 +187,9 @@ class _Attention(torch.autograd.Function):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
         out, lse = attend(place.step, place.node, place.lane, place.group, place.work, q, k, v)
         if sink is not None:
-            with_sink = torch.logaddexp(lse, sink.to(lse.dtype).unsqueeze(-1))
-            out.mul_(_per_query(torch.exp(lse - with_sink)))
-            lse = with_sink
+            before = head_by_head(lse)
+            lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=head_by_head(lse))
+            out.mul_(_per_query(before.sub_(lse).exp_()).to(out.dtype))
         ctx.save_for_backward(sink, q, k, v, out, lse)
         return out
 

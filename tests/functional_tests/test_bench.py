@@ -1,0 +1,140 @@
+"""`megatron-cp bench attention`: what it reports, on threads, processes and torchrun, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.cli.main import main
+from megatron_cp.softmax import attention as operation
+
+TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
+QUICK = [*TINY, "--repeats", "1", "--json"]
+RATIOS = (
+    "compute_over_ideal",
+    "outside_kernel_share",
+    "peak_over_formula",
+    "peak_with_kernel_over_formula",
+    "wait_share",
+)
+ABSOLUTE = ("kernel_ms", "busy_ms", "wall_ms", "one_rank_kernel_ms", "peak_bytes", "bytes_sent_per_rank")
+SCHEMES = ["a2a", "p2p", "all_gather", "exact"]
+PRODUCTS = ["a2a+p2p", "a2a+all_gather"]
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def check_report(report, schemes):
+    names = list(report)
+    assert names[: len(RATIOS)] == list(RATIOS)  # ratios first
+    assert set(names) >= {*ABSOLUTE, "work_imbalance", "cp", "lengths", "repeats", "device", "kernel", "not_run"}
+    for name in (*RATIOS, "peak_bytes"):
+        assert list(report[name]) == schemes
+    for scheme in schemes:
+        for way in ("forward", "backward"):
+            compute, outside, wait = (
+                report[name][scheme][way] for name in ("compute_over_ideal", "outside_kernel_share", "wait_share")
+            )
+            assert 0 < compute["low"] <= compute["median"] <= compute["high"]
+            assert 0 < outside["median"] < 1
+            assert 0 < wait["median"] < 1
+            assert report["peak_over_formula"][scheme][way] == pytest.approx(1, abs=0.1)
+            assert report["peak_with_kernel_over_formula"][scheme][way] >= report["peak_over_formula"][scheme][way]
+            assert max(report["bytes_sent_per_rank"][scheme][way]) > 0
+
+
+def test_every_scheme_that_runs_is_measured_and_the_others_say_why(capsys):
+    assert main(["bench", "attention", "--cp", "3", "--ranks", "threads", *QUICK]) == 0
+    out = capsys.readouterr().out
+    report = last_json(out)
+    check_report(report, SCHEMES)
+    assert list(report["not_run"]) == PRODUCTS
+    assert "use a2a, p2p or another number of ranks" in report["not_run"]["a2a+p2p"]
+    assert "a2a+p2p was not run" in out
+    assert "| exact | backward |" in out
+    assert "the share of the busiest" in out
+    assert type(operation.KERNELS[0]).__name__ != "WatchedKernel"  # they are as they were
+
+
+def test_processes_are_the_default_and_four_ranks_run_everything(capsys):
+    assert main(["bench", "attention", "--cp", "4", *QUICK]) == 0
+    report = last_json(capsys.readouterr().out)
+    check_report(report, SCHEMES + PRODUCTS)
+    assert (report["cp"], report["device"], report["not_run"]) == (4, "cpu", {})
+
+
+def test_one_scheme_with_its_options(capsys):
+    options = ["--scheme", "exact", "--head-chunks", "1", "--mask", "window:9,0", "--dtype", "float64"]
+    options += ["--kernel", "reference", "--learned-sink", "--layout", "contiguous"]
+    assert main(["bench", "attention", "--ranks", "threads", *QUICK, *options]) == 0
+    report = last_json(capsys.readouterr().out)
+    assert list(report["compute_over_ideal"]) == ["exact"]
+    assert (report["cp"], report["kernel"]) == (2, "reference")
+
+
+def test_torchrun_brings_its_ranks():
+    run = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "-m", "megatron_cp.cli.main", "bench", "attention", "--scheme", "p2p", *QUICK,
+        ],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    check_report(last_json(run.stdout), ["p2p"])
+    assert run.stdout.count("peak_bytes") == 1  # one rank prints
+
+
+@pytest.mark.parametrize("what", ["exchange", "linear", "layer", "planner", "wire"])
+def test_rejects_benchmarks_that_are_not_built_yet(what, capsys):
+    assert main(["bench", what]) == 2
+    assert f"benchmark: got '{what}'; allowed: attention. {what} is not built yet." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nonsense"], "allowed: attention"),
+        (["attention", "--layer", "gdn"], "--layer: got 'gdn'; allowed: attention"),
+        (["attention", "--scheme", "a2a+p2p"], "--scheme: got 'a2a+p2p'"),
+        (["attention", "--scheme", "tiled"], "not built yet; use exact"),
+        (["attention", "--cp", "1024"], "at most 64 local ranks"),
+        (["attention", "--kernel", "varlen"], "runs on CUDA"),
+        (["attention", "--kernel", "nonsense"], "--kernel: got 'nonsense'"),
+        (["attention", "--mask", "strided"], "--mask: got 'strided'"),
+        (["attention", "--key-heads", "2"], "--kv-heads"),
+        (["attention", "--lengths", "5", "--tokens-per-rank", "7"], "not together with --lengths"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
+    assert main(["bench", *arguments, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_rejects_a_device_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["bench", "attention", "--device", "cuda"]) == 2
+    assert "--device: got 'cuda'; allowed: cpu" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["attention", "--repeats", "0"], ["attention", "--cp", "2,3"]])
+def test_rejects_bad_usage_with_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *arguments])
+    assert stopped.value.code == 2
+    assert "usage" in capsys.readouterr().err
+
+
+def test_a_run_out_of_time_ends_with_status_1():
+    slow = ["--kernel", "reference", "--lengths", "4000,4000", "--ranks", "threads", "--timeout", "0.2"]
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_cp.cli.main", "bench", "attention", "--device", "cpu", *slow],
+        capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert run.returncode == 1, run.stderr
+    assert "did not finish in 0.2 s" in run.stderr

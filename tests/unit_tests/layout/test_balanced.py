@@ -1,0 +1,174 @@
+"""`Layout.balanced`: tokens and work both even, in few fragments."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout.balance import even_shares
+
+ragged = settings(derandomize=True, deadline=None, max_examples=60)
+LENGTHS = st.lists(st.sampled_from([0, 1, 1, 2, 5, 13, 97]) | st.integers(0, 300), min_size=1, max_size=8)
+MASKS = ["causal", "full", "window:20,0", "prefix:10", "chunk:16", "first:4+window:9,0"]
+
+
+def heavy_tailed(seed, scale=2000):
+    lengths = np.random.default_rng(seed).pareto(1.1, 64) * scale + 1
+    return Packing(np.minimum(lengths, 131072).astype(np.int64))
+
+
+def work_of(layout, mask):
+    return np.array([mask.seen[layout.tokens(rank)].sum() for rank in range(layout.cp_size)])
+
+
+def imbalance(layout, mask):
+    work = work_of(layout, mask)
+    return work.max() / work.mean() if work.any() else 1.0
+
+
+def fragments(layout):
+    return np.diff(layout.fragment_offsets)
+
+
+def check_shares(layout):
+    """Every token once, counts even, few fragments, in stream order within a rank and ranks by their first token."""
+    assert np.sort(layout.order).tolist() == list(range(layout.packing.total))
+    assert np.ptp(layout.token_counts) <= 1
+    assert fragments(layout).sum() <= 2 * layout.cp_size - 1
+    held = [layout.tokens(rank) for rank in range(layout.cp_size)]
+    assert all((np.diff(tokens) > 0).all() for tokens in held)
+    firsts = [tokens[0] for tokens in held if tokens.size]
+    assert firsts == sorted(firsts)
+
+
+@pytest.mark.parametrize("cp_size", [8, 16, 32, 64])
+@pytest.mark.parametrize("spec", ["causal", "window:500,0", "prefix:300"])
+def test_64_heavy_tailed_documents(spec, cp_size):
+    for seed in range(3):
+        mask = Mask.named(heavy_tailed(seed), spec)
+        layout = Layout.balanced(mask.packing, cp_size, mask=mask)
+        check_shares(layout)
+        assert imbalance(layout, mask) < 1.003
+        assert fragments(layout).max() <= (3 if spec == "causal" else 4)
+        assert not layout.pad_rows.any()
+    assert imbalance(Layout.contiguous(heavy_tailed(0), cp_size), Mask.causal(heavy_tailed(0))) > 2
+
+
+def test_fragments_of_a_rank_over_many_packs():
+    counts = [
+        fragments(Layout.balanced(heavy_tailed(seed, scale=300), cp_size)).max()
+        for seed in range(10) for cp_size in (3, 5, 8, 24)
+    ]  # fmt: skip
+    assert max(counts) <= 4
+    assert np.mean(np.array(counts) > 3) <= 0.05
+
+
+@ragged
+@given(lengths=LENGTHS, cp_size=st.integers(1, 12), spec=st.sampled_from(MASKS))
+def test_shares_are_even_and_few(lengths, cp_size, spec):
+    mask = Mask.named(Packing(lengths), spec)
+    layout = Layout.balanced(mask.packing, cp_size, mask=mask)
+    check_shares(layout)
+    assert imbalance(layout, mask) <= imbalance(Layout.contiguous(mask.packing, cp_size), mask)
+
+
+@ragged
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=3), cp_size=st.integers(1, 8))
+def test_no_less_even_than_zigzag_of_as_few_fragments(lengths, cp_size):
+    mask = Mask.causal(Packing(lengths))
+    zigzag = Layout.zigzag(mask.packing, cp_size)
+    if fragments(zigzag).sum() <= 2 * cp_size - 1:
+        assert imbalance(Layout.balanced(mask.packing, cp_size), mask) <= imbalance(zigzag, mask)
+
+
+@ragged
+@given(lengths=st.lists(st.integers(0, 300), min_size=1, max_size=6), cp_size=st.integers(2, 8))
+def test_work_misses_the_mean_by_no_more_than_tokens_allow(lengths, cp_size):
+    mask = Mask.causal(Packing(lengths))
+    work = work_of(Layout.balanced(mask.packing, cp_size), mask)
+    share = mask.area / cp_size
+    largest_jump = int(mask.seen.max(initial=0))  # of the work of windows one token apart
+    # Every rank in turn misses the mean of what is left, and what is missed is spread over those that remain.
+    harmonic = sum(1 / ranks for ranks in range(1, cp_size + 1))
+    assert np.abs(work - share).max() <= harmonic * max(largest_jump, 2e-3 * share)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 64])
+def test_one_document(cp_size):
+    mask = Mask.causal(Packing([100_003]))
+    layout = Layout.balanced(mask.packing, cp_size)
+    check_shares(layout)
+    assert imbalance(layout, mask) < 1.002
+
+
+def test_causal_is_the_default():
+    packing = heavy_tailed(0)
+    assert Layout.balanced(packing, 8) == Layout.balanced(packing, 8, mask=Mask.causal(packing))
+    window = Mask.window(packing, 500)
+    assert Layout.balanced(packing, 8) != Layout.balanced(packing, 8, mask=window)
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 0], [1], [2, 1], [1, 0, 1, 1]])
+def test_fewer_tokens_than_ranks(lengths):
+    layout = Layout.balanced(Packing(lengths), 5)
+    check_shares(layout)
+    assert layout.token_counts.max(initial=0) <= 1
+
+
+def test_work_that_is_even_already_stays_in_stream_order():
+    packing = Packing([16] * 12)
+    assert Layout.balanced(packing, 6) == Layout.contiguous(packing, 6)
+
+
+def test_a_mask_without_pairs():
+    packing = Packing([40, 3])
+    layout = Layout.balanced(packing, 4, mask=Mask.from_slices(packing, []))
+    assert layout == Layout.contiguous(packing, 4)
+
+
+@pytest.mark.parametrize("align", [1, 3, 16])
+def test_align_adds_pad_rows_to_the_same_shares(align):
+    packing = heavy_tailed(1)
+    layout = Layout.balanced(packing, 5, align=align)
+    assert layout == Layout.balanced(packing, 5).padded(align=align)
+    assert (layout.row_counts % align == 0).all()
+
+
+def test_cross_attention_counts_the_keys_of_the_other_packing():
+    packing, kv_packing = Packing([1000, 1000, 1000]), Packing([10, 5000, 70])
+    mask = Mask.full(packing, kv_packing)
+    layout = Layout.balanced(packing, 4, mask=mask)
+    check_shares(layout)
+    assert imbalance(layout, mask) < 1.01
+
+
+def test_ten_thousand_documents_in_well_below_a_second():
+    packing = Packing(np.random.default_rng(0).integers(0, 200, 10_000))
+    begun = time.perf_counter()
+    layout = Layout.balanced(packing, 64)
+    assert time.perf_counter() - begun < 3  # 0.4 s on an idle core
+    assert imbalance(layout, Mask.causal(packing)) < 1.002
+
+
+def test_even_shares_takes_any_work():
+    work = np.array([9, 0, 0, 0, 0, 0, 0, 9])
+    assert even_shares(work, 2) == [[(0, 4)], [(4, 8)]]
+    shares = even_shares(work[[0, 7, 1, 2, 3, 4, 5, 6]], 2)
+    assert sorted(sum(int(work[[0, 7, 1, 2, 3, 4, 5, 6]][a:b].sum()) for a, b in share) for share in shares) == [9, 9]
+
+
+@pytest.mark.parametrize("mask", ["causal", Mask.causal(Packing([3, 2])), Mask.causal(Packing([2, 3, 0]))])
+def test_rejects_a_mask_over_another_packing(mask):
+    with pytest.raises(ArgumentError, match=r"mask: got .* a mask over the same packing"):
+        Layout.balanced(Packing([2, 3]), 2, mask=mask)
+
+
+@pytest.mark.parametrize(("argument", "value"), [("cp_size", 0), ("cp_size", 1.5), ("align", 0), ("packing", [2, 3])])
+def test_rejects_what_every_layout_rejects(argument, value):
+    given_arguments = {"packing": Packing([2, 3]), "cp_size": 2} | {argument: value}
+    with pytest.raises(ArgumentError, match=f"{argument}: got "):
+        Layout.balanced(**given_arguments)

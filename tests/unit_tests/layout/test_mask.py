@@ -1,0 +1,325 @@
+"""`Mask` against the token-level oracle, and what it refuses."""
+
+import doctest
+import pickle
+import re
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+import megatron_cp.layout.mask as mask_module
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Mask, Packing
+from tests import mask_oracle as oracle
+
+CASES = 250  # of each kind
+SPELLED = ["causal", "full", "window:3,0", "window:-1,2", "window:2,-1", "prefix:4", "chunk:3", "first:2+window:3,1"]
+
+
+# -- random ragged cases: a mask and its pairs ------------------------------------------------------------------------
+
+
+def lengths(rng, documents):
+    return rng.choice([0, 0, 1, 1, 2, 3, 5, 7, 11], documents)
+
+
+def packing(rng):
+    return Packing(lengths(rng, rng.integers(1, 5)))
+
+
+def keys_of(rng, queries):
+    return Packing(lengths(rng, queries.num_documents))
+
+
+def parts_of(rng, length):
+    cuts = np.sort(rng.integers(0, length + 1, rng.integers(0, 5))).tolist()
+    return [end - start for start, end in pairwise([0, *cuts, int(length)])]
+
+
+def slices_of(rng, queries, keys):
+    kinds = ["full", "causal", "inverse_causal", "both"]
+    ends = [np.sort(rng.integers(0, total + 1, (rng.integers(0, 7), 2))) for total in (queries, queries)]
+    count = min(map(len, ends))
+    ends[1] = np.sort(rng.integers(0, keys + 1, (count, 2)))
+    return [(*q, *k, str(rng.choice(kinds))) for q, k in zip(*(rows[:count].tolist() for rows in ends), strict=True)]
+
+
+def both(name, *args, **kwargs):
+    made = getattr(Mask, {"slices": "from_slices", "blocks": "from_blocks"}.get(name, name))
+    return made(*args, **kwargs), getattr(oracle, name)(*args, **kwargs)
+
+
+def blocks(rng, **kwargs):
+    p, size = packing(rng), int(rng.integers(1, 5))
+    count = -(-p.total // size)
+    return both("blocks", p, rng.random((count, count)) < rng.random(), size, **kwargs)
+
+
+def cross(rng, name):
+    p = packing(rng)
+    return both(name, p, keys_of(rng, p))
+
+
+def cross_slices(rng):
+    p = packing(rng)
+    keys = keys_of(rng, p)
+    return both("slices", p, slices_of(rng, p.total, keys.total), keys)
+
+
+def own_slices(rng):
+    p = packing(rng)
+    return both("slices", p, slices_of(rng, p.total, p.total))
+
+
+def prefixes(rng):
+    p = packing(rng)
+    return both("prefix", p, lengths(rng, p.num_documents).tolist())
+
+
+def shared_question(rng):
+    p = packing(rng)
+    return both("shared_question", p, [parts_of(rng, length) for length in p.lengths])
+
+
+KINDS = {
+    "causal": lambda rng: both("causal", packing(rng)),
+    "full": lambda rng: both("full", packing(rng)),
+    "cross causal": lambda rng: cross(rng, "causal"),
+    "cross full": lambda rng: cross(rng, "full"),
+    "window": lambda rng: both("window", packing(rng), *rng.integers(-1, 6, 2).tolist()),
+    "first": lambda rng: both(
+        "window", packing(rng), *rng.integers(-1, 6, 2).tolist(), first=int(rng.integers(0, 6))
+    ),
+    "prefix": lambda rng: both("prefix", packing(rng), int(rng.integers(0, 8))),
+    "prefixes": prefixes,
+    "chunk": lambda rng: both("chunk", packing(rng), int(rng.integers(1, 8))),
+    "shared question": shared_question,
+    "slices": own_slices,
+    "cross slices": cross_slices,
+    "blocks": blocks,
+    "causal blocks": lambda rng: blocks(rng, causal=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_agrees_with_the_oracle(kind):
+    rng = np.random.default_rng(list(KINDS).index(kind))
+    for _ in range(CASES):
+        mask, expected = KINDS[kind](rng)
+        count = oracle.pairs_of(mask.bands, mask.packing.total, mask.kv_packing.total)
+        np.testing.assert_array_equal(count, expected.astype(int), err_msg=f"{mask!r} {mask.bands.tolist()}")
+        assert mask.area == expected.sum()
+        assert mask.seen.tolist() == expected.sum(axis=1).tolist()
+        causal = oracle.causal(mask.packing, mask.kv_packing)
+        assert mask.bounded_left == bool((causal & ~expected).any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_band_lies_in_one_document_and_queries_rise(kind):
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        mask, _ = KINDS[kind](rng)
+        first, last = mask.packing.documents_of(mask.bands[:, 0]), mask.packing.documents_of(mask.bands[:, 1] - 1)
+        assert first.tolist() == last.tolist()
+        assert (np.diff(mask.bands[:, 0]) >= 0).all()
+
+
+def test_the_first_tokens_stay_visible_but_never_before_their_time():
+    assert Mask.window(Packing([6]), 1, 0, first=2).seen.tolist() == [1, 2, 3, 4, 4, 4]
+
+
+def test_areas_of_long_documents_are_exact():
+    n = 3_000_017
+    mask = Mask.causal(Packing([n, 1, n]))
+    assert mask.area == n * (n + 1) + 1 > 2**42
+    assert int(mask.seen.sum()) == mask.area
+
+
+def test_what_was_cut_needlessly_is_joined():
+    documents = Packing([40, 13])
+    steps = [(start, start + 1, 0, start + 1, "full") for start in range(40)]
+    assert Mask.from_slices(documents, [*steps, (40, 53, 40, 53, "causal")]) == Mask.causal(documents)
+    whole = Mask.from_blocks(documents, np.ones((7, 7), dtype=bool), 8)
+    assert whole == Mask.full(documents)
+    assert Mask.from_blocks(documents, np.tri(7, dtype=bool), 8, causal=True) == Mask.causal(documents)
+    assert len(Mask.shared_question(documents, [[10, 20, 10], [13]]).bands) == 4
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_by_bands_whatever_the_way_they_were_asked_for():
+    p = Packing([5, 1, 0, 3])
+    assert Mask.causal(p) == Mask.window(p, -1, 0) == Mask.window(p, 9) == Mask.prefix(p, 1) == Mask.chunk(p, 5)
+    assert hash(Mask.causal(p)) == hash(Mask.window(p, 9))
+    assert Mask.causal(Packing([1, 1])) == Mask.full(Packing([1, 1]))
+
+
+def test_unequal_by_bands_and_by_packings():
+    p = Packing([5, 1])
+    assert Mask.causal(p) != Mask.full(p)
+    assert Mask.causal(p) != Mask.causal(Packing([5, 1, 0]))
+    assert Mask.full(p) != "full"
+    no_pairs = Packing([0, 0])
+    assert Mask.full(no_pairs, no_pairs) != Mask.full(no_pairs, Packing([0, 1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pickles_by_value(kind):
+    mask, _ = KINDS[kind](np.random.default_rng(2))
+    assert mask.seen.size == mask.packing.total  # derived, and left behind
+    copy = pickle.loads(pickle.dumps(mask))
+    assert copy == mask
+    assert hash(copy) == hash(mask)
+    assert copy.describe() == mask.describe()
+    with pytest.raises(ValueError, match="read-only"):
+        copy.bands[:] = 0
+
+
+@pytest.mark.parametrize("spec", SPELLED)
+def test_names_round_trip(spec):
+    mask = Mask.named(Packing([7, 0, 1, 4]), spec)
+    assert mask.name == spec
+    assert Mask.named(mask.packing, mask.name) == mask
+    assert mask.describe() == f"{spec} in each document"
+
+
+def test_named_reads_every_number():
+    p = Packing([9, 4])
+    assert Mask.named(p, "first:2+window:3,1") == Mask.window(p, 3, 1, first=2)
+    assert Mask.named(p, "window:3,1") == Mask.window(p, 3, 1)
+    assert Mask.named(p, "prefix:3") == Mask.prefix(p, 3)
+    assert Mask.named(p, "chunk:3") == Mask.chunk(p, 3)
+    assert Mask.named(p, "full", Packing([2, 3])) == Mask.full(p, Packing([2, 3]))
+    assert Mask.named(p, "causal", Packing([2, 3])) == Mask.causal(p, Packing([2, 3]))
+    assert Mask.window(p, 3, first=0).name == "window:3,0"
+
+
+def test_numbers_beyond_any_pack_bound_nothing():
+    p = Packing([9, 4])
+    huge = "9" * 15
+    assert Mask.named(p, f"window:{huge},{huge}") == Mask.full(p) == Mask.named(p, f"prefix:{huge}")
+    assert Mask.named(p, f"chunk:{huge}") == Mask.causal(p) == Mask.named(p, f"first:{huge}+window:1,0")
+
+
+def test_describe_tells_masks_of_one_name_apart():
+    p = Packing([9, 4])
+    one, other = (Mask.shared_question(p, [[3, size, 6 - size], [4]]) for size in (2, 3))
+    table = np.eye(2, dtype=bool)
+    pairs = [
+        (one, other),
+        (Mask.prefix(p, [2, 3]), Mask.prefix(p, [3, 2])),
+        (Mask.from_slices(p, [(0, 3, 0, 3, "full")]), Mask.from_slices(p, [(0, 3, 0, 2, "full")])),
+        (Mask.from_blocks(p, table, 7), Mask.from_blocks(p, ~table, 7)),
+        (Mask.full(p, Packing([1, 2])), Mask.full(p, Packing([2, 2]))),
+    ]
+    for one, other in pairs:
+        assert one.name == other.name
+        assert one.describe() != other.describe()
+        assert re.fullmatch(rf"{one.name} \([0-9a-f]{{16}}\) in each document", one.describe())
+
+
+def test_is_cross_where_keys_are_packed_otherwise():
+    p = Packing([3, 2])
+    assert Mask.full(p, Packing([3, 1])).is_cross
+    assert not Mask.full(p, Packing([3, 2])).is_cross
+    assert not Mask.full(p).is_cross
+
+
+def test_bounded_left_of():
+    p = Packing([5, 2])
+    assert not any(Mask.named(p, spec).bounded_left for spec in ("causal", "full", "window:4,0", "prefix:3"))
+    assert all(Mask.named(p, spec).bounded_left for spec in ("window:3,0", "chunk:4", "first:1+window:1,0"))
+
+
+def test_ten_thousand_documents_plan_in_milliseconds():
+    documents = Packing(np.random.default_rng(0).integers(0, 200, 10_000))
+    parts = [[length // 2, length // 4, length - length // 2 - length // 4] for length in documents.lengths.tolist()]
+    slices = [
+        made
+        for start, end in documents.spans()
+        for made in ((start, end, start, end, "causal"), (start, end, start, (start + end) // 2, "full"))
+    ]
+    begun = time.perf_counter()
+    for spec in SPELLED:
+        Mask.named(documents, spec)
+    Mask.shared_question(documents, parts)
+    Mask.from_slices(documents, slices)
+    Mask.from_blocks(documents, np.ones((977, 977), dtype=bool), -(-documents.total // 977), causal=True)
+    assert time.perf_counter() - begun < 3  # 0.25 s on an idle core
+
+
+def test_examples_run():
+    assert doctest.testmod(mask_module).failed == 0
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+P = Packing([5, 2])
+NAMES = "causal | full | window:LEFT,RIGHT | prefix:N | chunk:N | first:N+window:LEFT,RIGHT"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["strided", "", "Causal", "window", "window:1", "window:-2,0", "window:1.5,0", "prefix:-1", "chunk:0", "first:2",
+     "window:1,2,3", " causal", "causal\n", "prefix:" + "9" * 99, None, 3],
+)  # fmt: skip
+def test_rejects_an_unknown_name(spec):
+    with pytest.raises(ArgumentError, match=re.escape(f"allowed: {NAMES}.")) as caught:
+        Mask.named(P, spec)
+    assert caught.value.argument == "mask"
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPELLED if spec not in ("causal", "full")])
+def test_rejects_a_name_without_meaning_for_cross_attention(spec):
+    with pytest.raises(ArgumentError, match=r"mask: got .* causal or full where keys have a packing of their own"):
+        Mask.named(P, spec, Packing([1, 2]))
+    assert Mask.named(P, spec, Packing([5, 2])) == Mask.named(P, spec)
+
+
+@pytest.mark.parametrize(
+    ("argument", "make"),
+    [
+        ("packing", lambda: Mask.causal([5, 2])),
+        ("packing", lambda: Mask.window([5, 2], 1)),
+        ("packing", lambda: Mask.prefix([5, 2], 1)),
+        ("packing", lambda: Mask.chunk([5, 2], 1)),
+        ("packing", lambda: Mask.shared_question([5, 2], [[5], [2]])),
+        ("packing", lambda: Mask.from_slices([5, 2], [])),
+        ("packing", lambda: Mask.from_blocks([5, 2], np.ones((1, 1), dtype=bool), 7)),
+        ("kv_packing", lambda: Mask.full(P, Packing([5]))),
+        ("kv_packing", lambda: Mask.full(P, [5, 2])),
+        ("left", lambda: Mask.window(P, -2)),
+        ("left", lambda: Mask.window(P, 1.5)),
+        ("right", lambda: Mask.window(P, 1, -2)),
+        ("first", lambda: Mask.window(P, 1, first=-1)),
+        ("n", lambda: Mask.prefix(P, -1)),
+        ("n", lambda: Mask.prefix(P, 1.5)),
+        ("n", lambda: Mask.prefix(P, [1])),
+        ("n", lambda: Mask.prefix(P, [1, -1])),
+        ("n", lambda: Mask.prefix(P, [1.0, 1.0])),
+        ("size", lambda: Mask.chunk(P, 0)),
+        ("parts", lambda: Mask.shared_question(P, [[5]])),
+        ("parts", lambda: Mask.shared_question(P, [5, 2])),
+        ("parts", lambda: Mask.shared_question(P, [[5.0], [2]])),
+        ("parts[1]", lambda: Mask.shared_question(P, [[5], [1, 2]])),
+        ("parts[0]", lambda: Mask.shared_question(P, [[6, -1], [2]])),
+        ("slices[1]", lambda: Mask.from_slices(P, [(0, 1, 0, 1, "full"), (0, 1, 0, 1, "diagonal")])),
+        ("slices[0]", lambda: Mask.from_slices(P, [(0, 1, 0, 1)])),
+        ("slices[0]", lambda: Mask.from_slices(P, [(0, 1, 0, 1.5, "full")])),
+        ("slices[0]", lambda: Mask.from_slices(P, [(0, 8, 0, 1, "full")])),
+        ("slices[0]", lambda: Mask.from_slices(P, [(0, 7, 0, 7, "full")], Packing([1, 2]))),
+        ("slices[0]", lambda: Mask.from_slices(P, [(3, 1, 0, 1, "full")])),
+        ("slices[0]", lambda: Mask.from_slices(P, [(0, 1, 0, 1, ["full"])])),
+        ("block_size", lambda: Mask.from_blocks(P, np.ones((2, 2), dtype=bool), 0)),
+        ("table", lambda: Mask.from_blocks(P, np.ones((2, 2), dtype=bool), 3)),
+        ("table", lambda: Mask.from_blocks(P, np.ones((2, 2)), 4)),
+        ("table", lambda: Mask.from_blocks(P, [[True, True], [True, True]], 4)),
+    ],
+)
+def test_rejects_bad_arguments(argument, make):
+    with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got ")) as caught:
+        make()
+    assert caught.value.argument == argument

@@ -1,0 +1,204 @@
+"""What is measured is what the formula says, in every scheme; and the measure itself."""
+
+import pytest
+import torch
+
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.memory import peak_bytes
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner.plans import plan_attention
+from megatron_cp.softmax import attention as operation
+from megatron_cp.softmax.kernels import AttentionKernel
+from megatron_cp.testing.layouts import layout_by_name
+from megatron_cp.testing.memory import PeakMemory
+
+RAGGED = (700, 1, 301, 60, 2)
+SCHEMES = ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather")
+SHAPES = {
+    "6:2": {"heads": 6, "kv_heads": 2, "head_dim": 16},
+    "7 heads": {"heads": 7, "kv_heads": 7, "head_dim": 16},
+    "one key head": {"heads": 8, "kv_heads": 1, "head_dim": 16},
+    "24/16": {"heads": 4, "kv_heads": 4, "head_dim": 24, "value_head_dim": 16},
+}
+SLACK = 0.03  # rows of messages are padded to 16 bytes, those of numbers that are merged to cache lines
+
+
+class Zeros(AttentionKernel):
+    """Writes what it must and needs no memory to do so."""
+
+    name, package, wide_partials = "zeros", "torch", True
+
+    def refusal(self, call):
+        return None
+
+    def forward(self, out, lse, *rest):
+        out.zero_(), lse.zero_()
+
+    def backward(self, dq, dk, dv, *rest):
+        dq.zero_(), dk.zero_(), dv.zero_()
+
+
+@pytest.fixture(autouse=True)
+def no_workspace(monkeypatch):
+    monkeypatch.setattr(operation, "KERNELS", (Zeros(),))
+
+
+def measured(group, plan, dtype, batch):
+    """The peaks of the second step, forward and backward: the first makes the batch's tables."""
+    peaks = []
+    for _ in range(2):
+        tensors = []
+        for block, layout in zip(plan.sections.blocks, (plan.layout, plan.kv_layout, plan.kv_layout), strict=True):
+            rows = int(layout.row_counts[group.rank])
+            tensors.append(torch.randn(rows, *batch, block.num_heads, block.head_dim).to(dtype).requires_grad_())
+        gradient = tensors[0].new_ones(*tensors[0].shape[:-1], tensors[2].shape[-1])
+        memory = PeakMemory()
+        with memory:
+            out = operation.attention(*tensors, plan, memory.watch(group))
+            forward = memory.peak
+            memory.restart()
+            torch.autograd.grad(out, tensors, gradient)
+        peaks = [forward, memory.peak]
+    return peaks
+
+
+def check(plan, dtype=torch.float32, batch=()):
+    copies = batch[0] if batch else 1
+    for rank, peaks in enumerate(run_ranks(measured, plan.cp_size, plan, dtype, batch)):
+        for peak, forward in zip(peaks, (True, False), strict=True):
+            formula = copies * peak_bytes(plan, rank, dtype.itemsize, forward=forward)
+            assert peak == pytest.approx(formula, rel=SLACK), f"rank {rank}, {forward=}: {peak} and not {formula}"
+
+
+def planned(scheme, cp, layout="zigzag", lengths=RAGGED, shape="6:2", mask="causal", align=1, **options):
+    packing = Packing(lengths)
+    mask = Mask.named(packing, mask)
+    layout = layout_by_name(layout, packing, cp, align=align, seed=0, mask=mask)
+    return plan_attention(packing, layout, mask=mask, scheme=scheme, **SHAPES[shape], **options)
+
+
+def grids(schemes, sizes):
+    return [(scheme, cp) for scheme in schemes for cp in sizes if cp == 4 or "+" not in scheme]
+
+
+@pytest.mark.filterwarnings("ignore:.*compute nothing here")
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [("zigzag", torch.bfloat16), ("contiguous", torch.float32), ("random", torch.float64), ("random", torch.bfloat16)],
+    ids=str,
+)
+@pytest.mark.parametrize(("scheme", "cp"), grids(SCHEMES, (3, 4)))
+def test_the_peak_is_the_formula(scheme, cp, layout, dtype, shape):
+    check(planned(scheme, cp, layout, shape=shape), dtype)
+
+
+@pytest.mark.parametrize(("scheme", "cp"), grids(SCHEMES, (3, 4)))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": "window:20,0"},
+        {"mask": "full", "lengths": (5, 1030)},
+        {"align": 16},
+        {"lengths": (1, 1)},
+        {"lengths": (300,), "shape": "24/16"},
+    ],
+    ids=str,
+)
+def test_the_peak_is_the_formula_where_ranks_differ(scheme, cp, options):
+    check(planned(scheme, cp, **options))
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 7])
+@pytest.mark.parametrize("scheme", ["all_gather", "exact"])
+def test_the_peak_is_the_formula_in_any_number_of_head_chunks(scheme, chunks):
+    check(planned(scheme, 3, shape="7 heads", head_chunks=chunks), torch.bfloat16)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_with_a_batch_axis_it_is_as_many_times_as_much(scheme):
+    check(planned(scheme, 4), torch.bfloat16, batch=(2,))
+
+
+@pytest.mark.parametrize(("scheme", "cp"), grids(SCHEMES, (3, 4)))
+def test_the_peak_of_cross_attention_is_the_formula(scheme, cp):
+    packing, keys = Packing([70, 1, 300]), Packing([500, 3, 90])
+    plan = plan_attention(
+        packing, Layout.zigzag(packing, cp), kv_packing=keys, kv_layout=Layout.contiguous(keys, cp), scheme=scheme,
+        heads=8, kv_heads=4, head_dim=16,
+    )  # fmt: skip
+    check(plan)
+
+
+def test_one_rank_allocates_what_it_returns_and_saves():
+    plan = planned("a2a", 1)
+    check(plan)
+    tokens, heads = sum(RAGGED), 6
+    assert peak_bytes(plan, 0, 4, forward=True) == tokens * heads * (16 + 1) * 4
+
+
+# -- the measure -------------------------------------------------------------------------------------------------------
+
+
+def test_freed_tensors_leave_the_peak_and_not_the_count():
+    memory = PeakMemory()
+    with memory:
+        x = torch.ones(100)
+        for _ in range(3):
+            y = x + 1
+        del y
+        z = x * 2
+    assert (memory.live, memory.peak) == (800, 1200)
+    del x, z
+    assert memory.live == 0
+
+
+def test_views_and_what_was_there_before_are_not_counted():
+    before, memory = torch.ones(100), PeakMemory()
+    with memory:
+        kept = [before[:50], before.view(10, 10).t(), before.add_(1)]
+        made = torch.zeros(10)
+        kept += [made[5:], made.view(2, 5)]
+    assert memory.peak == 40
+
+
+def test_restart_forgets_the_peak_and_not_what_is_alive():
+    memory = PeakMemory()
+    with memory:
+        x = torch.ones(100) + torch.ones(100)
+        memory.restart()
+        y = x[:10] + 1
+    assert memory.peak == 440 == memory.live
+    assert y.numel() == 10
+
+
+def test_the_backward_pass_is_seen():
+    class Allocates(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            torch.empty(1000)
+            return gradient
+
+    x, memory = torch.ones(1, requires_grad=True), PeakMemory()
+    with memory:
+        out = Allocates.apply(x)
+        memory.restart()
+        out.backward()
+    assert memory.peak >= 4000
+
+
+def test_each_thread_sees_its_own():
+    def allocate(group):
+        memory = PeakMemory()
+        with memory:
+            group.barrier()
+            x = torch.ones(100 * (group.rank + 1))
+            memory.watch(group).barrier()
+        return memory.peak, x
+
+    peaks = [peak for peak, _ in run_ranks(allocate, 3)]
+    assert [peak // 400 for peak in peaks] == [1, 2, 3]
