@@ -13,7 +13,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.schedule import Attend, HeadChunk
 
-MERGING = 3  # numbers for each query and head while partial results are merged
+MERGING = 4  # numbers for each query and head while partial results are merged
 LSE = 4  # bytes at least of a log-sum-exp, and of whatever is summed
 
 
@@ -32,7 +32,7 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
         at home     forward     out + lse
                     backward    out + lse + dq + block(s)
         p2p         forward     out (w) + lse + the blocks of two stages, the one before still at hand while the third
-                                is awaited, + the stage's part: out (w) + 4 lse of the rows that see a key, of which the
+                                is awaited, + the stage's part: out (w) + 5 lse of the rows that see a key, of which the
                                 stage before keeps out + lse until its own is there; at the end out again if w is wider
                     backward    out + lse + dq + block(s) + dq (w) + those blocks + three gradients (w) of blocks (own,
                                 on the way here, on the way on) + the part dq (w), two as above

@@ -2,9 +2,9 @@
 
 This is necklace splitting with two measures. What is left of the stream is closed up to a circle of `n * ranks` tokens.
 Slide a window of `n` tokens around it: the windows that start at 0, n, 2n, ... share out all the work, so that some
-have no more than their share and some no less, and since neighbouring windows differ by the work of one token at
-either end, some window has its share as nearly as integers allow: within half the largest such difference. Taking it
-out costs two cuts, and the last rank keeps the rest: all ranks together hold at most `2 * ranks - 1` fragments.
+have no more than their share and some no less, and neighbouring windows differ by the work of one token at either
+end. So some window has its share but for half the work of one token, whether or not all windows can be of one size.
+Taking it out costs two cuts, and the last rank keeps the rest: at most `2 * ranks - 1` fragments in all.
 
     work   [total + 1] the work of all tokens before each place of the stream
     place  a number that counts along what is left, 0 where it starts in the stream

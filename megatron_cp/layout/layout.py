@@ -111,11 +111,11 @@ class Layout(Tables):
     def balanced(cls, packing: Packing, cp_size: int, *, mask: Mask | None = None, align: int = 1) -> Layout:
         """Token counts that differ by at most one, and even attention work, in few fragments.
 
-        The ranks together hold at most `2 * cp_size - 1` fragments: two or three a rank, now and then four where a
-        rank has a few hundred tokens. Work is the number of keys that the tokens of a rank see. It is even to 1 in
-        1,000 or, where tokens are few, as nearly as whole tokens allow: each rank in turn misses the mean of what is
-        left by at most half the most by which two windows of its size, one token apart, differ. Never less even than
-        `contiguous`, nor than `zigzag` where that holds no more fragments. Rank order follows the first tokens.
+        The ranks together hold at most `2 * cp_size - 1` fragments: two or three a rank, now and then four, and more
+        at hundreds of ranks. Work is the number of keys that the tokens of a rank see. Each rank in turn misses the
+        mean of what is left by at most 2 in 1,000 or, where tokens are few, half the work of one token. Never less
+        even than `contiguous`, nor with few tokens than `zigzag` where that holds no more fragments. Rank order
+        follows the first tokens.
 
         Args:
             packing: the documents.

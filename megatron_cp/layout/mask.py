@@ -26,8 +26,9 @@ _SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal
 class Mask(Tables):
     """Which keys each query sees, as disjoint bands over the packed streams of queries and keys.
 
-    A query sees keys of its own document only, and may see none. Immutable, and compared and hashed by value, which is its bands. Make one
-    with `causal`, `full`, `window`, `prefix`, `chunk`, `shared_question`, `from_slices`, `from_blocks` or `named`.
+    A query sees keys of its own document only, and may see none. Immutable, and compared and hashed by value: by its
+    packings and bands. Make one with `causal`, `full`, `window`, `prefix`, `chunk`, `shared_question`, `from_slices`,
+    `from_blocks` or `named`.
 
     Attributes:
         packing: the documents of the queries.

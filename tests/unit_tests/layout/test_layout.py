@@ -385,7 +385,7 @@ assert "torch" not in sys.modules
 
 
 def test_the_examples_in_the_docstrings_run():
-    assert doctest.testmod(layout_module) == doctest.TestResults(failed=0, attempted=2)
+    assert doctest.testmod(layout_module) == doctest.TestResults(failed=0, attempted=4)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -214,6 +214,7 @@ def test_describe_tells_masks_of_one_name_apart():
         (Mask.from_slices(p, [(0, 3, 0, 3, "full")]), Mask.from_slices(p, [(0, 3, 0, 2, "full")])),
         (Mask.from_blocks(p, table, 7), Mask.from_blocks(p, ~table, 7)),
         (Mask.full(p, Packing([1, 2])), Mask.full(p, Packing([2, 2]))),
+        (Mask.full(Packing([0]), Packing([1])), Mask.full(Packing([0]), Packing([2]))),
     ]
     for one, other in pairs:
         assert one.name == other.name

@@ -1,0 +1,233 @@
+"""What every attention scheme promises beside being right: bytes, isolation, recomputing, determinism, the wire."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import megatron_cp as cp
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Packing
+from megatron_cp.testing.isolation import leaks
+from megatron_cp.testing.parity import Case, compare, draw, run_layer
+from tests.counting_group import CountingGroup
+from tests.scheme_cases import SCHEMES, SchemeCase, check, over_ranks
+
+RAGGED = (7, 1, 40, 0, 13, 2, 11)
+MASKS = (("causal",), ("window", 5, 2), ("first", 4, 0, 3), ("chunk", 6), ("prefix", 5), ("full",))
+
+
+def case_of(scheme, **changes):
+    return SchemeCase(scheme, **{"cp_size": 4, "lengths": RAGGED, **changes})
+
+
+# -- cross-attention -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_cross_attention_with_keys_of_other_lengths_in_another_layout(scheme, mask):
+    keys = {"kv_lengths": (3, 5, 17, 2, 0, 1, 30), "kv_layout": "random"}
+    check(case_of(scheme, mask=(mask,), layout="contiguous", heads=4, kv_heads=2, **keys))
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_of_rank(inner, case, plan):
+    """What this rank sends forward and backward."""
+    group = CountingGroup(inner)
+    inputs, gradient = case.problem()
+    local = [plan.layout.shard(x, group.rank).requires_grad_() for x in inputs.values()]
+    out = cp.attention(*local, plan, group)
+    forward = group.bytes_sent
+    out.backward(plan.layout.shard(gradient, group.rank))
+    return forward, group.bytes_sent - forward
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random", "balanced"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
+def test_bytes_sent_are_those_that_the_plan_says(scheme, layout):
+    case = case_of(scheme, layout=layout, mask=("window", 5, 0))
+    plan = case.plan(case.mask_and_pairs()[0])
+    sent = run_ranks(bytes_of_rank, case.cp_size, case, plan)
+    # An all-gather moves equal shares, as long as the longest.
+    padded = "all_gather" in scheme and len(set(plan.attend.keys.token_counts.tolist())) > 1
+    for way, forward in enumerate((True, False)):
+        said, seen = plan.bytes_sent(8, forward=forward), [rank[way] for rank in sent]
+        assert all(a <= b for a, b in zip(said, seen, strict=True)) if padded else said == seen
+
+
+def needed_rows(plan, pairs):
+    """By the oracle: for each owner and reader the keys of one that queries of the other see."""
+    readers = np.repeat(np.arange(plan.cp_size), plan.layout.token_counts)[plan.layout.inverse_order]
+    needed = np.zeros((plan.cp_size, plan.cp_size), dtype=np.int64)
+    for key, owner in enumerate(readers):
+        for reader in set(readers[pairs[:, key]]) - {owner}:
+            needed[owner, reader] += 1
+    return needed
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
+def test_exact_sends_what_the_mask_needs_and_nothing_else(layout, mask):
+    case = case_of("exact", layout=layout, mask=mask)
+    built, pairs = case.mask_and_pairs()
+    plan = case.plan(built)
+    needed, row = needed_rows(plan, np.asarray(pairs)), case.kv_heads * (case.head_dim + case.value_head_dim) * 8
+    sent = run_ranks(bytes_of_rank, case.cp_size, case, plan)
+    assert [rank[0] for rank in sent] == (needed.sum(1) * row).tolist()
+    assert [rank[1] for rank in sent] == ((needed.sum(1) + needed.sum(0)) * row).tolist()
+    assert plan.bytes_needed(8, forward=True) == [rank[0] for rank in sent]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+def test_exact_never_sends_more_than_a_ring_or_an_all_gather(layout, mask):
+    case = case_of("exact", layout=layout, mask=mask, cp_size=5)
+    built = case.mask_and_pairs()[0]
+    for scheme, forward in itertools.product(("p2p", "all_gather"), (True, False)):
+        exact, other = (
+            sum(dataclasses.replace(case, scheme=name).plan(built).bytes_sent(2, forward=forward))
+            for name in ("exact", scheme)
+        )
+        assert exact <= other
+
+
+# -- one document does not reach into another ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mask", ["causal", "first:2+window:4,0"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_change_in_one_document_changes_no_bit_of_any_other(scheme, mask):
+    case = Case("attention", 4, (7, 1, 40, 13, 2), "zigzag", mask=mask, scheme=scheme, learned_sink=True)
+    for document in (1, 2):
+        assert not any(leaks(case, document).values())
+
+
+# -- plans ride on the graph -----------------------------------------------------------------------------------------
+
+FLIGHT = [Case("attention", 4, (7, 1, 40)), Case("attention", 4, (2, 33, 5, 1), "random", mask="window:6,0")]
+
+
+def start(case, group):
+    problem, plan = draw(case), case.plan()
+    local = [plan.layout.shard(x, group.rank).requires_grad_() for x in problem.inputs.values()]
+
+    def layer(q, k, v):
+        return cp.attention(q, k, v, plan, group, dropout=case.dropout, seed=3)
+
+    return layer, local, plan.layout.shard(problem.output_gradient, group.rank)
+
+
+def alone(group, case):
+    layer, local, gradient = start(case, group)
+    out = layer(*local)
+    return [out.detach(), *torch.autograd.grad(out, local, gradient)]
+
+
+def recomputed(group, case, use_reentrant):
+    layer, local, gradient = start(case, group)
+    out = checkpoint(layer, *local, use_reentrant=use_reentrant)
+    out.backward(gradient)
+    return [out.detach(), *(x.grad for x in local)]
+
+
+def together(group, cases, backward_order):
+    started = [start(case, group) for case in cases]
+    outs = [layer(*local) for layer, local, _ in started]
+    for number in backward_order:
+        outs[number].backward(started[number][2])
+    return [[out.detach(), *(x.grad for x in local)] for out, (_, local, _) in zip(outs, started, strict=True)]
+
+
+def same_bits(found, expected):
+    return all(
+        torch.equal(a, b)
+        for of_rank, expected_of_rank in zip(found, expected, strict=True)
+        for a, b in zip(of_rank, expected_of_rank, strict=True)
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_recomputed_activations_give_the_same_bits(scheme, use_reentrant):
+    case = dataclasses.replace(FLIGHT[0], scheme=scheme, dropout=0.2)
+    assert same_bits(run_ranks(recomputed, 4, case, use_reentrant), run_ranks(alone, 4, case))
+
+
+@pytest.mark.parametrize("backward_order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_two_microbatches_in_flight_do_not_mix(scheme, backward_order):
+    cases = [dataclasses.replace(case, scheme=scheme) for case in FLIGHT]
+    found = run_ranks(together, 4, cases, backward_order)
+    for number, case in enumerate(cases):
+        assert same_bits([of_rank[number] for of_rank in found], run_ranks(alone, 4, case))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_same_run_twice_gives_the_same_bits(scheme):
+    case = case_of(scheme, layout="random", mask=("window", 9, 1), sink=True, heads=7, kv_heads=1)
+    plan = case.plan(case.mask_and_pairs()[0])
+    first, second = over_ranks(case, plan), over_ranks(case, plan)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
+@pytest.mark.parametrize("mask", ["causal", "window:5,2", "prefix:9", "first:2+window:4,0"])
+def test_a_head_exchange_is_bitwise_equal_to_one_rank(mask, layout):
+    torch.set_num_threads(1)
+    for heads, groups, sink in ((6, 2, True), (7, 7, False), (7, 1, False)):
+        for size in (2, 4, 5):
+            case = Case("attention", size, (7, 1, 130, 64, 2, 11), layout, heads=heads, groups=groups, mask=mask,
+                        scheme="a2a", learned_sink=sink)  # fmt: skip
+            assert compare(case).bitwise_forward, case
+
+
+# -- real sockets ----------------------------------------------------------------------------------------------------
+
+
+def rank_results(group, cases):
+    return [run_layer(group, case) for case in cases]
+
+
+def test_ranks_in_processes_give_the_bits_of_threads():
+    cases = [
+        Case("attention", 4, (7, 1, 130, 64, 2, 11), layout, mask=mask, scheme=scheme, learned_sink=True)
+        for scheme in SCHEMES
+        for layout, mask in (("zigzag", "causal"), ("random", "window:5,0"))
+    ]
+    processes = run_ranks(rank_results, 4, cases, kind="processes")
+    threads = run_ranks(rank_results, 4, cases)
+    for rank in range(4):
+        for number, case in enumerate(cases):
+            for name, value in threads[rank][number].items():
+                assert torch.equal(processes[rank][number][name], value), (case, name)
+
+
+# -- batches of sequences --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_batch_of_sequences_is_each_sequence_alone(scheme):
+    packing = Packing([11])
+    layout = cp.Layout.zigzag(packing, 4)
+    plan = cp.plan_attention(packing, layout, heads=4, kv_heads=2, head_dim=8, scheme=scheme)
+    random = torch.Generator().manual_seed(0)
+    whole = [torch.randn(11, 3, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2)]
+
+    def rank(group):
+        def run(*tensors):
+            local = [layout.shard(x, group.rank).requires_grad_() for x in tensors]
+            out = cp.attention(*local, plan, group)
+            out.backward(torch.ones_like(out))
+            return [out.detach(), *(x.grad for x in local)]
+
+        batch, singles = run(*whole), [run(*(x[:, b] for x in whole)) for b in range(3)]
+        return all(torch.allclose(batch[i][:, b], singles[b][i], atol=1e-14) for b in range(3) for i in range(4))
+
+    assert run_ranks(rank, 4) == [True] * 4
