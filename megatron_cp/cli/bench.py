@@ -41,7 +41,6 @@ DEVICES = ("cpu", "cuda")
 # As a GPU's caching allocator does, freed blocks (to 32 MiB, glibc's limit) are kept: paging memory in anew for each
 # buffer would be most of the time outside of kernels.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**36)}
-_PASSES = 3  # of which the least peak counts: gloo's threads may let go of a message a moment after it was waited for
 _HEADS = (8, 2, 64)  # query and key/value heads and their size, where neither a model nor heads are asked for
 
 LEGEND = """\
@@ -385,20 +384,18 @@ class _Run:
     def peaks(self, watch: Watch, group: RankGroup, *, hides: bool) -> dict[str, int]:
         """The most bytes of each direction; those of tensors that kernels make are left out if `hides`."""
         watch.hides_kernels = hides
-        peaks: dict[str, list[int]] = {way: [] for way in DIRECTIONS}
-        for _ in range(_PASSES):
-            memory = PeakMemory()
+        memory, peaks = PeakMemory(), {}
 
-            def tracked(way: str, call: Callable[[], Any], memory: PeakMemory = memory) -> Any:
-                memory.restart()
-                result = call()
-                peaks[way].append(memory.peak)
-                return result
+        def tracked(way: str, call: Callable[[], Any]) -> Any:
+            memory.restart()
+            result = call()
+            peaks[way] = memory.peak
+            return result
 
-            with memory:
-                self.step(tracked, memory.watch(group))
+        with memory:
+            self.step(tracked, memory.watch(group))
         watch.hides_kernels = False
-        return {way: min(most) for way, most in peaks.items()}
+        return peaks
 
     def _own(self, stream: Tensor, rank: int) -> Tensor:
         return self.plan.layout.shard(stream, rank).detach().clone()

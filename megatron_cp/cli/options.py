@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.capabilities import require, working
 from megatron_cp.testing.parity import Case
 
@@ -67,11 +68,27 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     )
 
 
-def add_batch_arguments(parser: argparse.ArgumentParser) -> None:
-    """The documents and who holds them."""
+def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None = None) -> None:
+    """The documents and who holds them.
+
+    Args:
+        corpus: where documents are drawn from unless told otherwise; None for lengths that make quick checks.
+    """
     group = parser.add_argument_group("batch")
     group.add_argument("--lengths", type=integers(0), metavar="N,N,...", help="tokens of each document")
-    group.add_argument("--documents", type=positive, metavar="N", help="draw N lengths instead, with a heavy tail")
+    group.add_argument(
+        "--documents",
+        type=positive,
+        metavar="N",
+        help="draw N documents instead: from the corpus, or without one short lengths with a heavy tail",
+    )
+    group.add_argument(
+        "--corpus",
+        default=corpus,
+        metavar="PATH",
+        help="of --documents: as train's --data-path, or default for the source files of Python's standard library"
+        + (f" (default: {corpus})" if corpus else ""),
+    )
     group.add_argument("--tokens-per-rank", type=positive, metavar="N", help="scale the drawn lengths to N * cp tokens")
     group.add_argument(
         "--seed", type=natural, default=0, help="of drawn lengths, inputs and random layouts (default: 0)"
@@ -161,13 +178,28 @@ def _document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]
     random = np.random.default_rng(args.seed)
     count = args.documents or 8
     _check_total("--documents", count)
-    draws = random.lognormal(mean=3.0, sigma=1.2, size=count)
+    draws = random.lognormal(mean=3.0, sigma=1.2, size=count) if args.corpus is None else _drawn(args, count, random)
     if args.tokens_per_rank is None:
+        _check_total("--documents", int(draws.sum()))
         return tuple(np.maximum(1, draws).astype(int).tolist())
     total = args.tokens_per_rank * cp_size
     _check_total("--tokens-per-rank", total)
     edges = np.round(np.cumsum(draws) / draws.sum() * total).astype(int)  # sums exactly; the shortest may round to 0
     return tuple(np.diff(edges, prepend=0).tolist())
+
+
+def _drawn(args: argparse.Namespace, count: int, random: np.random.Generator) -> IntArray:
+    """The lengths of so many documents of the corpus, each at most once."""
+    from megatron_cp.data.corpus import read_corpus
+    from megatron_cp.data.tokenizer import ByteTokenizer
+
+    try:
+        lengths = read_corpus(None if args.corpus == "default" else args.corpus, ByteTokenizer()).lengths
+    except ArgumentError as error:
+        raise ArgumentError("--corpus", args.corpus, error.allowed, error.remedy) from None
+    if count > lengths.size:
+        raise ArgumentError("--documents", count, f"at most the {lengths.size} documents of the corpus")
+    return random.choice(lengths, size=count, replace=False)
 
 
 def _check_total(flag: str, total: int) -> None:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, positive
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.explain import size
 from megatron_cp.executor.plan import Plan
+from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
+from megatron_cp.testing.parity import Case
 
 HELP = "explain a plan: who owns what, transfers and balance"
 
@@ -21,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("--cp", type=positive, default=4, metavar="N", help="context-parallel size (default: 4)")
     add_layer_arguments(parser, dtype="bfloat16")
-    add_batch_arguments(parser)
+    add_batch_arguments(parser, corpus="default")
     parser.add_argument("--plot", metavar="FILE.png", help="save a picture of who owns what")
 
 
@@ -35,15 +41,50 @@ def run(args: argparse.Namespace) -> Report:
     milliseconds = (time.perf_counter() - started) * 1e3
     item_size = case.dtype.itemsize
     text = [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
+    schemes = _schemes(case, item_size) if case.layer == "attention" else {}
+    if schemes:
+        text += ["", *_table(schemes)]
     if args.plot is not None:
         save_picture(plan, args.plot)
         text.append(f"picture: {args.plot}")
-    return Report("\n".join(text), as_json(plan, item_size, milliseconds))
+    return Report("\n".join(text), {**as_json(plan, item_size, milliseconds), "schemes": schemes})
+
+
+def _schemes(case: Case, item_size: int) -> dict[str, Any]:
+    """What each scheme would send for the same batch and layout, and how even its work would be."""
+    found = {}
+    for scheme in working("scheme"):
+        if scheme == "auto":
+            continue
+        with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # of products that the ranks are not
+            warnings.simplefilter("ignore", UserWarning)
+            plan = replace(case, scheme=scheme, ulysses_degree=None, head_chunks=None).plan()
+            sent = {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()}
+            found[scheme] = {
+                "ulysses_degree": plan.ulysses_degree,
+                "bytes_sent": {name: sum(ranks) for name, ranks in sent.items()},
+                "largest_bytes_sent_per_rank": {name: max(ranks) for name, ranks in sent.items()},
+                "work_imbalance": plan.work_imbalance,
+            }
+    return found
+
+
+def _table(schemes: dict[str, Any]) -> list[str]:
+    lines = [f"{'scheme':<16}{'all ranks send: forward':>24}{'backward':>12}{'one rank at most':>18}{'imbalance':>11}"]
+    for name, scheme in schemes.items():
+        total, largest = scheme["bytes_sent"], scheme["largest_bytes_sent_per_rank"]
+        lines.append(
+            f"{name:<16}{size(total['forward']):>24}{size(total['backward']):>12}"
+            f"{size(largest['forward'] + largest['backward']):>18}{scheme['work_imbalance']:>11.3f}"
+        )
+    return lines
+
+
+_BOTH = {"forward": True, "backward": False}
 
 
 def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
     """The plan in numbers. `null` where nothing prices or solves yet."""
-    both = {"forward": True, "backward": False}
     return {
         "scheme": plan.scheme,
         "cp": plan.cp_size,
@@ -51,10 +92,10 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "fragments_per_rank": np.diff(plan.layout.fragment_offsets).tolist(),
         "pad_tokens": int(plan.layout.pad_rows.sum()),
         "work_imbalance": plan.work_imbalance,
-        "bytes_sent_per_rank": {name: plan.bytes_sent(item_size, forward=forward) for name, forward in both.items()},
-        "bytes_lower_bound": {name: plan.bytes_needed(item_size, forward=forward) for name, forward in both.items()},
+        "bytes_sent_per_rank": {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()},
+        "bytes_lower_bound": {name: plan.bytes_needed(item_size, forward=forward) for name, forward in _BOTH.items()},
         "solver": {"optimal": None, "bound": None, "load_cap": None},
-        "collectives": {name: plan.collectives(forward=forward) for name, forward in both.items()},
+        "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
         "predicted_ms": {"forward": None, "backward": None},
         "plan_ms": milliseconds,
         "notes": list(plan.notes),

@@ -98,6 +98,8 @@ def _sized_storages(values: Any) -> Iterable[tuple[StorageWeakRef, int]]:
 
 
 class _WatchedGroup(RankGroup):
+    """Moves copies: whoever moves them may let go of them when it likes, as gloo's threads do."""
+
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.rank, self.size = group.rank, group.size
@@ -105,13 +107,25 @@ class _WatchedGroup(RankGroup):
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
     ) -> Pending:
-        return self._started(self.group.start_all_to_all, (sent,), received, sent, received_splits, sent_splits)
+        return _Moving(
+            [sent], [received], lambda sent, received: self.group.start_all_to_all(
+                received[0], sent[0], received_splits, sent_splits
+            )
+        )  # fmt: skip
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        return self._started(self.group.start_all_gather, (sent,), received, sent)
+        return _Moving(
+            [sent], [received], lambda sent, received: self.group.start_all_gather(received[0], sent[0])
+        )  # fmt: skip
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        return self._started(self.group.start_messages, tuple(sent.tensor for sent in sends), sends, receives)
+        def start(sent: list[Tensor], received: list[Tensor]) -> Pending:
+            copies = zip((sends, receives), (sent, received), strict=True)
+            return self.group.start_messages(
+                *([Message(x, m.peer) for x, m in zip(xs, ms, strict=True)] for ms, xs in copies)
+            )
+
+        return _Moving([message.tensor for message in sends], [message.tensor for message in receives], start)
 
     def barrier(self) -> None:
         with _disable_current_modes():
@@ -121,18 +135,21 @@ class _WatchedGroup(RankGroup):
         with _disable_current_modes():
             self.group.host_all_gather(received, sent)
 
-    def _started(self, start: Callable[..., Pending], sent: tuple[Tensor, ...], *args: Any) -> Pending:
+
+class _Moving(Pending):
+    """A transfer of copies, with what it would send and receive, which must live until it is done."""
+
+    def __init__(
+        self, sent: list[Tensor], received: list[Tensor], start: Callable[[list[Tensor], list[Tensor]], Pending]
+    ) -> None:
         with _disable_current_modes():
-            return _Sending(start(*args), sent)
-
-
-class _Sending(Pending):
-    """A transfer and what it sends, which must live until it is done."""
-
-    def __init__(self, pending: Pending, sent: tuple[Tensor, ...]) -> None:
-        self._pending, self._sent = pending, sent
+            self._arriving = [torch.empty_like(x) for x in received]
+            self._pending = start([x.clone() for x in sent], self._arriving)
+        self._sent, self._received = sent, received
 
     def wait(self) -> None:
         with _disable_current_modes():
             self._pending.wait()
-        self._sent = ()
+            for target, source in zip(self._received, self._arriving, strict=True):
+                target.detach().copy_(source)
+        self._sent, self._received, self._arriving = [], [], []

@@ -240,13 +240,13 @@ def _alone(case: Case) -> Case:
 def kernel_errors(case: Case, own: dict[str, Tensor]) -> dict[str, float]:
     """How far one rank's kernel is from float64 arithmetic on the same inputs: what no scheme is to blame for."""
     problem = draw(case)
+    inputs, parameters = (
+        {name: x.double() for name, x in tensors.items()} for tensors in (problem.inputs, problem.parameters)
+    )
     exact = run_layer(
         ThreadGroup.create(1)[0],
         replace(_alone(case), dtype=torch.float64, kernel="reference"),
-        Problem(
-            *({name: x.double() for name, x in tensors.items()} for tensors in (problem.inputs, problem.parameters)),
-            problem.output_gradient.double(),
-        ),
+        Problem(inputs, parameters, problem.output_gradient.double()),
     )
     return _errors(case, own, exact)
 
