@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import PlanMismatchError
+from megatron_cp.exchange.pack import prepare_tables
 from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
+from megatron_cp.executor.transfers import prepare_gathering
 
 LocalWork = Callable[..., list[Tensor]]
 
@@ -42,6 +44,23 @@ def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, 
                 case _:
                     assert_never(step)
     return tensors
+
+
+def prepare(plan: Plan, rank: int, device: torch.device) -> None:
+    """Makes all that a rank derives from a plan, on the host and on the device, so that no layer has to.
+
+    Call it where the batch is sharded: the copies to a device are then long done when the first layer needs them.
+    """
+    node = rank // plan.ulysses_degree
+    for exchange, _ in plan.exchanges(forward=True):
+        prepare_tables(exchange.of_node(node).layout, device)
+    if plan.attend is None:
+        return
+    for stage in range(plan.attend.num_stages):
+        tiles = plan.attend.tiles(node, stage)
+        if len(tiles.bands):
+            _ = tiles.cropped if stage else tiles.cropped_keys
+    prepare_gathering(plan.attend, node, device)
 
 
 class Agreeable(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -188,8 +189,7 @@ class Gather(Transfers):
         return self.step.gathering(self.node)
 
     def _index(self, name: str) -> Tensor:
-        key = (name, self.node, self.k.device)
-        return self.step.table(key, lambda: on_device(getattr(self._gathering, name), self.k.device))
+        return _index(self.step, self.node, name, self.k.device)
 
     def _empty(self, rows: int, chunk: HeadChunk) -> Tensor:
         width = chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
@@ -220,16 +220,8 @@ class Gather(Transfers):
         if self.step.schedule == "all_gather":
             if len(received) == self._gathering.tokens.size and self._gathering.arrange is None:
                 return received
-            return received.index_select(0, self.step.table(("shares", self.k.device), self._shares))
+            return received.index_select(0, _shares(self.step, self.k.device))
         return received if self._gathering.arrange is None else received.index_select(0, self._index("arrange"))
-
-    def _shares(self) -> Tensor:
-        """Where each token of the stream stands among the shares of an all-gather."""
-        counts = self.step.keys.token_counts
-        places = self.step.keys.inverse_order
-        owners = torch.searchsorted(torch.tensor(counts).cumsum(0), torch.tensor(places), right=True).numpy()
-        before = counts.cumsum() - counts
-        return on_device(owners * int(counts.max()) + places - before[owners], self.k.device)
 
     def _finish_returns(self) -> None:
         for chunk, received, pending in self._returning:
@@ -241,3 +233,30 @@ class Gather(Transfers):
                 for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
                     total.index_add_(0, of_node, part.to(self.wide))
         self._returning = []
+
+
+def prepare_gathering(step: Attend, node: int, device: torch.device) -> None:
+    """Makes the index tables of `Gather`, so that no layer has to."""
+    if step.num_nodes == 1 or step.schedule == "p2p":
+        return
+    for name in ("send_rows", "arrange", "returned"):
+        if getattr(step.gathering(node), name) is not None:
+            _index(step, node, name, device)
+    if step.schedule == "all_gather":
+        _shares(step, device)
+
+
+def _index(step: Attend, node: int, name: str, device: torch.device) -> Tensor:
+    return step.table((name, node, device), lambda: on_device(getattr(step.gathering(node), name), device))
+
+
+def _shares(step: Attend, device: torch.device) -> Tensor:
+    """Where each token of the stream stands among the shares of an all-gather, all as long as the longest."""
+
+    def make() -> Tensor:
+        counts, places = step.keys.token_counts, step.keys.inverse_order
+        lasts = np.cumsum(counts)
+        owners = np.searchsorted(lasts, places, side="right")
+        return on_device(owners * int(counts.max()) + places - (lasts - counts)[owners], device)
+
+    return step.table(("shares", device), make)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
-from megatron_cp.exchange.pack import prepare_tables
 from megatron_cp.executor.groups import RankGroup, as_rank_group
-from megatron_cp.executor.run import check_agreement
+from megatron_cp.executor.run import check_agreement, prepare
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import BatchPlan, Slot
 
@@ -152,7 +151,8 @@ def _hash(ids: Tensor) -> int:
 def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int = 0) -> PlannedSeqParams:
     """The plans as what Megatron's layers are given, with everything a layer needs on the device already."""
     layout, packing = plans.layout, plans.layout.packing
-    prepare_tables(layout, device)
+    for plan in plans.plans:
+        prepare(plan, rank, device)
     cu_seqlens = on_device(packing.cu_seqlens, device)
     # Megatron keeps a table of rotary angles for each of the last 32 of these. Rounded up, packs share a few.
     max_length = 1 << (max(packing.max_length, 1) - 1).bit_length()
