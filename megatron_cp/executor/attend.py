@@ -52,22 +52,12 @@ def attend(
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=wide)
     held = int(step.queries.token_counts[node])
     out[held:], lse[..., held:] = 0, -torch.inf
-    for stage, chunk, (keys, values) in _transfers(step, node, lane, group, k, v).arrivals():
-        tiles = step.tiles(node, stage)
-        queries = q[:held, ..., chunk.heads, :]
+    for stage, chunk, keys in _transfers(step, node, lane, group, k, v).arrivals():
         merged, merged_lse = out[:held, ..., chunk.heads, :], lse[..., chunk.heads, :held]
-        if _is_empty(tiles, queries):
-            if stage == 0:
-                merged.zero_(), merged_lse.fill_(-torch.inf)
-            continue
-        seen = tiles.key_rows
-        if stage == 0:
-            work.forward(merged, merged_lse, queries, keys[seen], values[seen], tiles.cropped_keys, chunk)
-            continue
-        rows = tiles.query_rows
-        part, part_lse = torch.empty_like(merged[rows]), torch.empty_like(merged_lse[..., rows])
-        work.forward(part, part_lse, queries[rows], keys[seen], values[seen], tiles.cropped, chunk)
-        merge(merged[rows], merged_lse[..., rows], part, part_lse)
+        _attend_stage(
+            work, merged, merged_lse, q[:held, ..., chunk.heads, :], *keys, step.tiles(node, stage), chunk, stage
+        )
+        del keys  # or they live on while the next are awaited
     return out.to(q.dtype), lse
 
 
@@ -83,39 +73,65 @@ def attend_backward(
     held, held_keys = int(step.queries.token_counts[node]), int(step.keys.token_counts[node])
     dq[held:], dk[held_keys:], dv[held_keys:] = 0, 0, 0
     wide = torch.promote_types(q.dtype, torch.float32)
-    total = dq[:held] if step.num_stages == 1 else torch.empty_like(dq[:held], dtype=wide)
+    total = dq[:held] if step.num_stages == 1 or dq.dtype == wide else torch.empty_like(dq[:held], dtype=wide)
     moving = _transfers(step, node, lane, group, k, v)
-    for stage, chunk, (keys, values) in moving.arrivals():
-        tiles = step.tiles(node, stage)
-        of_heads = [x[:held, ..., chunk.heads, :] for x in (dout, q, out)]
-        target = total[..., chunk.heads, :]
-        if isinstance(moving, AtHome):
-            gradient, dkeys, dvalues = None, dk[:held_keys, ..., chunk.groups, :], dv[:held_keys, ..., chunk.groups, :]
-        else:
-            gradient = pack_like(keys, values, moving.gradient_type())
-            dkeys, dvalues = unpack(gradient, keys, values)
-        if _is_empty(tiles, of_heads[0]):
-            for unseen in (*([target] if stage == 0 else []), dkeys, dvalues):
-                unseen.zero_()
-        else:
-            rows, seen = tiles.query_rows if stage else slice(0, held), tiles.key_rows
-            for x in (dkeys, dvalues):
-                x[: seen.start].zero_(), x[seen.stop :].zero_()
-            part = torch.empty_like(target[rows]) if stage else target
-            do, queries, o = (x[rows] for x in of_heads)
-            work.backward(
-                part, dkeys[seen], dvalues[seen], do, queries, keys[seen], values[seen], o,
-                lse[..., chunk.heads, :held][..., rows], tiles.cropped if stage else tiles.cropped_keys, chunk,
-            )  # fmt: skip
-            if stage:
-                target[rows].add_(part)
-        if gradient is not None:
-            moving.give_back(stage, chunk, gradient)
+    for stage, chunk, keys in moving.arrivals():
+        packed = [] if isinstance(moving, AtHome) else [pack_like(*keys, moving.gradient_type())]
+        at_home = dk[:held_keys, ..., chunk.groups, :], dv[:held_keys, ..., chunk.groups, :]
+        gradients = unpack(packed[0], *keys) if packed else at_home
+        do, queries, o = (x[:held, ..., chunk.heads, :] for x in (dout, q, out))
+        _attend_stage_backward(
+            work, total[..., chunk.heads, :], *gradients, do, queries, o, lse[..., chunk.heads, :held], *keys,
+            step.tiles(node, stage), chunk, stage,
+        )  # fmt: skip
+        del keys, gradients  # or they live on while the next are awaited
+        if packed:
+            moving.give_back(stage, chunk, packed.pop())  # the only reference: it may be freed in there
     if not isinstance(moving, AtHome):
         moving.collect(dk[:held_keys], dv[:held_keys])
-    if total.dtype != dq.dtype or step.num_stages > 1:
+    if total.dtype != dq.dtype:
         dq[:held].copy_(total)
     return [dq, dk, dv]
+
+
+def _attend_stage(
+    work: TileWork, merged: Tensor, merged_lse: Tensor, queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles,
+    chunk: HeadChunk, stage: int,
+) -> None:  # fmt: skip
+    """Adds what the queries of some heads see among a stage's keys. A function, so that its tensors end with it."""
+    if _is_empty(tiles, queries):
+        if stage == 0:
+            merged.zero_(), merged_lse.fill_(-torch.inf)
+        return
+    seen = tiles.key_rows
+    if stage == 0:
+        work.forward(merged, merged_lse, queries, keys[seen], values[seen], tiles.cropped_keys, chunk)
+        return
+    rows = tiles.query_rows
+    part, part_lse = torch.empty_like(merged[rows]), torch.empty_like(merged_lse[..., rows])
+    work.forward(part, part_lse, queries[rows], keys[seen], values[seen], tiles.cropped, chunk)
+    merge(merged[rows], merged_lse[..., rows], part, part_lse)
+
+
+def _attend_stage_backward(
+    work: TileWork, target: Tensor, dkeys: Tensor, dvalues: Tensor, dout: Tensor, queries: Tensor, out: Tensor,
+    lse: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, stage: int,
+) -> None:  # fmt: skip
+    """Adds to `target` the queries' gradients from a stage's keys, and writes those of the keys."""
+    if _is_empty(tiles, queries):
+        for unseen in (*([target] if stage == 0 else []), dkeys, dvalues):
+            unseen.zero_()
+        return
+    rows, seen = tiles.query_rows if stage else slice(0, len(queries)), tiles.key_rows
+    for x in (dkeys, dvalues):
+        x[: seen.start].zero_(), x[seen.stop :].zero_()
+    part = torch.empty_like(target[rows]) if stage else target
+    work.backward(
+        part, dkeys[seen], dvalues[seen], dout[rows], queries[rows], keys[seen], values[seen], out[rows],
+        lse[..., rows], tiles.cropped if stage else tiles.cropped_keys, chunk,
+    )  # fmt: skip
+    if stage:
+        target[rows].add_(part)
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

@@ -31,15 +31,14 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
 
         at home     forward     out + lse
                     backward    out + lse + dq + block(s)
-        p2p         forward     out (w) + lse + the blocks of two stages, the one before still at hand while the third
-                                is awaited, + the stage's part: out (w) + 5 lse of the rows that see a key, of which the
-                                stage before keeps out + lse until its own is there; at the end out again if w is wider
-                    backward    out + lse + dq + block(s) + dq (w) + those blocks + three gradients (w) of blocks (own,
-                                on the way here, on the way on) + the part dq (w), two as above
-        gathering   forward     out + lse + block(s) (w) + of each of two head chunks: what is sent, what is received
-                                and, where it does not arrive in stream order, the same in order
-                    backward    out + lse + dq + block(s) + block(s) (w) + those + of two chunks: gradients of what was
-                                received, in both orders, and those that come back for own keys
+        p2p         forward     out (w) + lse + the blocks of two stages + the stage's part: out (w) + 5 lse of the rows
+                                that see a key; at the end out again if w is wider
+                    backward    out + lse + dq + block(s) + dq (w) if w is wider + those blocks + three gradients (w) of
+                                blocks (own, on the way here, on the way on) + the part dq (w)
+        gathering   forward     out + lse + of each of two head chunks: what is sent, what is received and, where it
+                                does not arrive in stream order, the same in order
+                    backward    out + lse + dq + block(s) + block(s) (w) + those + of two chunks: the gradients of what
+                                was received, those in the order in which they go, and those that come back
         a2a         forward     twice the lane's q, k, v while they arrive in another order than the stream's, once
                                 later; the above; and out twice on its way back
                     backward    likewise, with out's gradient on its way in, and dq and block(s) on their way back
@@ -186,8 +185,7 @@ class _Local:
         if self.step.num_nodes == 1:
             return [base]
         if self.step.schedule != "p2p":
-            sums = self._block_of(self.node, self.wide)
-            return [base + sums + moment for moment in self._gathering(backward=False)]
+            return [base + moment for moment in self._gathering(backward=False)]
         base = self.out // self.item * self.wide + self.lse
         return [base + moment for moment in self._rotation(backward=False)]
 
@@ -196,47 +194,31 @@ class _Local:
         if self.step.num_nodes == 1:
             return [0]
         if self.step.schedule != "p2p":
-            sums = self._block_of(self.node, self.wide)
-            return [sums + moment for moment in self._gathering(backward=True)]
+            return self._gathering(backward=True)
         held = int(self.step.queries.token_counts[self.node])
-        total = held * self.heads * self.step.head_dim * self.wide
+        total = held * self.heads * self.step.head_dim * self.wide if self.wide > self.item else 0
         return [total + moment for moment in self._rotation(backward=True)]
 
     def _block_of(self, node: int, item: int) -> int:
         return self.block(int(self.step.keys.token_counts[node]), self.groups, item)
 
     def _rotation(self, *, backward: bool) -> list[int]:
-        """Moments of a ring. A stage's variables live until the next stage has its own."""
+        """Moments of a ring."""
         nodes, moments = self.step.num_nodes, []
-        before = part_before = 0
         sources = [self.step.source(self.node, stage) for stage in range(nodes)]
-        sizes, sums = ([self._block_of(source, item) for source in sources] for item in (self.item, self.wide))
-        kept: dict[bool, int] = {}  # the last stages that saw no key, and some: loops there hold on to their gradients
+        blocks, sums = ([self._block_of(source, item) for source in sources] for item in (self.item, self.wide))
         for stage in range(nodes):
-            current, following = sizes[stage], sizes[stage + 1] if stage + 1 < nodes else 0
-            seen = self._seen_rows(stage)
-            rows = seen * self.heads * self.wide if stage else 0
-            part = rows * (self.step.head_dim if backward else self.step.value_head_dim + 1)
-            if backward:
-                coming = sums[stage] if stage else 0
-                alive = {*kept.values(), *([stage - 1] if stage else [])}  # the one before is on its way on
-                here = current + following + coming + part_before
-                moments.append(before + here + sum(sums[i] for i in alive))
-                moments.append(here + sum(sums[i] for i in {*alive, stage}))
-                kept[seen > 0] = stage
-                alive = {*kept.values(), *range(max(stage - 1, 0), stage + 1)}
-                moments.append(here + part + sum(sums[i] for i in alive))
-                here += (part or part_before) - part_before
-                part_before = part or part_before
-                moments.append(here + sum(sums[i] for i in {*kept.values(), stage}) + sums[(stage + 1) % nodes])
-            else:
-                moments.append(before + current + following + part_before)
-                moments.append(current + following + part_before + part)
-                moments.append(current + following + part + MERGING * rows)
-                part_before = part or part_before
-            before = current
+            here = blocks[stage] + (blocks[stage + 1] if stage + 1 < nodes else 0)
+            rows = self._seen_rows(stage) * self.heads * self.wide if stage else 0
+            if not backward:
+                moments.append(here + rows * (self.step.value_head_dim + 1 + MERGING))
+                continue
+            here += sums[stage]
+            others = sums[stage - 1] + sums[stage] if stage else 0  # on the way on, and on the way here
+            moments.append(here + others + rows * self.step.head_dim)
+            moments.append(here + sums[(stage + 1) % nodes])
         if not backward and self.wide > self.item:
-            moments.append(before + part_before + self.out)
+            moments.append(self.out)
         return moments
 
     def _seen_rows(self, stage: int) -> int:
@@ -247,7 +229,6 @@ class _Local:
         """Moments of gathered head chunks. A chunk's variables live until the next chunk has its own."""
         gathering, chunks, moments = self.step.gathering(self.node), self.step.chunks(self.lane), []
         tokens, sent_rows = gathering.tokens.size, gathering.send_rows.size
-        own = int(self.step.keys.token_counts[self.node])
         if self.step.schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())
             sent, received = longest, self.step.num_nodes * longest
@@ -260,23 +241,25 @@ class _Local:
         def size(chunk: HeadChunk | None, rows: int) -> int:
             return 0 if chunk is None else self.block(rows, chunk.num_groups, self.item)
 
+        moments.append(size(chunks[0], sent + received))
         before: HeadChunk | None = None
-        moments.append(size(chunks[0], own + sent + received))
-        largest = int(gathering.send_counts.max())
+        added, most = self._block_of(self.node, self.wide), int(gathering.send_counts.max())
+        sums = 0  # from the first that came back on
         for chunk, following in pairwise([*chunks, None]):
             assert chunk is not None
-            seen = size(before, ordered or received)
-            left = size(before, tokens + returned + sent_rows) if backward else 0
-            moments.append(seen + left + size(chunk, received) + size(following, own + sent + received))
-            moments.append(seen + left + size(chunk, received + ordered) + size(following, sent + received))
+            ahead = sums + size(following, sent + received)
+            back = size(before, tokens + sent_rows) if backward else 0
+            moments.append(ahead + back + size(chunk, received + ordered))
             if backward:
-                here = size(chunk, received + ordered + tokens) + size(following, sent + received)
-                moments.append(here + left)
-                moments.append(here + size(before, sent_rows) + self._summands(before, largest))
-                moments.append(here + size(chunk, returned + sent_rows))
+                here = ahead + size(chunk, (ordered or received) + tokens)
+                moments.append(here + back)
+                if before is not None:
+                    here, sums = here + added - sums, added
+                    moments.append(here + size(before, sent_rows) + self._summands(before, most))
+                moments.append(here + size(chunk, max(returned, sent_rows)))
             before = chunk
         if backward:
-            moments.append(size(before, (ordered or received) + tokens + sent_rows) + self._summands(before, largest))
+            moments.append(added + size(before, sent_rows) + self._summands(before, most))
         return moments
 
     def _summands(self, chunk: HeadChunk | None, rows: int) -> int:

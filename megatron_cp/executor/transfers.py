@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -118,6 +119,7 @@ class Rotation(Transfers):
             if ahead is not None:
                 ahead.wait()
                 block = following
+                del following
 
     def gradient_type(self) -> torch.dtype:
         return self.wide
@@ -126,6 +128,7 @@ class Rotation(Transfers):
         if stage:
             self._on_the_way.wait()
             gradient.add_(self._gradient)
+            del self._gradient  # before there is room for the next
         self._gradient, self._on_the_way = self._pass_on(gradient, stage)
 
     def collect(self, dk: Tensor, dv: Tensor) -> None:
@@ -151,15 +154,16 @@ class Gather(Transfers):
     """
 
     def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
-        self._sums = [torch.zeros_like(x, dtype=self.wide) for x in (self.k, self.v)]
         self._returning: list[tuple[HeadChunk, Tensor, Pending]] = []
-        ahead = self._start(self.chunks[0])
+        ahead = [self._start(self.chunks[0])]
         for number, chunk in enumerate(self.chunks):
-            received, pending = ahead
+            received, pending = ahead.pop()
             pending.wait()
             if number + 1 < len(self.chunks):
-                ahead = self._start(self.chunks[number + 1])
-            yield 0, chunk, unpack(self._arranged(received), self.k, self.v, chunk.num_groups)
+                ahead.append(self._start(self.chunks[number + 1]))
+            received = self._arranged(received)
+            yield 0, chunk, unpack(received, self.k, self.v, chunk.num_groups)
+            del received  # or it lives on while the next is awaited
 
     def gradient_type(self) -> torch.dtype:
         return self.k.dtype
@@ -184,6 +188,11 @@ class Gather(Transfers):
         for target, total in zip((dk, dv), self._sums, strict=True):
             target.copy_(total)
 
+    @cached_property
+    def _sums(self) -> list[Tensor]:
+        """Of the gradients of the own keys and values."""
+        return [torch.zeros_like(x, dtype=self.wide) for x in (self.k, self.v)]
+
     @property
     def _gathering(self) -> Gathering:
         return self.step.gathering(self.node)
@@ -196,17 +205,20 @@ class Gather(Transfers):
         return self.k.new_empty(rows, *self.k.shape[1:-2], width)
 
     def _start(self, chunk: HeadChunk) -> tuple[Tensor, Pending]:
-        own = pack(self.k[..., chunk.groups, :], self.v[..., chunk.groups, :])
-        width = own.shape[1:].numel()
+        own = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
         if self.step.schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())  # backends gather equal shares only
-            share = own.new_empty(longest, *own.shape[1:])
-            share[: len(own)] = own
-            received = own.new_empty(self.step.num_nodes * longest, *own.shape[1:])
+            share = self._empty(longest, chunk)
+            for target, source in zip(unpack(share[: len(self.k)], *own), own, strict=True):
+                target.copy_(source)
+            received = self._empty(self.step.num_nodes * longest, chunk)
             return received, self.group.start_all_gather(received.view(-1), share.view(-1))
         gathering = self._gathering
-        sent = own.index_select(0, self._index("send_rows"))
-        received = own.new_empty(gathering.tokens.size, *own.shape[1:])
+        sent = self._empty(gathering.send_rows.size, chunk)
+        for target, source in zip(unpack(sent, *own), own, strict=True):
+            torch.index_select(source, 0, self._index("send_rows"), out=target)
+        received = self._empty(gathering.tokens.size, chunk)
+        width = sent.shape[1:].numel()
         pending = self.group.start_all_to_all(
             received.view(-1),
             sent.view(-1),

@@ -39,8 +39,8 @@ class CoreAttention(MegatronModule, ContextParallelModule):
 
     Packed batches in any layout whose plan they carry; without packing, Megatron's zigzag of each sequence. Windows
     (`--window-size`, `--window-attn-skip-freq`), sinks (`--softmax-type`) and dropout are Megatron's, in global
-    positions and the same for every scheme and number of ranks. Arguments are those that Megatron's `SelfAttention`
-    passes.
+    positions and the same for every scheme and number of ranks. Arguments are those that Megatron's `SelfAttention` and
+    `MLASelfAttention` pass; the latter's keys and values have sizes of their own, and a head each for every query head.
 
     Attributes:
         softmax_offset: `[heads]` the sinks of this tensor-parallel rank: a parameter if learnable, zeros for
@@ -58,11 +58,13 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         attention_type: str,
         cp_comm_type: str | None = None,
         softmax_scale: float | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
         pg_collection: Any = None,
         **others: Any,
     ) -> None:
         super().__init__(config=config)
-        _refuse(config, attn_mask_type, attention_type, others)
+        _refuse(config, attn_mask_type, attention_type)
         self.cp_group, self.ranks = pg_collection.cp, cp_ranks(pg_collection.cp)
         self.tp_group, self.layer_number = pg_collection.tp, layer_number
         self.softmax_scale = softmax_scale
@@ -73,9 +75,9 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         scheme = _scheme(cp_comm_type, self.ranks.size)
         self.slot = AttentionSlot(
             heads=config.num_attention_heads // tp_size,
-            kv_heads=config.num_query_groups // tp_size,
-            head_dim=config.kv_channels,
-            value_head_dim=config.kv_channels,
+            kv_heads=(config.num_query_groups if k_channels is None else config.num_attention_heads) // tp_size,
+            head_dim=config.kv_channels if k_channels is None else k_channels,
+            value_head_dim=config.kv_channels if v_channels is None else v_channels,
             mask=_mask(config, attn_mask_type, layer_number),
             scheme=scheme,
             ulysses_degree=_ulysses_degree(config, scheme),
@@ -101,7 +103,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
 
         Args:
             query: `[t, h, d]` packed, or `[s, b, h, d]`.
-            key, value: `[t, g, d]` or `[s, b, g, d]`.
+            key, value: `[t, g, d]` or `[s, b, g, d]`, of which d may differ.
             attention_mask: ignored: `attn_mask_type` and the documents say what is visible.
             packed_seq_params: from `shard_batch`, or Megatron's own with its zigzag sharding.
 
@@ -267,13 +269,14 @@ def _mask(config: Any, attn_mask_type: AttnMaskType, layer_number: int) -> str:
     return f"window:{left},{0 if is_causal else right}"
 
 
-def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str, others: dict[str, Any]) -> None:
+def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str) -> None:
     refuse_unsupported(config)
     if attention_type != "self":
         refuse_feature("cross_attention", attention_type, "self", flag="attention_type")
     if attn_mask_type not in _CAUSAL:
         refuse("attn_mask_type", attn_mask_type, "causal, padding_causal or no_mask", "Pack documents instead.")
-    if config.multi_latent_attention or others.get("k_channels") or others.get("v_channels"):
-        refuse_feature("multi_latent_attention", True, "off")
+    if config.qk_clip or config.log_max_attention_logit:
+        flag = "qk_clip" if config.qk_clip else "log_max_attention_logit"
+        refuse_feature("largest_score", True, "off", flag=flag)
     if config.mrope_section is not None:  # its table has a row for each of the batch's, not for each position
         refuse_feature("mrope_section", config.mrope_section, "None")

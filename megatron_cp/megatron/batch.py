@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,14 @@ class PlannedSeqParams(PackedSeqParams):
     plans: BatchPlan | None = None
     positions: Tensor | None = None
     seed: int = 0
-    _phases: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made for the first layer of the microbatch that asks for `key`, recomputed or not."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        found: T = self._remembered[key]
+        return found
 
     def rotary_phases(self, table: Tensor) -> Tensor:
         """`[t, 1, 1, d]`: the rows of a `[max_length, 1, 1, d]` table of rotary angles at this rank's positions.
@@ -46,10 +54,9 @@ class PlannedSeqParams(PackedSeqParams):
         assert self.positions is not None  # only where Megatron copies the base class's fields alone
         # Not by the object: each layer that is recomputed is given a detached one.
         memory = (table.data_ptr(), table.shape, table.stride(), table.dtype)
-        known = self._phases.get(memory)
-        if known is None:  # the table is kept too, so that its memory is not given to another one
-            known = self._phases[memory] = (table, table.index_select(0, self.positions))
-        return known[1]
+        positions = self.positions
+        # The table is kept too, so that its memory is not given to another one.
+        return self.remember(memory, lambda: (table, table.index_select(0, positions)))[1]
 
 
 @dataclass(frozen=True)

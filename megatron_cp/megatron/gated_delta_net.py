@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,6 +30,16 @@ def _without_fla() -> Iterator[None]:
         megatron_common.HAVE_FLA = had
 
 
+def _check_comm_type(config: Any, cp_comm_type: str | None) -> None:
+    """Says that keys do not travel between linear layers: an error where a list asks it of one, else a warning."""
+    if config.context_parallel_size == 1 or cp_comm_type in (None, "a2a", "auto"):
+        return
+    remedy = "Gated DeltaNet has no keys to pass on: --linear-cp-mode says how it is spread"
+    if isinstance(config.cp_comm_type, list):
+        refuse("cp_comm_type", cp_comm_type, "a2a or auto for the linear layers of a list", f"{remedy}.")
+    warnings.warn(f"--cp-comm-type {cp_comm_type} is for softmax layers alone. {remedy}.", stacklevel=3)
+
+
 class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
     """Megatron's Gated DeltaNet with its context parallelism replaced.
 
@@ -42,6 +53,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(config)
+        _check_comm_type(config, kwargs.get("cp_comm_type"))
         with _without_fla():
             super().__init__(config, *args, **kwargs)
         if self.activation not in ("silu", "swish"):

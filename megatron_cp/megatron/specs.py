@@ -21,6 +21,7 @@ from megatron.core.ssm import gated_delta_net as megatron_gdn
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import attention as megatron_attention
+from megatron.core.transformer import multi_latent_attention as megatron_mla
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -35,6 +36,7 @@ from torch import Tensor
 from megatron_cp.megatron.attention import CoreAttention, SelfAttention
 from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
+from megatron_cp.megatron.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
 
@@ -55,8 +57,9 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
     variant, use_te = config.experimental_attention_variant, HAVE_TE and config.transformer_impl != "local"
     if variant not in (None, "gated_delta_net"):
         refuse("experimental_attention_variant", variant, "gated_delta_net or none", "")
-    if config.multi_latent_attention:
-        refuse_feature("multi_latent_attention", True, "off")
+    if config.multi_latent_attention and config.qk_layernorm and config.q_lora_rank is None and not use_te:
+        remedy = "Without --q-lora-rank the norm of queries is inside a linear layer of Transformer Engine."
+        refuse("qk_layernorm", True, "off, or --q-lora-rank", remedy)
     if config.transformer_impl == "inference_optimized" or getattr(config, "heterogeneous_block_specs", False):
         refuse("transformer_impl", config.transformer_impl, "transformer_engine or local, all layers alike", "")
     if use_te and variant:
@@ -79,12 +82,19 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
     return TransformerBlockSubmodules(layers, block.layer_norm if use_te else Norm)
 
 
+_ATTENTION = {
+    megatron_attention.SelfAttention: SelfAttention,
+    megatron_mla.MLASelfAttention: MLASelfAttention,
+    megatron_mla.FusedMLASelfAttention: FusedMLASelfAttention,
+}
+
+
 def _with_ours(layer: ModuleSpec) -> ModuleSpec:
     """A transformer layer's spec with our attention or Gated DeltaNet in it, and norms that allow everything."""
     layer = copy.deepcopy(layer)
     mixer = layer.submodules.self_attention
-    if mixer.module is megatron_attention.SelfAttention:
-        mixer.module = SelfAttention
+    if mixer.module in _ATTENTION:
+        mixer.module = _ATTENTION[mixer.module]
         mixer.submodules.core_attention = CoreAttention
     elif mixer.module is megatron_gdn.GatedDeltaNet:
         mixer.module = GatedDeltaNet

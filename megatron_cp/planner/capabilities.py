@@ -75,7 +75,10 @@ CAPABILITIES = (
     Capability("megatron", "windows", True, "--window-size, --window-attn-skip-freq: in global positions"),
     Capability("megatron", "sinks", True, "--softmax-type off-by-one or learnable"),
     Capability("megatron", "dropout", True, "--attention-dropout: the same weights at every number of ranks"),
-    Capability("megatron", "multi_latent_attention", False, f"{_LATER}; use grouped queries (--num-query-groups)"),
+    Capability("megatron", "multi_latent_attention", True, "--multi-latent-attention: values are not padded to keys"),
+    Capability("megatron", "apply_rope_fusion", False, "latent attention has its own positions; use --no-rope-fusion"),
+    Capability("megatron", "cache_mla_latents", False, "of inference alone; leave it out"),
+    Capability("megatron", "largest_score", False, "no kernel here reports it; leave it out"),
     Capability("megatron", "mtp_num_layers", False, f"{_LATER} with more than one context-parallel rank; leave it out"),
     Capability(
         "megatron", "hybrid_context_parallel", False, "not needed, since packs may mix any lengths; leave it out"

@@ -45,6 +45,6 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
             mask=mask,
             seed=case.seed + number,
             **heads[(number + number // len(masks)) % len(heads)],
-        )  # fmt: skip
+        )
         for number, (scheme, layout, mask) in enumerate(itertools.product(schemes, layouts, masks))
     ]

@@ -245,8 +245,10 @@ def build_without_l2norm():
 
 
 ATTEMPTS = {
-    "p2p": lambda: tiny.build("gpt", cp_comm_type="p2p"),
-    "p2p of one layer": lambda: tiny.build("gpt", cp_comm_type=["a2a", "p2p"]),
+    "tiled": lambda: tiny.build("gpt", cp_comm_type="tiled"),
+    "tiled in one layer": lambda: tiny.build("gpt", cp_comm_type=["a2a", "tiled"]),
+    "p2p of a linear layer": lambda: tiny.build("gpt_gdn", cp_comm_type=["p2p", "p2p"]),
+    "a product of 2": lambda: tiny.build("gpt", cp_comm_type="a2a+p2p"),
     "mamba": lambda: tiny.build("hybrid", pattern="GM*-"),
     "mtp": lambda: tiny.build("gpt", mtp_num_layers=1),
     "mtp of hybrids": lambda: tiny.build("hybrid", mtp_num_layers=1),
@@ -265,9 +267,17 @@ def assert_refused(ranks, name, *words):
         assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("attempt", ["p2p", "p2p of one layer"])
-def test_rejects_p2p_and_says_to_use_a2a(ranks, attempt):
-    assert_refused(ranks, attempt, "--cp-comm-type", "'p2p'", "use a2a")
+@pytest.mark.parametrize("attempt", ["tiled", "tiled in one layer"])
+def test_rejects_a_scheme_that_is_not_built_and_says_what_to_use(ranks, attempt):
+    assert_refused(ranks, attempt, "--cp-comm-type", "'tiled'", "use exact")
+
+
+def test_rejects_a_ring_of_a_linear_layer_and_says_which_option_to_choose(ranks):
+    assert_refused(ranks, "p2p of a linear layer", "--cp-comm-type", "'p2p'", "a2a or auto", "--linear-cp-mode")
+
+
+def test_rejects_a_product_that_the_ranks_are_not(ranks):
+    assert_refused(ranks, "a product of 2", "--cp-comm-type", "'a2a+p2p'", "2 has no other divisor")
 
 
 def test_rejects_mamba_layers(ranks):

@@ -1,0 +1,145 @@
+"""Multi-latent attention for Megatron: its layers, with rotary positions under any layout and values of their own size.
+
+Keys and values are made from a latent of each token (DeepSeek-V2, arXiv 2405.04434). Rotary positions are turned inside
+Megatron's layer, into a part of each head, so they are given to it here, where `SelfAttention` turns afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import multi_latent_attention as megatron_mla
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from torch import Tensor, nn
+
+from megatron_cp.megatron.batch import PlannedSeqParams, planned
+from megatron_cp.megatron.modules import Norm, refuse_feature
+
+_ROTARY_SETTINGS = (
+    "rope_type", "qk_pos_emb_head_dim", "rotary_base", "rotary_percent", "rotary_scaling_factor",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+
+
+class _Rotary(nn.Module):
+    """Megatron's rotary embedding, which has a length for its argument; here that may be a microbatch with plans.
+
+    Then its rows are those of this rank's positions, found once a microbatch for all layers, although Megatron gives
+    every layer an embedding of its own. It has no state in checkpoints.
+    """
+
+    def __init__(self, embedding: nn.Module, config: Any) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.settings = ("rotary", *(getattr(config, name) for name in _ROTARY_SETTINGS))
+
+    def get_rotary_seq_len(self, context: Any, block: Any, hidden_states: Tensor, config: Any, params: Any) -> Any:
+        """What `forward` is called with: `params` where they are planned, else Megatron's length."""
+        if isinstance(params, PlannedSeqParams):
+            return params
+        return self.embedding.get_rotary_seq_len(context, block, hidden_states, config, params)  # type: ignore
+
+    def forward(self, length: int | PlannedSeqParams, packed_seq: bool = False) -> Any:
+        """`[t, 1, d]` angles of the rows of a microbatch, or Megatron's of a length; for yarn with its factor."""
+        if isinstance(length, PlannedSeqParams):
+            params = length
+            return params.remember(self.settings, lambda: self._of(params))
+        return self.embedding(length, packed_seq=packed_seq)
+
+    def _of(self, params: PlannedSeqParams) -> Any:
+        assert params.positions is not None
+        found = self.embedding(max(params.max_seqlen_q, params.max_seqlen_kv), packed_seq=True)
+        if isinstance(found, tuple):
+            table, factor = found
+            return table.index_select(0, params.positions).squeeze(1), factor
+        return found.index_select(0, params.positions).squeeze(1)
+
+
+class _OverRanks(megatron_mla.MLASelfAttention):
+    """What our two classes change in Megatron's two.
+
+    Attributes:
+        core_attention: gets the heads' keys and values, which Megatron's layer makes before it: with h heads of sizes
+            k and v, `h * (k + v)` elements travel where `kv_lora_rank + qk_pos_emb_head_dim` of the latent would do.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: megatron_mla.MLASelfAttentionSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        **others: Any,
+    ) -> None:
+        _refuse(config)
+        if config.qk_layernorm and not HAVE_TE and submodules.kv_layernorm in (None, IdentityOp):
+            # Where the spec names none, Megatron takes Transformer Engine's.
+            submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)
+        super().__init__(config, submodules, layer_number, attn_mask_type, **others)
+        self.rotary_pos_emb = _Rotary(self.rotary_pos_emb, config)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context: Any = None,
+        **others: Any,
+    ) -> tuple[Tensor, ...]:
+        """As Megatron's, with packed batches in any layout: `[t, h, k]`, `[t, h, k]`, `[t, h, v]` and the latents."""
+        if packed_seq_params is not None and inference_context is None and packed_seq_params.qkv_format == "thd":
+            # One row after another, each with its own angles: no document boundaries are looked for.
+            packed_seq_params = copy.copy(planned(packed_seq_params, self.core_attention.ranks))
+            packed_seq_params.qkv_format = "sbhd"
+        found: tuple[Tensor, ...] = super().get_query_key_value_tensors(
+            hidden_states,
+            key_value_states,
+            position_ids,
+            packed_seq_params,
+            inference_context=inference_context,
+            **others,
+        )
+        return found
+
+    def _run_core_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedSeqParams | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """The core attention, without Megatron's padding of the values of packed batches to the size of keys."""
+        out: Tensor = self.core_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            packed_seq_params=packed_seq_params,
+            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
+            **others,
+        )
+        return out
+
+
+class MLASelfAttention(_OverRanks):
+    """Megatron's multi-latent self-attention, whose rotary positions are those of the layout."""
+
+
+class FusedMLASelfAttention(_OverRanks, megatron_mla.FusedMLASelfAttention):
+    """Megatron's, likewise, with one projection down to both latents (`--mla-down-proj-fusion`)."""
+
+
+def _refuse(config: Any) -> None:
+    if config.apply_rope_fusion:
+        refuse_feature("apply_rope_fusion", True, "off with --multi-latent-attention")
+    if config.cache_mla_latents:
+        refuse_feature("cache_mla_latents", True, "off")
