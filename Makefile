@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help setup lint test train check clean
+.PHONY: help setup lint test train check fuzz clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -29,9 +29,12 @@ test: setup ## all tests, on 2 processes
 train: setup ## a packed hybrid Megatron model at CP=2 against CP=1, in minutes; ARGS="--context-parallel-size 3 ..."
 	$(RUN)/megatron-cp train --context-parallel-size 2 --compare $(ARGS)
 
-check: setup ## parity of both layers at several context-parallel sizes, in seconds
-	$(RUN)/megatron-cp check --layer attention --cp 2,3,5 --lengths 7,1,130,64,2 --heads 6 --kv-heads 2 --dtype float64
+check: setup ## parity of both layers at several context-parallel sizes, every scheme and mask; under a minute
+	$(RUN)/megatron-cp check --layer attention --cp 2,3,5 --lengths 7,1,130,64,2 --all
 	$(RUN)/megatron-cp check --layer gdn --cp 2,3,5 --lengths 7,1,130,64,2 --heads 6 --key-heads 2 --dtype float64
+
+fuzz: setup ## random attention cases against dense attention, for SECONDS=60
+	PYTHONPATH=. $(RUN)/python tools/fuzz.py --seconds $(or $(SECONDS),60)
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

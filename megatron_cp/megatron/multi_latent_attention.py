@@ -18,7 +18,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
 from megatron_cp.megatron.batch import PlannedSeqParams, planned
-from megatron_cp.megatron.modules import Norm, refuse_feature
+from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
 
 _ROTARY_SETTINGS = (
     "rope_type", "qk_pos_emb_head_dim", "rotary_base", "rotary_percent", "rotary_scaling_factor",
@@ -68,20 +68,14 @@ class _OverRanks(megatron_mla.MLASelfAttention):
             k and v, `h * (k + v)` elements travel where `kv_lora_rank + qk_pos_emb_head_dim` of the latent would do.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        submodules: megatron_mla.MLASelfAttentionSubmodules,
-        layer_number: int,
-        attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        **others: Any,
-    ) -> None:
+    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         _refuse(config)
         if config.qk_layernorm and not HAVE_TE and submodules.kv_layernorm in (None, IdentityOp):
             # Where the spec names none, Megatron takes Transformer Engine's.
             submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)
-        super().__init__(config, submodules, layer_number, attn_mask_type, **others)
-        self.rotary_pos_emb = _Rotary(self.rotary_pos_emb, config)
+        super().__init__(config, submodules, *args, **kwargs)
+        own: nn.Module = self._modules["rotary_pos_emb"]  # type: ignore[assignment]
+        self.rotary_pos_emb = _Rotary(own, config)
 
     def get_query_key_value_tensors(
         self,
@@ -143,3 +137,6 @@ def _refuse(config: Any) -> None:
         refuse_feature("apply_rope_fusion", True, "off with --multi-latent-attention")
     if config.cache_mla_latents:
         refuse_feature("cache_mla_latents", True, "off")
+    if config.qk_layernorm and config.q_lora_rank is None and not (HAVE_TE and config.transformer_impl != "local"):
+        remedy = "Without --q-lora-rank the norm of queries is inside a linear layer of Transformer Engine."
+        refuse("qk_layernorm", True, "off, or with --q-lora-rank", remedy)

@@ -57,9 +57,6 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
     variant, use_te = config.experimental_attention_variant, HAVE_TE and config.transformer_impl != "local"
     if variant not in (None, "gated_delta_net"):
         refuse("experimental_attention_variant", variant, "gated_delta_net or none", "")
-    if config.multi_latent_attention and config.qk_layernorm and config.q_lora_rank is None and not use_te:
-        remedy = "Without --q-lora-rank the norm of queries is inside a linear layer of Transformer Engine."
-        refuse("qk_layernorm", True, "off, or --q-lora-rank", remedy)
     if config.transformer_impl == "inference_optimized" or getattr(config, "heterogeneous_block_specs", False):
         refuse("transformer_impl", config.transformer_impl, "transformer_engine or local, all layers alike", "")
     if use_te and variant:

@@ -30,6 +30,19 @@ KINDS = {
     "hybrid": {"num_layers": 4},  # GG*-
     # GPTModel with layers of both kinds. Megatron's configuration allows it where tp * cp divides the key heads.
     "gpt_gdn": {"num_layers": 2, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
+    # GPTModel with multi-latent attention: keys of 8 + 4, values of 6.
+    "mla": {
+        "num_layers": 2,
+        "transformer_impl": "local",
+        "num_query_groups": None,
+        "qk_layernorm": True,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 6,
+        "rope_type": "rope",
+    },
 }
 
 
@@ -57,7 +70,7 @@ def start(tp=1, cp=1):
 
 def configure(kind, **changes):
     from megatron.core import parallel_state
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     settings = {
         "hidden_size": 32,
@@ -82,7 +95,7 @@ def configure(kind, **changes):
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
-    return TransformerConfig(**settings | KINDS[kind] | changes)
+    return (MLATransformerConfig if kind == "mla" else TransformerConfig)(**settings | KINDS[kind] | changes)
 
 
 def build(kind, *, spec=None, pattern="GG*-", arguments=None, config=None, **changes):
