@@ -195,7 +195,8 @@ class Mask(Tables):
         """
         form, numbers = _parsed(spec)
         if not form:
-            raise ArgumentError("mask", spec, " | ".join(_SPELLINGS))
+            remedy = "Numbers of tokens: a chunk has at least 1, and LEFT or RIGHT may be -1 for no limit."
+            raise ArgumentError("mask", spec, " | ".join(_SPELLINGS), remedy)
         if form in ("causal", "full"):
             return (cls.causal if form == "causal" else cls.full)(packing, kv_packing)
         if kv_packing is not None and kv_packing != packing:

@@ -19,12 +19,15 @@ class TransformerConfig(MegatronTransformerConfig):
     (`core_transformer_config_from_args(args, TransformerConfig)`).
 
     Attributes:
-        cp_layout: how `shard_batch` should deal tokens: zigzag or contiguous.
+        cp_layout: how `shard_batch` should deal tokens: zigzag, contiguous or balanced.
         linear_cp_mode: how linear layers are spread: headwise or auto.
+        cp_head_chunks: parts in which `all_gather` and `exact` gather keys; 2 where there are as many key/value heads
+            if None.
     """
 
     cp_layout: str = "zigzag"
     linear_cp_mode: str = "auto"
+    cp_head_chunks: int | None = None
 
     def __post_init__(self) -> None:
         require("layout", self.cp_layout, name="--cp-layout")
@@ -46,6 +49,7 @@ class TransformerConfig(MegatronTransformerConfig):
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Our flags beside Megatron's: pass this as `extra_args_provider` to Megatron's parser."""
     group = parser.add_argument_group("megatron_cp")
-    group.add_argument("--cp-layout", default="zigzag", help="who holds which tokens: zigzag or contiguous")
+    group.add_argument("--cp-layout", default="zigzag", help="who holds which tokens: zigzag, contiguous or balanced")
     group.add_argument("--linear-cp-mode", default="auto", help="how linear layers are spread: headwise or auto")
+    group.add_argument("--cp-head-chunks", type=int, help="parts in which all_gather and exact gather keys")
     return parser

@@ -133,7 +133,8 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
             "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "qk_layernorm",
             "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
             "linear_conv_kernel_dim", "context_parallel_size", "tensor_model_parallel_size", "sequence_parallel",
-            "cp_layout", "linear_cp_mode", "bf16", "recompute_granularity",
+            "cp_layout", "linear_cp_mode", "cp_head_chunks", "bf16", "recompute_granularity", "window_size",
+            "window_attn_skip_freq", "softmax_type", "attention_dropout",
         )
     }  # fmt: skip
     if options.recompute_granularity == "full":
@@ -147,6 +148,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
         }
     return TransformerConfig(
         num_layers=num_layers,
+        hierarchical_context_parallel_sizes=_as_list(options.hierarchical_context_parallel_sizes),
         cp_comm_type=schemes[0] if len(schemes) == 1 else list(schemes),
         normalization="RMSNorm",
         layernorm_epsilon=options.norm_epsilon,
@@ -154,13 +156,16 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
         activation_func=F.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
-        attention_dropout=0.0,
         calculate_per_token_loss=True,
         use_cpu_initialization=device.type == "cpu",
         params_dtype=torch.bfloat16 if options.bf16 else torch.float32,
         pipeline_dtype=torch.bfloat16 if options.bf16 else torch.float32,
         **own,
     )
+
+
+def _as_list(values: tuple[int, ...] | None) -> list[int] | None:
+    return None if values is None else list(values)
 
 
 def resolve_spec(spec: tuple[str, ...]) -> tuple[Any, bool]:

@@ -14,7 +14,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import multi_latent_attention as megatron_mla
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from torch import Tensor, nn
 
 from megatron_cp.megatron.batch import PlannedSeqParams, planned
@@ -33,7 +33,7 @@ class _Rotary(nn.Module):
     every layer an embedding of its own. It has no state in checkpoints.
     """
 
-    def __init__(self, embedding: nn.Module, config: Any) -> None:
+    def __init__(self, embedding: Any, config: Any) -> None:
         super().__init__()
         self.embedding = embedding
         self.settings = ("rotary", *(getattr(config, name) for name in _ROTARY_SETTINGS))
@@ -42,7 +42,7 @@ class _Rotary(nn.Module):
         """What `forward` is called with: `params` where they are planned, else Megatron's length."""
         if isinstance(params, PlannedSeqParams):
             return params
-        return self.embedding.get_rotary_seq_len(context, block, hidden_states, config, params)  # type: ignore
+        return self.embedding.get_rotary_seq_len(context, block, hidden_states, config, params)
 
     def forward(self, length: int | PlannedSeqParams, packed_seq: bool = False) -> Any:
         """`[t, 1, d]` angles of the rows of a microbatch, or Megatron's of a length; for yarn with its factor."""
@@ -70,12 +70,20 @@ class _OverRanks(megatron_mla.MLASelfAttention):
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         _refuse(config)
-        if config.qk_layernorm and not HAVE_TE and submodules.kv_layernorm in (None, IdentityOp):
-            # Where the spec names none, Megatron takes Transformer Engine's.
-            submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)
         super().__init__(config, submodules, *args, **kwargs)
-        own: nn.Module = self._modules["rotary_pos_emb"]  # type: ignore[assignment]
+        own: Any = self._modules["rotary_pos_emb"]
         self.rotary_pos_emb = _Rotary(own, config)
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Megatron's linear layers and norms; torch's norms where it would take Transformer Engine's without asking."""
+        if HAVE_TE:
+            found: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
+            return found
+        config = copy.copy(self.config)
+        config.transformer_impl = "local"
+        if config.qk_layernorm:
+            submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)
+        return dict(QKNormConfigResolver(config, submodules).resolve())
 
     def get_query_key_value_tensors(
         self,

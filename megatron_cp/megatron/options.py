@@ -46,6 +46,15 @@ class TrainingOptions:
     linear_key_head_dim: int = _flag(32, "features of its key heads", "model", shape=True)
     linear_value_head_dim: int = _flag(32, "features of its value heads", "model", shape=True)
     linear_conv_kernel_dim: int = _flag(4, "taps of its convolution", "model", shape=True)
+    window_size: tuple[int, ...] | None = _flag(
+        None, "attention sees so many tokens before and after each", "model", nargs=2, type=int, shape=True
+    )
+    window_attn_skip_freq: int | None = _flag(None, "every n-th layer sees all tokens", "model", shape=True)
+    softmax_type: str = _flag(
+        "vanilla", "off-by-one and learnable have a sink a head", "model",
+        choices=("vanilla", "off-by-one", "learnable"), shape=True,
+    )  # fmt: skip
+    attention_dropout: float = _flag(0.0, "share of attention weights dropped", "optimisation")
     position_embedding_type: str = _flag("rope", "rope or none", "model", choices=("rope", "none"), shape=True)
     norm_epsilon: float = _flag(1e-5, "added to the mean square in norms", "model", shape=True)
     rotary_base: int = _flag(10000, "period of the slowest rotary phase", "model", shape=True)
@@ -59,7 +68,11 @@ class TrainingOptions:
         ("auto",), "attention's scheme, one or one for each layer", "parallelism", nargs="+"
     )
     linear_cp_mode: str = _flag("auto", "linear layers' scheme", "parallelism")
-    cp_layout: str = _flag("zigzag", "who holds which tokens", "parallelism")
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = _flag(
+        None, "of a2a+...: the ranks of one head exchange, and such nodes", "parallelism", nargs=2, type=int
+    )
+    cp_head_chunks: int | None = _flag(None, "parts in which all_gather and exact gather keys", "parallelism")
+    cp_layout: str = _flag("zigzag", "who holds which tokens: zigzag, contiguous or balanced", "parallelism")
     # Data.
     data_path: str | None = _flag(
         None, "a folder of text files, a .jsonl file with \"text\", a text file, or the prefix of a Megatron .bin/.idx "
@@ -118,9 +131,16 @@ class TrainingOptions:
             if value is not None and not smallest <= value < float("inf"):
                 kind = "a finite number of at least" if isinstance(value, float) else "at least"
                 raise ArgumentError(name, value, f"{kind} {smallest:g}")
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ArgumentError(name, getattr(self, name), "at least 0 and less than 1")
+        for name, smallest, meaning in (
+            ("window_size", -1, "tokens to see, -1 for all"),
+            ("hierarchical_context_parallel_sizes", 1, "numbers of ranks, at least 1"),
+        ):
+            values = getattr(self, name)
+            if values is not None and (len(values) != 2 or min(values) < smallest):
+                raise ArgumentError(name, values, f"two {meaning}")
         if self.seed >= 2**63:
             raise ArgumentError("seed", self.seed, "less than 2**63")
         require("layout", self.cp_layout, name="cp_layout")
@@ -177,7 +197,7 @@ _COUNTS = (
     "linear_attention_freq", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
     "linear_value_head_dim", "linear_conv_kernel_dim", "rotary_base", "make_vocab_size_divisible_by",
     "context_parallel_size", "tensor_model_parallel_size", "data_parallel_size", "vocab_size", "seq_length",
-    "global_batch_size", "train_iters", "lr_decay_iters", "save_interval",
+    "global_batch_size", "train_iters", "lr_decay_iters", "save_interval", "cp_head_chunks", "window_attn_skip_freq",
 )  # fmt: skip
 _AMOUNTS = ("seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_grad", "norm_epsilon")
 

@@ -114,6 +114,15 @@ def _local_gated_delta_net() -> ModuleSpec:
 # -- HybridModel -----------------------------------------------------------------------------------------------------
 
 
+class TEHybridStack(HybridStack):
+    """Megatron's stack, with our attention also where `--mla-down-proj-fusion` exchanges it."""
+
+    def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
+        fused: HybridStackSubmodules = super()._fuse_mla_down_proj(submodules)
+        fused.mla_layer = _with_ours(fused.mla_layer)
+        return fused
+
+
 class LocalHybridStack(HybridStack):
     """Megatron's stack with torch's final norm, where Megatron's needs Transformer Engine."""
 
@@ -121,6 +130,9 @@ class LocalHybridStack(HybridStack):
         super().__init__(config, submodules, post_layer_norm=False, **others)
         if self.post_process and post_layer_norm:
             self.final_norm = Norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
+        return submodules  # as Megatron's local spec of GPTModel, which has no fused projection either
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As Megatron's."""
@@ -133,7 +145,7 @@ def _refused_under_cp(layer: type, symbol: str, feature: str) -> type:
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if config.context_parallel_size > 1:
-            allowed = "layers G, *, - and E with --context-parallel-size above 1"
+            allowed = "layers G, *, +, - and E with --context-parallel-size above 1"
             refuse_feature(feature, symbol, allowed, flag="hybrid_layer_pattern")
         layer.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
 
@@ -144,7 +156,7 @@ class _NeedsTransformerEngine(MegatronModule):
     """Stands where Megatron's spec for this layer needs Transformer Engine, which is not installed."""
 
     def __init__(self, config: Any, **others: Any) -> None:
-        refuse("hybrid_layer_pattern", "another layer", "G, * and -", _TE_REMEDY)
+        refuse("hybrid_layer_pattern", "another layer", "G, *, + and -", _TE_REMEDY)
 
 
 _TE_REMEDY = "Megatron's own layers of other kinds need transformer-engine: pip install 'megatron_cp[te]'."
@@ -153,12 +165,10 @@ _TE_REMEDY = "Megatron's own layers of other kinds need transformer-engine: pip 
 def _te_stack() -> ModuleSpec:
     spec = copy.deepcopy(hybrid_layer_specs.hybrid_stack_spec)
     layers = spec.submodules
-    layers.attention_layer, layers.gdn_layer = _with_ours(layers.attention_layer), _with_ours(layers.gdn_layer)
-    for field, symbol, feature in (
-        ("mamba_layer", "M", "mamba_layers"),
-        ("dsa_layer", "D", "sparse_attention"),
-        ("mla_layer", "L", "multi_latent_attention"),
-    ):
+    spec.module = TEHybridStack
+    for field in ("attention_layer", "mla_layer", "gdn_layer"):
+        setattr(layers, field, _with_ours(getattr(layers, field)))
+    for field, symbol, feature in (("mamba_layer", "M", "mamba_layers"), ("dsa_layer", "D", "sparse_attention")):
         layer = getattr(layers, field)
         layer.module = _refused_under_cp(layer.module, symbol, feature)
     return spec
@@ -169,14 +179,15 @@ def _local_stack() -> ModuleSpec:
     # None for "as the configuration says", as in Megatron's hybrid spec.
     norms = attention.submodules.self_attention.submodules
     norms.q_layernorm = norms.k_layernorm = None
+    latent = _with_ours(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True))
     linear = copy.deepcopy(attention)
     linear.submodules.self_attention = _local_gated_delta_net()
-    for layer, projection in ((attention, "linear_qkv"), (linear, "in_proj")):
+    for layer, projection in ((attention, "linear_qkv"), (linear, "in_proj"), (latent, None)):
         kept = ("input_layernorm", "self_attention", "self_attn_bda")
+        # Names in checkpoints are those of Transformer Engine's fused modules, as in Megatron's local specs.
+        fused = {"input_layernorm.": f"self_attention.{projection}.layer_norm_"} if projection else {}
         layer.submodules = TransformerLayerSubmodules(
-            **{name: getattr(layer.submodules, name) for name in kept},
-            # Names in checkpoints are those of Transformer Engine's fused modules, as in Megatron's local specs.
-            sharded_state_dict_keys_map={"input_layernorm.": f"self_attention.{projection}.layer_norm_"},
+            **{name: getattr(layer.submodules, name) for name in kept}, sharded_state_dict_keys_map=fused
         )
     mlp_layer = ModuleSpec(
         module=MLPLayer,
@@ -197,8 +208,8 @@ def _local_stack() -> ModuleSpec:
             gdn_layer=linear,
             mlp_layer=mlp_layer,
             mamba_layer=_NeedsTransformerEngine,
+            mla_layer=latent,
             dsa_layer=_NeedsTransformerEngine,
-            mla_layer=_NeedsTransformerEngine,
             moe_layer=_NeedsTransformerEngine,
         ),
     )

@@ -28,7 +28,7 @@ _LATER = "not built yet"
 
 CAPABILITIES = (
     Capability("scheme", "a2a", True, "softmax attention by a full head exchange"),
-    Capability("scheme", "auto", True, "a2a where there are heads for all ranks, exact elsewhere"),
+    Capability("scheme", "auto", True, "a2a until plans are priced; it warns where exact would use more ranks"),
     Capability("scheme", "p2p", True, "keys and values pass round a ring"),
     Capability("scheme", "all_gather", True, "every rank gathers all keys and values, in head chunks"),
     Capability("scheme", "exact", True, "every rank receives the keys that its queries see, in head chunks"),
@@ -69,7 +69,7 @@ CAPABILITIES = (
     Capability("layer", "mamba", False, f"{_LATER}; attention and gdn can be checked"),
     Capability("layer", "conv1d", False, f"{_LATER}; attention and gdn can be checked"),
     Capability("megatron", "GPTModel", True, "--spec megatron_cp.megatron.specs gpt_layer_spec"),
-    Capability("megatron", "HybridModel", True, "--spec megatron_cp.megatron.specs hybrid_stack_spec: layers G, *, -"),
+    Capability("megatron", "HybridModel", True, "--spec megatron_cp.megatron.specs hybrid_stack_spec: layers G * + -"),
     Capability("megatron", "mamba_layers", False, f"{_LATER} with more than one context-parallel rank; use G"),
     Capability("megatron", "sparse_attention", False, f"{_LATER} with more than one context-parallel rank; use *"),
     Capability("megatron", "windows", True, "--window-size, --window-attn-skip-freq: in global positions"),

@@ -51,7 +51,7 @@ def plan_attention(
         mask: which keys a query sees; causal in each document if None, or full in cross-attention.
         kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and who
             holds them; None for self-attention.
-        scheme: one of the above, or "auto": a2a where there are heads for all ranks, and exact elsewhere.
+        scheme: one of the above, or "auto", which is a2a until plans are priced.
         ulysses_degree: `u`, for the last two; the largest divisor of `cp_size` that leaves no rank without heads of
             its own if None.
         head_chunks: parts in which keys are gathered by all_gather and exact, each while the one before is computed;
@@ -72,7 +72,7 @@ def plan_attention(
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
     heads, kv_heads = _checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
     if scheme == "auto":
-        scheme = "a2a" if heads >= layout.cp_size else "exact"
+        scheme = "a2a"
     degree, schedule = _grid(scheme, layout.cp_size, kv_heads, ulysses_degree)
     deal = deal_heads(heads, kv_heads, degree)
     q = Section("q", heads, head_dim, deal.heads)

@@ -34,6 +34,39 @@ def test_check_passes_bitwise_forward(layer, layout, capsys):
     assert max(report["max_rel_err"].values()) <= 1e-12
 
 
+def test_check_all_varies_what_is_not_given(capsys):
+    assert main(["check", "--all", "--cp", "2,4", "--lengths", "5,1,12", "--layout", "random", "--json"]) == 0
+    out = capsys.readouterr().out
+    report = last_json(out)
+    assert report["pass"] is True
+    assert report["cases"] == (4 + 6) * 7  # schemes that are possible times masks
+    assert max(error for error in report["max_rel_err"].values()) <= 1e-12
+    assert "ok     cp=4 a2a+all_gather     7 cases" in out
+
+
+def test_check_in_bf16_shows_the_kernels_own_error(capsys):
+    assert main(["check", "--scheme", "p2p", "--cp", "3", "--lengths", "40,7", "--dtype", "bfloat16", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("(kernel ") == 4
+    assert all(0 < error < 2e-2 for error in last_json(out)["kernel_err"].values())
+
+
+def test_plan_draws_documents_from_the_corpus_and_compares_schemes(capsys):
+    arguments = ["plan", "--documents", "64", "--cp", "8", "--scheme", "exact", "--model", "llama3-8b", "--json"]
+    reports = {}
+    for layout in ("contiguous", "balanced"):
+        assert main([*arguments, "--layout", layout]) == 0
+        reports[layout] = last_json(capsys.readouterr().out)
+    assert reports["balanced"]["work_imbalance"] <= 1.01 < 1.5 < reports["contiguous"]["work_imbalance"]
+    for report in reports.values():
+        assert report["pad_tokens"] == 0
+        assert sum(report["fragments_per_rank"]) <= 15
+        sent = {name: scheme["bytes_sent"] for name, scheme in report["schemes"].items()}
+        assert set(sent) == {"a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather"}
+        for way in ("forward", "backward"):
+            assert sent["exact"][way] <= min(sent["p2p"][way], sent["all_gather"][way])
+
+
 def test_check_fails_with_status_1(capsys, monkeypatch):
     from megatron_cp.testing import parity
 
@@ -84,8 +117,15 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
     [
         (["check", "--layer", "kda"], "not built yet"),
         (["check", "--layer", "nonsense"], "attention or gdn"),
-        (["check", "--layout", "balanced"], "use zigzag"),
-        (["check", "--mask", "window:5,0"], "causal"),
+        (["check", "--layout", "striped"], "balanced"),
+        (["check", "--mask", "window:5"], "window:LEFT,RIGHT"),
+        (["check", "--mask", "chunk:0"], "at least 1"),
+        (["check", "--scheme", "a2a+p2p", "--cp", "5"], "5 has no other divisor"),
+        (["check", "--scheme", "a2a+p2p", "--cp", "4", "--ulysses-degree", "3"], "--ulysses-degree"),
+        (["check", "--scheme", "p2p", "--head-chunks", "2"], "--head-chunks"),
+        (["check", "--softcap", "-1"], "--softcap"),
+        (["check", "--dropout", "1"], "--dropout"),
+        (["plan", "--documents", "3", "--corpus", "no/such/folder"], "--corpus"),
         (["check", "--heads", "6", "--kv-heads", "4"], "divisor"),
         (["check", "--layer", "attention", "--key-heads", "2"], "--kv-heads"),
         (["check", "--layer", "gdn", "--mask", "full"], "gdn has none"),
@@ -102,7 +142,7 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
         (["check", "--kernel", "varlen"], "CUDA"),
         (["check", "--kernel", "nonsense"], "reference"),
         (["check", "--lengths", "3", "--documents", "2"], "--lengths"),
-        (["plan", "--scheme", "p2p"], "use a2a"),
+        (["plan", "--scheme", "tiled"], "use exact"),
         (["plan", "--layer", "gdn", "--scheme", "chunkwise"], "--scheme: got 'chunkwise'"),
         (["plan", "--cp", "2000"], "--cp: got 2000"),
         (["plan", "--plot", "no/such/folder/plan.png"], "folder"),

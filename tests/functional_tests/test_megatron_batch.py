@@ -27,9 +27,9 @@ def observe(group):
     tiny.start(cp=2)
     return {
         "plans": {how: count_plans(how) for how in ("planned", "megatron", "unpacked")},
-        "phases": {recompute: count_phases(recompute) for recompute in (None, "full")},
-        "syncs": {kind: count_syncs(kind) for kind in ("hybrid", "gpt")},
-        "stock syncs": {kind: count_syncs(kind, stock_rotary=True) for kind in ("hybrid", "gpt")},
+        "phases": {case: count_phases(*case) for case in PHASES},
+        "syncs": {kind: count_syncs(kind) for kind in ATTENTIVE},
+        "stock syncs": {kind: count_syncs(kind, stock_rotary=True) for kind in ATTENTIVE},
         "work": {what: count_work(what) for what in RECOMPUTED},
         "refusals": {name: refusal(attempt) for name, attempt in ATTEMPTS.items()},
     }
@@ -105,9 +105,13 @@ class RowsOfTables(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def count_phases(recompute):
+PHASES = [(kind, recompute) for kind in ("hybrid", "mla") for recompute in (None, "full")]
+
+
+def count_phases(kind, recompute):
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    model, counts = two_of_each(**full if recompute else {}), []
+    changes = full if recompute else {}
+    model, counts = two_of_each(**changes) if kind == "hybrid" else tiny.build(kind, **changes), []
     for index, lengths in enumerate(MICROBATCHES):
         batch = tiny.shards(model, lengths, "zigzag", index)
         with torch.autograd.set_multithreading_enabled(False), RowsOfTables() as gathers:
@@ -116,27 +120,35 @@ def count_phases(recompute):
     return counts
 
 
-@pytest.mark.parametrize("recompute", [None, "full"])
-def test_rotary_phases_are_gathered_once_a_microbatch(ranks, recompute):
+@pytest.mark.parametrize(("kind", "recompute"), PHASES)
+def test_rotary_phases_are_gathered_once_a_microbatch(ranks, kind, recompute):
     for rank in ranks:
-        assert rank["phases"][recompute] == [1, 1, 1]
+        assert rank["phases"][kind, recompute] == [1, 1, 1]
 
 
 # -- what makes the host wait ----------------------------------------------------------------------------------------
 
 
+ATTENTIVE = ("hybrid", "gpt", "mla")
+
+
 def count_syncs(kind, stock_rotary=False):
     """Of a microbatch's forward and backward, the first one of its kind, so that nothing is kept from another."""
     from megatron.core.transformer import attention as megatron_attention
+    from megatron.core.transformer import multi_latent_attention as megatron_mla
 
+    from megatron_cp.megatron import multi_latent_attention
     from megatron_cp.megatron.attention import SelfAttention
 
-    model = two_of_each() if kind == "hybrid" else tiny.build(kind)
-    batch = tiny.shards(model, MICROBATCHES[0], "zigzag", 0)
     forwards, backwards = Counters(), Counters()
     with pytest.MonkeyPatch.context() as patch:
         if stock_rotary:
             patch.setattr(SelfAttention, "forward", megatron_attention.SelfAttention.forward)
+            patch.setattr(multi_latent_attention, "_Rotary", lambda embedding, config: embedding)
+            own, method = multi_latent_attention.MLASelfAttention, "get_query_key_value_tensors"
+            patch.setattr(own, method, getattr(megatron_mla.MLASelfAttention, method))
+        model = two_of_each() if kind == "hybrid" else tiny.build(kind)
+        batch = tiny.shards(model, MICROBATCHES[0], "zigzag", 0)
         with forwards:
             loss = forward(model, batch)
         with backwards:
@@ -144,7 +156,7 @@ def count_syncs(kind, stock_rotary=False):
     return dict(forwards.host_syncs), dict(backwards.host_syncs)
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "gpt"])
+@pytest.mark.parametrize("kind", ATTENTIVE)
 def test_nothing_in_a_model_makes_the_host_wait(ranks, kind):
     for rank in ranks:
         assert rank["syncs"][kind] == ({}, {})
@@ -281,7 +293,7 @@ def test_rejects_a_product_that_the_ranks_are_not(ranks):
 
 
 def test_rejects_mamba_layers(ranks):
-    assert_refused(ranks, "mamba", "--hybrid-layer-pattern", "G, * and -")
+    assert_refused(ranks, "mamba", "--hybrid-layer-pattern", "G, *, + and -")
 
 
 @pytest.mark.parametrize("attempt", ["mtp", "mtp of hybrids"])

@@ -54,6 +54,8 @@ RECOMPUTE = {
     "": {},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "mla_up_proj": {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]},
+    "all_of_mla": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mla_up_proj"]},
     "gdn_norm_out": {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
 }
 
@@ -101,6 +103,39 @@ PRODUCTS = [
     *schemes("a2a", "p2p", "exact", "a2a+p2p", "a2a+all_gather", layout="balanced"),
     *schemes("a2a+p2p", "a2a+all_gather", features=FEATURES, layout="contiguous"),
 ]
+YARN = (
+    ("rope_type", "yarn"),
+    ("rotary_scaling_factor", 4.0),
+    ("original_max_position_embeddings", 32),
+    ("mscale_all_dim", 0.5),
+)
+UNRANKED = (("q_lora_rank", None), ("qk_layernorm", False))
+
+
+def latent(*names, features=(), **more):
+    return [Case("mla", changes=(("cp_comm_type", name), *features), **more) for name in names]
+
+
+LATENT = [
+    *latent("a2a", "p2p", "exact", "all_gather"),
+    *[one for layout in ("contiguous", "random", "lopsided") for one in latent("a2a", "p2p", "exact", layout=layout)],
+]
+LATENT_TWO = [
+    *LATENT,
+    *latent("a2a", "p2p", features=YARN),
+    *latent("exact", features=UNRANKED),
+    *latent("exact", features=(*FEATURES, *YARN), layout="random"),
+    *latent("p2p", batches="tiny"),
+    *latent("a2a", "p2p", batches="aligned", how="megatron"),
+    *latent("a2a", "p2p", batches="even", how="unpacked"),
+    *latent("p2p", features=YARN, batches="aligned", how="megatron"),
+    *latent("p2p", features=YARN, batches="even", how="unpacked"),
+    Case("mla", dtype="float32"),
+    Case("fused_mla", "random"),
+    Case("hybrid_mla", "random"),
+    Case("hybrid_mla", changes=(("cp_comm_type", "exact"),)),
+    Case("hybrid_mla", batches="aligned", how="megatron"),
+]
 RECOMPUTED = [
     Case(kind, recompute=what)
     for kind, what in (
@@ -112,7 +147,10 @@ RECOMPUTED = [
         ("gpt_gdn", "full"),
     )
 ]
-SEQUENCE_PARALLEL = [Case(kind, sequence_parallel=True) for kind in ("gpt", "hybrid")]
+RECOMPUTED += [
+    one for what in ("full", "core_attn", "mla_up_proj", "all_of_mla") for one in latent("a2a", "p2p", recompute=what)
+]
+SEQUENCE_PARALLEL = [Case(kind, sequence_parallel=True) for kind in ("gpt", "hybrid", "mla")]
 WITHOUT_NORM_SUM = Case("hybrid", without_norm_sum=True)
 
 # Tensor- and context-parallel sizes, and what is run there; the rest of the ranks are data parallel.
@@ -131,11 +169,12 @@ PLACES = {
             NORMED,
             MIXED,
             *KEYS_TRAVEL,
+            *LATENT_TWO,
         ],
     ),
-    "cp4": (1, 4, PRODUCTS),
-    "cp3": (1, 3, [*EVERYWHERE, *UNEVEN, *SINGLE, *[case for case in MEGATRONS if case.kind != "gpt_gdn"]]),
-    "tp2cp2": (2, 2, [*EVERYWHERE, *UNEVEN, *SINGLE, *SEQUENCE_PARALLEL, NORMED]),
+    "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", layout="balanced")]),
+    "cp3": (1, 3, [*EVERYWHERE, *UNEVEN, *SINGLE, *[case for case in MEGATRONS if case.kind != "gpt_gdn"], *LATENT]),
+    "tp2cp2": (2, 2, [*EVERYWHERE, *UNEVEN, *SINGLE, *SEQUENCE_PARALLEL, NORMED, Case("mla"), *latent("p2p")]),
     "dp2cp2": (1, 2, [*EVERYWHERE, *SINGLE]),
 }
 EQUAL = [(place, case) for place, (_, _, cases) in PLACES.items() for case in cases]

@@ -36,6 +36,19 @@ MODELS = {
         },
     ),
     "gpt with a layer without rope": ({}, {}, {"no_rope_freq": [0, 1]}),
+    # Megatron's core attention takes the size of values from kv_channels, so that it can differ from that of keys.
+    "mla": ({}, {}, {}),
+    "mla without a rank of queries": ({}, {"q_lora_rank": None, "qk_layernorm": False}, {}),
+    "mla with yarn": (
+        {},
+        {
+            "rope_type": "yarn",
+            "rotary_scaling_factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "mscale_all_dim": 0.5,
+        },
+        {},
+    ),
     "hybrid": ({}, {}, {}),
 }
 # One layer of GatedDeltaNet, and its arguments.
@@ -45,6 +58,8 @@ PLACES = [("cp1", "contiguous"), ("cp2", "zigzag"), ("cp2", "random")]
 FAULTS = {
     "gpt": ["rows as positions", "labels of the next row", "labels of the next document", "leaking attention"],
     "gpt without rope": ["positions of the stream"],
+    "mla": ["rows as positions", "leaking attention"],
+    "mla with yarn": ["rows as positions"],
     "hybrid": [
         "rows as positions",
         "labels of the next row",
@@ -106,16 +121,16 @@ def stand_in_for_cuda_kernels(patch):
     patch.setattr(hybrid_block, "TENorm", WrappedTorchNorm)
 
 
-def stock_model(kind):
-    return our_model(
-        kind, spec=stock_stack() if kind == "hybrid" else stock_layer_spec(qk_norm=True), deterministic_mode=True
-    )
+def stock_model(name):
+    qk_norm = MODELS[name][1].get("qk_layernorm", True)
+    spec = stock_stack() if name == "hybrid" else stock_layer_spec(qk_norm, name.startswith("mla"))
+    return our_model(name, spec=spec, deterministic_mode=True, transformer_impl="local")
 
 
-def stock_layer_spec(qk_norm=False):
+def stock_layer_spec(qk_norm=False, latent=False):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-    return get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm")
+    return get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm", multi_latent_attention=latent)
 
 
 def stock_gdn():

@@ -30,19 +30,23 @@ KINDS = {
     "hybrid": {"num_layers": 4},  # GG*-
     # GPTModel with layers of both kinds. Megatron's configuration allows it where tp * cp divides the key heads.
     "gpt_gdn": {"num_layers": 2, "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2},
-    # GPTModel with multi-latent attention: keys of 8 + 4, values of 6.
-    "mla": {
-        "num_layers": 2,
-        "transformer_impl": "local",
-        "num_query_groups": None,
-        "qk_layernorm": True,
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_head_dim": 8,
-        "qk_pos_emb_head_dim": 4,
-        "v_head_dim": 6,
-        "rope_type": "rope",
-    },
+}
+# Multi-latent attention: keys of 8 + 4, values of 6, which Megatron's own core attention reads from kv_channels.
+LATENT = {
+    "num_query_groups": None,
+    "kv_channels": 6,
+    "qk_layernorm": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_type": "rope",
+}
+KINDS |= {
+    "mla": {"num_layers": 2, **LATENT},
+    "fused_mla": {"num_layers": 2, **LATENT},  # with one projection down to both latents
+    "hybrid_mla": {"num_layers": 4, **LATENT},  # G++-
 }
 
 
@@ -95,14 +99,14 @@ def configure(kind, **changes):
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
-    return (MLATransformerConfig if kind == "mla" else TransformerConfig)(**settings | KINDS[kind] | changes)
+    return (MLATransformerConfig if kind.endswith("mla") else TransformerConfig)(**settings | KINDS[kind] | changes)
 
 
-def build(kind, *, spec=None, pattern="GG*-", arguments=None, config=None, **changes):
+def build(kind, *, spec=None, pattern=None, arguments=None, config=None, **changes):
     """GPTModel or HybridModel with our spec, or `spec`, and the parameters that belong to their names.
 
     Args:
-        pattern: HybridModel's layers.
+        pattern: HybridModel's layers, if not the usual ones.
         arguments: others of the model.
         config: the model's configuration, in place of what `changes` would change in the usual one.
     """
@@ -114,12 +118,27 @@ def build(kind, *, spec=None, pattern="GG*-", arguments=None, config=None, **cha
     config = configure(kind, **changes) if config is None else config
     common = {"vocab_size": VOCABULARY, "max_sequence_length": 256, "position_embedding_type": "rope"}
     common |= arguments or {}
-    if kind == "hybrid":
+    if kind.startswith("hybrid"):
+        pattern = pattern or ("G++-" if kind == "hybrid_mla" else "GG*-")
         model = HybridModel(config, spec or specs.hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
     else:
-        model = GPTModel(config, spec or specs.gpt_layer_spec(config), **common)
+        spec = spec or specs.gpt_layer_spec(config)
+        model = GPTModel(config, fused(spec) if kind == "fused_mla" else spec, **common)
     fill(model, config)
     return model.to(config.params_dtype)  # Megatron's wrapper of torch's norms leaves their weights in float32
+
+
+def fused(spec):
+    """As Megatron's spec with Transformer Engine is where `mla_down_proj_fusion` is set, out of local parts."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    from megatron_cp.megatron.multi_latent_attention import FusedMLASelfAttention
+
+    for layer in spec.layer_specs:
+        attention = layer.submodules.self_attention
+        attention.module = FusedMLASelfAttention
+        attention.submodules.linear_qkv_down_proj = ColumnParallelLinear
+    return spec
 
 
 # -- parameters: whole, and a tensor-parallel rank's share -----------------------------------------------------------

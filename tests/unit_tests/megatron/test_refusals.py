@@ -12,7 +12,7 @@ from megatron_cp.errors import ArgumentError
 pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt import gpt_layer_specs
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
@@ -23,6 +23,7 @@ from megatron_cp.megatron.attention import CoreAttention
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.modules import refuse_unsupported
+from megatron_cp.megatron.multi_latent_attention import MLASelfAttention
 
 
 @dataclasses.dataclass
@@ -102,13 +103,45 @@ def test_rejects_multimodal_rotary_positions():
         build(mrope_section=[2, 1, 1])
 
 
-def test_rejects_multi_latent_attention():
-    with refused("multi-latent-attention", True):
-        build(config=configure(MLATransformerConfig))
-    with refused("multi-latent-attention", True):
-        build(others={"k_channels": 24, "v_channels": 16})
-    with refused("multi-latent-attention", True):
-        specs.gpt_layer_spec(configure(MLATransformerConfig))
+def test_keys_and_values_of_latents_have_sizes_and_heads_of_their_own():
+    config = configure(MLATransformerConfig, num_query_groups=2)
+    slot = build(config=config, others={"k_channels": 12, "v_channels": 6}).slot
+    assert (slot.heads, slot.kv_heads, slot.head_dim, slot.value_head_dim) == (4, 4, 12, 6)
+    assert build(config=config).slot.kv_heads == 2  # the one that Megatron builds first, and throws away
+
+
+def build_latent(**changes):
+    return MLASelfAttention(configure(MLATransformerConfig, **changes), None, layer_number=1)
+
+
+def test_rejects_fused_rotary_positions_of_latents():
+    with refused("apply-rope-fusion", True):
+        build_latent(apply_rope_fusion=True)
+
+
+def test_rejects_caching_latents():
+    with refused("cache-mla-latents", True):
+        build_latent(cache_mla_latents=True)
+
+
+def test_rejects_a_norm_of_queries_that_only_transformer_engine_has():
+    with refused("qk-layernorm", True):
+        build_latent(qk_layernorm=True, q_lora_rank=None, transformer_impl="local")
+
+
+@pytest.mark.parametrize("flag", ["qk_clip", "log_max_attention_logit"])
+def test_rejects_reporting_the_largest_score(flag):
+    with refused(flag.replace("_", "-"), True):
+        build(**{flag: True})
+
+
+@pytest.mark.parametrize("name", ["MLASelfAttention", "FusedMLASelfAttention"])
+def test_latent_attention_is_exchanged_for_ours_fused_or_not(name):
+    layer = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True)
+    layer.submodules.self_attention.module = getattr(multi_latent_attention, name)
+    ours = specs._with_ours(layer).submodules.self_attention
+    assert ours.module is getattr(specs, name)
+    assert ours.submodules.core_attention is CoreAttention
 
 
 def test_rejects_cross_attention():

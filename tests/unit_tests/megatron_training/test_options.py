@@ -8,9 +8,14 @@ import pytest
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.options import TrainingOptions
 
-NUMBERS = [entry for entry in dataclasses.fields(TrainingOptions) if "int" in entry.type or "float" in entry.type]
+NUMBERS = [
+    entry
+    for entry in dataclasses.fields(TrainingOptions)
+    if ("int" in entry.type or "float" in entry.type) and "tuple" not in entry.type
+]
 MAY_BE_ZERO = {
     "seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_grad", "norm_epsilon", "adam_beta1", "adam_beta2",
+    "attention_dropout",
 }  # fmt: skip
 
 
@@ -70,6 +75,9 @@ def test_allows_zero(name):
         ({"min_lr": 0.1}, "min_lr", "at most the learning rate, 0.001"),
         ({"adam_beta1": 1.0}, "adam_beta1", "less than 1"),
         ({"seed": 2**63}, "seed", "less than 2**63"),
+        ({"window_size": (-2, 0)}, "window_size", "-1 for all"),
+        ({"hierarchical_context_parallel_sizes": (2, 0)}, "hierarchical_context_parallel_sizes", "at least 1"),
+        ({"attention_dropout": 1.0}, "attention_dropout", "less than 1"),
         ({"cp_layout": "striped"}, "cp_layout", "zigzag or random or balanced"),
         ({"cp_comm_type": ("a2a", "tiled")}, "cp_comm_type", "not built yet; use exact"),
         ({"linear_cp_mode": "chunkwise"}, "linear_cp_mode", "not built yet; use headwise"),
