@@ -15,6 +15,7 @@ from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, positive
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.explain import size
+from megatron_cp.executor.memory import peak_bytes
 from megatron_cp.executor.plan import Plan
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
@@ -64,19 +65,28 @@ def _schemes(case: Case, item_size: int) -> dict[str, Any]:
                 "ulysses_degree": plan.ulysses_degree,
                 "bytes_sent": {name: sum(ranks) for name, ranks in sent.items()},
                 "largest_bytes_sent_per_rank": {name: max(ranks) for name, ranks in sent.items()},
+                "peak_bytes_of_rank_0": {
+                    name: peak_bytes(plan, 0, item_size, forward=forward) for name, forward in _BOTH.items()
+                },
                 "work_imbalance": plan.work_imbalance,
             }
     return found
 
 
 def _table(schemes: dict[str, Any]) -> list[str]:
-    lines = [f"{'scheme':<16}{'all ranks send: forward':>24}{'backward':>12}{'one rank at most':>18}{'imbalance':>11}"]
+    heads = ("all ranks send: forward", "backward", "one rank at most", "rank 0 needs", "imbalance")
+    lines = [f"{'scheme':<16}" + "".join(f"{head:>{len(head) + 3}}" for head in heads)]
     for name, scheme in schemes.items():
         total, largest = scheme["bytes_sent"], scheme["largest_bytes_sent_per_rank"]
-        lines.append(
-            f"{name:<16}{size(total['forward']):>24}{size(total['backward']):>12}"
-            f"{size(largest['forward'] + largest['backward']):>18}{scheme['work_imbalance']:>11.3f}"
+        cells = (
+            size(total["forward"]),
+            size(total["backward"]),
+            size(largest["forward"] + largest["backward"]),
+            size(max(scheme["peak_bytes_of_rank_0"].values())),
+            f"{scheme['work_imbalance']:.3f}",
         )
+        row = "".join(f"{cell:>{len(head) + 3}}" for head, cell in zip(heads, cells, strict=True))
+        lines.append(f"{name:<16}{row}")
     return lines
 
 

@@ -78,6 +78,16 @@ def test_layer_equals_float64(kernel, cp, layout, poison):
     assert all(error <= tolerance for error in parity.errors.values()), parity
 
 
+@pytest.mark.parametrize("mask", ["causal", "window:20,0", "first:4+window:16,0", "prefix:9"])
+@pytest.mark.parametrize("scheme", ["a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather"])
+def test_scheme_equals_float64(scheme, mask):
+    alone = replace(ATTENTION, mask=mask, scheme="a2a", learned_sink=True)
+    case = replace(alone, cp=4, layout="balanced", scheme=scheme)
+    ranks = run_ranks(layer_on_device, 4, case, False, kind="processes")
+    parity = judge(case, whole(case, ranks), in_float64(alone))
+    assert all(error <= KERNELS["varlen"][1] for error in parity.errors.values()), parity
+
+
 # -- the exchange ------------------------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,32 @@ def test_cross_attention_with_keys_of_other_lengths_in_another_layout(scheme, ma
     check(case_of(scheme, mask=(mask,), layout="contiguous", heads=4, kv_heads=2, **keys))
 
 
+# -- queries that see nothing ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sink", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_query_that_sees_no_key_is_zero_and_passes_no_gradient(scheme, sink):
+    slices = ((8, 30, 8, 20, "causal"), (50, 60, 48, 55, "full"))
+    case = case_of(scheme, mask=("slices", slices), layout="random", sink=sink)
+    mask, pairs = case.mask_and_pairs()
+    found = over_ranks(case, case.plan(mask))
+    blind, unseen = ~torch.from_numpy(pairs.any(1)), ~torch.from_numpy(pairs.any(0))
+    assert 10 < blind.sum() < len(blind)
+    assert not found["out"][blind].any()
+    assert not found["q"][blind].any()
+    assert not found["k"][unseen].any()
+    assert not found["v"][unseen].any()
+    check(case)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_mask_without_a_pair_is_all_zeros(scheme):
+    case = case_of(scheme, mask=("slices", ()), sink=True)
+    found = over_ranks(case, case.plan(case.mask_and_pairs()[0]))
+    assert not any(x.any() for x in found.values())
+
+
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
 

@@ -171,3 +171,41 @@ def test_inputs_that_share_memory_get_gradients_of_their_own(share):
     cp.attention(*apart, plan).square().sum().backward()
     joined = torch.autograd.grad(share(x), x, [part.grad for part in apart])[0]
     assert torch.allclose(x.grad, joined, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("argument", "given"),
+    [
+        ("softcap", -1.0),
+        ("softcap", float("inf")),
+        ("softcap", float("nan")),
+        ("dropout", 1.0),
+        ("dropout", -0.1),
+        ("dropout", "much"),
+        ("softmax_scale", float("nan")),
+        ("sink", torch.zeros(3, dtype=torch.float64)),
+        ("sink", torch.zeros(4, 1, dtype=torch.float64)),
+        ("sink", torch.zeros(4, dtype=torch.int64)),
+    ],
+    ids=str,
+)
+def test_rejects_options_that_are_none(argument, given):
+    with pytest.raises(cp.ArgumentError) as error:
+        cp.attention(*tensors(), plan_for(), **{argument: given})
+    assert error.value.argument == argument
+
+
+@pytest.mark.parametrize(("option", "value"), [("softcap", 2.0), ("dropout", 0.1), ("softmax_scale", -1.0)])
+def test_rejects_a_kernel_without_the_feature_and_names_one_with_it(option, value):
+    with pytest.raises(cp.ArgumentError, match="use reference") as error:
+        cp.attention(*tensors(), plan_for(), kernel="cpu", **{option: value})
+    assert error.value.argument == "kernel"
+    assert cp.attention(*tensors(), plan_for(), **{option: value}).isfinite().all()
+
+
+def test_gradients_of_a_sink_alone_and_of_nothing():
+    sink = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    cp.attention(*tensors(), plan_for(), sink=sink).sum().backward()
+    assert sink.grad.abs().min() > 0
+    with torch.no_grad():
+        assert not cp.attention(*tensors(), plan_for(), sink=sink).requires_grad
