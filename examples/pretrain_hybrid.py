@@ -58,6 +58,7 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
         labels=pack.labels,
         loss_mask=pack.loss_mask,
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu",
+        seed=getattr(args, "curr_iteration", 0),  # of dropout; Megatron sets it when training begins
     )
 
 

@@ -60,6 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed rounds (default: 5)")
     add_layer_arguments(parser, dtype="float32")
     add_batch_arguments(parser)
+    for action in parser._actions:
+        if action.dest == "scheme":
+            action.help = "one scheme; all that the ranks can run if left out"
+        elif action.dest == "model":
+            action.help = "the layer's shape in a known model (default: heads 8/2 of 64)"
     parser.set_defaults(dtype=None)  # depends on the device
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
     parser.add_argument("--device", choices=DEVICES, help="default: cuda, in bfloat16, where there is one")

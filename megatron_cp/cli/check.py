@@ -27,11 +27,15 @@ HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--cp", type=integers(1), metavar="N,N,...", help="context-parallel sizes (default: 2,3,5)")
+    parser.add_argument(
+        "--cp", type=integers(1), metavar="N,N,...", help="context-parallel sizes (default: 2,3,5; with --all 2,3,4,5)"
+    )
     add_layer_arguments(parser, dtype="float64")
     add_batch_arguments(parser)
     parser.add_argument(
-        "--all", action="store_true", help="every scheme, layout, mask and kind of heads that is not given, ragged"
+        "--all",
+        action="store_true",
+        help="every scheme, layout, kind of heads and mask that has a spelling, but for what is given",
     )
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
     parser.add_argument("--ranks", choices=RANK_KINDS, default="threads", help="local ranks; torchrun brings its own")
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> Report:
 
 
 def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    sizes = args.cp or ([world.size] if world else [2, 3, 5])
+    sizes = args.cp or ([world.size] if world else [2, 3, 4, 5] if args.all else [2, 3, 5])
     skipped = [size for size in sizes if world and size > world.size]
     sizes = [size for size in sizes if size not in skipped]
     if not sizes:
@@ -73,6 +77,9 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     worst = {name: _worst([r.errors[name] for r in results if name in r.errors]) for name in names}
     kernels = {name: _worst([r.kernel_errors[name] for r in results if name in r.kernel_errors]) for name in names}
     lines = _summary(results) if args.all else [_line(result) for result in results]
+    if args.all and args.layer == "attention":
+        lines += [f"a2a+p2p and a2a+all_gather were not run at cp={size}, which is no product" for size in sizes
+                  if not any(case.cp == size and "+" in case.scheme for case in cases)]  # fmt: skip
     lines += [f"cp={size} was not run: this job has {world.size} ranks" for size in skipped if world]
     lines.append(
         f"{'passed' if passed else 'FAILED'}: {len(results)} cases, errors at most {results[0].tolerance:g} allowed"

@@ -142,10 +142,12 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
         )
     known = MODELS[model][args.layer]
     own, others = (
-        ("kv_heads", ("key_heads", "conv_width")) if args.layer == "attention" else ("key_heads", ("kv_heads", "mask"))
+        ("kv_heads", ("key_heads", "conv_width"))
+        if args.layer == "attention"
+        else ("key_heads", ("kv_heads", "mask", "learned_sink", "softcap", "dropout", "ulysses_degree", "head_chunks"))
     )
     for name in others:
-        if getattr(args, name) is not None:
+        if getattr(args, name):
             raise ArgumentError(
                 f"--{name.replace('_', '-')}",
                 getattr(args, name),

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, positive
@@ -19,6 +20,7 @@ from megatron_cp.executor.memory import peak_bytes
 from megatron_cp.executor.plan import Plan
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
+from megatron_cp.softmax.attention import attention_call
 from megatron_cp.testing.parity import Case
 
 HELP = "explain a plan: who owns what, transfers and balance"
@@ -35,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     case = case_of(args, args.cp)
+    if case.layer == "attention":
+        attention_call(case.plan(), case.dtype, torch.device("cpu"), **case.softmax_options)  # for what it refuses
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
@@ -74,8 +78,8 @@ def _schemes(case: Case, item_size: int) -> dict[str, Any]:
 
 
 def _table(schemes: dict[str, Any]) -> list[str]:
-    heads = ("all ranks send: forward", "backward", "one rank at most", "rank 0 needs", "imbalance")
-    lines = [f"{'scheme':<16}" + "".join(f"{head:>{len(head) + 3}}" for head in heads)]
+    heads = ("all ranks send: forward", "backward", "most of a rank, both", "memory of rank 0", "imbalance")
+    lines = [f"{'from this layout':<20}" + "".join(f"{head:>{len(head) + 3}}" for head in heads)]
     for name, scheme in schemes.items():
         total, largest = scheme["bytes_sent"], scheme["largest_bytes_sent_per_rank"]
         cells = (
@@ -86,7 +90,17 @@ def _table(schemes: dict[str, Any]) -> list[str]:
             f"{scheme['work_imbalance']:.3f}",
         )
         row = "".join(f"{cell:>{len(head) + 3}}" for head, cell in zip(heads, cells, strict=True))
-        lines.append(f"{name:<16}{row}")
+        degree = f" (u = {scheme['ulysses_degree']})" if "+" in name else ""
+        lines.append(f"{name + degree:<20}{row}")
+    total = {name: sum(scheme["bytes_sent"].values()) for name, scheme in schemes.items()}
+    fewest, most_even = (
+        min(total, key=lambda name: total[name]),
+        min(schemes, key=lambda n: schemes[n]["work_imbalance"]),
+    )
+    lines.append(
+        f"fewest bytes: {fewest}, {size(total[fewest])} in all; most even work: {most_even}. Nothing weighs the two "
+        "against each other yet, nor links and kernels: measure with `megatron-cp bench attention`."
+    )
     return lines
 
 

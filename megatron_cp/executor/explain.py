@@ -36,7 +36,7 @@ def explain(plan: Plan, item_size: int) -> str:
         sent, needed = (f(item_size, forward=forward) for f in (plan.bytes_sent, plan.bytes_needed))
         lines.append(
             f"{name}: a rank starts {plan.collectives(forward=forward)} transfers and sends at most {size(max(sent))}; "
-            f"{size(max(needed))} cannot be done without; at {item_size} bytes an element"
+            f"{size(max(needed))} without alignment and keys that nobody sees; at {item_size} bytes an element"
         )
     lines.append(f"busiest rank: {plan.work_imbalance:.3f} x the mean work")
     lines.extend(f"note: {note}" for note in plan.notes)

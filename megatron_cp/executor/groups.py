@@ -133,8 +133,8 @@ class TorchGroup(RankGroup):
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         _check_peers((*sends, *receives), self.rank)
-        if dist.get_backend(self.group) == "gloo" and any(message.tensor.is_cuda for message in (*sends, *receives)):
-            return self._start_gloo_messages(sends, receives)
+        if any(message.tensor.is_cuda for message in (*sends, *receives)):
+            return self._start_messages_together(sends, receives)
         operations = [
             dist.P2POp(operation, message.tensor, group=self.group, group_peer=message.peer)
             for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -144,14 +144,21 @@ class TorchGroup(RankGroup):
         works = dist.batch_isend_irecv(operations) if operations else []
         return _Works(works, tuple(message.tensor for message in (*sends, *receives)))
 
-    def _start_gloo_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """By a collective of bytes: gloo sends no CUDA tensors from rank to rank, and exchanges them all the same."""
+    def _start_messages_together(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """By one collective of bytes, for CUDA tensors.
+
+        gloo sends none of those from rank to rank, and exchanges them all the same. NCCL sends nothing for splits of
+        zero, and wants every rank in its first operation, also one that has nothing to say.
+        """
         sent, received = (sorted(messages, key=lambda message: message.peer) for messages in (sends, receives))
-        outgoing = torch.cat([_bytes_of(message.tensor) for message in sent]) if sent else _no_bytes(receives)
-        arrived = outgoing.new_empty(sum(message.tensor.nbytes for message in received))
+        pieces = [_bytes_of(message.tensor) for message in sent]
+        outgoing = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else _no_bytes(receives)
+        alone = len(received) == 1  # as in a ring: it arrives where it belongs
+        size = sum(message.tensor.nbytes for message in received)
+        arrived = _bytes_of(received[0].tensor) if alone else outgoing.new_empty(size)
         splits = ([sum(m.tensor.nbytes for m in messages if m.peer == peer) for peer in range(self.size)]
                   for messages in (received, sent))  # fmt: skip
-        return _Unpacked(self.start_all_to_all(arrived, outgoing, *splits), arrived, received)
+        return _Unpacked(self.start_all_to_all(arrived, outgoing, *splits), arrived, [] if alone else received)
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
@@ -188,6 +195,8 @@ class _Unpacked(Pending):
 
     def wait(self) -> None:
         self._pending.wait()
+        if not self._messages:
+            return
         pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
         for message, piece in zip(self._messages, pieces, strict=True):
             _bytes_of(message.tensor).copy_(piece)

@@ -152,7 +152,10 @@ class Plan(Tables):
         return max(work) * len(work) / sum(work) if sum(work) else 1.0
 
     def fingerprint(self) -> bytes:
-        """16 bytes that are equal on two ranks exactly when their plans are (up to hash collisions)."""
+        """16 bytes that differ where two ranks' plans differ, up to hash collisions.
+
+        Or where they were asked for in other words: a window without limits is equal to a causal mask.
+        """
         return hashlib.blake2b("\n".join(self.describe()).encode(), digest_size=16).digest()
 
     def describe(self) -> list[str]:
@@ -170,6 +173,8 @@ class Plan(Tables):
                 case Attend():
                     lines.extend(f"step {number}: {line}" for line in step.describe())
                 case ToHeads(exchange) | ToTokens(exchange):
+                    if exchange.layout is not self.layout and exchange.layout != self.layout:
+                        lines.extend(f"step {number}: {line}" for line in exchange.layout.describe())
                     blocks = ", ".join(
                         f"{b.name} {b.num_heads} x {b.head_dim} {b.ranges}" for b in exchange.sections.blocks
                     )

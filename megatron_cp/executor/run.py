@@ -47,7 +47,7 @@ def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, 
 
 
 def prepare(plan: Plan, rank: int, device: torch.device) -> None:
-    """Makes all that a rank derives from a plan, on the host and on the device, so that no layer has to.
+    """Makes all that a rank derives from a plan, but for what its kernels do, so that no layer has to.
 
     Call it where the batch is sharded: the copies to a device are then long done when the first layer needs them.
     """

@@ -143,7 +143,8 @@ class Attend(Tables):
             keys = sum(int(counts[self.source(node, stage)]) for stage in range(self.num_nodes - 1))
             return row * (keys * item_size + (0 if forward else int(counts.sum()) * max(item_size, 4)))
         if self.schedule == "all_gather":
-            keys, gradients = int(counts[node]) * (self.num_nodes - 1), int(counts.sum() - counts[node])
+            # Shares are as long as the longest; gradients go back without what was added.
+            keys, gradients = int(counts.max()) * (self.num_nodes - 1), int(counts.sum() - counts[node])
         else:
             keys, gradients = int(self.needed_rows[node].sum()), int(self.needed_rows[:, node].sum())
         return row * item_size * (keys if forward else keys + gradients)
@@ -168,12 +169,22 @@ class Attend(Tables):
     @cached_property
     def needed_rows(self) -> IntArray:
         """`[nodes, nodes]` keys of each owner that queries of each other reader see: what no scheme can leave out."""
+        edges, owner = self._pieces
         needed = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
         for reader in range(self.num_nodes):
-            owners = self._owners(*ranges_seen(self._bands_of(reader)))[1]
-            needed[:, reader] = np.bincount(owners, minlength=self.num_nodes)
+            starts, ends = ranges_seen(self._bands_of(reader))
+            seen = _covered(edges[1:], starts, ends) - _covered(edges[:-1], starts, ends)
+            needed[:, reader] = np.bincount(owner, weights=seen, minlength=self.num_nodes)
         np.fill_diagonal(needed, 0)
         return needed
+
+    @cached_property
+    def _pieces(self) -> tuple[IntArray, IntArray]:
+        """The fragments of all keys in stream order: `[n + 1]` edges, and the node that holds each."""
+        order = np.argsort(self.keys.starts, kind="stable")
+        edges = np.append(self.keys.starts[order], self.keys.packing.total)
+        owner = np.repeat(np.arange(self.num_nodes), np.diff(self.keys.fragment_offsets))[order]
+        return edges, owner
 
     def _tiles(self, node: int, stage: int) -> Tiles:
         bands, q_tokens = self._bands_of(node), self.queries.tokens(node)
@@ -192,6 +203,23 @@ class Attend(Tables):
             return np.array([0]), np.array([self.keys.packing.total])
         return self.table(("seen", node), lambda: ranges_seen(self._bands_of(node)))
 
+    def _rows_within(self, node: int, starts: IntArray, ends: IntArray) -> IntArray:
+        """The rows of a node's keys that lie in rising ranges of the stream, in stream order."""
+        lo, hi = self.keys.fragment_offsets[node : node + 2]
+        own_starts, own_ends = self.keys.starts[lo:hi], self.keys.ends[lo:hi]
+        first_rows = np.cumsum(own_ends - own_starts) - (own_ends - own_starts)
+        order = np.argsort(own_starts, kind="stable")
+        own_starts, own_ends, first_rows = own_starts[order], own_ends[order], first_rows[order]
+        # Every own fragment meets the ranges `lowest` up to `beyond`.
+        lowest = np.searchsorted(ends, own_starts, side="right")
+        count = np.maximum(np.searchsorted(starts, own_ends, side="left") - lowest, 0)
+        piece = np.repeat(np.arange(order.size), count)
+        met = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(lowest, count)
+        shift = first_rows[piece] - own_starts[piece]
+        return ranges(
+            np.maximum(own_starts[piece], starts[met]) + shift, np.minimum(own_ends[piece], ends[met]) + shift
+        )
+
     def _owners(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """The tokens of ranges of the stream of keys, with the node that holds each and its row there."""
         tokens = ranges(starts, ends)
@@ -206,19 +234,24 @@ class Attend(Tables):
         in_order = bool((by_owner[1:] > by_owner[:-1]).all())
         arrange = np.empty_like(by_owner)
         arrange[by_owner] = np.arange(by_owner.size)
-        send_rows, send_counts = [], []
-        for reader in range(self.num_nodes):
-            _, their_owners, their_rows = self._owners(*self._gathered(reader))
-            send_rows.append(their_rows[their_owners == node])
-            send_counts.append(send_rows[-1].size)
+        send_rows = [self._rows_within(node, *self._gathered(reader)) for reader in range(self.num_nodes)]
         return Gathering(
             send_rows=np.concatenate(send_rows),
-            send_counts=np.array(send_counts),
+            send_counts=np.array([rows.size for rows in send_rows]),
             recv_counts=np.bincount(owners, minlength=self.num_nodes),
             arrange=None if in_order else arrange,
             returned=None if in_order else by_owner,
             tokens=tokens,
         )
+
+
+def _covered(places: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
+    """How many tokens before each place lie in disjoint ranges that rise."""
+    if not starts.size:
+        return np.zeros_like(places)
+    before = np.concatenate([[0], np.cumsum(ends - starts)])
+    index = np.searchsorted(starts, places, side="right")  # ranges that begin at or before the place
+    return before[index] - np.maximum(ends[index - 1] - places, 0) * (index > 0)
 
 
 def _chunks(deal: HeadDeal, lane: int, count: int) -> list[HeadChunk]:

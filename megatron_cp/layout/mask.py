@@ -236,21 +236,6 @@ class Mask(Tables):
         """Whether the keys' documents have other lengths than the queries'."""
         return self.kv_packing != self.packing
 
-    @cached_property
-    def bounded_left(self) -> bool:
-        """Whether some query does not see a key that a causal mask would show it."""
-        causal = Mask.causal(self.packing, self.kv_packing)
-        document = self.packing.documents_of(self.bands[:, 0])
-        corner = self.kv_packing.cu_seqlens[1:] - self.packing.cu_seqlens[1:]
-        earlier = self.bands.copy()
-        earlier[:, 5] = np.minimum(earlier[:, 5], corner[document])
-        return band.area(earlier) < causal.area
-
-    @property
-    def value(self) -> tuple[object, ...]:
-        """All that makes masks over the same packings equal."""
-        return (self.bands.tobytes(),)
-
     def __eq__(self, other: object) -> bool:
         return self is other or (
             isinstance(other, Mask)
@@ -358,6 +343,8 @@ def _checked_prefix(packing: Packing, n: int | Sequence[int] | IntArray) -> IntA
 def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """`[n]` for each part: its document, its range of the stream, and where its document's question ends."""
     documents = checked_packing(packing).num_documents
+    if not isinstance(parts, Sequence | np.ndarray):
+        raise ArgumentError("parts", parts, "a list with the lengths [question, answer, ...] of each document")
     if len(parts) != documents:
         raise ArgumentError("parts", f"parts of {len(parts)} documents", f"parts of each of {documents} documents")
     try:
@@ -381,6 +368,8 @@ def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[In
 
 def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArray:
     allowed = f"(q_start, q_end, k_start, k_end, kind) with a kind of {', '.join(_SLICE_KINDS)}"
+    if not isinstance(slices, Iterable):
+        raise ArgumentError("slices", slices, f"several of {allowed}")
     rows = []
     for number, given in enumerate(slices):
         try:
@@ -403,7 +392,7 @@ def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArra
 def _checked_table(packing: Packing, table: NDArray[np.bool_], block_size: int) -> NDArray[np.bool_]:
     blocks = -(-packing.total // block_size)
     if not isinstance(table, np.ndarray) or table.dtype != np.bool_ or table.shape != (blocks, blocks):
-        given = f"{table.dtype} {table.shape}" if isinstance(table, np.ndarray) else table
-        allowed = f"booleans [{blocks}, {blocks}]: {packing.total} tokens in blocks of {block_size}"
+        given = f"{type(table).__name__} of {getattr(table, 'dtype', 'no type')} {getattr(table, 'shape', '')}"
+        allowed = f"a numpy array of bool [{blocks}, {blocks}]: {packing.total} tokens in blocks of {block_size}"
         raise ArgumentError("table", given, allowed)
     return table

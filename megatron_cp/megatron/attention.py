@@ -29,6 +29,7 @@ from megatron_cp.megatron.modules import (
 )
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.plans import gathers
 from megatron_cp.softmax.attention import attention
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True, AttnMaskType.no_mask: False}
@@ -81,7 +82,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             mask=_mask(config, attn_mask_type, layer_number),
             scheme=scheme,
             ulysses_degree=_ulysses_degree(config, scheme),
-            head_chunks=getattr(config, "cp_head_chunks", None),
+            head_chunks=getattr(config, "cp_head_chunks", None) if gathers(scheme) else None,
         )
         _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)
@@ -114,11 +115,9 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             refuse("attention_bias", "a tensor", "None", "No scheme here adds a bias to the scores.")
         if attn_mask_type is not None and _CAUSAL.get(attn_mask_type) != _CAUSAL[self.attn_mask_type]:
             refuse("attn_mask_type", attn_mask_type, "the one that the layer was built with", "")
-        dropout, seed = self.dropout if self.training else 0.0, 0
+        dropout, seed = self.dropout if self.training else 0.0, None
         if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
             plans = self._sequence_plans(query.shape[0])
-            # Of the host: reading a device's generator would make the host wait. Recomputing restores both.
-            seed = int(torch.randint(2**31, ())) if dropout else 0
         else:
             packed = planned(packed_seq_params, self.ranks)
             assert packed.plans is not None
@@ -128,7 +127,8 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         plan = plans.plan(self.slot)
         out = attention(
             query, key, value, plan, self.ranks,
-            softmax_scale=self.softmax_scale, sink=self.softmax_offset, dropout=dropout, seed=self._seed(seed),
+            softmax_scale=self.softmax_scale, sink=self.softmax_offset,
+            dropout=dropout, seed=self._seed(seed) if dropout else 0,
         )  # fmt: skip
         return out.flatten(-2)
 
@@ -158,8 +158,11 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         if config.perform_initialization:
             config.init_method(self.softmax_offset)
 
-    def _seed(self, seed: int) -> int:
+    def _seed(self, seed: int | None) -> int:
         """The microbatch's seed, made this layer's and this tensor-parallel rank's."""
+        if seed is None:
+            # Of the host: reading a device's generator would make the host wait. Recomputing restores both.
+            seed = int(torch.randint(2**31, ()))
         return ((seed * 1_000_003 + self.layer_number) * 1_000_003 + self.tp_group.rank()) % 2**62
 
     def _sequence_plans(self, rows: int) -> BatchPlan:

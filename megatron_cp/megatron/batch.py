@@ -20,6 +20,7 @@ from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.run import check_agreement, prepare
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import BatchPlan, Slot
+from megatron_cp.softmax.attention import prepare_attention
 
 
 @dataclass
@@ -31,12 +32,13 @@ class PlannedSeqParams(PackedSeqParams):
     Attributes:
         plans: for every kind of layer.
         positions: `[t]` place of each of this rank's rows in its document, on the device.
-        seed: of dropout in attention: the same on every rank, another one in every batch.
+        seed: of dropout in attention: the same on every rank, another one in every batch and step. None for Megatron's
+            own batches, whose layers draw one.
     """
 
     plans: BatchPlan | None = None
     positions: Tensor | None = None
-    seed: int = 0
+    seed: int | None = None
     _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:
@@ -91,6 +93,7 @@ def shard_batch(
     labels: NDArray[np.int64] | Tensor | None = None,
     loss_mask: NDArray[np.float32] | Tensor | None = None,
     device: torch.device | str = "cpu",
+    seed: int = 0,
     agree: bool = True,
 ) -> ShardedBatch:
     """This rank's share of a packed microbatch, with the plans of every layer: host work, once a microbatch.
@@ -104,6 +107,8 @@ def shard_batch(
             next token of its document, which the last one does not have.
         loss_mask: `[total]` weight of each token's loss, such as 1 for the answers of SFT and 0 for the questions.
         device: where the model is.
+        seed: of dropout in attention, beside the batch's tokens: the number of the step, so that a batch that comes
+            again has other weights dropped. The same on every rank.
         agree: compare the plans of all ranks (16 bytes on the host).
 
     Raises:
@@ -120,7 +125,7 @@ def shard_batch(
     plans = BatchPlan(layout, slots)
     if agree and layout.cp_size > 1:
         check_agreement(plans, ranks)
-    params = planned_params(plans, ranks.rank, device, _hash(ids))
+    params = planned_params(plans, ranks.rank, device, _hash(ids, seed))
     assert params.positions is not None
     # A label where nothing is to be learnt must still be in the vocabulary: 0.
     streams = (ids, targets * (weights != 0), weights)
@@ -150,16 +155,19 @@ def _given_labels(labels: NDArray[np.int64] | Tensor, packing: Packing) -> tuple
     return targets, (targets >= 0).float()
 
 
-def _hash(ids: Tensor) -> int:
-    """A number that all ranks make of a batch alike, without asking one another."""
-    return int.from_bytes(hashlib.blake2b(ids.numpy().tobytes(), digest_size=4).digest(), "little")
+def _hash(ids: Tensor, seed: int) -> int:
+    """A number that all ranks make of a batch and a step alike, without asking one another."""
+    digest = hashlib.blake2b(f"{seed}:".encode() + ids.numpy().tobytes(), digest_size=4)
+    return int.from_bytes(digest.digest(), "little")
 
 
-def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int = 0) -> PlannedSeqParams:
+def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int | None = None) -> PlannedSeqParams:
     """The plans as what Megatron's layers are given, with everything a layer needs on the device already."""
     layout, packing = plans.layout, plans.layout.packing
     for plan in plans.plans:
         prepare(plan, rank, device)
+        if plan.attend is not None:
+            prepare_attention(plan, rank, device)
     cu_seqlens = on_device(packing.cu_seqlens, device)
     # Megatron keeps a table of rotary angles for each of the last 32 of these. Rounded up, packs share a few.
     max_length = 1 << (max(packing.max_length, 1) - 1).bit_length()
@@ -200,7 +208,7 @@ def planned(params: PackedSeqParams, group: RankGroup) -> PlannedSeqParams:
                 "Shard the batch with megatron_cp.megatron.batch.shard_batch, which takes any lengths.",
             )
         plans = BatchPlan(Layout.zigzag(packing, group.size))
-        found = planned_params(plans, group.rank, offsets.device, int(torch.randint(2**31, ())))
+        found = planned_params(plans, group.rank, offsets.device)
         for name in (f.name for f in fields(PackedSeqParams)):
             setattr(found, name, getattr(params, name))
         params.__dict__["_megatron_cp"] = found

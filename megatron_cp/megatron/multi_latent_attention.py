@@ -10,8 +10,14 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import multi_latent_attention as megatron_mla
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
@@ -73,6 +79,10 @@ class _OverRanks(megatron_mla.MLASelfAttention):
         super().__init__(config, submodules, *args, **kwargs)
         own: Any = self._modules["rotary_pos_emb"]
         self.rotary_pos_emb = _Rotary(own, config)
+        if config.q_lora_rank is not None and not config.sequence_parallel:
+            for weight in self.q_layernorm.parameters():
+                # Every tensor-parallel rank has its whole gradient, which Megatron would sum, as of norms of heads.
+                weight.average_gradients_across_tp_domain = True
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Megatron's linear layers and norms; torch's norms where it would take Transformer Engine's without asking."""
@@ -84,6 +94,25 @@ class _OverRanks(megatron_mla.MLASelfAttention):
         if config.qk_layernorm:
             submodules = replace(submodules, q_layernorm=Norm, kv_layernorm=Norm)
         return dict(QKNormConfigResolver(config, submodules).resolve())
+
+    def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The latents, of which the keys' rotary part gets the gradients of the heads of all tensor-parallel ranks.
+
+        In Megatron's layer a rank has its own heads' alone, but for Transformer Engine's layers with sequence
+        parallelism; elsewhere ranks drift apart, or learn from a part of the heads.
+        """
+        queries, keys = super()._qkv_down_projection(hidden_states)
+        if self.world_size == 1:
+            return queries, keys
+        latent_size, rotary_size = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
+        if keys.size(-1) != latent_size + rotary_size:  # Megatron's own linear layers have a share of the columns
+            keys = gather_from_tensor_model_parallel_region(keys, group=self.tp_group)
+            if self.config.sequence_parallel:  # gathered again by Megatron's layer, which then sums the gradients
+                keys = scatter_to_sequence_parallel_region(keys, group=self.tp_group)
+        if not self.config.sequence_parallel:
+            latent, rotary = keys.split([latent_size, rotary_size], dim=-1)
+            keys = torch.cat([latent, copy_to_tensor_model_parallel_region(rotary, group=self.tp_group)], dim=-1)
+        return queries, keys
 
     def get_query_key_value_tensors(
         self,

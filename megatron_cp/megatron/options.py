@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.plans import gathers
 
 
 def _flag(default: Any, help_text: str, group: str, **rest: Any) -> Any:
@@ -147,6 +151,7 @@ class TrainingOptions:
         require("mode", self.linear_cp_mode, name="linear_cp_mode")
         for scheme in self.cp_comm_type:
             require("scheme", scheme, name="cp_comm_type")
+            self._check_scheme(scheme)
         if self.seq_length < self.context_parallel_size:
             raise ArgumentError(
                 "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
@@ -162,6 +167,30 @@ class TrainingOptions:
             )
         if self.min_lr > self.lr:
             raise ArgumentError("min_lr", self.min_lr, f"at most the learning rate, {self.lr}")
+
+    def _check_scheme(self, scheme: str) -> None:
+        """Refuses here what would be refused when the first layer is built, half a minute later."""
+        flags = {"scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes"}
+        sizes = self.hierarchical_context_parallel_sizes if "+" in scheme else None
+        if sizes is not None and sizes[0] * sizes[1] != self.context_parallel_size:
+            allowed = f"two factors of the {self.context_parallel_size} context-parallel ranks"
+            raise ArgumentError("hierarchical_context_parallel_sizes", sizes, allowed)
+        heads, groups = (max(n // self.tensor_model_parallel_size, 1) for n in (
+            self.num_attention_heads, self.num_query_groups
+        ))  # fmt: skip
+        if heads % groups or self.context_parallel_size == 1:
+            return  # the first is refused below
+        chunks = self.cp_head_chunks if gathers(scheme) else None
+        slot = AttentionSlot(
+            heads, groups, 1, 1, scheme=scheme, ulysses_degree=sizes[0] if sizes else None, head_chunks=chunks
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of ranks without heads, which the layer says
+                slot.plan(Layout.contiguous(Packing([1]), self.context_parallel_size))
+        except ArgumentError as error:
+            flag = flags.get(error.argument, f"cp_{error.argument}")
+            raise ArgumentError(flag, error.given, error.allowed, error.remedy) from None
 
     def _check_divisors(self) -> None:
         tp = self.tensor_model_parallel_size

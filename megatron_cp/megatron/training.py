@@ -143,7 +143,9 @@ class _Batches:
         packing, tokens = self._stream.pack(self._next)
         align = options.tensor_model_parallel_size if options.sequence_parallel else 1
         layout = layout_by_name(options.cp_layout, packing, options.context_parallel_size, align=align)
-        batch = shard_batch(tokens, layout, self._training.cp_group, slots=self._slots, device=self._training.device)
+        batch = shard_batch(
+            tokens, layout, self._training.cp_group, slots=self._slots, device=self._training.device, seed=self._next
+        )
         self._next += self._replicas
         self._tokens += packing.total
         self._pad_rows += batch.pad_rows

@@ -48,22 +48,23 @@ def plan_attention(
         kv_heads: key/value heads, a divisor of `heads`; `heads` if None.
         head_dim: features of a query or key head.
         value_head_dim: features of a value head; `head_dim` if None.
-        mask: which keys a query sees; causal in each document if None, or full in cross-attention.
+        mask: which keys a query sees; causal in each document if None, or full if keys are given a packing or a layout.
         kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and who
             holds them; None for self-attention.
         scheme: one of the above, or "auto", which is a2a until plans are priced.
-        ulysses_degree: `u`, for the last two; the largest divisor of `cp_size` that leaves no rank without heads of
-            its own if None.
+        ulysses_degree: `u`, for the last two; the largest divisor of `cp_size` by which the key/value heads can be
+            shared out evenly if None.
         head_chunks: parts in which keys are gathered by all_gather and exact, each while the one before is computed;
-            2 if None, fewer where there are fewer key/value heads.
+            at most as many as a rank has key/value heads, and 2 if None and it has as many.
 
     Raises:
         ArgumentError: an argument that does not fit the others, or that no scheme here can run.
     """
     require("scheme", scheme)
     _check_layout(packing, layout)
+    # By what was asked for, not by whether lengths happen to be equal: the default mask must not depend on the batch.
+    is_cross = kv_packing is not None or kv_layout is not None
     kv_packing, kv_layout = _key_side(packing, layout, kv_packing, kv_layout)
-    is_cross = kv_packing is not packing
     if mask is None:
         mask = Mask.full(packing, kv_packing) if is_cross else Mask.causal(packing)
     if not isinstance(mask, Mask) or (mask.packing, mask.kv_packing) != (packing, kv_packing):
@@ -87,7 +88,7 @@ def plan_attention(
     if degree > 1:
         inbound = (
             (ToHeads(Exchange(layout, Sections((q,))), (0, 1)), ToHeads(Exchange(kv_layout, Sections((k, v))), (1, 3)))
-            if is_cross
+            if kv_layout != layout
             else (ToHeads(Exchange(layout, Sections((q, k, v))), (0, 3)),)
         )
         steps = (*inbound, attend, ToTokens(Exchange(layout, Sections((out,)))))
@@ -112,19 +113,29 @@ def _grid(scheme: str, cp_size: int, kv_heads: int, ulysses_degree: int | None) 
         remedy = f"{cp_size} has no other divisor; use a2a, {_PRODUCTS[scheme]} or another number of ranks."
         raise ArgumentError("scheme", scheme, "a number of ranks that is a product, such as 4 = 2 * 2", remedy)
     if ulysses_degree is None:
-        return max([degree for degree in divisors if degree <= kv_heads], default=divisors[0]), _PRODUCTS[scheme]
+        # As many as share the key/value heads evenly; else as many as leave no rank without one.
+        even, some = (
+            [d for d in divisors if fits(d)] for fits in (lambda d: kv_heads % d == 0, lambda d: d <= kv_heads)
+        )
+        return max(even or some or divisors[:1]), _PRODUCTS[scheme]
     if ulysses_degree not in divisors:
         raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme}.")
     return ulysses_degree, _PRODUCTS[scheme]
 
 
+def gathers(scheme: str) -> bool:
+    """Whether a scheme gathers keys, which it can do in head chunks."""
+    return scheme in ("all_gather", "exact", "a2a+all_gather")
+
+
 def _head_chunks(asked: int | None, scheme: str, deal: HeadDeal) -> int:
-    gathers = scheme in ("all_gather", "exact", "a2a+all_gather")
+    most = max(hi - lo for lo, hi in deal.groups) if gathers(scheme) else 1
     if asked is None:
-        return min(2, max(hi - lo for lo, hi in deal.groups)) if gathers else 1
+        return min(2, most)
     asked = checked_integer("head_chunks", asked, 1)
-    if asked > 1 and not gathers:
-        raise ArgumentError("head_chunks", asked, f"1 or None for {scheme}", "all_gather and exact gather in chunks.")
+    if asked > most:
+        remedy = "all_gather and exact gather in chunks of a rank's key/value heads."
+        raise ArgumentError("head_chunks", asked, f"1 to {most}, or None, for {scheme}", remedy)
     return asked
 
 
@@ -134,7 +145,6 @@ def _key_side(
     """The documents and the layout of the keys: those of the queries where none are given."""
     if kv_packing is None and kv_layout is None:
         return packing, layout
-    kv_packing = kv_layout.packing if kv_packing is None and kv_layout is not None else kv_packing
     if not isinstance(kv_packing, Packing) or kv_packing.num_documents != packing.num_documents:
         raise ArgumentError(
             "kv_packing", kv_packing, f"a Packing of {packing.num_documents} documents, as the queries'"
@@ -143,7 +153,7 @@ def _key_side(
         raise ArgumentError(
             "kv_layout", kv_layout, f"a layout of {kv_packing!r} over {layout.cp_size} ranks, such as Layout.zigzag"
         )
-    return (packing, layout) if (kv_packing, kv_layout) == (packing, layout) else (kv_packing, kv_layout)
+    return kv_packing, kv_layout
 
 
 def plan_linear(

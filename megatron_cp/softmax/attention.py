@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.attend import attend, attend_backward, head_by_head
 from megatron_cp.executor.groups import RankGroup, as_rank_group
@@ -49,8 +50,9 @@ def attention(
         sink: `[heads]` a learned score without a value, one a head, that takes part in every softmax (gpt-oss; all
             zero is the off-by-one softmax). The same on every rank; its gradient is this rank's share, to be summed.
         dropout: the share of weights that become zero after the softmax, the others growing by `1 / (1 - dropout)`.
-        seed: of the dropout: with the head and the places of query and key in the packed stream it decides which
-            weights, whatever the number of ranks. The same on every rank, another one in every layer and step.
+        seed: of the dropout, at least 0: with the entry of the batch, the head and the places of query and key in the
+            packed stream it decides which weights, whatever the number of ranks. The same on every rank; give every
+            layer and step another one.
         kernel: "auto", or a kernel that `megatron-cp doctor` lists.
 
     Returns:
@@ -70,6 +72,8 @@ def attention(
     ranks = as_rank_group(group, plan.cp_size)
     step, blocks = plan.attend, plan.sections.blocks
     assert step is not None
+    if not isinstance(q, Tensor):
+        raise ArgumentError("q", q, "a tensor")
     batch = q.shape[1:-2][:1]
     key_rows = int(plan.kv_layout.row_counts[ranks.rank])
     for block, tensor, rows in zip(
@@ -96,6 +100,22 @@ def attention(
     return out.unflatten(-1, (blocks[0].num_heads, blocks[2].head_dim)) if exchanged else out
 
 
+def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
+    """Makes what kernels derive from a plan's tiles, on the host and on the device, so that no layer has to.
+
+    Call it where the batch is sharded, after `executor.run.prepare`; for every kernel but the reference that could be
+    chosen on the device.
+    """
+    step = plan.attend
+    assert step is not None
+    kernels = [kernel for kernel in KERNELS if kernel.devices == (device.type,)]
+    for stage in range(step.num_stages):
+        tiles = step.tiles(rank // step.num_lanes, stage)
+        if len(tiles.bands):
+            for kernel in kernels[:1]:
+                kernel.prepare(tiles.cropped if stage else tiles.cropped_keys, device)
+
+
 def attention_call(
     plan: Plan,
     dtype: torch.dtype,
@@ -118,9 +138,8 @@ def attention_call(
     if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
         raise ArgumentError("dropout", dropout, "a share from 0 up to but not including 1")
     scale = checked_scale("softmax_scale", softmax_scale, q.head_dim)
-    return AttentionCall(
-        scale, q.head_dim, v.head_dim, dtype, device, float(softcap), float(dropout), seed, plan.mask.bounded_left
-    )
+    seed = checked_integer("seed", seed, 0)
+    return AttentionCall(scale, q.head_dim, v.head_dim, dtype, device, float(softcap), float(dropout), seed)
 
 
 @dataclass(frozen=True)
@@ -134,30 +153,37 @@ class _Heads:
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
     ) -> None:
-        for heads, groups, batch in _parts(chunk, q):
+        for heads, groups, batch, call in self._parts(chunk, q):
             self.kernel.forward(
                 out[batch][:, heads], lse[batch[1:]][heads],
                 q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
-                tiles, self.call, self.first_head + chunk.heads.start + heads.start,
+                tiles, call, self.first_head + chunk.heads.start + heads.start,
             )  # fmt: skip
 
     def backward(
         self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         lse: Tensor, tiles: Tiles, chunk: HeadChunk,
     ) -> None:  # fmt: skip
-        for heads, groups, batch in _parts(chunk, q):
+        for heads, groups, batch, call in self._parts(chunk, q):
             self.kernel.backward(
                 dq[batch][:, heads], dk[batch][:, groups], dv[batch][:, groups],
                 dout[batch][:, heads], q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
                 out[batch][:, heads], lse[batch[1:]][heads],
-                tiles, self.call, self.first_head + chunk.heads.start + heads.start,
+                tiles, call, self.first_head + chunk.heads.start + heads.start,
             )  # fmt: skip
 
+    def _parts(self, chunk: HeadChunk, q: Tensor) -> Iterator[tuple[slice, slice, tuple[Any, ...], AttentionCall]]:
+        """The kernel calls of one stage: each run of heads of each entry of the batch, which has dropout of its own."""
+        for heads, groups in chunk.runs:
+            if q.ndim == 3:
+                yield heads, groups, (slice(None),), self.call
+                continue
+            for entry in range(q.shape[1]):
+                call = replace(self.call, seed=self.call.seed + entry * _NEXT_ENTRY) if self.call.dropout else self.call
+                yield heads, groups, (slice(None), entry), call
 
-def _parts(chunk: HeadChunk, q: Tensor) -> list[tuple[slice, slice, tuple[Any, ...]]]:
-    """The kernel calls of one stage: each run of heads of each batch entry."""
-    batches: list[tuple[Any, ...]] = [(slice(None),)] if q.ndim == 3 else [(slice(None), b) for b in range(q.shape[1])]
-    return [(heads, groups, batch) for heads, groups in chunk.runs for batch in batches]
+
+_NEXT_ENTRY = 2**31 - 1  # between the seeds of a batch's entries: farther apart than callers number layers and steps
 
 
 @dataclass(frozen=True)
@@ -189,7 +215,8 @@ class _Attention(torch.autograd.Function):
         if sink is not None:
             before = head_by_head(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=head_by_head(lse))
-            out.mul_(_per_query(before.sub_(lse).exp_()).to(out.dtype))
+            # Both -inf where a query sees no key and the sink has no weight either.
+            out.mul_(_per_query(before.sub_(lse).exp_().nan_to_num_(0.0)).to(out.dtype))
         ctx.save_for_backward(sink, q, k, v, out, lse)
         return out
 
@@ -201,7 +228,7 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(dout.device.type, enabled=False):
             dsink = None
             if sink is not None:
-                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse)
+                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse).nan_to_num_(0.0)
                 terms = _per_query(share) * (dout.to(lse.dtype) * out)
                 dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
             dq, dk, dv = attend_backward(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_cp.planner.capabilities import working
+from megatron_cp.planner.plans import gathers
 from megatron_cp.testing.parity import Case
 
 MASKS = ("causal", "full", "window:5,0", "window:4,2", "prefix:5", "chunk:6", "first:2+window:4,0")
@@ -36,7 +37,7 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
         schemes = [scheme for scheme in schemes if "+" not in scheme]
     masks = [case.mask] if "mask" in fixed else MASKS
     heads = [{}] if "heads" in fixed else HEADS
-    return [
+    cases = [
         # One step further with every round of the masks, so that each mask meets each kind of heads.
         replace(
             case,
@@ -48,3 +49,11 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
         )
         for number, (scheme, layout, mask) in enumerate(itertools.product(schemes, layouts, masks))
     ]
+    return [_without_what_it_has_not(one) for one in cases]
+
+
+def _without_what_it_has_not(case: Case) -> Case:
+    """The case without a degree or head chunks where its scheme has none."""
+    if "+" not in case.scheme:
+        case = replace(case, ulysses_degree=None)
+    return case if gathers(case.scheme) else replace(case, head_chunks=None)

@@ -129,8 +129,19 @@ def stock_model(name):
 
 def stock_layer_spec(qk_norm=False, latent=False):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    return get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm", multi_latent_attention=latent)
+    class Core(DotProductAttention):
+        """Which lacks the two sizes alone that Megatron's layer calls it with: it would be right with them."""
+
+        def __init__(self, config, *args, k_channels=None, v_channels=None, **kwargs):
+            super().__init__(config, *args, **kwargs)
+            assert v_channels in (None, config.kv_channels)
+
+    spec = get_gpt_layer_local_spec(qk_layernorm=qk_norm, normalization="RMSNorm", multi_latent_attention=latent)
+    if latent:
+        spec.submodules.self_attention.submodules.core_attention = Core
+    return spec
 
 
 def stock_gdn():

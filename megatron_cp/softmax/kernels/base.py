@@ -25,7 +25,6 @@ class AttentionCall:
         softcap: scores become `softcap * tanh(score / softcap)`; 0 for none.
         dropout: the share of weights that become zero, after the softmax; the others grow by `1 / (1 - dropout)`.
         seed: of the dropout mask, which is a function of seed, head, query token and key token alone.
-        bounded_left: some query does not see all keys of its document before it (windows, chunks).
     """
 
     scale: float
@@ -36,7 +35,6 @@ class AttentionCall:
     softcap: float = 0.0
     dropout: float = 0.0
     seed: int = 0
-    bounded_left: bool = False
 
 
 class AttentionKernel(Kernel):
@@ -54,6 +52,9 @@ class AttentionKernel(Kernel):
     """
 
     wide_partials: bool
+
+    def prepare(self, tiles: Tiles, device: torch.device) -> None:
+        """Makes what calls with these tiles need on the host and on the device, so that no layer has to."""
 
     @abstractmethod
     def forward(

@@ -49,6 +49,9 @@ class CpuFlashAttention(AttentionKernel):
             return f"has no dropout that is the same on any number of ranks, asked for {call.dropout}; use reference"
         return None
 
+    def prepare(self, tiles: Tiles, device: torch.device) -> None:
+        _work(tiles)
+
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall,
         first_head: int,

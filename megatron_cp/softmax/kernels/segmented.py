@@ -45,6 +45,9 @@ class SegmentedAttention(AttentionKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """dq, dk and dv of one call, from `out` and `lse` of the whole softmax."""
 
+    def prepare(self, tiles: Tiles, device: torch.device) -> None:
+        on_one_device(tiles, device)
+
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall,
         first_head: int,

@@ -122,9 +122,11 @@ def _suits(limit: int, own: int, reach: int) -> bool:
 
 def _rounds(starts: IntArray, ends: IntArray) -> IntArray:
     """`[n]` the round of each range, so that ranges of one round are disjoint; as few rounds as that takes."""
-    rounds = np.zeros(len(starts), dtype=np.int64)
+    rounds, order = np.zeros(len(starts), dtype=np.int64), np.argsort(starts, kind="stable")
+    if (starts[order][1:] >= ends[order][:-1]).all():
+        return rounds  # as in any mask with one band a document
     free_from: list[int] = []  # for each round, the end of its last range
-    for number in np.argsort(starts, kind="stable").tolist():
+    for number in order.tolist():
         start, end = int(starts[number]), int(ends[number])
         chosen = next((n for n, free in enumerate(free_from) if free <= start), len(free_from))
         free_from[chosen : chosen + 1] = [end]

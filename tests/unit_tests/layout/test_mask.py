@@ -112,8 +112,6 @@ def test_agrees_with_the_oracle(kind):
         np.testing.assert_array_equal(count, expected.astype(int), err_msg=f"{mask!r} {mask.bands.tolist()}")
         assert mask.area == expected.sum()
         assert mask.seen.tolist() == expected.sum(axis=1).tolist()
-        causal = oracle.causal(mask.packing, mask.kv_packing)
-        assert mask.bounded_left == bool((causal & ~expected).any())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -227,12 +225,6 @@ def test_is_cross_where_keys_are_packed_otherwise():
     assert Mask.full(p, Packing([3, 1])).is_cross
     assert not Mask.full(p, Packing([3, 2])).is_cross
     assert not Mask.full(p).is_cross
-
-
-def test_bounded_left_of():
-    p = Packing([5, 2])
-    assert not any(Mask.named(p, spec).bounded_left for spec in ("causal", "full", "window:4,0", "prefix:3"))
-    assert all(Mask.named(p, spec).bounded_left for spec in ("window:3,0", "chunk:4", "first:1+window:1,0"))
 
 
 def test_ten_thousand_documents_plan_in_milliseconds():

@@ -312,7 +312,7 @@ def test_explain_says_what_is_sent_at_which_item_size():
     plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
     assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
     for item_size, sent in ((2, "16.0 KiB"), (4, "32.0 KiB")):
-        said = f"sends at most {sent}; {sent} cannot be done without; at {item_size} bytes"
+        said = f"sends at most {sent}; {sent} without alignment and keys that nobody sees; at {item_size} bytes"
         assert plan.explain(item_size).count(said) == 2
 
 
