@@ -232,6 +232,28 @@ def test_ranks_in_processes_give_the_bits_of_threads():
                 assert torch.equal(processes[rank][number][name], value), (case, name)
 
 
+# -- dropout ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_dropout_is_the_same_over_ranks_and_another_in_every_sequence_of_a_batch(scheme):
+    packing = Packing([12])
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(12, 1, n, 8, generator=random, dtype=torch.float64).expand(-1, 2, -1, -1) for n in (4, 2, 2))
+
+    def rank(group, layout, plan):
+        return cp.attention(*(layout.shard(x, group.rank) for x in (q, k, v)), plan, group, dropout=0.5, seed=7)
+
+    def whole(size, scheme):
+        layout = cp.Layout.zigzag(packing, size)
+        plan = cp.plan_attention(packing, layout, heads=4, kv_heads=2, head_dim=8, scheme=scheme)
+        return layout.unshard(run_ranks(rank, size, layout, plan))
+
+    found = whole(4, scheme)
+    assert torch.allclose(found, whole(1, "a2a"), atol=1e-14)
+    assert not torch.equal(found[:, 0], found[:, 1])
+
+
 # -- batches of sequences --------------------------------------------------------------------------------------------
 
 

@@ -264,6 +264,16 @@ def test_rejects_a_group_of_another_size():
         shard_batch(ids(), Layout.zigzag(RAGGED, 2))
 
 
+def test_dropout_seeds_differ_by_batch_and_step_and_not_by_rank():
+    def seed_of(tokens, step, rank=0):
+        group, layout = ThreadGroup.create(2)[rank], Layout.zigzag(RAGGED, 2)
+        return shard_batch(tokens, layout, group, seed=step, agree=False).packed_seq_params.seed
+
+    first = seed_of(ids(), 1)
+    assert first == seed_of(ids(), 1) == seed_of(ids(), 1, rank=1)
+    assert len({first, seed_of(ids(), 2), seed_of(ids() + 1, 1)}) == 3
+
+
 def test_rejects_layers_that_cannot_be_planned():
     slot = dataclasses.replace(SLOTS[0], scheme="tiled")
     with pytest.raises(ArgumentError, match="tiled is not built yet; use exact"):

@@ -75,6 +75,21 @@ def test_allows_zero(name):
         ({"min_lr": 0.1}, "min_lr", "at most the learning rate, 0.001"),
         ({"adam_beta1": 1.0}, "adam_beta1", "less than 1"),
         ({"seed": 2**63}, "seed", "less than 2**63"),
+        ({"cp_comm_type": ("a2a+p2p",), "context_parallel_size": 3}, "cp_comm_type", "3 has no other divisor"),
+        (
+            {
+                "cp_comm_type": ("a2a+p2p",),
+                "context_parallel_size": 4,
+                "hierarchical_context_parallel_sizes": (3, 2),
+            },
+            "hierarchical_context_parallel_sizes",
+            "two factors of the 4",
+        ),
+        (
+            {"cp_comm_type": ("exact",), "context_parallel_size": 2, "cp_head_chunks": 9},
+            "cp_head_chunks",
+            "1 to 2",
+        ),
         ({"window_size": (-2, 0)}, "window_size", "-1 for all"),
         ({"hierarchical_context_parallel_sizes": (2, 0)}, "hierarchical_context_parallel_sizes", "at least 1"),
         ({"attention_dropout": 1.0}, "attention_dropout", "less than 1"),

@@ -424,6 +424,37 @@ def test_rejects_a_layout_of_keys_over_other_ranks_or_documents(kv_layout):
     assert refusal.value.argument == "kv_layout"
 
 
+def test_the_default_mask_of_cross_attention_does_not_depend_on_the_lengths():
+    for lengths in (PACKING.lengths, PACKING.lengths + 1):
+        keys = Packing(lengths.tolist())
+        plan = plan_attention(**ATTENTION, kv_packing=keys, kv_layout=Layout.zigzag(keys, 3))
+        assert plan.mask.name == "full"
+    assert plan_attention(**ATTENTION).mask.name == "causal"
+
+
+@pytest.mark.parametrize("scheme", ["a2a", "a2a+p2p", "exact"])
+def test_fingerprints_see_the_layout_of_the_keys(scheme):
+    layout, keys = Layout.zigzag(PACKING, 4), Packing([3, 9, 0, 20, 5])
+    plan, other = (
+        plan_attention(**{**ATTENTION, "layout": layout}, kv_packing=keys, kv_layout=deal(keys, 4), scheme=scheme)
+        for deal in (Layout.contiguous, Layout.zigzag)
+    )
+    assert plan != other
+    assert plan.fingerprint() != other.fingerprint()
+
+
+def test_rejects_keys_with_a_layout_and_no_packing():
+    with pytest.raises(ArgumentError, match="kv_packing: got None"):
+        plan_attention(**ATTENTION, kv_layout=LAYOUT)
+
+
+@pytest.mark.parametrize(("kv_heads", "cp_size", "degree"), [(8, 12, 4), (2, 12, 2), (1, 9, 3), (6, 12, 6)])
+def test_a_product_shares_the_key_value_heads_evenly_where_it_can(kv_heads, cp_size, degree):
+    layout = Layout.zigzag(PACKING, cp_size)
+    plan = plan_attention(PACKING, layout, heads=24, kv_heads=kv_heads, head_dim=8, scheme="a2a+p2p")
+    assert plan.ulysses_degree == degree
+
+
 @pytest.mark.parametrize("scheme", ["a2a+p2p", "a2a+all_gather"])
 def test_rejects_a_product_of_a_prime_number_of_ranks(scheme):
     with pytest.raises(ArgumentError, match=f"3 has no other divisor; use a2a, {scheme[4:]} or") as refusal:
