@@ -50,7 +50,9 @@ rank's time, transfers left out, that is not inside kernels: merging, packing, c
 time by the clock on the wall spent starting and awaiting transfers. Medians [quartiles] over the repeats. On the CPU
 time is that of a rank's own thread, which others on the same core do not change; on CUDA it is that of its stream.
 peak: bytes of all tensors at the worst moment over the formula of executor/memory.py; + kernel: with those that the
-kernel makes for itself. sent: MiB to other ranks, of the rank that sends most."""
+kernel makes for itself. sent: MiB to other ranks, of the rank that sends most.
+kernel ms, rank ms: of the slowest rank, inside kernels and in all but transfers; wall ms: by the clock, with transfers
+and with whatever else shares the cores."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

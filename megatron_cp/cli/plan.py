@@ -79,7 +79,7 @@ def _schemes(case: Case, item_size: int) -> dict[str, Any]:
 
 def _table(schemes: dict[str, Any]) -> list[str]:
     heads = ("all ranks send: forward", "backward", "most of a rank, both", "memory of rank 0", "imbalance")
-    lines = [f"{'from this layout':<20}" + "".join(f"{head:>{len(head) + 3}}" for head in heads)]
+    lines = [f"{'from this layout':<24}" + "".join(f"{head:>{len(head) + 3}}" for head in heads)]
     for name, scheme in schemes.items():
         total, largest = scheme["bytes_sent"], scheme["largest_bytes_sent_per_rank"]
         cells = (
@@ -91,7 +91,7 @@ def _table(schemes: dict[str, Any]) -> list[str]:
         )
         row = "".join(f"{cell:>{len(head) + 3}}" for head, cell in zip(heads, cells, strict=True))
         degree = f" (u = {scheme['ulysses_degree']})" if "+" in name else ""
-        lines.append(f"{name + degree:<20}{row}")
+        lines.append(f"{name + degree:<24}{row}")
     total = {name: sum(scheme["bytes_sent"].values()) for name, scheme in schemes.items()}
     fewest, most_even = (
         min(total, key=lambda name: total[name]),

@@ -1,9 +1,10 @@
 """Backends that compute softmax attention over bands of visible pairs, for one rank's heads.
 
 `reference` reads like the equations and runs anything anywhere. `cpu` is torch's flash kernel for CPUs. On CUDA,
-`varlen` is torch's variable-length flash attention, `flash_attn` and `flash_attn_3` are flash-attn's. `base` fixes what
-a kernel is given and must write. `segments` and `segmented` turn bands into variable-length calls, `partials` adds up
-results that are computed in parts, `dropout` says which weights stay.
+`varlen` is torch's variable-length flash attention, `flash_attn` and `flash_attn_3` are flash-attn's, and `flex` is
+torch's FlexAttention, for types, head sizes and a soft cap that those have not. `base` fixes what a kernel is given and
+must write. `segments` and `segmented` turn bands into variable-length calls, `partials` adds up results that are
+computed in parts, `dropout` says which weights stay.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
 from megatron_cp.softmax.kernels.cpu import CpuFlashAttention
 from megatron_cp.softmax.kernels.flash_attn import FlashAttention2, FlashAttention3
+from megatron_cp.softmax.kernels.flex import FlexAttention
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
 from megatron_cp.softmax.kernels.varlen import VarlenAttention
 
@@ -22,6 +24,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     VarlenAttention(),
     FlashAttention2(),
     FlashAttention3(),
+    FlexAttention(),
     CpuFlashAttention(),
     ReferenceAttention(),
 )

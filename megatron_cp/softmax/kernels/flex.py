@@ -1,0 +1,183 @@
+"""torch's FlexAttention: any bands, head sizes and a soft cap in one compiled kernel, for what fused kernels refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as flex
+
+from megatron_cp.exchange.device import on_device
+from megatron_cp.layout import bands as band
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
+
+BLOCK = 128  # rows and keys of a block, as FlexAttention's kernels have them
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class FlexAttention(AttentionKernel):
+    """`torch.nn.attention.flex_attention`, whose mask asks for each query's ranges of keys.
+
+    Its public function has a backward of its own softmax, not of a larger one. So a part's gradients are those of the
+    part and of its log-sum-exp, of which the whole is made:
+
+        O = sum over parts of w O_p, w = exp(lse_p - lse)        dO_p = w dO        dlse_p = w (dO . O_p - dO . O)
+
+    The price is one more forward in backward.
+    """
+
+    name = "flex"
+    package = "torch with CUDA and a compiler"
+    devices = ("cuda",)
+    wide_partials = False
+
+    def refusal(self, call: AttentionCall) -> str | None:
+        if call.device.type != "cuda":
+            return f"has no backward on {call.device.type}; use cpu or reference"
+        if call.dtype not in _DTYPES:
+            return f"has no {call.dtype}; use reference"
+        if min(call.head_dim, call.value_head_dim) < 16:
+            return f"needs heads of at least 16, not {call.head_dim} and {call.value_head_dim}; use reference"
+        if call.dropout:
+            return f"has no dropout that is the same on any number of ranks, asked for {call.dropout}; use reference"
+        return None
+
+    def prepare(self, tiles: Tiles, device: torch.device) -> None:
+        _sight(tiles, device)
+
+    def forward(
+        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall,
+        first_head: int,
+    ) -> None:  # fmt: skip
+        part, part_lse = self.attend(q, k, v, tiles, call)
+        out.copy_(part)
+        lse.copy_(part_lse)
+
+    def backward(
+        self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+        lse: Tensor, tiles: Tiles, call: AttentionCall, first_head: int,
+    ) -> None:  # fmt: skip
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            part, part_lse = self.attend(leaves[0], leaves[1], leaves[2], tiles, call)
+        share = torch.exp(part_lse.detach() - lse).nan_to_num_(0.0)  # both -inf where a query sees nothing
+        wide_dout = dout.to(lse.dtype)
+        difference = (wide_dout * (part.detach() - out)).sum(-1).T
+        gradients = torch.autograd.grad(
+            [part, part_lse], leaves, [(wide_dout * share.T.unsqueeze(-1)).to(part.dtype), share * difference]
+        )
+        for target, gradient in zip((dq, dk, dv), gradients, strict=True):
+            target.copy_(gradient)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        """`out` `[T, h, d]`, 0 where a query sees nothing, and `lse` `[h, T]`, there -inf."""
+        sight = _sight(tiles, q.device)
+        out, aux = _operator(q.device.type)(
+            *(x.transpose(0, 1)[None] for x in (q, k, v)),
+            score_mod=_capped(call.softcap) if call.softcap else None,
+            block_mask=sight.blocks,
+            scale=call.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=flex.AuxRequest(lse=True),
+        )
+        seen = sight.seen
+        return torch.where(seen[:, None, None], out[0].transpose(0, 1), 0), torch.where(seen, aux.lse[0], -torch.inf)
+
+
+@cache
+def _operator(device: str) -> Callable[..., Any]:
+    """FlexAttention, compiled once where it has kernels: eagerly it holds all scores in memory."""
+    return torch.compile(flex.flex_attention, dynamic=True) if device == "cuda" else flex.flex_attention
+
+
+@cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """One function for each cap, so that it is compiled once."""
+
+    def score_mod(score: Tensor, *_places: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
+
+
+@dataclass(frozen=True)
+class _Sight:
+    """What each query sees, on a device."""
+
+    blocks: flex.BlockMask
+    seen: Tensor  # [T] whether a query sees any key
+
+
+def _sight(tiles: Tiles, device: torch.device) -> _Sight:
+    return tiles.table(("flex", device), lambda: _placed(tiles, device))
+
+
+def _placed(tiles: Tiles, device: torch.device) -> _Sight:
+    queries, keys = len(tiles.q_tokens), len(tiles.k_tokens)
+    starts, ends = ranges_of_queries(tiles.bands, queries)
+    some, whole = block_tables(tiles.bands, queries, keys)
+    from_, to = (on_device(table, device) for table in (starts, ends))
+
+    def mask_mod(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = (key >= from_[0, query]) & (key < to[0, query])
+        for number in range(1, len(starts)):
+            seen = seen | ((key >= from_[number, query]) & (key < to[number, query]))
+        return seen
+
+    counts, indices, full_counts, full_indices = (
+        on_device(table, device) for table in (*_listed(some & ~whole), *_listed(whole))
+    )
+    blocks = flex.BlockMask.from_kv_blocks(
+        counts,
+        indices,
+        full_counts,
+        full_indices,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=mask_mod,
+        seq_lengths=(queries, keys),
+    )
+    return _Sight(blocks, on_device((ends > starts).any(0), device, torch.bool))
+
+
+def ranges_of_queries(bands: IntArray, queries: int) -> tuple[IntArray, IntArray]:
+    """`[m, queries]` where each of a query's at most m ranges of keys starts and ends; 0 and 0 for none."""
+    rows = np.repeat(np.arange(len(bands)), bands[:, 1] - bands[:, 0])
+    query = np.arange(rows.size) - np.repeat(
+        np.cumsum(bands[:, 1] - bands[:, 0]) - bands[:, 1], bands[:, 1] - bands[:, 0]
+    )
+    order = np.argsort(query, kind="stable")
+    rows, query = rows[order], query[order]
+    slot = np.arange(query.size) - np.searchsorted(query, query)  # the how-manieth band of its query
+    starts, ends = np.zeros((2, max(int(slot.max(initial=0)) + 1, 1), queries), dtype=np.int64)
+    _, _, k_start, k_end, lo, hi = bands[rows].T
+    starts[slot, query] = np.maximum(k_start, query + lo)
+    ends[slot, query] = np.minimum(k_end, query + hi + 1)
+    return starts, ends
+
+
+def block_tables(bands: IntArray, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """`[query blocks, key blocks]` where some pair is visible, and where every pair is, by one band."""
+    rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
+    begins = np.arange(rows) * BLOCK
+    pieces, number = band.cut(bands, begins, np.minimum(begins + BLOCK, queries), queries=True)
+    some, whole = np.zeros((2, rows, columns + 1), dtype=np.int64)  # steps up where a run begins, down after it
+    q0, q1, k0, k1, lo, hi = pieces.T
+    np.add.at(some, (number, k0 // BLOCK), 1)
+    np.add.at(some, (number, (k1 - 1) // BLOCK + 1), -1)
+    first, last = -(-np.maximum(k0, q1 - 1 + lo) // BLOCK), np.minimum(k1, q0 + hi + 1) // BLOCK
+    full = (q0 == number * BLOCK) & (q1 == number * BLOCK + BLOCK) & (last > first)
+    np.add.at(whole, (number[full], first[full]), 1)
+    np.add.at(whole, (number[full], last[full]), -1)
+    return tuple(np.cumsum(steps, axis=1)[:, :-1] > 0 for steps in (some, whole))  # type: ignore[return-value]
+
+
+def _listed(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`[1, 1, rows]` how many blocks of keys each block of queries has, `[1, 1, rows, all]` which, those first."""
+    order = np.argsort(~table, axis=1, kind="stable")
+    return table.sum(1)[None, None], order[None, None]

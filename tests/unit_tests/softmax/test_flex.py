@@ -1,0 +1,99 @@
+"""FlexAttention against the reference, where it runs without a GPU: eagerly, past its own refusal of backward there."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import flex_attention
+
+from megatron_cp.layout import Mask, Packing
+from megatron_cp.layout.tiles import Tiles
+from megatron_cp.softmax.kernels import AttentionCall
+from megatron_cp.softmax.kernels.flex import BLOCK, FlexAttention, block_tables, ranges_of_queries
+from megatron_cp.softmax.kernels.reference import ReferenceAttention
+from tests.mask_oracle import pairs_of
+
+PACKING = Packing([7, 1, 300, 64, 2, 200])
+TOTAL = PACKING.total
+MASKS = {
+    "causal": Mask.causal(PACKING),
+    "full": Mask.full(PACKING),
+    "window": Mask.window(PACKING, 40, 3),
+    "first+window": Mask.window(PACKING, 30, 0, first=5),
+    "prefix": Mask.prefix(PACKING, 20),
+    "blind queries": Mask.from_slices(PACKING, [(8, 100, 8, 60, "causal"), (320, 400, 310, 400, "full")]),
+}
+
+
+@pytest.fixture(autouse=True)
+def eager_backward(monkeypatch):
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it is not compiled
+        yield
+
+
+def tiles_of(bands):
+    return Tiles(bands, np.arange(TOTAL), np.arange(TOTAL))
+
+
+def run(kernel, tiles, call, whole=None):
+    """Output, lse and gradients; as a part of `whole`, whose output and lse backward is then given."""
+    random = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(TOTAL, *shape, generator=random) for shape in ((4, 16), (2, 16), (2, 24), (4, 24)))
+    out, lse = torch.full((TOTAL, 4, 24), torch.nan), torch.full((4, TOTAL), torch.nan)
+    kernel.forward(out, lse, q, k, v, tiles, call, 0)
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    kernel.backward(*gradients, dout, q, k, v, *((out, lse) if whole is None else whole), tiles, call, 0)
+    return out, lse, *gradients
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("name", MASKS)
+def test_flex_equals_the_reference_whole_and_as_a_part(name, softcap):
+    call = AttentionCall(0.2, 16, 24, torch.float32, torch.device("cpu"), softcap=softcap)
+    tiles = tiles_of(MASKS[name].bands)
+    expected = run(ReferenceAttention(), tiles, call)
+    part = tiles_of(MASKS[name].bands[::2])
+    pairs = [
+        (run(FlexAttention(), tiles, call), expected),
+        (run(FlexAttention(), part, call, expected[:2]), run(ReferenceAttention(), part, call, expected[:2])),
+    ]
+    for actual, true in pairs:
+        for a, b in zip(actual, true, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_blocks_and_ranges_are_those_of_the_mask(name):
+    visible = pairs_of(MASKS[name].bands, TOTAL, TOTAL).astype(bool)
+    starts, ends = ranges_of_queries(MASKS[name].bands, TOTAL)
+    keys = np.arange(TOTAL)
+    found = ((keys >= starts[..., None]) & (keys < ends[..., None])).sum(0)
+    np.testing.assert_array_equal(found, visible)
+    some, whole = block_tables(MASKS[name].bands, TOTAL, TOTAL)
+    for row, column in np.ndindex(some.shape):
+        block = visible[row * BLOCK : (row + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+        assert some[row, column] == block.any()
+        assert not whole[row, column] or (block.all() and block.shape[0] == BLOCK)
+    assert whole.any() == (name == "full")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "no backward on cpu"),
+        ({"device": "cuda", "dtype": torch.float64}, "has no torch.float64"),
+        ({"device": "cuda", "head_dim": 8}, "at least 16"),
+        ({"device": "cuda", "dropout": 0.1}, "dropout"),
+    ],
+)
+def test_rejects_what_flex_cannot_run(changes, says):
+    options = {"head_dim": 64, "dtype": torch.float32, "device": "cpu", "dropout": 0.0, **changes}
+    device = torch.device(options.pop("device"))
+    call = AttentionCall(0.1, value_head_dim=64, device=device, **options)
+    assert says in FlexAttention().refusal(call)
+    assert (
+        FlexAttention().refusal(AttentionCall(0.1, 64, 48, torch.bfloat16, torch.device("cuda"), softcap=5.0)) is None
+    )
