@@ -34,7 +34,7 @@ from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step as forward_step_of
 from megatron_cp.megatron.modules import slots_of
 from megatron_cp.megatron.pack import Pack, broadcast_pack
-from megatron_cp.testing.layouts import layout_by_name
+from megatron_cp.planner.layouts import layout_by_name
 
 
 @cache

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Mask, Packing
+from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.softmax.kernels.dropout import kept
-from megatron_cp.testing.layouts import layout_by_name
 from megatron_cp.testing.poison import poisoned
 from tests import mask_oracle
 

@@ -30,8 +30,8 @@ from megatron_cp.megatron.model import Training, build_training, start_model_par
 from megatron_cp.megatron.modules import slots_of
 from megatron_cp.megatron.options import Run, TrainingOptions
 from megatron_cp.planner.batch import BatchPlan
+from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.picture import save_picture
-from megatron_cp.testing.layouts import layout_by_name
 
 METRICS, FIRST_GRADIENTS, CHECKPOINTS, PLAN_PICTURE = "metrics.jsonl", "first_gradients", "checkpoints", "plan.png"
 

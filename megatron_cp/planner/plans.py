@@ -80,12 +80,19 @@ def plan_attention(
     k = Section("k", kv_heads, head_dim, deal.groups)
     v = Section("v", kv_heads, value_head_dim, deal.groups)
     out = Section("out", heads, value_head_dim, deal.heads)
+    # A head exchange on one rank only puts tokens in order, which gives the bits of several ranks.
+    in_order = layout.in_stream_order and kv_layout.in_stream_order
+    exchanged = degree > 1 or (scheme == "a2a" and not in_order)
+    queries, keys = (
+        Layout.contiguous(dealt.packing, 1) if exchanged and degree == 1 else joined(dealt, degree)
+        for dealt in (layout, kv_layout)
+    )
     attend = Attend(
-        mask, joined(layout, degree), joined(kv_layout, degree), deal, schedule, head_dim, value_head_dim,
+        mask, queries, keys, deal, schedule, head_dim, value_head_dim,
         _head_chunks(head_chunks, scheme, deal),
     )  # fmt: skip
     steps: tuple[Step, ...] = (attend,)
-    if degree > 1:
+    if exchanged:
         inbound = (
             (ToHeads(Exchange(layout, Sections((q,))), (0, 1)), ToHeads(Exchange(kv_layout, Sections((k, v))), (1, 3)))
             if kv_layout != layout

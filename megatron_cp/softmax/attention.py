@@ -16,7 +16,7 @@ from megatron_cp.executor.arguments import check_plan, check_tensor, checked_sca
 from megatron_cp.executor.attend import attend, attend_backward, head_by_head
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
-from megatron_cp.executor.plan import Plan
+from megatron_cp.executor.plan import Plan, ToHeads
 from megatron_cp.executor.run import run
 from megatron_cp.executor.schedule import Attend, HeadChunk
 from megatron_cp.layout.tiles import Tiles
@@ -94,7 +94,7 @@ def attention(
     def local_attention(*tensors: Tensor) -> list[Tensor]:
         return [_Attention.apply(place, sink if sink is None else sink[first:last], *tensors)]
 
-    exchanged = plan.ulysses_degree > 1
+    exchanged = any(isinstance(each, ToHeads) for each in plan.steps)
     tensors = [x.flatten(-2) if exchanged else x for x in (q, k, v)]
     (out,) = run(plan, ranks, tensors, {"attend": local_attention})
     return out.unflatten(-1, (blocks[0].num_heads, blocks[2].head_dim)) if exchanged else out

@@ -23,10 +23,10 @@ from megatron_cp.linear import kernels as linear_kernels
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kernels import LinearCall
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.plans import plan_attention, plan_linear
 from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.attention import attention, attention_call
-from megatron_cp.testing.layouts import layout_by_name
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 # A true value below this share of the inputs' scale is rounding noise: a 1-token document's dq is exactly zero.

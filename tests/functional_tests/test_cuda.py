@@ -17,9 +17,9 @@ from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
 from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
-from megatron_cp.testing.layouts import layout_by_name
 from megatron_cp.testing.parity import Case, Problem, draw, judge, run_layer, whole
 from megatron_cp.testing.poison import poisoned
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.testing.layouts import layout_by_name
+from megatron_cp.planner.layouts import layout_by_name
 
 VOCABULARY = 64
 RAGGED = (7, 1, 130, 0, 64, 2, 33)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.testing.counters import Counters
-from megatron_cp.testing.layouts import layout_by_name
 from megatron_cp.testing.poison import poisoned
 
 NAMES = st.sampled_from(["contiguous", "zigzag", "random"])

@@ -12,7 +12,7 @@ from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
-from megatron_cp.testing.layouts import layout_by_name
+from megatron_cp.planner.layouts import layout_by_name
 
 pytest.importorskip("megatron.core")
 

@@ -423,7 +423,7 @@ def test_rejects_flash_attn_where_it_is_not_installed(name, says, monkeypatch):
 
 
 def test_rejects_an_unknown_kernel():
-    with pytest.raises(ArgumentError, match="auto or varlen or flash_attn or flash_attn_3 or cpu or reference"):
+    with pytest.raises(ArgumentError, match="auto or varlen or flash_attn or flash_attn_3 or flex or cpu or reference"):
         choose_kernel(KERNELS, "flash", call_for())
 
 

@@ -1,4 +1,4 @@
-"""Layouts by name, for checks and the command line."""
+"""Layouts by name, as flags and options spell them."""
 
 from __future__ import annotations
 
