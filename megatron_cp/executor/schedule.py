@@ -168,7 +168,7 @@ class Attend(Tables):
 
     @cached_property
     def needed_rows(self) -> IntArray:
-        """`[nodes, nodes]` keys of each owner that queries of each other reader see: what no scheme can leave out."""
+        """`[nodes, nodes]` keys of each owner that queries of each other reader see."""
         edges, owner = self._pieces
         needed = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
         for reader in range(self.num_nodes):
@@ -210,7 +210,7 @@ class Attend(Tables):
         first_rows = np.cumsum(own_ends - own_starts) - (own_ends - own_starts)
         order = np.argsort(own_starts, kind="stable")
         own_starts, own_ends, first_rows = own_starts[order], own_ends[order], first_rows[order]
-        # Every own fragment meets the ranges `lowest` up to `beyond`.
+        # Every own fragment meets `count` ranges from `lowest` on.
         lowest = np.searchsorted(ends, own_starts, side="right")
         count = np.maximum(np.searchsorted(starts, own_ends, side="left") - lowest, 0)
         piece = np.repeat(np.arange(order.size), count)

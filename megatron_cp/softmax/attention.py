@@ -101,19 +101,17 @@ def attention(
 
 
 def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
-    """Makes what kernels derive from a plan's tiles, on the host and on the device, so that no layer has to.
+    """Makes what the device's first kernel derives from a plan's tiles, so that no layer has to.
 
-    Call it where the batch is sharded, after `executor.run.prepare`; for every kernel but the reference that could be
-    chosen on the device.
+    Call it where the batch is sharded, after `executor.run.prepare`. Another kernel makes its own in its first layer.
     """
     step = plan.attend
     assert step is not None
-    kernels = [kernel for kernel in KERNELS if kernel.devices == (device.type,)]
+    kernel = next(kernel for kernel in KERNELS if device.type in kernel.devices)
     for stage in range(step.num_stages):
         tiles = step.tiles(rank // step.num_lanes, stage)
         if len(tiles.bands):
-            for kernel in kernels[:1]:
-                kernel.prepare(tiles.cropped if stage else tiles.cropped_keys, device)
+            kernel.prepare(tiles.cropped if stage else tiles.cropped_keys, device)
 
 
 def attention_call(
