@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     case = case_of(args, args.cp)
-    if case.layer == "attention":
-        attention_call(case.plan(), case.dtype, torch.device("cpu"), **case.softmax_options)  # for what it refuses
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
         plan = case.plan()
     milliseconds = (time.perf_counter() - started) * 1e3
+    if case.layer == "attention":
+        attention_call(plan, case.dtype, torch.device("cpu"), **case.softmax_options)  # for what it refuses
     item_size = case.dtype.itemsize
     text = [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
     schemes = _schemes(case, item_size) if case.layer == "attention" else {}
