@@ -19,13 +19,18 @@ if TYPE_CHECKING:
     from megatron_cp.layout import Packing as Packing
     from megatron_cp.layout import Route as Route
     from megatron_cp.layout.mask import Mask as Mask
+    from megatron_cp.linear.causal_conv1d import causal_conv1d as causal_conv1d
     from megatron_cp.linear.gated_delta_net import gated_delta_net as gated_delta_net
     from megatron_cp.linear.gated_delta_net import gated_delta_rule as gated_delta_rule
+    from megatron_cp.linear.kimi_delta_attention import kda as kda
+    from megatron_cp.linear.kimi_delta_attention import kda_mixer as kda_mixer
+    from megatron_cp.linear.mamba2 import mamba2 as mamba2
+    from megatron_cp.linear.mamba2 import mamba2_mixer as mamba2_mixer
     from megatron_cp.planner.batch import AttentionSlot as AttentionSlot
     from megatron_cp.planner.batch import BatchPlan as BatchPlan
     from megatron_cp.planner.batch import LinearSlot as LinearSlot
+    from megatron_cp.planner.linear import plan_linear as plan_linear
     from megatron_cp.planner.plans import plan_attention as plan_attention
-    from megatron_cp.planner.plans import plan_linear as plan_linear
     from megatron_cp.softmax.attention import attention as attention
 
 __version__ = "0.1.0"
@@ -42,12 +47,17 @@ _HOMES = {
     "PlanMismatchError": "megatron_cp.errors",
     "Route": "megatron_cp.layout",
     "attention": "megatron_cp.softmax.attention",
+    "causal_conv1d": "megatron_cp.linear.causal_conv1d",
     "check_agreement": "megatron_cp.executor.run",
     "gated_delta_net": "megatron_cp.linear.gated_delta_net",
     "gated_delta_rule": "megatron_cp.linear.gated_delta_net",
     "gather": "megatron_cp.executor.gather",
+    "kda": "megatron_cp.linear.kimi_delta_attention",
+    "kda_mixer": "megatron_cp.linear.kimi_delta_attention",
+    "mamba2": "megatron_cp.linear.mamba2",
+    "mamba2_mixer": "megatron_cp.linear.mamba2",
     "plan_attention": "megatron_cp.planner.plans",
-    "plan_linear": "megatron_cp.planner.plans",
+    "plan_linear": "megatron_cp.planner.linear",
     "relayout": "megatron_cp.executor.relayout",
 }
 

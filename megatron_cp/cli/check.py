@@ -66,9 +66,12 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
             "--cp", max(sizes), f"at most {MAX_LOCAL_RANKS} local ranks", "Run larger sizes under torchrun."
         )
     device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
+    given = given_axes(args)
+    if args.scheme is None and args.layer != "attention":
+        args.scheme = "headwise"  # the one that is to be bitwise; --all runs every one
     cases = [case_of(args, size, kernel=args.kernel, device=device) for size in sizes]
     if args.all:
-        cases = [each for case in cases for each in sweep(case, given_axes(args))]
+        cases = [each for case in cases for each in sweep(case, given)]
     for case in cases:
         case.refuse_early()
     results = list(_on_torchrun(cases, world) if world else _on_local_ranks(cases, args))

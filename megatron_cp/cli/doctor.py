@@ -13,8 +13,7 @@ import torch.distributed as dist
 from megatron_cp import __version__
 from megatron_cp.cli.main import Report
 from megatron_cp.layout import Packing
-from megatron_cp.linear import kernels as linear_kernels
-from megatron_cp.linear.kernels import LinearCall
+from megatron_cp.linear.kernels import CONVS, RULES, LinearCall
 from megatron_cp.planner.capabilities import CAPABILITIES
 from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.kernels import AttentionCall
@@ -66,9 +65,12 @@ def _kernels() -> list[Finding]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     packing = Packing([1])
     call = AttentionCall(1.0, 128, 128, dtype, device)
-    linear_call = LinearCall(packing, dtype, device, 128)
     rows = [("attention", kernel.name, kernel.refusal(call), kernel.package) for kernel in softmax_kernels.KERNELS]
-    rows += [("gdn", kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in linear_kernels.KERNELS]
+    for kind in ("gdn", "kda", "mamba"):
+        linear_call = LinearCall(kind, packing, dtype, device, 128, conv_width=4, channels=128)
+        rules = [kernel for kernel in RULES if kind in kernel.kinds]
+        rows += [(kind, kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in rules]
+    rows += [("conv1d", kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in CONVS]
     return [
         Finding(f"kernel {name} of {layer}", refusal is None, refusal or f"from {package}")
         for layer, name, refusal, package in rows

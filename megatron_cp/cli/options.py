@@ -31,12 +31,20 @@ class LayerShape:
     conv_width: int = 4
 
 
-# Published configurations: Qwen3-Next-80B-A3B and Llama-3-8B; tiny is for trying things out.
+# Published configurations: Qwen3-Next-80B-A3B, Kimi-Linear-48B-A3B, Nemotron-H-8B and Llama-3-8B; tiny is for trying
+# things out. Of mamba the groups are those of B and C, and the second number is the size of the state.
 MODELS = {
-    "qwen3-next": {"attention": LayerShape(16, 2, 256, 256), "gdn": LayerShape(32, 16, 128, 128)},
+    "qwen3-next": {
+        "attention": LayerShape(16, 2, 256, 256),
+        "gdn": LayerShape(32, 16, 128, 128),
+        "conv1d": LayerShape(64, 64, 128, 128),
+    },
+    "kimi-linear": {"attention": LayerShape(32, 32, 192, 128), "kda": LayerShape(32, 32, 128, 128)},
+    "nemotron-h": {"attention": LayerShape(32, 8, 128, 128), "mamba": LayerShape(128, 8, 128, 64)},
     "llama3-8b": {"attention": LayerShape(32, 8, 128, 128)},
-    "tiny": {"attention": LayerShape(6, 2, 16, 16), "gdn": LayerShape(6, 2, 16, 16)},
+    "tiny": {name: LayerShape(6, 2, 16, 16) for name in ("attention", "gdn", "kda", "mamba", "conv1d")},
 }
+HIDDEN_SIZES = {"qwen3-next": 2048, "kimi-linear": 2304, "nemotron-h": 4096, "llama3-8b": 4096, "tiny": 96}
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
@@ -44,12 +52,14 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group = parser.add_argument_group("layer")
     group.add_argument("--layer", default="attention", metavar="|".join(working("layer")), help="default: attention")
     group.add_argument("--model", choices=sorted(MODELS), help="the layer's shape in a known model (default: tiny)")
-    group.add_argument("--heads", type=positive, help="query heads of attention, value heads of gdn")
+    group.add_argument("--heads", type=positive, help="query heads, value heads, or heads of x of mamba")
     group.add_argument("--kv-heads", type=positive, help="key/value heads of attention")
-    group.add_argument("--key-heads", type=positive, help="query and key heads of gdn")
-    group.add_argument("--head-dim", type=positive, help="features of a query or key head")
+    group.add_argument("--key-heads", type=positive, help="query and key heads of gdn and kda")
+    group.add_argument("--groups", type=positive, help="groups of B and C of mamba")
+    group.add_argument("--head-dim", type=positive, help="features of a query or key head, or of a head of x of mamba")
     group.add_argument("--value-dim", type=positive, help="features of a value head (default: --head-dim)")
-    group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of gdn")
+    group.add_argument("--state", type=positive, help="size of mamba's state: features of B and C")
+    group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of a linear layer")
     group.add_argument("--softmax-scale", type=float, help="what scores are multiplied by (default: head_dim ** -0.5)")
     group.add_argument("--learned-sink", action="store_true", help="a learned score a head in every softmax")
     group.add_argument("--softcap", type=float, default=0.0, help="limit of attention scores (default: none)")
@@ -57,7 +67,8 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype}")
     group.add_argument(
         "--scheme",
-        help=f"{'|'.join(working('scheme'))} for attention, headwise for gdn (default: auto)",
+        help=f"{'|'.join(working('scheme'))} for attention, {'|'.join(working('mode'))} for linear layers "
+        "(default: auto; of check for linear layers: headwise)",
     )
     group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
     group.add_argument("--head-chunks", type=positive, metavar="N", help="parts in which all_gather and exact gather")
@@ -113,6 +124,7 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         conv_width=shape.conv_width,
         mask=args.mask or "causal",
         scheme=args.scheme or "auto",
+        hidden_size=HIDDEN_SIZES[args.model or "tiny"] if args.scheme == "relay" else None,
         ulysses_degree=args.ulysses_degree,
         head_chunks=args.head_chunks,
         softcap=args.softcap,
@@ -128,7 +140,10 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
 
 def given_axes(args: argparse.Namespace) -> list[str]:
     """What the user chose, of what `check --all` varies."""
-    heads = ("model", "heads", "kv_heads", "key_heads", "head_dim", "value_dim", "learned_sink", "softcap", "dropout")
+    heads = (
+        "model", "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "learned_sink",
+        "softcap", "dropout",
+    )  # fmt: skip
     axes = {"scheme": ("scheme",), "layout": ("layout",), "mask": ("mask",), "heads": heads}
     return [axis for axis, options in axes.items() if any(getattr(args, option) for option in options)]
 
@@ -140,31 +155,35 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
         raise ArgumentError(
             "--model", model, " or ".join(sorted(name for name, layers in MODELS.items() if args.layer in layers))
         )
-    known = MODELS[model][args.layer]
-    own, others = (
-        ("kv_heads", ("key_heads", "conv_width"))
-        if args.layer == "attention"
-        else ("key_heads", ("kv_heads", "mask", "learned_sink", "softcap", "dropout", "ulysses_degree", "head_chunks"))
-    )
-    for name in others:
+    known, groups = MODELS[model][args.layer], _GROUPS.get(args.layer)
+    for name in _NOT_OF[args.layer]:
         if getattr(args, name):
             raise ArgumentError(
                 f"--{name.replace('_', '-')}",
                 getattr(args, name),
                 f"nothing, since {args.layer} has none",
-                f"What its heads share is --{own.replace('_', '-')}." if name.endswith("heads") else "",
+                f"What its heads share is --{groups.replace('_', '-')}." if groups and name in _GROUPS.values() else "",
             )
     heads = args.heads or known.heads
     # Of heads that were given alone, each is its own group, unless the model's groups fit.
     fallback = known.groups if heads % known.groups == 0 else heads
+    shared = (getattr(args, groups) or fallback) if groups else heads
     head_dim = args.head_dim or known.head_dim
-    return LayerShape(
-        heads=heads,
-        groups=getattr(args, own) or fallback,
-        head_dim=head_dim,
-        value_dim=args.value_dim or (head_dim if args.head_dim else known.value_dim),
-        conv_width=args.conv_width or known.conv_width,
-    )
+    value_dim = args.value_dim or (head_dim if args.head_dim else known.value_dim)
+    if args.layer == "mamba":
+        head_dim, value_dim = args.state or known.head_dim, args.head_dim or known.value_dim
+    return LayerShape(heads, shared, head_dim, value_dim, args.conv_width or known.conv_width)
+
+
+_GROUPS = {"attention": "kv_heads", "gdn": "key_heads", "kda": "key_heads", "mamba": "groups"}
+_OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree", "head_chunks")
+_NOT_OF = {
+    "attention": ("key_heads", "groups", "state", "conv_width"),
+    "gdn": ("kv_heads", "groups", "state", *_OF_ATTENTION),
+    "kda": ("kv_heads", "groups", "state", *_OF_ATTENTION),
+    "mamba": ("kv_heads", "key_heads", "value_dim", "softmax_scale", *_OF_ATTENTION),
+    "conv1d": ("kv_heads", "key_heads", "groups", "state", "value_dim", "softmax_scale", *_OF_ATTENTION),
+}
 
 
 def _document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, positive
+from megatron_cp.cli.options import HIDDEN_SIZES, add_batch_arguments, add_layer_arguments, case_of, positive
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.explain import size
 from megatron_cp.executor.memory import peak_bytes
@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     case = case_of(args, args.cp)
+    if case.layer != "attention":
+        case = replace(case, hidden_size=HIDDEN_SIZES[args.model or "tiny"])
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
@@ -107,10 +109,15 @@ def _table(schemes: dict[str, Any]) -> list[str]:
 _BOTH = {"forward": True, "backward": False}
 
 
+def _predicted(plan: Plan, *, forward: bool) -> float | None:
+    """Milliseconds of the chosen way, where ways were priced."""
+    return (plan.prices[0].forward if forward else plan.prices[0].backward) if plan.prices else None
+
+
 def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
     """The plan in numbers. `null` where nothing prices or solves yet."""
     return {
-        "scheme": plan.scheme,
+        "scheme": plan.scheme if plan.outer is None else "relay",
         "cp": plan.cp_size,
         "tokens_per_rank": plan.layout.token_counts.tolist(),
         "fragments_per_rank": np.diff(plan.layout.fragment_offsets).tolist(),
@@ -120,7 +127,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "bytes_lower_bound": {name: plan.bytes_needed(item_size, forward=forward) for name, forward in _BOTH.items()},
         "solver": {"optimal": None, "bound": None, "load_cap": None},
         "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
-        "predicted_ms": {"forward": None, "backward": None},
+        "predicted_ms": {name: _predicted(plan, forward=forward) for name, forward in _BOTH.items()},
         "plan_ms": milliseconds,
         "notes": list(plan.notes),
     }

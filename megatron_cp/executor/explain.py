@@ -7,6 +7,7 @@ from typing import assert_never
 
 import numpy as np
 
+from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.plan import Compute, Plan, Step, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.layout import Layout
@@ -39,6 +40,14 @@ def explain(plan: Plan, item_size: int) -> str:
             f"{size(max(needed))} without alignment and keys that nobody sees; at {item_size} bytes an element"
         )
     lines.append(f"busiest rank: {plan.work_imbalance:.3f} x the mean work")
+    if plan.outer is not None:
+        lines.append("outside this run of layers the tokens are held so:")
+        lines.extend(ownership(plan.outer))
+    for number, price in enumerate(plan.prices):
+        lines.append(
+            f"{'chosen' if number == 0 else 'other '} {price.scheme:<9} predicted {price.forward:.3f} ms forward, "
+            f"{price.backward:.3f} ms backward; a rank sends at most {size(price.bytes_sent)} forward"
+        )
     lines.extend(f"note: {note}" for note in plan.notes)
     return "\n".join(lines)
 
@@ -65,15 +74,28 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
 def _step(plan: Plan, step: Step) -> list[str]:
     match step:
         case Compute(name):
-            return [f"compute {name} on own heads of all tokens"]
+            share = "all heads of own tokens" if plan.chain else "own heads of all tokens"
+            return [f"compute {name} on {share}"]
         case Attend():
             return _attend(step)
+        case Halo():
+            return [f"convolution: the {step.reach} tokens before own segments, {_way(step)}; {step.channels} channels"]
+        case Scan():
+            maps = "matrices" if step.dense else "numbers"
+            return [
+                f"rule of all heads on own tokens; maps of segments, {_way(step)}: {step.heads} states of "
+                f"{step.key_dim} x {step.value_dim} and their transitions, which are {maps}"
+            ]
         case ToHeads(exchange) | ToTokens(exchange):
             blocks = ", ".join(f"{b.name} {b.num_heads} x {b.head_dim}" for b in exchange.sections.blocks)
             way = "own tokens -> own heads" if isinstance(step, ToHeads) else "own heads -> own tokens"
             among = "" if exchange.degree == plan.cp_size else f" among {exchange.degree} ranks"
             return [f"{way}{among}, {'nothing moves' if exchange.is_local else 'one collective'}: {blocks}"]
     assert_never(step)
+
+
+def _way(step: Halo | Scan) -> str:
+    return "one exchange" if step.crosses else "nothing moves: no document is on two ranks"
 
 
 def _attend(step: Attend) -> list[str]:

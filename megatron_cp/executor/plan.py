@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadDeal, Sections
+from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadDeal, Section, Sections
+from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.tables import Tables
@@ -40,7 +41,23 @@ class ToTokens:
     exchange: Exchange
 
 
-Step = ToHeads | Compute | Attend | ToTokens
+Step = ToHeads | Compute | Attend | Halo | Scan | ToTokens
+
+
+@dataclass(frozen=True)
+class Price:
+    """What one way of running a layer was predicted to take.
+
+    Attributes:
+        scheme: the way.
+        forward, backward: milliseconds of the slowest rank, its share of a relayout included.
+        bytes_sent: at most by a rank, forward, that share included.
+    """
+
+    scheme: str
+    forward: float
+    backward: float
+    bytes_sent: int
 
 
 @dataclass(frozen=True)
@@ -50,14 +67,18 @@ class Plan(Tables):
     Hashable and compared by value. Made by `plan_attention` and `plan_linear`, run by the operation of its kind.
 
     Attributes:
-        kind: the operation: "attention" or "gdn".
-        scheme: how it is spread: a value of `--cp-comm-type` for attention, "headwise" for a linear layer.
+        kind: the operation: "attention", "gdn", "kda", "mamba" or "conv1d".
+        scheme: how it is spread: a value of `--cp-comm-type` for attention, of `--linear-cp-mode` for a linear layer.
         layout: who holds which tokens, before and after.
         sections: what the operation takes, and which of its heads each lane computes.
         deal: the same heads, those that read and those that are shared.
         mask: which keys a query sees; None for a linear layer.
         steps: what happens, in order; backward runs their adjoints in reverse.
         notes: what the user should know about this plan.
+        conv_width: taps of a linear layer's convolution.
+        outer: where hidden states are relayed to `layout` around a run of linear layers, the layout that they have
+            outside the run; else None.
+        prices: of the ways that were weighed, the chosen one first.
     """
 
     kind: str
@@ -68,6 +89,9 @@ class Plan(Tables):
     mask: Mask | None
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
+    conv_width: int = 1
+    outer: Layout | None = None
+    prices: tuple[Price, ...] = ()
 
     @property
     def packing(self) -> Packing:
@@ -93,6 +117,26 @@ class Plan(Tables):
         """The softmax of the plan; None for a linear layer."""
         return next((step for step in self.steps if isinstance(step, Attend)), None)
 
+    @property
+    def out(self) -> Section:
+        """The heads of what the operation returns."""
+        match self.steps[-1]:
+            case ToTokens(exchange):
+                return exchange.sections.blocks[0]
+            case Scan(heads=heads, value_dim=size):
+                return Section("out", heads, size, ((0, heads),))
+            case Halo(channels=channels):
+                return Section("out", channels, 1, ((0, channels),))
+            case Attend(deal=deal, value_head_dim=size):
+                heads = deal.heads[-1][1]
+                return Section("out", heads, size, deal.heads)
+        raise AssertionError(f"a plan that ends in {self.steps[-1]}")
+
+    @property
+    def chain(self) -> tuple[Halo | Scan, ...]:
+        """The steps by which segments continue one another."""
+        return tuple(step for step in self.steps if isinstance(step, Halo | Scan))
+
     def exchanges(self, *, forward: bool) -> Iterator[tuple[Exchange, bool]]:
         """Each head exchange of one direction, in order, with whether it goes to the head side."""
         moves = [
@@ -103,11 +147,14 @@ class Plan(Tables):
     def collectives(self, *, forward: bool) -> int:
         """What a rank starts: collectives, and the messages to and from its neighbours of a ring."""
         count = sum(not exchange.is_local for exchange, _ in self.exchanges(forward=forward))
+        count += sum(step.crosses for step in self.chain)
         return count + (self.attend.collectives(forward=forward) if self.attend else 0)
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """For each rank the bytes that it sends to others in one direction, every element `item_size` bytes long."""
-        sent = self._exchanged(item_size, forward=forward, alignment=ROW_ALIGNMENT)
+        sent = self._along_chains(
+            self._exchanged(item_size, forward=forward, alignment=ROW_ALIGNMENT), item_size, forward=forward
+        )
         if self.attend is not None:
             along = [self.attend.bytes_sent(rank, item_size, forward=forward) for rank in range(self.cp_size)]
             sent = [sum(pair) for pair in zip(sent, along, strict=True)]
@@ -118,10 +165,15 @@ class Plan(Tables):
 
         What this dealing of tokens and heads cannot do without.
         """
-        sent = self._exchanged(item_size, forward=forward, alignment=1)
+        sent = self._along_chains(self._exchanged(item_size, forward=forward, alignment=1), item_size, forward=forward)
         if self.attend is not None:
             along = [self.attend.bytes_needed(rank, item_size, forward=forward) for rank in range(self.cp_size)]
             sent = [sum(pair) for pair in zip(sent, along, strict=True)]
+        return sent
+
+    def _along_chains(self, sent: list[int], item_size: int, *, forward: bool) -> list[int]:
+        for step in self.chain:
+            sent = [sum(pair) for pair in zip(sent, step.bytes_sent(item_size, forward=forward), strict=True)]
         return sent
 
     def _exchanged(self, item_size: int, *, forward: bool, alignment: int) -> list[int]:
@@ -133,8 +185,11 @@ class Plan(Tables):
 
     def work_per_rank(self) -> list[int]:
         """The local work of each rank: query-key pairs times heads for attention, tokens times heads for a rule."""
-        lanes = self.ulysses_degree
-        areas = [self.attend.area(node) if self.attend else self.packing.total for node in range(self.cp_size // lanes)]
+        lanes, tokens = self.ulysses_degree, self.layout.token_counts
+        areas = [
+            self.attend.area(node) if self.attend else int(tokens[node * lanes : (node + 1) * lanes].sum())
+            for node in range(self.cp_size // lanes)
+        ]
         return [areas[rank // lanes] * (hi - lo) for rank in range(self.cp_size) for lo, hi in (self.heads_of(rank),)]
 
     def heads_of(self, rank: int) -> tuple[int, int]:
@@ -165,6 +220,7 @@ class Plan(Tables):
             f"scheme: {self.scheme}",
             *self.layout.describe(),
             f"mask: {self.mask.describe() if self.mask else 'none'}",
+            *([f"outside the run: {line}" for line in self.outer.describe()] if self.outer else []),
         ]
         for number, step in enumerate(self.steps):
             match step:
@@ -172,6 +228,8 @@ class Plan(Tables):
                     lines.append(f"step {number}: compute {name}")
                 case Attend():
                     lines.extend(f"step {number}: {line}" for line in step.describe())
+                case Halo() | Scan():
+                    lines.append(f"step {number}: {step.describe()}")
                 case ToHeads(exchange) | ToTokens(exchange):
                     if exchange.layout is not self.layout and exchange.layout != self.layout:
                         lines.extend(f"step {number}: {line}" for line in exchange.layout.describe())

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.exchange.pack import prepare_tables
+from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transfers import prepare_gathering
@@ -27,7 +29,8 @@ def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, 
         plan: the same on every rank.
         group: the plan's ranks.
         tensors: what the first step takes.
-        work: for each `Compute` step by its name, and for `Attend` under "attend", the function that does it.
+        work: the function that does it, for each `Compute` step by its name, for `Attend` under "attend", for `Halo`
+            under "conv" and for `Scan` under "rule".
     """
     # Kernels compute in the types that they are given: autocast would change them behind their backs.
     with torch.autocast(tensors[0].device.type, enabled=False):
@@ -39,6 +42,10 @@ def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, 
                     tensors = work["attend"](*tensors)
                 case Compute(name):
                     tensors = work[name](*tensors)
+                case Halo():
+                    tensors = work["conv"](*tensors)
+                case Scan():
+                    tensors = work["rule"](*tensors)
                 case ToTokens(exchange):
                     tensors = to_tokens(exchange, group, *tensors)
                 case _:
@@ -54,6 +61,9 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
     node = rank // plan.ulysses_degree
     for exchange, _ in plan.exchanges(forward=True):
         prepare_tables(exchange.of_node(node).layout, device)
+    for step in plan.chain:
+        if isinstance(step, Halo) and step.reach:
+            prepare_halo(step, rank, device)
     if plan.attend is None:
         return
     for stage in range(plan.attend.num_stages):

@@ -1,4 +1,4 @@
-"""Sums over tokens whose bits do not depend on how many heads stand side by side."""
+"""Sums over tokens and norms of heads whose bits do not depend on how many heads stand side by side."""
 
 from __future__ import annotations
 
@@ -7,6 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+L2_EPS = 1e-6  # as in fla and Megatron
+
+
+def l2_normalised(x: Tensor) -> Tensor:
+    """`[..., d]` divided by its norms."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(x.dtype)
 
 
 def sum_over_tokens(rows: Tensor) -> Tensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_cp.executor.plan import Plan
 from megatron_cp.layout import Layout, Mask
-from megatron_cp.planner.plans import plan_attention, plan_linear
+from megatron_cp.planner.linear import plan_linear
+from megatron_cp.planner.plans import plan_attention
 
 
 @dataclass(frozen=True)
@@ -44,26 +46,38 @@ class AttentionSlot:
 
 @dataclass(frozen=True)
 class LinearSlot:
-    """A kind of linear layer: all that its plan depends on besides the batch. See `plan_linear`."""
+    """A kind of linear layer: all that its plan depends on besides the batch. See `plan_linear`.
+
+    Attributes:
+        heads: value heads, each with a state of its own.
+        key_heads: of gdn and kda, query/key heads; of mamba, groups of B and C.
+        head_dim: features of a key head; of mamba, of B and C: the size of the state.
+        value_head_dim: features of a value head; of mamba, of a head of x.
+        conv_width: taps of the convolution.
+        mode: one of `--linear-cp-mode`.
+        hidden_size, layers: of the run of linear layers that this one is in, where hidden states can be relayed.
+    """
 
     kind: str
     heads: int
     key_heads: int
     head_dim: int
     value_head_dim: int
+    conv_width: int = 4
     mode: str = "auto"
+    hidden_size: int | None = None
+    layers: int = 1
 
     def plan(self, layout: Layout) -> Plan:
-        return plan_linear(
-            layout.packing,
-            layout,
-            self.kind,
-            heads=self.heads,
-            key_heads=self.key_heads,
-            head_dim=self.head_dim,
-            value_head_dim=self.value_head_dim,
-            mode=self.mode,
+        of_kind: dict[str, Any] = (
+            {"groups": self.key_heads, "state": self.head_dim, "head_dim": self.value_head_dim}
+            if self.kind == "mamba"
+            else {"key_heads": self.key_heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
         )
+        return plan_linear(
+            layout.packing, layout, self.kind, heads=self.heads, **of_kind, conv_width=self.conv_width,
+            mode=self.mode, hidden_size=self.hidden_size, layers=self.layers,
+        )  # fmt: skip
 
 
 Slot = AttentionSlot | LinearSlot

@@ -1,4 +1,4 @@
-"""`plan_attention` and `plan_linear`: from a batch and a layer to the steps that run it."""
+"""`plan_attention`: from a batch and a layer of softmax attention to the steps that run it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import warnings
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
-from megatron_cp.executor.plan import Compute, Plan, Step, ToHeads, ToTokens
+from megatron_cp.executor.plan import Plan, Step, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
@@ -61,7 +61,7 @@ def plan_attention(
         ArgumentError: an argument that does not fit the others, or that no scheme here can run.
     """
     require("scheme", scheme)
-    _check_layout(packing, layout)
+    check_layout(packing, layout)
     # By what was asked for, not by whether lengths happen to be equal: the default mask must not depend on the batch.
     is_cross = kv_packing is not None or kv_layout is not None
     kv_packing, kv_layout = _key_side(packing, layout, kv_packing, kv_layout)
@@ -71,7 +71,7 @@ def plan_attention(
         raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    heads, kv_heads = _checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
+    heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
     if scheme == "auto":
         scheme = "a2a"
     degree, schedule = _grid(scheme, layout.cp_size, kv_heads, ulysses_degree)
@@ -99,7 +99,7 @@ def plan_attention(
             else (ToHeads(Exchange(layout, Sections((q, k, v))), (0, 3)),)
         )
         steps = (*inbound, attend, ToTokens(Exchange(layout, Sections((out,)))))
-    notes = _notes(deal, layout, "head", "key/value head", "; exact and p2p use them all")
+    notes = notes_of(deal, layout, "head", "key/value head", "; exact and p2p use them all")
     return Plan("attention", scheme, layout, Sections((q, k, v)), deal, mask, steps, notes)
 
 
@@ -163,55 +163,7 @@ def _key_side(
     return kv_packing, kv_layout
 
 
-def plan_linear(
-    packing: Packing,
-    layout: Layout,
-    kind: str = "gdn",
-    *,
-    heads: int,
-    key_heads: int | None = None,
-    head_dim: int,
-    value_head_dim: int | None = None,
-    mode: str = "auto",
-) -> Plan:
-    """How to run a linear layer over a batch.
-
-    Args:
-        packing: the documents; the state starts anew with each.
-        layout: who holds which tokens.
-        kind: "gdn", the gated delta rule of Gated DeltaNet (arXiv 2412.06464).
-        heads: value heads, each with a state of its own.
-        key_heads: query/key heads, a divisor of `heads`; `heads` if None.
-        head_dim: features of a query or key head.
-        value_head_dim: features of a value head; `head_dim` if None.
-        mode: "headwise" (whole documents on a share of the heads) or "auto", which is "headwise" so far.
-
-    Raises:
-        ArgumentError: an argument that does not fit the others, or that no mode here can run.
-    """
-    require("kind", kind)
-    require("mode", mode)
-    _check_layout(packing, layout)
-    head_dim = checked_integer("head_dim", head_dim, 1)
-    value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    heads, key_heads = _checked_heads(heads=heads, key_heads=heads if key_heads is None else key_heads)
-    deal = deal_heads(heads, key_heads, layout.cp_size)
-    sections = Sections((
-        Section("q", key_heads, head_dim, deal.groups),
-        Section("k", key_heads, head_dim, deal.groups),
-        Section("v", heads, value_head_dim, deal.heads),
-        Section("beta", heads, 1, deal.heads),
-        Section("alpha", heads, 1, deal.heads),
-    ))  # fmt: skip
-    out = Sections((Section("out", heads, value_head_dim, deal.heads),))
-    return Plan(
-        kind, "headwise", layout, sections, deal, None,
-        steps=(ToHeads(Exchange(layout, sections), (0, 5)), Compute(kind), ToTokens(Exchange(layout, out))),
-        notes=_notes(deal, layout, "value head", "key head"),
-    )  # fmt: skip
-
-
-def _checked_heads(**counts: int) -> tuple[int, int]:
+def checked_heads(**counts: int) -> tuple[int, int]:
     """Heads and their groups, with errors that name the arguments of the caller: the heads first."""
     (heads_name, heads), (groups_name, groups) = (
         (name, checked_integer(name, count, 1)) for name, count in counts.items()
@@ -221,14 +173,16 @@ def _checked_heads(**counts: int) -> tuple[int, int]:
     return heads, groups
 
 
-def _check_layout(packing: Packing, layout: Layout) -> None:
+def check_layout(packing: Packing, layout: Layout) -> None:
+    """Refuses what is no layout of the packing."""
     if not isinstance(packing, Packing):
         raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
     if not isinstance(layout, Layout) or layout.packing != packing:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
 
 
-def _notes(deal: HeadDeal, layout: Layout, head: str, group: str, remedy: str = "") -> tuple[str, ...]:
+def notes_of(deal: HeadDeal, layout: Layout, head: str, group: str, remedy: str = "") -> tuple[str, ...]:
+    """What the user should know about a head exchange."""
     notes = []
     if deal.idle_ranks:
         idle = deal.idle_ranks * layout.cp_size // len(deal.heads)

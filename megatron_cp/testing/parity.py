@@ -17,14 +17,18 @@ from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.plan import Plan
+from megatron_cp.executor.relayout import relayout
 from megatron_cp.layout import Packing
 from megatron_cp.layout.mask import Mask
-from megatron_cp.linear import kernels as linear_kernels
+from megatron_cp.linear.causal_conv1d import causal_conv1d
 from megatron_cp.linear.gated_delta_net import gated_delta_net
-from megatron_cp.linear.kernels import LinearCall
+from megatron_cp.linear.kimi_delta_attention import kda_mixer
+from megatron_cp.linear.mamba2 import mamba2_mixer
+from megatron_cp.linear.share import Share
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
-from megatron_cp.planner.plans import plan_attention, plan_linear
+from megatron_cp.planner.linear import plan_linear
+from megatron_cp.planner.plans import plan_attention
 from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.attention import attention, attention_call
 
@@ -38,17 +42,19 @@ class Case:
     """One layer on one batch over some ranks.
 
     Attributes:
-        layer: "attention" or "gdn" (the whole mixer).
+        layer: "attention", or a linear layer's whole mixer: "gdn", "kda", "mamba", or "conv1d".
         cp: the number of ranks.
         lengths: of the documents.
         layout: a name that `layout_by_name` knows.
-        heads: query or value heads.
-        groups: key/value or key heads.
-        head_dim, value_head_dim: features of a key and of a value head.
+        heads: query or value heads; of mamba heads of x.
+        groups: key/value or key heads; of mamba groups of B and C.
+        head_dim, value_head_dim: features of a key and of a value head; of mamba of B and C, and of a head of x. conv1d
+            has `heads * value_head_dim` channels.
         conv_width: taps of a linear layer's convolution.
         mask: as `Mask.named` spells it, for attention.
         scheme: of attention, or the mode of a linear layer.
         ulysses_degree, head_chunks: of attention; see `plan_attention`.
+        hidden_size: of the model, where hidden states may be relayed around a linear layer; None where not.
         softmax_scale: None for `head_dim ** -0.5`.
         softcap, dropout, learned_sink: of attention; see `attention`.
         align: of the layout.
@@ -69,6 +75,7 @@ class Case:
     scheme: str = "auto"
     ulysses_degree: int | None = None
     head_chunks: int | None = None
+    hidden_size: int | None = None
     softmax_scale: float | None = None
     softcap: float = 0.0
     dropout: float = 0.0
@@ -107,7 +114,17 @@ class Case:
                 ulysses_degree=self.ulysses_degree, head_chunks=self.head_chunks, **shape,
             )  # fmt: skip
         kind = require("kind", self.layer)
-        return plan_linear(self.packing, layout, kind, key_heads=self.groups, mode=self.scheme, **shape)
+        sizes: dict[str, Any] = {**shape, "key_heads": self.groups}
+        if kind == "mamba":
+            sizes = {
+                "heads": self.heads, "groups": self.groups, "state": self.head_dim, "head_dim": self.value_head_dim,
+            }  # fmt: skip
+        elif kind == "conv1d":
+            sizes = {"channels": self.heads * self.value_head_dim}
+        return plan_linear(
+            self.packing, layout, kind, conv_width=self.conv_width, mode=self.scheme, hidden_size=self.hidden_size,
+            item_size=self.dtype.itemsize, **sizes,
+        )  # fmt: skip
 
     @property
     def softmax_options(self) -> dict[str, Any]:
@@ -126,8 +143,8 @@ class Case:
             choose_kernel(softmax_kernels.KERNELS, self.kernel, call)
         else:
             checked_scale("softmax_scale", self.softmax_scale, self.head_dim)
-            linear_call = LinearCall(self.packing, self.dtype, device, self.head_dim)
-            choose_kernel(linear_kernels.KERNELS, self.kernel, linear_call)
+            group = ThreadGroup.create(self.cp)[0]
+            Share(plan, group, self.kernel, torch.empty(0, dtype=self.dtype, device=device)).check_kernels()
 
 
 @dataclass(frozen=True)
@@ -180,13 +197,24 @@ def draw(case: Case) -> Problem:
         }
         parameters = {"sink": normal(case.heads)} if case.learned_sink else {}
         return Problem(inputs, parameters, normal(*gradient_shape))
-    channels = 2 * case.groups * case.head_dim + case.heads * case.value_head_dim
-    inputs = {"qkv": normal(total, channels), "beta": normal(total, case.heads), "alpha": normal(total, case.heads)}
-    parameters = {
-        "conv": normal(channels, case.conv_width, scale=case.conv_width**-0.5),
-        "A_log": normal(case.heads, scale=0.3) - 1,
-        "dt_bias": normal(case.heads, scale=0.3) - 1,
-    }
+    heads, values = case.heads, case.heads * case.value_head_dim
+    channels = values + (0 if case.layer == "conv1d" else 2 * case.groups * case.head_dim)
+    conv = {"conv": normal(channels, case.conv_width, scale=case.conv_width**-0.5), "conv_bias": normal(channels)}
+    if case.layer == "conv1d":
+        return Problem({"x": normal(total, channels)}, conv, normal(total, values))
+    decay = {"A_log": normal(heads, scale=0.3) - 1, "dt_bias": normal(heads, scale=0.3) - 1}
+    match case.layer:
+        case "gdn":
+            inputs = {"qkv": normal(total, channels), "beta": normal(total, heads), "alpha": normal(total, heads)}
+            del conv["conv_bias"]  # which no published model has
+            parameters = conv | decay
+        case "kda":
+            width = heads * case.head_dim
+            inputs = {"qkv": normal(total, channels), "g": normal(total, width), "beta": normal(total, heads)}
+            parameters = conv | decay | {"dt_bias": normal(width, scale=0.3) - 1}
+        case _:
+            inputs = {"xBC": normal(total, channels), "dt": normal(total, heads)}
+            parameters = conv | decay | {"D": normal(heads)}
     return Problem(inputs, parameters, normal(*gradient_shape))
 
 
@@ -194,7 +222,8 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
     """One rank's output and gradients, by name, its rows of each. Parameters' gradients are this rank's share."""
     problem = draw(case) if problem is None else problem
     plan = case.plan()
-    inputs = {name: plan.layout.shard(tensor, group.rank).requires_grad_() for name, tensor in problem.inputs.items()}
+    outer = plan.outer or plan.layout
+    inputs = {name: outer.shard(tensor, group.rank).requires_grad_() for name, tensor in problem.inputs.items()}
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in problem.parameters.items()}
     if case.layer == "attention":
         q, k, v = inputs.values()
@@ -202,22 +231,35 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
             q, k, v, plan, group, sink=parameters.get("sink"), kernel=case.kernel, **case.softmax_options
         )  # fmt: skip
     else:
-        qkv, beta, alpha = inputs.values()
-        out = gated_delta_net(
-            qkv, beta, alpha, plan, group,
-            conv=parameters["conv"], A_log=parameters["A_log"], dt_bias=parameters["dt_bias"],
-            scale=case.softmax_scale, kernel=case.kernel,
-        )  # fmt: skip
-    out.backward(plan.layout.shard(problem.output_gradient, group.rank))
+        out = _run_linear(group, case, plan, inputs, parameters)
+    out.backward(outer.shard(problem.output_gradient, group.rank))
     gradients = {f"d_{name}": tensor.grad for name, tensor in (inputs | parameters).items()}
     missing = [name for name, gradient in gradients.items() if gradient is None]
     assert not missing, f"no gradient reached {missing} on rank {group.rank}"
     return {"out": out.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
 
 
+def _run_linear(
+    group: RankGroup, case: Case, plan: Plan, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
+) -> Tensor:
+    """The layer's output. What would be hidden states in a model, the layer's inputs here, is relayed if so planned."""
+    tensors = list(inputs.values())
+    if plan.outer is not None:
+        tensors = [relayout(tensor, plan.outer, plan.layout, group) for tensor in tensors]
+    if case.layer == "conv1d":
+        (x,), (taps, bias) = tensors, parameters.values()
+        out = causal_conv1d(x, taps, bias, plan, group, activation="silu", kernel=case.kernel)
+    else:
+        mixers: dict[str, Callable[..., Tensor]] = {"gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
+        scale = {} if case.layer == "mamba" else {"scale": case.softmax_scale}
+        out = mixers[case.layer](*tensors, plan, group, **parameters, **scale, kernel=case.kernel)
+    return out if plan.outer is None else relayout(out, plan.layout, plan.outer, group)
+
+
 def whole(case: Case, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What the ranks of a case hold together: tokens in stream order, parameters' gradients summed."""
-    layout = case.plan().layout
+    plan = case.plan()
+    layout = plan.outer or plan.layout
     parameters = {f"d_{name}" for name in draw(replace(case, lengths=(1,))).parameters}
     return {
         name: sum(rank[name] for rank in ranks[1:]) + ranks[0][name]
@@ -234,7 +276,7 @@ def one_rank(case: Case) -> dict[str, Tensor]:
 
 def _alone(case: Case) -> Case:
     alone = replace(case, cp=1, layout="contiguous", align=1, ulysses_degree=None, head_chunks=None)
-    return replace(alone, scheme="a2a") if case.layer == "attention" else alone
+    return replace(alone, scheme="a2a" if case.layer == "attention" else "headwise")
 
 
 def kernel_errors(case: Case, own: dict[str, Tensor]) -> dict[str, float]:

@@ -31,7 +31,12 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     """
     layouts = [case.layout] if "layout" in fixed else working("layout")
     if case.layer != "attention":
-        return [replace(case, layout=layout) for layout in layouts]
+        modes = [case.scheme] if "scheme" in fixed else ["headwise", "chunkwise", "relay"]
+        width = case.heads * case.value_head_dim
+        return [
+            replace(case, layout=layout, scheme=mode, hidden_size=width if mode == "relay" else case.hidden_size)
+            for mode, layout in itertools.product(modes, layouts)
+        ]
     schemes = [case.scheme] if "scheme" in fixed else [s for s in working("scheme") if s != "auto"]
     if "scheme" not in fixed and not any(case.cp % u == 0 for u in range(2, case.cp)):
         schemes = [scheme for scheme in schemes if "+" not in scheme]

@@ -1,6 +1,7 @@
 """The command line: reports, JSON keys, exit codes, torchrun."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,18 @@ import pytest
 from megatron_cp.cli.main import main
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
-SHAPE = {"attention": ["--kv-heads", "2"], "gdn": ["--key-heads", "2"]}
+SHAPE = {
+    "attention": ["--kv-heads", "2"],
+    "gdn": ["--key-heads", "2"],
+    "kda": ["--key-heads", "2"],
+    "mamba": ["--groups", "2", "--state", "8"],
+    "conv1d": [],
+}
 GRADIENTS = {
     "attention": {"d_q", "d_k", "d_v"},
+    "kda": {"d_qkv", "d_g", "d_beta", "d_conv", "d_conv_bias", "d_A_log", "d_dt_bias"},
+    "mamba": {"d_xBC", "d_dt", "d_conv", "d_conv_bias", "d_A_log", "d_dt_bias", "d_D"},
+    "conv1d": {"d_x", "d_conv", "d_conv_bias"},
     "gdn": {"d_qkv", "d_beta", "d_alpha", "d_conv", "d_A_log", "d_dt_bias"},
 }
 
@@ -22,7 +32,7 @@ def last_json(text):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
-@pytest.mark.parametrize("layer", ["attention", "gdn"])
+@pytest.mark.parametrize("layer", SHAPE)
 def test_check_passes_bitwise_forward(layer, layout, capsys):
     options = ["--cp", "2,3,4,5,8", "--layout", layout, "--dtype", "float64", "--json"]
     assert main(["check", "--layer", layer, *BATCH, *SHAPE[layer], *options]) == 0
@@ -42,6 +52,32 @@ def test_check_all_varies_what_is_not_given(capsys):
     assert report["cases"] == (4 + 6) * 7  # schemes that are possible times masks
     assert max(error for error in report["max_rel_err"].values()) <= 1e-12
     assert "ok     cp=4 a2a+all_gather     7 cases" in out
+
+
+def test_check_all_runs_every_mode_of_a_linear_layer(capsys):
+    assert main(["check", "--layer", "mamba", "--all", "--cp", "3", "--lengths", "5,1,12", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert last_json(out)["cases"] == 3 * 4  # modes times layouts
+    assert "ok     cp=3 chunkwise          4 cases" in out
+
+
+@pytest.mark.parametrize(("layout", "scheme"), [("contiguous", "chunkwise"), ("zigzag", "relay")])
+def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme, capsys):
+    shape = ["--layer", "gdn", "--model", "qwen3-next", "--tokens-per-rank", "32768", "--cp", "8"]
+    assert main(["plan", *shape, "--documents", "64", "--layout", layout, "--json"]) == 0
+    out = capsys.readouterr().out
+    report = last_json(out)
+    assert report["scheme"] == scheme
+    assert 0 < report["predicted_ms"]["forward"] < report["predicted_ms"]["backward"]
+    assert re.search(rf"chosen {scheme} +predicted [0-9.]+ ms forward", out)
+    assert re.search(r"other  headwise +predicted", out)
+
+
+def test_one_long_document_costs_less_than_its_activations(capsys):
+    shape = ["--layer", "gdn", "--model", "qwen3-next", "--cp", "8", "--layout", "contiguous"]
+    assert main(["plan", *shape, "--lengths", str(8 * 32768), "--json"]) == 0
+    sent = last_json(capsys.readouterr().out)["bytes_sent_per_rank"]
+    assert max(*sent["forward"], *sent["backward"]) <= 30 * 2**20
 
 
 def test_check_in_bf16_shows_the_kernels_own_error(capsys):
@@ -115,8 +151,7 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["check", "--layer", "kda"], "not built yet"),
-        (["check", "--layer", "nonsense"], "attention or gdn"),
+        (["check", "--layer", "nonsense"], "attention or gdn or kda or mamba or conv1d"),
         (["check", "--layout", "striped"], "balanced"),
         (["check", "--mask", "window:5"], "window:LEFT,RIGHT"),
         (["check", "--mask", "chunk:0"], "at least 1"),
@@ -148,7 +183,13 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
         (["check", "--kernel", "nonsense"], "reference"),
         (["check", "--lengths", "3", "--documents", "2"], "--lengths"),
         (["plan", "--scheme", "tiled"], "use exact"),
-        (["plan", "--layer", "gdn", "--scheme", "chunkwise"], "--scheme: got 'chunkwise'"),
+        (["plan", "--layer", "gdn", "--scheme", "ring"], "--scheme: got 'ring'"),
+        (["check", "--layer", "mamba", "--key-heads", "2"], "mamba has none"),
+        (["check", "--layer", "mamba", "--value-dim", "2"], "mamba has none"),
+        (["check", "--layer", "kda", "--groups", "2"], "kda has none"),
+        (["check", "--layer", "conv1d", "--state", "2"], "conv1d has none"),
+        (["check", "--layer", "mamba", "--heads", "6", "--groups", "4"], "--groups: got 4"),
+        (["plan", "--layer", "gdn", "--conv-width", "65"], "--conv-width: got 65"),
         (["plan", "--cp", "2000"], "--cp: got 2000"),
         (["plan", "--plot", "no/such/folder/plan.png"], "folder"),
     ],

@@ -10,11 +10,15 @@ from megatron_cp.executor.exchange import to_heads
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.kimi_delta_attention import kda_mixer
+from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, draw
+from tests.counting_group import CountingGroup
 
 RAGGED = (7, 1, 130, 64, 2)
+OPERATIONS = {"attention": attention, "gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
 
 
 def count_layer(group, case, steps=2):
@@ -25,10 +29,7 @@ def count_layer(group, case, steps=2):
         inputs = [plan.layout.shard(x, group.rank).requires_grad_() for x in problem.inputs.values()]
         gradient = plan.layout.shard(problem.output_gradient, group.rank)
         with forward:
-            if case.layer == "attention":
-                out = attention(*inputs, plan, watched(group, forward, backward))
-            else:
-                out = gated_delta_net(*inputs, plan, watched(group, forward, backward), **problem.parameters)
+            out = OPERATIONS[case.layer](*inputs, plan, watched(group, forward, backward), **problem.parameters)
         forward_collectives = forward.collectives
         with backward:
             out.backward(gradient)
@@ -41,10 +42,49 @@ def watched(group, forward, backward):
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("layer", ["attention", "gdn"])
+@pytest.mark.parametrize("layer", OPERATIONS)
 def test_a_layer_is_two_collectives_each_way_and_never_waits(layer, layout, kind):
-    for counted in run_ranks(count_layer, 3, Case(layer, 3, RAGGED, layout), kind=kind):
+    scheme = "a2a" if layer == "attention" else "headwise"
+    for counted in run_ranks(count_layer, 3, Case(layer, 3, RAGGED, layout, scheme=scheme), kind=kind):
         assert counted == (2, 2, {})
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced", "random"])
+@pytest.mark.parametrize("layer", ["gdn", "kda", "mamba"])
+def test_a_chunkwise_layer_is_a_halo_and_a_scan_each_way_and_never_waits(layer, layout):
+    case = Case(layer, 3, RAGGED, layout, scheme="chunkwise")
+    for counted in run_ranks(count_layer, 3, case):
+        assert counted == (2, 2, {})
+
+
+@pytest.mark.parametrize("layer", ["gdn", "kda", "mamba"])
+def test_documents_within_ranks_send_nothing_chunkwise(layer):
+    case = Case(layer, 3, (40, 30, 10, 40), "contiguous", scheme="chunkwise")
+    plan = case.plan()
+    assert (plan.collectives(forward=True), plan.bytes_sent(2, forward=True)) == (0, [0, 0, 0])
+    for counted in run_ranks(count_layer, 3, case):
+        assert counted == (0, 0, {})
+
+
+def bytes_of_layer(group, case):
+    """What this rank's collectives send to others, forward and backward."""
+    problem, plan = draw(case), case.plan()
+    counting = CountingGroup(group)
+    inputs = [plan.layout.shard(x, group.rank).requires_grad_() for x in problem.inputs.values()]
+    out = OPERATIONS[case.layer](*inputs, plan, counting, **problem.parameters)
+    forward = counting.bytes_sent
+    out.backward(plan.layout.shard(problem.output_gradient, group.rank))
+    return forward, counting.bytes_sent - forward
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced", "random", "zigzag"])
+@pytest.mark.parametrize("layer", ["gdn", "kda", "mamba"])
+def test_a_chunkwise_plan_says_what_is_sent(layer, layout):
+    case = Case(layer, 5, RAGGED, layout, scheme="chunkwise")
+    plan = case.plan()
+    sent = run_ranks(bytes_of_layer, 5, case)
+    expected = [plan.bytes_sent(case.dtype.itemsize, forward=forward) for forward in (True, False)]
+    assert sent == list(zip(*expected, strict=True))
 
 
 def count_inbound(group, layout, in_place):

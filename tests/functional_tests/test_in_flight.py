@@ -8,7 +8,16 @@ import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw
 
-CASES = {layer: [Case(layer, 3, (7, 1, 70)), Case(layer, 3, (2, 33, 5, 1), "random")] for layer in ("attention", "gdn")}
+WAYS = {
+    "attention": ("attention", "auto"),
+    "gdn": ("gdn", "headwise"),
+    "gdn chunkwise": ("gdn", "chunkwise"),
+    "mamba chunkwise": ("mamba", "chunkwise"),
+}
+CASES = {
+    way: [Case(layer, 3, (7, 1, 70), scheme=scheme), Case(layer, 3, (2, 33, 5, 1), "random", scheme=scheme)]
+    for way, (layer, scheme) in WAYS.items()
+}
 
 
 def layer_of(case, problem, group):
@@ -16,7 +25,8 @@ def layer_of(case, problem, group):
     plan = case.plan()
     if case.layer == "attention":
         return lambda q, k, v: cp.attention(q, k, v, plan, group)
-    return lambda qkv, beta, alpha: cp.gated_delta_net(qkv, beta, alpha, plan, group, **problem.parameters)
+    mixer = cp.gated_delta_net if case.layer == "gdn" else cp.mamba2_mixer
+    return lambda *inputs: mixer(*inputs, plan, group, **problem.parameters)
 
 
 def start(case, group):

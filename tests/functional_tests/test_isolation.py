@@ -9,9 +9,12 @@ from megatron_cp.testing.parity import Case, run_layer
 
 @pytest.mark.parametrize("document", [0, 1, 2, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
-@pytest.mark.parametrize("layer", ["attention", "gdn"])
-def test_documents_are_isolated(layer, layout, document):
-    found = leaks(Case(layer, 3, (7, 1, 66, 64, 2), layout), document)
+@pytest.mark.parametrize(
+    ("layer", "scheme"),
+    [("attention", "a2a"), *((layer, way) for layer in ("gdn", "kda", "mamba") for way in ("headwise", "chunkwise"))],
+)
+def test_documents_are_isolated(layer, scheme, layout, document):
+    found = leaks(Case(layer, 3, (7, 1, 66, 64, 2), layout, scheme=scheme), document)
     assert found["out"] == []
     assert not any(found.values()), found
 

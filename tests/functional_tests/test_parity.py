@@ -11,7 +11,14 @@ from megatron_cp.testing.poison import poisoned
 pytestmark = pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 
 RAGGED = (7, 1, 130, 64, 2)
-LAYERS = ("attention", "gdn")
+LINEAR = ("gdn", "kda", "mamba", "conv1d")
+LAYERS = ("attention", *LINEAR)
+LAYOUTS = ("contiguous", "zigzag", "balanced", "random")
+
+
+def case_of(layer, *args, **kwargs):
+    """A case by head exchange."""
+    return Case(layer, *args, **{"scheme": "a2a" if layer == "attention" else "headwise"} | kwargs)
 
 
 def poisoned_layer(group, case):
@@ -30,19 +37,19 @@ def assert_parity(case, **how):
 @pytest.mark.parametrize("cp", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layer_equals_one_rank(layer, cp, layout):
-    assert_parity(Case(layer, cp, RAGGED, layout), run=poisoned_layer)
+    assert_parity(case_of(layer, cp, RAGGED, layout), run=poisoned_layer)
 
 
 @pytest.mark.parametrize("lengths", [(6, 10), (2, 6)], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_lengths_that_break_megatrons_permutation_are_exact(layer, lengths):
-    assert assert_parity(Case(layer, 2, lengths)).bitwise_backward
+    assert assert_parity(case_of(layer, 2, lengths)).bitwise_backward
 
 
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_backward_is_bitwise_where_no_head_is_shared(layer, groups):
-    assert assert_parity(Case(layer, 2, RAGGED, heads=8, groups=groups, value_head_dim=24)).bitwise_backward
+    assert assert_parity(case_of(layer, 2, RAGGED, heads=8, groups=groups, value_head_dim=24)).bitwise_backward
 
 
 SHAPES = [
@@ -61,28 +68,28 @@ SHAPES = [
 @pytest.mark.parametrize("cp", [3, 5])
 @pytest.mark.parametrize(
     ("layer", "shape"),
-    [(layer, shape) for layer in LAYERS for shape in SHAPES]
-    + [("attention", {"mask": "full"}), ("gdn", {"conv_width": 7})],
+    [(layer, shape) for layer in LAYERS for shape in SHAPES if layer != "mamba" or "softmax_scale" not in shape]
+    + [("attention", {"mask": "full"}), *((layer, {"conv_width": 7}) for layer in LINEAR)],
     ids=str,
 )
 def test_any_shape_equals_one_rank(layer, shape, cp):
-    assert_parity(Case(layer, cp, **{"lengths": RAGGED, **shape}), run=poisoned_layer)
+    assert_parity(case_of(layer, cp, **{"lengths": RAGGED, **shape}), run=poisoned_layer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
 def test_short_types_stay_bitwise_forward(layer, dtype):
-    assert_parity(Case(layer, 3, RAGGED, "random", dtype=dtype))
+    assert_parity(case_of(layer, 3, RAGGED, "random", dtype=dtype))
 
 
-@pytest.mark.parametrize(("layer", "kernel"), [("attention", "reference"), ("gdn", "reference")])
+@pytest.mark.parametrize(("layer", "kernel"), [(layer, "reference") for layer in LAYERS])
 def test_reference_kernels_keep_parity(layer, kernel):
-    assert_parity(Case(layer, 3, (7, 1, 20), "random", kernel=kernel), run=poisoned_layer)
+    assert_parity(case_of(layer, 3, (7, 1, 20), "random", kernel=kernel), run=poisoned_layer)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_processes_equal_one_rank(layer):
-    assert_parity(Case(layer, 3, RAGGED, "random"), kind="processes")
+    assert_parity(case_of(layer, 3, RAGGED, "random"), kind="processes")
 
 
 @given(
@@ -101,11 +108,90 @@ def test_processes_equal_one_rank(layer):
 @settings(max_examples=120, deadline=None, derandomize=True)
 def test_any_case_equals_one_rank(groups, ratio, lengths, head_dim, value_head_dim, **rest):
     dims = {"head_dim": head_dim, "value_head_dim": value_head_dim or head_dim}
-    case = Case(lengths=tuple(lengths), groups=groups, heads=groups * ratio, **dims, **rest)
+    case = case_of(lengths=tuple(lengths), groups=groups, heads=groups * ratio, **dims, **rest)
     parity = compare(case, run=poisoned_layer)
     assert parity.passed, parity
     # With one feature a head, torch computes a single head's products as vectors and several heads' as matrices.
     assert parity.bitwise_forward or 1 in (case.head_dim, case.value_head_dim), parity
+
+
+# -- without a head exchange -----------------------------------------------------------------------------------------
+
+WAYS = ("chunkwise", "relay")
+
+
+def segments_case(layer, cp, lengths, layout, **rest):
+    return Case(layer, cp, lengths, layout, **{"hidden_size": 96} | rest)
+
+
+def assert_close(case, **how):
+    parity = compare(case, run=poisoned_layer, **how)
+    assert parity.passed, parity
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cp", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("layer", LINEAR)
+def test_segments_continue_one_another(layer, cp, layout):
+    assert_close(segments_case(layer, cp, RAGGED, layout, scheme="chunkwise"))
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "random"])
+@pytest.mark.parametrize("layer", LINEAR)
+def test_relayed_layers_equal_one_rank(layer, layout):
+    assert_close(segments_case(layer, 3, RAGGED, layout, scheme="relay"))
+
+
+SEGMENTS = [
+    {"lengths": (400,)},  # all ranks between the ends both wait and leave a map
+    {"lengths": (1,) * 11},
+    {"lengths": (1, 1)},  # fewer tokens than ranks
+    {"lengths": (0, 9, 0, 3)},  # fragments shorter than the halo
+    {"heads": 7, "groups": 1},
+    {"heads": 12, "groups": 4, "head_dim": 5, "value_head_dim": 24},
+    {"align": 8},
+    {"conv_width": 7},
+    {"conv_width": 1},
+    {"kernel": "reference", "lengths": (7, 1, 20)},
+]
+
+
+@pytest.mark.parametrize("shape", SEGMENTS, ids=str)
+@pytest.mark.parametrize("layer", LINEAR)
+def test_any_shape_of_segments_equals_one_rank(layer, shape):
+    for layout in ("contiguous", "random"):
+        given = {"lengths": RAGGED, "layout": layout, "scheme": "chunkwise", **shape}
+        assert_close(segments_case(layer, 5, **given))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layer", LINEAR)
+def test_segments_of_short_types_stay_close(layer, dtype):
+    assert_close(segments_case(layer, 3, RAGGED, "contiguous", scheme="chunkwise", dtype=dtype))
+
+
+@pytest.mark.parametrize("layer", LINEAR)
+def test_processes_continue_segments(layer):
+    assert_close(segments_case(layer, 3, RAGGED, "random", scheme="chunkwise"), kind="processes")
+
+
+@given(
+    layer=st.sampled_from(LINEAR),
+    scheme=st.sampled_from(["chunkwise", "relay", "auto"]),
+    cp=st.integers(1, 6),
+    lengths=st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 67, 150]), min_size=1, max_size=6).filter(any),
+    layout=st.sampled_from(LAYOUTS),
+    groups=st.integers(1, 3),
+    ratio=st.integers(1, 3),
+    head_dim=st.integers(1, 9),
+    value_head_dim=st.integers(1, 9),
+    conv_width=st.integers(1, 6),
+    align=st.integers(1, 4),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_any_segments_equal_one_rank(groups, ratio, lengths, **rest):
+    assert_close(Case(lengths=tuple(lengths), groups=groups, heads=groups * ratio, hidden_size=64, **rest))
 
 
 def test_a_wrong_result_is_seen():

@@ -1,16 +1,50 @@
-"""Backends that compute a linear layer over whole documents for one rank's heads.
+"""Backends that compute a linear layer for one rank: whole documents on its heads, or all heads of its tokens.
 
 `reference` reads like the equation, token by token; `chunked` is plain torch with matrix products, the CPU default;
-`fla` calls flash-linear-attention on CUDA. `base` fixes what a kernel is given and what it returns.
+`fla` calls flash-linear-attention, `mamba_ssm` and `causal_conv1d` the packages of those names, on CUDA. `base` fixes
+what a kernel is given and what it returns.
 """
 
 from __future__ import annotations
 
-from megatron_cp.linear.kernels.base import GatedDeltaKernel, LinearCall
-from megatron_cp.linear.kernels.chunked import ChunkedGatedDelta
-from megatron_cp.linear.kernels.fla import FlaGatedDelta
-from megatron_cp.linear.kernels.reference import ReferenceGatedDelta
+from megatron_cp.executor.kernels import choose_kernel
+from megatron_cp.linear.kernels.base import (
+    ConvKernel,
+    Delta,
+    Inputs,
+    LinearCall,
+    RuleKernel,
+    ScanWork,
+    StateSpace,
+)
+from megatron_cp.linear.kernels.chunked import ChunkedRule
+from megatron_cp.linear.kernels.conv import TorchConv
+from megatron_cp.linear.kernels.reference import ReferenceConv, ReferenceRule
 
-__all__ = ["KERNELS", "GatedDeltaKernel", "LinearCall"]
+__all__ = [
+    "CONVS",
+    "RULES",
+    "ConvKernel",
+    "Delta",
+    "Inputs",
+    "LinearCall",
+    "RuleKernel",
+    "ScanWork",
+    "StateSpace",
+    "choose_conv",
+    "choose_rule",
+]
 
-KERNELS: tuple[GatedDeltaKernel, ...] = (FlaGatedDelta(), ChunkedGatedDelta(), ReferenceGatedDelta())  # fastest first
+# Fastest first.
+RULES: tuple[RuleKernel, ...] = (ChunkedRule(), ReferenceRule())
+CONVS: tuple[ConvKernel, ...] = (TorchConv(), ReferenceConv())
+
+
+def choose_rule(name: str, call: LinearCall) -> RuleKernel:
+    """The recurrence's kernel for a call; see `choose_kernel`."""
+    return choose_kernel([kernel for kernel in RULES if call.kind in kernel.kinds], name, call)
+
+
+def choose_conv(name: str, call: LinearCall) -> ConvKernel:
+    """The convolution's kernel beside a recurrence's of this name: that of the same name, else the fastest."""
+    return choose_kernel(CONVS, name if any(kernel.name == name for kernel in CONVS) else "auto", call)

@@ -1,13 +1,17 @@
-"""The gated delta rule in chunks of `CHUNK` tokens, with matrix products: the CPU default, in plain torch.
+"""The recurrences in chunks of `CHUNK` tokens, with matrix products: the CPU default, in plain torch.
 
-Within a chunk, with G_i the sum of g up to token i and S the state before it (Yang et al., arXiv 2412.06464, sec. 3.3):
+Within a chunk, with G_i the sum of the log decays up to token i and S the state before it (arXiv 2412.06464, sec. 3.3):
 
     (I + A) U = beta (V - exp(G) K S)           A_ij = beta_i exp(G_i - G_j) k_i.k_j  for j < i
     o_i = scale (exp(G_i) S^T q_i + sum_{j <= i} exp(G_i - G_j) (q_i.k_j) u_j)
     S_next = exp(G_C) S + sum_j exp(G_C - G_j) k_j u_j^T
 
-Everything that does not need S is computed for all chunks of all documents at once; one loop then walks the chunks in
-stream order. Chunks begin at document starts, and a document's last chunk is filled with tokens that do nothing.
+KDA has a decay for each feature, so that exp(G_i - G_j) stands inside the products over features; Mamba-2 has no delta,
+so that U = dt X. With everything that does not need S made for all chunks at once, all three are one recurrence,
+
+    U = updates - reads S       o = queries S + attention U       S_next = carry S + keys U
+
+whose states `_ChunkScan` walks, and whose outputs and gradients are again products for all chunks at once.
 
 A head's bits do not depend on the heads beside it, except with one feature a head, where torch turns the products of
 a single head, but not those of several, into products with vectors.
@@ -15,167 +19,315 @@ a single head, but not those of several, into products with vectors.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.exchange.device import on_device
-from megatron_cp.layout import Packing
-from megatron_cp.linear.activations import silu
-from megatron_cp.linear.kernels.base import GatedDeltaKernel, LinearCall
-from megatron_cp.linear.reductions import for_each_token, sum_over_tokens
+from megatron_cp.executor.scan import LocalScan
+from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
+from megatron_cp.linear.kernels.chunks import CHUNK, Chunks, PieceClass
+from megatron_cp.linear.reductions import for_each_token
 
-CHUNK = 64
+CACHE_LINE = 64  # bytes
+SUB = 16  # tokens of a KDA block within which decays are multiplied feature by feature
 
 
-class ChunkedGatedDelta(GatedDeltaKernel):
+class ChunkedRule(RuleKernel):
     """The equations above, for all chunks at once but for the walk of the state."""
 
     name = "chunked"
     package = "torch"
+    kinds = ("gdn", "kda", "mamba")
 
     def refusal(self, call: LinearCall) -> str | None:
         return None
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)  # so that the sum of the taps is rounded once
-        y = _CausalConv.apply(x.to(wide), weight.to(wide), _document_heads(call, weight.shape[1]))
-        return silu(y if bias is None else y + for_each_token(bias.to(wide), len(y)))
+    def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
+        chunks, inputs, size = Chunks.of(call), *_padded(inputs)
+        out = chunks.join(_Alone.apply(_ChunkScan(chunks), *_prepared(inputs, groups, scale, chunks)))
+        return out[..., :size].to(call.dtype)
 
-    def rule(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        groups: list[int],
-        scale: float,
-        call: LinearCall,
-    ) -> Tensor:
-        chunks = call.packing.table(("chunks", CHUNK, call.device), lambda: _Chunks(call.packing, call.device))
-        wide = torch.promote_types(v.dtype, torch.float32)
-        q, k, v_wide, g, beta = (chunks.split(x.to(wide)) for x in (q, k, v, g[..., None], beta[..., None]))
-        if groups != list(range(q.shape[1])):  # [chunks, key heads, C, d] -> one key head a value head
-            q, k = (torch.cat([x[:, group : group + 1] for group in groups], 1) for x in (q, k))
-
-        total_decay = g.cumsum(2)  # G, [n, h, C, 1]
-        later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
-        # Masked before exp: above the diagonal G_i - G_j is positive and could overflow.
-        decay = (total_decay - total_decay.transpose(2, 3)).masked_fill(later, -torch.inf).exp()
-        keys_t = k.transpose(2, 3)
-        mixing = (beta * decay * (k @ keys_t)).tril(-1)  # A
-        right = torch.cat([beta * v_wide, beta * total_decay.exp() * k], -1)
-        solved = torch.linalg.solve_triangular(mixing, right, upper=False, unitriangular=True)
-        updates, reads = solved.split([v_wide.shape[-1], k.shape[-1]], -1)  # U = updates - reads S
-        attention = scale * decay * (q @ keys_t)
-        queries = scale * total_decay.exp() * q
-        last = total_decay[:, :, -1:]
-        keys_out = ((last - total_decay).exp() * k).transpose(2, 3)
-        carry = last.exp()
-
-        outputs, state = [], v_wide.new_empty(0)  # the first chunk starts a document
-        # Unbound, because the gradient of indexing one chunk at a time is a zero-filled copy of all of them.
-        walk = zip(*(x.unbind(0) for x in (updates, reads, attention, queries, keys_out, carry)), strict=True)
-        for starts, (update, read, weights, query, key, kept) in zip(chunks.starts_document, walk, strict=True):
-            if starts:
-                outputs.append(torch.bmm(weights, update))
-                state = torch.bmm(key, update)
-            else:
-                update = update - torch.bmm(read, state)
-                outputs.append(torch.bmm(query, state) + torch.bmm(weights, update))
-                state = kept * state + torch.bmm(key, update)
-        return chunks.join(torch.stack(outputs)).to(v.dtype)
+    def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
+        chunks = Chunks.of(call)
+        tensors = list(_prepared(inputs, groups, scale, chunks))
+        return ScanWork(tensors, _ChunkScan(chunks), lambda out: chunks.join(out).to(call.dtype))
 
 
-class _Chunks:
-    """Where the tokens of a packing stand in `[n, C]` chunks that begin at document starts."""
+def _padded(inputs: Inputs) -> tuple[Inputs, int]:
+    """The inputs with values of as many features as fill cache lines, and how many they had.
 
-    def __init__(self, packing: Packing, device: torch.device) -> None:
-        per_document = -(-packing.lengths // CHUNK)
-        first = np.cumsum(per_document) - per_document
-        self.num_chunks = int(per_document.sum())
-        starts = np.zeros(self.num_chunks, dtype=bool)
-        starts[first[per_document > 0]] = True
-        self.starts_document: list[bool] = starts.tolist()
-        slots = packing.positions() + np.repeat(first * CHUNK, packing.lengths)
-        sources = np.full(self.num_chunks * CHUNK, packing.total)  # the slot after the last token holds zeros
-        sources[slots] = np.arange(packing.total)
-        self.slots, self.sources = on_device(slots, device), on_device(sources, device)
-
-    def split(self, x: Tensor) -> Tensor:
-        """`[T, h, d]` to `[n, h, C, d]`, zero where a chunk has no token: a zero key and decay change nothing."""
-        filled = _Rechunk.apply(x, self.slots, self.sources, True)
-        return filled.unflatten(0, (self.num_chunks, CHUNK)).transpose(1, 2).contiguous()
-
-    def join(self, x: Tensor) -> Tensor:
-        """The inverse of `split`."""
-        return _Rechunk.apply(x.transpose(1, 2).flatten(0, 1), self.slots, self.sources, False)
+    The bits of a product on the CPU depend on where its matrices begin, and so on the heads beside them otherwise.
+    """
+    field = "x" if isinstance(inputs, StateSpace) else "v"
+    values: Tensor = getattr(inputs, field)
+    size = values.shape[-1]
+    spare = -size % (CACHE_LINE // torch.promote_types(values.dtype, torch.float32).itemsize)
+    return (inputs._replace(**{field: F.pad(values, (0, spare))}) if spare else inputs), size
 
 
-class _Rechunk(torch.autograd.Function):
-    """Tokens to chunk slots or back; the gradient of one is the other, so that both are gathers."""
+class _Prepared(NamedTuple):
+    """All that a chunk contributes, whatever the state before it. `reads` has no column where there is no delta.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, slots: Tensor, sources: Tensor, split: bool) -> Tensor:
-        ctx.tables = (slots, sources, split)
-        return _rechunked(x, slots, sources, split)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        slots, sources, split = ctx.tables
-        return _rechunked(gradients[0], slots, sources, not split), None, None, None
-
-
-def _rechunked(x: Tensor, slots: Tensor, sources: Tensor, split: bool) -> Tensor:
-    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, sources) if split else x.index_select(0, slots)
-
-
-class _CausalConv(torch.autograd.Function):
-    """`y[t] = sum_s weight[:, -1 - s] x[t - s]` over the `s` for which t - s is in t's document.
-
-    `heads[s]` lists the tokens whose document has no token s places earlier.
+    updates `[n, h, C, dv]`, reads and queries `[n, h, C, dk]`, attention `[n, h, C, C]`, keys `[n, h, dk, C]`, carry
+    `[n, h, 1 or dk, 1]`.
     """
 
+    updates: Tensor
+    reads: Tensor
+    attention: Tensor
+    queries: Tensor
+    keys: Tensor
+    carry: Tensor
+
+
+def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> _Prepared:
+    wide = torch.promote_types(inputs[0].dtype if isinstance(inputs, StateSpace) else inputs.v.dtype, torch.float32)
+    if isinstance(inputs, StateSpace):
+        return _state_space(inputs, groups, scale, chunks, wide)
+    q, k, v, beta = (chunks.split(x.to(wide)) for x in (inputs.q, inputs.k, inputs.v, inputs.beta[..., None]))
+    q, k = (_for_heads(x, groups) for x in (q, k))
+    by_feature = inputs.g.ndim == 3
+    g = chunks.split(inputs.g.to(wide) if by_feature else inputs.g.to(wide)[..., None]).cumsum(2)  # G
+    last = g[:, :, -1:]
+    if by_feature:
+        overlap, weights = (_decayed_products(x, k, g) for x in (k, q))
+    else:
+        decay = _decay(g)
+        overlap, weights = decay * (k @ k.transpose(2, 3)), decay * (q @ k.transpose(2, 3))
+    grown = g.exp()
+    right = torch.cat([beta * v, beta * grown * k], -1)
+    solved = torch.linalg.solve_triangular((beta * overlap).tril(-1), right, upper=False, unitriangular=True)
+    updates, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    return _Prepared(
+        updates=updates,
+        reads=reads,
+        attention=scale * weights,
+        queries=scale * grown * q,
+        keys=((last - g).exp() * k).transpose(2, 3),
+        carry=last.exp().transpose(2, 3),
+    )
+
+
+def _state_space(inputs: StateSpace, groups: list[int], scale: float, chunks: Chunks, wide: torch.dtype) -> _Prepared:
+    dt = inputs.dt.to(wide)
+    g = chunks.split((dt * for_each_token(inputs.A.to(wide), len(dt)))[..., None]).cumsum(2)
+    last = g[:, :, -1:]
+    b, c = (chunks.split(x.to(wide)) for x in (inputs.B, inputs.C))
+    weights = _for_heads(c @ b.transpose(2, 3), groups)
+    b, c = (_for_heads(x, groups) for x in (b, c))
+    return _Prepared(
+        updates=chunks.split(inputs.x.to(wide) * dt[..., None]),
+        reads=b[..., :0],
+        attention=scale * (_decay(g) * weights),
+        queries=scale * g.exp() * c,
+        keys=((last - g).exp() * b).transpose(2, 3),
+        carry=last.exp(),
+    )
+
+
+def _for_heads(x: Tensor, groups: list[int]) -> Tensor:
+    """`[n, g, ...]` to one entry a head."""
+    if groups == list(range(x.shape[1])):
+        return x
+    return torch.cat([x[:, group : group + 1] for group in groups], 1)
+
+
+def _decay(g: Tensor) -> Tensor:
+    """`exp(G_i - G_j)` for j <= i, else 0; `[n, h, C, C]` from `[n, h, C, 1]`."""
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    # Masked before exp: above the diagonal G_i - G_j is positive and could overflow.
+    return (g - g.transpose(2, 3)).masked_fill(later, -torch.inf).exp()
+
+
+def _decayed_products(x: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """`sum_d x_id exp(G_id - G_jd) k_jd` for j <= i, else 0; `[n, h, C, C]`.
+
+    Between blocks of `SUB` tokens the decay is split where the later block begins, so that neither factor can
+    overflow; within a block it is multiplied out.
+    """
+    lower = torch.ones(SUB, SUB, dtype=torch.bool, device=g.device).tril()
+    rows = []
+    for start in range(0, CHUNK, SUB):
+        own = slice(start, start + SUB)
+        decay = (g[:, :, own, None] - g[:, :, None, own]).masked_fill(~lower[..., None], -torch.inf).exp()
+        row = [(x[:, :, own, None] * k[:, :, None, own] * decay).sum(-1)]
+        if start:
+            edge = g[:, :, start - 1 : start]
+            before = (edge - g[:, :, :start]).exp() * k[:, :, :start]
+            row.insert(0, ((g[:, :, own] - edge).exp() * x[:, :, own]) @ before.transpose(2, 3))
+        row.append(x.new_zeros(*x.shape[:2], SUB, CHUNK - start - SUB))
+        rows.append(torch.cat(row, -1))
+    return torch.cat(rows, 2)
+
+
+class _Alone(torch.autograd.Function):
+    """A scan whose pieces are whole documents."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, heads: list[Tensor]) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.heads = heads
-        y = x * weight[:, -1]
-        for back in range(1, min(weight.shape[1], len(x))):
-            y[back:] += _cut(x[:-back] * weight[:, -1 - back], heads[back], back)
-        return y
+    def forward(ctx: Any, local: _ChunkScan, *tensors: Tensor) -> Tensor:
+        states, _, begun = local.leave(tensors)
+        out, kept = local.finish(tensors, local.meanwhile(tensors, begun), states[:0])
+        ctx.local, ctx.count = local, len(tensors)
+        ctx.save_for_backward(*tensors, *kept)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        (dy,) = gradients
-        dx, dweight = dy * weight[:, -1], torch.zeros_like(weight)
-        dweight[:, -1] = sum_over_tokens(dy * x)
-        for back in range(1, min(weight.shape[1], len(x))):
-            reach = _cut(dy[back:].clone(), ctx.heads[back], back)
-            dweight[:, -1 - back] = sum_over_tokens(reach * x[:-back])
-            dx[:-back] += reach.mul_(weight[:, -1 - back])
-        return dx, dweight, None
+        saved = ctx.saved_tensors
+        tensors, kept = saved[: ctx.count], list(saved[ctx.count :])
+        wanted, begun = ctx.local.leave_backward(tensors, kept, gradients[0])
+        return None, *ctx.local.finish_backward(tensors, kept, begun, gradients[0], wanted[:0])
 
 
-def _cut(rows: Tensor, heads: Tensor, back: int) -> Tensor:
-    """Zeroes the rows of tokens `back ..` whose document does not reach `back` tokens back, in place."""
-    return rows.index_fill_(0, heads - back, 0)
+class _ChunkScan(LocalScan):
+    """The walk of the states, of the maps, and of the states' gradients."""
 
+    def __init__(self, chunks: Chunks) -> None:
+        self.chunks = chunks
 
-def _document_heads(call: LinearCall, width: int) -> list[Tensor]:
-    def make() -> list[Tensor]:
-        positions = call.packing.positions()
-        tokens = np.arange(call.packing.total)
+    # -- forward -----------------------------------------------------------------------------------------------------
+
+    def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
+        at, chunks = _Prepared(*tensors), self.chunks
+        states = at.updates.new_empty(*at.keys.shape[:3], at.updates.shape[-1])
+        self._walk(at, chunks.single, None, states)
+        first = self._walk(at, chunks.first, None, states)
+        middle, transitions = self._maps(at, chunks.middle)
+        constants = _in_row_order([(chunks.first, first), (chunks.middle, middle)])
+        return constants, _in_row_order([(chunks.middle, transitions)]), states
+
+    def meanwhile(self, tensors: Sequence[Tensor], begun: Any) -> Any:
+        at, states = _Prepared(*tensors), begun
+        out, updates = torch.empty_like(at.updates), torch.empty_like(at.updates)
+        self._outputs(at, slice(0, self.chunks.num_known), states, out, updates)
+        return states, out, updates
+
+    def finish(self, tensors: Sequence[Tensor], begun: Any, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+        at, chunks = _Prepared(*tensors), self.chunks
+        all_states, out, updates = begun
+        for pieces, given in _of_classes(states, chunks.middle, chunks.last):
+            self._walk(at, pieces, given, all_states)
+        self._outputs(at, slice(chunks.num_known, None), all_states, out, updates)
+        return out, [all_states, updates]
+
+    def _walk(self, at: _Prepared, pieces: PieceClass, given: Tensor | None, states: Tensor) -> Tensor:
+        """Writes the state before each chunk to `states`; returns that after each piece."""
+        _, heads, dk, dv = states.shape
+        state = states.new_zeros(len(pieces.pieces), heads, dk, dv) if given is None else given.clone()
+        for start, active in pieces.steps:
+            now, here = slice(start, start + active), state[:active]
+            states[now] = here
+            update = at.updates[now] if at.reads.shape[-1] == 0 else at.updates[now] - at.reads[now] @ here
+            torch.add(at.carry[now] * here, at.keys[now] @ update, out=here)
+        return state
+
+    def _maps(self, at: _Prepared, pieces: PieceClass) -> tuple[Tensor, Tensor]:
+        """E and M of each piece."""
+        heads, dk, dv = at.keys.shape[1], at.keys.shape[2], at.updates.shape[-1]
+        if at.reads.shape[-1] == 0:
+            return self._walk_ends(at, pieces), self._carried(at, pieces)
+        # One walk of the state that starts at zero and of the unit matrix that no update is added to.
+        wide = at.updates.new_zeros(len(pieces.pieces), heads, dk, dv + dk)
+        wide[..., dv:] = torch.eye(dk, dtype=wide.dtype, device=wide.device)
+        for start, active in pieces.steps:
+            now, here = slice(start, start + active), wide[:active]
+            update = at.reads[now] @ here
+            update.neg_()[..., :dv] += at.updates[now]
+            torch.add(at.carry[now] * here, at.keys[now] @ update, out=here)
+        return wide[..., :dv], wide[..., dv:]
+
+    def _walk_ends(self, at: _Prepared, pieces: PieceClass) -> Tensor:
+        state = at.updates.new_zeros(len(pieces.pieces), at.keys.shape[1], at.keys.shape[2], at.updates.shape[-1])
+        for start, active in pieces.steps:
+            now, here = slice(start, start + active), state[:active]
+            torch.add(at.carry[now] * here, at.keys[now] @ at.updates[now], out=here)
+        return state
+
+    def _carried(self, at: _Prepared, pieces: PieceClass) -> Tensor:
+        kept = at.carry.new_ones(len(pieces.pieces), *at.carry.shape[1:])
+        for start, active in pieces.steps:
+            kept[:active] *= at.carry[start : start + active]
+        return kept
+
+    def _outputs(self, at: _Prepared, chunks: slice, states: Tensor, out: Tensor, updates: Tensor) -> None:
+        """`o` and `U` of some chunks whose states are known."""
+        if at.reads.shape[-1] == 0:
+            updates[chunks] = at.updates[chunks]
+        else:
+            torch.sub(at.updates[chunks], at.reads[chunks] @ states[chunks], out=updates[chunks])
+        torch.add(at.queries[chunks] @ states[chunks], at.attention[chunks] @ updates[chunks], out=out[chunks])
+
+    # -- backward ----------------------------------------------------------------------------------------------------
+
+    def leave_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], gradient: Tensor) -> tuple[Tensor, Any]:
+        at, chunks = _Prepared(*tensors), self.chunks
+        d_updates = at.attention.transpose(2, 3) @ gradient  # from the own outputs; the state's share comes later
+        wanted = at.queries.transpose(2, 3) @ gradient
+        if at.reads.shape[-1]:
+            wanted -= at.reads.transpose(2, 3) @ d_updates
+        after = torch.empty_like(kept[0])  # the gradient of the state after each chunk
+        self._walk_back(at, chunks.single, None, wanted, after)
+        last = self._walk_back(at, chunks.last, None, wanted, after)
+        middle = self._walk_back(at, chunks.middle, None, wanted, None)
+        before = _in_row_order([(chunks.middle, middle), (chunks.last, last)])
+        return before, (d_updates, wanted, after)
+
+    def finish_backward(
+        self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor, states: Tensor
+    ) -> list[Tensor]:
+        at, chunks = _Prepared(*tensors), self.chunks
+        before, updates = kept
+        d_updates, wanted, after = begun
+        for pieces, given in _of_classes(states, chunks.first, chunks.middle):
+            self._walk_back(at, pieces, given, wanted, after)
+        d_updates = d_updates + at.keys.transpose(2, 3) @ after
+        d_reads = -(d_updates @ before.transpose(2, 3)) if at.reads.shape[-1] else torch.zeros_like(at.reads)
+        d_carry = (after * before).sum(-1, keepdim=True)
+        if at.carry.shape[2] == 1:
+            d_carry = d_carry.sum(2, keepdim=True)
         return [
-            on_device(np.flatnonzero((positions < back) & (tokens >= back)), call.device, torch.int64)
-            for back in range(width)
+            d_updates,
+            d_reads,
+            gradient @ updates.transpose(2, 3),
+            gradient @ before.transpose(2, 3),
+            after @ updates.transpose(2, 3),
+            d_carry,
         ]
 
-    return call.packing.table(("document_heads", width, call.device), make)
+    def _walk_back(
+        self, at: _Prepared, pieces: PieceClass, given: Tensor | None, wanted: Tensor, after: Tensor | None
+    ) -> Tensor:
+        """Writes the gradient of the state after each chunk to `after`; returns that of the state before each piece.
+
+        `given` is that of the states after the pieces, `wanted` what each chunk's outputs want of the state before it.
+        """
+        state = wanted.new_zeros(len(pieces.pieces), *wanted.shape[1:]) if given is None else given.clone()
+        for start, active in reversed(pieces.steps):
+            now, here = slice(start, start + active), state[:active]
+            if after is not None:
+                after[now] = here
+            before = wanted[now] + at.carry[now] * here
+            if at.reads.shape[-1]:
+                before -= at.reads[now].transpose(2, 3) @ (at.keys[now].transpose(2, 3) @ here)
+            here.copy_(before)
+        return state
+
+
+def _in_row_order(classes: list[tuple[PieceClass, Tensor]]) -> Tensor:
+    """What belongs to the pieces of several classes, in the order of the rows."""
+    pieces = [piece for members, _ in classes for piece in members.pieces]
+    values = torch.cat([values for _, values in classes]) if len(classes) > 1 else classes[0][1]
+    order = sorted(range(len(pieces)), key=pieces.__getitem__)
+    return values if order == list(range(len(pieces))) else values[order]
+
+
+def _of_classes(values: Tensor, *classes: PieceClass) -> list[tuple[PieceClass, Tensor]]:
+    """The inverse: from the order of the rows to that of each class."""
+    pieces = sorted(piece for members in classes for piece in members.pieces)
+    places = {piece: place for place, piece in enumerate(pieces)}
+    return [(members, values[[places[piece] for piece in members.pieces]]) for members in classes]

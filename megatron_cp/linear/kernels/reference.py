@@ -1,22 +1,153 @@
-"""The gated delta rule as the equation says, token by token (Gated DeltaNet, arXiv 2412.06464, eq. 10).
+"""The recurrences as the equations say, token by token, and the convolution tap by tap.
 
-    S_t = exp(g_t) S_{t-1} + k_t u_t^T        u_t = beta_t (v_t - exp(g_t) S_{t-1}^T k_t)        o_t = scale S_t^T q_t
+    gdn    S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T   (Gated DeltaNet, arXiv 2412.06464, eq. 10)
+    kda    the same with a decay for each feature of the key, Diag(exp(g_t))     (Kimi Linear, arXiv 2510.26692, eq. 1)
+    mamba  S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T                            (Mamba-2, arXiv 2405.21060, eq. 1)
 
-which is S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T with the state S `[dk, dv]` zero where a
-document starts.
+with the state S `[dk, dv]` zero where a document starts and the output `o_t = scale S_t^T q_t` (C for q in mamba).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from megatron_cp.linear.activations import silu
-from megatron_cp.linear.kernels.base import GatedDeltaKernel, LinearCall
+from megatron_cp.executor.scan import LocalScan
+from megatron_cp.linear.activations import silu as apply_silu
+from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
 
 
-class ReferenceGatedDelta(GatedDeltaKernel):
-    """The equation above, one token after another."""
+class ReferenceRule(RuleKernel):
+    """The equations above, one token after another."""
+
+    name = "reference"
+    package = "torch"
+    kinds = ("gdn", "kda", "mamba")
+
+    def refusal(self, call: LinearCall) -> str | None:
+        return None
+
+    def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
+        outputs = []
+        for start, end in call.packing.spans():
+            piece = _piece(inputs, start, end)
+            outputs.append(recurrence(piece, groups, scale, _no_state(piece, groups))[0])
+        return torch.cat(outputs).to(call.dtype)
+
+    def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
+        local = _Replay(type(inputs), groups, scale, call)
+        return ScanWork(list(inputs), local, lambda out: out.to(call.dtype))
+
+
+def recurrence(inputs: Inputs, groups: list[int], scale: float, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One piece of a document, from a state `[h, dk, dv]`: its outputs `[T, h, dv]` and the state after it."""
+    wide = state.dtype
+    if isinstance(inputs, StateSpace):
+        q, k, v = inputs.C, inputs.B, inputs.x.to(wide) * inputs.dt.to(wide)[..., None]
+        decay = (inputs.dt.to(wide) * inputs.A.to(wide)).exp()
+    else:
+        q, k, v = inputs.q, inputs.k, inputs.v.to(wide)
+        decay = inputs.g.to(wide).exp()
+    q, k = (torch.stack([x[:, group] for group in groups], 1).to(wide) for x in (q, k))  # one key head a value head
+    decay = decay.unflatten(-1, (-1, 1)) if decay.ndim == 3 else decay[..., None, None]  # a number, or one a feature
+    outputs = []
+    for t in range(len(v)):
+        state = decay[t] * state
+        update = v[t, :, None, :]
+        if isinstance(inputs, Delta):
+            read = torch.bmm(k[t, :, None, :], state)  # S^T k, as rows
+            update = inputs.beta.to(wide)[t, :, None, None] * (update - read)
+        state = state + k[t, :, :, None] * update
+        outputs.append(torch.bmm(scale * q[t, :, None, :], state).squeeze(1))
+    return torch.stack(outputs), state
+
+
+class _Replay(LocalScan):
+    """Segments by the recurrence, which is run again wherever something of it is wanted.
+
+    M is what the recurrence makes of the unit matrix when values are zero.
+    """
+
+    def __init__(self, kind: type[Inputs], groups: list[int], scale: float, call: LinearCall) -> None:
+        assert call.segments is not None
+        self.kind, self.groups, self.scale, self.segments = kind, groups, scale, call.segments
+        offsets = call.segments.packing.cu_seqlens.tolist()
+        self.spans = list(itertools.pairwise(offsets)) if call.segments.ids.size else []
+        self.past, self.future = call.segments.past.tolist(), call.segments.future.tolist()
+
+    def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
+        inputs = self.kind(*tensors)
+        zero = _no_state(inputs, self.groups)
+        constants, transitions = [zero[None][:0]], []
+        for (start, end), past, future in zip(self.spans, self.past, self.future, strict=True):
+            piece = _piece(inputs, start, end)
+            if future:
+                constants.append(self._run(piece, zero)[1][None])
+            if future and past and isinstance(piece, StateSpace):
+                transitions.append((piece.dt.to(zero.dtype) * piece.A.to(zero.dtype)).sum(0).exp()[None, :, None, None])
+            elif future and past and isinstance(piece, Delta):
+                unit = torch.eye(zero.shape[1], dtype=zero.dtype, device=zero.device).expand(len(zero), -1, -1)
+                silent = piece._replace(v=piece.v.new_zeros(*piece.v.shape[:-1], zero.shape[1]))
+                transitions.append(self._run(silent, unit)[1][None])
+        return torch.cat(constants), torch.cat(transitions) if transitions else zero.new_empty(0), None
+
+    def finish(self, tensors: Sequence[Tensor], begun: Any, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+        out, _ = self._all(self.kind(*tensors), states)
+        return out, [states]
+
+    def leave_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], gradient: Tensor) -> tuple[Tensor, Any]:
+        if not len(kept[0]):
+            return kept[0], None
+        with torch.enable_grad():
+            states = kept[0].detach().requires_grad_()
+            out, _ = self._all(self.kind(*tensors), states)
+            return torch.autograd.grad(out, states, gradient)[0], None
+
+    def finish_backward(
+        self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor, states: Tensor
+    ) -> list[Tensor]:
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+            out, after = self._all(self.kind(*leaves), kept[0])
+            pairs = [(out, gradient), (after, states)] if len(states) else [(out, gradient)]
+            outputs, wanted = zip(*pairs, strict=True)
+            found = torch.autograd.grad(outputs, leaves, wanted, allow_unused=True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
+
+    def _all(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs of all segments, and the states after those with a future."""
+        zero = _no_state(inputs, self.groups)
+        waiting = iter(states)
+        outputs, after = [], [zero[None][:0]]
+        for (start, end), past, future in zip(self.spans, self.past, self.future, strict=True):
+            out, state = self._run(_piece(inputs, start, end), next(waiting) if past else zero)
+            outputs.append(out)
+            if future:
+                after.append(state[None])
+        return torch.cat(outputs), torch.cat(after)
+
+    def _run(self, piece: Inputs, state: Tensor) -> tuple[Tensor, Tensor]:
+        return recurrence(piece, self.groups, self.scale, state)
+
+
+def _piece(inputs: Inputs, start: int, end: int) -> Inputs:
+    if isinstance(inputs, StateSpace):
+        return StateSpace(inputs.x[start:end], inputs.dt[start:end], inputs.A, inputs.B[start:end], inputs.C[start:end])
+    return Delta(*(x[start:end] for x in inputs))
+
+
+def _no_state(inputs: Inputs, groups: list[int]) -> Tensor:
+    keys, values = (inputs.B, inputs.x) if isinstance(inputs, StateSpace) else (inputs.k, inputs.v)
+    wide = torch.promote_types(values.dtype, torch.float32)
+    return values.new_zeros(len(groups), keys.shape[-1], values.shape[-1], dtype=wide)
+
+
+class ReferenceConv(ConvKernel):
+    """The sum over the taps, piece by piece."""
 
     name = "reference"
     package = "torch"
@@ -24,38 +155,29 @@ class ReferenceGatedDelta(GatedDeltaKernel):
     def refusal(self, call: LinearCall) -> str | None:
         return None
 
-    def conv(self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        y = torch.cat([_document_conv(x[start:end].to(wide), weight.to(wide)) for start, end in call.packing.spans()])
-        return silu(y if bias is None else y + bias.to(wide))
-
-    def rule(
+    def conv(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        groups: list[int],
-        scale: float,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
         call: LinearCall,
+        *,
+        silu: bool,
+        history: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        wide = torch.promote_types(v.dtype, torch.float32)
-        q, k = (torch.stack([x[:, group] for group in groups], 1).to(wide) for x in (q, k))  # one key head a value head
-        v_wide, decay, beta = v.to(wide), g.to(wide).exp(), beta.to(wide)
-        outputs = []
-        for start, end in call.packing.spans():
-            state = v_wide.new_zeros(v.shape[1], k.shape[2], v.shape[2])
-            for t in range(start, end):
-                state = decay[t, :, None, None] * state
-                read = torch.bmm(k[t, :, None, :], state)  # S^T k, as rows
-                update = beta[t, :, None, None] * (v_wide[t, :, None, :] - read)
-                state = state + k[t, :, :, None] * update
-                outputs.append(torch.bmm(scale * q[t, :, None, :], state).squeeze(1))
-        return torch.stack(outputs).to(v.dtype)
-
-
-def _document_conv(x: Tensor, weight: Tensor) -> Tensor:
-    width = weight.shape[1]
-    history = torch.cat([x.new_zeros(width - 1, x.shape[1]), x])
-    return sum(history[tap : tap + len(x)] * weight[:, tap] for tap in range(width))  # type: ignore[return-value]
+        wide, width = torch.promote_types(x.dtype, torch.float32), weight.shape[1]
+        before = None if history is None else history().to(wide)
+        past = [False] * call.packing.num_documents if call.segments is None else call.segments.past.tolist()
+        offsets = call.packing.cu_seqlens.tolist()
+        pieces, slot = [x.new_zeros(0, x.shape[1], dtype=wide)], 0
+        for (start, end), waits in zip(itertools.pairwise(offsets), past, strict=True):
+            head = x.new_zeros(width - 1, x.shape[1], dtype=wide)
+            if waits and before is not None:
+                head, slot = before[slot], slot + 1
+            padded = torch.cat([head, x[start:end].to(wide)])
+            pieces.append(sum(padded[tap : tap + end - start] * weight[:, tap].to(wide) for tap in range(width)))  # type: ignore[arg-type]
+        y = torch.cat(pieces)
+        if before is not None and not slot:
+            y = y + before.sum()  # of no element; its gradient must be asked for all the same: other ranks wait for it
+        y = y if bias is None else y + bias.to(wide)
+        return apply_silu(y) if silu else y

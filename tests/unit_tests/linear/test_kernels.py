@@ -4,16 +4,17 @@ import pytest
 import torch
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
-from megatron_cp.linear.kernels import KERNELS, LinearCall
+from megatron_cp.linear.kernels import CONVS, RULES, Delta, LinearCall, StateSpace, choose_conv, choose_rule
 
-BY_NAME = {kernel.name: kernel for kernel in KERNELS}
+BY_NAME = {kernel.name: kernel for kernel in RULES}
+CONV_BY_NAME = {kernel.name: kernel for kernel in CONVS}
+KINDS = ("gdn", "kda", "mamba")
 RAGGED = (70, 1, 0, 129, 64, 2)
 
 
-def call_for(lengths, dtype=torch.float64, head_dim=8):
-    return LinearCall(Packing(lengths), dtype, torch.device("cpu"), head_dim)
+def call_for(lengths, dtype=torch.float64, head_dim=8, kind="gdn"):
+    return LinearCall(kind, Packing(lengths), dtype, torch.device("cpu"), head_dim)
 
 
 def draw(call, heads=4, key_heads=2, dk=8, dv=6):
@@ -24,9 +25,12 @@ def draw(call, heads=4, key_heads=2, dk=8, dv=6):
         for _ in range(2)
     )
     v, dout = (torch.randn(total, heads, dv, generator=random, dtype=torch.float64) for _ in range(2))
-    g = -torch.rand(total, heads, generator=random, dtype=torch.float64)
+    features = (dk,) if call.kind == "kda" else ()
+    g = -torch.rand(total, heads, *features, generator=random, dtype=torch.float64)
     beta = torch.rand(total, heads, generator=random, dtype=torch.float64)
-    return [q, k, v, g, beta], dout
+    if call.kind == "mamba":
+        return StateSpace(v, beta, g[0] - 0.1, k, q), dout
+    return Delta(q, k, v, g, beta), dout
 
 
 def with_gradients(function, tensors, dout):
@@ -36,38 +40,62 @@ def with_gradients(function, tensors, dout):
 
 
 def run_rule(name, tensors, dout, groups, call):
-    return with_gradients(lambda *x: BY_NAME[name].rule(*x, groups, 0.4, call), tensors, dout)
+    kind = type(tensors)
+    return with_gradients(lambda *x: BY_NAME[name].rule(kind(*x), groups, 0.4, call), tensors, dout)
 
 
-def test_reference_rule_is_the_recurrence_with_its_transition_matrix():
-    call = call_for([3, 2])
-    (q, k, v, g, beta), _ = draw(call)
-    out = BY_NAME["reference"].rule(q, k, v, g, beta, [0, 0, 1, 1], 0.4, call)
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_reference_rule_is_the_recurrence_with_its_transition_matrix(kind):
+    call = call_for([3, 2], kind=kind)
+    inputs, _ = draw(call)
+    q, k, v, g, beta = inputs
+    out = BY_NAME["reference"].rule(inputs, [0, 0, 1, 1], 0.4, call)
     for head in range(4):
         for start, end in call.packing.spans():
             state = torch.zeros(8, 6, dtype=torch.float64)
             for t in range(start, end):
                 key, query = k[t, head // 2], q[t, head // 2]
                 erase = torch.eye(8, dtype=torch.float64) - beta[t, head] * torch.outer(key, key)
-                state = g[t, head].exp() * erase @ state + beta[t, head] * torch.outer(key, v[t, head])
+                decay = torch.diag(g[t, head].exp().expand(8))
+                state = erase @ decay @ state + beta[t, head] * torch.outer(key, v[t, head])
                 assert torch.allclose(out[t, head], 0.4 * state.T @ query, atol=1e-14)
 
 
+def test_reference_state_space_is_the_sum_over_earlier_tokens():
+    call = call_for([3, 2], kind="mamba")
+    inputs, _ = draw(call)
+    x, dt, rate, b, c = inputs
+    out = BY_NAME["reference"].rule(inputs, [0, 0, 1, 1], 1.0, call)
+    for head in range(4):
+        for start, end in call.packing.spans():
+            for t in range(start, end):
+                expected = sum(
+                    (rate[head] * dt[s + 1 : t + 1, head].sum()).exp()
+                    * (c[t, head // 2] @ b[s, head // 2])
+                    * dt[s, head]
+                    * x[s, head]
+                    for s in range(start, t + 1)
+                )
+                assert torch.allclose(out[t, head], expected, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]], ids=str)
-def test_chunked_rule_agrees_with_the_reference(groups):
-    call = call_for(RAGGED)
+def test_chunked_rule_agrees_with_the_reference(groups, kind):
+    call = call_for(RAGGED, kind=kind)
     tensors, dout = draw(call)
     actual, expected = (run_rule(name, tensors, dout, groups, call) for name in ("chunked", "reference"))
     for a, b in zip(actual, expected, strict=True):
         assert (a - b).abs().max() <= 1e-13 * max(1, b.abs().max())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["chunked", "reference"])
-def test_strong_decay_neither_overflows_nor_gives_nan(name):
-    call = call_for([100, 3], torch.float32)
+def test_strong_decay_neither_overflows_nor_gives_nan(name, kind):
+    call = call_for([100, 3], torch.float32, kind=kind)
     tensors, dout = draw(call)
-    tensors[3] *= 1000
-    results = run_rule(name, [x.float() for x in tensors], dout.float(), [0, 0, 1, 1], call)
+    (tensors.A if kind == "mamba" else tensors.g).mul_(1000)
+    results = run_rule(name, type(tensors)(*(x.float() for x in tensors)), dout.float(), [0, 0, 1, 1], call)
     assert all(result.isfinite().all() for result in results)
 
 
@@ -83,7 +111,7 @@ def test_convolution_is_torchs_conv1d_of_each_document(name, width, bias):
     tensors = [x, weight, *([torch.randn(channels, generator=random, dtype=torch.float64)] if bias else [])]
 
     def ours(x, weight, bias=None):
-        return BY_NAME[name].conv(x, weight, bias, call)
+        return CONV_BY_NAME[name].conv(x, weight, bias, call, silu=True)
 
     def torchs(x, weight, bias=None):
         history = [torch.nn.functional.pad(x[a:b].T[None], (width - 1, 0)) for a, b in call.packing.spans()]
@@ -95,9 +123,16 @@ def test_convolution_is_torchs_conv1d_of_each_document(name, width, bias):
 
 
 def test_rejects_an_unknown_kernel():
-    with pytest.raises(ArgumentError, match="auto or fla or chunked or reference"):
-        choose_kernel(KERNELS, "triton", call_for([3]))
+    with pytest.raises(ArgumentError, match=r"auto or .*chunked or reference"):
+        choose_rule("triton", call_for([3]))
 
 
-def test_auto_is_chunked_on_the_cpu():
-    assert choose_kernel(KERNELS, "auto", call_for([3])).name == "chunked"
+@pytest.mark.parametrize("kind", KINDS)
+def test_auto_is_chunked_on_the_cpu(kind):
+    assert choose_rule("auto", call_for([3], kind=kind)).name == "chunked"
+    assert choose_conv("auto", call_for([3], kind=kind)).name == "chunked"
+
+
+def test_a_convolution_has_the_name_of_its_rule_or_is_the_fastest():
+    assert choose_conv("reference", call_for([3])).name == "reference"
+    assert choose_conv("mamba_ssm", call_for([3])).name == "chunked"

@@ -9,7 +9,8 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.run import check_agreement
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
-from megatron_cp.planner.plans import plan_attention, plan_linear
+from megatron_cp.planner.linear import plan_linear
+from megatron_cp.planner.plans import plan_attention
 
 PACKING = Packing([7, 1, 0, 130, 2])
 LAYOUT = Layout.zigzag(PACKING, 3)
@@ -38,8 +39,17 @@ def test_an_attention_slot_plans_all_it_says():
 
 
 def test_a_linear_slot_plans_all_it_says():
-    expected = plan_linear(PACKING, LAYOUT, "gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16, mode="headwise")
-    assert dataclasses.replace(LINEAR, mode="headwise").plan(LAYOUT) == expected
+    expected = plan_linear(
+        PACKING, LAYOUT, "gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16, mode="relay", conv_width=3,
+        hidden_size=64, layers=2,
+    )  # fmt: skip
+    slot = dataclasses.replace(LINEAR, mode="relay", conv_width=3, hidden_size=64, layers=2)
+    assert slot.plan(LAYOUT) == expected
+
+
+def test_a_mamba_slot_speaks_of_keys_and_values():
+    expected = plan_linear(PACKING, LAYOUT, "mamba", heads=6, groups=2, state=8, head_dim=16)
+    assert dataclasses.replace(LINEAR, kind="mamba").plan(LAYOUT) == expected
 
 
 def test_layers_of_equal_slots_share_a_plan():
@@ -125,8 +135,8 @@ def test_ranks_that_plan_other_batches_all_hear_of_it():
         (dataclasses.replace(ATTENTION, scheme="a2a+p2p"), "scheme"),
         (dataclasses.replace(ATTENTION, mask="window"), "mask"),
         (dataclasses.replace(ATTENTION, kv_heads=4), "kv_heads"),
-        (dataclasses.replace(LINEAR, mode="chunkwise"), "mode"),
-        (dataclasses.replace(LINEAR, kind="mamba"), "kind"),
+        (dataclasses.replace(LINEAR, mode="ring"), "mode"),
+        (dataclasses.replace(LINEAR, kind="retnet"), "kind"),
     ],
     ids=["scheme", "a product of 3", "mask", "heads", "mode", "kind"],
 )

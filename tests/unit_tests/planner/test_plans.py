@@ -21,13 +21,14 @@ from megatron_cp.executor.schedule import Attend
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.planner.capabilities import CAPABILITIES, working
-from megatron_cp.planner.plans import plan_attention, plan_linear
+from megatron_cp.planner.linear import plan_linear
+from megatron_cp.planner.plans import plan_attention
 
 ragged = settings(derandomize=True, deadline=None, max_examples=60)
 PACKING = Packing([7, 1, 0, 130, 2])
 LAYOUT = Layout.zigzag(PACKING, 3)
 ATTENTION = {"packing": PACKING, "layout": LAYOUT, "heads": 6, "kv_heads": 2, "head_dim": 8}
-LINEAR = {"packing": PACKING, "layout": LAYOUT, "heads": 6, "key_heads": 2, "head_dim": 8}
+LINEAR = {"packing": PACKING, "layout": LAYOUT, "heads": 6, "key_heads": 2, "head_dim": 8, "mode": "headwise"}
 PLANNERS = pytest.mark.parametrize(
     ("planner", "arguments"), [(plan_attention, ATTENTION), (plan_linear, LINEAR)], ids=["attention", "linear"]
 )
@@ -63,7 +64,7 @@ def plans(draw):
         if draw(st.booleans()):
             mask = draw(st.sampled_from([Mask.causal, Mask.full]))(packing)
             return plan_attention(packing, layout, heads=heads, kv_heads=groups, mask=mask, scheme="a2a", **dims)
-        return plan_linear(packing, layout, heads=heads, key_heads=groups, **dims)
+        return plan_linear(packing, layout, heads=heads, key_heads=groups, mode="headwise", **dims)
 
 
 # -- the plans -------------------------------------------------------------------------------------------------------
@@ -84,10 +85,11 @@ def test_attention_is_one_exchange_in_and_one_out():
 
 def test_gdn_is_one_exchange_in_and_one_out():
     plan = plan_linear(**LINEAR, value_head_dim=5)
-    assert [type(step) for step in plan.steps] == [ToHeads, Compute, ToTokens]
+    assert [type(step) for step in plan.steps] == [ToHeads, Compute, Compute, Compute, ToTokens]
     assert sections_of(plan.steps[0]) == [("q", 2, 8), ("k", 2, 8), ("v", 6, 5), ("beta", 6, 1), ("alpha", 6, 1)]
-    assert sections_of(plan.steps[2]) == [("out", 6, 5)]
-    assert (plan.kind, plan.scheme, plan.steps[1].name) == ("gdn", "headwise", "gdn")
+    assert sections_of(plan.steps[-1]) == [("out", 6, 5)]
+    assert (plan.kind, plan.scheme) == ("gdn", "headwise")
+    assert [step.name for step in plan.steps[1:-1]] == ["conv", "gates", "rule"]
     assert plan.mask is None
 
 
@@ -100,10 +102,10 @@ def test_attention_defaults():
 
 
 def test_linear_defaults():
-    plan = plan_linear(PACKING, LAYOUT, heads=6, head_dim=8)
-    assert plan == plan_linear(
-        PACKING, LAYOUT, "gdn", heads=6, key_heads=6, head_dim=8, value_head_dim=8, mode="headwise"
-    )
+    assert plan_linear(PACKING, LAYOUT, heads=6, head_dim=8) == plan_linear(
+        PACKING, LAYOUT, "gdn", heads=6, key_heads=6, head_dim=8, value_head_dim=8, mode="auto", conv_width=4,
+        hidden_size=None, layers=1,
+    )  # fmt: skip
 
 
 @PLANNERS
@@ -129,7 +131,7 @@ def bytes_by_loop(plan, item_size, *, forward, alignment):
     sent = [0] * plan.cp_size
     if plan.cp_size == 1:
         return sent
-    inward, outward = plan.steps[0].exchange.sections.blocks, plan.steps[2].exchange.sections.blocks
+    inward, outward = plan.steps[0].exchange.sections.blocks, plan.steps[-1].exchange.sections.blocks
     for holder in range(plan.cp_size):
         num_tokens = len(plan.layout.tokens(holder))
         for owner in set(range(plan.cp_size)) - {holder}:
@@ -335,7 +337,7 @@ def test_explain_an_empty_batch():
 
 @PLANNERS
 def test_warns_the_caller_of_idle_ranks(planner, arguments):
-    scheme = {"scheme": "a2a"} if planner is plan_attention else {}
+    scheme = {"scheme": "a2a"} if planner is plan_attention else {"mode": "headwise"}
     with pytest.warns(UserWarning, match="3 of 5 ranks get no .*head and compute nothing here") as caught:
         plan = planner(PACKING, Layout.zigzag(PACKING, 5), heads=2, head_dim=8, **scheme)
     assert [warning.filename for warning in caught] == [__file__]
@@ -354,17 +356,20 @@ def test_notes_groups_that_ranks_share(planner, arguments, groups, notes):
 # -- no torch --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", ["megatron_cp", "megatron_cp.planner.plans"])
-def test_planning_a_batch_imports_no_torch(module):
+@pytest.mark.parametrize(
+    ("module", "linear"), [("megatron_cp",) * 2, ("megatron_cp.planner.plans", "megatron_cp.planner.linear")]
+)
+def test_planning_a_batch_imports_no_torch(module, linear):
     program = f"""
 import sys
-import {module} as planner
+from {module} import plan_attention
+from {linear} import plan_linear
 from megatron_cp.layout import Layout, Packing
 packing = Packing([700, 1, 0, 395])
 layout = Layout.zigzag(packing, 3, align=4)
 for plan in (
-    planner.plan_attention(packing, layout, heads=6, kv_heads=2, head_dim=8),
-    planner.plan_linear(packing, layout, heads=6, key_heads=2, head_dim=8),
+    plan_attention(packing, layout, heads=6, kv_heads=2, head_dim=8),
+    *(plan_linear(packing, layout, heads=6, key_heads=2, head_dim=8, mode=mode) for mode in ("headwise", "chunkwise")),
 ):
     plan.explain(), plan.fingerprint(), plan.bytes_sent(2, forward=False), hash(plan)
 assert "torch" not in sys.modules
@@ -390,7 +395,7 @@ def test_rejects_a_linear_kind_that_is_not_built(kind):
 @pytest.mark.parametrize("mode", refused("mode"))
 def test_rejects_a_linear_mode_that_is_not_built(mode):
     with refusal_of("mode", repr(mode)):
-        plan_linear(**LINEAR, mode=mode)
+        plan_linear(**{**LINEAR, "mode": mode})
 
 
 def test_a_refusal_from_the_table_says_what_to_do():
@@ -404,10 +409,58 @@ def test_what_the_table_says_works_for_attention_is_planned(scheme):
     assert (plan.kind, plan.scheme) == ("attention", "a2a" if scheme == "auto" else scheme)
 
 
+SIZES = {
+    "gdn": {"heads": 6, "key_heads": 2, "head_dim": 8},
+    "kda": {"heads": 6, "key_heads": 2, "head_dim": 8},
+    "mamba": {"heads": 6, "groups": 2, "head_dim": 8, "state": 16},
+    "conv1d": {"channels": 40},
+}
+
+
 @pytest.mark.parametrize("kind", working("kind"))
 @pytest.mark.parametrize("mode", working("mode"))
 def test_what_the_table_says_works_for_linear_layers_is_planned(kind, mode):
-    assert plan_linear(**LINEAR, kind=kind, mode=mode).kind == kind
+    plan = plan_linear(PACKING, LAYOUT, kind, **SIZES[kind], mode=mode, hidden_size=32)
+    assert plan.kind == kind
+    assert mode in ("auto", plan.scheme if plan.outer is None else "relay")
+
+
+def test_auto_takes_the_cheapest_way():
+    packing = Packing([60_000, 500, 5_036])
+    contiguous, zigzag = (make(packing, 8) for make in (Layout.contiguous, Layout.zigzag))
+    sizes = {"heads": 32, "key_heads": 16, "head_dim": 128}
+    prices = plan_linear(packing, contiguous, **sizes).prices
+    assert [price.scheme for price in prices] == ["chunkwise", "headwise"]
+    assert prices[0].forward + prices[0].backward < prices[1].forward + prices[1].backward
+    many = Packing([512] * 128)
+    assert plan_linear(many, Layout.zigzag(many, 8), **sizes).scheme == "headwise"  # every document on every rank
+    relayed = plan_linear(packing, zigzag, **sizes, hidden_size=2048, layers=3)
+    assert (relayed.outer, relayed.layout) == (zigzag, contiguous)
+    assert "around a run of 3 linear layers" in relayed.explain()
+    alone = plan_linear(packing, Layout.contiguous(packing, 1), **sizes, hidden_size=2048)
+    assert (alone.scheme, alone.outer) == ("headwise", None)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("state", {"state": None}),
+        ("head_dim", {"head_dim": None}),
+        ("key_heads", {"key_heads": 2}),
+        ("value_head_dim", {"value_head_dim": 8}),
+        ("groups", {"groups": 4}),
+        ("conv_width", {"conv_width": 65}),
+        ("conv_width", {"conv_width": 0}),
+        ("hidden_size", {"mode": "relay"}),
+        ("hidden_size", {"hidden_size": 0}),
+        ("layers", {"layers": 0}),
+    ],
+    ids=str,
+)
+def test_rejects_shapes_that_mamba_does_not_have(argument, change):
+    with pytest.raises(ArgumentError) as caught:
+        plan_linear(PACKING, LAYOUT, "mamba", **{**SIZES["mamba"], **change})
+    assert caught.value.argument == argument
 
 
 def test_rejects_keys_of_another_packing():

@@ -1,0 +1,171 @@
+"""A recurrence over segments as a differentiable step: local maps, one exchange of them, a fold, and the rest.
+
+    forward     (E, M) of own segments -> exchange -> S_in of each waiting segment, in document order -> outputs
+    backward    (R, M^T) likewise -> exchange -> dS_out of each segment, against document order -> gradients
+
+Shapes: `n` segments that leave a map, `m` those of them that also wait, `h` heads, state `[K, V]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_cp.executor.chain import Scan
+from megatron_cp.executor.groups import Pending, RankGroup
+
+
+class LocalScan(ABC):
+    """One rank's work on its segments, in the order of its rows. Pure functions of tensors; the step differentiates.
+
+    A segment *waits* forward if its document began before it (`OwnSegments.past`), and *leaves* a map if the document
+    goes on (`future`); in backward the two change places. States and maps are in at least float32.
+    """
+
+    @abstractmethod
+    def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
+        """What the segments leave: E `[n, h, K, V]` of those with a future, M `[m, h, ...]` of those with a past too.
+
+        And anything that `finish` should not compute again.
+        """
+
+    def meanwhile(self, tensors: Sequence[Tensor], begun: Any) -> Any:
+        """What can be done before the states of waiting segments are known; runs while maps travel."""
+        return begun
+
+    @abstractmethod
+    def finish(self, tensors: Sequence[Tensor], begun: Any, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The outputs, given the states before the segments with a past, and tensors to keep for backward."""
+
+    @abstractmethod
+    def leave_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], gradient: Tensor) -> tuple[Tensor, Any]:
+        """R `[.., h, K, V]` of the segments with a past: the gradient of the state before each, nothing coming after.
+
+        And anything that `finish_backward` should not compute again.
+        """
+
+    @abstractmethod
+    def finish_backward(
+        self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor, states: Tensor
+    ) -> list[Tensor]:
+        """The gradients of `tensors`, given those of the states after the segments with a future."""
+
+
+def scan(step: Scan, group: RankGroup, local: LocalScan, *tensors: Tensor) -> Tensor:
+    """Runs a recurrence over all ranks of `group`; differentiable.
+
+    Args:
+        step: whose segments continue whose.
+        group: the ranks of the layout.
+        local: this rank's work.
+        tensors: what `local` computes on. On a rank without tokens all of it, and the output, has no element.
+    """
+    return _Scan.apply(step, group, local, *tensors)
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: Scan, group: RankGroup, local: LocalScan, *tensors: Tensor) -> Tensor:
+        empty, transitions, begun = local.leave(tensors)
+        maps = _Maps(step, group, empty, transitions, forward=True)
+        begun = local.meanwhile(tensors, begun)
+        out, kept = local.finish(tensors, begun, maps.fold())
+        ctx.scan = (step, group, local, len(tensors))
+        ctx.save_for_backward(*tensors, *kept, transitions)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        step, group, local, count = ctx.scan
+        *saved, transitions = ctx.saved_tensors
+        tensors, kept = saved[:count], saved[count:]
+        wanted, begun = local.leave_backward(tensors, kept, gradients[0])
+        maps = _Maps(step, group, wanted, transitions, forward=False)
+        return None, None, None, *local.finish_backward(tensors, kept, begun, gradients[0], maps.fold())
+
+
+class _Maps:
+    """The maps of one direction, on their way, and the fold of them.
+
+    Args:
+        constants: E or R of the own segments that leave a map, in the order of the rows.
+        transitions: M of those that both wait and leave, in the order of the rows; transposed in backward.
+    """
+
+    def __init__(self, step: Scan, group: RankGroup, constants: Tensor, transitions: Tensor, *, forward: bool) -> None:
+        self.step, self.group, self.forward = step, group, forward
+        self.segments = step.segments
+        self.own = self.segments.own(group.rank)
+        leaving, waiting = (ids(forward=forward) for ids in (self.own.leaving, self.own.waiting))
+        own_transitions = dict(zip(self.own.ids[self.own.past & self.own.future].tolist(), transitions, strict=True))
+        self.maps: dict[int, tuple[Tensor, Tensor | None]] = {
+            number: (constant, own_transitions.get(number))
+            for number, constant in zip(self.own.ids[leaving].tolist(), constants, strict=True)
+        }
+        self.slots = {number: slot for slot, number in enumerate(self.own.ids[waiting].tolist())}
+        self.like = constants
+        self.pending = self._start() if step.crosses else None
+
+    def _start(self) -> Pending:
+        size, forward = self.group.size, self.forward
+        messages = [
+            part.reshape(-1)
+            for target in range(size)
+            for number in self.segments.sent(self.group.rank, target, forward=forward).tolist()
+            for part in self.maps[number]
+            if part is not None
+        ]
+        self.sent = torch.cat(messages) if messages else self.like.new_empty(0)
+        sent_splits, received_splits = self.step.splits(self.group.rank, forward=forward)
+        self.received = self.like.new_empty(sum(received_splits))
+        return self.group.start_all_to_all(self.received, self.sent, received_splits, sent_splits)
+
+    def fold(self) -> Tensor:
+        """Waits, and composes the maps: the state before (the gradient of the state after) each waiting segment."""
+        step = self.step
+        if self.pending is not None:
+            self.pending.wait()
+            self._sort_arrivals()
+        states = self.like.new_zeros(len(self.slots), step.heads, step.key_dim, step.value_dim)
+        needed = self.segments.needed(self.group.rank, forward=self.forward)
+        order = needed if self.forward else needed[::-1]
+        state: Tensor | None = None
+        follows = self.segments.chain_start if self.forward else self.segments.chain_end
+        chain = None
+        for number in order.tolist():
+            if follows[number] != chain:
+                chain, state = follows[number], None
+            constant, transition = self.maps[number]
+            if state is None or transition is None:
+                state = constant
+            else:
+                state = _applied(transition, state, transpose=not self.forward) + constant
+            # The next segment of the document starts where this one ends.
+            slot = self.slots.get(number + 1 if self.forward else number - 1)
+            if slot is not None:
+                states[slot] = state
+        return states
+
+    def _sort_arrivals(self) -> None:
+        step, at = self.step, 0
+        for source in range(self.group.size):
+            for number in self.segments.sent(source, self.group.rank, forward=self.forward).tolist():
+                constant = self.received[at : at + step.state_size].view(step.heads, step.key_dim, step.value_dim)
+                at += step.state_size
+                transition = None
+                if (self.segments.past if self.forward else self.segments.future)[number]:
+                    transition = self.received[at : at + step.transition_size].view(step.transition_shape)
+                    at += step.transition_size
+                self.maps[number] = (constant, transition)
+
+
+def _applied(transition: Tensor, state: Tensor, *, transpose: bool) -> Tensor:
+    if transition.shape[-1] == 1:
+        return transition * state
+    return torch.bmm(transition.transpose(-1, -2) if transpose else transition, state)

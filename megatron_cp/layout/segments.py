@@ -1,0 +1,146 @@
+"""`Segments`: the pieces of documents that the ranks of a layout hold, and which piece continues which.
+
+A recurrence runs through a document from piece to piece, whichever ranks hold them. *Forward* a piece waits for the
+state that the pieces before it leave, in *backward* for the gradient that the pieces after it leave: the same tables
+with the direction as data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.layout.layout import Layout, ranges
+from megatron_cp.layout.packing import IntArray, Packing
+from megatron_cp.layout.tables import Tables
+
+BoolArray = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class OwnSegments:
+    """One rank's segments, in the order of its rows.
+
+    Attributes:
+        ids: of the segments.
+        packing: their lengths, as the documents of a packed stream: this rank's tokens.
+        past, future: whether the document begins before a segment, and whether it goes on after it.
+    """
+
+    ids: IntArray
+    packing: Packing
+    past: BoolArray
+    future: BoolArray
+
+    def waiting(self, *, forward: bool) -> BoolArray:
+        """Which need what others leave before they can be finished."""
+        return self.past if forward else self.future
+
+    def leaving(self, *, forward: bool) -> BoolArray:
+        """Which leave something that others wait for."""
+        return self.future if forward else self.past
+
+
+class Segments(Tables):
+    """Each fragment of a layout, cut where documents begin; numbered in stream order.
+
+    Attributes:
+        layout: whose fragments.
+        start, end: `[n]` range of the packed stream.
+        rank, row: `[n]` who holds it, and in which row it begins.
+        document: `[n]`
+        past, future: `[n]` whether its document begins before it, and goes on after it.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, packing = layout, layout.packing
+        starts_of_documents = packing.cu_seqlens[:-1][packing.lengths > 0]
+        self.start = np.union1d(layout.starts, starts_of_documents)
+        self.end = np.append(self.start[1:], packing.total)[: self.start.size]
+        by_start = np.argsort(layout.starts)
+        fragment = by_start[np.searchsorted(layout.starts[by_start], self.start, side="right") - 1]
+        sizes = np.diff(layout.fragment_offsets)
+        self.rank = np.repeat(np.arange(layout.cp_size), sizes)[fragment]
+        first_rows = np.cumsum(layout.ends - layout.starts) - (layout.ends - layout.starts)
+        first_rows -= np.repeat(np.cumsum(layout.token_counts) - layout.token_counts, sizes)
+        self.row = first_rows[fragment] + self.start - layout.starts[fragment]
+        self.document = packing.documents_of(self.start)
+        self.past = self.start > packing.cu_seqlens[self.document]
+        self.future = self.end < packing.cu_seqlens[self.document + 1]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Segments:
+        """Those of a layout, made once."""
+        found: Segments = layout.table(("segments",), lambda: cls(layout))
+        return found
+
+    def own(self, rank: int) -> OwnSegments:
+        """One rank's."""
+        return self.table(("own", rank), lambda: self._own(rank))
+
+    def _own(self, rank: int) -> OwnSegments:
+        ids = np.flatnonzero(self.rank == rank)
+        ids = ids[np.argsort(self.row[ids], kind="stable")]
+        lengths = (self.end - self.start)[ids]
+        return OwnSegments(ids, Packing(lengths if ids.size else [0]), self.past[ids], self.future[ids])
+
+    # -- documents as chains of segments -----------------------------------------------------------------------------
+
+    @cached_property
+    def chain_start(self) -> IntArray:
+        """`[n]` the first segment of each segment's document."""
+        return np.maximum.accumulate(np.where(self.past, 0, np.arange(self.start.size)))
+
+    @cached_property
+    def chain_end(self) -> IntArray:
+        """`[n]` one past the last segment of each segment's document."""
+        ends = np.where(self.future, self.start.size, np.arange(self.start.size) + 1)
+        return np.minimum.accumulate(ends[::-1])[::-1]
+
+    def needed(self, rank: int, *, forward: bool) -> IntArray:
+        """The segments, own and others', whose maps lead to the states that a rank waits for; rising.
+
+        Forward those of a document before the rank's last segment of it, backward those after its first.
+        """
+        return self.table(("needed", rank, forward), lambda: self._needed(rank, forward))
+
+    def _needed(self, rank: int, forward: bool) -> IntArray:
+        ids = np.flatnonzero(self.rank == rank)
+        _, first, counts = np.unique(self.chain_start[ids], return_index=True, return_counts=True)
+        if forward:
+            last = ids[first + counts - 1]
+            return ranges(self.chain_start[last], last)
+        head = ids[first]
+        return ranges(head + 1, self.chain_end[head])
+
+    def sent(self, source: int, target: int, *, forward: bool) -> IntArray:
+        """The segments whose maps one rank sends to another; rising. None to itself."""
+        needed = self.needed(target, forward=forward)
+        return needed[self.rank[needed] == source] if source != target else needed[:0]
+
+    @cached_property
+    def crosses(self) -> bool:
+        """Whether any document has tokens on more than one rank."""
+        return bool((self.past[1:] & (self.rank[1:] != self.rank[:-1])).any())
+
+    def receivers(self, *, forward: bool) -> IntArray:
+        """`[n]` to how many other ranks each segment's map goes."""
+        return self.table(("receivers", forward), lambda: self._receivers(forward))
+
+    def _receivers(self, forward: bool) -> IntArray:
+        # A rank takes part in a document up to its last (backward: from its first) segment of it.
+        ids = np.arange(self.start.size)
+        order = ids if forward else ids[::-1]
+        pair = self.chain_start * self.layout.cp_size + self.rank
+        _, extreme = np.unique(pair[order[::-1]], return_index=True)
+        _, inverse = np.unique(pair, return_inverse=True)
+        bounds = np.sort(order[::-1][extreme])  # for each rank and document, its last (first) segment
+        own_bound = order[::-1][extreme][inverse]
+        if forward:
+            others = np.searchsorted(bounds, self.chain_end) - np.searchsorted(bounds, ids, side="right")
+            return others - (own_bound > ids)
+        others = np.searchsorted(bounds, ids) - np.searchsorted(bounds, self.chain_start)
+        return others - (own_bound < ids)

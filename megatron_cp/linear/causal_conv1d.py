@@ -1,0 +1,57 @@
+"""The causal depthwise convolution over a packed batch."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.arguments import check_plan, check_tensor
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.plan import Plan
+from megatron_cp.linear.share import Share, check_conv
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: Plan,
+    group: RankGroup | dist.ProcessGroup | None = None,
+    *,
+    activation: str | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """The causal depthwise convolution of each document, over the ranks of `group`; differentiable.
+
+    `y_t = bias + sum_s weight[:, -1 - s] x_{t - s}`, tokens before the document counting as zero.
+
+    Args:
+        x: `[t, channels]` this rank's rows of the plan's layout.
+        weight: `[channels, width]` or `[channels, 1, width]`, whole on every rank.
+        bias: `[channels]`, whole on every rank, or None.
+        plan: from `plan_linear(kind="conv1d")`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
+        activation: "silu" (or "swish"), or None.
+        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+
+    Returns:
+        `[t, channels]` in the type of x, zero in pad rows. A parameter's gradient is this rank's share: sum it over the
+        group, as data parallelism over the group does.
+
+    Raises:
+        ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
+    """
+    check_plan(plan, "conv1d", 'plan_linear(kind="conv1d")')
+    share = Share(plan, group, kernel, x)
+    (block,) = plan.sections.blocks
+    check_tensor("x", x, (share.rows, block.width), like=x)
+    taps = check_conv(plan, weight, bias, block.width, x)
+    if activation not in (None, "silu", "swish"):
+        raise ArgumentError("activation", activation, "silu, swish or None")
+    share.check_kernels()
+
+    def conv(*arrived: Tensor) -> list[Tensor]:
+        return share.convolved(arrived, taps, bias, count=1, silu=activation is not None)
+
+    return share.run([x], conv=conv).flatten(1)

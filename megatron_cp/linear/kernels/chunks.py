@@ -1,0 +1,129 @@
+"""Where the tokens of a rank stand in chunks, and in which order a state walks through them.
+
+Every piece of a document is cut into chunks of `CHUNK` tokens, its last one filled up with tokens that do nothing. All
+pieces of one class take their steps together: chunk i of every piece that has one, longest pieces first, so that a step
+is one slice of the chunks. The classes differ in when a state is known (see `LocalScan`):
+
+    single   no past and no future        first    no past, a future
+    middle   a past and a future          last     a past, no future
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_cp.exchange.device import on_device
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.linear.kernels.base import LinearCall
+
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class PieceClass:
+    """Pieces of documents that step through their chunks together.
+
+    Attributes:
+        pieces: which, the longest first.
+        steps: the slice of the chunks that each step computes: its start, and how many pieces go on so far.
+    """
+
+    pieces: list[int]
+    steps: list[tuple[int, int]]
+
+
+class Chunks:
+    """The chunks of one rank's tokens, class after class.
+
+    Attributes:
+        num_chunks: of all classes.
+        num_known: of single and first, whose pieces begin with a state of zero.
+        slots, sources: of each token the slot, and of each slot the token.
+    """
+
+    single: PieceClass
+    first: PieceClass
+    middle: PieceClass
+    last: PieceClass
+
+    def __init__(self, call: LinearCall) -> None:
+        lengths = call.packing.lengths
+        none = np.zeros(lengths.size, dtype=bool)
+        past, future = (none, none) if call.segments is None else (call.segments.past, call.segments.future)
+        counts = -(-lengths // CHUNK)
+        chunk_of: list[IntArray] = []  # of (piece, step), for pieces in the order of their classes
+        order: list[IntArray] = []
+        start = 0
+        for name, has_past, has_future in (
+            ("single", False, False), ("first", False, True), ("middle", True, True), ("last", True, False),
+        ):  # fmt: skip
+            members = np.flatnonzero((past == has_past) & (future == has_future) & (counts > 0))
+            members = members[np.argsort(-counts[members], kind="stable")]
+            longest = int(counts[members[0]]) if members.size else 0
+            active = np.searchsorted(-counts[members], -np.arange(longest), side="left")
+            starts = start + np.cumsum(active) - active
+            setattr(self, name, PieceClass(members.tolist(), list(zip(starts.tolist(), active.tolist(), strict=True))))
+            order.append(members)
+            chunk_of += [starts[: counts[piece]] + number for number, piece in enumerate(members.tolist())]
+            start += int(active.sum())
+            if not has_past:
+                self.num_known = start
+        self.num_chunks = start
+        self.slots, self.sources = _slots(call, np.concatenate(order), counts, chunk_of, start)
+
+    @classmethod
+    def of(cls, call: LinearCall) -> Chunks:
+        """Those of a call, made once for all layers of a batch."""
+        found: Chunks = call.packing.table(("chunks", CHUNK, call.device, call.segments is None), lambda: cls(call))
+        return found
+
+    def split(self, x: Tensor) -> Tensor:
+        """`[T, h, d]` to `[n, h, C, d]`, zero where a chunk has no token: a zero key and decay change nothing."""
+        filled = _Rechunk.apply(x, self.slots, self.sources, True)
+        return filled.unflatten(0, (self.num_chunks, CHUNK)).transpose(1, 2).contiguous()
+
+    def join(self, x: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        return _Rechunk.apply(x.transpose(1, 2).flatten(0, 1), self.slots, self.sources, False)
+
+
+def _slots(
+    call: LinearCall, order: IntArray, counts: IntArray, chunk_of: list[IntArray], num_chunks: int
+) -> tuple[Tensor, Tensor]:
+    """The slot of each token, and the token of each slot; the slot after the last token is of none."""
+    packing = call.packing
+    offset = np.zeros(counts.size, dtype=np.int64)  # where each piece's chunks are in the table
+    offset[order] = np.cumsum(counts[order]) - counts[order]
+    table: NDArray[np.int64] = np.concatenate(chunk_of) if chunk_of else np.zeros(0, dtype=np.int64)
+    positions = packing.positions()
+    piece = np.repeat(np.arange(counts.size), packing.lengths)
+    slots = table[offset[piece] + positions // CHUNK] * CHUNK + positions % CHUNK
+    sources = np.full(num_chunks * CHUNK, packing.total)
+    sources[slots] = np.arange(packing.total)
+    return on_device(slots, call.device), on_device(sources, call.device)
+
+
+class _Rechunk(torch.autograd.Function):
+    """Tokens to chunk slots or back; the gradient of one is the other, so that both are gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slots: Tensor, sources: Tensor, split: bool) -> Tensor:
+        ctx.tables = (slots, sources, split)
+        return _rechunked(x, slots, sources, split)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        slots, sources, split = ctx.tables
+        return _rechunked(gradients[0], slots, sources, not split), None, None, None
+
+
+def _rechunked(x: Tensor, slots: Tensor, sources: Tensor, split: bool) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, sources) if split else x.index_select(0, slots)

@@ -1,0 +1,122 @@
+"""The causal depthwise convolution in plain torch, tap by tap over all tokens at once: the CPU default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_cp.exchange.device import on_device
+from megatron_cp.linear.activations import silu as apply_silu
+from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
+from megatron_cp.linear.reductions import for_each_token, sum_over_tokens
+
+
+class TorchConv(ConvKernel):
+    """A multiply and an add a tap. The taps that reach before a segment are added when its history is there."""
+
+    name = "chunked"
+    package = "torch"
+
+    def refusal(self, call: LinearCall) -> str | None:
+        return None
+
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: LinearCall,
+        *,
+        silu: bool,
+        history: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)  # so that the sum of the taps is rounded once
+        y = _CausalConv.apply(x.to(wide), weight.to(wide), _piece_heads(call, weight.shape[1]))
+        if history is not None:
+            y = add_history(y, history().to(wide), weight.to(wide), call)
+        if bias is not None:
+            y = y + for_each_token(bias.to(wide), len(y))
+        return apply_silu(y) if silu else y
+
+
+def add_history(y: Tensor, history: Tensor, weight: Tensor, call: LinearCall) -> Tensor:
+    """Adds what stands before the waiting segments to a convolution that has not seen it, in place.
+
+    Linear, so before the activation: `y[i] += sum_{s > i} weight[:, -1 - s] history[i - s]` for a segment's i-th row.
+
+    Args:
+        y: `[T, c]`
+        history: `[n, width - 1, c]`
+        weight: `[c, width]`
+    """
+    assert call.segments is not None
+    reach = weight.shape[1] - 1
+    rows, places = call.segments_table(("history rows", reach), lambda: _history_rows(call, reach))
+    terms = []
+    for row in range(reach):  # of a segment: the taps s > row meet history[reach + row - s]
+        taps = weight[:, : reach - row]  # the last is s = row + 1, the first s = reach
+        terms.append((history[:, row:] * taps.t()).sum(1))
+    added = torch.stack(terms, 1).flatten(0, 1) if terms else history.flatten(0, 1)
+    return y.index_add_(0, rows, added.index_select(0, places))
+
+
+def _history_rows(call: LinearCall, reach: int) -> tuple[Tensor, Tensor]:
+    """The first rows of the waiting segments, and which of `[n * reach]` belongs to each."""
+    assert call.segments is not None
+    waiting = np.flatnonzero(call.segments.past)
+    first, lengths = call.packing.cu_seqlens[:-1][waiting], call.packing.lengths[waiting]
+    row = np.arange(reach)
+    there = row < lengths[:, None]
+    rows, places = first[:, None] + row, np.arange(waiting.size * reach).reshape(-1, reach)
+    return tuple(on_device(table[there], call.device, torch.int64) for table in (rows, places))  # type: ignore[return-value]
+
+
+class _CausalConv(torch.autograd.Function):
+    """`y[t] = sum_s weight[:, -1 - s] x[t - s]` over the `s` for which t - s is in t's piece.
+
+    `heads[s]` lists the tokens whose piece has no token s places earlier.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, heads: list[Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.heads = heads
+        y = x * weight[:, -1]
+        for back in range(1, min(weight.shape[1], len(x))):
+            y[back:] += _cut(x[:-back] * weight[:, -1 - back], heads[back], back)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        (dy,) = gradients
+        dx, dweight = dy * weight[:, -1], torch.zeros_like(weight)
+        dweight[:, -1] = sum_over_tokens(dy * x)
+        for back in range(1, min(weight.shape[1], len(x))):
+            reach = _cut(dy[back:].clone(), ctx.heads[back], back)
+            dweight[:, -1 - back] = sum_over_tokens(reach * x[:-back])
+            dx[:-back] += reach.mul_(weight[:, -1 - back])
+        return dx, dweight, None
+
+
+def _cut(rows: Tensor, heads: Tensor, back: int) -> Tensor:
+    """Zeroes the rows of tokens `back ..` whose piece does not reach `back` tokens back, in place."""
+    return rows.index_fill_(0, heads - back, 0)
+
+
+def _piece_heads(call: LinearCall, width: int) -> list[Tensor]:
+    def make() -> list[Tensor]:
+        positions = call.packing.positions()
+        tokens = np.arange(call.packing.total)
+        return [
+            on_device(np.flatnonzero((positions < back) & (tokens >= back)), call.device, torch.int64)
+            for back in range(width)
+        ]
+
+    return call.packing.table(("piece heads", width, call.device), make)

@@ -1,0 +1,151 @@
+"""Kimi Delta Attention over a packed batch: the bare rule, and the whole mixer between its projections."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.plan import Plan
+from megatron_cp.linear.activations import sigmoid, softplus
+from megatron_cp.linear.kernels import Delta
+from megatron_cp.linear.reductions import for_each_token, l2_normalised
+from megatron_cp.linear.share import Share, check_conv
+
+_MAKER = 'plan_linear(kind="kda")'
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    plan: Plan,
+    group: RankGroup | dist.ProcessGroup | None = None,
+    *,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    kernel: str = "auto",
+) -> Tensor:
+    """Kimi Delta Attention's rule within each document, over the ranks of `group`; differentiable.
+
+    `S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T`, `o_t = scale S_t^T q_t` (Kimi Linear,
+    arXiv 2510.26692, eq. 1): the gated delta rule with a decay for each feature of the key.
+
+    Args:
+        q: `[t, key_heads, head_dim]` this rank's rows of the plan's layout.
+        k: `[t, key_heads, head_dim]`.
+        v: `[t, heads, value_head_dim]`.
+        g: `[t, heads, head_dim]` log decay, at most 0.
+        beta: `[t, heads]` write strength, in (0, 1).
+        plan: from `plan_linear(kind="kda")`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
+        scale: what queries are multiplied by; `head_dim ** -0.5` if None.
+        use_qk_l2norm_in_kernel: divide q and k by their norms first.
+        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+
+    Returns:
+        `[t, heads, value_head_dim]`, zero in pad rows.
+
+    Raises:
+        ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
+    """
+    check_plan(plan, "kda", _MAKER)
+    share, blocks = Share(plan, group, kernel, v), plan.sections.blocks
+    for name, tensor, block in zip("qkv", (q, k, v), blocks[:3], strict=True):
+        check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
+    check_tensor("g", g, (share.rows, blocks[3].num_heads, blocks[3].head_dim), like=v)
+    check_tensor("beta", beta, (share.rows, blocks[2].num_heads), like=v)
+    share.check_kernels()
+    scale = checked_scale("scale", scale, blocks[0].head_dim)
+
+    def gates(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+        if use_qk_l2norm_in_kernel:
+            q, k = l2_normalised(q), l2_normalised(k)
+        return [q, k, v, g, beta.squeeze(-1)]
+
+    return share.run(
+        [q.flatten(1), k.flatten(1), v.flatten(1), g.flatten(1), beta],
+        conv=share.sections,
+        gates=gates,
+        rule=lambda *inputs: [share.recurrence(Delta(*inputs), scale)],
+    )
+
+
+def kda_mixer(
+    qkv: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    plan: Plan,
+    group: RankGroup | dist.ProcessGroup | None = None,
+    *,
+    conv: Tensor,
+    conv_bias: Tensor | None = None,
+    A_log: Tensor,  # noqa: N803 - the parameter's name everywhere
+    dt_bias: Tensor,
+    lower_bound: float | None = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """The mixer of a Kimi Delta Attention layer between its projections; differentiable.
+
+    Headwise, one collective in and one out; chunkwise, a halo and an exchange of states. The output gate and its norm
+    run on the result.
+
+        q, k, v = silu(causal_conv1d(qkv));  q, k = q / |q|, k / |k|
+        g = -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias))
+        out = kda(q, k, v, g, sigmoid(beta))
+
+    Args:
+        qkv: `[t, 2 * key_heads * head_dim + heads * value_head_dim]` this rank's rows, before the convolution.
+        g: `[t, heads * head_dim]` before its activation.
+        beta: `[t, heads]` before the sigmoid.
+        plan: from `plan_linear(kind="kda")`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
+        conv: `[channels, width]` or `[channels, 1, width]` weight over the channels of qkv, whole on every rank.
+        conv_bias: `[channels]`.
+        A_log: `[heads]`, whole on every rank.
+        dt_bias: `[heads * head_dim]`, whole on every rank.
+        lower_bound: of the log decay, below 0; None for none.
+        scale: what queries are multiplied by; `head_dim ** -0.5` if None.
+        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+
+    Returns:
+        `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's
+        share: sum it over the group, as data parallelism over the group does.
+
+    Raises:
+        ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
+    """
+    check_plan(plan, "kda", _MAKER)
+    share, blocks = Share(plan, group, kernel, qkv), plan.sections.blocks
+    heads, channels, decay = blocks[2].num_heads, sum(block.width for block in blocks[:3]), blocks[3]
+    check_tensor("qkv", qkv, (share.rows, channels), like=qkv)
+    check_tensor("g", g, (share.rows, decay.width), like=qkv)
+    check_tensor("beta", beta, (share.rows, heads), like=qkv)
+    taps = check_conv(plan, conv, conv_bias, channels, qkv)
+    check_tensor("A_log", A_log, (heads,), like=qkv)
+    check_tensor("dt_bias", dt_bias, (decay.width,), like=qkv)
+    if lower_bound is not None and not lower_bound < 0:
+        raise ArgumentError("lower_bound", lower_bound, "a number below 0, or None")
+    share.check_kernels()
+    scale = checked_scale("scale", scale, blocks[0].head_dim)
+
+    def gates(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+        wide, tokens = torch.promote_types(g.dtype, torch.float32), len(g)
+        own_bias = dt_bias.unflatten(0, (heads, decay.head_dim))[share.heads].flatten().to(wide)
+        rate = for_each_token(A_log[share.heads].to(wide).exp(), tokens)[..., None]
+        shifted = g.to(wide) + for_each_token(own_bias, tokens).view(g.shape)
+        g = -rate * softplus(shifted) if lower_bound is None else lower_bound * sigmoid(rate * shifted)
+        return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(wide))]
+
+    return share.run(
+        [qkv, g, beta],
+        conv=lambda *arrived: share.convolved(arrived, taps, conv_bias, count=3),
+        gates=gates,
+        rule=lambda *inputs: [share.recurrence(Delta(*inputs), scale)],
+    )

@@ -1,0 +1,187 @@
+"""Mamba-2 over a packed batch: the bare recurrence, and the whole mixer between its projections."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.sections import Section
+from megatron_cp.executor.arguments import check_plan, check_tensor
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.plan import Plan
+from megatron_cp.linear.activations import softplus
+from megatron_cp.linear.kernels import StateSpace
+from megatron_cp.linear.reductions import for_each_token
+from megatron_cp.linear.share import Share, check_conv
+
+_MAKER = 'plan_linear(kind="mamba")'
+
+
+def mamba2(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,  # noqa: N803 - the names of the paper and of mamba_ssm
+    B: Tensor,  # noqa: N803
+    C: Tensor,  # noqa: N803
+    plan: Plan,
+    group: RankGroup | dist.ProcessGroup | None = None,
+    *,
+    D: Tensor | None = None,  # noqa: N803
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    kernel: str = "auto",
+) -> Tensor:
+    """Mamba-2's recurrence within each document, over the ranks of `group`; differentiable.
+
+    `S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T`, `y_t = S_t^T C_t + D x_t` (Mamba-2, arXiv 2405.21060, eq. 1), the
+    state S of a head `[state, head_dim]` and zero where a document starts.
+
+    Args:
+        x: `[t, heads, head_dim]` this rank's rows of the plan's layout.
+        dt: `[t, heads]` step sizes: positive, once `dt_bias`, `dt_softplus` and `dt_limit` have been applied.
+        A: `[heads]` below 0, whole on every rank.
+        B, C: `[t, groups, state]`, each group read by consecutive heads.
+        plan: from `plan_linear(kind="mamba")`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
+        D: `[heads]` or `[heads, head_dim]`, whole on every rank.
+        dt_bias: `[heads]` added to dt, whole on every rank.
+        dt_softplus: whether dt goes through softplus.
+        dt_limit: what dt is clamped to.
+        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+
+    Returns:
+        `[t, heads, head_dim]`, zero in pad rows.
+
+    Raises:
+        ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
+    """
+    check_plan(plan, "mamba", _MAKER)
+    share, blocks = Share(plan, group, kernel, x), plan.sections.blocks
+    for name, tensor, block in zip("xBC", (x, B, C), blocks[:3], strict=True):
+        check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=x, same_dtype=True)
+    heads = blocks[0].num_heads
+    check_tensor("dt", dt, (share.rows, heads), like=x)
+    check_tensor("A", A, (heads,), like=x)
+    if dt_bias is not None:
+        check_tensor("dt_bias", dt_bias, (heads,), like=x)
+    skip = _checked_skip(D, blocks[0], x)
+    _check_limit(dt_limit)
+    share.check_kernels()
+
+    def gates(x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
+        wide = torch.promote_types(dt.dtype, torch.float32)
+        step = _step(dt.squeeze(-1).to(wide), dt_bias, share, softplus_too=dt_softplus, limit=dt_limit)
+        return [x, step, A[share.heads].to(wide), b, c]
+
+    return share.run(
+        [x.flatten(1), B.flatten(1), C.flatten(1), dt],
+        conv=share.sections,
+        gates=gates,
+        rule=lambda *inputs: [_with_skip(share.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, share)],
+    )
+
+
+def mamba2_mixer(
+    xBC: Tensor,  # noqa: N803
+    dt: Tensor,
+    plan: Plan,
+    group: RankGroup | dist.ProcessGroup | None = None,
+    *,
+    conv: Tensor,
+    conv_bias: Tensor | None = None,
+    A_log: Tensor,  # noqa: N803
+    D: Tensor | None = None,  # noqa: N803
+    dt_bias: Tensor,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    kernel: str = "auto",
+) -> Tensor:
+    """The mixer of a Mamba-2 layer between its projections: convolution, steps and recurrence; differentiable.
+
+    Headwise, one collective in and one out; chunkwise, a halo and an exchange of states. The gate z and its norm run
+    on the result.
+
+        x, B, C = silu(causal_conv1d(xBC));  y = mamba2(x, softplus(dt + dt_bias), -exp(A_log), B, C, D=D)
+
+    Args:
+        xBC: `[t, heads * head_dim + 2 * groups * state]` this rank's rows, before the convolution.
+        dt: `[t, heads]` before the softplus.
+        plan: from `plan_linear(kind="mamba")`, the same on every rank.
+        group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
+        conv: `[channels, width]` or `[channels, 1, width]` weight over the channels of xBC, whole on every rank.
+        conv_bias: `[channels]`.
+        A_log, dt_bias: `[heads]`, whole on every rank.
+        D: `[heads]`, or a number for each feature, `[heads, head_dim]`; whole on every rank.
+        dt_limit: what the step sizes are clamped to.
+        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+
+    Returns:
+        `[t, heads, head_dim]` in the type of xBC, zero in pad rows. A parameter's gradient is this rank's share: sum it
+        over the group, as data parallelism over the group does.
+
+    Raises:
+        ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
+    """
+    check_plan(plan, "mamba", _MAKER)
+    share, blocks = Share(plan, group, kernel, xBC), plan.sections.blocks
+    heads, channels = blocks[0].num_heads, sum(block.width for block in blocks[:3])
+    check_tensor("xBC", xBC, (share.rows, channels), like=xBC)
+    check_tensor("dt", dt, (share.rows, heads), like=xBC)
+    taps = check_conv(plan, conv, conv_bias, channels, xBC)
+    check_tensor("A_log", A_log, (heads,), like=xBC)
+    check_tensor("dt_bias", dt_bias, (heads,), like=xBC)
+    skip = _checked_skip(D, blocks[0], xBC)
+    _check_limit(dt_limit)
+    share.check_kernels()
+
+    def gates(x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
+        wide = torch.promote_types(dt.dtype, torch.float32)
+        step = _step(dt.squeeze(-1).to(wide), dt_bias, share, softplus_too=True, limit=dt_limit)
+        return [x, step, -A_log[share.heads].to(wide).exp(), b, c]
+
+    return share.run(
+        [xBC, dt],
+        conv=lambda *arrived: share.convolved(arrived, taps, conv_bias, count=3),
+        gates=gates,
+        rule=lambda *inputs: [_with_skip(share.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, share)],
+    )
+
+
+def _step(dt: Tensor, bias: Tensor | None, share: Share, *, softplus_too: bool, limit: tuple[float, float]) -> Tensor:
+    """dt `[T, h]` as the recurrence takes it."""
+    if bias is not None:
+        dt = dt + for_each_token(bias[share.heads].to(dt.dtype), len(dt))
+    if softplus_too:
+        dt = softplus(dt)
+    return dt if limit == (0.0, math.inf) else dt.clamp(*limit)
+
+
+def _with_skip(y: Tensor, x: Tensor, skip: Tensor | None, share: Share) -> Tensor:
+    """`y + D x`."""
+    if skip is None:
+        return y
+    wide = torch.promote_types(y.dtype, torch.float32)
+    own = skip[share.heads].to(wide)
+    weights = for_each_token(own.flatten(), len(x)).unflatten(1, own.shape)
+    weights = weights if weights.ndim == 3 else weights[..., None]
+    return (y.to(wide) + weights * x.to(wide)).to(y.dtype)
+
+
+def _checked_skip(skip: Tensor | None, block: Section, like: Tensor) -> Tensor | None:
+    """D as `[heads]` or `[heads, head_dim]`; flat is fine for the latter, as Megatron has it."""
+    if skip is None:
+        return None
+    shape = (block.num_heads, block.head_dim)
+    if isinstance(skip, Tensor) and skip.shape == (block.width,) and block.head_dim > 1:
+        skip = skip.view(shape)
+    check_tensor("D", skip, shape if isinstance(skip, Tensor) and skip.ndim == 2 else shape[:1], like=like)
+    return skip
+
+
+def _check_limit(limit: tuple[float, float]) -> None:
+    if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
+        raise ArgumentError("dt_limit", limit, "two numbers from 0 on, the smaller one first")

@@ -1,0 +1,223 @@
+"""`Share`: what one rank computes of a linear layer, whichever way the plan spreads it.
+
+Headwise a rank has all tokens and its own heads, and pieces are whole documents. Chunkwise it has its own tokens and
+all heads, and pieces are segments, whose convolution and state go on from rank to rank. The stages of a layer (its
+convolution, its gates, its rule) are written once, against this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.sections import Section
+from megatron_cp.executor.arguments import check_tensor
+from megatron_cp.executor.chain import Halo, Scan
+from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.halo import start_halo
+from megatron_cp.executor.plan import Plan
+from megatron_cp.executor.run import run
+from megatron_cp.executor.scan import LocalScan, scan
+from megatron_cp.layout.segments import Segments
+from megatron_cp.linear.kernels import Inputs, LinearCall, choose_conv, choose_rule
+
+Stage = Callable[..., list[Tensor]]
+
+
+class Share:
+    """One rank's share of a layer.
+
+    Args:
+        plan: from `plan_linear`.
+        group: the plan's ranks.
+        kernel: of the recurrence, and of the convolution where one is called the same.
+        values: a tensor of the type and on the device of the layer's values.
+
+    Attributes:
+        ranks: the plan's ranks.
+        rows: of this rank's local tensors, pad rows included.
+        call: what kernels are told.
+        heads: whose parameters are this rank's, as a slice.
+        groups: the key head that each own head reads, counted within the own ones.
+    """
+
+    def __init__(self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, kernel: str, values: Tensor) -> None:
+        self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
+        self.rank = self.ranks.rank
+        self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
+        self.call = linear_call(plan, self.rank, values.dtype, values.device)
+        (first, last), (first_group, _) = plan.heads_of(self.rank), plan.groups_of(self.rank)
+        self.heads = slice(first, last)
+        self.groups = [head // plan.deal.heads_per_group - first_group for head in range(first, last)]
+
+    @property
+    def is_chunkwise(self) -> bool:
+        return self.call.segments is not None
+
+    def check_kernels(self) -> None:
+        """Raises what choosing kernels would raise: before anything is sent."""
+        if self.plan.kind != "conv1d":
+            choose_rule(self.kernel, self.call)
+        choose_conv(self.kernel, self.call)
+
+    def run(
+        self, tensors: list[Tensor], *, conv: Stage, gates: Stage | None = None, rule: Stage | None = None
+    ) -> Tensor:
+        """The plan's steps, with what this rank computes between them.
+
+        Args:
+            tensors: `[rows, f]`, whose features, end to end, are the plan's sections.
+            conv: takes what arrives and returns one `[T, h, d]` for each section.
+            gates: from these to what `rule` takes; `rule` returns one `[T, h, dv]`.
+
+        Returns:
+            `[rows, h, dv]`, zero in pad rows.
+        """
+        work = {"conv": conv, "gates": gates, "rule": rule}
+        (out,) = run(self.plan, self.ranks, tensors, {name: stage for name, stage in work.items() if stage})
+        if self.is_chunkwise and self.rows > self.tokens:
+            out = F.pad(out, (0, 0) * (out.ndim - 1) + (0, self.rows - self.tokens))
+        last = self.plan.out
+        return out if out.ndim == 3 else out.unflatten(-1, (last.num_heads, last.head_dim))
+
+    def sections(self, *arrived: Tensor) -> list[Tensor]:
+        """What arrived, one `[T, h, d]` for each section."""
+        return self._split(arrived, list(self.plan.sections.blocks)) if self.is_chunkwise else list(arrived)
+
+    def convolved(
+        self, arrived: Sequence[Tensor], weight: Tensor, bias: Tensor | None, *, count: int, silu: bool = True
+    ) -> list[Tensor]:
+        """`sections`, of which the first `count`, which were one tensor, are convolved with `[c, width]` taps."""
+        blocks = list(self.plan.sections.blocks)
+        if self.is_chunkwise:
+            x, *rest = arrived
+            y = self._convolved_segments(x[: self.tokens], weight, bias, silu=silu)
+            return [*self._split([y], blocks[:count], cut=False), *self._split(rest, blocks[count:])]
+        kernel = choose_conv(self.kernel, self.call)
+        weights = self.own_channels(weight, blocks[:count])
+        biases: Sequence[Tensor | None] = [None] * count if bias is None else self.own_channels(bias, blocks[:count])
+        done = [
+            kernel.conv(x.flatten(1), own, own_bias, self.call, silu=silu).to(x.dtype).view(x.shape)
+            if x.numel()
+            else connected(x, own, *([] if own_bias is None else [own_bias]))
+            for x, own, own_bias in zip(arrived[:count], weights, biases, strict=True)
+        ]
+        return [*done, *arrived[count:]]
+
+    def _convolved_segments(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+        halo = next(step for step in self.plan.steps if isinstance(step, Halo))
+        history = None
+        if halo.reach:
+            x, history = start_halo(halo, self.ranks, x)
+        if not len(x):
+            others = [weight, *([] if bias is None else [bias]), *([] if history is None else [history()])]
+            return connected(x, *others)
+        kernel = choose_conv(self.kernel, self.call)
+        return kernel.conv(x, weight, bias, self.call, silu=silu, history=history).to(x.dtype)
+
+    def _split(self, tensors: Sequence[Tensor], blocks: list[Section], *, cut: bool = True) -> list[Tensor]:
+        """Tensors `[rows, f]` as views `[T, h, d]`, one for each section."""
+        found, left = [], iter(blocks)
+        for tensor in tensors:
+            own, width = [], 0
+            while width < tensor.shape[1]:
+                own.append(next(left))
+                width += own[-1].width
+            rows = tensor[: self.tokens] if cut else tensor
+            columns = rows.split([block.width for block in own], 1) if len(own) > 1 else [rows]
+            found += [x.unflatten(1, (b.num_heads, b.head_dim)) for x, b in zip(columns, own, strict=True)]
+        return found
+
+    def recurrence(self, inputs: Inputs, scale: float) -> Tensor:
+        """The rule over own pieces, `[T, h, dv]`."""
+        values = inputs[0] if self.plan.kind == "mamba" else inputs[2]
+        if not self.is_chunkwise:
+            if not values.numel():
+                return connected(values, *inputs)
+            return choose_rule(self.kernel, self.call).rule(inputs, self.groups, scale, self.call)
+        step = next(step for step in self.plan.steps if isinstance(step, Scan))
+        if not values.numel():
+            return scan(step, self.ranks, _Nothing(step, values), *inputs)
+        work = choose_rule(self.kernel, self.call).work(inputs, self.groups, scale, self.call)
+        return work.finish(scan(step, self.ranks, work.local, *work.tensors))
+
+    def own_channels(self, parameter: Tensor, blocks: list[Section]) -> list[Tensor]:
+        """The channels of this rank's heads in each block of a `[channels, ...]` parameter."""
+        own, start = [], 0
+        for block in blocks:
+            lo, hi = block.ranges[self.rank % self.plan.ulysses_degree]
+            own.append(parameter[start + lo * block.head_dim : start + hi * block.head_dim])
+            start += block.width
+        return own
+
+
+def linear_call(plan: Plan, rank: int, dtype: torch.dtype, device: torch.device) -> LinearCall:
+    """What kernels are told of a rank's share of a plan."""
+    blocks = plan.sections.blocks
+    names = [block.name for block in blocks]
+    keys = blocks[names.index("B" if plan.kind == "mamba" else "k")] if len(blocks) > 1 else blocks[0]
+    convolved = blocks[: 3 if len(blocks) > 1 else 1]
+    segments = None
+    if plan.scheme == "chunkwise":
+        segments = Segments.of(plan.layout).own(rank)
+        channels = sum(block.width for block in convolved)
+    else:
+        channels = sum(block.heads_on(rank % plan.ulysses_degree) * block.head_dim for block in convolved)
+    packing = plan.packing if segments is None else segments.packing
+    return LinearCall(
+        plan.kind, packing, dtype, device, keys.head_dim, plan.conv_width, channels, segments=segments
+    )  # fmt: skip
+
+
+class _Nothing(LocalScan):
+    """The work of a rank without tokens."""
+
+    def __init__(self, step: Scan, values: Tensor) -> None:
+        wide = torch.promote_types(values.dtype, torch.float32)
+        self.none = values.new_empty(0, step.heads, step.key_dim, step.value_dim, dtype=wide)
+        self.out = values.detach()
+
+    def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
+        return self.none, self.none, None
+
+    def finish(self, tensors: Sequence[Tensor], begun: Any, states: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return torch.empty_like(self.out), []
+
+    def leave_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], gradient: Tensor) -> tuple[Tensor, Any]:
+        return self.none, None
+
+    def finish_backward(
+        self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor, states: Tensor
+    ) -> list[Tensor]:
+        return [torch.zeros_like(tensor) for tensor in tensors]
+
+
+def check_conv(plan: Plan, weight: Tensor, bias: Tensor | None, channels: int, like: Tensor) -> Tensor:
+    """The taps as `[channels, width]`.
+
+    Raises:
+        ArgumentError: they do not fit the channels or the plan.
+    """
+    if not isinstance(weight, Tensor) or weight.ndim not in (2, 3) or weight.shape[-1] < 1:
+        given = list(weight.shape) if isinstance(weight, Tensor) else weight
+        raise ArgumentError("conv", given, f"[{channels}, width] or [{channels}, 1, width], at least 1 wide")
+    middle = (1,) if weight.ndim == 3 else ()
+    check_tensor("conv", weight, (channels, *middle, weight.shape[-1]), like=like)
+    if weight.shape[-1] != plan.conv_width:
+        raise ArgumentError(
+            "conv", list(weight.shape), f"the plan's {plan.conv_width} taps", "Plan with conv_width=the taps."
+        )
+    if bias is not None:
+        check_tensor("conv_bias", bias, (channels,), like=like)
+    return weight.squeeze(1) if weight.ndim == 3 else weight
+
+
+def connected(empty: Tensor, *others: Tensor) -> Tensor:
+    """`empty`, depending on every other tensor: a rank without work still takes part in every backward."""
+    return empty + sum((other.sum() * 0 for other in others), start=empty.new_zeros(())).to(empty.dtype)

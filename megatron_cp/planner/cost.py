@@ -1,0 +1,87 @@
+"""What a way of running a linear layer takes, predicted from bytes and products. No torch in here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_cp.executor.chain import Scan
+from megatron_cp.executor.plan import Plan, Price
+from megatron_cp.layout import Layout
+
+CHUNK = 64  # tokens that a chunked kernel takes at once
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Rates of one rank. They only have to order the ways of running a layer, not to be met.
+
+    Attributes:
+        node_size: ranks with fast links among themselves.
+        node_bandwidth, network_bandwidth: bytes a second that a rank sends within a node and beyond one.
+        latency: seconds that starting a collective takes.
+        products: multiply-adds a second of a linear layer's kernels.
+    """
+
+    node_size: int
+    node_bandwidth: float
+    network_bandwidth: float
+    latency: float
+    products: float
+
+
+# Taken from data sheets and rounded down; measured nowhere yet.
+H100 = Hardware(8, node_bandwidth=2.5e11, network_bandwidth=4e10, latency=3e-5, products=1e14)
+
+
+def priced(plan: Plan, hardware: Hardware, *, item_size: int, hidden_size: int | None = None, layers: int = 1) -> Price:
+    """What a plan of a linear layer takes on the slowest rank.
+
+    Args:
+        plan: of the layer.
+        hardware: the rates.
+        item_size: bytes of an activation.
+        hidden_size, layers: of the run of layers around which hidden states are relayed, where they are.
+    """
+    relayed = 0
+    if plan.outer is not None and hidden_size is not None:
+        relayed = 2 * moved_rows(plan.outer, plan.layout) * hidden_size * item_size // layers
+    times, sent = [], 0
+    for forward in (True, False):
+        moved = max(plan.bytes_sent(item_size, forward=forward)) + relayed
+        starts = plan.collectives(forward=forward) + (2 / layers if relayed else 0)
+        bandwidth = hardware.node_bandwidth if plan.cp_size <= hardware.node_size else hardware.network_bandwidth
+        seconds = moved / bandwidth + starts * hardware.latency + products(plan, forward=forward) / hardware.products
+        times.append(seconds * 1e3)
+        sent = sent or moved
+    return Price(plan.scheme, times[0], times[1], sent)
+
+
+def moved_rows(source: Layout, target: Layout) -> int:
+    """The most rows that a rank sends when tokens go from one layout to another."""
+    owners = [
+        np.repeat(np.arange(layout.cp_size), layout.token_counts)[layout.inverse_order] for layout in (source, target)
+    ]
+    return int(np.bincount(owners[0][owners[0] != owners[1]], minlength=source.cp_size).max())
+
+
+def products(plan: Plan, *, forward: bool) -> float:
+    """Multiply-adds of the busiest rank: the chunked rule's, and those of the maps that its segments leave."""
+    if plan.kind == "conv1d":
+        return max(plan.work_per_rank()) * plan.conv_width * (1 if forward else 2)
+    scan = next((step for step in plan.steps if isinstance(step, Scan)), None)
+    blocks = {block.name: block for block in plan.sections.blocks}
+    keys, values = (blocks[name].head_dim for name in (("B", "x") if plan.kind == "mamba" else ("k", "v")))
+    is_delta = plan.kind != "mamba"
+    rule = CHUNK * (keys + values) + 2 * keys * values
+    if is_delta:
+        rule += CHUNK * (keys + (keys + values) // 2) + keys * values
+    total = np.array(plan.work_per_rank()) * float(rule if forward else 2 * rule)
+    if scan is not None:
+        segments = scan.segments
+        middle = segments.past & segments.future
+        tokens = np.bincount(segments.rank, (segments.end - segments.start) * middle, minlength=plan.cp_size)
+        walk = keys * values * (2 if is_delta else 1)
+        total += tokens * scan.heads * (walk + (2 * keys * keys if is_delta and forward else 0))
+    return float(total.max())

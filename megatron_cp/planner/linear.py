@@ -1,0 +1,219 @@
+"""`plan_linear`: from a batch and a linear layer to the steps that run it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
+from megatron_cp.executor.chain import Halo, Scan
+from megatron_cp.executor.plan import Compute, Plan, Step, ToHeads, ToTokens
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.cost import H100, Hardware, priced
+from megatron_cp.planner.plans import check_layout, checked_heads, notes_of
+
+MAX_CONV_WIDTH = 64  # far beyond any model; a halo and its tables grow with it
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """A linear layer's heads, in one vocabulary: of Mamba-2, B and C are keys and queries, x is values.
+
+    Attributes:
+        kind: of the layer.
+        heads: each with a state `[key_dim, value_dim]`; of conv1d its channels.
+        groups: key heads, each read by consecutive heads.
+        key_dim, value_dim: features of a key and of a value head.
+        conv_width: taps of the convolution.
+    """
+
+    kind: str
+    heads: int
+    groups: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def is_delta(self) -> bool:
+        return self.kind in ("gdn", "kda")
+
+    def sections(self, deal: HeadDeal) -> Sections:
+        """What travels, in the order of the operation's features; the first ones are convolved."""
+        if self.kind == "conv1d":
+            return Sections((Section("x", self.heads, 1, deal.heads),))
+        keys = {"head_dim": self.key_dim, "num_heads": self.groups, "ranges": deal.groups}
+        values = {"head_dim": self.value_dim, "num_heads": self.heads, "ranges": deal.heads}
+        each = {"head_dim": 1, "num_heads": self.heads, "ranges": deal.heads}
+        table = {
+            "gdn": {"q": keys, "k": keys, "v": values, "beta": each, "alpha": each},
+            "kda": {"q": keys, "k": keys, "v": values, "g": {**each, "head_dim": self.key_dim}, "beta": each},
+            "mamba": {"x": values, "B": keys, "C": keys, "dt": each},
+        }
+        return Sections(tuple(Section(name, **section) for name, section in table[self.kind].items()))  # type: ignore[arg-type]
+
+    @property
+    def channels(self) -> int:
+        """Features that are convolved."""
+        return self.heads if self.kind == "conv1d" else 2 * self.groups * self.key_dim + self.heads * self.value_dim
+
+
+def plan_linear(
+    packing: Packing,
+    layout: Layout,
+    kind: str = "gdn",
+    *,
+    heads: int | None = None,
+    key_heads: int | None = None,
+    groups: int | None = None,
+    head_dim: int | None = None,
+    value_head_dim: int | None = None,
+    state: int | None = None,
+    channels: int | None = None,
+    conv_width: int = 4,
+    mode: str = "auto",
+    hidden_size: int | None = None,
+    layers: int = 1,
+    hardware: Hardware = H100,
+    item_size: int = 2,
+) -> Plan:
+    """How to run a linear layer over a batch.
+
+        headwise    whole documents on a share of the heads: one exchange in, one out
+        chunkwise   all heads on own tokens: a halo for the convolution, one exchange of state maps
+        relay       chunkwise in a layout of few fragments, to which hidden states are relayed around a run of layers
+
+    Args:
+        packing: the documents; the state starts anew with each.
+        layout: who holds which tokens.
+        kind: "gdn" (Gated DeltaNet, arXiv 2412.06464), "kda" (Kimi Delta Attention, arXiv 2510.26692), "mamba"
+            (Mamba-2, arXiv 2405.21060), or "conv1d", the causal convolution alone.
+        heads: value heads, each with a state of its own; not of conv1d.
+        key_heads: of gdn and kda, query/key heads, a divisor of `heads`; `heads` if None.
+        groups: of mamba, groups of B and C, a divisor of `heads`; 1 if None.
+        head_dim: features of a query or key head; of mamba, of a head of x.
+        value_head_dim: of gdn and kda, features of a value head; `head_dim` if None.
+        state: of mamba, the size of the state, which are the features of B and C.
+        channels: of conv1d.
+        conv_width: taps of the mixer's convolution; nothing of it concerns the bare rules.
+        mode: one of the above, or "auto", which takes the way that is predicted to be fastest.
+        hidden_size: features of the hidden states, where they can be relayed: the plan's `layout` may then be another
+            than was given, which is its `outer`, and `relayout` moves hidden states between the two. None where not.
+        layers: how many linear layers share such a relay.
+        hardware, item_size: what predictions assume: rates, and the bytes of an activation.
+
+    Raises:
+        ArgumentError: an argument that does not fit the others, or that no mode here can run.
+    """
+    require("kind", kind)
+    require("mode", mode)
+    check_layout(packing, layout)
+    shape = _shape(
+        kind, conv_width, heads=heads, key_heads=key_heads, groups=groups, head_dim=head_dim,
+        value_head_dim=value_head_dim, state=state, channels=channels,
+    )  # fmt: skip
+    layers = checked_integer("layers", layers, 1)
+    if hidden_size is not None:
+        hidden_size = checked_integer("hidden_size", hidden_size, 1)
+    if mode == "relay" and hidden_size is None:
+        raise ArgumentError("hidden_size", None, "the features of the hidden states", "A relay moves those.")
+    if layout.cp_size == 1 and mode == "auto":
+        mode = "headwise"
+    plans = [_headwise(layout, shape)] if mode in ("auto", "headwise") else []
+    if mode in ("auto", "chunkwise"):
+        plans.append(_chunkwise(layout, shape))
+    if mode == "relay" or (mode == "auto" and hidden_size is not None):
+        friendly = Layout.contiguous(packing, layout.cp_size, align=layout.align).padded(
+            align=layout.align, min_rows=layout.min_rows
+        )
+        if mode == "relay" or friendly != layout:
+            plans.append(replace(_chunkwise(friendly, shape), outer=layout))
+    prices = [
+        replace(priced(plan, hardware, item_size=item_size, hidden_size=hidden_size, layers=layers), scheme=_way(plan))
+        for plan in plans
+    ]
+    best = min(range(len(plans)), key=lambda number: prices[number].forward + prices[number].backward)
+    chosen, price = plans[best], prices[best]
+    others = sorted((other for other in prices if other is not price), key=lambda other: other.forward + other.backward)
+    chosen = replace(
+        chosen,
+        notes=(*chosen.notes, *_notes(chosen, layers)),
+        prices=(price, *others),
+    )
+    for note in chosen.notes[:1]:
+        if chosen.scheme == "headwise" and chosen.deal.idle_ranks:
+            warnings.warn(note, stacklevel=2)
+    return chosen
+
+
+def _way(plan: Plan) -> str:
+    return plan.scheme if plan.outer is None else "relay"
+
+
+def _headwise(layout: Layout, shape: LinearShape) -> Plan:
+    deal = deal_heads(shape.heads, shape.groups, layout.cp_size)
+    sections = shape.sections(deal)
+    arriving = ToHeads(Exchange(layout, sections), (0, len(sections.blocks)))
+    out = Section("out", shape.heads, 1 if shape.kind == "conv1d" else shape.value_dim, deal.heads)
+    local = [Compute(name) for name in (("conv",) if shape.kind == "conv1d" else ("conv", "gates", "rule"))]
+    steps: tuple[Step, ...] = (arriving, *local, ToTokens(Exchange(layout, Sections((out,)))))
+    head, group = {"conv1d": ("channel", "channel"), "mamba": ("head", "group of B and C")}.get(
+        shape.kind, ("value head", "key head")
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # said where the plan is chosen
+        notes = notes_of(deal, layout, head, group, "; chunkwise uses them all")
+    return Plan(
+        shape.kind, "headwise", layout, sections, deal, None, steps, notes=notes, conv_width=shape.conv_width
+    )  # fmt: skip
+
+
+def _chunkwise(layout: Layout, shape: LinearShape) -> Plan:
+    deal = deal_heads(shape.heads, shape.groups, 1)
+    halo = Halo(layout, shape.conv_width, shape.channels)
+    scan = Scan(layout, shape.heads, shape.key_dim, shape.value_dim, shape.is_delta)
+    steps: tuple[Step, ...] = (halo,) if shape.kind == "conv1d" else (halo, Compute("gates"), scan)
+    return Plan(
+        shape.kind, "chunkwise", layout, shape.sections(deal), deal, None, steps, conv_width=shape.conv_width
+    )  # fmt: skip
+
+
+def _notes(plan: Plan, layers: int) -> tuple[str, ...]:
+    if plan.outer is None:
+        return ()
+    run = f"a run of {layers} linear layers" if layers > 1 else "each linear layer"
+    return (f"hidden states are relayed to contiguous ranges around {run}, and back after it",)
+
+
+_OF_KIND = {
+    "gdn": ("heads", "key_heads", "head_dim", "value_head_dim"),
+    "kda": ("heads", "key_heads", "head_dim", "value_head_dim"),
+    "mamba": ("heads", "groups", "head_dim", "state"),
+    "conv1d": ("channels",),
+}
+_NEEDED = {"gdn": ("heads", "head_dim"), "mamba": ("heads", "head_dim", "state"), "conv1d": ("channels",)}
+
+
+def _shape(kind: str, conv_width: int, **given: int | None) -> LinearShape:
+    for name, value in given.items():
+        if value is not None and name not in _OF_KIND[kind]:
+            raise ArgumentError(name, value, f"None for {kind}, which takes {', '.join(_OF_KIND[kind])}")
+        if value is None and name in _NEEDED.get(kind, _NEEDED["gdn"]):
+            raise ArgumentError(name, None, f"an integer of at least 1: {kind} needs it")
+    width = checked_integer("conv_width", conv_width, 1, MAX_CONV_WIDTH)
+    if kind == "conv1d":
+        channels = checked_integer("channels", given["channels"], 1)
+        return LinearShape(kind, channels, channels, 1, 1, width)
+    heads, head_dim = given["heads"], checked_integer("head_dim", given["head_dim"], 1)
+    assert heads is not None
+    if kind == "mamba":
+        heads, groups = checked_heads(heads=heads, groups=1 if given["groups"] is None else given["groups"])
+        return LinearShape(kind, heads, groups, checked_integer("state", given["state"], 1), head_dim, width)
+    value_dim = head_dim
+    if given["value_head_dim"] is not None:
+        value_dim = checked_integer("value_head_dim", given["value_head_dim"], 1)
+    heads, groups = checked_heads(heads=heads, key_heads=heads if given["key_heads"] is None else given["key_heads"])
+    return LinearShape(kind, heads, groups, head_dim, value_dim, width)
