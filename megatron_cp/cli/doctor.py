@@ -20,7 +20,10 @@ from megatron_cp.softmax.kernels import AttentionCall
 
 HELP = "versions, kernels found, devices, and what works here"
 
-_PACKAGES = ("torch", "numpy", "megatron-core", "fla-core", "flash-attn", "transformer-engine", "mamba-ssm", "triton")
+_PACKAGES = (
+    "torch", "numpy", "megatron-core", "fla-core", "flash-attn", "transformer-engine", "mamba-ssm", "causal-conv1d",
+    "triton",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,10 @@ class LocalScan(ABC):
         And anything that `finish_backward` should not compute again.
         """
 
+    def meanwhile_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor) -> Any:
+        """What can be done before the gradients of states are known; runs while maps travel."""
+        return begun
+
     @abstractmethod
     def finish_backward(
         self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor, states: Tensor
@@ -87,6 +91,7 @@ class _Scan(torch.autograd.Function):
         tensors, kept = saved[:count], saved[count:]
         wanted, begun = local.leave_backward(tensors, kept, gradients[0])
         maps = _Maps(step, group, wanted, transitions, forward=False)
+        begun = local.meanwhile_backward(tensors, kept, begun, gradients[0])
         return None, None, None, *local.finish_backward(tensors, kept, begun, gradients[0], maps.fold())
 
 

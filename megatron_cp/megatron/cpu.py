@@ -27,6 +27,7 @@ _ALSO_USED = (
     "megatron.core.models.hybrid.hybrid_model",
     "megatron.core.pipeline_parallel",
     "megatron.core.ssm.gated_delta_net.common",
+    "megatron.core.ssm.mamba_mixer",
 )
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -13,34 +10,12 @@ from megatron.core.ssm.gated_delta_net import common as megatron_common
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from torch import Tensor
 
-from megatron_cp.layout import Layout, Packing
 from megatron_cp.linear.gated_delta_net import gated_delta_net
-from megatron_cp.megatron.batch import planned
-from megatron_cp.megatron.modules import ContextParallelModule, cp_ranks, refuse, refuse_unsupported
-from megatron_cp.planner.batch import BatchPlan, LinearSlot
+from megatron_cp.megatron.modules import LinearModule, check_comm_type, cp_ranks, exchanged, refuse, refuse_unsupported
+from megatron_cp.planner.batch import LinearSlot
 
 
-@contextlib.contextmanager
-def _without_fla() -> Iterator[None]:
-    """Lets Megatron's constructor pass where flash-linear-attention is missing: its kernels are not what runs here."""
-    had, megatron_common.HAVE_FLA = megatron_common.HAVE_FLA, True
-    try:
-        yield
-    finally:
-        megatron_common.HAVE_FLA = had
-
-
-def _check_comm_type(config: Any, cp_comm_type: str | None) -> None:
-    """Says that keys do not travel between linear layers: an error where a list asks it of one, else a warning."""
-    if config.context_parallel_size == 1 or cp_comm_type in (None, "a2a", "auto"):
-        return
-    remedy = "Gated DeltaNet has no keys to pass on: --linear-cp-mode says how it is spread"
-    if isinstance(config.cp_comm_type, list):
-        refuse("cp_comm_type", cp_comm_type, "a2a or auto for the linear layers of a list", f"{remedy}.")
-    warnings.warn(f"--cp-comm-type {cp_comm_type} is for softmax layers alone. {remedy}.", stacklevel=3)
-
-
-class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
+class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
     """Megatron's Gated DeltaNet with its context parallelism replaced.
 
     The same parameters, names and checkpoints. Between the projections there is one collective in and one out, without
@@ -53,8 +28,8 @@ class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(config)
-        _check_comm_type(config, kwargs.get("cp_comm_type"))
-        with _without_fla():
+        check_comm_type(config, kwargs.get("cp_comm_type"), "Gated DeltaNet")
+        with exchanged(megatron_common, HAVE_FLA=True):  # its kernels are not what runs here
             super().__init__(config, *args, **kwargs)
         if self.activation not in ("silu", "swish"):
             refuse("activation_func", self.activation, "silu", "The convolution's activation is silu.")
@@ -67,9 +42,9 @@ class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
             key_heads=self.num_k_heads_local_tp,
             head_dim=self.key_head_dim,
             value_head_dim=self.value_head_dim,
+            conv_width=self.conv_kernel_dim,
             mode=getattr(config, "linear_cp_mode", "auto"),
         )
-        self._unpacked: BatchPlan | None = None  # of the latest shape of unpacked batches, which rarely changes
         if self.tp_size > 1 and not config.sequence_parallel:
             self._sum_norm_gradients_over_tp()
 
@@ -89,7 +64,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
             raise NotImplementedError("Gated DeltaNet has no inference in Megatron-Core 0.19")
         projected, _ = self.in_proj(hidden_states)
         rows, batch, _ = projected.shape
-        plans = self._plans(rows, batch, packed_seq_params)
+        plan = self.plan_of(rows, batch, packed_seq_params)
         # One document after another: the same memory for a batch of one.
         flat = projected.transpose(0, 1).reshape(rows * batch, -1)
         qk, v, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
@@ -98,7 +73,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
             qkv,
             beta,
             alpha,
-            plans.plan(self.slot),
+            plan,
             self.ranks,
             conv=self.conv1d.weight,
             conv_bias=self.conv1d.bias,
@@ -116,18 +91,6 @@ class GatedDeltaNet(MegatronGatedDeltaNet, ContextParallelModule):
         if checkpoint:
             checkpoint.discard_output_and_register_recompute(out)
         return out, bias
-
-    def _plans(self, rows: int, batch: int, packed_seq_params: PackedSeqParams | None) -> BatchPlan:
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            if batch != 1:
-                refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
-            plans = planned(packed_seq_params, self.ranks).plans
-            assert plans is not None
-            return plans
-        packing = Packing([rows * self.ranks.size] * batch)
-        if self._unpacked is None or self._unpacked.layout.packing != packing:
-            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [self.slot])
-        return self._unpacked
 
     def _sum_norm_gradients_over_tp(self) -> None:
         """The norm's weight is one for all heads, and a tensor-parallel rank sees its own heads only.

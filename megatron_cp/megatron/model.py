@@ -132,9 +132,10 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
         for name in (
             "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "qk_layernorm",
             "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-            "linear_conv_kernel_dim", "context_parallel_size", "tensor_model_parallel_size", "sequence_parallel",
-            "cp_layout", "linear_cp_mode", "cp_head_chunks", "bf16", "recompute_granularity", "window_size",
-            "window_attn_skip_freq", "softmax_type", "attention_dropout",
+            "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups",
+            "context_parallel_size", "tensor_model_parallel_size", "sequence_parallel", "cp_layout", "linear_cp_mode",
+            "cp_head_chunks", "bf16", "recompute_granularity", "window_size", "window_attn_skip_freq", "softmax_type",
+            "attention_dropout",
         )
     }  # fmt: skip
     if options.recompute_granularity == "full":
@@ -206,7 +207,7 @@ def _num_layers(options: TrainingOptions, is_hybrid: bool) -> int:
     return len(layers)
 
 
-_PATTERN = "layers such as GG*-: G for GatedDeltaNet, * for attention, - for an MLP"
+_PATTERN = "layers such as MG*-: M for Mamba-2, G for GatedDeltaNet, * for attention, - for an MLP"
 
 
 def _model(options: TrainingOptions, config: TransformerConfig, vocab_size: int) -> GPTModel | HybridModel:

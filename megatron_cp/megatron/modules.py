@@ -1,17 +1,25 @@
-"""What the modules share: their slots, their group, their norm, and what they refuse."""
+"""What the modules share: their slots, their group, their plans, their norm, and what they refuse."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
-from megatron_cp.planner.batch import Slot
+from megatron_cp.executor.plan import Plan
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.megatron.batch import planned
+from megatron_cp.planner.batch import BatchPlan, Slot
 from megatron_cp.planner.capabilities import remark
 
 
@@ -48,6 +56,40 @@ class ContextParallelModule:
     ranks: RankGroup
 
 
+class LinearModule(ContextParallelModule):
+    """A linear layer, whose rows are those of a packed batch or of whole sequences."""
+
+    _unpacked: BatchPlan | None = None  # of the latest shape of unpacked batches, which rarely changes
+
+    def plan_of(self, rows: int, batch: int, packed_seq_params: PackedSeqParams | None) -> Plan:
+        """The plan for `[rows, batch, ...]`: of the packed documents, or else of `batch` sequences in zigzag order.
+
+        Raises:
+            ArgumentError: a packed batch of several rows.
+        """
+        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+            if batch != 1:
+                refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
+            plans = planned(packed_seq_params, self.ranks).plans
+            assert plans is not None
+            return plans.plan(self.slot)
+        packing = Packing([rows * self.ranks.size] * batch)
+        if self._unpacked is None or self._unpacked.layout.packing != packing:
+            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [self.slot])
+        return self._unpacked.plan(self.slot)
+
+
+@contextlib.contextmanager
+def exchanged(module: ModuleType, **values: Any) -> Iterator[None]:
+    """Other values for names of a module of Megatron's, while one of its constructors looks at them."""
+    had = {name: vars(module)[name] for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(had)
+
+
 def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
     """Megatron's context-parallel group, which is None or of one rank where there is no context parallelism."""
     return as_rank_group(None, 1) if group is None or group.size() == 1 else TorchGroup(group)
@@ -61,6 +103,16 @@ def refuse(argument: str, given: object, allowed: str, remedy: str) -> None:
 def refuse_feature(feature: str, given: object, allowed: str, *, flag: str | None = None) -> None:
     """`refuse` with what the capability table says about the feature; the flag is called like it, or `flag`."""
     refuse(flag or feature, given, allowed, f"{feature.replace('_', ' ')}: {remark('megatron', feature)}.")
+
+
+def check_comm_type(config: Any, cp_comm_type: str | None, layer: str) -> None:
+    """Says that keys do not travel between linear layers: an error where a list asks it of one, else a warning."""
+    if config.context_parallel_size == 1 or cp_comm_type in (None, "a2a", "auto"):
+        return
+    remedy = f"{layer} has no keys to pass on: --linear-cp-mode says how it is spread"
+    if isinstance(config.cp_comm_type, list):
+        refuse("cp_comm_type", cp_comm_type, "a2a or auto for the linear layers of a list", f"{remedy}.")
+    warnings.warn(f"--cp-comm-type {cp_comm_type} is for softmax layers alone. {remedy}.", stacklevel=3)
 
 
 def refuse_unsupported(config: Any) -> None:

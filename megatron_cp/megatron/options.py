@@ -32,7 +32,7 @@ class TrainingOptions:
         "model", nargs=2, metavar=("MODULE", "NAME"), shape=True,
     )  # fmt: skip
     hybrid_layer_pattern: str = _flag(
-        "GG*-GG*-", "HybridModel's layers: G GatedDeltaNet, * attention, - MLP", "model", shape=True
+        "GG*-GG*-", "HybridModel's layers: M Mamba-2, G GatedDeltaNet, * attention, - MLP", "model", shape=True
     )
     num_layers: int = _flag(4, "GPTModel's layers", "model", shape=True)
     hidden_size: int = _flag(128, "features of a token", "model", shape=True)
@@ -50,6 +50,10 @@ class TrainingOptions:
     linear_key_head_dim: int = _flag(32, "features of its key heads", "model", shape=True)
     linear_value_head_dim: int = _flag(32, "features of its value heads", "model", shape=True)
     linear_conv_kernel_dim: int = _flag(4, "taps of its convolution", "model", shape=True)
+    mamba_num_heads: int = _flag(8, "Mamba-2's heads", "model", shape=True)
+    mamba_head_dim: int = _flag(32, "features of its heads", "model", shape=True)
+    mamba_state_dim: int = _flag(16, "features of a state", "model", shape=True)
+    mamba_num_groups: int = _flag(2, "groups of its heads that share B and C", "model", shape=True)
     window_size: tuple[int, ...] | None = _flag(
         None, "attention sees so many tokens before and after each", "model", nargs=2, type=int, shape=True
     )
@@ -71,7 +75,7 @@ class TrainingOptions:
     cp_comm_type: tuple[str, ...] = _flag(
         ("auto",), "attention's scheme, one or one for each layer", "parallelism", nargs="+"
     )
-    linear_cp_mode: str = _flag("auto", "linear layers' scheme", "parallelism")
+    linear_cp_mode: str = _flag("auto", "linear layers' scheme: headwise, chunkwise or auto", "parallelism")
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _flag(
         None, "of a2a+...: the ranks of one head exchange, and such nodes", "parallelism", nargs=2, type=int
     )
@@ -204,7 +208,14 @@ class TrainingOptions:
                 self.linear_num_key_heads,
                 f"a divisor of the {self.linear_num_value_heads} value heads",
             )
-        for name in ("num_attention_heads", "linear_num_key_heads", "ffn_hidden_size", "hidden_size"):
+        if self.mamba_num_heads % self.mamba_num_groups:
+            raise ArgumentError(
+                "mamba_num_groups", self.mamba_num_groups, f"a divisor of the {self.mamba_num_heads} Mamba heads"
+            )
+        shared = ["num_attention_heads", "linear_num_key_heads", "ffn_hidden_size", "hidden_size"]
+        if "M" in self.hybrid_layer_pattern:
+            shared.append("mamba_num_groups")
+        for name in shared:
             if getattr(self, name) % tp:
                 raise ArgumentError(
                     "tensor_model_parallel_size", tp, f"a divisor of {name.replace('_', '-')}, {getattr(self, name)}"
@@ -224,7 +235,8 @@ class TrainingOptions:
 _COUNTS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "linear_attention_freq", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
-    "linear_value_head_dim", "linear_conv_kernel_dim", "rotary_base", "make_vocab_size_divisible_by",
+    "linear_value_head_dim", "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim",
+    "mamba_num_groups", "rotary_base", "make_vocab_size_divisible_by",
     "context_parallel_size", "tensor_model_parallel_size", "data_parallel_size", "vocab_size", "seq_length",
     "global_batch_size", "train_iters", "lr_decay_iters", "save_interval", "cp_head_chunks", "window_attn_skip_freq",
 )  # fmt: skip

@@ -1,8 +1,8 @@
 """Layer specs for `--spec megatron_cp.megatron.specs NAME`: gpt_layer_spec (GPTModel), hybrid_stack_spec (HybridModel).
 
-Megatron's own specs with two modules exchanged: self-attention with its core attention, and Gated DeltaNet. Linear
-layers and norms are Transformer Engine's where it is installed, Megatron's and torch's elsewhere. Layers that would be
-wrong under another sharding than Megatron's are refused with more than one context-parallel rank.
+Megatron's own specs with three modules exchanged: self-attention with its core attention, Gated DeltaNet, and Mamba's
+mixer. Linear layers and norms are Transformer Engine's where it is installed, Megatron's and torch's elsewhere. Layers
+that would be wrong under another sharding than Megatron's are refused with more than one context-parallel rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm import gated_delta_net as megatron_gdn
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import attention as megatron_attention
@@ -35,6 +37,7 @@ from torch import Tensor
 
 from megatron_cp.megatron.attention import CoreAttention, SelfAttention
 from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
+from megatron_cp.megatron.mamba_mixer import MambaMixer
 from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
 from megatron_cp.megatron.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
 
@@ -145,7 +148,7 @@ def _refused_under_cp(layer: type, symbol: str, feature: str) -> type:
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if config.context_parallel_size > 1:
-            allowed = "layers G, *, +, - and E with --context-parallel-size above 1"
+            allowed = "layers M, G, *, +, - and E with --context-parallel-size above 1"
             refuse_feature(feature, symbol, allowed, flag="hybrid_layer_pattern")
         layer.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
 
@@ -156,7 +159,7 @@ class _NeedsTransformerEngine(MegatronModule):
     """Stands where Megatron's spec for this layer needs Transformer Engine, which is not installed."""
 
     def __init__(self, config: Any, **others: Any) -> None:
-        refuse("hybrid_layer_pattern", "another layer", "G, *, + and -", _TE_REMEDY)
+        refuse("hybrid_layer_pattern", "another layer", "M, G, *, + and -", _TE_REMEDY)
 
 
 _TE_REMEDY = "Megatron's own layers of other kinds need transformer-engine: pip install 'megatron_cp[te]'."
@@ -168,9 +171,8 @@ def _te_stack() -> ModuleSpec:
     spec.module = TEHybridStack
     for field in ("attention_layer", "mla_layer", "gdn_layer"):
         setattr(layers, field, _with_ours(getattr(layers, field)))
-    for field, symbol, feature in (("mamba_layer", "M", "mamba_layers"), ("dsa_layer", "D", "sparse_attention")):
-        layer = getattr(layers, field)
-        layer.module = _refused_under_cp(layer.module, symbol, feature)
+    layers.mamba_layer.submodules.mixer.module = MambaMixer
+    layers.dsa_layer.module = _refused_under_cp(layers.dsa_layer.module, "D", "sparse_attention")
     return spec
 
 
@@ -189,6 +191,18 @@ def _local_stack() -> ModuleSpec:
         layer.submodules = TransformerLayerSubmodules(
             **{name: getattr(layer.submodules, name) for name in kept}, sharded_state_dict_keys_map=fused
         )
+    mamba_layer = ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=Norm,
+            mixer=ModuleSpec(
+                module=MambaMixer,
+                submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+            ),
+            mamba_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
+        ),
+    )
     mlp_layer = ModuleSpec(
         module=MLPLayer,
         submodules=TransformerLayerSubmodules(
@@ -207,7 +221,7 @@ def _local_stack() -> ModuleSpec:
             attention_layer=attention,
             gdn_layer=linear,
             mlp_layer=mlp_layer,
-            mamba_layer=_NeedsTransformerEngine,
+            mamba_layer=mamba_layer,
             mla_layer=latent,
             dsa_layer=_NeedsTransformerEngine,
             moe_layer=_NeedsTransformerEngine,

@@ -5,88 +5,70 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_cp.layout import Packing
-from megatron_cp.linear.kernels import LinearCall
-from megatron_cp.linear.kernels.fla import FlaGatedDelta
-from megatron_cp.linear.kernels.reference import ReferenceGatedDelta
+from megatron_cp.linear.kernels.fla import FlaConv, FlaRule
+from tests.linear_oracle import conv_errors, rule_errors
 
 pytest.importorskip("fla")
 
 RAGGED = [7, 1, 70, 0, 13]  # chunks have 64 tokens
+ACROSS = [3, 150, 1, 9]  # of three ranks one holds nothing but the middle of a document
 CASES = {
-    "rule": [
-        {"lengths": RAGGED, "groups": [0, 0, 1, 1], "head_dim": 16, "value_head_dim": 16},  # as fla shares key heads
-        {"lengths": RAGGED, "groups": [0, 0, 0, 1], "head_dim": 16, "value_head_dim": 32},
-        {"lengths": RAGGED, "groups": [0, 1, 1], "head_dim": 24, "value_head_dim": 8},
-        {"lengths": [65], "groups": [0, 1], "head_dim": 32, "value_head_dim": 16},
+    "gdn": [
+        {"lengths": RAGGED, "groups": [0, 0, 1, 1], "dk": 16, "dv": 16},  # as fla shares key heads
+        {"lengths": RAGGED, "groups": [0, 0, 0, 1], "dk": 16, "dv": 32},
+        {"lengths": RAGGED, "groups": [0, 1, 1], "dk": 24, "dv": 8},
+        {"lengths": [65], "groups": [0, 1], "dk": 32, "dv": 16},
+        {"lengths": ACROSS, "groups": [0, 0, 1, 1], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 2},
+        {"lengths": ACROSS, "groups": [0, 0, 1], "dk": 16, "dv": 24, "layout": "contiguous", "ranks": 3},
+        {"lengths": [140, 1, 5], "groups": [0, 0], "dk": 16, "dv": 16, "layout": "zigzag", "ranks": 2},
+        {"lengths": [2], "groups": [0], "dk": 16, "dv": 16, "layout": "contiguous", "ranks": 2},
+    ],
+    "kda": [  # few, because the interpreter takes seconds for each
+        {"lengths": [7, 1, 66], "groups": [0, 0, 1], "dk": 16, "dv": 8},
+        {"lengths": ACROSS, "groups": [0], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 2},
+        {"lengths": [3, 40, 1, 9], "groups": [0, 0], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 3},
+        {"lengths": [13, 1, 5], "groups": [0], "dk": 16, "dv": 16, "layout": "zigzag", "ranks": 2},
     ],
     "conv": [
-        {"lengths": RAGGED, "channels": 24, "width": 4, "bias": True},
-        {"lengths": RAGGED, "channels": 5, "width": 3, "bias": False},
-        {"lengths": [1], "channels": 16, "width": 4, "bias": True},
+        {"lengths": RAGGED, "channels": 24, "width": 4, "bias": True, "silu": True},
+        {"lengths": RAGGED, "channels": 5, "width": 3, "bias": False, "silu": False},
+        {"lengths": [1], "channels": 16, "width": 4, "bias": True, "silu": True},
+        {"lengths": ACROSS, "channels": 12, "width": 4, "bias": True, "silu": True, "layout": "contiguous", "ranks": 3},
+        {
+            "lengths": [10, 2, 1, 6],
+            "channels": 8,
+            "width": 4,
+            "bias": True,
+            "silu": True,
+            "layout": "zigzag",
+            "ranks": 3,
+        },
+        {"lengths": [9], "channels": 8, "width": 2, "bias": False, "silu": False, "layout": "contiguous", "ranks": 3},
+        {"lengths": [2], "channels": 8, "width": 5, "bias": True, "silu": True, "layout": "contiguous", "ranks": 2},
     ],
 }
 
 
 @pytest.mark.parametrize("operation", CASES)
-def test_matches_the_reference_forward_and_backward(operation):
+def test_matches_the_oracle_forward_and_backward(operation):
     done = subprocess.run(
-        [sys.executable, __file__, operation],
+        [sys.executable, "-m", "tests.functional_tests.test_fla_kernels", operation],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
-        timeout=120,
+        timeout=240,
         check=True,
     )
     measured = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(measured) == len(CASES[operation])
-    for case, errors in zip(CASES[operation], measured, strict=True):
-        assert all(error <= 1e-5 for error in errors.values()), (case, errors)  # not max: NaN must fail
-
-
-def _rule_errors(lengths, groups, head_dim, value_head_dim):
-    tokens, heads, key_heads = sum(lengths), len(groups), max(groups) + 1
-    inputs = {
-        "q": torch.nn.functional.normalize(torch.randn(tokens, key_heads, head_dim), dim=-1),
-        "k": torch.nn.functional.normalize(torch.randn(tokens, key_heads, head_dim), dim=-1),
-        "v": torch.randn(tokens, heads, value_head_dim),
-        "g": torch.nn.functional.logsigmoid(torch.randn(tokens, heads)),
-        "beta": torch.rand(tokens, heads),
-    }
-    return _errors(lambda kernel, call, **x: kernel.rule(**x, groups=groups, scale=0.3, call=call), lengths, inputs)
-
-
-def _conv_errors(lengths, channels, width, bias):
-    inputs = {"x": torch.randn(sum(lengths), channels), "weight": torch.randn(channels, width)}
-    if bias:
-        inputs["bias"] = torch.randn(channels)
-    return _errors(
-        lambda kernel, call, **x: kernel.conv(x.pop("x"), x.pop("weight"), x.get("bias"), call), lengths, inputs
-    )
-
-
-def _errors(function, lengths, inputs):
-    """The largest error of the output and of each gradient over the largest entry, which counts as 1e-3 at least."""
-    results = []
-    for kernel, dtype in ((FlaGatedDelta(), torch.float32), (ReferenceGatedDelta(), torch.float64)):
-        call = LinearCall(Packing(lengths), dtype, torch.device("cpu"), head_dim=16)
-        own = {name: _strided(x.to(dtype)).requires_grad_() for name, x in inputs.items()}
-        out = function(kernel, call, **own)
-        out.backward(torch.linspace(-1, 2, out.numel(), dtype=dtype).view(out.shape).cos())
-        results.append({"out": out.detach(), **{name: x.grad for name, x in own.items()}})
-    got, expected = results
-    return {
-        name: float((got[name] - exact).abs().max() / exact.abs().max().clamp(min=1e-3))
-        for name, exact in expected.items()
-    }
-
-
-def _strided(x):
-    """A copy that lies in memory as slices of an exchange buffer do: not densely."""
-    return torch.stack([x, x], -1)[..., 0]
+    for case, found in zip(CASES[operation], measured, strict=True):
+        assert all(error <= 1e-5 for error in found.values()), (case, found)  # not max: NaN must fail
 
 
 if __name__ == "__main__":
@@ -94,7 +76,8 @@ if __name__ == "__main__":
 
     interpret_triton()
     torch.use_deterministic_algorithms(True)  # which fills torch.empty with NaN
-    measure = {"rule": _rule_errors, "conv": _conv_errors}[sys.argv[1]]
-    for case in CASES[sys.argv[1]]:
+    operation = sys.argv[1]
+    measure = partial(conv_errors, FlaConv()) if operation == "conv" else partial(rule_errors, FlaRule(), operation)
+    for case in CASES[operation]:
         torch.manual_seed(0)
         print(json.dumps(measure(**case)))

@@ -3,12 +3,14 @@
 Loss and every parameter's gradient after data parallelism's reduction and the division by the number of tokens.
 """
 
+import contextlib
 import dataclasses
 
 import pytest
 import torch
 
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.testing.counters import Counters
 from tests.functional_tests import tiny_megatron as tiny
 
 pytest.importorskip("megatron.core")
@@ -47,7 +49,8 @@ class Case:
 
     @property
     def on_one_rank(self):
-        return Case(self.kind, batches=self.batches, dtype=self.dtype, changes=self.changes)
+        changes = tuple((name, value) for name, value in self.changes if name != "linear_cp_mode")
+        return Case(self.kind, batches=self.batches, dtype=self.dtype, changes=changes)
 
 
 RECOMPUTE = {
@@ -59,15 +62,40 @@ RECOMPUTE = {
     "gdn_norm_out": {"recompute_granularity": "selective", "recompute_modules": ["gdn_norm_out"]},
 }
 
-EVERYWHERE = [Case(kind, layout) for kind in ("gpt", "hybrid") for layout in ("zigzag", "contiguous", "random")]
-UNEVEN = [Case(kind, "lopsided") for kind in ("gpt", "hybrid")]
-UNEVEN += [Case(kind, batches="tiny") for kind in ("gpt", "hybrid")]
-SINGLE = [Case(kind, dtype="float32") for kind in ("gpt", "hybrid")]
+HYBRIDS = ("hybrid", "hybrid_mamba")
+EVERYWHERE = [Case(kind, layout) for kind in ("gpt", *HYBRIDS) for layout in ("zigzag", "contiguous", "random")]
+EVERYWHERE += [Case("hybrid_both", "balanced")]
+UNEVEN = [Case(kind, "lopsided") for kind in ("gpt", *HYBRIDS)]
+UNEVEN += [Case(kind, batches="tiny") for kind in ("gpt", *HYBRIDS)]
+SINGLE = [Case(kind, dtype="float32") for kind in ("gpt", *HYBRIDS)]
 MEGATRONS = [
     Case(kind, batches=batches, how=how)
-    for kind in ("gpt", "hybrid", "gpt_gdn")
+    for kind in ("gpt", *HYBRIDS, "gpt_gdn")
     for batches, how in (("aligned", "megatron"), ("even", "unpacked"))
 ]
+
+
+def spread(mode, kind, layout="zigzag", **more):
+    return Case(kind, layout, changes=(("linear_cp_mode", mode),), **more)
+
+
+BOTH_MODES = [
+    spread(mode, kind, layout)
+    for mode in ("headwise", "chunkwise")
+    for kind, layout in (
+        *[("hybrid", layout) for layout in ("zigzag", "balanced")],
+        *[("hybrid_mamba", layout) for layout in ("contiguous", "balanced")],
+        *[("hybrid_both", layout) for layout in ("zigzag", "contiguous")],
+    )
+]
+CHUNKWISE = [
+    *[spread("chunkwise", kind, **more) for kind in HYBRIDS for more in ({"batches": "tiny"}, {"layout": "lopsided"})],
+    *[spread("chunkwise", kind, dtype="float32") for kind in HYBRIDS],
+    *[spread("chunkwise", "hybrid_both", batches="aligned", how="megatron")],
+    *[spread("chunkwise", "hybrid_both", batches="even", how="unpacked")],
+    *[spread(mode, "gpt_gdn") for mode in ("headwise", "chunkwise")],
+]
+DETERMINISTIC = Case("hybrid_both", changes=(("deterministic_mode", True),))
 ONE_KEY_HEAD = Case("hybrid", changes=(("linear_num_key_heads", 1),))
 NORMED = Case("hybrid", changes=(("qk_layernorm", True),))
 MIXED = Case("gpt_gdn", changes=(("cp_comm_type", "a2a"),))
@@ -143,6 +171,7 @@ RECOMPUTED = [
         ("gpt", "core_attn"),
         ("hybrid", "full"),
         ("hybrid", "core_attn"),
+        ("hybrid_mamba", "full"),
         ("gpt_gdn", "gdn_norm_out"),
         ("gpt_gdn", "full"),
     )
@@ -150,7 +179,14 @@ RECOMPUTED = [
 RECOMPUTED += [
     one for what in ("full", "core_attn", "mla_up_proj", "all_of_mla") for one in latent("a2a", "p2p", recompute=what)
 ]
-SEQUENCE_PARALLEL = [Case(kind, sequence_parallel=True) for kind in ("gpt", "hybrid", "mla")]
+RECOMPUTED += [
+    spread(mode, "gpt_gdn", recompute=what) for mode in ("headwise", "chunkwise") for what in ("gdn_norm_out", "full")
+]
+RECOMPUTED += [spread("chunkwise", "hybrid_both", recompute="full")]
+CHUNKWISE_TENSOR_PARALLEL = [
+    spread("chunkwise", kind, "contiguous", sequence_parallel=both) for kind in HYBRIDS for both in (False, True)
+]
+SEQUENCE_PARALLEL = [Case(kind, sequence_parallel=True) for kind in ("gpt", *HYBRIDS, "mla")]
 WITHOUT_NORM_SUM = Case("hybrid", without_norm_sum=True)
 
 # Tensor- and context-parallel sizes, and what is run there; the rest of the ranks are data parallel.
@@ -164,7 +200,10 @@ PLACES = {
             *SINGLE,
             *MEGATRONS,
             *RECOMPUTED,
+            *BOTH_MODES,
+            *CHUNKWISE,
             Case("gpt_gdn"),
+            DETERMINISTIC,
             ONE_KEY_HEAD,
             NORMED,
             MIXED,
@@ -173,8 +212,33 @@ PLACES = {
         ],
     ),
     "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", layout="balanced")]),
-    "cp3": (1, 3, [*EVERYWHERE, *UNEVEN, *SINGLE, *[case for case in MEGATRONS if case.kind != "gpt_gdn"], *LATENT]),
-    "tp2cp2": (2, 2, [*EVERYWHERE, *UNEVEN, *SINGLE, *SEQUENCE_PARALLEL, NORMED, Case("mla"), *latent("p2p")]),
+    "cp3": (
+        1,
+        3,
+        [
+            *EVERYWHERE,
+            *UNEVEN,
+            *SINGLE,
+            *[case for case in MEGATRONS if case.kind != "gpt_gdn"],
+            *BOTH_MODES,
+            *[case for case in CHUNKWISE if case.kind != "gpt_gdn"],
+            *LATENT,
+        ],
+    ),
+    "tp2cp2": (
+        2,
+        2,
+        [
+            *EVERYWHERE,
+            *UNEVEN,
+            *SINGLE,
+            *SEQUENCE_PARALLEL,
+            *CHUNKWISE_TENSOR_PARALLEL,
+            NORMED,
+            Case("mla"),
+            *latent("p2p"),
+        ],
+    ),
     "dp2cp2": (1, 2, [*EVERYWHERE, *SINGLE]),
 }
 EQUAL = [(place, case) for place, (_, _, cases) in PLACES.items() for case in cases]
@@ -203,7 +267,10 @@ def run_case(case):
             patch.setattr(GatedDeltaNet, "_sum_norm_gradients_over_tp", lambda self: None)
         model = tiny.build(case.kind, config=config)
     align = config.tensor_model_parallel_size if case.sequence_parallel else 1
-    return tiny.train(model, config, tiny.microbatches(model, case.batches, case.layout, case.how, align))
+    batches = tiny.microbatches(model, case.batches, case.layout, case.how, align)
+    with Counters() if case.kind == "gpt_gdn" else contextlib.nullcontext() as counters:
+        step = tiny.train(model, config, batches)
+    return dataclasses.replace(step, collectives=counters.collectives) if counters else step
 
 
 def launch(size, *names, **more):
@@ -263,3 +330,13 @@ def test_recomputation_changes_no_bit(case, two):
     for steps in two:
         again, once = steps["cp2", case].gradients, steps["cp2", plain].gradients
         assert [name for name in once if not torch.equal(again[name], once[name])] == []
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_recomputing_a_norm_repeats_no_collective(mode, two):
+    """As recomputing the whole layer does."""
+    for steps in two:
+        plain, norm, full = (
+            steps["cp2", spread(mode, "gpt_gdn", recompute=what)].collectives for what in ("", "gdn_norm_out", "full")
+        )
+        assert plain == norm < full

@@ -247,17 +247,21 @@ def forget_boundaries(plans, gdn):
 
 def stream_of(own, layout):
     """The rows of all ranks in the order of the stream."""
+    from megatron.core import parallel_state
+
     if layout.cp_size == 1:
         return layout.unshard([own.detach()])
     everyone = [None] * layout.cp_size
-    dist.all_gather_object(everyone, own.detach())
+    dist.all_gather_object(everyone, own.detach(), group=parallel_state.get_context_parallel_group())
     return layout.unshard(everyone)
 
 
 def summed(gradients, cp_size):
+    from megatron.core import parallel_state
+
     if cp_size > 1:
         for gradient in gradients.values():
-            dist.all_reduce(gradient)
+            dist.all_reduce(gradient, group=parallel_state.get_context_parallel_group())
     return gradients
 
 

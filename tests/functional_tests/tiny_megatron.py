@@ -47,7 +47,11 @@ KINDS |= {
     "mla": {"num_layers": 2, **LATENT},
     "fused_mla": {"num_layers": 2, **LATENT},  # with one projection down to both latents
     "hybrid_mla": {"num_layers": 4, **LATENT},  # G++-
+    # Mamba-2 layers, and all three kinds. Megatron refuses 6 heads and 2 groups over 4 ranks, and over 3.
+    "hybrid_mamba": {"num_layers": 4},  # MM*-
+    "hybrid_both": {"num_layers": 4},  # MG*-
 }
+PATTERNS = {"hybrid": "GG*-", "hybrid_mla": "G++-", "hybrid_mamba": "MM*-", "hybrid_both": "MG*-"}
 
 
 def start(tp=1, cp=1):
@@ -76,6 +80,8 @@ def configure(kind, **changes):
     from megatron.core import parallel_state
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+    from megatron_cp.megatron.config import TransformerConfig as OurConfig
+
     settings = {
         "hidden_size": 32,
         "num_attention_heads": 4,
@@ -86,6 +92,10 @@ def configure(kind, **changes):
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "linear_conv_kernel_dim": 4,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 6,
+        "mamba_state_dim": 5,
+        "mamba_num_groups": 2,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -99,7 +109,10 @@ def configure(kind, **changes):
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
-    return (MLATransformerConfig if kind.endswith("mla") else TransformerConfig)(**settings | KINDS[kind] | changes)
+    settings |= KINDS[kind] | changes
+    # Our options are not Megatron's, and most models are to do without them.
+    ours = OurConfig if "linear_cp_mode" in changes else TransformerConfig
+    return (MLATransformerConfig if kind.endswith("mla") else ours)(**settings)
 
 
 def build(kind, *, spec=None, pattern=None, arguments=None, config=None, **changes):
@@ -119,7 +132,7 @@ def build(kind, *, spec=None, pattern=None, arguments=None, config=None, **chang
     common = {"vocab_size": VOCABULARY, "max_sequence_length": 256, "position_embedding_type": "rope"}
     common |= arguments or {}
     if kind.startswith("hybrid"):
-        pattern = pattern or ("G++-" if kind == "hybrid_mla" else "GG*-")
+        pattern = pattern or PATTERNS[kind]
         model = HybridModel(config, spec or specs.hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
     else:
         spec = spec or specs.gpt_layer_spec(config)
@@ -154,7 +167,7 @@ def fill(model, config):
         if split is not None:
             shape[split[0]] *= size
         values = drawn(name, shape)
-        if name.endswith(("in_proj.weight", "conv1d.weight")):
+        if name.endswith(("in_proj.weight", "conv1d.weight")) and not hasattr(parameter, "partition_sizes"):
             keep_dot_products_from_zero(values, size * split[1][0])
         parameter.data.copy_(share(values, split, rank, size))
 
@@ -162,7 +175,8 @@ def fill(model, config):
 def drawn(name, shape):
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if name.endswith(("norm.weight", "layer_norm_weight")):
+    # Mamba's D: a document's first token would else get next to nothing where C B x happens to be -D x.
+    if name.endswith(("norm.weight", "layer_norm_weight", "D")):
         return 1 + 0.2 * values
     if name.endswith("dt_bias"):
         return 0.3 * values - 1
@@ -193,7 +207,9 @@ def parameters_of(model, config):
         dimension = parameter.partition_dim
         sizes = [parameter.shape[dimension]]
         owner = modules[name.rpartition(".")[0].rpartition(".")[0]]
-        if isinstance(owner, GatedDeltaNet):
+        if hasattr(parameter, "partition_sizes"):  # as Mamba's mixer says it
+            sizes = list(parameter.partition_sizes)
+        elif isinstance(owner, GatedDeltaNet):
             if name.endswith("in_proj.weight"):
                 sizes = list(owner.in_proj_split_sections)
             elif name.endswith("conv1d.weight"):
@@ -309,13 +325,15 @@ def microbatches(model, batches, layout="zigzag", how="planned", align=1):
 class Step:
     """Loss and gradients of one step: per token of the whole batch, gradients whole and by name.
 
-    `drift` is how far the gradients of tensor-parallel ranks are apart where all of them should have the same.
+    `drift` is how far the gradients of tensor-parallel ranks are apart where all of them should have the same, and
+    `collectives` how many operations on groups there were, if they were counted.
     """
 
     loss: float
     tokens: int
     gradients: dict
     drift: dict
+    collectives: int | None = None
 
 
 def train(model, config, batches):

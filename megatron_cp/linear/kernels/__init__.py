@@ -17,8 +17,11 @@ from megatron_cp.linear.kernels.base import (
     ScanWork,
     StateSpace,
 )
+from megatron_cp.linear.kernels.causal_conv1d import CausalConv1dConv
 from megatron_cp.linear.kernels.chunked import ChunkedRule
 from megatron_cp.linear.kernels.conv import TorchConv
+from megatron_cp.linear.kernels.fla import FlaConv, FlaRule
+from megatron_cp.linear.kernels.mamba_ssm import MambaSsmRule
 from megatron_cp.linear.kernels.reference import ReferenceConv, ReferenceRule
 
 __all__ = [
@@ -36,8 +39,8 @@ __all__ = [
 ]
 
 # Fastest first.
-RULES: tuple[RuleKernel, ...] = (ChunkedRule(), ReferenceRule())
-CONVS: tuple[ConvKernel, ...] = (TorchConv(), ReferenceConv())
+RULES: tuple[RuleKernel, ...] = (FlaRule(), MambaSsmRule(), ChunkedRule(), ReferenceRule())
+CONVS: tuple[ConvKernel, ...] = (FlaConv(), CausalConv1dConv(), TorchConv(), ReferenceConv())
 
 
 def choose_rule(name: str, call: LinearCall) -> RuleKernel:

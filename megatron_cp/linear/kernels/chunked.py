@@ -181,6 +181,7 @@ class _Alone(torch.autograd.Function):
         saved = ctx.saved_tensors
         tensors, kept = saved[: ctx.count], list(saved[ctx.count :])
         wanted, begun = ctx.local.leave_backward(tensors, kept, gradients[0])
+        begun = ctx.local.meanwhile_backward(tensors, kept, begun, gradients[0])
         return None, *ctx.local.finish_backward(tensors, kept, begun, gradients[0], wanted[:0])
 
 
@@ -277,12 +278,16 @@ class _ChunkScan(LocalScan):
         before = _in_row_order([(chunks.middle, middle), (chunks.last, last)])
         return before, (d_updates, wanted, after)
 
+    def meanwhile_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor) -> Any:
+        before, updates = kept
+        return *begun, gradient @ updates.transpose(2, 3), gradient @ before.transpose(2, 3)
+
     def finish_backward(
         self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor, states: Tensor
     ) -> list[Tensor]:
         at, chunks = _Prepared(*tensors), self.chunks
         before, updates = kept
-        d_updates, wanted, after = begun
+        d_updates, wanted, after, d_attention, d_queries = begun
         for pieces, given in _of_classes(states, chunks.first, chunks.middle):
             self._walk_back(at, pieces, given, wanted, after)
         d_updates = d_updates + at.keys.transpose(2, 3) @ after
@@ -293,8 +298,8 @@ class _ChunkScan(LocalScan):
         return [
             d_updates,
             d_reads,
-            gradient @ updates.transpose(2, 3),
-            gradient @ before.transpose(2, 3),
+            d_attention,
+            d_queries,
             after @ updates.transpose(2, 3),
             d_carry,
         ]

@@ -1,12 +1,18 @@
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
-from megatron_cp.linear.kernels import KERNELS, LinearCall, fla
+from megatron_cp.linear.kernels import fla
+from megatron_cp.linear.kernels.base import LinearCall
+from megatron_cp.linear.kernels.chunked import ChunkedRule
 
-KERNEL = fla.FlaGatedDelta()
+RULE, CONV = fla.FlaRule(), fla.FlaConv()
+KINDS = [(RULE, "gdn"), (RULE, "kda"), (CONV, "conv1d")]
 
 
 @pytest.fixture(autouse=True)
@@ -15,48 +21,66 @@ def on_a_gpu_that_can_train(monkeypatch):
     monkeypatch.setattr(fla, "_gradients_are_wrong", lambda: False)
 
 
-def _call(dtype=torch.bfloat16, device="cuda", head_dim=128):
-    return LinearCall(Packing([3, 1]), dtype, torch.device(device), head_dim)
+def _call(kind="gdn", dtype=torch.bfloat16, device="cuda", head_dim=128):
+    return LinearCall(kind, Packing([3, 1]), dtype, torch.device(device), head_dim)
 
 
+@pytest.mark.parametrize(("kernel", "kind"), KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_takes_what_fla_computes(dtype):
-    assert KERNEL.refusal(_call(dtype, head_dim=256)) is None
-    assert choose_kernel(KERNELS, "auto", _call(dtype)).name == "fla"
+def test_takes_what_fla_computes(kernel, kind, dtype):
+    assert kernel.refusal(_call(kind, dtype, head_dim=256)) is None
 
 
-def test_rejects_a_missing_fla(monkeypatch):
+@pytest.mark.parametrize(("kernel", "kind"), KINDS)
+def test_rejects_a_missing_fla(monkeypatch, kernel, kind):
     monkeypatch.setattr(fla, "_installed_version", lambda: None)
-    assert KERNEL.refusal(_call()) == "fla-core is not installed; pip install fla-core==0.6.0 einops"
+    assert kernel.refusal(_call(kind)) == "fla-core is not installed; pip install fla-core==0.6.0 einops"
 
 
-def test_rejects_an_old_fla(monkeypatch):
+@pytest.mark.parametrize(("kernel", "kind"), KINDS)
+def test_rejects_an_old_fla(monkeypatch, kernel, kind):
     monkeypatch.setattr(fla, "_installed_version", lambda: (0, 5))
-    assert KERNEL.refusal(_call()) == "fla-core is not of version 0.6; pip install fla-core==0.6.0 einops"
+    assert kernel.refusal(_call(kind)) == "fla-core is not of version 0.6; pip install fla-core==0.6.0 einops"
 
 
-def test_rejects_the_cpu():
-    assert "runs on CUDA, the tensors are on cpu; use chunked" in KERNEL.refusal(_call(device="cpu"))
+@pytest.mark.parametrize(("kernel", "kind"), KINDS)
+def test_rejects_the_cpu(kernel, kind):
+    assert "runs on CUDA, the tensors are on cpu; use chunked" in kernel.refusal(_call(kind, device="cpu"))
 
 
-def test_rejects_float64():
-    assert "has no torch.float64; use chunked" in KERNEL.refusal(_call(torch.float64))
+@pytest.mark.parametrize(("kernel", "kind"), KINDS)
+def test_rejects_float64(kernel, kind):
+    assert "has no torch.float64; use chunked" in kernel.refusal(_call(kind, torch.float64))
 
 
-def test_rejects_wide_key_heads():
-    assert "at most 256, not 257; use chunked" in KERNEL.refusal(_call(head_dim=257))
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_rejects_wide_key_heads(kind):
+    assert "at most 256, not 257; use chunked" in RULE.refusal(_call(kind, head_dim=257))
 
 
 def test_rejects_wrong_gradients_on_hopper(monkeypatch):
     monkeypatch.setattr(fla, "_gradients_are_wrong", lambda: True)
-    assert "pip install tilelang" in KERNEL.refusal(_call())
+    assert "pip install tilelang" in RULE.refusal(_call())
     with pytest.warns(UserWarning, match="chunked, not on fla .*tilelang"):
-        assert choose_kernel(KERNELS, "auto", _call()).name == "chunked"
+        assert choose_kernel([RULE, ChunkedRule()], "auto", _call()).name == "chunked"
+
+
+@pytest.mark.parametrize(("kernel", "kind"), [(RULE, "kda"), (CONV, "conv1d")])
+def test_takes_what_has_right_gradients_on_hopper(monkeypatch, kernel, kind):
+    monkeypatch.setattr(fla, "_gradients_are_wrong", lambda: True)
+    assert kernel.refusal(_call(kind)) is None
+
+
+@pytest.mark.parametrize("name", ["chunk", "chunk_bwd", "chunk_intra", "wy_fast"])
+def test_kda_does_not_call_what_has_wrong_gradients(name):
+    pytest.importorskip("fla")
+    module = importlib.import_module(f"fla.ops.kda.{name}")
+    assert "chunk_bwd_dqkwg" not in Path(module.__file__).read_text()
 
 
 def test_a_refusal_reaches_the_user():
     with pytest.raises(ArgumentError, match="fla: runs on CUDA"):
-        choose_kernel(KERNELS, "fla", _call(device="cpu"))
+        choose_kernel([RULE], "fla", _call(device="cpu"))
 
 
 def test_the_installed_version_is_read_once(monkeypatch):

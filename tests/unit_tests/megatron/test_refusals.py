@@ -6,14 +6,17 @@ What needs real ranks to be refused is in tests/functional_tests/test_megatron_b
 import dataclasses
 
 import pytest
+import torch
 
 from megatron_cp.errors import ArgumentError
 
 pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
@@ -22,7 +25,8 @@ from megatron_cp.megatron import attention, specs
 from megatron_cp.megatron.attention import CoreAttention
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
-from megatron_cp.megatron.modules import refuse_unsupported
+from megatron_cp.megatron.mamba_mixer import MambaMixer
+from megatron_cp.megatron.modules import check_comm_type, refuse_unsupported
 from megatron_cp.megatron.multi_latent_attention import MLASelfAttention
 
 
@@ -155,7 +159,7 @@ def test_rejects_masks_that_are_not_documents(mask):
         build(mask)
 
 
-@pytest.mark.parametrize("layer", [CoreAttention, GatedDeltaNet])
+@pytest.mark.parametrize("layer", [CoreAttention, GatedDeltaNet, MambaMixer])
 def test_rejects_multi_token_prediction_over_ranks(layer):
     config = configure(context_parallel_size=2, mtp_num_layers=1)
     arguments = (AttnMaskType.causal, "self") if layer is CoreAttention else ()
@@ -184,12 +188,45 @@ class Layer(nn.Module):
         self.name = name
 
 
-def test_rejects_mamba_layers_over_ranks():
-    """As where Transformer Engine is installed; elsewhere they are refused on one rank too."""
-    refusing = specs._refused_under_cp(Layer, "M", "mamba_layers")
+def test_rejects_sparse_attention_over_ranks():
+    """As where Transformer Engine is installed; elsewhere it is refused on one rank too."""
+    refusing = specs._refused_under_cp(Layer, "D", "sparse_attention")
     assert refusing(configure(), name="one").name == "one"
-    with refused("hybrid-layer-pattern", "'M'"):
+    with refused("hybrid-layer-pattern", "'D'"):
         refusing(configure(context_parallel_size=2))
+
+
+def test_mixers_of_transformer_engines_stack_are_exchanged_for_ours(monkeypatch):
+    stock = specs._local_stack()
+    stock.submodules.mamba_layer.submodules.mixer.module = mamba_mixer.MambaMixer
+    stock.submodules.dsa_layer = ModuleSpec(module=Layer)
+    monkeypatch.setattr(specs.hybrid_layer_specs, "hybrid_stack_spec", stock)
+    assert specs._te_stack().submodules.mamba_layer.submodules.mixer.module is MambaMixer
+    assert stock.submodules.mamba_layer.submodules.mixer.module is mamba_mixer.MambaMixer  # which is Megatron's own
+
+
+def test_rejects_layers_that_need_transformer_engine():
+    with refused("hybrid-layer-pattern", "'another layer'"):
+        specs._NeedsTransformerEngine(configure())
+
+
+def build_mamba(layer_number=1, **changes):
+    return MambaMixer(configure(**changes), None, layer_number=layer_number, pg_collection=Groups())
+
+
+def test_rejects_states_of_mamba_that_are_rounded():
+    with refused("mamba-training-ssm-states-dtype", r"torch\.bfloat16"):
+        build_mamba(mamba_training_ssm_states_dtype=torch.bfloat16)
+
+
+def test_rejects_a_ring_of_one_mamba_layer():
+    with refused("cp-comm-type", "'p2p'"):
+        build_mamba(2, context_parallel_size=2, cp_comm_type=["a2a", "p2p"])
+
+
+def test_warns_of_a_ring_of_all_layers():
+    with pytest.warns(UserWarning, match="--cp-comm-type p2p is for softmax layers alone. Mamba has no keys"):
+        check_comm_type(configure(context_parallel_size=2, cp_comm_type="p2p"), "p2p", "Mamba")
 
 
 def test_rejects_experts_whose_ranks_must_be_equal():
@@ -213,7 +250,7 @@ def test_experts_stand_where_the_configuration_has_them(monkeypatch):
     assert ours[0] != ours[1]
 
 
-@pytest.mark.parametrize("option", [{"cp_layout": "zigzagg"}, {"linear_cp_mode": "chunkwise"}])
+@pytest.mark.parametrize("option", [{"cp_layout": "zigzagg"}, {"linear_cp_mode": "chunkwisee"}])
 def test_rejects_options_that_do_not_exist(option):
     name = next(iter(option)).replace("_", "-")
     with pytest.raises(ArgumentError, match=f"^--{name}: got "):

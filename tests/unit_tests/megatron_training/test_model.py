@@ -57,6 +57,13 @@ def test_a_hybrid_model_has_the_layers_of_its_pattern():
     assert transformer_config(TrainingOptions(spec=GPT, num_layers=7), CPU).num_layers == 7
 
 
+def test_mamba_layers_have_the_shape_that_the_flags_say():
+    options = TrainingOptions(hybrid_layer_pattern="MM*-", mamba_num_heads=6, mamba_num_groups=3)
+    config = transformer_config(options, CPU)
+    found = (config.mamba_num_heads, config.mamba_head_dim, config.mamba_state_dim, config.mamba_num_groups)
+    assert found == (6, 32, 16, 3)
+
+
 def test_schemes_are_one_or_one_for_each_layer():
     options = {"spec": GPT, "num_layers": 2, "context_parallel_size": 2}
     assert transformer_config(TrainingOptions(**options), CPU).cp_comm_type == "auto"

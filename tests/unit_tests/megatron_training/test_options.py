@@ -95,7 +95,13 @@ def test_allows_zero(name):
         ({"attention_dropout": 1.0}, "attention_dropout", "less than 1"),
         ({"cp_layout": "striped"}, "cp_layout", "zigzag or random or balanced"),
         ({"cp_comm_type": ("a2a", "tiled")}, "cp_comm_type", "not built yet; use exact"),
-        ({"linear_cp_mode": "chunkwise"}, "linear_cp_mode", "not built yet; use headwise"),
+        ({"linear_cp_mode": "ringwise"}, "linear_cp_mode", "headwise or chunkwise"),
+        ({"mamba_num_groups": 3}, "mamba_num_groups", "a divisor of the 8 Mamba heads"),
+        (
+            {"tensor_model_parallel_size": 2, "mamba_num_groups": 1, "hybrid_layer_pattern": "M*-"},
+            "tensor_model_parallel_size",
+            "a divisor of mamba-num-groups, 1",
+        ),
     ],
 )
 def test_rejects_what_does_not_go_together(options, argument, says):
@@ -110,6 +116,8 @@ def test_rejects_what_does_not_go_together(options, argument, says):
         {"position_embedding_type": "none", "kv_channels": 15},
         {"tensor_model_parallel_size": 2, "sequence_parallel": True},
         {"tensor_model_parallel_size": 2, "num_query_groups": 1},
+        {"tensor_model_parallel_size": 2, "mamba_num_groups": 1},
+        {"linear_cp_mode": "chunkwise"},
         {"context_parallel_size": 5, "seq_length": 5},
         {"data_parallel_size": 3, "global_batch_size": 6},
         {"lr_warmup_iters": 20, "train_iters": 1, "lr_decay_iters": 21},

@@ -1,0 +1,97 @@
+"""causal-conv1d's CUDA kernel of the convolution (package causal-conv1d)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_cp.exchange.device import on_device
+from megatron_cp.linear.activations import silu as apply_silu
+from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
+from megatron_cp.linear.kernels.conv import add_history
+
+OLDEST = (1, 2)  # the first whose `causal_conv1d_fn` reads as here
+WIDTHS = range(2, 5)
+ALIGN = 8  # channels
+INSTALL = "pip install --no-build-isolation causal-conv1d==1.7.0"
+
+
+class CausalConv1dConv(ConvKernel):
+    """`causal_conv1d_fn`, with documents told apart by `seq_idx`.
+
+    Chunkwise without its activation, because before version 1.7 it takes no history beside `seq_idx`, and since then
+    only that of the first document; what the history adds is added before the activation, when it is there.
+    """
+
+    name = "causal_conv1d"
+    package = "causal-conv1d"
+    devices = ("cuda",)
+
+    def refusal(self, call: LinearCall) -> str | None:
+        installed = _installed_version()
+        if installed is None or installed < OLDEST:
+            what = "not installed" if installed is None else f"older than version {OLDEST[0]}.{OLDEST[1]}"
+            return f"causal-conv1d is {what}; {INSTALL}"
+        if call.device.type != "cuda":
+            return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
+        if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"has no {call.dtype}; use chunked or reference"
+        if call.conv_width not in WIDTHS:
+            return f"has {WIDTHS[0]} to {WIDTHS[-1]} taps, not {call.conv_width}; use fla or chunked"
+        if call.channels % ALIGN:
+            return f"has multiples of {ALIGN} channels, not {call.channels}; use fla or chunked"
+        failure = _import_failure()
+        return None if failure is None else f"causal-conv1d cannot be imported ({failure}); {INSTALL}"
+
+    def conv(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        call: LinearCall,
+        *,
+        silu: bool,
+        history: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        from causal_conv1d import causal_conv1d_fn
+
+        activation = "silu" if silu and history is None else None
+        # Channel-last, as `[1, c, T]`, and whole rows: strides too must be multiples of 8.
+        y = causal_conv1d_fn(x.contiguous().t()[None], weight, bias, seq_idx=_documents(call), activation=activation)
+        y = y.squeeze(0).t()
+        if history is None:
+            return y
+        y = add_history(y, history().to(y.dtype), weight.to(y.dtype), call)
+        return apply_silu(y) if silu else y
+
+
+def _documents(call: LinearCall) -> Tensor:
+    """`seq_idx` `[1, T]`."""
+    lengths = call.packing.lengths
+    return call.packing.table(
+        ("causal_conv1d documents", call.device),
+        lambda: on_device(np.repeat(np.arange(lengths.size), lengths), call.device)[None],
+    )
+
+
+@cache
+def _installed_version() -> tuple[int, ...] | None:
+    try:
+        return tuple(int(part) for part in version(CausalConv1dConv.package).split(".")[:2])
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _import_failure() -> str | None:
+    """What importing says: a CUDA extension may have been built for another torch."""
+    try:
+        import causal_conv1d  # noqa: F401
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return None

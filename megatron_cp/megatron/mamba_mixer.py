@@ -1,0 +1,189 @@
+"""Mamba-2's mixer for Megatron: its parameters and projections, our exchange and scan between them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from megatron_cp.linear.mamba2 import mamba2_mixer
+from megatron_cp.megatron.modules import LinearModule, check_comm_type, cp_ranks, exchanged, refuse, refuse_unsupported
+from megatron_cp.planner.batch import LinearSlot
+
+
+class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
+    """Megatron's Mamba-2 mixer with its context parallelism replaced.
+
+    The same parameters, names and checkpoints. Between the projections there is one collective in and one out, without
+    the gate, for any document lengths and any number of heads and groups. Documents are told apart by the plan, so a
+    packed batch needs no `total_tokens`. Neither mamba_ssm nor causal_conv1d is needed to train.
+
+    Raises:
+        ArgumentError: what this cannot compute exactly, named as Megatron's flag; raised while the model is built.
+    """
+
+    def __init__(
+        self, config: Any, *args: Any, layer_number: int | None = None, pg_collection: Any = None, **kwargs: Any
+    ) -> None:
+        refuse_unsupported(config)
+        check_comm_type(config, _scheme(config, layer_number), "Mamba")
+        if config.mamba_training_ssm_states_dtype not in (None, torch.float32):
+            given = config.mamba_training_ssm_states_dtype
+            refuse("mamba_training_ssm_states_dtype", given, "none or float32", "States are float32 here.")
+        # Megatron's own exchange, which this replaces, asserts what its ranks can divide.
+        alone = copy.copy(pg_collection)
+        alone.cp = _OneRank()
+        with (
+            # Nor are mamba_ssm's kernels and einops what runs here, so they may be missing.
+            exchanged(mamba_mixer, HAVE_MAMBA_SSM=True, MAMBA_HAS_STATE_DTYPE=True, HAVE_EINOPS=True),
+            exchanged(mamba_mixer, ExtendedRMSNorm=GatedRMSNorm),
+            exchanged(mamba_context_parallel, HAVE_EINOPS=True),
+        ):
+            super().__init__(config, *args, layer_number=layer_number, pg_collection=alone, **kwargs)
+        self.pg_collection = pg_collection
+        self.ranks = cp_ranks(pg_collection.cp)
+        self.slot = LinearSlot(
+            "mamba",
+            heads=self.nheads_local_tp,
+            key_heads=self.ngroups_local_tp,
+            head_dim=self.d_state,
+            value_head_dim=self.headdim,
+            conv_width=self.d_conv,
+            mode=getattr(config, "linear_cp_mode", "auto"),
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_context: Any = None,
+        *,
+        inference_params: Any = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """`[t, b, hidden]` rows of this rank to `[t, b, hidden]` and a bias; b is 1 for packed batches."""
+        if inference_context is not None or inference_params is not None:
+            return self._infer(hidden_states, inference_context, inference_params, packed_seq_params)
+        projected, _ = self.in_proj(hidden_states)
+        rows, batch, _ = projected.shape
+        plan = self.plan_of(rows, batch, packed_seq_params)
+        # One document after another: the same memory for a batch of one.
+        flat = projected.transpose(0, 1).reshape(rows * batch, -1)
+        inner, heads = self.d_inner_local_tp, self.nheads_local_tp
+        z, xBC, dt = flat.split([inner, flat.shape[1] - inner - heads, heads], dim=-1)  # noqa: N806 - Mamba's names
+        out = mamba2_mixer(
+            xBC,
+            dt,
+            plan,
+            self.ranks,
+            conv=self.conv1d_weight,
+            conv_bias=self.conv1d_bias,
+            A_log=self.A_log,
+            D=self.D,
+            dt_bias=self.dt_bias,
+        ).flatten(1)
+        gated = self.norm(out, z) if self.rmsnorm else _gated(out, z).to(out.dtype)
+        out, bias = self.out_proj(gated.view(batch, rows, -1).transpose(0, 1).contiguous())
+        return out, bias
+
+    def _infer(
+        self, hidden_states: Tensor, context: Any, params: Any, packed_seq_params: PackedSeqParams | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Megatron's inference, which is of one context-parallel rank and needs mamba_ssm."""
+        if self.ranks.size > 1:
+            raise NotImplementedError("Mamba has inference at --context-parallel-size 1 alone")
+        if not mamba_mixer.HAVE_MAMBA_SSM:
+            raise NotImplementedError("Megatron's inference of Mamba needs mamba-ssm: pip install 'megatron_cp[mamba]'")
+        found: tuple[Tensor, Tensor | None] = super().forward(
+            hidden_states, context, inference_params=params, packed_seq_params=packed_seq_params
+        )
+        return found
+
+
+class GatedRMSNorm(nn.Module):
+    """`weight * y / rms(y)` in groups of features, with y = x silu(z): Megatron's `ExtendedRMSNorm`.
+
+    On CUDA with mamba_ssm's kernel where that is installed, else with torch.
+    """
+
+    tp_group: Any
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        assert not norm_before_gate
+        self.eps, self.group_size = eps, group_size or hidden_size
+        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        fused = _fused_norm() if x.is_cuda else None
+        if fused is not None:
+            shape = {"eps": self.eps, "group_size": self.group_size}
+            normed: Tensor = fused(x, self.weight, None, z=z, norm_before_gate=False, **shape)
+            return normed
+        wide = x.to(_wide(x)) if z is None else _gated(x, z)
+        groups = wide.unflatten(-1, (-1, self.group_size))
+        groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (groups.flatten(-2) * self.weight).to(x.dtype)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """The weight, of which every tensor-parallel rank has its share."""
+        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        return state
+
+
+def _gated(x: Tensor, z: Tensor) -> Tensor:
+    """`x silu(z)`, in float32 at least."""
+    return x.to(_wide(x)) * silu(z.to(_wide(x)))
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@cache
+def _fused_norm() -> Callable[..., Tensor] | None:
+    try:
+        found: Callable[..., Tensor] = import_module("mamba_ssm.ops.triton.layernorm_gated").rmsnorm_fn
+    except ImportError:
+        return None
+    return found
+
+
+class _OneRank:
+    """A group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+def _scheme(config: Any, layer_number: int | None) -> str | None:
+    """The layer's `--cp-comm-type`, as Megatron's transformer layers choose it."""
+    given: Any = config.cp_comm_type
+    chosen: str | None = given[(layer_number or 1) - 1] if isinstance(given, list) else given
+    return chosen

@@ -1,0 +1,104 @@
+"""How mamba_ssm and causal_conv1d are called, with stand-ins in their place that compute the same in plain torch."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_cp.linear.kernels.base import StateSpace
+from megatron_cp.linear.kernels.causal_conv1d import CausalConv1dConv
+from megatron_cp.linear.kernels.mamba_ssm import MambaSsmRule
+from tests.linear_oracle import conv_errors, convolution, rule_errors, state_space
+
+ACROSS = [3, 60, 1, 9]  # of three ranks one holds nothing but the middle of a document
+LAYOUTS = [("contiguous", 2), ("contiguous", 3), ("zigzag", 2), ("zigzag", 3)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What `mamba_chunk_scan_combined` was called with: documents and tokens of each call."""
+    calls = []
+
+    def chunk_scan(x, dt, A, B, C, chunk_size, *, seq_idx, return_final_states):  # noqa: N803
+        assert return_final_states
+        assert chunk_size == 256
+        assert seq_idx.dtype == torch.int32
+        assert seq_idx.shape == x.shape[:2]
+        lengths = torch.bincount(seq_idx[0]).tolist()
+        assert seq_idx[0].tolist() == [number for number, length in enumerate(lengths) for _ in range(length)]
+        assert all(lengths)
+        heads, groups = x.shape[2], B.shape[2]
+        assert heads % groups == 0
+        calls.append(lengths)
+        shared = [head // (heads // groups) for head in range(heads)]
+        inputs = StateSpace(x[0], dt[0], A, B[0], C[0])
+        out, state = state_space(inputs, shared, 1.0, lengths, with_state=True)
+        return out[None], state.transpose(1, 2)[None]
+
+    monkeypatch.setitem(
+        sys.modules, "mamba_ssm.ops.triton.ssd_combined", SimpleNamespace(mamba_chunk_scan_combined=chunk_scan)
+    )
+    return calls
+
+
+@pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 1, 1]])
+def test_mamba_ssm_computes_documents(calls, groups):
+    torch.manual_seed(0)
+    found = rule_errors(MambaSsmRule(), "mamba", [7, 1, 0, 13], groups, dk=4, dv=3)
+    assert all(error <= 1e-5 for error in found.values()), found
+    assert calls == [[7, 1, 13]]
+
+
+@pytest.mark.parametrize("lengths", [ACROSS, [17], [4], [5, 1, 1, 11, 6]])
+@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
+def test_mamba_ssm_computes_segments(calls, layout, ranks, lengths):
+    torch.manual_seed(0)
+    found = rule_errors(MambaSsmRule(), "mamba", lengths, [0, 0, 1], dk=4, dv=3, layout=layout, ranks=ranks)
+    assert all(error <= 1e-5 for error in found.values()), found
+    assert sum(map(sum, calls)) == sum(lengths)  # no token is computed twice
+
+
+def test_mamba_ssm_is_called_once_for_each_segment_that_goes_on_and_once_for_the_rest(calls):
+    torch.manual_seed(0)
+    rule_errors(MambaSsmRule(), "mamba", ACROSS, [0], dk=4, dv=3, layout="contiguous", ranks=3)
+    assert sorted(calls) == [[3, 21], [15, 1, 9], [24]]
+
+
+@pytest.fixture
+def taps(monkeypatch):
+    """The activations that `causal_conv1d_fn` was called with."""
+    taps = []
+
+    def conv(x, weight, bias, *, seq_idx, activation):
+        _, channels, tokens = x.shape
+        assert x.stride()[1:] == (1, channels)  # channel-last
+        assert channels % 8 == 0
+        assert seq_idx.dtype == torch.int32
+        assert seq_idx.shape == (1, tokens)
+        assert seq_idx.is_contiguous()
+        assert activation in (None, "silu")
+        taps.append(activation)
+        lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+        return convolution(x[0].t(), weight, bias, lengths, activation == "silu").t()[None]
+
+    monkeypatch.setitem(sys.modules, "causal_conv1d", SimpleNamespace(causal_conv1d_fn=conv))
+    return taps
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_causal_conv1d_computes_documents(taps, bias, silu):
+    torch.manual_seed(0)
+    found = conv_errors(CausalConv1dConv(), [7, 1, 0, 13], 8, 4, bias, silu)
+    assert all(error <= 1e-5 for error in found.values()), found
+    assert taps == ["silu" if silu else None]
+
+
+@pytest.mark.parametrize("lengths", [ACROSS, [17], [4], [5, 1, 1, 11, 6]])
+@pytest.mark.parametrize(("layout", "ranks"), LAYOUTS)
+def test_causal_conv1d_computes_segments(taps, layout, ranks, lengths):
+    torch.manual_seed(0)
+    found = conv_errors(CausalConv1dConv(), lengths, 16, 4, bias=True, silu=True, layout=layout, ranks=ranks)
+    assert all(error <= 1e-5 for error in found.values()), found
+    assert taps == [None] * ranks  # the history comes before the activation

@@ -1,0 +1,99 @@
+"""What mamba_ssm's and causal-conv1d's kernels refuse."""
+
+import sys
+
+import pytest
+import torch
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.kernels import choose_kernel
+from megatron_cp.layout import Packing
+from megatron_cp.linear.kernels import causal_conv1d, mamba_ssm
+from megatron_cp.linear.kernels.base import LinearCall
+
+RULE, CONV = mamba_ssm.MambaSsmRule(), causal_conv1d.CausalConv1dConv()
+PAIRS = [(RULE, mamba_ssm, "mamba"), (CONV, causal_conv1d, "conv1d")]
+of_both = pytest.mark.parametrize(("kernel", "module", "kind"), PAIRS)
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu_with_both(monkeypatch):
+    for _, module, _ in PAIRS:
+        monkeypatch.setattr(module, "_installed_version", lambda: (9, 9))
+        monkeypatch.setattr(module, "_import_failure", lambda: None)
+
+
+def _call(kind, dtype=torch.bfloat16, device="cuda", width=4, channels=64):
+    return LinearCall(kind, Packing([3, 1]), dtype, torch.device(device), 128, width, channels)
+
+
+@of_both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_takes_what_the_package_computes(kernel, module, kind, dtype):
+    assert kernel.refusal(_call(kind, dtype)) is None
+
+
+@of_both
+def test_rejects_a_missing_package(monkeypatch, kernel, module, kind):
+    monkeypatch.setattr(module, "_installed_version", lambda: None)
+    assert kernel.refusal(_call(kind)) == f"{kernel.package} is not installed; {module.INSTALL}"
+
+
+@of_both
+def test_rejects_an_old_package(monkeypatch, kernel, module, kind):
+    major, minor = module.OLDEST
+    monkeypatch.setattr(module, "_installed_version", lambda: (major, minor))
+    assert kernel.refusal(_call(kind)) is None
+    monkeypatch.setattr(module, "_installed_version", lambda: (major, minor - 1))
+    assert kernel.refusal(_call(kind)) == f"{kernel.package} is older than version {major}.{minor}; {module.INSTALL}"
+
+
+@of_both
+def test_rejects_a_package_that_cannot_be_imported(monkeypatch, kernel, module, kind):
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "_installed_version", lambda: (9, 9))
+    monkeypatch.setitem(sys.modules, kernel.name, None)
+    module._import_failure.cache_clear()
+    assert f"{kernel.package} cannot be imported (ModuleNotFoundError: " in kernel.refusal(_call(kind))
+    module._import_failure.cache_clear()
+
+
+@of_both
+def test_rejects_the_cpu(kernel, module, kind):
+    assert "runs on CUDA, the tensors are on cpu; use chunked" in kernel.refusal(_call(kind, device="cpu"))
+
+
+@of_both
+def test_rejects_float64(kernel, module, kind):
+    assert "has no torch.float64; use chunked" in kernel.refusal(_call(kind, torch.float64))
+
+
+@pytest.mark.parametrize("width", [1, 5])
+def test_rejects_other_numbers_of_taps(width):
+    assert f"has 2 to 4 taps, not {width}; use fla" in CONV.refusal(_call("conv1d", width=width))
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_takes_two_to_four_taps(width):
+    assert CONV.refusal(_call("conv1d", width=width)) is None
+
+
+def test_rejects_channels_that_are_no_multiple_of_8():
+    assert "has multiples of 8 channels, not 12; use fla" in CONV.refusal(_call("conv1d", channels=12))
+
+
+@of_both
+def test_a_refusal_reaches_the_user(kernel, module, kind):
+    with pytest.raises(ArgumentError, match=f"{kernel.name}: runs on CUDA"):
+        choose_kernel([kernel], kernel.name, _call(kind, device="cpu"))
+
+
+@of_both
+def test_the_installed_version_is_read_once(monkeypatch, kernel, module, kind):
+    monkeypatch.undo()
+    module._installed_version.cache_clear()
+    monkeypatch.setattr(module, "version", lambda package: {kernel.package: "2.3.2.post1"}[package])
+    assert module._installed_version() == (2, 3)
+    monkeypatch.setattr(module, "version", None)
+    assert module._installed_version() == (2, 3)
+    module._installed_version.cache_clear()
