@@ -44,9 +44,12 @@ def explain(plan: Plan, item_size: int) -> str:
         lines.append("outside this run of layers the tokens are held so:")
         lines.extend(ownership(plan.outer))
     for number, price in enumerate(plan.prices):
+        what = "chosen" if number == 0 else "other "
+        least = "at least " if price.is_bound else ""
+        most = "ranks send at least" if price.is_bound else "a rank sends at most"
         lines.append(
-            f"{'chosen' if number == 0 else 'other '} {price.scheme:<9} predicted {price.forward:.3f} ms forward, "
-            f"{price.backward:.3f} ms backward; a rank sends at most {size(price.bytes_sent)} forward"
+            f"{what} {price.scheme:<9} predicted {least}{price.forward:.3f} ms forward, {price.backward:.3f} ms "
+            f"backward; {most} {size(price.bytes_sent)} forward"
         )
     lines.extend(f"note: {note}" for note in plan.notes)
     return "\n".join(lines)
@@ -59,8 +62,7 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
         return ["the packed stream is empty"]
     width = min(width, total)
     cuts = np.arange(width + 1) * total // width
-    owner = np.repeat(np.arange(layout.cp_size), layout.token_counts)[layout.inverse_order]
-    cells = [np.bincount(owner[lo:hi]).argmax() for lo, hi in itertools.pairwise(cuts)]
+    cells = [np.bincount(layout.owners[lo:hi]).argmax() for lo, hi in itertools.pairwise(cuts)]
     marks = [" "] * width
     for start, _ in layout.packing.spans():
         marks[int(np.searchsorted(cuts, start, side="right")) - 1] = "|"

@@ -52,12 +52,14 @@ class Price:
         scheme: the way.
         forward, backward: milliseconds of the slowest rank, its share of a relayout included.
         bytes_sent: at most by a rank, forward, that share included.
+        is_bound: these are lower bounds, which were enough to rule it out.
     """
 
     scheme: str
     forward: float
     backward: float
     bytes_sent: int
+    is_bound: bool = False
 
 
 @dataclass(frozen=True)

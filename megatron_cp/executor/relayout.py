@@ -34,10 +34,15 @@ def relayout(
     ranks = as_rank_group(group, source.cp_size)
     if len(local) != source.row_counts[ranks.rank]:
         raise ArgumentError("local", f"{len(local)} rows", f"{source.row_counts[ranks.rank]} on rank {ranks.rank}")
+    return _Relayout.apply(local, prepare_relayout(source, target, ranks.rank, local.device), ranks)
+
+
+def prepare_relayout(source: Layout, target: Layout, rank: int, device: torch.device) -> _Hop:
+    """Makes the index tables of one rank, once."""
     # By the target's value, not the target: layouts that hold each other's tables would wait for the garbage collector.
-    key = ("hop", target.value, ranks.rank, local.device)
-    hop = source.table(key, lambda: _Hop(source, target, ranks.rank, local.device))
-    return _Relayout.apply(local, hop, ranks)
+    key = ("hop", target.value, rank, device)
+    found: _Hop = source.table(key, lambda: _Hop(source, target, rank, device))
+    return found
 
 
 class _Hop:

@@ -16,6 +16,7 @@ from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
+from megatron_cp.executor.relayout import prepare_relayout
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transfers import prepare_gathering
 
@@ -64,6 +65,9 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
     for step in plan.chain:
         if isinstance(step, Halo) and step.reach:
             prepare_halo(step, rank, device)
+    if plan.outer is not None:
+        prepare_relayout(plan.outer, plan.layout, rank, device)
+        prepare_relayout(plan.layout, plan.outer, rank, device)
     if plan.attend is None:
         return
     for stage in range(plan.attend.num_stages):

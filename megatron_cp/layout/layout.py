@@ -218,6 +218,11 @@ class Layout(Tables):
         return frozen(inverse)
 
     @cached_property
+    def owners(self) -> IntArray:
+        """`[total]` the rank that holds each token of the packed stream."""
+        return frozen(np.repeat(np.arange(self.cp_size), self.token_counts)[self.inverse_order])
+
+    @cached_property
     def in_stream_order(self) -> bool:
         """True if the ranks' tokens, rank after rank, are the packed stream itself."""
         return bool((self.starts[1:] == self.ends[:-1]).all())  # every token is held, so the first starts at 0

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -19,7 +20,7 @@ from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.plan import Plan
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.batch import planned
-from megatron_cp.planner.batch import BatchPlan, Slot
+from megatron_cp.planner.batch import BatchPlan, LinearSlot, Slot
 from megatron_cp.planner.capabilities import remark
 
 
@@ -59,7 +60,16 @@ class ContextParallelModule:
 class LinearModule(ContextParallelModule):
     """A linear layer, whose rows are those of a packed batch or of whole sequences."""
 
+    slot: LinearSlot
     _unpacked: BatchPlan | None = None  # of the latest shape of unpacked batches, which rarely changes
+
+    def packed_plan(self, packed_seq_params: PackedSeqParams | None) -> Plan | None:
+        """The plan for the packed documents; None for batches that are not packed."""
+        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+            return None
+        plans = planned(packed_seq_params, self.ranks).plans
+        assert plans is not None
+        return plans.plan(self.slot)
 
     def plan_of(self, rows: int, batch: int, packed_seq_params: PackedSeqParams | None) -> Plan:
         """The plan for `[rows, batch, ...]`: of the packed documents, or else of `batch` sequences in zigzag order.
@@ -67,16 +77,18 @@ class LinearModule(ContextParallelModule):
         Raises:
             ArgumentError: a packed batch of several rows.
         """
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
+        plan = self.packed_plan(packed_seq_params)
+        if plan is not None:
             if batch != 1:
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
-            plans = planned(packed_seq_params, self.ranks).plans
-            assert plans is not None
-            return plans.plan(self.slot)
+            return plan
+        if self.slot.mode == "relay":
+            refuse("linear_cp_mode", "relay", "headwise, chunkwise or auto for batches that are not packed", "")
+        slot = replace(self.slot, hidden_size=None, run=())  # a layer of its own: only packed batches are relayed
         packing = Packing([rows * self.ranks.size] * batch)
         if self._unpacked is None or self._unpacked.layout.packing != packing:
-            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [self.slot])
-        return self._unpacked.plan(self.slot)
+            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [slot])
+        return self._unpacked.plan(slot)
 
 
 @contextlib.contextmanager

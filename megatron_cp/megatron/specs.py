@@ -8,6 +8,7 @@ that would be wrong under another sharding than Megatron's are refused with more
 from __future__ import annotations
 
 import copy
+import itertools
 from functools import partial
 from typing import Any
 
@@ -40,6 +41,7 @@ from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.mamba_mixer import MambaMixer
 from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
 from megatron_cp.megatron.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
+from megatron_cp.megatron.relay import arrange_run, arrange_runs
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
 
@@ -64,7 +66,8 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
         refuse("transformer_impl", config.transformer_impl, "transformer_engine or local, all layers alike", "")
     if use_te and variant:
         block = variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
-        return TransformerBlockSubmodules([_with_ours(layer) for layer in block.layer_specs], block.layer_norm)
+        layers = [_with_ours(layer) for layer in block.layer_specs]
+        return TransformerBlockSubmodules(_in_runs(layers), block.layer_norm)
     plain = copy.copy(config)
     plain.experimental_attention_variant = None  # Megatron builds the variant with Transformer Engine alone
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
@@ -79,7 +82,32 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
                 layer.submodules.self_attention = _local_gated_delta_net()
                 layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     # The final norm that Megatron would add without Transformer Engine refuses sequence parallelism.
-    return TransformerBlockSubmodules(layers, block.layer_norm if use_te else Norm)
+    return TransformerBlockSubmodules(_in_runs(layers), block.layer_norm if use_te else Norm)
+
+
+def _in_runs(layers: list[ModuleSpec]) -> list[ModuleSpec]:
+    """The layers, those with Gated DeltaNet knowing of the run of such layers that they are in."""
+    for is_linear, group in itertools.groupby(layers, lambda layer: _mixer(layer) is GatedDeltaNet):
+        run = list(group) if is_linear else []
+        for layer in run:
+            layer.module = _in_run(layer.module, len(run), is_first=layer is run[0], is_last=layer is run[-1])
+    return layers
+
+
+def _mixer(layer: ModuleSpec) -> Any:
+    return getattr(layer.submodules.self_attention, "module", None)
+
+
+def _in_run(layer_class: type, count: int, *, is_first: bool, is_last: bool) -> type:
+    """A class of layers that are part of a run of `count` alike."""
+
+    def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        layer_class.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
+        own = self.self_attention
+        edges = self if is_first else None, self if is_last else None
+        arrange_run(*edges, [own], [own.slot] * count, config)
+
+    return type(f"{layer_class.__name__}InRun", (layer_class,), {"__init__": __init__, "__doc__": layer_class.__doc__})
 
 
 _ATTENTION = {
@@ -120,6 +148,10 @@ def _local_gated_delta_net() -> ModuleSpec:
 class TEHybridStack(HybridStack):
     """Megatron's stack, with our attention also where `--mla-down-proj-fusion` exchanges it."""
 
+    def __init__(self, config: Any, submodules: Any, **others: Any) -> None:
+        super().__init__(config, submodules, **others)
+        arrange_runs(self.layers, config)
+
     def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
         fused: HybridStackSubmodules = super()._fuse_mla_down_proj(submodules)
         fused.mla_layer = _with_ours(fused.mla_layer)
@@ -133,6 +165,7 @@ class LocalHybridStack(HybridStack):
         super().__init__(config, submodules, post_layer_norm=False, **others)
         if self.post_process and post_layer_norm:
             self.final_norm = Norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        arrange_runs(self.layers, config)
 
     def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
         return submodules  # as Megatron's local spec of GPTModel, which has no fused projection either

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.executor.plan import Plan
@@ -55,7 +56,9 @@ class LinearSlot:
         value_head_dim: features of a value head; of mamba, of a head of x.
         conv_width: taps of the convolution.
         mode: one of `--linear-cp-mode`.
-        hidden_size, layers: of the run of linear layers that this one is in, where hidden states can be relayed.
+        hidden_size: of the model, where hidden states can be relayed around the run of linear layers that this is in.
+        run: the kinds of the run's layers, this one's among them and each as often as it occurs, without runs of their
+            own; they are relayed together or not at all. Empty for a layer by itself.
     """
 
     kind: str
@@ -66,9 +69,23 @@ class LinearSlot:
     conv_width: int = 4
     mode: str = "auto"
     hidden_size: int | None = None
-    layers: int = 1
+    run: tuple[LinearSlot, ...] = ()
 
     def plan(self, layout: Layout) -> Plan:
+        alone = self._plan(layout, self.mode)
+        if self.mode != "auto" or not any(price.scheme == "relay" for price in alone.prices):
+            return alone
+        relayed = direct = 0.0
+        for slot, count in Counter(self.run).items():
+            prices = replace(slot, hidden_size=self.hidden_size, run=self.run)._plan(layout, "auto").prices
+            times = {price.scheme: price.forward + price.backward for price in prices}
+            relayed += count * times.pop("relay")
+            direct += count * min(times.values())
+        ways = [price for price in alone.prices if (price.scheme == "relay") == (relayed < direct)]
+        best = alone if ways[0] is alone.prices[0] else self._plan(layout, ways[0].scheme)
+        return replace(best, prices=(ways[0], *(price for price in alone.prices if price is not ways[0])))
+
+    def _plan(self, layout: Layout, mode: str) -> Plan:
         of_kind: dict[str, Any] = (
             {"groups": self.key_heads, "state": self.head_dim, "head_dim": self.value_head_dim}
             if self.kind == "mamba"
@@ -76,7 +93,7 @@ class LinearSlot:
         )
         return plan_linear(
             layout.packing, layout, self.kind, heads=self.heads, **of_kind, conv_width=self.conv_width,
-            mode=self.mode, hidden_size=self.hidden_size, layers=self.layers,
+            mode=mode, hidden_size=self.hidden_size, layers=max(len(self.run), 1),
         )  # fmt: skip
 
 

@@ -30,6 +30,10 @@ class Hardware:
     latency: float
     products: float
 
+    def bandwidth(self, ranks: int) -> float:
+        """Bytes a second that a rank of so many sends."""
+        return self.node_bandwidth if ranks <= self.node_size else self.network_bandwidth
+
 
 # Taken from data sheets and rounded down; measured nowhere yet.
 H100 = Hardware(8, node_bandwidth=2.5e11, network_bandwidth=4e10, latency=3e-5, products=1e14)
@@ -51,19 +55,29 @@ def priced(plan: Plan, hardware: Hardware, *, item_size: int, hidden_size: int |
     for forward in (True, False):
         moved = max(plan.bytes_sent(item_size, forward=forward)) + relayed
         starts = plan.collectives(forward=forward) + (2 / layers if relayed else 0)
-        bandwidth = hardware.node_bandwidth if plan.cp_size <= hardware.node_size else hardware.network_bandwidth
-        seconds = moved / bandwidth + starts * hardware.latency + products(plan, forward=forward) / hardware.products
+        seconds = (
+            moved / hardware.bandwidth(plan.cp_size)
+            + starts * hardware.latency
+            + products(plan, forward=forward) / hardware.products
+        )
         times.append(seconds * 1e3)
         sent = sent or moved
     return Price(plan.scheme, times[0], times[1], sent)
 
 
+def lower_bound(layout: Layout, state_size: int, hardware: Hardware) -> Price:
+    """What chunkwise takes at least: the state before each token of a document that another rank's token precedes."""
+    ranks, owners = layout.cp_size, layout.owners
+    changes = np.count_nonzero(owners[1:] != owners[:-1]) - (layout.packing.num_documents - 1)
+    sent = max(int(changes), 0) * state_size * 4 // ranks  # by the rank that sends most, which is no less than the mean
+    milliseconds = sent / hardware.bandwidth(ranks) * 1e3
+    return Price("chunkwise", milliseconds, milliseconds, sent, is_bound=True)
+
+
 def moved_rows(source: Layout, target: Layout) -> int:
     """The most rows that a rank sends when tokens go from one layout to another."""
-    owners = [
-        np.repeat(np.arange(layout.cp_size), layout.token_counts)[layout.inverse_order] for layout in (source, target)
-    ]
-    return int(np.bincount(owners[0][owners[0] != owners[1]], minlength=source.cp_size).max())
+    leaving = source.owners[source.owners != target.owners]
+    return int(np.bincount(leaving, minlength=source.cp_size).max())
 
 
 def products(plan: Plan, *, forward: bool) -> float:

@@ -9,10 +9,10 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
 from megatron_cp.executor.chain import Halo, Scan
-from megatron_cp.executor.plan import Compute, Plan, Step, ToHeads, ToTokens
+from megatron_cp.executor.plan import Compute, Plan, Price, Step, ToHeads, ToTokens
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.cost import H100, Hardware, priced
+from megatron_cp.planner.cost import H100, Hardware, lower_bound, priced
 from megatron_cp.planner.plans import check_layout, checked_heads, notes_of
 
 MAX_CONV_WIDTH = 64  # far beyond any model; a halo and its tables grow with it
@@ -54,6 +54,11 @@ class LinearShape:
             "mamba": {"x": values, "B": keys, "C": keys, "dt": each},
         }
         return Sections(tuple(Section(name, **section) for name, section in table[self.kind].items()))  # type: ignore[arg-type]
+
+    @property
+    def state_size(self) -> int:
+        """Elements of all heads' states; 0 where there is none."""
+        return 0 if self.kind == "conv1d" else self.heads * self.key_dim * self.value_dim
 
     @property
     def channels(self) -> int:
@@ -118,39 +123,52 @@ def plan_linear(
     layers = checked_integer("layers", layers, 1)
     if hidden_size is not None:
         hidden_size = checked_integer("hidden_size", hidden_size, 1)
+    if layout.cp_size == 1 and mode in ("auto", "relay"):
+        mode = "headwise"  # nothing moves, and a model may be run on one rank with the options of several
     if mode == "relay" and hidden_size is None:
         raise ArgumentError("hidden_size", None, "the features of the hidden states", "A relay moves those.")
-    if layout.cp_size == 1 and mode == "auto":
-        mode = "headwise"
-    plans = [_headwise(layout, shape)] if mode in ("auto", "headwise") else []
-    if mode in ("auto", "chunkwise"):
-        plans.append(_chunkwise(layout, shape))
-    if mode == "relay" or (mode == "auto" and hidden_size is not None):
-        friendly = Layout.contiguous(packing, layout.cp_size, align=layout.align).padded(
-            align=layout.align, min_rows=layout.min_rows
-        )
-        if mode == "relay" or friendly != layout:
-            plans.append(replace(_chunkwise(friendly, shape), outer=layout))
-    prices = [
-        replace(priced(plan, hardware, item_size=item_size, hidden_size=hidden_size, layers=layers), scheme=_way(plan))
-        for plan in plans
-    ]
-    best = min(range(len(plans)), key=lambda number: prices[number].forward + prices[number].backward)
-    chosen, price = plans[best], prices[best]
-    others = sorted((other for other in prices if other is not price), key=lambda other: other.forward + other.backward)
-    chosen = replace(
-        chosen,
-        notes=(*chosen.notes, *_notes(chosen, layers)),
-        prices=(price, *others),
-    )
-    for note in chosen.notes[:1]:
-        if chosen.scheme == "headwise" and chosen.deal.idle_ranks:
-            warnings.warn(note, stacklevel=2)
-    return chosen
+    makers = {
+        "headwise": lambda: _headwise(layout, shape),
+        "chunkwise": lambda: _chunkwise(layout, shape),
+        "relay": lambda: replace(_chunkwise(contiguous_like(layout), shape), outer=layout),
+    }
+    plans: list[tuple[Price, Plan | None]] = []
+    for name, make in makers.items():
+        if mode not in ("auto", name) or (mode == "auto" and name == "relay" and not _can_relay(layout, hidden_size)):
+            continue
+        bound = lower_bound(layout, shape.state_size, hardware) if mode == "auto" and name == "chunkwise" else None
+        if bound is not None and _total(bound) > _total(plans[0][0]):
+            plans.append((bound, None))  # making the plan and its tables would take longer than it is worth
+            continue
+        plan = make()
+        price = priced(plan, hardware, item_size=item_size, hidden_size=hidden_size, layers=layers)
+        plans.append((replace(price, scheme=name), plan))
+    plans.sort(key=lambda pair: _total(pair[0]))
+    chosen = next(plan for _, plan in plans if plan is not None)
+    if chosen.deal.idle_ranks:
+        warnings.warn(chosen.notes[0], stacklevel=2)
+    return replace(
+        chosen, notes=(*chosen.notes, *_notes(chosen, layers)), prices=tuple(price for price, _ in plans)
+    )  # fmt: skip
 
 
-def _way(plan: Plan) -> str:
-    return plan.scheme if plan.outer is None else "relay"
+def contiguous_like(layout: Layout) -> Layout:
+    """Contiguous ranges with the rows of `layout` otherwise: where chunkwise has fewest segments."""
+
+    def make() -> Layout:
+        contiguous = Layout.contiguous(layout.packing, layout.cp_size, align=layout.align)
+        return contiguous.padded(align=layout.align, min_rows=layout.min_rows)
+
+    found: Layout = layout.table(("contiguous",), make)
+    return found
+
+
+def _can_relay(layout: Layout, hidden_size: int | None) -> bool:
+    return hidden_size is not None and contiguous_like(layout) != layout
+
+
+def _total(price: Price) -> float:
+    return price.forward + price.backward
 
 
 def _headwise(layout: Layout, shape: LinearShape) -> Plan:

@@ -261,7 +261,7 @@ ATTEMPTS = {
     "tiled in one layer": lambda: tiny.build("gpt", cp_comm_type=["a2a", "tiled"]),
     "p2p of a linear layer": lambda: tiny.build("gpt_gdn", cp_comm_type=["p2p", "p2p"]),
     "a product of 2": lambda: tiny.build("gpt", cp_comm_type="a2a+p2p"),
-    "mamba": lambda: tiny.build("hybrid", pattern="GM*-"),
+    "sparse": lambda: tiny.build("hybrid", pattern="GD*-"),
     "mtp": lambda: tiny.build("gpt", mtp_num_layers=1),
     "mtp of hybrids": lambda: tiny.build("hybrid", mtp_num_layers=1),
     "unaligned": run_unaligned,
@@ -292,8 +292,8 @@ def test_rejects_a_product_that_the_ranks_are_not(ranks):
     assert_refused(ranks, "a product of 2", "--cp-comm-type", "'a2a+p2p'", "2 has no other divisor")
 
 
-def test_rejects_mamba_layers(ranks):
-    assert_refused(ranks, "mamba", "--hybrid-layer-pattern", "G, *, + and -")
+def test_rejects_sparse_attention_layers(ranks):
+    assert_refused(ranks, "sparse", "--hybrid-layer-pattern", "M, G, *, + and -")
 
 
 @pytest.mark.parametrize("attempt", ["mtp", "mtp of hybrids"])

@@ -95,6 +95,14 @@ CHUNKWISE = [
     *[spread("chunkwise", "hybrid_both", batches="even", how="unpacked")],
     *[spread(mode, "gpt_gdn") for mode in ("headwise", "chunkwise")],
 ]
+RELAYED = [
+    spread("chunkwise", "hybrid", "contiguous"),  # to compare with
+    *[spread("relay", kind, layout) for kind in (*HYBRIDS, "hybrid_both") for layout in ("zigzag", "balanced")],
+    *[spread("relay", "hybrid_both", **more) for more in ({"layout": "lopsided"}, {"batches": "tiny"})],
+    spread("relay", "hybrid_both", recompute="full"),
+    spread("relay", "hybrid_both", batches="aligned", how="megatron"),
+    spread("relay", "gpt_gdn"),
+]
 DETERMINISTIC = Case("hybrid_both", changes=(("deterministic_mode", True),))
 ONE_KEY_HEAD = Case("hybrid", changes=(("linear_num_key_heads", 1),))
 NORMED = Case("hybrid", changes=(("qk_layernorm", True),))
@@ -202,6 +210,7 @@ PLACES = {
             *RECOMPUTED,
             *BOTH_MODES,
             *CHUNKWISE,
+            *RELAYED,
             Case("gpt_gdn"),
             DETERMINISTIC,
             ONE_KEY_HEAD,
@@ -221,7 +230,7 @@ PLACES = {
             *SINGLE,
             *[case for case in MEGATRONS if case.kind != "gpt_gdn"],
             *BOTH_MODES,
-            *[case for case in CHUNKWISE if case.kind != "gpt_gdn"],
+            *[case for case in (*CHUNKWISE, *RELAYED) if case.kind != "gpt_gdn"],
             *LATENT,
         ],
     ),
@@ -268,7 +277,7 @@ def run_case(case):
         model = tiny.build(case.kind, config=config)
     align = config.tensor_model_parallel_size if case.sequence_parallel else 1
     batches = tiny.microbatches(model, case.batches, case.layout, case.how, align)
-    with Counters() if case.kind == "gpt_gdn" else contextlib.nullcontext() as counters:
+    with Counters() if dict(case.changes).get("linear_cp_mode") else contextlib.nullcontext() as counters:
         step = tiny.train(model, config, batches)
     return dataclasses.replace(step, collectives=counters.collectives) if counters else step
 
@@ -312,6 +321,16 @@ def test_equals_one_rank(place, case, alone, request):
         errors = tiny.distances(step.gradients, expected.gradients)
         assert max(errors.values()) <= case.bound(PLACES[place][0]), (rank, list(errors.items())[:4])
         assert max(step.drift.values()) == 0, rank
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "hybrid_both"])
+def test_hidden_states_are_relayed_once_around_a_run(kind, two):
+    """Of two layers: in and out, forward and backward, for each of two microbatches."""
+    for steps in two:
+        relayed, at_home = (
+            steps["cp2", case].collectives for case in (spread("relay", kind), spread("chunkwise", kind, "contiguous"))
+        )
+        assert relayed - at_home == 4 * 2
 
 
 def test_tensor_parallel_ranks_would_drift_apart_without_the_sum_for_the_norm(alone, four):

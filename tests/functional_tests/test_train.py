@@ -426,7 +426,11 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--cp-comm-type", "tiled"], "tiled is not built yet; use exact."),
         (["--cp-comm-type", "a2a", "nonsense", "a2a"], "--cp-comm-type: got 'nonsense'"),
         (["--cp-comm-type", "a2a", "a2a"], "one value, or one for each of 3 layers"),
-        (["--linear-cp-mode", "chunkwise"], "--linear-cp-mode: got 'chunkwise'"),
+        (["--linear-cp-mode", "ring"], "--linear-cp-mode: got 'ring'"),
+        (
+            ["--mamba-num-heads", "6", "--mamba-num-groups", "4", "--hybrid-layer-pattern", "M*-"],
+            "--mamba-num-groups: got 4",
+        ),
         (["--lr-decay-style", "steps"], "argument --lr-decay-style: invalid choice"),
         (["--device", "tpu"], "argument --device: invalid choice"),
         (["--seq-length", "4", "--context-parallel-size", "5"], "--seq-length: got 4"),
@@ -571,7 +575,7 @@ def test_rejects_what_only_the_ranks_can_see(data, tmp_path, capsys):
     arguments = [*HYBRID, *STEPS, "--train-iters", "3", "--data-path", str(data), "--run-dir", str(folder)]
     if torch.cuda.is_available():
         pytest.skip("Transformer Engine may be there")
-    assert main(["train", *arguments, "--context-parallel-size", "2", "--hybrid-layer-pattern", "M*"]) == 2
+    assert main(["train", *arguments, "--context-parallel-size", "2", "--hybrid-layer-pattern", "D*"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2  # the first says what will be trained on
     assert lines[1].startswith("megatron-cp train: --hybrid-layer-pattern: got")

@@ -43,7 +43,7 @@ def test_a_linear_slot_plans_all_it_says():
         PACKING, LAYOUT, "gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16, mode="relay", conv_width=3,
         hidden_size=64, layers=2,
     )  # fmt: skip
-    slot = dataclasses.replace(LINEAR, mode="relay", conv_width=3, hidden_size=64, layers=2)
+    slot = dataclasses.replace(LINEAR, mode="relay", conv_width=3, hidden_size=64, run=(LINEAR, LINEAR))
     assert slot.plan(LAYOUT) == expected
 
 

@@ -1,0 +1,23 @@
+"""What megatron-core computes with functions of its own, for measurements that stand ours beside it."""
+
+from __future__ import annotations
+
+from megatron.core.ssm.gated_delta_net.common import torch_chunk_gated_delta_rule
+from torch import Tensor
+
+
+def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """megatron-core's gated delta rule in plain torch on one document, each head with a key of its own beforehand.
+
+    Args:
+        q, k: `[t, key_heads, head_dim]`
+        v: `[t, heads, value_head_dim]`
+        g: `[t, heads]` log decay.
+        beta: `[t, heads]`
+
+    Returns:
+        `[t, heads, value_head_dim]`
+    """
+    q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], dim=1) for x in (q, k))  # as `GatedDeltaNet.forward` does
+    out, _ = torch_chunk_gated_delta_rule(*(x[None] for x in (q, k, v, g, beta)))
+    return out[0]

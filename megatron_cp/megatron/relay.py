@@ -1,0 +1,105 @@
+"""Runs of linear layers, and the relay of hidden states around them.
+
+A run is a stretch of a stack's layers in which no token sees another but through linear layers: those and the MLPs
+between them. Where the plan says so, hidden states are moved to contiguous ranges where a run begins and back where it
+ends. A stack is that of one pipeline stage, so no run crosses stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor, nn
+
+from megatron_cp.executor.plan import Plan
+from megatron_cp.executor.relayout import relayout
+from megatron_cp.megatron.modules import ContextParallelModule, LinearModule, refuse
+from megatron_cp.planner.batch import LinearSlot
+
+
+def arrange_runs(layers: Iterable[nn.Module], config: Any) -> None:
+    """Lets the linear layers of a built stack know of their runs, and has hidden states relayed at the runs' edges."""
+    for has_linear, run in itertools.groupby(layers, key=lambda layer: not _attends(layer)):
+        if has_linear:
+            members = list(run)
+            linear = [place for place, layer in enumerate(members) if _linear_of(layer)]
+            if linear:
+                own = [module for layer in members for module in _linear_of(layer)]
+                arrange_run(members[linear[0]], members[linear[-1]], own, [module.slot for module in own], config)
+
+
+def arrange_run(
+    first: nn.Module | None,
+    last: nn.Module | None,
+    linear: Sequence[LinearModule],
+    slots: Sequence[LinearSlot],
+    config: Any,
+) -> None:
+    """Arranges one run, or what is built of it so far.
+
+    Args:
+        first, last: its first and its last layer; None where that is built elsewhere.
+        linear: the linear layers' modules.
+        slots: of all linear layers of the run.
+        config: of the model.
+    """
+    if config.context_parallel_size == 1:
+        return
+    if config.sequence_parallel and config.tensor_model_parallel_size > 1:
+        if any(slot.mode == "relay" for slot in slots):
+            allowed = "headwise, chunkwise or auto with --sequence-parallel"
+            refuse("linear_cp_mode", "relay", allowed, "Between layers a rank holds a part of its rows alone.")
+        return
+    for module in linear:
+        module.slot = replace(module.slot, hidden_size=config.hidden_size, run=tuple(slots))
+    edges = _Edges(linear[0])
+    if first is not None:
+        first.register_forward_pre_hook(edges.enter, with_kwargs=True)
+    if last is not None:
+        last.register_forward_hook(edges.leave, with_kwargs=True)
+
+
+class _Edges:
+    """The hooks of a run's first and last layer."""
+
+    def __init__(self, linear: LinearModule) -> None:
+        self.linear = linear
+
+    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Moves the hidden states to the run's layout."""
+        plan = self._plan(kwargs.get("packed_seq_params"))
+        if plan is None or plan.outer is None:
+            return None
+        if args:
+            return (relayout(args[0], plan.outer, plan.layout, self.linear.ranks), *args[1:]), kwargs
+        hidden = relayout(kwargs["hidden_states"], plan.outer, plan.layout, self.linear.ranks)
+        return args, {**kwargs, "hidden_states": hidden}
+
+    def leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """Moves them back."""
+        plan = self._plan(kwargs.get("packed_seq_params"))
+        if plan is None or plan.outer is None:
+            return None
+        if isinstance(out, Tensor):
+            return relayout(out, plan.layout, plan.outer, self.linear.ranks)
+        hidden, *rest = out
+        return (relayout(hidden, plan.layout, plan.outer, self.linear.ranks), *rest)
+
+    def _plan(self, packed_seq_params: PackedSeqParams | None) -> Plan | None:
+        """Of the run's linear layers; None for batches that are not packed, which are never relayed."""
+        return self.linear.packed_plan(packed_seq_params)
+
+
+def _attends(layer: nn.Module) -> bool:
+    """Whether tokens see one another in other ways than through a linear layer."""
+    return any(
+        isinstance(module, ContextParallelModule) and not isinstance(module, LinearModule) for module in layer.modules()
+    )
+
+
+def _linear_of(layer: nn.Module) -> list[LinearModule]:
+    return [module for module in layer.modules() if isinstance(module, LinearModule)]
