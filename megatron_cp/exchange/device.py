@@ -12,5 +12,6 @@ def on_device(table: NDArray, device: torch.device, dtype: torch.dtype = torch.i
 
     Through pinned memory to CUDA, since a copy from pageable memory makes the host wait for the stream.
     """
-    host = torch.tensor(table, dtype=dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    with torch.inference_mode(False):  # tables outlive an evaluation, and autograd saves no inference tensor
+        host = torch.tensor(table, dtype=dtype)
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
