@@ -39,6 +39,7 @@ step gpu_tests.log timeout 560 "$python" -m pytest -n 4 -p no:cacheprovider --du
 # Two ranks share the GPU, over gloo.
 step gpu_train.log timeout 400 "$python" -m megatron_cp.cli.main train --context-parallel-size 2 --compare --json \
   --train-iters 40 --run-dir "$site/run"
+step gpu_linear.md timeout 300 "$python" -m megatron_cp.cli.main bench linear --cp 2 --tokens-per-rank 8192
 step gpu_attention.md timeout 300 "$python" -m megatron_cp.cli.main bench attention --cp 4 --tokens-per-rank 8192
 step gpu_host_exchange.md timeout 200 "$python" benchmarks/exchange.py
 

@@ -17,6 +17,8 @@ from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
 from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.kimi_delta_attention import kda_mixer
+from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
@@ -29,11 +31,22 @@ DEVICE = "cuda"
 RAGGED = (7, 1, 130, 64, 2)
 ATTENTION = Case("attention", 2, RAGGED, head_dim=64, value_head_dim=64, dtype=torch.bfloat16, kernel="varlen")
 GDN = Case("gdn", 2, RAGGED, head_dim=64, value_head_dim=64, dtype=torch.float32, kernel="chunked")
+# By kernel: the case, and what it may be off.
+OF_LINEAR = {
+    "chunked": (GDN, 1e-5, ("gdn", "kda", "mamba", "conv1d")),
+    "fla": (replace(GDN, kernel="fla", dtype=torch.bfloat16), 5e-2, ("gdn", "kda")),  # multiplies in bf16 throughout
+    "mamba_ssm": (replace(GDN, kernel="mamba_ssm", dtype=torch.bfloat16), 5e-2, ("mamba",)),
+}
 KERNELS = {
     "varlen": (ATTENTION, 2e-2),
-    "chunked": (GDN, 1e-5),
-    "fla": (replace(GDN, kernel="fla", dtype=torch.bfloat16), 5e-2),  # multiplies in bf16 throughout
+    **{
+        f"{kernel} of {layer} {scheme}": (replace(case, layer=layer, scheme=scheme), tolerance)
+        for kernel, (case, tolerance, layers) in OF_LINEAR.items()
+        for layer in layers
+        for scheme in ("headwise", "chunkwise")
+    },
 }
+OPERATIONS = {"attention": attention, "gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
@@ -60,7 +73,8 @@ def on(device, problem, dtype=None):
 @cache
 def in_float64(case):
     """The same inputs on one rank of the CPU, by the reference kernel."""
-    alone = replace(case, cp=1, layout="contiguous", dtype=torch.float64, kernel="reference")
+    scheme = "a2a" if case.layer == "attention" else "headwise"
+    alone = replace(case, cp=1, layout="contiguous", dtype=torch.float64, kernel="reference", scheme=scheme)
     return run_layer(ThreadGroup.create(1)[0], alone, on("cpu", draw(case), torch.float64))
 
 
@@ -157,11 +171,18 @@ def steps_of(what):
     case = replace(KERNELS[what][0], cp=1, layout="random")
     problem, plan = on(DEVICE, draw(case)), case.plan()
     inputs = [plan.layout.shard(x, 0).requires_grad_() for x in problem.inputs.values()]
-    operation = attention if case.layer == "attention" else gated_delta_net
+    operation = OPERATIONS[case.layer]
     return lambda: [operation(*inputs, plan, kernel=case.kernel, **problem.parameters)], inputs
 
 
-@pytest.mark.parametrize("what", ["exchange", "varlen", "chunked"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "exchange",
+        "varlen",
+        *(f"chunked of {layer} {scheme}" for layer in ("gdn", "kda", "mamba") for scheme in ("headwise", "chunkwise")),
+    ],
+)
 def test_host_never_waits(what):
     forward, inputs = steps_of(what)
 

@@ -325,14 +325,16 @@ class _ChunkScan(LocalScan):
 
 def _in_row_order(classes: list[tuple[PieceClass, Tensor]]) -> Tensor:
     """What belongs to the pieces of several classes, in the order of the rows."""
-    pieces = [piece for members, _ in classes for piece in members.pieces]
-    values = torch.cat([values for _, values in classes]) if len(classes) > 1 else classes[0][1]
-    order = sorted(range(len(pieces)), key=pieces.__getitem__)
-    return values if order == list(range(len(pieces))) else values[order]
+    found = {piece: value for members, values in classes for piece, value in zip(members.pieces, values, strict=True)}
+    # Stacked, because an index made of a list would make the host wait for the device.
+    return torch.stack([found[piece] for piece in sorted(found)]) if found else classes[0][1]
 
 
 def _of_classes(values: Tensor, *classes: PieceClass) -> list[tuple[PieceClass, Tensor]]:
     """The inverse: from the order of the rows to that of each class."""
     pieces = sorted(piece for members in classes for piece in members.pieces)
-    places = {piece: place for place, piece in enumerate(pieces)}
-    return [(members, values[[places[piece] for piece in members.pieces]]) for members in classes]
+    own = dict(zip(pieces, values, strict=True))
+    return [
+        (members, torch.stack([own[piece] for piece in members.pieces]) if members.pieces else values[:0])
+        for members in classes
+    ]
