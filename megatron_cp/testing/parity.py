@@ -231,7 +231,7 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
             q, k, v, plan, group, sink=parameters.get("sink"), kernel=case.kernel, **case.softmax_options
         )  # fmt: skip
     else:
-        out = _run_linear(group, case, plan, inputs, parameters)
+        out = run_linear(group, case, plan, inputs, parameters)
     out.backward(outer.shard(problem.output_gradient, group.rank))
     gradients = {f"d_{name}": tensor.grad for name, tensor in (inputs | parameters).items()}
     missing = [name for name, gradient in gradients.items() if gradient is None]
@@ -239,7 +239,7 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
     return {"out": out.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
 
 
-def _run_linear(
+def run_linear(
     group: RankGroup, case: Case, plan: Plan, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
 ) -> Tensor:
     """The layer's output. What would be hidden states in a model, the layer's inputs here, is relayed if so planned."""

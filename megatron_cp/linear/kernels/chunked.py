@@ -30,10 +30,10 @@ from torch.autograd.function import once_differentiable
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
 from megatron_cp.linear.kernels.chunks import CHUNK, Chunks, PieceClass
+from megatron_cp.linear.kernels.decayed import decayed_products
 from megatron_cp.linear.reductions import for_each_token
 
 CACHE_LINE = 64  # bytes
-SUB = 16  # tokens of a KDA block within which decays are multiplied feature by feature
 
 
 class ChunkedRule(RuleKernel):
@@ -83,6 +83,10 @@ class _Prepared(NamedTuple):
     keys: Tensor
     carry: Tensor
 
+    @property
+    def has_delta(self) -> bool:
+        return self.reads.shape[-1] > 0
+
 
 def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> _Prepared:
     wide = torch.promote_types(inputs[0].dtype if isinstance(inputs, StateSpace) else inputs.v.dtype, torch.float32)
@@ -94,14 +98,13 @@ def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -
     g = chunks.split(inputs.g.to(wide) if by_feature else inputs.g.to(wide)[..., None]).cumsum(2)  # G
     last = g[:, :, -1:]
     if by_feature:
-        overlap, weights = (_decayed_products(x, k, g) for x in (k, q))
+        overlap, weights = decayed_products(q, k, g)
     else:
         decay = _decay(g)
         overlap, weights = decay * (k @ k.transpose(2, 3)), decay * (q @ k.transpose(2, 3))
     grown = g.exp()
     right = torch.cat([beta * v, beta * grown * k], -1)
-    solved = torch.linalg.solve_triangular((beta * overlap).tril(-1), right, upper=False, unitriangular=True)
-    updates, reads = solved.split([v.shape[-1], k.shape[-1]], -1)
+    updates, reads = _Solved.apply((beta * overlap).tril(-1), right).split([v.shape[-1], k.shape[-1]], -1)
     return _Prepared(
         updates=updates,
         reads=reads,
@@ -143,25 +146,23 @@ def _decay(g: Tensor) -> Tensor:
     return (g - g.transpose(2, 3)).masked_fill(later, -torch.inf).exp()
 
 
-def _decayed_products(x: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """`sum_d x_id exp(G_id - G_jd) k_jd` for j <= i, else 0; `[n, h, C, C]`.
+class _Solved(torch.autograd.Function):
+    """`(I + A)^-1 B`, A strictly lower triangular; the inverse is kept, so that backward is two products."""
 
-    Between blocks of `SUB` tokens the decay is split where the later block begins, so that neither factor can
-    overflow; within a block it is multiplied out.
-    """
-    lower = torch.ones(SUB, SUB, dtype=torch.bool, device=g.device).tril()
-    rows = []
-    for start in range(0, CHUNK, SUB):
-        own = slice(start, start + SUB)
-        decay = (g[:, :, own, None] - g[:, :, None, own]).masked_fill(~lower[..., None], -torch.inf).exp()
-        row = [(x[:, :, own, None] * k[:, :, None, own] * decay).sum(-1)]
-        if start:
-            edge = g[:, :, start - 1 : start]
-            before = (edge - g[:, :, :start]).exp() * k[:, :, :start]
-            row.insert(0, ((g[:, :, own] - edge).exp() * x[:, :, own]) @ before.transpose(2, 3))
-        row.append(x.new_zeros(*x.shape[:2], SUB, CHUNK - start - SUB))
-        rows.append(torch.cat(row, -1))
-    return torch.cat(rows, 2)
+    @staticmethod
+    def forward(ctx: Any, lower: Tensor, right: Tensor) -> Tensor:
+        unit = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand_as(lower)
+        inverse = torch.linalg.solve_triangular(lower, unit, upper=False, unitriangular=True)
+        solved = inverse @ right
+        ctx.save_for_backward(inverse, solved)
+        return solved
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        inverse, solved = ctx.saved_tensors
+        d_right = inverse.transpose(2, 3) @ gradients[0]
+        return -(d_right @ solved.transpose(2, 3)), d_right
 
 
 class _Alone(torch.autograd.Function):
@@ -185,6 +186,13 @@ class _Alone(torch.autograd.Function):
         return None, *ctx.local.finish_backward(tensors, kept, begun, gradients[0], wanted[:0])
 
 
+class _After(NamedTuple):
+    """The gradients of the state after each chunk, and, where the walk has made them, what they say of U."""
+
+    states: Tensor
+    through_keys: Tensor | None
+
+
 class _ChunkScan(LocalScan):
     """The walk of the states, of the maps, and of the states' gradients."""
 
@@ -196,41 +204,46 @@ class _ChunkScan(LocalScan):
     def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
         at, chunks = _Prepared(*tensors), self.chunks
         states = at.updates.new_empty(*at.keys.shape[:3], at.updates.shape[-1])
-        self._walk(at, chunks.single, None, states)
-        first = self._walk(at, chunks.first, None, states)
+        updates = torch.empty_like(at.updates) if at.has_delta else at.updates
+        self._walk(at, chunks.single, None, states, updates)
+        first = self._walk(at, chunks.first, None, states, updates)
         middle, transitions = self._maps(at, chunks.middle)
         constants = _in_row_order([(chunks.first, first), (chunks.middle, middle)])
-        return constants, _in_row_order([(chunks.middle, transitions)]), states
+        return constants, _in_row_order([(chunks.middle, transitions)]), (states, updates)
 
     def meanwhile(self, tensors: Sequence[Tensor], begun: Any) -> Any:
-        at, states = _Prepared(*tensors), begun
-        out, updates = torch.empty_like(at.updates), torch.empty_like(at.updates)
-        self._outputs(at, slice(0, self.chunks.num_known), states, out, updates)
-        return states, out, updates
+        at, (states, updates) = _Prepared(*tensors), begun
+        out = torch.empty_like(at.updates)
+        self._outputs(at, slice(0, self.chunks.num_known), states, updates, out)
+        return states, updates, out
 
     def finish(self, tensors: Sequence[Tensor], begun: Any, states: Tensor) -> tuple[Tensor, list[Tensor]]:
         at, chunks = _Prepared(*tensors), self.chunks
-        all_states, out, updates = begun
+        all_states, updates, out = begun
         for pieces, given in _of_classes(states, chunks.middle, chunks.last):
-            self._walk(at, pieces, given, all_states)
-        self._outputs(at, slice(chunks.num_known, None), all_states, out, updates)
+            self._walk(at, pieces, given, all_states, updates)
+        self._outputs(at, slice(chunks.num_known, None), all_states, updates, out)
         return out, [all_states, updates]
 
-    def _walk(self, at: _Prepared, pieces: PieceClass, given: Tensor | None, states: Tensor) -> Tensor:
-        """Writes the state before each chunk to `states`; returns that after each piece."""
+    def _walk(self, at: _Prepared, pieces: PieceClass, given: Tensor | None, states: Tensor, updates: Tensor) -> Tensor:
+        """Writes the state before each chunk to `states` and, with a delta, U to `updates`.
+
+        Returns the state after each piece.
+        """
         _, heads, dk, dv = states.shape
         state = states.new_zeros(len(pieces.pieces), heads, dk, dv) if given is None else given.clone()
         for start, active in pieces.steps:
             now, here = slice(start, start + active), state[:active]
             states[now] = here
-            update = at.updates[now] if at.reads.shape[-1] == 0 else at.updates[now] - at.reads[now] @ here
-            torch.add(at.carry[now] * here, at.keys[now] @ update, out=here)
+            if at.has_delta:
+                torch.sub(at.updates[now], at.reads[now] @ here, out=updates[now])
+            torch.add(at.carry[now] * here, at.keys[now] @ updates[now], out=here)
         return state
 
     def _maps(self, at: _Prepared, pieces: PieceClass) -> tuple[Tensor, Tensor]:
         """E and M of each piece."""
         heads, dk, dv = at.keys.shape[1], at.keys.shape[2], at.updates.shape[-1]
-        if at.reads.shape[-1] == 0:
+        if not at.has_delta:
             return self._walk_ends(at, pieces), self._carried(at, pieces)
         # One walk of the state that starts at zero and of the unit matrix that no update is added to.
         wide = at.updates.new_zeros(len(pieces.pieces), heads, dk, dv + dk)
@@ -255,12 +268,8 @@ class _ChunkScan(LocalScan):
             kept[:active] *= at.carry[start : start + active]
         return kept
 
-    def _outputs(self, at: _Prepared, chunks: slice, states: Tensor, out: Tensor, updates: Tensor) -> None:
-        """`o` and `U` of some chunks whose states are known."""
-        if at.reads.shape[-1] == 0:
-            updates[chunks] = at.updates[chunks]
-        else:
-            torch.sub(at.updates[chunks], at.reads[chunks] @ states[chunks], out=updates[chunks])
+    def _outputs(self, at: _Prepared, chunks: slice, states: Tensor, updates: Tensor, out: Tensor) -> None:
+        """`o` of some chunks whose states are known."""
         torch.add(at.queries[chunks] @ states[chunks], at.attention[chunks] @ updates[chunks], out=out[chunks])
 
     # -- backward ----------------------------------------------------------------------------------------------------
@@ -269,9 +278,9 @@ class _ChunkScan(LocalScan):
         at, chunks = _Prepared(*tensors), self.chunks
         d_updates = at.attention.transpose(2, 3) @ gradient  # from the own outputs; the state's share comes later
         wanted = at.queries.transpose(2, 3) @ gradient
-        if at.reads.shape[-1]:
+        if at.has_delta:
             wanted -= at.reads.transpose(2, 3) @ d_updates
-        after = torch.empty_like(kept[0])  # the gradient of the state after each chunk
+        after = _After(torch.empty_like(kept[0]), torch.empty_like(d_updates) if at.has_delta else None)
         self._walk_back(at, chunks.single, None, wanted, after)
         last = self._walk_back(at, chunks.last, None, wanted, after)
         middle = self._walk_back(at, chunks.middle, None, wanted, None)
@@ -290,8 +299,9 @@ class _ChunkScan(LocalScan):
         d_updates, wanted, after, d_attention, d_queries = begun
         for pieces, given in _of_classes(states, chunks.first, chunks.middle):
             self._walk_back(at, pieces, given, wanted, after)
-        d_updates = d_updates + at.keys.transpose(2, 3) @ after
-        d_reads = -(d_updates @ before.transpose(2, 3)) if at.reads.shape[-1] else torch.zeros_like(at.reads)
+        after, through_keys = after
+        d_updates = d_updates + (at.keys.transpose(2, 3) @ after if through_keys is None else through_keys)
+        d_reads = -(d_updates @ before.transpose(2, 3)) if at.has_delta else torch.zeros_like(at.reads)
         d_carry = (after * before).sum(-1, keepdim=True)
         if at.carry.shape[2] == 1:
             d_carry = d_carry.sum(2, keepdim=True)
@@ -305,9 +315,9 @@ class _ChunkScan(LocalScan):
         ]
 
     def _walk_back(
-        self, at: _Prepared, pieces: PieceClass, given: Tensor | None, wanted: Tensor, after: Tensor | None
+        self, at: _Prepared, pieces: PieceClass, given: Tensor | None, wanted: Tensor, after: _After | None
     ) -> Tensor:
-        """Writes the gradient of the state after each chunk to `after`; returns that of the state before each piece.
+        """Writes to `after`; returns the gradient of the state before each piece.
 
         `given` is that of the states after the pieces, `wanted` what each chunk's outputs want of the state before it.
         """
@@ -315,10 +325,13 @@ class _ChunkScan(LocalScan):
         for start, active in reversed(pieces.steps):
             now, here = slice(start, start + active), state[:active]
             if after is not None:
-                after[now] = here
+                after.states[now] = here
             before = wanted[now] + at.carry[now] * here
-            if at.reads.shape[-1]:
-                before -= at.reads[now].transpose(2, 3) @ (at.keys[now].transpose(2, 3) @ here)
+            if at.has_delta:
+                through_keys = at.keys[now].transpose(2, 3) @ here
+                if after is not None and after.through_keys is not None:
+                    after.through_keys[now] = through_keys
+                before -= at.reads[now].transpose(2, 3) @ through_keys
             here.copy_(before)
         return state
 

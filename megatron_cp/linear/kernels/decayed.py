@@ -1,0 +1,86 @@
+"""KDA's products within a chunk, where every feature decays by itself.
+
+    scores(x)_ij = sum_d x_id exp(G_id - G_jd) k_jd  for j <= i, else 0        x is k for the delta rule, q for outputs
+
+Between blocks of `SUB` tokens the decay is split where the later block begins, exp(G_i - G_e) exp(G_e - G_j), so that
+neither factor can overflow, and the rest is a matrix product. Within a block it is multiplied out, `[SUB, SUB, d]` a
+block: too much to keep, so backward makes it again.
+
+Shapes: `[n, h, C, d]` q, k and G; `[n, h, C, C]` scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+SUB = 16
+
+
+def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """`scores(k)` and `scores(q)`, with g for G. Differentiable."""
+    return _DecayedProducts.apply(q, k, g)
+
+
+class _DecayedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, g)
+        size = k.shape[2]
+        scores = k.new_zeros(*k.shape[:2], size, size), k.new_zeros(*k.shape[:2], size, size)
+        for own in _blocks(size):
+            keys = _decay_within(g, own) * k[:, :, None, own]  # [n, h, i, j, d]
+            for x, found in zip((k, q), scores, strict=True):
+                found[:, :, own, own] = (keys @ x[:, :, own, :, None]).squeeze(-1)
+            if own.start:
+                since, until = _decay_between(g, own)
+                earlier = (until * k[:, :, : own.start]).transpose(2, 3)
+                for x, found in zip((k, q), scores, strict=True):
+                    found[:, :, own, : own.start] = (since * x[:, :, own]) @ earlier
+        return scores
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        q, k, g = ctx.saved_tensors
+        of_rows = torch.zeros_like(k), torch.zeros_like(q)  # the gradients of k and q where they are x
+        of_columns = torch.zeros_like(k)
+        for own in _blocks(k.shape[2]):
+            decay = _decay_within(g, own)
+            within = torch.stack([gradient[:, :, own, own] for gradient in gradients], -2)  # [n, h, i, 2, j]
+            for row, found in zip((within @ (decay * k[:, :, None, own])).unbind(-2), of_rows, strict=True):
+                found[:, :, own] += row
+            weighted = gradients[0][:, :, own, own, None] * k[:, :, own, None]
+            weighted += gradients[1][:, :, own, own, None] * q[:, :, own, None]
+            of_columns[:, :, own] += weighted.mul_(decay).sum(2)
+            if own.start:
+                since, until = _decay_between(g, own)
+                earlier = until * k[:, :, : own.start]
+                for x, gradient, found in zip((k, q), gradients, of_rows, strict=True):
+                    between = gradient[:, :, own, : own.start]
+                    found[:, :, own] += since * (between @ earlier)
+                    of_columns[:, :, : own.start] += until * (between.transpose(2, 3) @ (since * x[:, :, own]))
+        # A score depends on G_i as on x_i, and on -G_j as on k_j.
+        dk, dq = of_rows
+        return dq, dk + of_columns, q * dq + k * (dk - of_columns)
+
+
+def _blocks(size: int) -> Iterator[slice]:
+    return (slice(start, start + SUB) for start in range(0, size, SUB))
+
+
+def _decay_within(g: Tensor, own: slice) -> Tensor:
+    """`exp(G_i - G_j)` `[n, h, SUB, SUB, d]` for j <= i, else 0."""
+    later = torch.ones(SUB, SUB, dtype=torch.bool, device=g.device).triu(1)
+    # Masked before exp: above the diagonal the difference is positive and could overflow.
+    return (g[:, :, own, None] - g[:, :, None, own]).masked_fill_(later[..., None], -torch.inf).exp_()
+
+
+def _decay_between(g: Tensor, own: slice) -> tuple[Tensor, Tensor]:
+    """From the token before a block to its tokens, and from all earlier tokens to that one."""
+    edge = g[:, :, own.start - 1 : own.start]
+    return (g[:, :, own] - edge).exp(), (edge - g[:, :, : own.start]).exp()

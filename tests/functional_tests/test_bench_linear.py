@@ -1,0 +1,271 @@
+"""`megatron-cp bench linear`: what it reports for each layer, what layers save, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_cp.cli.bench import Watch
+from megatron_cp.cli.bench_linear import LAYERS, MODES, PLACES, Work, mixer, piece_lengths, saved_bytes, segments
+from megatron_cp.cli.main import main
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.testing.parity import Case, draw
+
+QUICK = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--repeats", "1", "--json"]
+HEADS = {
+    "gdn": ["--heads", "4", "--key-heads", "2", "--head-dim", "16"],
+    "kda": ["--heads", "2", "--head-dim", "16"],
+    "mamba": ["--heads", "4", "--groups", "2", "--head-dim", "16", "--state", "8"],
+    "conv1d": ["--heads", "3", "--head-dim", "16"],
+}
+RATIOS = (
+    "chunkwise_over_plain",
+    "target",
+    "megatron_over_ours",
+    "headwise_over_chunkwise",
+    "headwise_over_chunkwise_local",
+    "wait_share",
+    "saved_headwise_over_chunkwise",
+)
+ABSOLUTE = ("local_ms", "busy_ms", "transfer_ms", "wall_ms", "bytes_sent_per_rank", "bytes_planned_per_rank")
+WAYS = ["forward", "backward", "both"]
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def check_report(report):
+    names = list(report)
+    assert names[: len(RATIOS)] == list(RATIOS)  # ratios first
+    assert set(names) >= {
+        *ABSOLUTE,
+        "cp",
+        "layer",
+        "lengths",
+        "repeats",
+        "device",
+        "kernel",
+        "megatron_core",
+        "not_run",
+    }
+    assert list(report["chunkwise_over_plain"]) == list(PLACES)
+    for ratios in (
+        *report["chunkwise_over_plain"].values(),
+        report["headwise_over_chunkwise"],
+        report["headwise_over_chunkwise_local"],
+    ):
+        assert list(ratios) == WAYS
+        assert all(0 < ratio["low"] <= ratio["median"] <= ratio["high"] for ratio in ratios.values())
+    for mode in MODES:
+        assert report["saved_bytes_per_token"][mode] > 0
+        assert all(0 < report["wait_share"][mode][way]["median"] < 1 for way in ("forward", "backward"))
+    assert report["saved_index_bytes"] == dict.fromkeys(MODES, 0)
+    assert report["bytes_sent_per_rank"] == report["bytes_planned_per_rank"]
+    assert max(report["bytes_sent_per_rank"]["chunkwise"]["forward"]) > 0
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_every_layer_is_measured(layer, capsys):
+    assert main(["bench", "linear", "--layer", layer, *HEADS[layer], "--ranks", "threads", *QUICK]) == 0
+    out = capsys.readouterr().out
+    report = last_json(out)
+    check_report(report)
+    assert (report["layer"], report["cp"], report["kernel"]) == (layer, 2, "chunked")
+    if layer == "gdn":
+        assert list(report["megatron_over_ours"]) == WAYS
+        assert "one document, megatron-core |" in out
+    else:
+        assert f"megatron-core was not run: it has nothing of its own in plain torch for {layer}." in out
+        assert report["megatron_over_ours"] is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_planned_is_sent_in_other_layouts_too(dtype, capsys):
+    options = ["--layer", "kda", *HEADS["kda"], "--cp", "3", "--layout", "zigzag", "--align", "4", "--dtype", dtype]
+    assert main(["bench", "linear", "--ranks", "threads", *options, *QUICK]) == 0  # one rank has no head
+    check_report(last_json(capsys.readouterr().out))
+
+
+def test_processes_are_the_default(capsys):
+    assert main(["bench", "linear", "--layer", "mamba", *HEADS["mamba"], *QUICK]) == 0
+    report = last_json(capsys.readouterr().out)
+    check_report(report)
+    assert (report["cp"], report["device"]) == (2, "cpu")
+
+
+def test_torchrun_brings_its_ranks():
+    run = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "-m", "megatron_cp.cli.main", "bench", "linear", "--layer", "conv1d", *QUICK,
+        ],
+        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    check_report(last_json(run.stdout))
+    assert run.stdout.count("chunkwise_over_plain") == 1  # one rank prints
+
+
+def test_a_middle_segment_costs_little_more_than_a_document(capsys):
+    options = ["--device", "cpu", "--tokens-per-rank", "512", "--head-dim", "64", "--repeats", "3", "--json"]
+    assert main(["bench", "linear", "--ranks", "threads", *options]) == 0
+    report = last_json(capsys.readouterr().out)
+    middle, few = (report["chunkwise_over_plain"][name]["both"]["median"] for name in ("middle", "few"))
+    assert (
+        middle < 3
+    )  # a walk of state and map where a document has one of the state; loose, since others share the cores
+    assert few < 2
+    assert report["target"] == {"middle_both_at_most": 1.35, "met": middle <= 1.35}
+
+
+def test_runs_without_megatron(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron_cp.megatron.peers", None)
+    assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 0
+    report = last_json(capsys.readouterr().out)
+    assert report["megatron_over_ours"] is None
+    assert list(report["not_run"]) == ["megatron-core"]
+
+
+def test_a_peer_that_computes_something_else_is_no_peer(capsys, monkeypatch):
+    monkeypatch.setattr("megatron_cp.megatron.peers.gated_delta_rule", lambda q, k, v, g, beta: 1.01 * v)
+    assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 1
+    assert "megatron-core's gated delta rule is" in capsys.readouterr().err
+
+
+# -- what layers save --------------------------------------------------------------------------------------------------
+
+
+def saved_on(group, case):
+    work = mixer(case, draw(case), group)
+    return saved_bytes(work, work.inputs[len(draw(case).inputs) :])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_no_layer_saves_an_index_of_tokens(layer, mode, layout):
+    case = Case(layer, 2, (39, 29, 72, 116), layout, heads=4, scheme=mode, dtype=torch.float32)
+    longer = Case(layer, 2, (78, 58, 144, 232), layout, heads=4, scheme=mode, dtype=torch.float32)
+    for short, long in zip(run_ranks(saved_on, 2, case), run_ranks(saved_on, 2, longer), strict=True):
+        assert short.numbers > 0
+        assert (short.indices, long.indices) == (0, 0)
+        # What autograd refers to otherwise does not grow with tokens.
+        assert (short.tables, short.masks) == (long.tables, long.masks)
+
+
+def alone(forward):
+    x, weight = torch.ones(10, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    work = Work(lambda _: forward(x, weight), [x, weight], torch.ones(10, 4), ThreadGroup.create(1)[0])
+    return saved_bytes(work, [weight])
+
+
+class Holding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.held = torch.arange(10)
+        return x[ctx.held]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+TABLE = torch.arange(10)
+
+
+@pytest.mark.parametrize(
+    ("forward", "numbers", "indices", "tables"),
+    [
+        (lambda x, w: x.exp() * w, 160, 0, 0),
+        (lambda x, w: x * w, 160, 0, 0),  # the input; the parameter is there anyway
+        (lambda x, w: x.index_select(0, torch.arange(10)), 0, 80, 0),
+        (lambda x, w: x.index_select(0, TABLE), 0, 0, 80),
+        (Holding.apply, 0, 80, 0),
+        (lambda x, w: x * torch.ones(160, dtype=torch.uint8).view(torch.float32).view(10, 4), 160, 0, 0),
+    ],
+    ids=["result", "input", "own index", "table of the batch", "held by a function", "numbers that came as bytes"],
+)
+def test_what_is_saved_is_told_apart(forward, numbers, indices, tables):
+    saved = alone(forward)
+    assert (saved.numbers, saved.indices, saved.tables) == (numbers, indices, tables)
+
+
+# -- a rank's own tokens -----------------------------------------------------------------------------------------------
+
+
+# Whether the rank that stands there sends anything to others, forward and backward.
+SENDS = {
+    "plain": [False, False],
+    "few plain": [False, False],
+    "first": [True, False],
+    "middle": [True, True],
+    "last": [False, True],
+    "few": [True, True],
+}
+
+
+@pytest.mark.parametrize("tokens", [3, 150])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_segments_stand_where_they_should_and_compute_what_whole_documents_do(layer, tokens):
+    case = Case(layer, 2, (2 * tokens,), scheme="chunkwise", heads=4)
+    results, sends, watch = {}, {name: [] for name in SENDS}, Watch()
+    for name, work in segments(case, tokens).items():
+
+        def remember(way, call, name=name):
+            results[name, way], spent = watch.timed(call)
+            sends[name].append(spent.sent > 0)
+            return results[name, way]
+
+        work.step(remember, watch)
+        plain = "few plain" if "few" in name else "plain"
+        torch.testing.assert_close(results[name, "forward"], results[plain, "forward"])
+        torch.testing.assert_close(results[name, "backward"], results[plain, "backward"])
+    assert not torch.allclose(results["plain", "forward"], results["few plain", "forward"])
+    assert sends == SENDS
+
+
+# -- the pieces --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 40, 2048])
+def test_pieces_cover_the_tokens(tokens):
+    pieces = piece_lengths(tokens)
+    assert sum(pieces) == tokens
+    assert min(pieces) >= 1
+    assert len(pieces) <= 32
+
+
+@pytest.mark.parametrize("tokens", ["1", "2", "3"])
+def test_few_tokens_are_enough(tokens, capsys):
+    options = ["--layer", "mamba", *HEADS["mamba"], "--device", "cpu", "--lengths", tokens, "--repeats", "1"]
+    assert main(["bench", "linear", "--ranks", "threads", "--json", *options]) == 0
+    assert last_json(capsys.readouterr().out)["lengths"] == [int(tokens)]
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--layer", "attention"], "--layer: got 'attention'; allowed: gdn or kda or mamba or conv1d"),
+        (["--scheme", "headwise"], "--scheme: got 'headwise'; allowed: nothing. This benchmark measures headwise"),
+        (["--model", "llama3-8b"], "--model: got 'llama3-8b'"),
+        (["--cp", "1024"], "at most 64 local ranks"),
+        (["--kernel", "fla"], "--kernel"),
+        (["--kernel", "nonsense"], "--kernel: got 'nonsense'"),
+        (["--mask", "causal"], "--mask: got 'causal'; allowed: nothing, since gdn has none"),
+        (["--layer", "mamba", "--key-heads", "2"], "--key-heads: got 2; allowed: nothing, since mamba has none"),
+        (["--heads", "4", "--key-heads", "3"], "--key-heads"),
+        (["--lengths", "5", "--tokens-per-rank", "7"], "not together with --lengths"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
+    assert main(["bench", "linear", *arguments, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
