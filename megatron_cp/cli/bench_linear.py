@@ -38,7 +38,7 @@ from megatron_cp.linear.kernels import Delta, Inputs, StateSpace, choose_conv, c
 from megatron_cp.linear.reductions import l2_normalised
 from megatron_cp.linear.share import Share
 from megatron_cp.testing.memory import PeakMemory
-from megatron_cp.testing.parity import TOLERANCES, Case, Problem, run_linear, draw, relative_error
+from megatron_cp.testing.parity import TOLERANCES, Case, Problem, draw, relative_error, run_linear
 
 LAYERS = ("gdn", "kda", "mamba", "conv1d")
 MODES = ("headwise", "chunkwise")
@@ -366,12 +366,12 @@ def _own_part(
     random = torch.Generator().manual_seed(case.seed)
 
     def conv(group: RankGroup) -> Tensor:
-        share = Share(plan, group, case.kernel, inputs[0])
+        share = Share(plan, group, case.kernel, "values", inputs[0])
         x = inputs[0] if share.is_chunkwise else inputs[0][..., None]
         return share.convolved([x], *inputs[1:], count=1)[0].flatten(1)
 
     def rule(group: RankGroup) -> Tensor:
-        share = Share(plan, group, case.kernel, inputs[0])
+        share = Share(plan, group, case.kernel, "values", inputs[0])
         named = StateSpace(*inputs) if case.layer == "mamba" else Delta(*inputs)
         return share.recurrence(named, 1.0 if case.layer == "mamba" else case.head_dim**-0.5)
 
@@ -407,7 +407,7 @@ def _drawn(case: Case, tokens: int) -> list[Tensor]:
 
 def _kernel_of(case: Case) -> str:
     group = ThreadGroup.create(case.cp)[0]
-    share = Share(case.plan(), group, case.kernel, torch.empty(0, dtype=case.dtype, device=case.device))
+    share = Share(case.plan(), group, case.kernel, "values", torch.empty(0, dtype=case.dtype, device=case.device))
     return (choose_conv if case.layer == "conv1d" else choose_rule)(case.kernel, share.call).name
 
 

@@ -70,7 +70,7 @@ def _kernels() -> list[Finding]:
     call = AttentionCall(1.0, 128, 128, dtype, device)
     rows = [("attention", kernel.name, kernel.refusal(call), kernel.package) for kernel in softmax_kernels.KERNELS]
     for kind in ("gdn", "kda", "mamba"):
-        linear_call = LinearCall(kind, packing, dtype, device, 128, conv_width=4, channels=128)
+        linear_call = LinearCall(kind, packing, dtype, device, 128, conv_width=4, channels=(128,))
         rules = [kernel for kernel in RULES if kind in kernel.kinds]
         rows += [(kind, kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in rules]
     rows += [("conv1d", kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in CONVS]

@@ -60,6 +60,9 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--value-dim", type=positive, help="features of a value head (default: --head-dim)")
     group.add_argument("--state", type=positive, help="size of mamba's state: features of B and C")
     group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of a linear layer")
+    group.add_argument(
+        "--hidden-size", type=positive, help="of the model, for relaying around linear layers (default: --model's)"
+    )
     group.add_argument("--softmax-scale", type=float, help="what scores are multiplied by (default: head_dim ** -0.5)")
     group.add_argument("--learned-sink", action="store_true", help="a learned score a head in every softmax")
     group.add_argument("--softcap", type=float, default=0.0, help="limit of attention scores (default: none)")
@@ -124,7 +127,7 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         conv_width=shape.conv_width,
         mask=args.mask or "causal",
         scheme=args.scheme or "auto",
-        hidden_size=HIDDEN_SIZES[args.model or "tiny"] if args.scheme == "relay" else None,
+        hidden_size=_hidden_size(args, shape),
         ulysses_degree=args.ulysses_degree,
         head_chunks=args.head_chunks,
         softcap=args.softcap,
@@ -136,6 +139,14 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         seed=args.seed,
         **rest,
     )
+
+
+def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
+    """Of the model; None where nobody says, or where nothing of it can be relayed."""
+    if args.layer == "attention":
+        return None
+    known = HIDDEN_SIZES[args.model] if args.model else None
+    return args.hidden_size or known or (shape.heads * shape.value_dim if args.scheme == "relay" else None)
 
 
 def given_axes(args: argparse.Namespace) -> list[str]:
@@ -178,7 +189,7 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
 _GROUPS = {"attention": "kv_heads", "gdn": "key_heads", "kda": "key_heads", "mamba": "groups"}
 _OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree", "head_chunks")
 _NOT_OF = {
-    "attention": ("key_heads", "groups", "state", "conv_width"),
+    "attention": ("key_heads", "groups", "state", "conv_width", "hidden_size"),
     "gdn": ("kv_heads", "groups", "state", *_OF_ATTENTION),
     "kda": ("kv_heads", "groups", "state", *_OF_ATTENTION),
     "mamba": ("kv_heads", "key_heads", "value_dim", "softmax_scale", *_OF_ATTENTION),

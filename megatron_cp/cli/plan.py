@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import HIDDEN_SIZES, add_batch_arguments, add_layer_arguments, case_of, positive
+from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, positive
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.explain import size
 from megatron_cp.executor.memory import peak_bytes
@@ -37,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     case = case_of(args, args.cp)
-    if case.layer != "attention":
-        case = replace(case, hidden_size=HIDDEN_SIZES[args.model or "tiny"])
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
@@ -109,6 +107,14 @@ def _table(schemes: dict[str, Any]) -> list[str]:
 _BOTH = {"forward": True, "backward": False}
 
 
+def _relay(plan: Plan, item_size: int) -> dict[str, Any] | None:
+    """What moves around a run of linear layers, forward and again backward, where hidden states are relayed."""
+    if plan.relay is None:
+        return None
+    sent = plan.relay.bytes_sent(plan.layout, item_size)
+    return {"layers": plan.relay.layers, "collectives": 2, "bytes_sent_per_rank": sent}
+
+
 def _predicted(plan: Plan, *, forward: bool) -> float | None:
     """Milliseconds of the chosen way, where ways were priced."""
     return (plan.prices[0].forward if forward else plan.prices[0].backward) if plan.prices else None
@@ -127,6 +133,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "bytes_lower_bound": {name: plan.bytes_needed(item_size, forward=forward) for name, forward in _BOTH.items()},
         "solver": {"optimal": None, "bound": None, "load_cap": None},
         "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
+        "relay": _relay(plan, item_size),
         "predicted_ms": {name: _predicted(plan, forward=forward) for name, forward in _BOTH.items()},
         "plan_ms": milliseconds,
         "notes": list(plan.notes),

@@ -40,9 +40,14 @@ def explain(plan: Plan, item_size: int) -> str:
             f"{size(max(needed))} without alignment and keys that nobody sees; at {item_size} bytes an element"
         )
     lines.append(f"busiest rank: {plan.work_imbalance:.3f} x the mean work")
-    if plan.outer is not None:
-        lines.append("outside this run of layers the tokens are held so:")
-        lines.extend(ownership(plan.outer))
+    if plan.relay is not None:
+        layers = f"{plan.relay.layers} linear layers" if plan.relay.layers > 1 else "this layer"
+        most = size(max(plan.relay.bytes_sent(layout, item_size)))
+        lines.append(
+            f"around a run of {layers} hidden states are relayed: 2 transfers more forward and 2 backward, of at most "
+            f"{most} a rank together; outside the run tokens are held so:"
+        )
+        lines.extend(ownership(plan.relay.outer))
     for number, price in enumerate(plan.prices):
         what = "chosen" if number == 0 else "other "
         least = "at least " if price.is_bound else ""

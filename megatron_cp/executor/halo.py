@@ -48,7 +48,6 @@ class _Journey:
         self.tables = step.tables(group.rank)
         self.pending: Pending | None = None
         self.channels = x.shape[1]
-        self.kept: tuple[Tensor, ...] = ()  # until it has arrived
 
     def index(self, name: str, device: torch.device) -> Tensor:
         return _index(self.step, self.group.rank, name, device)
@@ -60,13 +59,11 @@ class _Journey:
         self.pending = self.group.start_all_to_all(
             received.view(-1), sent.view(-1), (inward * self.channels).tolist(), (outward * self.channels).tolist()
         )
-        self.kept = (received, sent)
 
     def wait(self) -> None:
         if self.pending is not None:
             self.pending.wait()
         self.pending = None
-        self.kept = ()
 
 
 class _Start(torch.autograd.Function):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadDeal, Section, Sections
@@ -63,6 +65,27 @@ class Price:
 
 
 @dataclass(frozen=True)
+class Relay:
+    """Hidden states that are moved to a plan's layout around a run of linear layers, and back after it.
+
+    Attributes:
+        outer: the layout that they have outside the run.
+        hidden_size: features of a token.
+        layers: linear layers in the run.
+    """
+
+    outer: Layout
+    hidden_size: int
+    layers: int
+
+    def bytes_sent(self, inner: Layout, item_size: int) -> list[int]:
+        """For each rank, in and out together; the same forward and backward."""
+        moved = self.outer.owners != inner.owners
+        there, back = (np.bincount(layout.owners[moved], minlength=inner.cp_size) for layout in (self.outer, inner))
+        return ((there + back) * self.hidden_size * item_size).tolist()
+
+
+@dataclass(frozen=True)
 class Plan(Tables):
     """The ordered steps of one layer on one batch, with who sends what to whom.
 
@@ -78,9 +101,9 @@ class Plan(Tables):
         steps: what happens, in order; backward runs their adjoints in reverse.
         notes: what the user should know about this plan.
         conv_width: taps of a linear layer's convolution.
-        outer: where hidden states are relayed to `layout` around a run of linear layers, the layout that they have
-            outside the run; else None.
-        prices: of the ways that were weighed, the chosen one first.
+        relay: how hidden states come to `layout`, where they are relayed. What a plan says of itself (bytes,
+            collectives) is about the layer; the relay, which a run of layers shares, speaks for itself.
+        prices: of the ways that were weighed, the chosen one first; not part of a plan's value.
     """
 
     kind: str
@@ -92,8 +115,13 @@ class Plan(Tables):
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
     conv_width: int = 1
-    outer: Layout | None = None
-    prices: tuple[Price, ...] = ()
+    relay: Relay | None = None
+    prices: tuple[Price, ...] = field(default=(), compare=False)
+
+    @property
+    def outer(self) -> Layout | None:
+        """The layout of hidden states outside the run of layers, where they are relayed; else None."""
+        return None if self.relay is None else self.relay.outer
 
     @property
     def packing(self) -> Packing:
@@ -222,6 +250,7 @@ class Plan(Tables):
             f"scheme: {self.scheme}",
             *self.layout.describe(),
             f"mask: {self.mask.describe() if self.mask else 'none'}",
+            *([f"conv width: {self.conv_width}"] if self.mask is None else []),
             *([f"outside the run: {line}" for line in self.outer.describe()] if self.outer else []),
         ]
         for number, step in enumerate(self.steps):

@@ -147,10 +147,10 @@ class _Maps:
             if follows[number] != chain:
                 chain, state = follows[number], None
             constant, transition = self.maps[number]
-            if state is None or transition is None:
-                state = constant
-            else:
-                state = _applied(transition, state, transpose=not self.forward) + constant
+            if transition is not None:
+                assert state is not None  # a document's first segment has no transition
+                constant = _applied(transition, state, transpose=not self.forward) + constant
+            state = constant
             # The next segment of the document starts where this one ends.
             slot = self.slots.get(number + 1 if self.forward else number - 1)
             if slot is not None:

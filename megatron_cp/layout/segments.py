@@ -118,6 +118,9 @@ class Segments(Tables):
 
     def sent(self, source: int, target: int, *, forward: bool) -> IntArray:
         """The segments whose maps one rank sends to another; rising. None to itself."""
+        return self.table(("sent", source, target, forward), lambda: self._sent(source, target, forward))
+
+    def _sent(self, source: int, target: int, forward: bool) -> IntArray:
         needed = self.needed(target, forward=forward)
         return needed[self.rank[needed] == source] if source != target else needed[:0]
 

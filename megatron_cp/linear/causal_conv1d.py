@@ -43,7 +43,7 @@ def causal_conv1d(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "conv1d", 'plan_linear(kind="conv1d")')
-    share = Share(plan, group, kernel, x)
+    share = Share(plan, group, kernel, "x", x)
     (block,) = plan.sections.blocks
     check_tensor("x", x, (share.rows, block.width), like=x)
     taps = check_conv(plan, weight, bias, block.width, x)

@@ -54,7 +54,7 @@ def gated_delta_rule(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "gdn", _MAKER)
-    share, blocks = Share(plan, group, kernel, v), plan.sections.blocks
+    share, blocks = Share(plan, group, kernel, "v", v), plan.sections.blocks
     for name, tensor, block in zip("qkv", (q, k, v), blocks[:3], strict=True):
         check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
     for name, tensor in (("g", g), ("beta", beta)):
@@ -117,7 +117,7 @@ def gated_delta_net(
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "gdn", _MAKER)
-    share, blocks = Share(plan, group, kernel, qkv), plan.sections.blocks
+    share, blocks = Share(plan, group, kernel, "qkv", qkv), plan.sections.blocks
     heads, channels = blocks[2].num_heads, sum(block.width for block in blocks[:3])
     check_tensor("qkv", qkv, (share.rows, channels), like=qkv)
     check_tensor("beta", beta, (share.rows, heads), like=qkv)

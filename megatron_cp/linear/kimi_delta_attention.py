@@ -55,7 +55,7 @@ def kda(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "kda", _MAKER)
-    share, blocks = Share(plan, group, kernel, v), plan.sections.blocks
+    share, blocks = Share(plan, group, kernel, "v", v), plan.sections.blocks
     for name, tensor, block in zip("qkv", (q, k, v), blocks[:3], strict=True):
         check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
     check_tensor("g", g, (share.rows, blocks[3].num_heads, blocks[3].head_dim), like=v)
@@ -122,7 +122,7 @@ def kda_mixer(
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "kda", _MAKER)
-    share, blocks = Share(plan, group, kernel, qkv), plan.sections.blocks
+    share, blocks = Share(plan, group, kernel, "qkv", qkv), plan.sections.blocks
     heads, channels, decay = blocks[2].num_heads, sum(block.width for block in blocks[:3]), blocks[3]
     check_tensor("qkv", qkv, (share.rows, channels), like=qkv)
     check_tensor("g", g, (share.rows, decay.width), like=qkv)

@@ -61,7 +61,7 @@ def mamba2(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "mamba", _MAKER)
-    share, blocks = Share(plan, group, kernel, x), plan.sections.blocks
+    share, blocks = Share(plan, group, kernel, "x", x), plan.sections.blocks
     for name, tensor, block in zip("xBC", (x, B, C), blocks[:3], strict=True):
         check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=x, same_dtype=True)
     heads = blocks[0].num_heads
@@ -127,7 +127,7 @@ def mamba2_mixer(
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "mamba", _MAKER)
-    share, blocks = Share(plan, group, kernel, xBC), plan.sections.blocks
+    share, blocks = Share(plan, group, kernel, "xBC", xBC), plan.sections.blocks
     heads, channels = blocks[0].num_heads, sum(block.width for block in blocks[:3])
     check_tensor("xBC", xBC, (share.rows, channels), like=xBC)
     check_tensor("dt", dt, (share.rows, heads), like=xBC)
@@ -157,7 +157,7 @@ def _step(dt: Tensor, bias: Tensor | None, share: Share, *, softplus_too: bool, 
         dt = dt + for_each_token(bias[share.heads].to(dt.dtype), len(dt))
     if softplus_too:
         dt = softplus(dt)
-    return dt if limit == (0.0, math.inf) else dt.clamp(*limit)
+    return dt if softplus_too and limit == (0.0, math.inf) else dt.clamp(*limit)
 
 
 def _with_skip(y: Tensor, x: Tensor, skip: Tensor | None, share: Share) -> Tensor:
@@ -183,5 +183,5 @@ def _checked_skip(skip: Tensor | None, block: Section, like: Tensor) -> Tensor |
 
 
 def _check_limit(limit: tuple[float, float]) -> None:
-    if len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
+    if not isinstance(limit, tuple) or len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
         raise ArgumentError("dt_limit", limit, "two numbers from 0 on, the smaller one first")

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
@@ -37,7 +38,7 @@ class Share:
         plan: from `plan_linear`.
         group: the plan's ranks.
         kernel: of the recurrence, and of the convolution where one is called the same.
-        values: a tensor of the type and on the device of the layer's values.
+        name, values: of the argument that has the type and the device of the layer's values.
 
     Attributes:
         ranks: the plan's ranks.
@@ -47,7 +48,11 @@ class Share:
         groups: the key head that each own head reads, counted within the own ones.
     """
 
-    def __init__(self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, kernel: str, values: Tensor) -> None:
+    def __init__(
+        self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, kernel: str, name: str, values: Tensor
+    ) -> None:
+        if not isinstance(values, Tensor):
+            raise ArgumentError(name, values, "a tensor")
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
@@ -163,12 +168,11 @@ def linear_call(plan: Plan, rank: int, dtype: torch.dtype, device: torch.device)
     names = [block.name for block in blocks]
     keys = blocks[names.index("B" if plan.kind == "mamba" else "k")] if len(blocks) > 1 else blocks[0]
     convolved = blocks[: 3 if len(blocks) > 1 else 1]
-    segments = None
-    if plan.scheme == "chunkwise":
-        segments = Segments.of(plan.layout).own(rank)
-        channels = sum(block.width for block in convolved)
-    else:
-        channels = sum(block.heads_on(rank % plan.ulysses_degree) * block.head_dim for block in convolved)
+    segments = Segments.of(plan.layout).own(rank) if plan.scheme == "chunkwise" else None
+    channels: tuple[int, ...] = (sum(block.width for block in convolved),)
+    if segments is None:
+        lanes = range(plan.ulysses_degree)
+        channels = tuple({block.heads_on(lane) * block.head_dim for block in convolved for lane in lanes})
     packing = plan.packing if segments is None else segments.packing
     return LinearCall(
         plan.kind, packing, dtype, device, keys.head_dim, plan.conv_width, channels, segments=segments
@@ -220,4 +224,24 @@ def check_conv(plan: Plan, weight: Tensor, bias: Tensor | None, channels: int, l
 
 def connected(empty: Tensor, *others: Tensor) -> Tensor:
     """`empty`, depending on every other tensor: a rank without work still takes part in every backward."""
-    return empty + sum((other.sum() * 0 for other in others), start=empty.new_zeros(())).to(empty.dtype)
+    return _Connected.apply(empty, *others)
+
+
+class _Connected(torch.autograd.Function):
+    """Saves a tensor as every layer with work does.
+
+    A checkpoint recomputes for the sake of what was saved: without anything, this rank would not answer the collectives
+    of those that recompute.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(tensors[0])
+        ctx.others = [(other.shape, other.dtype) for other in tensors[1:]]
+        return torch.empty_like(tensors[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (empty,) = ctx.saved_tensors
+        return torch.empty_like(empty), *(empty.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)

@@ -20,7 +20,7 @@ class TransformerConfig(MegatronTransformerConfig):
 
     Attributes:
         cp_layout: how `shard_batch` should deal tokens: zigzag, contiguous or balanced.
-        linear_cp_mode: how linear layers are spread: headwise, chunkwise or auto.
+        linear_cp_mode: how linear layers are spread: headwise, chunkwise, relay or auto.
         cp_head_chunks: parts in which `all_gather` and `exact` gather keys; 2 where there are as many key/value heads
             if None.
     """
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Our flags beside Megatron's: pass this as `extra_args_provider` to Megatron's parser."""
     group = parser.add_argument_group("megatron_cp")
     group.add_argument("--cp-layout", default="zigzag", help="who holds which tokens: zigzag, contiguous or balanced")
-    modes = "how linear layers are spread: headwise, chunkwise or auto"
+    modes = "how linear layers are spread: headwise, chunkwise, relay or auto"
     group.add_argument("--linear-cp-mode", default="auto", help=modes)
     group.add_argument("--cp-head-chunks", type=int, help="parts in which all_gather and exact gather keys")
     return parser

@@ -44,6 +44,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             value_head_dim=self.value_head_dim,
             conv_width=self.conv_kernel_dim,
             mode=getattr(config, "linear_cp_mode", "auto"),
+            item_size=config.params_dtype.itemsize,
         )
         if self.tp_size > 1 and not config.sequence_parallel:
             self._sum_norm_gradients_over_tp()

@@ -59,6 +59,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             value_head_dim=self.headdim,
             conv_width=self.d_conv,
             mode=getattr(config, "linear_cp_mode", "auto"),
+            item_size=config.params_dtype.itemsize,
         )
 
     def forward(

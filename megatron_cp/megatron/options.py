@@ -75,7 +75,7 @@ class TrainingOptions:
     cp_comm_type: tuple[str, ...] = _flag(
         ("auto",), "attention's scheme, one or one for each layer", "parallelism", nargs="+"
     )
-    linear_cp_mode: str = _flag("auto", "linear layers' scheme: headwise, chunkwise or auto", "parallelism")
+    linear_cp_mode: str = _flag("auto", "linear layers' scheme: headwise, chunkwise, relay or auto", "parallelism")
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _flag(
         None, "of a2a+...: the ranks of one head exchange, and such nodes", "parallelism", nargs=2, type=int
     )

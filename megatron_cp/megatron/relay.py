@@ -74,6 +74,10 @@ class _Edges:
         plan = self._plan(kwargs.get("packed_seq_params"))
         if plan is None or plan.outer is None:
             return None
+        if kwargs.get("padding_mask") is not None:
+            refuse(
+                "linear_cp_mode", "relay", "headwise or chunkwise with a padding mask", "Its rows are those outside."
+            )
         if args:
             return (relayout(args[0], plan.outer, plan.layout, self.linear.ranks), *args[1:]), kwargs
         hidden = relayout(kwargs["hidden_states"], plan.outer, plan.layout, self.linear.ranks)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_cp.executor.plan import Plan
+from megatron_cp.executor.plan import Plan, Price
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.plans import plan_attention
@@ -57,6 +58,7 @@ class LinearSlot:
         conv_width: taps of the convolution.
         mode: one of `--linear-cp-mode`.
         hidden_size: of the model, where hidden states can be relayed around the run of linear layers that this is in.
+        item_size: bytes of an activation, for predictions.
         run: the kinds of the run's layers, this one's among them and each as often as it occurs, without runs of their
             own; they are relayed together or not at all. Empty for a layer by itself.
     """
@@ -69,21 +71,27 @@ class LinearSlot:
     conv_width: int = 4
     mode: str = "auto"
     hidden_size: int | None = None
+    item_size: int = 2
     run: tuple[LinearSlot, ...] = ()
 
     def plan(self, layout: Layout) -> Plan:
-        alone = self._plan(layout, self.mode)
-        if self.mode != "auto" or not any(price.scheme == "relay" for price in alone.prices):
-            return alone
+        if self.mode != "auto" or not self.run:
+            return self._plan(layout, self.mode)
+        own = self._prices(layout)
         relayed = direct = 0.0
         for slot, count in Counter(self.run).items():
-            prices = replace(slot, hidden_size=self.hidden_size, run=self.run)._plan(layout, "auto").prices
+            prices = replace(slot, hidden_size=self.hidden_size, run=self.run)._prices(layout)
             times = {price.scheme: price.forward + price.backward for price in prices}
-            relayed += count * times.pop("relay")
+            relayed += count * times.pop("relay", math.inf)
             direct += count * min(times.values())
-        ways = [price for price in alone.prices if (price.scheme == "relay") == (relayed < direct)]
-        best = alone if ways[0] is alone.prices[0] else self._plan(layout, ways[0].scheme)
-        return replace(best, prices=(ways[0], *(price for price in alone.prices if price is not ways[0])))
+        ways = [price for price in own if (price.scheme == "relay") == (relayed < direct)]
+        best = self._plan(layout, ways[0].scheme)
+        return replace(best, prices=(ways[0], *(price for price in own if price is not ways[0])))
+
+    def _prices(self, layout: Layout) -> tuple[Price, ...]:
+        """Of the ways to run a layer of this kind, the cheapest first; found once a layout."""
+        found: tuple[Price, ...] = layout.table(("prices", self), lambda: self._plan(layout, "auto").prices)
+        return found
 
     def _plan(self, layout: Layout, mode: str) -> Plan:
         of_kind: dict[str, Any] = (
@@ -94,6 +102,7 @@ class LinearSlot:
         return plan_linear(
             layout.packing, layout, self.kind, heads=self.heads, **of_kind, conv_width=self.conv_width,
             mode=mode, hidden_size=self.hidden_size, layers=max(len(self.run), 1),
+            item_size=self.item_size,
         )  # fmt: skip
 
 

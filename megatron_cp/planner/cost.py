@@ -39,22 +39,22 @@ class Hardware:
 H100 = Hardware(8, node_bandwidth=2.5e11, network_bandwidth=4e10, latency=3e-5, products=1e14)
 
 
-def priced(plan: Plan, hardware: Hardware, *, item_size: int, hidden_size: int | None = None, layers: int = 1) -> Price:
+def priced(plan: Plan, hardware: Hardware, *, item_size: int) -> Price:
     """What a plan of a linear layer takes on the slowest rank.
 
     Args:
         plan: of the layer.
         hardware: the rates.
         item_size: bytes of an activation.
-        hidden_size, layers: of the run of layers around which hidden states are relayed, where they are.
     """
-    relayed = 0
-    if plan.outer is not None and hidden_size is not None:
-        relayed = 2 * moved_rows(plan.outer, plan.layout) * hidden_size * item_size // layers
+    relayed = starts_of_relay = 0.0
+    if plan.relay is not None:
+        relayed = max(plan.relay.bytes_sent(plan.layout, item_size)) / plan.relay.layers
+        starts_of_relay = 2 / plan.relay.layers
     times, sent = [], 0
     for forward in (True, False):
-        moved = max(plan.bytes_sent(item_size, forward=forward)) + relayed
-        starts = plan.collectives(forward=forward) + (2 / layers if relayed else 0)
+        moved = max(plan.bytes_sent(item_size, forward=forward)) + int(relayed)
+        starts = plan.collectives(forward=forward) + starts_of_relay
         seconds = (
             moved / hardware.bandwidth(plan.cp_size)
             + starts * hardware.latency
@@ -72,12 +72,6 @@ def lower_bound(layout: Layout, state_size: int, hardware: Hardware) -> Price:
     sent = max(int(changes), 0) * state_size * 4 // ranks  # by the rank that sends most, which is no less than the mean
     milliseconds = sent / hardware.bandwidth(ranks) * 1e3
     return Price("chunkwise", milliseconds, milliseconds, sent, is_bound=True)
-
-
-def moved_rows(source: Layout, target: Layout) -> int:
-    """The most rows that a rank sends when tokens go from one layout to another."""
-    leaving = source.owners[source.owners != target.owners]
-    return int(np.bincount(leaving, minlength=source.cp_size).max())
 
 
 def products(plan: Plan, *, forward: bool) -> float:

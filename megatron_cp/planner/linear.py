@@ -9,7 +9,7 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
 from megatron_cp.executor.chain import Halo, Scan
-from megatron_cp.executor.plan import Compute, Plan, Price, Step, ToHeads, ToTokens
+from megatron_cp.executor.plan import Compute, Plan, Price, Relay, Step, ToHeads, ToTokens
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.cost import H100, Hardware, lower_bound, priced
@@ -127,10 +127,17 @@ def plan_linear(
         mode = "headwise"  # nothing moves, and a model may be run on one rank with the options of several
     if mode == "relay" and hidden_size is None:
         raise ArgumentError("hidden_size", None, "the features of the hidden states", "A relay moves those.")
+    if layers > 1 and hidden_size is None:
+        raise ArgumentError("layers", layers, "1 without hidden_size", "They share a relay of hidden states.")
+    if not isinstance(hardware, Hardware):
+        raise ArgumentError("hardware", hardware, "rates, as in megatron_cp.planner.cost.H100")
+    item_size = checked_integer("item_size", item_size, 1)
+    if mode == "relay" and contiguous_like(layout) == layout:
+        mode = "chunkwise"  # already there
     makers = {
         "headwise": lambda: _headwise(layout, shape),
         "chunkwise": lambda: _chunkwise(layout, shape),
-        "relay": lambda: replace(_chunkwise(contiguous_like(layout), shape), outer=layout),
+        "relay": lambda: _relayed(layout, shape, hidden_size or 1, layers),
     }
     plans: list[tuple[Price, Plan | None]] = []
     for name, make in makers.items():
@@ -141,15 +148,18 @@ def plan_linear(
             plans.append((bound, None))  # making the plan and its tables would take longer than it is worth
             continue
         plan = make()
-        price = priced(plan, hardware, item_size=item_size, hidden_size=hidden_size, layers=layers)
-        plans.append((replace(price, scheme=name), plan))
+        plans.append((replace(priced(plan, hardware, item_size=item_size), scheme=name), plan))
     plans.sort(key=lambda pair: _total(pair[0]))
     chosen = next(plan for _, plan in plans if plan is not None)
     if chosen.deal.idle_ranks:
         warnings.warn(chosen.notes[0], stacklevel=2)
     return replace(
-        chosen, notes=(*chosen.notes, *_notes(chosen, layers)), prices=tuple(price for price, _ in plans)
+        chosen, notes=(*chosen.notes, *_notes(chosen)), prices=tuple(price for price, _ in plans)
     )  # fmt: skip
+
+
+def _relayed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:
+    return replace(_chunkwise(contiguous_like(layout), shape), relay=Relay(layout, hidden_size, layers))
 
 
 def contiguous_like(layout: Layout) -> Layout:
@@ -199,10 +209,10 @@ def _chunkwise(layout: Layout, shape: LinearShape) -> Plan:
     )  # fmt: skip
 
 
-def _notes(plan: Plan, layers: int) -> tuple[str, ...]:
-    if plan.outer is None:
+def _notes(plan: Plan) -> tuple[str, ...]:
+    if plan.relay is None:
         return ()
-    run = f"a run of {layers} linear layers" if layers > 1 else "each linear layer"
+    run = f"a run of {plan.relay.layers} linear layers" if plan.relay.layers > 1 else "each linear layer"
     return (f"hidden states are relayed to contiguous ranges around {run}, and back after it",)
 
 

@@ -144,7 +144,8 @@ class Case:
         else:
             checked_scale("softmax_scale", self.softmax_scale, self.head_dim)
             group = ThreadGroup.create(self.cp)[0]
-            Share(plan, group, self.kernel, torch.empty(0, dtype=self.dtype, device=device)).check_kernels()
+            values = torch.empty(0, dtype=self.dtype, device=device)
+            Share(plan, group, self.kernel, "values", values).check_kernels()
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,41 @@ def test_recomputed_activations_give_the_same_bits(layer, use_reentrant):
     assert_same_bits(run_ranks(recomputed, 3, case, use_reentrant), run_ranks(alone, 3, case))
 
 
+def recomputed_rule(group, kind, mode, sizes, lengths):
+    packing = cp.Packing(lengths)
+    plan = cp.plan_linear(packing, cp.Layout.contiguous(packing, group.size), kind, mode=mode, **sizes)
+    rows = int(plan.layout.row_counts[group.rank])
+    if kind == "conv1d":
+        tensors = [torch.randn(rows, sizes["channels"]), torch.randn(sizes["channels"], 4), torch.randn(2)]
+        run = cp.causal_conv1d
+    else:
+        heads, size = sizes["heads"], sizes["head_dim"]
+        tensors = [torch.randn(rows, heads, size) for _ in "qkv"] + [-torch.rand(rows, heads), torch.rand(rows, heads)]
+        run = cp.gated_delta_rule
+    for tensor in tensors:
+        tensor.requires_grad_()
+    found = [
+        torch.autograd.grad(layer(*tensors, plan, group).square().sum(), tensors)
+        for layer in (run, lambda *args: checkpoint(run, *args, use_reentrant=False))
+    ]
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "sizes", "lengths"),
+    [
+        ("gdn", "headwise", {"heads": 2, "head_dim": 8}, (7, 1, 70)),  # three ranks, two heads
+        ("conv1d", "headwise", {"channels": 2}, (7, 1, 70)),
+        ("conv1d", "chunkwise", {"channels": 2}, (2,)),  # three ranks, two tokens
+        ("gdn", "chunkwise", {"heads": 2, "head_dim": 8}, (2,)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
+def test_ranks_without_work_recompute_with_the_others(kind, mode, sizes, lengths):
+    """Non-reentrant checkpoints recompute only where something was saved."""
+    assert run_ranks(recomputed_rule, 3, kind, mode, sizes, lengths, timeout=20) == [True] * 3
+
+
 @pytest.mark.parametrize("backward_order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
 @pytest.mark.parametrize("layer", CASES)
 def test_two_microbatches_in_flight_do_not_mix(layer, backward_order):

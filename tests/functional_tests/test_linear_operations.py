@@ -5,7 +5,9 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.linear.kernels import Delta, StateSpace
 from megatron_cp.testing.parity import Case, draw, run_layer
+from tests import linear_oracle
 
 LENGTHS = (9, 1, 80, 0, 4)
 HEADS, GROUPS, DIM, VALUE_DIM, STATE, CHANNELS = 4, 2, 8, 6, 8, 24
@@ -98,6 +100,52 @@ def test_a_bare_rule_is_its_equation():
         x = t["x"][start:end] * step[start:end, :, None]
         expected = torch.einsum("hij,jhp->ihp", weights * scores, x) + skip[:, None] * t["x"][start:end]
         assert torch.allclose(out[start:end], expected, atol=1e-12)
+
+
+def sequential(kind, t, *, scale=1.0, normalised=False):
+    """The recurrence token by token, written apart from the kernels."""
+    inputs = StateSpace(t["x"], t["dt"], t["A"], t["B"], t["C"]) if kind == "mamba" else Delta(*t.values())
+    if normalised:
+        inputs = inputs._replace(**{
+            name: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for name, x in zip("qk", inputs[:2], strict=True)
+        })  # fmt: skip
+    oracle = linear_oracle.state_space if kind == "mamba" else linear_oracle.delta_rule
+    return oracle(inputs, [0, 0, 1, 1], scale, LENGTHS)
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_a_delta_rule_has_the_scale_and_the_norms_that_it_is_given(kind, normalised):
+    tensors = tensors_of(kind)
+    tensors["q"], tensors["k"] = tensors["q"] * 3, tensors["k"] * 0.7
+    out = OPERATIONS[kind](*tensors.values(), plan_for(kind), scale=0.3, use_qk_l2norm_in_kernel=normalised)
+    expected = sequential(kind, tensors, scale=0.3, normalised=normalised)
+    assert torch.allclose(out, expected, atol=1e-12)
+    usual = OPERATIONS[kind](*tensors.values(), plan_for(kind), use_qk_l2norm_in_kernel=normalised)
+    assert torch.allclose(usual, expected * DIM**-0.5 / 0.3, atol=1e-12)
+
+
+@pytest.mark.parametrize("softplus", [True, False])
+def test_steps_are_shifted_made_positive_and_clamped(softplus):
+    tensors, limit = tensors_of("mamba"), (0.2, 0.9)
+    bias = torch.linspace(-1, 1, HEADS, dtype=torch.float64)
+    out = cp.mamba2(*tensors.values(), plan_for("mamba"), dt_bias=bias, dt_softplus=softplus, dt_limit=limit)
+    step = tensors["dt"] + bias
+    step = (torch.nn.functional.softplus(step) if softplus else step).clamp(*limit)
+    assert torch.allclose(out, sequential("mamba", tensors | {"dt": step}), atol=1e-12)
+
+
+def skips(group, skip):
+    plan = plan_for("mamba", group.size, "headwise")
+    tensors = {n: x if n == "A" else plan.layout.shard(x, group.rank) for n, x in tensors_of("mamba").items()}
+    tensors["dt"] = tensors["dt"].exp()
+    with_skip, without = (cp.mamba2(*tensors.values(), plan, group, D=d) for d in (skip, None))
+    return torch.allclose(with_skip - without, skip.view(HEADS, -1) * tensors["x"], atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(HEADS,), (HEADS, VALUE_DIM)])
+def test_each_head_has_its_own_skip(shape):
+    assert run_ranks(skips, 3, torch.randn(shape, dtype=torch.float64)) == [True] * 3
 
 
 def backward_of_some(group, case, wanted):
@@ -208,6 +256,7 @@ def test_rejects_taps_that_the_plan_is_not_for():
     [
         ("mamba", "dt_limit", (2.0, 1.0)),
         ("mamba", "dt_limit", (-1.0, 1.0)),
+        ("mamba", "dt_limit", 0.5),
         ("mamba", "D", torch.zeros(HEADS - 1)),
         ("conv1d", "activation", "gelu"),
         ("kda", "scale", float("nan")),
@@ -219,6 +268,14 @@ def test_rejects_options_that_make_no_sense(kind, argument, value):
     with pytest.raises(cp.ArgumentError) as error:
         OPERATIONS[kind](*tensors_of(kind).values(), plan_for(kind), **OPTIONS[kind] | {argument: value})
     assert error.value.argument == argument
+
+
+@pytest.mark.parametrize("kind", OPERATIONS)
+def test_rejects_what_is_no_tensor(kind):
+    tensors = tensors_of(kind)
+    name = "v" if kind in ("gdn", "kda") else "x"
+    with pytest.raises(cp.ArgumentError, match=f"{name}: got None; allowed: a tensor"):
+        OPERATIONS[kind](*(tensors | {name: None}).values(), plan_for(kind))
 
 
 def test_rejects_a_decay_that_has_no_lower_bound_below_zero():

@@ -30,7 +30,8 @@ class LinearCall:
         packing: the pieces of documents in this rank's rows, whole documents headwise; states start anew with each.
         dtype, device: of the values.
         head_dim: of a key head.
-        conv_width, channels: of the convolution.
+        conv_width: taps of the convolution.
+        channels: that it is given at a time, here or on any other rank, so that all ranks refuse or none.
         segments: chunkwise, which of the pieces continue a document or are continued; None headwise.
     """
 
@@ -40,7 +41,7 @@ class LinearCall:
     device: torch.device
     head_dim: int
     conv_width: int = 1
-    channels: int = 0
+    channels: tuple[int, ...] = ()
     segments: OwnSegments | None = None
 
     def segments_table[T](self, key: Any, make: Callable[[], T]) -> T:

@@ -43,8 +43,9 @@ class CausalConv1dConv(ConvKernel):
             return f"has no {call.dtype}; use chunked or reference"
         if call.conv_width not in WIDTHS:
             return f"has {WIDTHS[0]} to {WIDTHS[-1]} taps, not {call.conv_width}; use fla or chunked"
-        if call.channels % ALIGN:
-            return f"has multiples of {ALIGN} channels, not {call.channels}; use fla or chunked"
+        odd = [channels for channels in call.channels if channels % ALIGN]
+        if odd:
+            return f"has multiples of {ALIGN} channels, not {min(odd)}; use fla or chunked"
         failure = _import_failure()
         return None if failure is None else f"causal-conv1d cannot be imported ({failure}); {INSTALL}"
 

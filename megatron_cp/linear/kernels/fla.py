@@ -27,6 +27,7 @@ from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCal
 
 SERIES = (0, 6)  # what is called and read here of fla's inside, no other version promises
 MAX_HEAD_DIM = 256
+INSTALL = "pip install fla-core==0.6.0 einops"
 CHUNK = 64  # tokens; fla's default for all that is called here
 
 
@@ -113,12 +114,13 @@ def _unusable(call: LinearCall) -> str | None:
     installed = _installed_version()
     if installed != SERIES:
         what = "not installed" if installed is None else "not of version 0.6"
-        return f"fla-core is {what}; pip install fla-core==0.6.0 einops"
+        return f"fla-core is {what}; {INSTALL}"
     if call.device.type != "cuda":
         return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
     if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"has no {call.dtype}; use chunked or reference"
-    return None
+    failure = _import_failure()
+    return None if failure is None else f"fla-core cannot be imported ({failure}); {INSTALL}"
 
 
 def _evenly_grouped(inputs: Delta, groups: list[int]) -> Delta:
@@ -528,6 +530,18 @@ def _installed_version() -> tuple[int, ...] | None:
         return tuple(int(part) for part in version(FlaRule.package).split(".")[:2])
     except PackageNotFoundError:
         return None
+
+
+@cache
+def _import_failure() -> str | None:
+    """What importing says: einops may be missing, or Triton not find the device."""
+    try:
+        import fla.modules.causal_conv1d
+        import fla.ops.gated_delta_rule
+        import fla.ops.kda  # noqa: F401
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return None
 
 
 def _gradients_are_wrong() -> bool:

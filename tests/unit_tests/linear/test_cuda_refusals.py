@@ -23,7 +23,7 @@ def on_a_gpu_with_both(monkeypatch):
         monkeypatch.setattr(module, "_import_failure", lambda: None)
 
 
-def _call(kind, dtype=torch.bfloat16, device="cuda", width=4, channels=64):
+def _call(kind, dtype=torch.bfloat16, device="cuda", width=4, channels=(64,)):
     return LinearCall(kind, Packing([3, 1]), dtype, torch.device(device), 128, width, channels)
 
 
@@ -79,7 +79,7 @@ def test_takes_two_to_four_taps(width):
 
 
 def test_rejects_channels_that_are_no_multiple_of_8():
-    assert "has multiples of 8 channels, not 12; use fla" in CONV.refusal(_call("conv1d", channels=12))
+    assert "has multiples of 8 channels, not 12; use fla" in CONV.refusal(_call("conv1d", channels=(64, 12)))
 
 
 @of_both

@@ -1,0 +1,116 @@
+"""Runs of linear layers in a stack: who is in which, and when they are not relayed."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("megatron.core")
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.megatron.modules import ContextParallelModule, LinearModule
+from megatron_cp.megatron.relay import arrange_runs
+from megatron_cp.planner.batch import LinearSlot
+
+SLOTS = {"G": LinearSlot("gdn", 8, 8, 16, 16), "M": LinearSlot("mamba", 8, 1, 16, 16)}
+
+
+class Linear(nn.Module, LinearModule):
+    def __init__(self, slot):
+        super().__init__()
+        self.slot, self.ranks = slot, ThreadGroup.create(4)[0]
+
+
+class Attention(nn.Module, ContextParallelModule):
+    pass
+
+
+@dataclasses.dataclass
+class Config:
+    context_parallel_size: int = 4
+    sequence_parallel: bool = False
+    tensor_model_parallel_size: int = 1
+    hidden_size: int = 64
+
+
+def stack(pattern, mode="auto"):
+    makers = {
+        "*": Attention,
+        "-": nn.Identity,
+        **{
+            symbol: lambda slot=slot: Linear(dataclasses.replace(slot, mode=mode)) for symbol, slot in SLOTS.items()
+        },
+    }  # fmt: skip
+    return [nn.Sequential(makers[symbol]()) for symbol in pattern]
+
+
+def hooked(layers):
+    """Which layers hidden states enter a run at, and leave it at."""
+    return [
+        [place for place, layer in enumerate(layers) if hooks(layer)]
+        for hooks in (lambda layer: layer._forward_pre_hooks, lambda layer: layer._forward_hooks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "enter", "leave"),
+    [("GG*-", [0], [1]), ("-G-M-*G", [1, 6], [3, 6]), ("*-*-", [], []), ("*M-G", [1], [3]), ("GMG", [0], [2])],
+)
+def test_a_run_begins_and_ends_with_a_linear_layer(pattern, enter, leave):
+    layers = stack(pattern)
+    arrange_runs(layers, Config())
+    assert hooked(layers) == [enter, leave]
+
+
+def test_linear_layers_know_all_kinds_of_their_run():
+    layers = stack("-G-MG*M")
+    arrange_runs(layers, Config())
+    own = [layer[0].slot for layer in layers if isinstance(layer[0], Linear)]
+    assert [slot.kind for slot in own] == ["gdn", "mamba", "gdn", "mamba"]
+    assert [slot.run for slot in own] == [(SLOTS["G"], SLOTS["M"], SLOTS["G"])] * 3 + [(SLOTS["M"],)]
+    assert {slot.hidden_size for slot in own} == {64}
+    assert len(set(own)) == 3  # equal layers of a run share a plan
+
+
+@pytest.mark.parametrize(
+    "config", [Config(context_parallel_size=1), Config(sequence_parallel=True, tensor_model_parallel_size=2)], ids=str
+)
+def test_nothing_is_relayed_on_one_rank_or_with_sequence_parallelism(config):
+    layers = stack("GG*-")
+    arrange_runs(layers, config)
+    assert hooked(layers) == [[], []]
+    assert layers[0][0].slot == SLOTS["G"]
+
+
+def test_rejects_relay_with_sequence_parallelism():
+    with pytest.raises(ArgumentError, match=r"--linear-cp-mode: got 'relay'; allowed: headwise, chunkwise or auto"):
+        arrange_runs(stack("GG*-", "relay"), Config(sequence_parallel=True, tensor_model_parallel_size=2))
+
+
+def test_rejects_relay_of_batches_that_are_not_packed():
+    layers = stack("GG*-", "relay")
+    arrange_runs(layers, Config())
+    with pytest.raises(ArgumentError, match=r"--linear-cp-mode: got 'relay'; .* that are not packed"):
+        layers[0][0].plan_of(16, 1, None)
+
+
+def test_unpacked_batches_are_planned_layer_by_layer():
+    layers = stack("GG*-")
+    arrange_runs(layers, Config())
+    plan = layers[0][0].plan_of(4096, 2, None)
+    assert plan.relay is None
+    assert plan.packing.lengths.tolist() == [4 * 4096] * 2
+
+
+def test_rejects_a_padding_mask_inside_a_relayed_run(monkeypatch):
+    layers = stack("GG*-", "relay")
+    arrange_runs(layers, Config())
+    from megatron_cp.layout import Layout, Packing
+
+    plan = layers[0][0].slot.plan(Layout.zigzag(Packing([4096]), 4))
+    assert plan.relay is not None
+    monkeypatch.setattr(Linear, "packed_plan", lambda self, params: plan)
+    with pytest.raises(ArgumentError, match="padding mask"):
+        layers[0](hidden_states=torch.zeros(4, 1, 64), packed_seq_params=object(), padding_mask=torch.zeros(1, 4))

@@ -1,0 +1,182 @@
+"""What ways of running linear layers are priced at, and which one a layer or a run of layers takes."""
+
+import dataclasses
+
+import pytest
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.cost import H100, Hardware, lower_bound, priced
+from megatron_cp.planner.linear import contiguous_like, plan_linear
+
+PACKING = Packing([60_000, 500, 5_036])
+SIZES = {"heads": 32, "key_heads": 16, "head_dim": 128}
+SLOW_WIRE = Hardware(8, node_bandwidth=1.0, network_bandwidth=0.5, latency=0.0, products=1e30)
+SLOW_START = Hardware(8, node_bandwidth=1e30, network_bandwidth=1e30, latency=1.0, products=1e30)
+SLOW_PRODUCTS = Hardware(8, node_bandwidth=1e30, network_bandwidth=1e30, latency=0.0, products=1.0)
+
+
+def plan(mode, layout=None, **more):
+    layout = layout or Layout.zigzag(PACKING, 8)
+    return plan_linear(layout.packing, layout, **SIZES, mode=mode, hidden_size=2048, **more)
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+def test_the_wire_costs_its_bytes(mode):
+    made = plan(mode)
+    price = priced(made, SLOW_WIRE, item_size=2)
+    assert price.forward == pytest.approx(1e3 * max(made.bytes_sent(2, forward=True)))
+    assert price.backward == pytest.approx(1e3 * max(made.bytes_sent(2, forward=False)))
+    assert price.bytes_sent == max(made.bytes_sent(2, forward=True))
+
+
+def test_more_ranks_than_a_node_has_are_on_the_network():
+    layout = Layout.contiguous(PACKING, 16)
+    made = plan("chunkwise", layout)
+    assert priced(made, SLOW_WIRE, item_size=2).forward == pytest.approx(2e3 * max(made.bytes_sent(2, forward=True)))
+
+
+def test_a_relay_is_shared_by_the_layers_of_its_run():
+    one, four = (plan("relay", layers=layers) for layers in (1, 4))
+    inside = priced(plan("chunkwise", one.layout), SLOW_WIRE, item_size=2).forward
+    relayed = [priced(made, SLOW_WIRE, item_size=2).forward - inside for made in (one, four)]
+    assert relayed[0] == pytest.approx(1e3 * max(one.relay.bytes_sent(one.layout, 2)))
+    assert relayed[1] == pytest.approx(relayed[0] / 4, rel=1e-6)
+    starts = [priced(made, SLOW_START, item_size=2).forward for made in (one, four)]
+    assert starts == pytest.approx([4e3, 2.5e3])  # a halo, a scan, and two transfers of the relay
+
+
+def test_a_relay_says_what_it_sends():
+    made = plan("relay", layers=4)
+    moved = [0] * 8
+    for token in range(PACKING.total):
+        outside, inside = made.outer.owners[token], made.layout.owners[token]
+        if outside != inside:
+            moved[outside] += 1
+            moved[inside] += 1
+    assert made.relay.bytes_sent(made.layout, 2) == [rows * 2048 * 2 for rows in moved]
+    assert made.bytes_sent(2, forward=True) == plan("chunkwise", made.layout).bytes_sent(2, forward=True)
+    assert "2 transfers more forward and 2 backward" in made.explain()
+
+
+def test_segments_between_the_ends_of_a_document_cost_their_maps():
+    alone, across = (
+        priced(plan("chunkwise", Layout.contiguous(Packing(lengths), 4)), SLOW_PRODUCTS, item_size=2)
+        for lengths in ([1000] * 4, [4000])
+    )
+    assert 1.2 < across.forward / alone.forward < 2
+    assert 1.05 < across.backward / alone.backward < 1.4
+
+
+def test_idle_ranks_make_the_others_slower():
+    few = {"heads": 4, "head_dim": 128}
+    packing = Packing([100] * 64)
+    layout = Layout.contiguous(packing, 8)
+    with pytest.warns(UserWarning, match="4 of 8 ranks get no value head"):
+        headwise = plan_linear(packing, layout, **few, mode="headwise")
+    chunkwise = plan_linear(packing, layout, **few, mode="chunkwise")
+    busy = [priced(made, SLOW_PRODUCTS, item_size=2).forward for made in (headwise, chunkwise)]
+    assert busy[0] / busy[1] == pytest.approx(2)
+
+
+def test_a_bound_is_no_more_than_the_price():
+    for lengths in ([60_000, 500], [512] * 32, [7, 1, 130]):
+        for name in ("contiguous", "zigzag", "balanced"):
+            layout = getattr(Layout, name)(Packing(lengths), 8)
+            bound = lower_bound(layout, 32 * 128 * 128, H100)
+            price = priced(plan("chunkwise", layout), H100, item_size=2)
+            assert bound.is_bound
+            assert bound.forward <= price.forward
+            assert bound.bytes_sent <= price.bytes_sent
+    many = Layout.zigzag(Packing([512] * 128), 8)
+    prices = {price.scheme: price for price in plan("auto", many).prices}
+    assert prices["chunkwise"].is_bound  # ruled out by its bound alone
+    assert "predicted at least" in plan("auto", many).explain()
+
+
+def test_a_relay_to_where_tokens_are_is_none():
+    layout = Layout.contiguous(PACKING, 8)
+    made = plan("relay", layout)
+    assert (made.scheme, made.relay, made.layout) == ("chunkwise", None, layout)
+
+
+def test_contiguous_rows_keep_the_rest_of_a_layout():
+    layout = Layout.zigzag(Packing([3]), 4, align=4).padded(align=4, min_rows=1)
+    assert contiguous_like(layout) == Layout.contiguous(Packing([3]), 4).padded(align=4, min_rows=1)
+    assert contiguous_like(layout) is contiguous_like(layout)
+
+
+# -- runs ------------------------------------------------------------------------------------------------------------
+
+GDN = LinearSlot("gdn", 32, 16, 128, 128)
+MAMBA = LinearSlot("mamba", 8, 1, 16, 16)  # so small that a relay of hidden states never pays for it alone
+
+
+def in_run(slot, *run):
+    return dataclasses.replace(slot, hidden_size=2048, run=run)
+
+
+def test_a_run_is_relayed_together_or_not_at_all():
+    layout = Layout.zigzag(PACKING, 8)
+    assert in_run(GDN, GDN).plan(layout).relay is not None
+    assert in_run(MAMBA, MAMBA).plan(layout).relay is None
+    mostly_gdn, mostly_mamba = (GDN, GDN, GDN, MAMBA), (GDN, *(MAMBA,) * 40)
+    for run, relayed in ((mostly_gdn, True), (mostly_mamba, None)):
+        plans = [in_run(slot, *run).plan(layout) for slot in (GDN, MAMBA)]
+        assert len({made.relay is None for made in plans}) == 1
+        if relayed is not None:
+            assert plans[0].relay is not None
+        assert all(made.prices[0].scheme == (made.scheme if made.relay is None else "relay") for made in plans)
+
+
+def test_counts_and_other_kinds_decide(monkeypatch):
+    """With prices set by hand: a relay saves gdn 3, and costs mamba 2."""
+    prices = {"gdn": {"headwise": 5.0, "relay": 2.0}, "mamba": {"headwise": 1.0, "relay": 3.0}}
+
+    def set_by_hand(slot, layout):
+        made = [
+            dataclasses.replace(priced(slot._plan(layout, "headwise"), H100, item_size=2), scheme=way, forward=t)
+            for way, t in prices[slot.kind].items()
+        ]
+        made = [dataclasses.replace(price, backward=0.0) for price in made]
+        return tuple(sorted(made, key=lambda price: price.forward))
+
+    monkeypatch.setattr(LinearSlot, "_prices", set_by_hand)
+    layout = Layout.zigzag(PACKING, 8)
+    for run, relayed in (((GDN, MAMBA), True), ((GDN, MAMBA, MAMBA), False), ((GDN, GDN, MAMBA, MAMBA), True)):
+        for slot in (GDN, MAMBA):
+            assert (in_run(slot, *run).plan(layout).relay is not None) == relayed, (run, slot.kind)
+
+
+# -- values and refusals ---------------------------------------------------------------------------------------------
+
+
+def test_descriptions_differ_where_plans_do():
+    different = [
+        plan("headwise"), plan("headwise", conv_width=3), plan("chunkwise"), plan("chunkwise", conv_width=3),
+        plan("chunkwise", Layout.contiguous(PACKING, 8)), plan("relay"),
+    ]  # fmt: skip
+    assert len({made.fingerprint() for made in different}) == len(different)
+    assert len(set(different)) == len(different)
+
+
+def test_prices_are_no_part_of_a_plans_value():
+    assert plan("chunkwise") == plan("chunkwise", hardware=SLOW_WIRE)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("hardware", {"hardware": "H100"}),
+        ("item_size", {"item_size": 0}),
+        ("item_size", {"item_size": "2"}),
+        ("layers", {"layers": 3, "hidden_size": None}),
+    ],
+    ids=str,
+)
+def test_rejects_what_predictions_cannot_assume(argument, change):
+    arguments = {"packing": PACKING, "layout": Layout.zigzag(PACKING, 8), **SIZES, "hidden_size": 2048, **change}
+    with pytest.raises(ArgumentError) as caught:
+        plan_linear(**arguments)
+    assert caught.value.argument == argument
