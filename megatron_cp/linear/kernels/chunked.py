@@ -95,8 +95,8 @@ def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -
     q, k, v, beta = (chunks.split(x.to(wide)) for x in (inputs.q, inputs.k, inputs.v, inputs.beta[..., None]))
     q, k = (_for_heads(x, groups) for x in (q, k))
     by_feature = inputs.g.ndim == 3
-    g = chunks.split(inputs.g.to(wide) if by_feature else inputs.g.to(wide)[..., None]).cumsum(2)  # G
-    last = g[:, :, -1:]
+    each = chunks.split(inputs.g.to(wide) if by_feature else inputs.g.to(wide)[..., None])
+    g = each.cumsum(2)  # G
     if by_feature:
         overlap, weights = decayed_products(q, k, g)
     else:
@@ -110,15 +110,15 @@ def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -
         reads=reads,
         attention=scale * weights,
         queries=scale * grown * q,
-        keys=((last - g).exp() * k).transpose(2, 3),
-        carry=last.exp().transpose(2, 3),
+        keys=(_following(each).exp() * k).transpose(2, 3),
+        carry=g[:, :, -1:].exp().transpose(2, 3),
     )
 
 
 def _state_space(inputs: StateSpace, groups: list[int], scale: float, chunks: Chunks, wide: torch.dtype) -> _Prepared:
     dt = inputs.dt.to(wide)
-    g = chunks.split((dt * for_each_token(inputs.A.to(wide), len(dt)))[..., None]).cumsum(2)
-    last = g[:, :, -1:]
+    each = chunks.split((dt * for_each_token(inputs.A.to(wide), len(dt)))[..., None])
+    g = each.cumsum(2)
     b, c = (chunks.split(x.to(wide)) for x in (inputs.B, inputs.C))
     weights = _for_heads(c @ b.transpose(2, 3), groups)
     b, c = (_for_heads(x, groups) for x in (b, c))
@@ -127,8 +127,8 @@ def _state_space(inputs: StateSpace, groups: list[int], scale: float, chunks: Ch
         reads=b[..., :0],
         attention=scale * (_decay(g) * weights),
         queries=scale * g.exp() * c,
-        keys=((last - g).exp() * b).transpose(2, 3),
-        carry=last.exp(),
+        keys=(_following(each).exp() * b).transpose(2, 3),
+        carry=g[:, :, -1:].exp(),
     )
 
 
@@ -139,11 +139,21 @@ def _for_heads(x: Tensor, groups: list[int]) -> Tensor:
     return torch.cat([x[:, group : group + 1] for group in groups], 1)
 
 
+# A token's own decay is 1 whatever g is. Were it written as exp(G_i - G_i), the gradient of g would be a difference of
+# large numbers: noise, where a strong decay makes the true gradient small, and most of it in the gradient of A_log.
+
+
 def _decay(g: Tensor) -> Tensor:
     """`exp(G_i - G_j)` for j <= i, else 0; `[n, h, C, C]` from `[n, h, C, 1]`."""
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
+    not_earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu()
     # Masked before exp: above the diagonal G_i - G_j is positive and could overflow.
-    return (g - g.transpose(2, 3)).masked_fill(later, -torch.inf).exp()
+    earlier = (g - g.transpose(2, 3)).masked_fill(not_earlier, -torch.inf).exp()
+    return earlier + torch.eye(CHUNK, dtype=g.dtype, device=g.device)
+
+
+def _following(each: Tensor) -> Tensor:
+    """The sum of the decays after each token of a chunk, G_C - G_i, without a difference."""
+    return F.pad(each[:, :, 1:].flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
 
 
 class _Solved(torch.autograd.Function):

@@ -33,7 +33,7 @@ class _DecayedProducts(torch.autograd.Function):
         size = k.shape[2]
         scores = k.new_zeros(*k.shape[:2], size, size), k.new_zeros(*k.shape[:2], size, size)
         for own in _blocks(size):
-            keys = _decay_within(g, own) * k[:, :, None, own]  # [n, h, i, j, d]
+            keys = _decay_within(g, own) * k[:, :, None, own]  # [n, h, i, j, d], zero for j >= i
             for x, found in zip((k, q), scores, strict=True):
                 found[:, :, own, own] = (keys @ x[:, :, own, :, None]).squeeze(-1)
             if own.start:
@@ -41,6 +41,8 @@ class _DecayedProducts(torch.autograd.Function):
                 earlier = (until * k[:, :, : own.start]).transpose(2, 3)
                 for x, found in zip((k, q), scores, strict=True):
                     found[:, :, own, : own.start] = (since * x[:, :, own]) @ earlier
+        for x, found in zip((k, q), scores, strict=True):
+            found.diagonal(dim1=2, dim2=3).copy_((x * k).sum(-1))  # a token's own decay is 1 whatever g is
         return scores
 
     @staticmethod
@@ -64,9 +66,11 @@ class _DecayedProducts(torch.autograd.Function):
                     between = gradient[:, :, own, : own.start]
                     found[:, :, own] += since * (between @ earlier)
                     of_columns[:, :, : own.start] += until * (between.transpose(2, 3) @ (since * x[:, :, own]))
-        # A score depends on G_i as on x_i, and on -G_j as on k_j.
+        # A score depends on G_i as on x_i, and on -G_j as on k_j, but for a token's own: their difference would be noise.
         dk, dq = of_rows
-        return dq, dk + of_columns, q * dq + k * (dk - of_columns)
+        dg = q * dq + k * (dk - of_columns)
+        of_k, of_q = (gradient.diagonal(dim1=2, dim2=3)[..., None] for gradient in gradients)
+        return dq + of_q * k, dk + of_columns + 2 * of_k * k + of_q * q, dg
 
 
 def _blocks(size: int) -> Iterator[slice]:
@@ -74,8 +78,8 @@ def _blocks(size: int) -> Iterator[slice]:
 
 
 def _decay_within(g: Tensor, own: slice) -> Tensor:
-    """`exp(G_i - G_j)` `[n, h, SUB, SUB, d]` for j <= i, else 0."""
-    later = torch.ones(SUB, SUB, dtype=torch.bool, device=g.device).triu(1)
+    """`exp(G_i - G_j)` `[n, h, SUB, SUB, d]` for j < i, else 0."""
+    later = torch.ones(SUB, SUB, dtype=torch.bool, device=g.device).triu()
     # Masked before exp: above the diagonal the difference is positive and could overflow.
     return (g[:, :, own, None] - g[:, :, None, own]).masked_fill_(later[..., None], -torch.inf).exp_()
 
