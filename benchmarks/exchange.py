@@ -125,8 +125,9 @@ class Batch:
     def plan_of(self, layout: Layout) -> Plan:
         """The layer's plan, without the gate."""
         return plan_linear(
-            self.packing, layout, "gdn", heads=HEADS, key_heads=KEY_HEADS, head_dim=HEAD_DIM, value_head_dim=HEAD_DIM
-        )
+            self.packing, layout, "gdn", heads=HEADS, key_heads=KEY_HEADS, head_dim=HEAD_DIM, value_head_dim=HEAD_DIM,
+            mode="headwise",
+        )  # fmt: skip
 
     def own_heads(self, name: str) -> Tensor:
         """`[T, h, d]` this rank's heads of a section, in a tensor of its own."""

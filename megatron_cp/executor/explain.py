@@ -21,8 +21,9 @@ def explain(plan: Plan, item_size: int) -> str:
     """The text of `Plan.explain`."""
     layout, packing = plan.layout, plan.packing
     about = plan.mask.describe() if plan.mask else "the state starts anew with each document"
+    way = plan.scheme if plan.relay is None else "relay"
     lines = [
-        f"{plan.kind} by {plan.scheme} over {plan.cp_size} ranks: {packing.num_documents} documents, "
+        f"{plan.kind} by {way} over {plan.cp_size} ranks: {packing.num_documents} documents, "
         f"{packing.total} tokens, {about}",
         "",
         *ownership(layout),
@@ -33,11 +34,12 @@ def explain(plan: Plan, item_size: int) -> str:
     for number, step in enumerate(plan.steps, start=1):
         lines.extend(f"step {number}: {line}" for line in _step(plan, step))
     lines.append("")
+    spare = "alignment and keys that nobody sees" if plan.attend else "alignment"
     for name, forward in (("forward", True), ("backward", False)):
         sent, needed = (f(item_size, forward=forward) for f in (plan.bytes_sent, plan.bytes_needed))
         lines.append(
             f"{name}: a rank starts {plan.collectives(forward=forward)} transfers and sends at most {size(max(sent))}; "
-            f"{size(max(needed))} without alignment and keys that nobody sees; at {item_size} bytes an element"
+            f"{size(max(needed))} without {spare}; at {item_size} bytes an element"
         )
     lines.append(f"busiest rank: {plan.work_imbalance:.3f} x the mean work")
     if plan.relay is not None:
@@ -121,7 +123,7 @@ def _attend(step: Attend) -> list[str]:
 def _table(plan: Plan) -> list[str]:
     layout, work = plan.layout, plan.work_per_rank()
     whole = max(sum(work), 1)
-    group = "kv heads" if plan.kind == "attention" else "key heads"
+    group = {"attention": "kv heads", "mamba": "groups", "conv1d": "channels"}.get(plan.kind, "key heads")
     lines = [f"{'rank':>5} {'tokens':>9} {'pad':>5} {'fragments':>9}  {'heads':<11} {group:<11} {'work':>6}"]
     fragments = np.diff(layout.fragment_offsets)
     lines.extend(

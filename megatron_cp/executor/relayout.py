@@ -31,6 +31,9 @@ def relayout(
     Raises:
         ArgumentError: layouts, group or rows that do not belong together.
     """
+    for name, layout in (("source", source), ("target", target)):
+        if not isinstance(layout, Layout):
+            raise ArgumentError(name, layout, "a layout", "A plan's outer is None where nothing is relayed.")
     ranks = as_rank_group(group, source.cp_size)
     if len(local) != source.row_counts[ranks.rank]:
         raise ArgumentError("local", f"{len(local)} rows", f"{source.row_counts[ranks.rank]} on rank {ranks.rank}")

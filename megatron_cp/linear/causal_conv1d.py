@@ -46,7 +46,7 @@ def causal_conv1d(
     share = Share(plan, group, kernel, "x", x)
     (block,) = plan.sections.blocks
     check_tensor("x", x, (share.rows, block.width), like=x)
-    taps = check_conv(plan, weight, bias, block.width, x)
+    taps = check_conv(plan, weight, bias, block.width, x, name="weight", bias_name="bias")
     if activation not in (None, "silu", "swish"):
         raise ArgumentError("activation", activation, "silu, swish or None")
     share.check_kernels()

@@ -202,7 +202,16 @@ class _Nothing(LocalScan):
         return [torch.zeros_like(tensor) for tensor in tensors]
 
 
-def check_conv(plan: Plan, weight: Tensor, bias: Tensor | None, channels: int, like: Tensor) -> Tensor:
+def check_conv(
+    plan: Plan,
+    weight: Tensor,
+    bias: Tensor | None,
+    channels: int,
+    like: Tensor,
+    *,
+    name: str = "conv",
+    bias_name: str = "conv_bias",
+) -> Tensor:
     """The taps as `[channels, width]`.
 
     Raises:
@@ -210,15 +219,16 @@ def check_conv(plan: Plan, weight: Tensor, bias: Tensor | None, channels: int, l
     """
     if not isinstance(weight, Tensor) or weight.ndim not in (2, 3) or weight.shape[-1] < 1:
         given = list(weight.shape) if isinstance(weight, Tensor) else weight
-        raise ArgumentError("conv", given, f"[{channels}, width] or [{channels}, 1, width], at least 1 wide")
+        raise ArgumentError(name, given, f"[{channels}, width] or [{channels}, 1, width], at least 1 wide")
     middle = (1,) if weight.ndim == 3 else ()
-    check_tensor("conv", weight, (channels, *middle, weight.shape[-1]), like=like)
+    width = weight.shape[-1] if weight.shape[0] == channels else plan.conv_width
+    check_tensor(name, weight, (channels, *middle, width), like=like)
     if weight.shape[-1] != plan.conv_width:
         raise ArgumentError(
-            "conv", list(weight.shape), f"the plan's {plan.conv_width} taps", "Plan with conv_width=the taps."
+            name, list(weight.shape), f"the plan's {plan.conv_width} taps", "Plan with conv_width=the taps."
         )
     if bias is not None:
-        check_tensor("conv_bias", bias, (channels,), like=like)
+        check_tensor(bias_name, bias, (channels,), like=like)
     return weight.squeeze(1) if weight.ndim == 3 else weight
 
 

@@ -11,6 +11,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.linear import MAX_CONV_WIDTH
 from megatron_cp.planner.plans import gathers
 
 
@@ -161,6 +162,11 @@ class TrainingOptions:
                 "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
             )
         self._check_divisors()
+        if self.linear_conv_kernel_dim > MAX_CONV_WIDTH:
+            allowed = f"an integer from 1 to {MAX_CONV_WIDTH}"
+            raise ArgumentError("linear_conv_kernel_dim", self.linear_conv_kernel_dim, allowed)
+        if self.linear_cp_mode == "relay" and self.sequence_parallel and self.context_parallel_size > 1:
+            raise ArgumentError("linear_cp_mode", "relay", "headwise, chunkwise or auto with --sequence-parallel")
         if self.position_embedding_type == "rope" and self.kv_channels % 2:
             raise ArgumentError("kv_channels", self.kv_channels, "even numbers with --position-embedding-type rope")
         if self.lr_warmup_iters and self.lr_warmup_iters >= (self.lr_decay_iters or self.train_iters):

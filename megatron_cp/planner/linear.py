@@ -212,7 +212,7 @@ def _chunkwise(layout: Layout, shape: LinearShape) -> Plan:
 def _notes(plan: Plan) -> tuple[str, ...]:
     if plan.relay is None:
         return ()
-    run = f"a run of {plan.relay.layers} linear layers" if plan.relay.layers > 1 else "each linear layer"
+    run = f"a run of {plan.relay.layers} linear layers" if plan.relay.layers > 1 else "this linear layer"
     return (f"hidden states are relayed to contiguous ranges around {run}, and back after it",)
 
 

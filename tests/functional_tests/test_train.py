@@ -427,6 +427,19 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--cp-comm-type", "a2a", "nonsense", "a2a"], "--cp-comm-type: got 'nonsense'"),
         (["--cp-comm-type", "a2a", "a2a"], "one value, or one for each of 3 layers"),
         (["--linear-cp-mode", "ring"], "--linear-cp-mode: got 'ring'"),
+        (["--linear-conv-kernel-dim", "65"], "--linear-conv-kernel-dim: got 65"),
+        (
+            [
+                "--linear-cp-mode",
+                "relay",
+                "--context-parallel-size",
+                "2",
+                "--tensor-model-parallel-size",
+                "2",
+                "--sequence-parallel",
+            ],
+            "--linear-cp-mode: got 'relay'",
+        ),
         (
             ["--mamba-num-heads", "6", "--mamba-num-groups", "4", "--hybrid-layer-pattern", "M*-"],
             "--mamba-num-groups: got 4",

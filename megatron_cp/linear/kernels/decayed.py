@@ -66,7 +66,7 @@ class _DecayedProducts(torch.autograd.Function):
                     between = gradient[:, :, own, : own.start]
                     found[:, :, own] += since * (between @ earlier)
                     of_columns[:, :, : own.start] += until * (between.transpose(2, 3) @ (since * x[:, :, own]))
-        # A score depends on G_i as on x_i, and on -G_j as on k_j, but for a token's own: their difference would be noise.
+        # A score depends on G_i as on x_i, and on -G_j as on k_j. Not a token's own: the difference would be noise.
         dk, dq = of_rows
         dg = q * dq + k * (dk - of_columns)
         of_k, of_q = (gradient.diagonal(dim1=2, dim2=3)[..., None] for gradient in gradients)
