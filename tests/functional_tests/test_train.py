@@ -429,18 +429,6 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--linear-cp-mode", "ring"], "--linear-cp-mode: got 'ring'"),
         (["--linear-conv-kernel-dim", "65"], "--linear-conv-kernel-dim: got 65"),
         (
-            [
-                "--linear-cp-mode",
-                "relay",
-                "--context-parallel-size",
-                "2",
-                "--tensor-model-parallel-size",
-                "2",
-                "--sequence-parallel",
-            ],
-            "--linear-cp-mode: got 'relay'",
-        ),
-        (
             ["--mamba-num-heads", "6", "--mamba-num-groups", "4", "--hybrid-layer-pattern", "M*-"],
             "--mamba-num-groups: got 4",
         ),
@@ -581,6 +569,12 @@ def test_rejects_resuming_what_is_done(refused, copied):
     says = "allowed: more than the 8 steps that the checkpoint holds."
     assert refused("--resume", str(copied), also=()) == f"--train-iters: got 8; {says}"
     assert refused("--resume", str(copied), "--train-iters", "5", also=()) == f"--train-iters: got 5; {says}"
+
+
+def test_rejects_relay_with_sequence_parallelism(refused):
+    sizes = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--linear-num-key-heads", "2"]
+    message = refused("--linear-cp-mode", "relay", "--sequence-parallel", *sizes)
+    assert "--linear-cp-mode: got 'relay'; allowed: headwise, chunkwise or auto with --sequence-parallel" in message
 
 
 def test_rejects_what_only_the_ranks_can_see(data, tmp_path, capsys):
