@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
@@ -14,6 +12,7 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
 from megatron_cp.linear.kernels.conv import add_history
+from megatron_cp.linear.kernels.installed import import_failure, installed_version
 
 OLDEST = (1, 2)  # the first whose `causal_conv1d_fn` reads as here
 WIDTHS = range(2, 5)
@@ -33,7 +32,7 @@ class CausalConv1dConv(ConvKernel):
     devices = ("cuda",)
 
     def refusal(self, call: LinearCall) -> str | None:
-        installed = _installed_version()
+        installed = installed_version(self.package)
         if installed is None or installed < OLDEST:
             what = "not installed" if installed is None else f"older than version {OLDEST[0]}.{OLDEST[1]}"
             return f"causal-conv1d is {what}; {INSTALL}"
@@ -46,7 +45,7 @@ class CausalConv1dConv(ConvKernel):
         odd = [channels for channels in call.channels if channels % ALIGN]
         if odd:
             return f"has multiples of {ALIGN} channels, not {min(odd)}; use fla or chunked"
-        failure = _import_failure()
+        failure = import_failure("causal_conv1d")
         return None if failure is None else f"causal-conv1d cannot be imported ({failure}); {INSTALL}"
 
     def conv(
@@ -78,21 +77,3 @@ def _documents(call: LinearCall) -> Tensor:
         ("causal_conv1d documents", call.device),
         lambda: on_device(np.repeat(np.arange(lengths.size), lengths), call.device)[None],
     )
-
-
-@cache
-def _installed_version() -> tuple[int, ...] | None:
-    try:
-        return tuple(int(part) for part in version(CausalConv1dConv.package).split(".")[:2])
-    except PackageNotFoundError:
-        return None
-
-
-@cache
-def _import_failure() -> str | None:
-    """What importing says: a CUDA extension may have been built for another torch."""
-    try:
-        import causal_conv1d  # noqa: F401
-    except Exception as failure:
-        return f"{type(failure).__name__}: {failure}"
-    return None

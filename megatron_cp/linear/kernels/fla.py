@@ -11,8 +11,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +22,7 @@ from megatron_cp.executor.scan import LocalScan
 from megatron_cp.layout import Packing
 from megatron_cp.layout.segments import BoolArray
 from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCall, RuleKernel, ScanWork
+from megatron_cp.linear.kernels.installed import import_failure, installed_version
 
 SERIES = (0, 6)  # what is called and read here of fla's inside, no other version promises
 MAX_HEAD_DIM = 256
@@ -111,7 +110,7 @@ class FlaConv(ConvKernel):
 
 
 def _unusable(call: LinearCall) -> str | None:
-    installed = _installed_version()
+    installed = installed_version(FlaRule.package)
     if installed != SERIES:
         what = "not installed" if installed is None else "not of version 0.6"
         return f"fla-core is {what}; {INSTALL}"
@@ -119,7 +118,7 @@ def _unusable(call: LinearCall) -> str | None:
         return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
     if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"has no {call.dtype}; use chunked or reference"
-    failure = _import_failure()
+    failure = import_failure("fla.modules.causal_conv1d", "fla.ops.gated_delta_rule", "fla.ops.kda")
     return None if failure is None else f"fla-core cannot be imported ({failure}); {INSTALL}"
 
 
@@ -522,26 +521,6 @@ class _KdaScan(_DeltaScan):
 
 
 # -- what is installed -----------------------------------------------------------------------------------------------
-
-
-@cache
-def _installed_version() -> tuple[int, ...] | None:
-    try:
-        return tuple(int(part) for part in version(FlaRule.package).split(".")[:2])
-    except PackageNotFoundError:
-        return None
-
-
-@cache
-def _import_failure() -> str | None:
-    """What importing says: einops may be missing, or Triton not find the device."""
-    try:
-        import fla.modules.causal_conv1d
-        import fla.ops.gated_delta_rule
-        import fla.ops.kda  # noqa: F401
-    except Exception as failure:
-        return f"{type(failure).__name__}: {failure}"
-    return None
 
 
 def _gradients_are_wrong() -> bool:

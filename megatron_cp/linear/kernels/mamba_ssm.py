@@ -11,8 +11,6 @@ Its states are `[h, dv, dk]`, ours transposed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
+from megatron_cp.linear.kernels.installed import import_failure, installed_version
 
 OLDEST = (2, 2)  # 2.2.4, 2.2.6, 2.3.0 and 2.3.2 were run, all in Triton's interpreter
 INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"
@@ -47,7 +46,7 @@ class MambaSsmRule(RuleKernel):
         self.chunk_size = chunk_size
 
     def refusal(self, call: LinearCall) -> str | None:
-        installed = _installed_version()
+        installed = installed_version(self.package)
         if installed is None or installed < OLDEST:
             what = "not installed" if installed is None else f"older than version {OLDEST[0]}.{OLDEST[1]}"
             return f"mamba-ssm is {what}; {INSTALL}"
@@ -55,7 +54,7 @@ class MambaSsmRule(RuleKernel):
             return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
         if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"has no {call.dtype}; use chunked or reference"
-        failure = _import_failure()
+        failure = import_failure("mamba_ssm.ops.triton.ssd_combined")
         return None if failure is None else f"mamba-ssm cannot be imported ({failure}); {INSTALL}"
 
     def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
@@ -213,21 +212,3 @@ def _calls(call: LinearCall) -> tuple[list[tuple[int, int]], list[Tensor]]:
     spans = list(zip(starts[past].tolist(), (starts + lengths)[past].tolist(), strict=True))
     calls = np.split(lengths, np.flatnonzero(future) + 1)
     return spans, [_numbers(part, call.device) for part in calls if part.size]
-
-
-@cache
-def _installed_version() -> tuple[int, ...] | None:
-    try:
-        return tuple(int(part) for part in version(MambaSsmRule.package).split(".")[:2])
-    except PackageNotFoundError:
-        return None
-
-
-@cache
-def _import_failure() -> str | None:
-    """What importing says. A package that was built without its CUDA extensions is there and cannot be imported."""
-    try:
-        import mamba_ssm.ops.triton.ssd_combined  # noqa: F401
-    except Exception as failure:
-        return f"{type(failure).__name__}: {failure}"
-    return None

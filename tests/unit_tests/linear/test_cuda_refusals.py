@@ -8,7 +8,7 @@ import torch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
-from megatron_cp.linear.kernels import causal_conv1d, mamba_ssm
+from megatron_cp.linear.kernels import causal_conv1d, installed, mamba_ssm
 from megatron_cp.linear.kernels.base import LinearCall
 
 RULE, CONV = mamba_ssm.MambaSsmRule(), causal_conv1d.CausalConv1dConv()
@@ -19,8 +19,8 @@ of_both = pytest.mark.parametrize(("kernel", "module", "kind"), PAIRS)
 @pytest.fixture(autouse=True)
 def on_a_gpu_with_both(monkeypatch):
     for _, module, _ in PAIRS:
-        monkeypatch.setattr(module, "_installed_version", lambda: (9, 9))
-        monkeypatch.setattr(module, "_import_failure", lambda: None)
+        monkeypatch.setattr(module, "installed_version", lambda package: (9, 9))
+        monkeypatch.setattr(module, "import_failure", lambda *modules: None)
 
 
 def _call(kind, dtype=torch.bfloat16, device="cuda", width=4, channels=(64,)):
@@ -35,27 +35,27 @@ def test_takes_what_the_package_computes(kernel, module, kind, dtype):
 
 @of_both
 def test_rejects_a_missing_package(monkeypatch, kernel, module, kind):
-    monkeypatch.setattr(module, "_installed_version", lambda: None)
+    monkeypatch.setattr(module, "installed_version", lambda package: None)
     assert kernel.refusal(_call(kind)) == f"{kernel.package} is not installed; {module.INSTALL}"
 
 
 @of_both
 def test_rejects_an_old_package(monkeypatch, kernel, module, kind):
     major, minor = module.OLDEST
-    monkeypatch.setattr(module, "_installed_version", lambda: (major, minor))
+    monkeypatch.setattr(module, "installed_version", lambda package: (major, minor))
     assert kernel.refusal(_call(kind)) is None
-    monkeypatch.setattr(module, "_installed_version", lambda: (major, minor - 1))
+    monkeypatch.setattr(module, "installed_version", lambda package: (major, minor - 1))
     assert kernel.refusal(_call(kind)) == f"{kernel.package} is older than version {major}.{minor}; {module.INSTALL}"
 
 
 @of_both
 def test_rejects_a_package_that_cannot_be_imported(monkeypatch, kernel, module, kind):
     monkeypatch.undo()
-    monkeypatch.setattr(module, "_installed_version", lambda: (9, 9))
+    monkeypatch.setattr(module, "installed_version", lambda package: (9, 9))
     monkeypatch.setitem(sys.modules, kernel.name, None)
-    module._import_failure.cache_clear()
+    installed.import_failure.cache_clear()
     assert f"{kernel.package} cannot be imported (ModuleNotFoundError: " in kernel.refusal(_call(kind))
-    module._import_failure.cache_clear()
+    installed.import_failure.cache_clear()
 
 
 @of_both
@@ -91,9 +91,9 @@ def test_a_refusal_reaches_the_user(kernel, module, kind):
 @of_both
 def test_the_installed_version_is_read_once(monkeypatch, kernel, module, kind):
     monkeypatch.undo()
-    module._installed_version.cache_clear()
-    monkeypatch.setattr(module, "version", lambda package: {kernel.package: "2.3.2.post1"}[package])
-    assert module._installed_version() == (2, 3)
-    monkeypatch.setattr(module, "version", None)
-    assert module._installed_version() == (2, 3)
-    module._installed_version.cache_clear()
+    installed.installed_version.cache_clear()
+    monkeypatch.setattr(installed, "version", lambda package: {kernel.package: "2.3.2.post1"}[package])
+    assert module.installed_version(kernel.package) == (2, 3)
+    monkeypatch.setattr(installed, "version", None)
+    assert module.installed_version(kernel.package) == (2, 3)
+    installed.installed_version.cache_clear()

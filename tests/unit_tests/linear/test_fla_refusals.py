@@ -1,4 +1,5 @@
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
-from megatron_cp.linear.kernels import fla
+from megatron_cp.linear.kernels import fla, installed
 from megatron_cp.linear.kernels.base import LinearCall
 from megatron_cp.linear.kernels.chunked import ChunkedRule
 
@@ -17,7 +18,7 @@ KINDS = [(RULE, "gdn"), (RULE, "kda"), (CONV, "conv1d")]
 
 @pytest.fixture(autouse=True)
 def on_a_gpu_that_can_train(monkeypatch):
-    monkeypatch.setattr(fla, "_installed_version", lambda: (0, 6))
+    monkeypatch.setattr(fla, "installed_version", lambda package: (0, 6))
     monkeypatch.setattr(fla, "_gradients_are_wrong", lambda: False)
 
 
@@ -33,13 +34,13 @@ def test_takes_what_fla_computes(kernel, kind, dtype):
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
 def test_rejects_a_missing_fla(monkeypatch, kernel, kind):
-    monkeypatch.setattr(fla, "_installed_version", lambda: None)
+    monkeypatch.setattr(fla, "installed_version", lambda package: None)
     assert kernel.refusal(_call(kind)) == "fla-core is not installed; pip install fla-core==0.6.0 einops"
 
 
 @pytest.mark.parametrize(("kernel", "kind"), KINDS)
 def test_rejects_an_old_fla(monkeypatch, kernel, kind):
-    monkeypatch.setattr(fla, "_installed_version", lambda: (0, 5))
+    monkeypatch.setattr(fla, "installed_version", lambda package: (0, 5))
     assert kernel.refusal(_call(kind)) == "fla-core is not of version 0.6; pip install fla-core==0.6.0 einops"
 
 
@@ -83,14 +84,12 @@ def test_a_refusal_reaches_the_user():
         choose_kernel([RULE], "fla", _call(device="cpu"))
 
 
-def test_the_installed_version_is_read_once(monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(fla, "version", lambda package: {"fla-core": "0.6.0"}[package])
-    fla._installed_version.cache_clear()
-    assert fla._installed_version() == fla.SERIES
-    monkeypatch.setattr(fla, "version", None)
-    assert fla._installed_version() == fla.SERIES
-    fla._installed_version.cache_clear()
+@pytest.mark.parametrize(("kernel", "kind"), KINDS)
+def test_rejects_an_fla_that_cannot_be_imported(monkeypatch, kernel, kind):
+    monkeypatch.setitem(sys.modules, "fla.ops.kda", None)
+    installed.import_failure.cache_clear()
+    assert "fla-core cannot be imported (ModuleNotFoundError: " in kernel.refusal(_call(kind))
+    installed.import_failure.cache_clear()
 
 
 @pytest.mark.parametrize(
