@@ -74,7 +74,21 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         "(default: auto; of check for linear layers: headwise)",
     )
     group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
-    group.add_argument("--head-chunks", type=positive, metavar="N", help="parts in which all_gather and exact gather")
+    group.add_argument(
+        "--head-chunks", type=positive, metavar="N", help="parts in which heads change places, or keys are gathered"
+    )
+    group.add_argument(
+        "--transport", default="collective", metavar="|".join(working("transport")), help="default: collective"
+    )
+    group.add_argument(
+        "--nodes", type=positive, default=2, metavar="N", help="hosts of --transport hierarchical (default: 2)"
+    )
+    group.add_argument(
+        "--codec",
+        default="none",
+        metavar="|".join(working("codec")),
+        help="of heads in an exchange (default: none)",
+    )
     group.add_argument(
         "--mask",
         metavar="|".join(working("mask")),
@@ -130,6 +144,9 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         hidden_size=_hidden_size(args, shape),
         ulysses_degree=args.ulysses_degree,
         head_chunks=args.head_chunks,
+        transport=require("transport", args.transport, name="--transport"),
+        nodes=args.nodes,
+        codec=require("codec", args.codec, name="--codec"),
         softcap=args.softcap,
         dropout=args.dropout,
         learned_sink=args.learned_sink,
@@ -187,7 +204,7 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
 
 
 _GROUPS = {"attention": "kv_heads", "gdn": "key_heads", "kda": "key_heads", "mamba": "groups"}
-_OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree", "head_chunks")
+_OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree")
 _NOT_OF = {
     "attention": ("key_heads", "groups", "state", "conv_width", "hidden_size"),
     "gdn": ("kv_heads", "groups", "state", *_OF_ATTENTION),

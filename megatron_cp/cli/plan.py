@@ -16,7 +16,7 @@ from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, positive
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.explain import size
-from megatron_cp.executor.memory import peak_bytes
+from megatron_cp.executor.memory import buffer_bytes, peak_bytes
 from megatron_cp.executor.plan import Plan
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
@@ -63,7 +63,8 @@ def _schemes(case: Case, item_size: int) -> dict[str, Any]:
             continue
         with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # of products that the ranks are not
             warnings.simplefilter("ignore", UserWarning)
-            plan = replace(case, scheme=scheme, ulysses_degree=None, head_chunks=None).plan()
+            codec = case.codec if scheme.startswith("a2a") else "none"
+            plan = replace(case, scheme=scheme, ulysses_degree=None, head_chunks=None, codec=codec).plan()
             sent = {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()}
             found[scheme] = {
                 "ulysses_degree": plan.ulysses_degree,
@@ -72,6 +73,7 @@ def _schemes(case: Case, item_size: int) -> dict[str, Any]:
                 "peak_bytes_of_rank_0": {
                     name: peak_bytes(plan, 0, item_size, forward=forward) for name, forward in _BOTH.items()
                 },
+                "buffer_bytes_of_rank_0": buffer_bytes(plan, 0, item_size),
                 "work_imbalance": plan.work_imbalance,
             }
     return found
@@ -86,7 +88,7 @@ def _table(schemes: dict[str, Any]) -> list[str]:
             size(total["forward"]),
             size(total["backward"]),
             size(largest["forward"] + largest["backward"]),
-            size(max(scheme["peak_bytes_of_rank_0"].values())),
+            size(max(scheme["peak_bytes_of_rank_0"].values()) + scheme["buffer_bytes_of_rank_0"]),
             f"{scheme['work_imbalance']:.3f}",
         )
         row = "".join(f"{cell:>{len(head) + 3}}" for head, cell in zip(heads, cells, strict=True))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.exchange.sections import ROW_ALIGNMENT, Sections
+from megatron_cp.exchange.codec import Codec
+from megatron_cp.exchange.sections import ROW_ALIGNMENT, RowFormat, Sections
 from megatron_cp.layout import Layout
 from megatron_cp.layout.parts import part
 
@@ -21,10 +23,18 @@ class Exchange:
 
     With sections dealt to fewer ranks than the layout has, that many neighbouring ranks form a *node* and exchange
     among themselves: "all tokens" are then those of the node.
+
+    Attributes:
+        layout: who holds which tokens.
+        sections: the features, and whose heads they are.
+        chunks: parts of every rank's heads that travel one after another; the heads as a whole where there are none.
+        codec: how they are coded on the wire, if they are.
     """
 
     layout: Layout
     sections: Sections
+    chunks: tuple[Sections, ...] = ()
+    codec: Codec | None = None
 
     def __post_init__(self) -> None:
         if self.layout.cp_size % self.sections.cp_size:
@@ -43,7 +53,21 @@ class Exchange:
         """The exchange within one node, as one of all ranks of a layout of its own."""
         if self.degree == self.layout.cp_size:
             return self
-        return Exchange(part(self.layout, node * self.degree, self.degree), self.sections)
+        return replace(self, layout=part(self.layout, node * self.degree, self.degree))
+
+    @property
+    def parts(self) -> tuple[Sections, ...]:
+        """What travels together, in order."""
+        return self.chunks or (self.sections,)
+
+    def coded(self, item_sizes: Sequence[int]) -> tuple[bool, ...]:
+        """For each section whether it is coded, having elements of that size."""
+        pairs = zip(self.sections.blocks, item_sizes, strict=True)
+        return tuple(self.codec is not None and self.codec.applies(block, size) for block, size in pairs)
+
+    def row_format(self, part: int, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT) -> RowFormat:
+        """The bytes of a token in the messages of one part."""
+        return self.parts[part].row_format(item_sizes, alignment, self.coded(item_sizes))
 
     @property
     def is_local(self) -> bool:
@@ -53,7 +77,8 @@ class Exchange:
     def bytes_sent(self, item_size: int, *, to_heads: bool, alignment: int = ROW_ALIGNMENT) -> list[int]:
         """For each rank, the bytes that it sends to other ranks in one direction, for elements of `item_size` bytes."""
         item_sizes = [item_size] * len(self.sections.blocks)
-        rows = self.sections.row_format(item_sizes, alignment).row_bytes
+        of_parts = [self.row_format(part, item_sizes, alignment).row_bytes for part in range(len(self.parts))]
+        rows = [sum(of_rank) for of_rank in zip(*of_parts, strict=True)]
         sent = []
         for node in range(self.layout.cp_size // self.degree):
             tokens = self.layout.token_counts[node * self.degree : (node + 1) * self.degree].tolist()

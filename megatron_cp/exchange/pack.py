@@ -4,8 +4,10 @@ A message is bytes, so that sections of different types share it. The token side
 columns of its heads, copied by slices. The head side orders tokens: rows arrive rank after rank and are gathered into
 stream order, or viewed where that is the order already. Each direction has one pack and one unpack:
 
-    to heads    token side --copy columns--> message ==collective==> message --gather rows--> head side (views)
-    to tokens   head side --gather rows--> message ==collective==> message --copy columns--> token side
+    to heads    token side --copy columns--> message ==transport==> message --gather rows--> head side (views)
+    to tokens   head side --gather rows--> message ==transport==> message --copy columns--> token side
+
+With a codec, coding takes the place of the copy on the side that sends, and decoding on the side that receives.
 
 Shapes: `t` a rank's tokens, `T` all tokens, `b` batch (absent for packed THD input), `f` features, `h` heads, `d` head
 size.
@@ -15,16 +17,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.exchange.codec import Format
+from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import ROW_ALIGNMENT, Columns, RowFormat
+from megatron_cp.exchange.sections import (
+    ROW_ALIGNMENT,
+    SCALE_SIZE,
+    Columns,
+    RowFormat,
+    Section,
+    Sections,
+    scales_offset,
+)
+from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.layout import Layout
 
 
@@ -37,12 +52,53 @@ class Geometry:
     dtypes: tuple[torch.dtype, ...]  # of each section
     batch: int | None  # None for THD input, which has no batch axis
     device: torch.device
+    part: int = 0  # of the exchange's parts, the one that these messages carry
+    forward: bool = True  # activations; else their gradients
+
+    @cached_property
+    def parts(self) -> list[Geometry]:
+        """This, for each part of the exchange."""
+        return [replace(self, part=part) for part in range(len(self.exchange.parts))]
+
+    @property
+    def sections(self) -> Sections:
+        return self.exchange.parts[self.part]
+
+    @property
+    def blocks(self) -> tuple[Section, ...]:
+        return self.sections.blocks
+
+    @cached_property
+    def coded(self) -> tuple[bool, ...]:
+        """Whether each section is coded on the wire."""
+        return self.exchange.coded(self._sizes)
+
+    @property
+    def coding(self) -> Format:
+        """The format of what is coded."""
+        codec = self.exchange.codec
+        assert codec is not None
+        return codec.forward if self.forward else codec.backward
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(dtype.itemsize for dtype in self.dtypes)
 
     @cached_property
     def format(self) -> RowFormat:
+        """Of the messages."""
         # Kept beside the layout's other tables too: every layer of a batch asks for the same one.
-        sections, sizes = self.exchange.sections, tuple(dtype.itemsize for dtype in self.dtypes)
-        return self.layout.table(("row_format", sections, sizes), lambda: sections.row_format(sizes))
+        key = ("row_format", self.sections, self._sizes, self.coded)
+        return self.layout.table(key, lambda: self.sections.row_format(self._sizes, coded=self.coded))
+
+    @cached_property
+    def table_format(self) -> RowFormat:
+        """Of the head side's tables, where nothing is coded."""
+        if not any(self.coded):
+            return self.format
+        return self.layout.table(
+            ("row_format", self.sections, self._sizes), lambda: self.sections.row_format(self._sizes)
+        )
 
     @property
     def layout(self) -> Layout:
@@ -59,15 +115,20 @@ class Geometry:
         return int(self.layout.token_counts[self.rank]) * self.copies
 
     @property
-    def token_side_splits(self) -> list[int]:
-        """Bytes of the message to (or from) each rank, on the side that holds this rank's own tokens."""
-        return [self.own_rows * size for size in self.format.row_bytes]
+    def token_side_bytes(self) -> int:
+        """Of the messages to (or from) every rank, on the side that holds this rank's own tokens."""
+        return self.own_rows * sum(self.format.row_bytes)
 
     @property
-    def head_side_splits(self) -> list[int]:
-        """Bytes of the message from (or to) each rank, on the side that holds this rank's own heads."""
-        row = self.copies * self.format.row_bytes[self.rank]
-        return [count * row for count in self.layout.token_counts.tolist()]
+    def head_side_bytes(self) -> int:
+        """Of the messages from (or to) every rank, on the side that holds this rank's own heads."""
+        return self.layout.packing.total * self.copies * self.format.row_bytes[self.rank]
+
+    def traffic(self, *, to_heads: bool) -> Traffic:
+        """Bytes from each rank to each."""
+        rows, row_bytes = self.layout.token_counts * self.copies, np.array(self.format.row_bytes)
+        counts = np.outer(rows, row_bytes)
+        return Traffic(counts if to_heads else counts.T)
 
     def index(self, name: str) -> Tensor:
         return index_table(self.layout, name, self.device)
@@ -91,19 +152,25 @@ def prepare_tables(layout: Layout, device: torch.device) -> None:
 # -- the token side --------------------------------------------------------------------------------------------------
 
 
-def pack_tokens(tensors: Sequence[Tensor], at: Geometry) -> Tensor:
+def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     """Every rank's message, end to end, from `[rows, (b,) f]` tensors whose features are the sections in order."""
     sources = section_columns([_token_rows(tensor, at) for tensor in tensors], at.exchange)
-    message = torch.empty(sum(at.token_side_splits), dtype=torch.uint8, device=at.device)
+    message = buffers.take(at.token_side_bytes, at.device)
     for columns in at.format.columns:
-        _message_view(message, columns, at).copy_(_head_view(sources[columns.section], columns, at))
+        source = _head_view(sources[columns.section], columns, at)
+        if columns.scales is None:
+            target = _message_view(message, columns, at)
+            _words(target).copy_(_words(source)) if _has_words(target, source) else target.copy_(source)
+        else:
+            encode(_by_heads(source, columns, at), at.coding, *_coded_views(message, columns, at))
     return message
 
 
-def unpack_tokens(message: Tensor, at: Geometry, widths: Sequence[int]) -> list[Tensor]:
-    """The inverse of `pack_tokens`: `[rows, (b,) width]` tensors; what several ranks return for one head is summed.
+def unpack_tokens(messages: Sequence[Tensor], at: Geometry, widths: Sequence[int]) -> list[Tensor]:
+    """The inverse of `pack_tokens`, from the messages of every part: `[rows, (b,) width]` tensors.
 
-    Sums run in rank order, in fp32 where the type is shorter, and pad rows are zero.
+    What several ranks return for one head is summed, in rank order, in fp32 where the type is shorter; pad rows are
+    zero.
     """
     rows = int(at.layout.row_counts[at.rank])
     lead = (rows,) if at.batch is None else (rows, at.batch)
@@ -117,10 +184,22 @@ def unpack_tokens(message: Tensor, at: Geometry, widths: Sequence[int]) -> list[
         for index, (block, target) in enumerate(zip(at.exchange.sections.blocks, targets, strict=True))
         if block.replicated and target.dtype.itemsize < 4
     }
-    for columns in at.format.columns:
-        source = _message_view(message, columns, at)
-        target = _head_view(sums.get(columns.section, targets[columns.section]), columns, at)
+    arrived = [
+        (columns, part, message)
+        for part, message in zip(at.parts, messages, strict=True)
+        for columns in part.format.columns
+    ]
+    # By ranks, whatever part a head comes in: a sum has one order, and its first term is the one that is copied.
+    for columns, part, message in sorted(arrived, key=lambda each: each[0].first_rank):
+        target = _head_view(sums.get(columns.section, targets[columns.section]), columns, part)
         shared = columns.shared_heads * at.exchange.sections.blocks[columns.section].head_dim
+        if columns.scales is None:
+            source = _message_view(message, columns, part)
+            if not shared and _has_words(source, target):
+                _words(target).copy_(_words(source))
+                continue
+        else:
+            source = decode(*_coded_views(message, columns, part), part.coding).flatten(-2)
         if shared:
             target[..., :shared].add_(source[..., :shared])
         target[..., shared:].copy_(source[..., shared:])
@@ -167,79 +246,170 @@ def _token_rows(tensor: Tensor, at: Geometry) -> Tensor:
 
 def _message_view(message: Tensor, columns: Columns, at: Geometry) -> Tensor:
     """`[ranks, rows, features]`: one section's heads in the messages of neighbouring ranks."""
-    block, dtype = at.exchange.sections.blocks[columns.section], at.dtypes[columns.section]
+    block, dtype = at.blocks[columns.section], at.dtypes[columns.section]
+    size = columns.num_heads * block.head_dim * dtype.itemsize
+    return _message_bytes(message, columns, at)[..., columns.offset : columns.offset + size].view(dtype)
+
+
+def _coded_views(message: Tensor, columns: Columns, at: Geometry) -> tuple[Tensor, Tensor]:
+    """`[ranks, rows, heads, d]` bytes and `[ranks, rows, heads]` scales, likewise."""
+    return _payload_and_scales(_message_bytes(message, columns, at), columns, at.blocks[columns.section])
+
+
+def _payload_and_scales(rows: Tensor, columns: Columns, block: Section) -> tuple[Tensor, Tensor]:
+    assert columns.scales is not None
+    size = columns.num_heads * block.head_dim
+    payload = rows[..., columns.offset : columns.offset + size].unflatten(-1, (columns.num_heads, block.head_dim))
+    scales = rows[..., columns.scales : columns.scales + columns.num_heads * SCALE_SIZE].view(torch.float32)
+    return payload, scales
+
+
+def _message_bytes(message: Tensor, columns: Columns, at: Geometry) -> Tensor:
+    """`[ranks, rows, bytes]`: the messages of neighbouring ranks."""
     start = at.own_rows * at.format.row_starts[columns.first_rank]
     row = at.format.row_bytes[columns.first_rank]
-    messages = message[start : start + columns.num_ranks * at.own_rows * row].view(columns.num_ranks, at.own_rows, row)
-    size = columns.num_heads * block.head_dim * dtype.itemsize
-    return messages[:, :, columns.offset : columns.offset + size].view(dtype)
+    return message[start : start + columns.num_ranks * at.own_rows * row].view(columns.num_ranks, at.own_rows, row)
 
 
 def _head_view(features: Tensor, columns: Columns, at: Geometry) -> Tensor:
     """`[ranks, rows, features]`: the same heads where they stand in a `[rows, width]` section."""
-    dim = at.exchange.sections.blocks[columns.section].head_dim
+    dim = at.blocks[columns.section].head_dim
     size, step = columns.num_heads * dim, columns.head_step * dim
     start = columns.first_head * dim
     taken = features[:, start : start + (columns.num_ranks - 1) * step + size]
     return taken.unsqueeze(0) if columns.num_ranks == 1 else taken.unfold(1, size, step).transpose(0, 1)
 
 
+def _by_heads(features: Tensor, columns: Columns, at: Geometry) -> Tensor:
+    return features.unflatten(-1, (columns.num_heads, at.blocks[columns.section].head_dim))
+
+
+def _has_words(*views: Tensor) -> bool:
+    """Whether views of one shape and type can be copied in words of 8 bytes: torch does that faster than in 2."""
+    if views[0].dtype.itemsize >= 8 or any(view.dtype != views[0].dtype or not view.numel() for view in views):
+        return False
+    size = views[0].dtype.itemsize
+    return all(
+        view.stride(-1) == 1
+        and (view.shape[-1] * size) % 8 == 0
+        and view.data_ptr() % 8 == 0
+        and all(stride * size % 8 == 0 for stride in view.stride()[:-1])
+        for view in views
+    )
+
+
+def _words(view: Tensor) -> Tensor:
+    return view.view(torch.int64)
+
+
 # -- the head side ---------------------------------------------------------------------------------------------------
 
 
 def unpack_heads(message: Tensor, at: Geometry) -> list[Tensor]:
-    """`[T, (b,) h, d]` for each section, in stream order: views of one buffer of rows."""
-    table = message.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
+    """`[T, (b,) h, d]` for each section, in stream order: views of one buffer of rows.
+
+    The buffer is the message itself if `keeps_message(at)`.
+    """
+    rows = message.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
+    if any(at.coded):
+        return _decoded(rows, at)
     if not at.layout.in_stream_order:
-        table = _gathered(table, at.index("inverse_order"))
-    return section_views(table, at)
+        rows = _gathered(rows, at.index("inverse_order"))
+    return section_views(rows, at)
 
 
-def pack_heads(sections: Sequence[Tensor], at: Geometry) -> Tensor:
+def keeps_message(at: Geometry) -> bool:
+    """Whether what `unpack_heads` returns are views of the message, which then belongs to whoever uses them."""
+    return at.layout.in_stream_order and not any(at.coded)
+
+
+def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     """The inverse of `unpack_heads`: the messages to every rank, end to end."""
+    if any(at.coded):
+        return _encoded(sections, at, buffers)
     table = _shared_table(sections, at)
     if at.layout.in_stream_order:
         if table is None:
-            table = _new_table(at)
+            table = _new_table(at, buffers)
             for view, section in zip(section_views(table, at), sections, strict=True):
                 view.copy_(section)
         return table.flatten()
-    order = at.index("order")
+    order, ordered = at.index("order"), _new_table(at, buffers)
     if table is not None:
-        return _gathered(table, order).flatten()
-    table = _new_table(at)
-    for view, section in zip(section_views(table, at), sections, strict=True):
+        return _gathered(table, order, out=ordered).flatten()
+    for view, section in zip(section_views(ordered, at), sections, strict=True):
         torch.index_select(section, 0, order, out=view)
-    return table.flatten()
+    return ordered.flatten()
+
+
+def _decoded(rows: Tensor, at: Geometry) -> list[Tensor]:
+    total, row = at.layout.packing.total, at.table_format.row_bytes[at.rank]
+    table = torch.empty(total, at.copies * row, dtype=torch.uint8, device=at.device)
+    views = section_views(table, at)
+    for view, source in zip(views, _wire_views(rows, at), strict=True):
+        arrived = source if isinstance(source, Tensor) else decode(*source, at.coding)
+        view.copy_(arrived if at.layout.in_stream_order else arrived.index_select(0, at.index("inverse_order")))
+    return views
+
+
+def _encoded(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
+    message = buffers.take(at.head_side_bytes, at.device)
+    rows = message.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
+    for section, target in zip(sections, _wire_views(rows, at), strict=True):
+        sent = section if at.layout.in_stream_order else section.index_select(0, at.index("order"))
+        if isinstance(target, Tensor):
+            target.copy_(sent)
+        else:
+            encode(sent, at.coding, *target)
+    return message
+
+
+def _wire_views(rows: Tensor, at: Geometry) -> list[Tensor | tuple[Tensor, Tensor]]:
+    """For each section its `[T, (b,) h, d]` in the messages' rows, or bytes and scales where it is coded."""
+    lead = rows.shape[:1] if at.batch is None else (rows.shape[0], at.batch)
+    rows = rows.view(*lead, at.format.row_bytes[at.rank])
+    views: list[Tensor | tuple[Tensor, Tensor]] = []
+    for index, (block, is_coded) in enumerate(zip(at.blocks, at.coded, strict=True)):
+        heads, offset = block.heads_on(at.rank), at.format.offsets[at.rank][index]
+        if not is_coded:
+            views.append(_section_view(rows, block, at.dtypes[index], heads, offset))
+            continue
+        scales = offset + scales_offset(block, heads)
+        views.append(_payload_and_scales(rows, Columns(index, 0, 1, 0, 0, heads, 0, offset, scales), block))
+    return views
 
 
 def section_views(table: Tensor, at: Geometry) -> list[Tensor]:
     """`[T, (b,) h, d]` views of a `[T, b * row]` byte table, one for each section."""
-    total, row = at.layout.packing.total, at.format.row_bytes[at.rank]
+    total, row = at.layout.packing.total, at.table_format.row_bytes[at.rank]
     lead = (total,) if at.batch is None else (total, at.batch)
-    rows = table.view(*lead, row)
-    views = []
-    for block, dtype, offset in zip(at.exchange.sections.blocks, at.dtypes, at.format.offsets[at.rank], strict=True):
-        heads = block.heads_on(at.rank)
-        if heads == 0 or total == 0:
-            views.append(table.new_empty(*lead, heads, block.head_dim, dtype=dtype))
-            continue
-        size = heads * block.head_dim * dtype.itemsize
-        views.append(rows[..., offset : offset + size].view(dtype).unflatten(-1, (heads, block.head_dim)))
-    return views
+    rows, offsets = table.view(*lead, row), at.table_format.offsets[at.rank]
+    return [
+        _section_view(rows, block, dtype, block.heads_on(at.rank), offset)
+        for block, dtype, offset in zip(at.blocks, at.dtypes, offsets, strict=True)
+    ]
 
 
-def _gathered(table: Tensor, index: Tensor) -> Tensor:
+def _section_view(rows: Tensor, block: Section, dtype: torch.dtype, heads: int, offset: int) -> Tensor:
+    lead = rows.shape[:-1]
+    if heads == 0 or lead.numel() == 0:
+        return rows.new_empty(*lead, heads, block.head_dim, dtype=dtype)
+    size = heads * block.head_dim * dtype.itemsize
+    return rows[..., offset : offset + size].view(dtype).unflatten(-1, (heads, block.head_dim))
+
+
+def _gathered(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
     """Rows of a byte table in another order, moved in words: rows and tables are aligned for it."""
     if not table.shape[1]:
         return table  # a rank without heads
-    return table.view(torch.int64).index_select(0, index).view(torch.uint8)
+    out = torch.empty_like(table) if out is None else out
+    torch.index_select(table.view(torch.int64), 0, index, out=out.view(torch.int64))
+    return out
 
 
-def _new_table(at: Geometry) -> Tensor:
-    return torch.empty(
-        at.layout.packing.total, at.copies * at.format.row_bytes[at.rank], dtype=torch.uint8, device=at.device
-    )
+def _new_table(at: Geometry, buffers: Buffers) -> Tensor:
+    table = buffers.take(at.head_side_bytes, at.device)
+    return table.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
 
 
 def _shared_table(sections: Sequence[Tensor], at: Geometry) -> Tensor | None:
@@ -251,8 +421,8 @@ def _shared_table(sections: Sequence[Tensor], at: Geometry) -> Tensor | None:
     if first is None:
         return None
     storage = sections[first].untyped_storage()
-    rows, row = at.layout.packing.total * at.copies, at.format.row_bytes[at.rank]
-    offsets = at.format.offsets[at.rank]
+    rows, row = at.layout.packing.total * at.copies, at.table_format.row_bytes[at.rank]
+    offsets = at.table_format.offsets[at.rank]
     start = _byte_offset(sections[first]) - offsets[first]
     if start < 0 or start % ROW_ALIGNMENT or start + rows * row > storage.nbytes():
         return None

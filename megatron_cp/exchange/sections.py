@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_cp.errors import ArgumentError, checked_integer
 
 ROW_ALIGNMENT = 16  # bytes: the widest access of a GPU thread, and what attention kernels ask of their pointers
+SCALE_SIZE = 4  # bytes of a float32
 
 HeadRange = tuple[int, int]
 
@@ -18,15 +19,37 @@ class HeadDeal:
     """Which heads each rank computes: consecutive query heads, and the key/value heads that those read.
 
     `heads[r]` and `groups[r]` are half-open ranges. A linear layer reads "value heads" for heads and "key heads" for
-    groups: the sharing is the same.
+    groups: the sharing is the same. `whole` is set where these are a chunk of each rank's heads.
     """
 
     heads: tuple[HeadRange, ...]
     groups: tuple[HeadRange, ...]
+    whole: HeadDeal | None = None
 
     @property
     def heads_per_group(self) -> int:
-        return max(hi for _, hi in self.heads) // max(hi for _, hi in self.groups)
+        deal = self.whole or self
+        return max(hi for _, hi in deal.heads) // max(hi for _, hi in deal.groups)
+
+    @property
+    def most_groups(self) -> int:
+        """Groups of the rank that has most: into as many chunks heads can be cut."""
+        return max(hi - lo for lo, hi in self.groups)
+
+    def chunk(self, number: int, count: int) -> HeadDeal:
+        """The share of each rank's heads that is chunk `number` of `count`: whole groups, at most one more or less."""
+        if count == 1:
+            return self
+        groups = tuple(
+            (lo + (hi - lo) * number // count, lo + (hi - lo) * (number + 1) // count) for lo, hi in self.groups
+        )
+        size = self.heads_per_group
+        # Of a group that ranks share, the heads that are the rank's own.
+        heads = tuple(
+            (min(max(lo, first * size), hi), min(max(lo, last * size), hi))
+            for (lo, hi), (first, last) in zip(self.heads, groups, strict=True)
+        )
+        return HeadDeal(heads, groups, whole=self)
 
     @property
     def idle_ranks(self) -> int:
@@ -105,12 +128,14 @@ class Section:
         head_dim: features of one head.
         ranges: for each rank the half-open range of heads that it computes. Both ends never fall from rank to rank;
             ranges of neighbours may overlap, where a head is computed on several ranks.
+        exact: never coded on the wire: what a recurrence multiplies up over the tokens.
     """
 
     name: str
     num_heads: int
     head_dim: int
     ranges: tuple[HeadRange, ...]
+    exact: bool = False
 
     @property
     def width(self) -> int:
@@ -132,6 +157,7 @@ class Columns:
 
     One strided copy moves them: rank `first_rank + i` takes `num_heads` heads from `first_head + i * head_step` on.
     The first `shared_heads` of them also stand in the message of a lower rank: on the way back they are added.
+    A coded section's bytes are followed by the scale of each head, `scales` bytes from the start of a message row.
     """
 
     section: int
@@ -142,6 +168,7 @@ class Columns:
     num_heads: int
     shared_heads: int
     offset: int  # bytes from the start of a message row
+    scales: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -167,12 +194,16 @@ class RowFormat:
 
 @dataclass(frozen=True)
 class Sections:
-    """The feature axis of a head exchange: blocks of heads that travel together in one message."""
+    """The feature axis of a head exchange: blocks of heads that travel together in one message.
+
+    `whole` is set where these are a chunk of each rank's heads: blocks are then as wide, and ranges cover a part.
+    """
 
     blocks: tuple[Section, ...]
+    whole: Sections | None = None
 
     def __post_init__(self) -> None:
-        for block in self.blocks:
+        for block in self.blocks if self.whole is None else ():
             before = (0, 0)
             for lo, hi in block.ranges:
                 if not before[0] <= lo <= before[1] <= hi:
@@ -189,37 +220,72 @@ class Sections:
     def width(self) -> int:
         return sum(block.width for block in self.blocks)
 
-    def row_format(self, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT) -> RowFormat:
-        """How a token's heads lie in the messages, for elements of `item_sizes[section]` bytes."""
+    def chunk(self, deal: HeadDeal, number: int, count: int) -> Sections:
+        """Chunk `number` of `count` of each rank's heads, cut as `deal`, which dealt these sections, is cut."""
+        if count == 1:
+            return self
+        part = deal.chunk(number, count)
+        blocks = (replace(b, ranges=part.groups if b.ranges == deal.groups else part.heads) for b in self.blocks)
+        return Sections(tuple(blocks), whole=self)
+
+    def row_format(
+        self, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT, coded: Sequence[bool] | None = None
+    ) -> RowFormat:
+        """How a token's heads lie in the messages, for elements of `item_sizes[section]` bytes.
+
+        Those of sections that are `coded` take a byte, and `SCALE_SIZE` more a head.
+        """
+        coded = [False] * len(self.blocks) if coded is None else coded
         offsets, row_bytes = [], []
         for rank in range(self.cp_size):
             starts, end = [], 0
-            for block, size in zip(self.blocks, item_sizes, strict=True):
+            for block, size, is_coded in zip(self.blocks, item_sizes, coded, strict=True):
                 starts.append(end)
-                end += _round_up(block.heads_on(rank) * block.head_dim * size, alignment)
+                heads = block.heads_on(rank)
+                width = _coded_width(block, heads) if is_coded else heads * block.head_dim * size
+                end += _round_up(width, alignment)
             offsets.append(tuple(starts))
             row_bytes.append(end)
         columns = tuple(
-            columns for index, block in enumerate(self.blocks) for columns in _columns(index, block, row_bytes, offsets)
+            columns
+            for index, block in enumerate(self.blocks)
+            for columns in _columns(
+                index, block, (self.whole or self).blocks[index], row_bytes, offsets, is_coded=coded[index]
+            )
         )
         row_starts = tuple(itertools.accumulate(row_bytes, initial=0))[:-1]
         return RowFormat(tuple(row_bytes), row_starts, tuple(offsets), columns)
 
 
-def _columns(index: int, block: Section, row_bytes: list[int], offsets: list[tuple[int, ...]]) -> list[Columns]:
-    """The fewest copies for one section: neighbouring ranks whose messages are alike share one."""
+def scales_offset(block: Section, heads: int) -> int:
+    """Where the scales of a coded section begin, in bytes from its start."""
+    return _round_up(heads * block.head_dim, SCALE_SIZE)
+
+
+def _coded_width(block: Section, heads: int) -> int:
+    return scales_offset(block, heads) + heads * SCALE_SIZE
+
+
+def _columns(
+    index: int, block: Section, whole: Section, row_bytes: list[int], offsets: list[tuple[int, ...]], *, is_coded: bool
+) -> list[Columns]:
+    """The fewest copies for one section: neighbouring ranks whose messages are alike share one.
+
+    `whole` says which heads stand in messages of lower ranks, also in those of other chunks.
+    """
     runs: list[Columns] = []
     seen = 0  # heads below this one stand in the message of some lower rank
     for rank, (lo, hi) in enumerate(block.ranges):
-        if hi == lo:
-            continue
-        alone = Columns(index, rank, rank + 1, lo, 0, hi - lo, max(0, seen - lo), offsets[rank][index])
-        joined = _extended(runs[-1], alone, row_bytes) if runs else None
-        if joined:
-            runs[-1] = joined
-        else:
-            runs.append(alone)
-        seen = max(seen, hi)
+        if hi > lo:
+            offset = offsets[rank][index]
+            scales = offset + scales_offset(block, hi - lo) if is_coded else None
+            alone = Columns(index, rank, rank + 1, lo, 0, hi - lo, min(max(0, seen - lo), hi - lo), offset, scales)
+            joined = _extended(runs[-1], alone, row_bytes) if runs else None
+            if joined:
+                runs[-1] = joined
+            else:
+                runs.append(alone)
+        seen = max(seen, whole.ranges[rank][1])
     return runs
 
 

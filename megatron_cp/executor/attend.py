@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.pack import like_rows
-from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.schedule import Attend, HeadChunk
 from megatron_cp.executor.transfers import AtHome, Transfers, pack_like, transfers, unpack
+from megatron_cp.executor.wire import Wire
 from megatron_cp.layout.tiles import Tiles
 
 
@@ -36,14 +36,14 @@ class TileWork(Protocol):
 
 
 def attend(
-    step: Attend, node: int, lane: int, group: RankGroup, work: TileWork, q: Tensor, k: Tensor, v: Tensor
+    step: Attend, node: int, lane: int, group: Wire, work: TileWork, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`out` `[t, (b,) h, v]` in the type of q, zero in pad rows, and `lse` `[(b,) h, t]` in at least fp32.
 
     Partial results are merged in at least fp32 and rounded once.
 
     Args:
-        group: the ranks of the lane.
+        group: the ranks of the lane, and the road between them.
         q: `[t, (b,) h, d]`.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
     """
@@ -62,7 +62,7 @@ def attend(
 
 
 def attend_backward(
-    step: Attend, node: int, lane: int, group: RankGroup, work: TileWork,
+    step: Attend, node: int, lane: int, group: Wire, work: TileWork,
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k and v, each with its own type and shape, zero in pad rows.
@@ -163,7 +163,7 @@ def head_by_head(lse: Tensor) -> Tensor:
     return lse.new_empty(*lse.shape[:-1], (queries // 16 + 1) * 16)[..., :queries].copy_(lse)
 
 
-def _transfers(step: Attend, node: int, lane: int, group: RankGroup, k: Tensor, v: Tensor) -> Transfers:
+def _transfers(step: Attend, node: int, lane: int, group: Wire, k: Tensor, v: Tensor) -> Transfers:
     held = int(step.keys.token_counts[node])
     return transfers(step, node, lane, group, k[:held], v[:held])
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.layout import Layout
 from megatron_cp.layout.layout import ranges
 from megatron_cp.layout.packing import IntArray
@@ -81,6 +82,18 @@ class Halo(Tables):
         first_rows = np.cumsum(layout.token_counts) - layout.token_counts
         owner = np.searchsorted(first_rows + layout.token_counts, places, side="right")
         return segments.rank[segment], owner, places - first_rows[owner], segment
+
+    @property
+    def traffic(self) -> Traffic:
+        """Rows from each rank to each, forward."""
+        return self.layout.table(("halo traffic", self.reach), self._traffic)
+
+    def _traffic(self) -> Traffic:
+        needer, owner, _, _ = self._needs
+        ranks = self.layout.cp_size
+        counts = np.bincount(owner * ranks + needer, minlength=ranks * ranks).reshape(ranks, ranks)
+        np.fill_diagonal(counts, 0)
+        return Traffic(counts)
 
     def tables(self, rank: int) -> HaloTables:
         """One rank's."""
@@ -172,18 +185,18 @@ class Scan(Tables):
         has_transition = self.segments.past[ids] if forward else self.segments.future[ids]
         return self.state_size + self.transition_size * has_transition.astype(np.int64)
 
-    def splits(self, rank: int, *, forward: bool) -> tuple[list[int], list[int]]:
-        """Elements that a rank sends to, and receives from, each rank."""
-        key = ("splits", rank, forward)
-        return self.table(key, lambda: self._splits(rank, forward))
+    def traffic(self, *, forward: bool) -> Traffic:
+        """Elements from each rank to each."""
+        return self.table(("traffic", forward), lambda: self._traffic(forward))
 
-    def _splits(self, rank: int, forward: bool) -> tuple[list[int], list[int]]:
-        others = range(self.layout.cp_size)
-        sent, received = (
-            [int(self.sizes(self.segments.sent(*pair, forward=forward), forward=forward).sum()) for pair in pairs]
-            for pairs in ([(rank, other) for other in others], [(other, rank) for other in others])
-        )
-        return sent, received
+    def _traffic(self, forward: bool) -> Traffic:
+        ranks, sizes = self.layout.cp_size, self.sizes(np.arange(self.segments.start.size), forward=forward)
+        counts = np.zeros((ranks, ranks), dtype=np.int64)
+        for target in range(ranks):
+            needed = self.segments.needed(target, forward=forward)
+            counts[:, target] = np.bincount(self.segments.rank[needed], weights=sizes[needed], minlength=ranks)
+        np.fill_diagonal(counts, 0)
+        return Traffic(counts)
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """For each rank the bytes of its maps, in at least 4 bytes an element."""

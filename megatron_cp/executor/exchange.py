@@ -1,7 +1,20 @@
-"""The head exchange as a differentiable step: pack, one collective, unpack, in either direction."""
+"""The head exchange as differentiable steps: pack, transport, unpack; in either direction, part of the heads by part.
+
+Both sides start what they send and go on; who waits is the other side. So with several parts, one travels while another
+is computed:
+
+    to heads     token side: pack and start every part      head side, part by part: wait, unpack
+    to tokens    head side, part by part: pack, start       token side: wait for every part, unpack
+
+Backward is the other direction between the same sides. Autograd runs the newest step first, which mirrors the order:
+the token side starts the gradients of every part at once, and each part's own leave while the next is computed.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,20 +25,23 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.pack import (
     Geometry,
+    keeps_message,
     pack_heads,
     pack_tokens,
     section_columns,
     unpack_heads,
     unpack_tokens,
 )
-from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.groups import Pending, RankGroup
+from megatron_cp.executor.wire import Wire, over
 
 
-def to_heads(exchange: Exchange, group: RankGroup, *tensors: Tensor) -> list[Tensor]:
+def to_heads(exchange: Exchange, group: RankGroup | Wire, *tensors: Tensor) -> list[Tensor]:
     """From this rank's tokens and all heads to all tokens and this rank's heads.
 
     Args:
-        exchange: what changes places; its layout has as many ranks as `group`.
+        exchange: what changes places, all heads together; its layout has as many ranks as `group`.
+        group: the ranks.
         tensors: `[t, f]` (packed THD) or `[t, b, f]` (SBHD), t being the layout's rows of this rank, pad rows included.
             Their features, laid end to end, are the sections of the exchange in order: q, k and v may be three
             tensors or one. Types may differ from tensor to tensor; all travel in one message.
@@ -38,20 +54,22 @@ def to_heads(exchange: Exchange, group: RankGroup, *tensors: Tensor) -> list[Ten
     Raises:
         ArgumentError: tensors that do not fit the layout or the sections.
     """
-    exchange, group = _of_node(exchange, as_rank_group(group, exchange.layout.cp_size))
-    at = _geometry(exchange, group, tensors)
+    (arrive,) = start_to_heads(exchange, group, *tensors)
+    return arrive()
+
+
+def start_to_heads(exchange: Exchange, group: RankGroup | Wire, *tensors: Tensor) -> list[Callable[[], list[Tensor]]]:
+    """`to_heads`, part by part: functions that wait for one part each and return it. Call each once, in order."""
+    exchange, wire = _of_node(exchange, over(group))
+    at = _geometry(exchange, wire, tensors)
     if exchange.is_local:
-        lead = tensors[0].shape[:-1]
-        rows = [tensor.flatten(0, -2) for tensor in tensors]
-        blocks = exchange.sections.blocks
-        return [
-            columns.view(*lead, block.num_heads, block.head_dim)
-            for columns, block in zip(section_columns(rows, exchange), blocks, strict=True)
-        ]
-    return list(_HeadExchange.apply(at, group, [tensor.shape[-1] for tensor in tensors], True, *tensors))
+        return [lambda: _at_home(exchange, tensors)]
+    journey = _Journey(at, wire, [tensor.shape[-1] for tensor in tensors])
+    tickets = _LeaveTokens.apply(journey, True, *tensors)
+    return [partial(_reach_heads, journey, part, ticket) for part, ticket in enumerate(tickets)]
 
 
-def to_tokens(exchange: Exchange, group: RankGroup, *sections: Tensor) -> list[Tensor]:
+def to_tokens(exchange: Exchange, group: RankGroup | Wire, *sections: Tensor) -> list[Tensor]:
     """From all tokens and this rank's heads to this rank's tokens and all heads: the adjoint of `to_heads`.
 
     Args:
@@ -60,70 +78,210 @@ def to_tokens(exchange: Exchange, group: RankGroup, *sections: Tensor) -> list[T
     Returns:
         for each section `[t, f]` or `[t, b, f]`, pad rows zero. A head that several ranks return is summed.
     """
-    exchange, group = _of_node(exchange, as_rank_group(group, exchange.layout.cp_size))
-    blocks = exchange.sections.blocks
-    if len(sections) != len(blocks):
-        raise ArgumentError(
-            "sections", f"{len(sections)} tensors", f"{len(blocks)}: {[block.name for block in blocks]}"
-        )
-    batch = sections[0].shape[1] if sections[0].ndim == 4 else None
-    at = Geometry(exchange, group.rank, tuple(section.dtype for section in sections), batch, sections[0].device)
-    lead = (exchange.layout.packing.total,) if batch is None else (exchange.layout.packing.total, batch)
-    for block, section in zip(blocks, sections, strict=True):
-        expected = (*lead, block.heads_on(group.rank), block.head_dim)
-        if section.shape != expected:
-            raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{expected}")
-    if exchange.is_local:
-        return [section.flatten(-2) for section in sections]
-    return list(_HeadExchange.apply(at, group, [block.width for block in blocks], False, *sections))
+    back = ToTokensJourney(exchange, group)
+    back.leave(0, *sections)
+    return back.arrive()
 
 
-def _of_node(exchange: Exchange, group: RankGroup) -> tuple[Exchange, RankGroup]:
+class ToTokensJourney:
+    """`to_tokens`, part by part: `leave` for each part in order, then `arrive`, once."""
+
+    def __init__(self, exchange: Exchange, group: RankGroup | Wire) -> None:
+        self._exchange, self._wire = _of_node(exchange, over(group))
+        self._journey: _Journey | None = None
+        self._tickets: list[Tensor] = []
+
+    def leave(self, part: int, *sections: Tensor) -> None:
+        """Starts one part: for each section `[T, h, d]` or `[T, b, h, d]`, h being this rank's heads in that part."""
+        self._check(part, sections)
+        if self._exchange.is_local:
+            self._tickets = list(sections)
+            return
+        if self._journey is None:
+            batch = sections[0].shape[1] if sections[0].ndim == 4 else None
+            dtypes = tuple(section.dtype for section in sections)
+            at = Geometry(self._exchange, self._wire.rank, dtypes, batch, sections[0].device)
+            self._journey = _Journey(at, self._wire, [block.width for block in self._exchange.sections.blocks])
+        self._tickets.append(_LeaveHeads.apply(self._journey, part, *sections))
+
+    def arrive(self) -> list[Tensor]:
+        """Waits for every part, and returns what `to_tokens` does."""
+        if self._exchange.is_local:
+            return [section.flatten(-2) for section in self._tickets]
+        return list(_ReachTokens.apply(self._journey, *self._tickets))
+
+    def _check(self, part: int, sections: Sequence[Tensor]) -> None:
+        blocks = self._exchange.parts[part].blocks
+        if len(sections) != len(blocks):
+            raise ArgumentError(
+                "sections", f"{len(sections)} tensors", f"{len(blocks)}: {[block.name for block in blocks]}"
+            )
+        total = self._exchange.layout.packing.total
+        lead = (total,) if sections[0].ndim != 4 else (total, sections[0].shape[1])
+        for block, section in zip(blocks, sections, strict=True):
+            expected = (*lead, block.heads_on(self._wire.rank), block.head_dim)
+            if section.shape != expected:
+                raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{expected}")
+
+
+def _reach_heads(journey: _Journey, part: int, ticket: Tensor) -> list[Tensor]:
+    return list(_ReachHeads.apply(journey, part, ticket))
+
+
+def _at_home(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+    lead = tensors[0].shape[:-1]
+    rows = [tensor.flatten(0, -2) for tensor in tensors]
+    return [
+        columns.view(*lead, block.num_heads, block.head_dim)
+        for columns, block in zip(section_columns(rows, exchange), exchange.sections.blocks, strict=True)
+    ]
+
+
+def _of_node(exchange: Exchange, wire: Wire) -> tuple[Exchange, Wire]:
     """The exchange within this rank's node, and the ranks of that node."""
-    first = group.rank - group.rank % exchange.degree
-    return exchange.of_node(first // exchange.degree), group.part(range(first, first + exchange.degree))
+    if wire.size != exchange.layout.cp_size:
+        raise ArgumentError("group", f"{wire.size} ranks", f"the {exchange.layout.cp_size} ranks that the plan is for")
+    first = wire.rank - wire.rank % exchange.degree
+    return exchange.of_node(first // exchange.degree), wire.part(range(first, first + exchange.degree))
 
 
-class _HeadExchange(torch.autograd.Function):
-    """Both directions: the backward of one is the other, so direction is data."""
+class _Journey:
+    """One exchange on one rank, forward and later backward: what is under way between its two sides.
+
+    Args:
+        at: what messages look like.
+        wire: the road.
+        widths: features of the token side's tensors.
+    """
+
+    def __init__(self, at: Geometry, wire: Wire, widths: list[int]) -> None:
+        self.wire, self.widths = wire, widths
+        self.at = {forward: replace(at, forward=forward) for forward in (True, False)}
+        self.under_way: dict[int, tuple[Pending, Tensor, Tensor]] = {}  # by part: what is sent, and what is received
+
+    @property
+    def num_parts(self) -> int:
+        return len(self.at[True].exchange.parts)
+
+    def leave_tokens(self, tensors: Sequence[Tensor], *, forward: bool) -> None:
+        """Starts every part, in the order in which the head side asks for them."""
+        for part in range(self.num_parts) if forward else reversed(range(self.num_parts)):
+            at = self.at[forward].parts[part]
+            size = at.head_side_bytes
+            received = (
+                torch.empty(size, dtype=torch.uint8, device=at.device)
+                if keeps_message(at)
+                else self.wire.buffers.take(size, at.device)
+            )
+            self._start(part, received, pack_tokens(tensors, at, self.wire.buffers), at, to_heads=True)
+
+    def reach_heads(self, part: int, *, forward: bool) -> list[Tensor]:
+        """A part, once it has arrived."""
+        at, received = self.at[forward].parts[part], self._wait(part)
+        sections = unpack_heads(received, at)
+        self.wire.buffers.give(received)
+        return sections
+
+    def leave_heads(self, part: int, sections: Sequence[Tensor], *, forward: bool) -> None:
+        """Starts one part."""
+        at, buffers = self.at[forward].parts[part], self.wire.buffers
+        received = buffers.take(at.token_side_bytes, at.device)
+        self._start(part, received, pack_heads(sections, at, buffers), at, to_heads=False)
+
+    def reach_tokens(self, *, forward: bool) -> list[Tensor]:
+        """All parts, once they have arrived."""
+        order = range(self.num_parts) if forward else reversed(range(self.num_parts))  # as they were started
+        received = {part: self._wait(part) for part in order}
+        messages = [received[part] for part in range(self.num_parts)]
+        tensors = unpack_tokens(messages, self.at[forward], self.widths)
+        self.wire.buffers.give(*messages)
+        return tensors
+
+    def _start(self, part: int, received: Tensor, sent: Tensor, at: Geometry, *, to_heads: bool) -> None:
+        pending = self.wire.start_all_to_all(received, sent, at.traffic(to_heads=to_heads))
+        self.under_way[part] = pending, sent, received
+
+    def _wait(self, part: int) -> Tensor:
+        pending, sent, received = self.under_way.pop(part)
+        pending.wait()
+        self.wire.buffers.give(sent)
+        return received
+
+
+# Between the two sides autograd sees tickets, one a part: empty tensors that keep the order of steps.
+
+
+class _LeaveTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, journey: _Journey, forward: bool, *tensors: Tensor) -> Any:
+        ctx.journey = journey
+        journey.leave_tokens(tensors, forward=True)
+        return tuple(tensors[0].new_empty(0) for _ in range(journey.num_parts))
 
     @staticmethod
-    def forward(ctx: Any, at: Geometry, group: RankGroup, widths: list[int], to_heads: bool, *tensors: Tensor) -> Any:
-        ctx.exchange = (at, group, widths, to_heads)
-        return tuple(_move(at, group, widths, to_heads, tensors))
+    @once_differentiable
+    def backward(ctx: Any, *tickets: Tensor) -> Any:
+        return None, None, *ctx.journey.reach_tokens(forward=False)
+
+
+class _ReachHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, journey: _Journey, part: int, ticket: Tensor) -> Any:
+        ctx.way, ctx.ticket = (journey, part), (ticket.dtype, ticket.device)
+        return tuple(journey.reach_heads(part, forward=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        at, group, widths, to_heads = ctx.exchange
-        return None, None, None, None, *_move(at, group, widths, not to_heads, gradients)
+        journey, part = ctx.way
+        journey.leave_heads(part, gradients, forward=False)
+        return None, None, torch.empty(0, dtype=ctx.ticket[0], device=ctx.ticket[1])
 
 
-def _move(at: Geometry, group: RankGroup, widths: list[int], to_heads: bool, tensors: Any) -> list[Tensor]:
-    token_side, head_side = at.token_side_splits, at.head_side_splits
-    if to_heads:
-        return unpack_heads(_collective(group, pack_tokens(tensors, at), token_side, head_side), at)
-    return unpack_tokens(_collective(group, pack_heads(tensors, at), head_side, token_side), at, widths)
+class _LeaveHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, journey: _Journey, part: int, *sections: Tensor) -> Any:
+        ctx.way = (journey, part)
+        journey.leave_heads(part, sections, forward=True)
+        return sections[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tickets: Tensor) -> Any:
+        journey, part = ctx.way
+        return None, None, *journey.reach_heads(part, forward=False)
 
 
-def _collective(group: RankGroup, sent: Tensor, sent_splits: list[int], received_splits: list[int]) -> Tensor:
-    received = sent.new_empty(sum(received_splits))
-    group.all_to_all(received, sent, received_splits, sent_splits)
-    return received
+class _ReachTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, journey: _Journey, *tickets: Tensor) -> Any:
+        ctx.journey, ctx.dtypes = journey, [ticket.dtype for ticket in tickets]
+        if len(tickets) > 1:
+            # A checkpoint recomputes until it has what was saved: not to leave parts under way, it must come this far.
+            ctx.save_for_backward(*tickets)
+        return tuple(journey.reach_tokens(forward=True))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        if len(ctx.dtypes) > 1:
+            _ = ctx.saved_tensors
+        ctx.journey.leave_tokens(gradients, forward=False)
+        return None, *(gradients[0].new_empty(0, dtype=dtype) for dtype in ctx.dtypes)
 
 
-def _geometry(exchange: Exchange, group: RankGroup, tensors: tuple[Tensor, ...]) -> Geometry:
+def _geometry(exchange: Exchange, wire: Wire, tensors: tuple[Tensor, ...]) -> Geometry:
     if not tensors:
         raise ArgumentError("tensors", (), "at least one")
-    rows = int(exchange.layout.row_counts[group.rank])
+    rows = int(exchange.layout.row_counts[wire.rank])
     lead = tensors[0].shape[:-1]
     for number, tensor in enumerate(tensors):
         if tensor.ndim not in (2, 3) or tensor.shape[:-1] != lead or tensor.shape[0] != rows:
             raise ArgumentError(
                 f"tensors[{number}]",
                 f"shape {tuple(tensor.shape)}",
-                f"[{rows}, f] or [{rows}, b, f] on rank {group.rank}",
+                f"[{rows}, f] or [{rows}, b, f] on rank {wire.rank}",
             )
     starts = [tensor.new_empty(0, tensor.shape[-1]) for tensor in tensors]
     dtypes = tuple(columns.dtype for columns in section_columns(starts, exchange))
-    return Geometry(exchange, group.rank, dtypes, lead[1] if len(lead) == 2 else None, tensors[0].device)
+    return Geometry(exchange, wire.rank, dtypes, lead[1] if len(lead) == 2 else None, tensors[0].device)

@@ -3,7 +3,8 @@
 Two implementations: `TorchGroup` over any torch.distributed backend, and `ThreadGroup`, whose ranks are threads of one
 process and which most tests use because it starts in microseconds. `Part` is some ranks of either.
 
-What moves data is started, and waited for later: `start_all_to_all(...).wait()`. Ranks wait in the order of starting.
+What moves data is started, and waited for later: `start_all_to_all(...).wait()`. What two ranks send each other arrives
+in the order of starting, whatever is waited for first.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from __future__ import annotations
 import pickle
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.buffers import Buffers
 
 
 class Message(NamedTuple):
@@ -48,6 +54,11 @@ class RankGroup(ABC):
 
     rank: int
     size: int
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        """What this rank sends from."""
+        return Buffers()
 
     @abstractmethod
     def start_all_to_all(
@@ -104,6 +115,10 @@ class RankGroup(ABC):
         self.all_gather(received, sent)
 
 
+# Of each process group, for as long as it lives: an operation that is given one wraps it anew.
+_buffers: WeakKeyDictionary[dist.ProcessGroup, Buffers] = WeakKeyDictionary()
+
+
 class TorchGroup(RankGroup):
     """A torch.distributed process group, on any backend.
 
@@ -116,6 +131,7 @@ class TorchGroup(RankGroup):
     def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.host_group = host_group
+        self.buffers = _buffers.setdefault(group, Buffers())
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
 
@@ -222,6 +238,7 @@ class ThreadGroup(RankGroup):
     ) -> None:
         self.rank, self.size = rank, size
         self._mailboxes = mailboxes  # [sender][receiver]
+        self._awaited: list[deque[_Awaited]] = [deque() for _ in range(size)]  # by sender, in order
         self._aborted = aborted
         self._timeout = timeout
 
@@ -247,7 +264,7 @@ class ThreadGroup(RankGroup):
         _check_splits(sent, sent_splits, "sent_splits", self.size)
         for peer, piece in enumerate(sent.split(sent_splits)):
             self._put(piece, peer)
-        return _Arrivals(self, list(enumerate(received.split(received_splits))))
+        return self._arrivals(enumerate(received.split(received_splits)))
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         shares = [sent.numel()] * self.size
@@ -257,7 +274,7 @@ class ThreadGroup(RankGroup):
         _check_peers((*sends, *receives), self.rank)
         for message in sends:
             self._put(message.tensor, message.peer)
-        return _Arrivals(self, [(message.peer, message.tensor) for message in receives])
+        return self._arrivals((message.peer, message.tensor) for message in receives)
 
     def barrier(self) -> None:
         token = torch.zeros(self.size, dtype=torch.uint8)
@@ -267,7 +284,21 @@ class ThreadGroup(RankGroup):
         with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
             self._mailboxes[self.rank][peer].put(piece.detach().clone())
 
-    def take(self, piece: Tensor, peer: int) -> None:
+    def _arrivals(self, pieces: Iterable[tuple[int, Tensor]]) -> Pending:
+        expected = []
+        for peer, piece in pieces:
+            expected.append((peer, _Awaited(piece)))
+            self._awaited[peer].append(expected[-1][1])
+        return _Arrivals(self, expected)
+
+    def bring(self, piece: _Awaited, peer: int) -> None:
+        """Waits for a piece, and for those from the same rank that were started before it."""
+        while not piece.is_here:
+            first = self._awaited[peer].popleft()
+            self._take(first.tensor, peer)
+            first.is_here = True
+
+    def _take(self, piece: Tensor, peer: int) -> None:
         try:
             arrived = None if self._aborted.is_set() else self._mailboxes[peer][self.rank].get(timeout=self._timeout)
         except Empty:
@@ -283,15 +314,23 @@ class ThreadGroup(RankGroup):
             piece.detach().copy_(arrived)
 
 
+@dataclass
+class _Awaited:
+    """A piece that will come through a mailbox."""
+
+    tensor: Tensor
+    is_here: bool = False
+
+
 class _Arrivals(Pending):
     """What the other threads of a group will have put into their mailboxes."""
 
-    def __init__(self, group: ThreadGroup, expected: list[tuple[int, Tensor]]) -> None:
+    def __init__(self, group: ThreadGroup, expected: list[tuple[int, _Awaited]]) -> None:
         self._group, self._expected = group, expected
 
     def wait(self) -> None:
         for peer, piece in self._expected:
-            self._group.take(piece, peer)
+            self._group.bring(piece, peer)
         self._expected = []
 
 
@@ -305,6 +344,7 @@ class Part(RankGroup):
 
     def __init__(self, whole: RankGroup, ranks: range) -> None:
         self._whole, self._ranks = whole, ranks
+        self.buffers = whole.buffers
         self.rank, self.size = ranks.index(whole.rank), len(ranks)
 
     def start_all_to_all(

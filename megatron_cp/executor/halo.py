@@ -15,21 +15,22 @@ from torch.autograd.function import once_differentiable
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.chain import Halo
 from megatron_cp.executor.groups import Pending, RankGroup
+from megatron_cp.executor.wire import Wire, over
 
 
-def start_halo(step: Halo, group: RankGroup, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+def start_halo(step: Halo, group: RankGroup | Wire, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     """Sends what others need; differentiable, and what comes back in backward is under way just as long.
 
     Args:
         step: the tables.
-        group: the ranks of the layout.
+        group: the ranks of the layout, and the road between them.
         x: `[t, c]`
 
     Returns:
         x, to be used from now on in place of the argument by one operation, and a function that waits and returns the
         history `[n, r, c]` of the segments that continue a document, zero before the document. Call it once.
     """
-    journey = _Journey(step, group, x)
+    journey = _Journey(step, over(group), x)
     x, rows = _Start.apply(x, journey)
     return x, lambda: _Wait.apply(rows, journey)
 
@@ -43,7 +44,7 @@ def prepare_halo(step: Halo, rank: int, device: torch.device) -> None:
 class _Journey:
     """One exchange under way: forward, and later backward."""
 
-    def __init__(self, step: Halo, group: RankGroup, x: Tensor) -> None:
+    def __init__(self, step: Halo, group: Wire, x: Tensor) -> None:
         self.step, self.group = step, group
         self.tables = step.tables(group.rank)
         self.pending: Pending | None = None
@@ -55,10 +56,8 @@ class _Journey:
     def start(self, received: Tensor, sent: Tensor, *, forward: bool) -> None:
         if not self.step.crosses:
             return
-        outward, inward = (self.tables.send_counts, self.tables.recv_counts)[:: 1 if forward else -1]
-        self.pending = self.group.start_all_to_all(
-            received.view(-1), sent.view(-1), (inward * self.channels).tolist(), (outward * self.channels).tolist()
-        )
+        rows = self.step.traffic if forward else self.step.traffic.reversed()
+        self.pending = self.group.start_all_to_all(received.view(-1), sent.view(-1), rows.times(self.channels))
 
     def wait(self) -> None:
         if self.pending is not None:

@@ -22,7 +22,8 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
 
     Counted are outputs, what forward saves for backward, and in backward (beyond the output's gradient) all of that
     again and the gradients. Not counted are what a kernel or a transport allocates for itself, index tables, which are
-    made once a batch, and a learned sink. With a batch axis all of it is as many times as much.
+    made once a batch, a learned sink, what coding takes, and the group's buffers, which all layers share: see
+    `buffer_bytes`. With a batch axis all of it is as many times as much.
 
     In elements of `item_size` bytes, or of `wide = max(item_size, 4)` where marked `w`; `t` own rows of queries, `s` of
     keys, `h` query and `g` key/value heads, `d` and `v` their sizes, all of the lane where heads were exchanged:
@@ -39,17 +40,33 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
                                 does not arrive in stream order, the same in order
                     backward    out + lse + dq + block(s) + block(s) (w) + those + of two chunks: the gradients of what
                                 was received, those in the order in which they go, and those that come back
-        a2a         forward     twice the lane's q, k, v while they arrive in another order than the stream's, once
-                                later; the above; and out twice on its way back
+        a2a         forward     the lane's q, k, v; the above; and out once more, of own tokens
                     backward    likewise, with out's gradient on its way in, and dq and block(s) on their way back
 
     What is sent in an all-gather is as long as the longest share, what is received that times the number of nodes.
+    Where heads are exchanged in chunks, the above holds for each in turn: its q, k and v are there from the beginning
+    if they arrive in stream order, and its gradients to the end if they go in place.
     """
-    inner, lane, node = plan.attend, rank % plan.ulysses_degree, rank // plan.ulysses_degree
-    assert inner is not None
-    local = _Local(inner, node, lane, item_size)
+    assert plan.attend is not None
+    node, lane = divmod(rank, plan.ulysses_degree)
+    chunks = [_Local(plan.attend_of(chunk), node, lane, item_size) for chunk in range(plan.head_chunks)]
     moves = list(_moves(plan, rank, item_size))
-    return _forward(local, moves) if forward else _backward(local, moves)
+    return _forward(chunks, moves) if forward else _backward(chunks, moves)
+
+
+def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
+    """Bytes of messages that a rank has on their way at a time, at most: what it needs of its group's buffers."""
+    most = 0
+    for exchange, _ in plan.exchanges(forward=True):
+        if exchange.is_local:
+            continue
+        node, lane = divmod(rank, exchange.degree)
+        layout, sizes = exchange.of_node(node).layout, [item_size] * len(exchange.sections.blocks)
+        rows = [exchange.row_format(part, sizes).row_bytes for part in range(len(exchange.parts))]
+        tokens = int(layout.token_counts[lane]) * sum(map(sum, rows))
+        heads = layout.packing.total * sum(of_ranks[lane] for of_ranks in rows)
+        most = max(most, tokens + heads)
+    return most
 
 
 @dataclass(frozen=True)
@@ -58,25 +75,17 @@ class _Move:
 
     Attributes:
         to_heads: the direction; the other one goes back by the same sizes.
-        tokens: all heads of the own tokens, outside the message; `summed` what sums of shared heads take beside it.
-        token_message, head_message: the message where the own tokens are, and where the own heads are.
-        in_order: heads are used where they arrive, and arrive where they are used.
+        tokens: all heads of the own tokens.
+        summed: what sums of shared heads take beside it.
+        heads: of each chunk, the own heads of all tokens.
+        in_order: heads are used where they arrive, and leave from where they were written.
     """
 
     to_heads: bool
     tokens: int
     summed: int
-    token_message: int
-    head_message: int
+    heads: tuple[int, ...]
     in_order: bool
-
-    def arriving(self) -> int:
-        """The most that going to the head side takes; `head_message` stays."""
-        return self.head_message + max(self.token_message, 0 if self.in_order else self.head_message)
-
-    def leaving(self, *, in_order: bool) -> int:
-        """The most that going to the token side takes beside the heads that go; `tokens` stays."""
-        return self.token_message + max(0 if in_order else self.head_message, self.tokens + self.summed)
 
 
 def _moves(plan: Plan, rank: int, item_size: int) -> list[_Move]:
@@ -91,44 +100,43 @@ def _moves(plan: Plan, rank: int, item_size: int) -> list[_Move]:
 def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _Move:
     node, lane = divmod(rank, exchange.degree)
     exchange, blocks = exchange.of_node(node), exchange.sections.blocks
-    layout, rows = exchange.layout, exchange.sections.row_format([item_size] * len(blocks)).row_bytes
+    layout, sizes = exchange.layout, [item_size] * len(blocks)
     held, shared = int(layout.token_counts[lane]), [block.width for block in blocks if block.replicated]
     return _Move(
         to_heads=to_heads,
         tokens=int(layout.row_counts[lane]) * exchange.sections.width * item_size,
         summed=held * sum(shared) * LSE if item_size < LSE else 0,
-        token_message=held * sum(rows),
-        head_message=layout.packing.total * rows[lane],
-        in_order=layout.in_stream_order,
+        heads=tuple(layout.packing.total * part.row_format(sizes).row_bytes[lane] for part in exchange.parts),
+        in_order=layout.in_stream_order and not any(exchange.coded(sizes)),
     )
 
 
-def _forward(local: _Local, moves: list[_Move]) -> int:
-    live, moments = 0, []
-    for move in (move for move in moves if move.to_heads):
-        moments.append(live + move.arriving())
-        live += move.head_message
-    moments += [live + moment for moment in local.forward()]
-    live += local.out + local.lse
-    for move in (move for move in moves if not move.to_heads):
-        in_order = move.in_order and move.head_message == local.out  # one section: its table is `out` if rows are whole
-        moments.append(live + move.leaving(in_order=in_order))
-    return max(moments)
-
-
-def _backward(local: _Local, moves: list[_Move]) -> int:
+def _forward(chunks: list[_Local], moves: list[_Move]) -> int:
     inbound, outbound = ([move for move in moves if move.to_heads == way] for way in (True, False))
-    output, saved = sum(move.tokens for move in outbound), sum(move.head_message for move in inbound)
-    live, moments = output + saved + local.out + local.lse, []
-    for move in outbound:
-        moments.append(live + move.arriving())
-        live += move.head_message
-    # Gradients lie to each other as their inputs do: where those are one message, so are they.
-    gradients = saved if len(inbound) == 1 else local.dq + local.keys
-    moments += [live + gradients + moment for moment in local.backward()]
-    live = output + gradients
+    live, moments = sum(sum(move.heads) for move in inbound if move.in_order), []
+    for number, local in enumerate(chunks):
+        live += sum(move.heads[number] for move in inbound if not move.in_order)
+        moments += [live, *(live + moment for moment in local.forward())]
+        live += local.out + local.lse
+    return max(*moments, *(live + move.tokens + move.summed for move in outbound), 0)
+
+
+def _backward(chunks: list[_Local], moves: list[_Move]) -> int:
+    inbound, outbound = ([move for move in moves if move.to_heads == way] for way in (True, False))
+    output, saved = sum(move.tokens for move in outbound), sum(sum(move.heads) for move in inbound)
+    live = output + saved + sum(local.out + local.lse for local in chunks)
+    live += sum(sum(move.heads) for move in outbound if move.in_order)
+    moments = [live]
+    for number, local in reversed(list(enumerate(chunks))):
+        live += sum(move.heads[number] for move in outbound if not move.in_order)
+        # Gradients lie to each other as their inputs do: where those are one message, so are they, and go as they lie.
+        gradients = inbound[0].heads[number] if len(inbound) == 1 else local.dq + local.keys
+        moments += [live + gradients + moment for moment in local.backward()]
+        live -= sum(move.heads[number] for move in moves) + local.out + local.lse
+        live += gradients if len(inbound) == 1 and inbound[0].in_order else 0
+    live = output
     for move in reversed(inbound):
-        moments.append(live + move.leaving(in_order=move.in_order and len(inbound) == 1))
+        moments.append(live + move.tokens + move.summed)
         live += move.tokens
     return max(moments)
 

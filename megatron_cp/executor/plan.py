@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadDeal, Section, Sections
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.schedule import Attend
+from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.tables import Tables
 
@@ -103,6 +105,7 @@ class Plan(Tables):
         conv_width: taps of a linear layer's convolution.
         relay: how hidden states come to `layout`, where they are relayed. What a plan says of itself (bytes,
             collectives) is about the layer; the relay, which a run of layers shares, speaks for itself.
+        transport: by which road its messages go.
         prices: of the ways that were weighed, the chosen one first; not part of a plan's value.
     """
 
@@ -116,6 +119,7 @@ class Plan(Tables):
     notes: tuple[str, ...] = ()
     conv_width: int = 1
     relay: Relay | None = None
+    transport: Transport = COLLECTIVE
     prices: tuple[Price, ...] = field(default=(), compare=False)
 
     @property
@@ -147,6 +151,19 @@ class Plan(Tables):
         """The softmax of the plan; None for a linear layer."""
         return next((step for step in self.steps if isinstance(step, Attend)), None)
 
+    def attend_of(self, chunk: int) -> Attend:
+        """The softmax of one chunk of heads."""
+        assert self.attend is not None
+        if self.head_chunks == 1:
+            return self.attend
+        return self.table(("attend", chunk), lambda: self._attend_of(chunk))
+
+    def _attend_of(self, chunk: int) -> Attend:
+        assert self.attend is not None
+        part = replace(self.attend, deal=self.deal_of(chunk))
+        part.share_tables(self.attend)
+        return part
+
     @property
     def out(self) -> Section:
         """The heads of what the operation returns."""
@@ -163,6 +180,20 @@ class Plan(Tables):
         raise AssertionError(f"a plan that ends in {self.steps[-1]}")
 
     @property
+    def head_chunks(self) -> int:
+        """Into how many parts a head exchange cuts each rank's heads."""
+        return max((len(exchange.parts) for exchange, _ in self.exchanges(forward=True)), default=1)
+
+    @property
+    def codec(self) -> Codec | None:
+        """How activations are coded in a head exchange."""
+        return next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
+
+    def deal_of(self, chunk: int) -> HeadDeal:
+        """Which heads each lane computes in one chunk."""
+        return self.table(("deal", chunk), lambda: self.deal.chunk(chunk, self.head_chunks))
+
+    @property
     def chain(self) -> tuple[Halo | Scan, ...]:
         """The steps by which segments continue one another."""
         return tuple(step for step in self.steps if isinstance(step, Halo | Scan))
@@ -176,9 +207,9 @@ class Plan(Tables):
 
     def collectives(self, *, forward: bool) -> int:
         """What a rank starts: collectives, and the messages to and from its neighbours of a ring."""
-        count = sum(not exchange.is_local for exchange, _ in self.exchanges(forward=forward))
+        count = sum(len(exchange.parts) for exchange, _ in self.exchanges(forward=forward) if not exchange.is_local)
         count += sum(step.crosses for step in self.chain)
-        return count + (self.attend.collectives(forward=forward) if self.attend else 0)
+        return count + (self.head_chunks * self.attend.collectives(forward=forward) if self.attend else 0)
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """For each rank the bytes that it sends to others in one direction, every element `item_size` bytes long."""
@@ -252,6 +283,7 @@ class Plan(Tables):
             f"mask: {self.mask.describe() if self.mask else 'none'}",
             *([f"conv width: {self.conv_width}"] if self.mask is None else []),
             *([f"outside the run: {line}" for line in self.outer.describe()] if self.outer else []),
+            *([f"transport: {self.transport.describe()}"] if self.transport != COLLECTIVE else []),
         ]
         for number, step in enumerate(self.steps):
             match step:
@@ -267,7 +299,9 @@ class Plan(Tables):
                     blocks = ", ".join(
                         f"{b.name} {b.num_heads} x {b.head_dim} {b.ranges}" for b in exchange.sections.blocks
                     )
-                    lines.append(f"step {number}: {type(step).__name__} {blocks}")
+                    how = f", {len(exchange.chunks)} chunks" if exchange.chunks else ""
+                    how += f", coded as {exchange.codec.name}" if exchange.codec else ""
+                    lines.append(f"step {number}: {type(step).__name__} {blocks}{how}")
         return lines
 
     def explain(self, item_size: int = 2) -> str:

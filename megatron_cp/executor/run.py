@@ -12,46 +12,58 @@ from torch import Tensor
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.exchange.pack import prepare_tables
 from megatron_cp.executor.chain import Halo, Scan
-from megatron_cp.executor.exchange import to_heads, to_tokens
+from megatron_cp.executor.exchange import ToTokensJourney, start_to_heads
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.executor.relayout import prepare_relayout
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transfers import prepare_gathering
+from megatron_cp.executor.wire import Wire
 
 LocalWork = Callable[..., list[Tensor]]
 
 
-def run(plan: Plan, group: RankGroup, tensors: list[Tensor], work: Mapping[str, LocalWork]) -> list[Tensor]:
+def run(plan: Plan, wire: Wire, tensors: list[Tensor], work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
     """Runs a plan on this rank. Every step is differentiable, and its backward is its adjoint over the same plan.
+
+    Heads that go in chunks are computed chunk by chunk: the next one arrives, and the one before leaves, meanwhile.
 
     Args:
         plan: the same on every rank.
-        group: the plan's ranks.
+        wire: the plan's ranks, and the road between them.
         tensors: what the first step takes.
-        work: the function that does it, for each `Compute` step by its name, for `Attend` under "attend", for `Halo`
-            under "conv" and for `Scan` under "rule".
+        work: for each chunk of heads the functions that do it: for each `Compute` step by its name, for `Attend` under
+            "attend", for `Halo` under "conv" and for `Scan` under "rule".
     """
     # Kernels compute in the types that they are given: autocast would change them behind their backs.
     with torch.autocast(tensors[0].device.type, enabled=False):
-        for step in plan.steps:
-            match step:
-                case ToHeads(exchange, (first, last)):
-                    tensors = [*tensors[:first], *to_heads(exchange, group, *tensors[first:last]), *tensors[last:]]
-                case Attend():
-                    tensors = work["attend"](*tensors)
-                case Compute(name):
-                    tensors = work[name](*tensors)
-                case Halo():
-                    tensors = work["conv"](*tensors)
-                case Scan():
-                    tensors = work["rule"](*tensors)
-                case ToTokens(exchange):
-                    tensors = to_tokens(exchange, group, *tensors)
-                case _:
-                    assert_never(step)
-    return tensors
+        arrivals = [
+            start_to_heads(step.exchange, wire, *tensors[slice(*step.inputs)])
+            for step in plan.steps
+            if isinstance(step, ToHeads)
+        ]
+        last = plan.steps[-1]
+        back = ToTokensJourney(last.exchange, wire) if isinstance(last, ToTokens) else None
+        for chunk in range(plan.head_chunks):
+            at_hand = [x for arrival in arrivals for x in arrival[chunk]()] if arrivals else tensors
+            for step in plan.steps:
+                match step:
+                    case Attend():
+                        at_hand = work(chunk)["attend"](*at_hand)
+                    case Compute(name):
+                        at_hand = work(chunk)[name](*at_hand)
+                    case Halo():
+                        at_hand = work(chunk)["conv"](*at_hand)
+                    case Scan():
+                        at_hand = work(chunk)["rule"](*at_hand)
+                    case ToHeads() | ToTokens():
+                        pass
+                    case _:
+                        assert_never(step)
+            if back is not None:
+                back.leave(chunk, *at_hand)
+        return at_hand if back is None else back.arrive()
 
 
 def prepare(plan: Plan, rank: int, device: torch.device) -> None:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp.executor.chain import Scan
 from megatron_cp.executor.groups import Pending, RankGroup
+from megatron_cp.executor.wire import Wire, over
 
 
 class LocalScan(ABC):
@@ -60,21 +61,21 @@ class LocalScan(ABC):
         """The gradients of `tensors`, given those of the states after the segments with a future."""
 
 
-def scan(step: Scan, group: RankGroup, local: LocalScan, *tensors: Tensor) -> Tensor:
+def scan(step: Scan, group: RankGroup | Wire, local: LocalScan, *tensors: Tensor) -> Tensor:
     """Runs a recurrence over all ranks of `group`; differentiable.
 
     Args:
         step: whose segments continue whose.
-        group: the ranks of the layout.
+        group: the ranks of the layout, and the road between them.
         local: this rank's work.
         tensors: what `local` computes on. On a rank without tokens all of it, and the output, has no element.
     """
-    return _Scan.apply(step, group, local, *tensors)
+    return _Scan.apply(step, over(group), local, *tensors)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Scan, group: RankGroup, local: LocalScan, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, step: Scan, group: Wire, local: LocalScan, *tensors: Tensor) -> Tensor:
         empty, transitions, begun = local.leave(tensors)
         maps = _Maps(step, group, empty, transitions, forward=True)
         begun = local.meanwhile(tensors, begun)
@@ -103,7 +104,7 @@ class _Maps:
         transitions: M of those that both wait and leave, in the order of the rows; transposed in backward.
     """
 
-    def __init__(self, step: Scan, group: RankGroup, constants: Tensor, transitions: Tensor, *, forward: bool) -> None:
+    def __init__(self, step: Scan, group: Wire, constants: Tensor, transitions: Tensor, *, forward: bool) -> None:
         self.step, self.group, self.forward = step, group, forward
         self.segments = step.segments
         self.own = self.segments.own(group.rank)
@@ -127,9 +128,9 @@ class _Maps:
             if part is not None
         ]
         self.sent = torch.cat(messages) if messages else self.like.new_empty(0)
-        sent_splits, received_splits = self.step.splits(self.group.rank, forward=forward)
-        self.received = self.like.new_empty(sum(received_splits))
-        return self.group.start_all_to_all(self.received, self.sent, received_splits, sent_splits)
+        traffic = self.step.traffic(forward=forward)
+        self.received = self.like.new_empty(sum(traffic.received_by(self.group.rank)))
+        return self.group.start_all_to_all(self.received, self.sent, traffic)
 
     def fold(self) -> Tensor:
         """Waits, and composes the maps: the state before (the gradient of the state after) each waiting segment."""

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from megatron_cp.exchange.sections import HeadDeal, head_runs
+from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.layout import ranges
 from megatron_cp.layout.packing import IntArray
@@ -104,7 +104,7 @@ class Attend(Tables):
 
     def chunks(self, lane: int) -> list[HeadChunk]:
         """A lane's heads in as many chunks as every other lane has; some may be empty."""
-        return self.table(("chunks", lane), lambda: _chunks(self.deal, lane, self.head_chunks))
+        return self.table(("chunks", self.deal, lane), lambda: _chunks(self.deal, lane, self.head_chunks))
 
     def source(self, node: int, stage: int) -> int:
         """The node whose keys stage `stage` of a rotation brings to `node`."""
@@ -121,6 +121,19 @@ class Attend(Tables):
     def gathering(self, node: int) -> Gathering:
         """What a node sends and receives where keys are gathered."""
         return self.table(("gathering", node), lambda: self._gathering(node))
+
+    @property
+    def traffic(self) -> Traffic:
+        """Where keys are gathered, their rows from each node to each, a node's own among them."""
+        return self.table(("traffic",), self._traffic)
+
+    def _traffic(self) -> Traffic:
+        if self.schedule == "all_gather":
+            return Traffic(np.repeat(self.keys.token_counts[:, None], self.num_nodes, axis=1))
+        counts = self.needed_rows.copy()
+        for node in range(self.num_nodes):
+            counts[node, node] = self._rows_within(node, *self._gathered(node)).size
+        return Traffic(counts)
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""
@@ -166,9 +179,12 @@ class Attend(Tables):
         lo, hi = self.deal.groups[rank % self.num_lanes]
         return (hi - lo) * (self.head_dim + self.value_head_dim)
 
-    @cached_property
+    @property
     def needed_rows(self) -> IntArray:
         """`[nodes, nodes]` keys of each owner that queries of each other reader see."""
+        return self.table(("needed",), self._needed_rows)
+
+    def _needed_rows(self) -> IntArray:
         edges, owner = self._pieces
         needed = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
         for reader in range(self.num_nodes):
@@ -178,7 +194,7 @@ class Attend(Tables):
         np.fill_diagonal(needed, 0)
         return needed
 
-    @cached_property
+    @property
     def _pieces(self) -> tuple[IntArray, IntArray]:
         """The fragments of all keys in stream order: `[n + 1]` edges, and the node that holds each."""
         order = np.argsort(self.keys.starts, kind="stable")

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
-from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.groups import Message, Pending
 from megatron_cp.executor.schedule import Attend, Gathering, HeadChunk
+from megatron_cp.executor.wire import Wire
 
 Keys = tuple[Tensor, Tensor]  # `[s, (b,) g, d]` keys and `[s, (b,) g, v]` values of a chunk's heads
 
@@ -30,11 +31,11 @@ class Transfers(ABC):
     Args:
         step: the schedule.
         node, lane: of this rank.
-        group: the ranks of the lane.
+        group: the ranks of the lane, and the road between them.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` the own keys and values, without pad rows.
     """
 
-    def __init__(self, step: Attend, node: int, lane: int, group: RankGroup, k: Tensor, v: Tensor) -> None:
+    def __init__(self, step: Attend, node: int, lane: int, group: Wire, k: Tensor, v: Tensor) -> None:
         self.step, self.node, self.group, self.k, self.v = step, node, group, k, v
         self.chunks = step.chunks(lane)
         self.wide = torch.promote_types(k.dtype, torch.float32)
@@ -56,7 +57,7 @@ class Transfers(ABC):
         """Writes the gradients of the own keys and values, once every stage has been given back."""
 
 
-def transfers(step: Attend, node: int, lane: int, group: RankGroup, k: Tensor, v: Tensor) -> Transfers:
+def transfers(step: Attend, node: int, lane: int, group: Wire, k: Tensor, v: Tensor) -> Transfers:
     """The way of a schedule."""
     kind = AtHome if step.num_nodes == 1 else Rotation if step.schedule == "p2p" else Gather
     return kind(step, node, lane, group, k, v)
@@ -174,13 +175,8 @@ class Gather(Transfers):
         if gathering.returned is not None:
             gradient = gradient.index_select(0, self._index("returned"))
         received = self._empty(gathering.send_rows.size, chunk)
-        width = received.shape[1:].numel()
-        pending = self.group.start_all_to_all(
-            received.view(-1),
-            gradient.view(-1),
-            (gathering.send_counts * width).tolist(),
-            (gathering.recv_counts * width).tolist(),
-        )
+        traffic = self.step.traffic.reversed().times(received.shape[1:].numel())
+        pending = self.group.start_all_to_all(received.view(-1), gradient.view(-1), traffic)
         self._returning.append((chunk, received, pending))
 
     def collect(self, dk: Tensor, dv: Tensor) -> None:
@@ -218,14 +214,8 @@ class Gather(Transfers):
         for target, source in zip(unpack(sent, *own), own, strict=True):
             torch.index_select(source, 0, self._index("send_rows"), out=target)
         received = self._empty(gathering.tokens.size, chunk)
-        width = sent.shape[1:].numel()
-        pending = self.group.start_all_to_all(
-            received.view(-1),
-            sent.view(-1),
-            (gathering.recv_counts * width).tolist(),
-            (gathering.send_counts * width).tolist(),
-        )
-        return received, pending
+        traffic = self.step.traffic.times(sent.shape[1:].numel())
+        return received, self.group.start_all_to_all(received.view(-1), sent.view(-1), traffic)
 
     def _arranged(self, received: Tensor) -> Tensor:
         """What arrived, in stream order."""

@@ -22,6 +22,10 @@ class Tables:
         found = tables.get(key)
         return tables.setdefault(key, make()) if found is None else found
 
+    def share_tables(self, other: Tables) -> None:
+        """Takes what was and will be derived from `other` for its own; what differs between the two is in the keys."""
+        self.__dict__["_tables"] = other.__dict__.setdefault("_tables", {})
+
     def __getstate__(self) -> dict[str, Any]:
         # A cached hash above all must stay behind: hashes of bytes differ from process to process.
         derived = {

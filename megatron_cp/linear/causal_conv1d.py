@@ -51,7 +51,7 @@ def causal_conv1d(
         raise ArgumentError("activation", activation, "silu, swish or None")
     share.check_kernels()
 
-    def conv(*arrived: Tensor) -> list[Tensor]:
-        return share.convolved(arrived, taps, bias, count=1, silu=activation is not None)
+    def conv(own: Share, *arrived: Tensor) -> list[Tensor]:
+        return own.convolved(arrived, taps, bias, count=1, silu=activation is not None)
 
     return share.run([x], conv=conv).flatten(1)

@@ -62,16 +62,16 @@ def gated_delta_rule(
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
 
-    def gates(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> list[Tensor]:
+    def gates(_: Share, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
             q, k = l2_normalised(q), l2_normalised(k)
         return [q, k, v, g.squeeze(-1), beta.squeeze(-1)]
 
     return share.run(
         [q.flatten(1), k.flatten(1), v.flatten(1), beta, g],
-        conv=share.sections,
+        conv=Share.sections,
         gates=gates,
-        rule=lambda *inputs: [share.recurrence(Delta(*inputs), scale)],
+        rule=lambda own, *inputs: [own.recurrence(Delta(*inputs), scale)],
     )
 
 
@@ -128,15 +128,15 @@ def gated_delta_net(
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
 
-    def gates(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
+    def gates(own: Share, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
         wide, tokens = torch.promote_types(alpha.dtype, torch.float32), len(alpha)
-        rate = for_each_token(A_log[share.heads].to(wide).exp(), tokens)
-        g = -rate * softplus(alpha.squeeze(-1).to(wide) + for_each_token(dt_bias[share.heads].to(wide), tokens))
+        rate = for_each_token(A_log[own.heads].to(wide).exp(), tokens)
+        g = -rate * softplus(alpha.squeeze(-1).to(wide) + for_each_token(dt_bias[own.heads].to(wide), tokens))
         return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(wide))]
 
     return share.run(
         [qkv, beta, alpha],
-        conv=lambda *arrived: share.convolved(arrived, taps, conv_bias, count=3),
+        conv=lambda own, *arrived: own.convolved(arrived, taps, conv_bias, count=3),
         gates=gates,
-        rule=lambda *inputs: [share.recurrence(Delta(*inputs), scale)],
+        rule=lambda own, *inputs: [own.recurrence(Delta(*inputs), scale)],
     )

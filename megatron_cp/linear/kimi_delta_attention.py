@@ -63,16 +63,16 @@ def kda(
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
 
-    def gates(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+    def gates(_: Share, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
             q, k = l2_normalised(q), l2_normalised(k)
         return [q, k, v, g, beta.squeeze(-1)]
 
     return share.run(
         [q.flatten(1), k.flatten(1), v.flatten(1), g.flatten(1), beta],
-        conv=share.sections,
+        conv=Share.sections,
         gates=gates,
-        rule=lambda *inputs: [share.recurrence(Delta(*inputs), scale)],
+        rule=lambda own, *inputs: [own.recurrence(Delta(*inputs), scale)],
     )
 
 
@@ -135,17 +135,17 @@ def kda_mixer(
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
 
-    def gates(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+    def gates(own: Share, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         wide, tokens = torch.promote_types(g.dtype, torch.float32), len(g)
-        own_bias = dt_bias.unflatten(0, (heads, decay.head_dim))[share.heads].flatten().to(wide)
-        rate = for_each_token(A_log[share.heads].to(wide).exp(), tokens)[..., None]
+        own_bias = dt_bias.unflatten(0, (heads, decay.head_dim))[own.heads].flatten().to(wide)
+        rate = for_each_token(A_log[own.heads].to(wide).exp(), tokens)[..., None]
         shifted = g.to(wide) + for_each_token(own_bias, tokens).view(g.shape)
         g = -rate * softplus(shifted) if lower_bound is None else lower_bound * sigmoid(rate * shifted)
         return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(wide))]
 
     return share.run(
         [qkv, g, beta],
-        conv=lambda *arrived: share.convolved(arrived, taps, conv_bias, count=3),
+        conv=lambda own, *arrived: own.convolved(arrived, taps, conv_bias, count=3),
         gates=gates,
-        rule=lambda *inputs: [share.recurrence(Delta(*inputs), scale)],
+        rule=lambda own, *inputs: [own.recurrence(Delta(*inputs), scale)],
     )

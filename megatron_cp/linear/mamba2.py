@@ -73,16 +73,16 @@ def mamba2(
     _check_limit(dt_limit)
     share.check_kernels()
 
-    def gates(x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
+    def gates(own: Share, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
         wide = torch.promote_types(dt.dtype, torch.float32)
-        step = _step(dt.squeeze(-1).to(wide), dt_bias, share, softplus_too=dt_softplus, limit=dt_limit)
-        return [x, step, A[share.heads].to(wide), b, c]
+        step = _step(dt.squeeze(-1).to(wide), dt_bias, own, softplus_too=dt_softplus, limit=dt_limit)
+        return [x, step, A[own.heads].to(wide), b, c]
 
     return share.run(
         [x.flatten(1), B.flatten(1), C.flatten(1), dt],
-        conv=share.sections,
+        conv=Share.sections,
         gates=gates,
-        rule=lambda *inputs: [_with_skip(share.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, share)],
+        rule=lambda own, *inputs: [_with_skip(own.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, own)],
     )
 
 
@@ -138,16 +138,16 @@ def mamba2_mixer(
     _check_limit(dt_limit)
     share.check_kernels()
 
-    def gates(x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
+    def gates(own: Share, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
         wide = torch.promote_types(dt.dtype, torch.float32)
-        step = _step(dt.squeeze(-1).to(wide), dt_bias, share, softplus_too=True, limit=dt_limit)
-        return [x, step, -A_log[share.heads].to(wide).exp(), b, c]
+        step = _step(dt.squeeze(-1).to(wide), dt_bias, own, softplus_too=True, limit=dt_limit)
+        return [x, step, -A_log[own.heads].to(wide).exp(), b, c]
 
     return share.run(
         [xBC, dt],
-        conv=lambda *arrived: share.convolved(arrived, taps, conv_bias, count=3),
+        conv=lambda own, *arrived: own.convolved(arrived, taps, conv_bias, count=3),
         gates=gates,
-        rule=lambda *inputs: [_with_skip(share.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, share)],
+        rule=lambda own, *inputs: [_with_skip(own.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, own)],
     )
 
 

@@ -7,7 +7,9 @@ convolution, its gates, its rule) are written once, against this.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +25,9 @@ from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.plan import Plan
-from megatron_cp.executor.run import run
+from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
+from megatron_cp.executor.wire import Wire
 from megatron_cp.layout.segments import Segments
 from megatron_cp.linear.kernels import Inputs, LinearCall, choose_conv, choose_rule
 
@@ -44,6 +47,7 @@ class Share:
         ranks: the plan's ranks.
         rows: of this rank's local tensors, pad rows included.
         call: what kernels are told.
+        blocks: the sections, with the ranges of heads of the chunk that this share is of.
         heads: whose parameters are this rank's, as a slice.
         groups: the key head that each own head reads, counted within the own ones.
     """
@@ -56,10 +60,21 @@ class Share:
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
-        self.call = linear_call(plan, self.rank, values.dtype, values.device)
-        (first, last), (first_group, _) = plan.heads_of(self.rank), plan.groups_of(self.rank)
+        self.wire = Wire(self.ranks, plan.transport)
+        self._of_chunk(0, values.dtype, values.device)
+
+    def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Share:
+        deal, lane = self.plan.deal_of(chunk), self.rank % self.plan.ulysses_degree
+        self.blocks = self.plan.sections.chunk(self.plan.deal, chunk, self.plan.head_chunks).blocks
+        self.call = linear_call(self.plan, self.blocks, self.rank, dtype, device)
+        (first, last), (first_group, _) = deal.heads[lane], deal.groups[lane]
         self.heads = slice(first, last)
-        self.groups = [head // plan.deal.heads_per_group - first_group for head in range(first, last)]
+        self.groups = [head // deal.heads_per_group - first_group for head in range(first, last)]
+        return self
+
+    def chunk(self, number: int) -> Share:
+        """This rank's share of one chunk of heads."""
+        return self if number == 0 else copy.copy(self)._of_chunk(number, self.call.dtype, self.call.device)
 
     @property
     def is_chunkwise(self) -> bool:
@@ -67,9 +82,11 @@ class Share:
 
     def check_kernels(self) -> None:
         """Raises what choosing kernels would raise: before anything is sent."""
-        if self.plan.kind != "conv1d":
-            choose_rule(self.kernel, self.call)
-        choose_conv(self.kernel, self.call)
+        for number in range(self.plan.head_chunks):
+            call = self.chunk(number).call
+            if self.plan.kind != "conv1d":
+                choose_rule(self.kernel, call)
+            choose_conv(self.kernel, call)
 
     def run(
         self, tensors: list[Tensor], *, conv: Stage, gates: Stage | None = None, rule: Stage | None = None
@@ -79,13 +96,19 @@ class Share:
         Args:
             tensors: `[rows, f]`, whose features, end to end, are the plan's sections.
             conv: takes what arrives and returns one `[T, h, d]` for each section.
-            gates: from these to what `rule` takes; `rule` returns one `[T, h, dv]`.
+            gates: from these to what `rule` takes; `rule` returns one `[T, h, dv]`. All three take the share whose
+                heads these are first: this one's, or a chunk's of them.
 
         Returns:
             `[rows, h, dv]`, zero in pad rows.
         """
-        work = {"conv": conv, "gates": gates, "rule": rule}
-        (out,) = run(self.plan, self.ranks, tensors, {name: stage for name, stage in work.items() if stage})
+        stages = {"conv": conv, "gates": gates, "rule": rule}
+
+        def work(chunk: int) -> dict[str, LocalWork]:
+            own = self.chunk(chunk)
+            return {name: partial(stage, own) for name, stage in stages.items() if stage}
+
+        (out,) = run(self.plan, self.wire, tensors, work)
         if self.is_chunkwise and self.rows > self.tokens:
             out = F.pad(out, (0, 0) * (out.ndim - 1) + (0, self.rows - self.tokens))
         last = self.plan.out
@@ -93,13 +116,13 @@ class Share:
 
     def sections(self, *arrived: Tensor) -> list[Tensor]:
         """What arrived, one `[T, h, d]` for each section."""
-        return self._split(arrived, list(self.plan.sections.blocks)) if self.is_chunkwise else list(arrived)
+        return self._split(arrived, list(self.blocks)) if self.is_chunkwise else list(arrived)
 
     def convolved(
         self, arrived: Sequence[Tensor], weight: Tensor, bias: Tensor | None, *, count: int, silu: bool = True
     ) -> list[Tensor]:
         """`sections`, of which the first `count`, which were one tensor, are convolved with `[c, width]` taps."""
-        blocks = list(self.plan.sections.blocks)
+        blocks = list(self.blocks)
         if self.is_chunkwise:
             x, *rest = arrived
             y = self._convolved_segments(x[: self.tokens], weight, bias, silu=silu)
@@ -119,7 +142,7 @@ class Share:
         halo = next(step for step in self.plan.steps if isinstance(step, Halo))
         history = None
         if halo.reach:
-            x, history = start_halo(halo, self.ranks, x)
+            x, history = start_halo(halo, self.wire, x)
         if not len(x):
             others = [weight, *([] if bias is None else [bias]), *([] if history is None else [history()])]
             return connected(x, *others)
@@ -148,9 +171,9 @@ class Share:
             return choose_rule(self.kernel, self.call).rule(inputs, self.groups, scale, self.call)
         step = next(step for step in self.plan.steps if isinstance(step, Scan))
         if not values.numel():
-            return scan(step, self.ranks, _Nothing(step, values), *inputs)
+            return scan(step, self.wire, _Nothing(step, values), *inputs)
         work = choose_rule(self.kernel, self.call).work(inputs, self.groups, scale, self.call)
-        return work.finish(scan(step, self.ranks, work.local, *work.tensors))
+        return work.finish(scan(step, self.wire, work.local, *work.tensors))
 
     def own_channels(self, parameter: Tensor, blocks: list[Section]) -> list[Tensor]:
         """The channels of this rank's heads in each block of a `[channels, ...]` parameter."""
@@ -162,9 +185,10 @@ class Share:
         return own
 
 
-def linear_call(plan: Plan, rank: int, dtype: torch.dtype, device: torch.device) -> LinearCall:
-    """What kernels are told of a rank's share of a plan."""
-    blocks = plan.sections.blocks
+def linear_call(
+    plan: Plan, blocks: Sequence[Section], rank: int, dtype: torch.dtype, device: torch.device
+) -> LinearCall:
+    """What kernels are told of a rank's share of a plan, of which `blocks` are the heads."""
     names = [block.name for block in blocks]
     keys = blocks[names.index("B" if plan.kind == "mamba" else "k")] if len(blocks) > 1 else blocks[0]
     convolved = blocks[: 3 if len(blocks) > 1 else 1]

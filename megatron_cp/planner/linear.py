@@ -6,14 +6,23 @@ import warnings
 from dataclasses import dataclass, replace
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.plan import Compute, Plan, Price, Relay, Step, ToHeads, ToTokens
+from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.cost import H100, Hardware, lower_bound, priced
-from megatron_cp.planner.plans import check_layout, checked_heads, notes_of
+from megatron_cp.planner.plans import (
+    check_layout,
+    check_transport,
+    checked_chunks,
+    checked_codec,
+    checked_heads,
+    exchange_of,
+    notes_of,
+)
 
 MAX_CONV_WIDTH = 64  # far beyond any model; a halo and its tables grow with it
 
@@ -47,7 +56,7 @@ class LinearShape:
             return Sections((Section("x", self.heads, 1, deal.heads),))
         keys = {"head_dim": self.key_dim, "num_heads": self.groups, "ranges": deal.groups}
         values = {"head_dim": self.value_dim, "num_heads": self.heads, "ranges": deal.heads}
-        each = {"head_dim": 1, "num_heads": self.heads, "ranges": deal.heads}
+        each = {"head_dim": 1, "num_heads": self.heads, "ranges": deal.heads, "exact": True}
         table = {
             "gdn": {"q": keys, "k": keys, "v": values, "beta": each, "alpha": each},
             "kda": {"q": keys, "k": keys, "v": values, "g": {**each, "head_dim": self.key_dim}, "beta": each},
@@ -84,6 +93,9 @@ def plan_linear(
     layers: int = 1,
     hardware: Hardware = H100,
     item_size: int = 2,
+    head_chunks: int | None = None,
+    transport: Transport = COLLECTIVE,
+    codec: str = "none",
 ) -> Plan:
     """How to run a linear layer over a batch.
 
@@ -109,6 +121,11 @@ def plan_linear(
             than was given, which is its `outer`, and `relayout` moves hidden states between the two. None where not.
         layers: how many linear layers share such a relay.
         hardware, item_size: what predictions assume: rates, and the bytes of an activation.
+        head_chunks: parts in which headwise's heads travel, each while the one before is computed; at most as many as a
+            rank has key heads, 1 if None. Where another mode is chosen it does not matter.
+        transport: by which road messages go.
+        codec: how headwise's heads are coded while they change places; see `plan_attention`. Gates, decays and step
+            sizes travel as they are, and so do the states of other modes.
 
     Raises:
         ArgumentError: an argument that does not fit the others, or that no mode here can run.
@@ -132,10 +149,18 @@ def plan_linear(
     if not isinstance(hardware, Hardware):
         raise ArgumentError("hardware", hardware, "rates, as in megatron_cp.planner.cost.H100")
     item_size = checked_integer("item_size", item_size, 1)
+    check_transport(transport, layout.cp_size)
+    is_coded = mode in ("headwise", "auto") and kind != "conv1d"
+    coding = checked_codec(codec, kind if kind == "conv1d" else mode, is_coded)
+    deal = deal_heads(shape.heads, shape.groups, layout.cp_size)
+    chunks = 1
+    if head_chunks is not None:
+        most = deal.most_groups if mode in ("headwise", "auto") else 1
+        chunks = checked_chunks(head_chunks, most, mode, "Chunks are of a rank's key heads; only headwise has any.")
     if mode == "relay" and contiguous_like(layout) == layout:
         mode = "chunkwise"  # already there
     makers = {
-        "headwise": lambda: _headwise(layout, shape),
+        "headwise": lambda: _headwise(layout, shape, deal, chunks, coding),
         "chunkwise": lambda: _chunkwise(layout, shape),
         "relay": lambda: _relayed(layout, shape, hidden_size or 1, layers),
     }
@@ -154,7 +179,7 @@ def plan_linear(
     if chosen.deal.idle_ranks:
         warnings.warn(chosen.notes[0], stacklevel=2)
     return replace(
-        chosen, notes=(*chosen.notes, *_notes(chosen)), prices=tuple(price for price, _ in plans)
+        chosen, notes=(*chosen.notes, *_notes(chosen)), prices=tuple(price for price, _ in plans), transport=transport
     )  # fmt: skip
 
 
@@ -181,13 +206,12 @@ def _total(price: Price) -> float:
     return price.forward + price.backward
 
 
-def _headwise(layout: Layout, shape: LinearShape) -> Plan:
-    deal = deal_heads(shape.heads, shape.groups, layout.cp_size)
+def _headwise(layout: Layout, shape: LinearShape, deal: HeadDeal, chunks: int, codec: Codec | None) -> Plan:
     sections = shape.sections(deal)
-    arriving = ToHeads(Exchange(layout, sections), (0, len(sections.blocks)))
+    arriving = ToHeads(exchange_of(layout, sections, deal, chunks, codec), (0, len(sections.blocks)))
     out = Section("out", shape.heads, 1 if shape.kind == "conv1d" else shape.value_dim, deal.heads)
     local = [Compute(name) for name in (("conv",) if shape.kind == "conv1d" else ("conv", "gates", "rule"))]
-    steps: tuple[Step, ...] = (arriving, *local, ToTokens(Exchange(layout, Sections((out,)))))
+    steps: tuple[Step, ...] = (arriving, *local, ToTokens(exchange_of(layout, Sections((out,)), deal, chunks, codec)))
     head, group = {"conv1d": ("channel", "channel"), "mamba": ("head", "group of B and C")}.get(
         shape.kind, ("value head", "key head")
     )

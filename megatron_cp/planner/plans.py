@@ -5,10 +5,12 @@ from __future__ import annotations
 import warnings
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.exchange.codec import CODECS, Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
 from megatron_cp.executor.plan import Plan, Step, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
+from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.parts import joined
@@ -29,6 +31,8 @@ def plan_attention(
     scheme: str = "auto",
     ulysses_degree: int | None = None,
     head_chunks: int | None = None,
+    transport: Transport = COLLECTIVE,
+    codec: str = "none",
 ) -> Plan:
     """How to run softmax attention over a batch.
 
@@ -54,8 +58,12 @@ def plan_attention(
         scheme: one of the above, or "auto", which is a2a until plans are priced.
         ulysses_degree: `u`, for the last two; the largest divisor of `cp_size` by which the key/value heads can be
             shared out evenly if None.
-        head_chunks: parts in which keys are gathered by all_gather and exact, each while the one before is computed;
-            at most as many as a rank has key/value heads, and 2 if None and it has as many.
+        head_chunks: parts in which heads travel, each while the one before is computed: keys of all_gather, exact and
+            a2a+all_gather, where None is 2 if a rank has as many key/value heads; heads of the exchange in a2a and
+            a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
+        transport: by which road messages go.
+        codec: how heads are coded while they change places: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2) or
+            "int8", each with a scale for each token and head.
 
     Raises:
         ArgumentError: an argument that does not fit the others, or that no scheme here can run.
@@ -87,20 +95,25 @@ def plan_attention(
         Layout.contiguous(dealt.packing, 1) if exchanged and degree == 1 else joined(dealt, degree)
         for dealt in (layout, kv_layout)
     )
-    attend = Attend(
-        mask, queries, keys, deal, schedule, head_dim, value_head_dim,
-        _head_chunks(head_chunks, scheme, deal),
-    )  # fmt: skip
+    chunks = _head_chunks(head_chunks, scheme, deal)
+    exchanges, gathered = (1, chunks) if gathers(scheme) else (chunks, 1)
+    attend = Attend(mask, queries, keys, deal, schedule, head_dim, value_head_dim, gathered)
+    coding = checked_codec(codec, scheme, exchanged or scheme == "a2a")
     steps: tuple[Step, ...] = (attend,)
     if exchanged:
+
+        def exchange(layout: Layout, *blocks: Section) -> Exchange:
+            return exchange_of(layout, Sections(blocks), deal, exchanges, coding)
+
         inbound = (
-            (ToHeads(Exchange(layout, Sections((q,))), (0, 1)), ToHeads(Exchange(kv_layout, Sections((k, v))), (1, 3)))
+            (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
             if kv_layout != layout
-            else (ToHeads(Exchange(layout, Sections((q, k, v))), (0, 3)),)
+            else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
         )
-        steps = (*inbound, attend, ToTokens(Exchange(layout, Sections((out,)))))
+        steps = (*inbound, attend, ToTokens(exchange(layout, out)))
+    check_transport(transport, layout.cp_size)
     notes = notes_of(deal, layout, "head", "key/value head", "; exact and p2p use them all")
-    return Plan("attention", scheme, layout, Sections((q, k, v)), deal, mask, steps, notes)
+    return Plan("attention", scheme, layout, Sections((q, k, v)), deal, mask, steps, notes, transport=transport)
 
 
 _PRODUCTS = {"a2a+p2p": "p2p", "a2a+all_gather": "all_gather"}
@@ -131,19 +144,45 @@ def _grid(scheme: str, cp_size: int, kv_heads: int, ulysses_degree: int | None) 
 
 
 def gathers(scheme: str) -> bool:
-    """Whether a scheme gathers keys, which it can do in head chunks."""
+    """Whether a scheme gathers keys, which it does in head chunks."""
     return scheme in ("all_gather", "exact", "a2a+all_gather")
 
 
 def _head_chunks(asked: int | None, scheme: str, deal: HeadDeal) -> int:
-    most = max(hi - lo for lo, hi in deal.groups) if gathers(scheme) else 1
+    most = 1 if scheme == "p2p" else deal.most_groups
     if asked is None:
-        return min(2, most)
+        return min(2, most) if gathers(scheme) else 1
+    return checked_chunks(asked, most, scheme, "Chunks are of a rank's key/value heads; p2p has none.")
+
+
+def checked_chunks(asked: int, most: int, scheme: str, remedy: str) -> int:
+    """Parts of a rank's heads."""
     asked = checked_integer("head_chunks", asked, 1)
     if asked > most:
-        remedy = "all_gather and exact gather in chunks of a rank's key/value heads."
         raise ArgumentError("head_chunks", asked, f"1 to {most}, or None, for {scheme}", remedy)
     return asked
+
+
+def checked_codec(name: str, scheme: str, exchanges: bool) -> Codec | None:
+    """The codec of that name."""
+    if require("codec", name) != "none" and not exchanges:
+        remedy = "Only heads that change places are coded, and single channels are no shorter for it."
+        raise ArgumentError("codec", name, f"none for {scheme}", remedy)
+    return CODECS[name]
+
+
+def check_transport(transport: Transport, cp_size: int) -> None:
+    """Refuses what is no road between so many ranks."""
+    if not isinstance(transport, Transport):
+        raise ArgumentError("transport", transport, 'a Transport, as in Transport("pairwise")')
+    if transport.hosts and len(transport.hosts) != cp_size:
+        raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")
+
+
+def exchange_of(layout: Layout, sections: Sections, deal: HeadDeal, chunks: int, codec: Codec | None) -> Exchange:
+    """Of sections that `deal` dealt, in so many chunks of each rank's heads."""
+    parts = tuple(sections.chunk(deal, number, chunks) for number in range(chunks)) if chunks > 1 else ()
+    return Exchange(layout, sections, parts, codec)
 
 
 def _key_side(

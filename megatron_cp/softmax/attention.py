@@ -17,8 +17,9 @@ from megatron_cp.executor.attend import attend, attend_backward, head_by_head
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.plan import Plan, ToHeads
-from megatron_cp.executor.run import run
+from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.schedule import Attend, HeadChunk
+from megatron_cp.executor.wire import Wire
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 
@@ -86,17 +87,21 @@ def attention(
     if sink is not None:
         check_tensor("sink", sink, (blocks[0].num_heads,), like=q)
     backend = choose_kernel(KERNELS, kernel, call)
+    wire = Wire(ranks, plan.transport)
     node, lane = divmod(ranks.rank, step.num_lanes)
-    first, last = step.deal.heads[lane]
-    along = ranks.part(range(lane, ranks.size, step.num_lanes))
-    place = _Place(step, node, lane, along, _Heads(backend, call, first))
+    along = wire.part(range(lane, ranks.size, step.num_lanes))
 
-    def local_attention(*tensors: Tensor) -> list[Tensor]:
-        return [_Attention.apply(place, sink if sink is None else sink[first:last], *tensors)]
+    def local_attention(chunk: int) -> dict[str, LocalWork]:
+        own = plan.attend_of(chunk)
+        first, last = own.deal.heads[lane]
+        place = _Place(own, node, lane, along, _Heads(backend, call, first))
+        return {
+            "attend": lambda *tensors: [_Attention.apply(place, sink if sink is None else sink[first:last], *tensors)]
+        }
 
     exchanged = any(isinstance(each, ToHeads) for each in plan.steps)
     tensors = [x.flatten(-2) if exchanged else x for x in (q, k, v)]
-    (out,) = run(plan, ranks, tensors, {"attend": local_attention})
+    (out,) = run(plan, wire, tensors, local_attention)
     return out.unflatten(-1, (blocks[0].num_heads, blocks[2].head_dim)) if exchanged else out
 
 
@@ -191,7 +196,7 @@ class _Place:
     step: Attend
     node: int
     lane: int
-    group: RankGroup
+    wire: Wire
     work: _Heads
 
 
@@ -209,7 +214,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, place: _Place, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.place = place
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
-        out, lse = attend(place.step, place.node, place.lane, place.group, place.work, q, k, v)
+        out, lse = attend(place.step, place.node, place.lane, place.wire, place.work, q, k, v)
         if sink is not None:
             before = head_by_head(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=head_by_head(lse))
@@ -230,7 +235,7 @@ class _Attention(torch.autograd.Function):
                 terms = _per_query(share) * (dout.to(lse.dtype) * out)
                 dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
             dq, dk, dv = attend_backward(
-                place.step, place.node, place.lane, place.group, place.work, dout, q, k, v, out, lse
+                place.step, place.node, place.lane, place.wire, place.work, dout, q, k, v, out, lse
             )
         return None, dsink, dq, dk, dv
 

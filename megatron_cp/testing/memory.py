@@ -20,8 +20,9 @@ class PeakMemory(TorchDispatchMode):
     """Follows the tensors that this thread makes within `with memory:`, forward and backward, until they are freed.
 
     Counted is the storage of every tensor that an operator returned and that was not there before. Not counted is what
-    an operator allocates and frees within itself, and what a group of ranks does that `watch` wrapped. Autograd would
-    run the backward of CUDA tensors in a thread of its own, unseen; within the block it does not.
+    an operator allocates and frees within itself, what a group of ranks does that `watch` wrapped, and the buffers that
+    it keeps for all layers. Autograd would run the backward of CUDA tensors in a thread of its own, unseen; within the
+    block it does not.
 
     Attributes:
         live: bytes of such storages that are in use after the latest operator.
@@ -75,7 +76,9 @@ class PeakMemory(TorchDispatchMode):
                 self._found.setdefault(storage.cdata, storage)
         result = func(*args, **(kwargs or {}))
         for storage, size in _sized_storages(result):
-            if storage.cdata not in self._found:
+            if func.overloadpacket is torch.ops.aten.resize_:
+                self._found[storage.cdata] = storage  # taken from a group's buffers
+            elif storage.cdata not in self._found:
                 self._made[storage.cdata] = storage, size
         self._forget_freed()
         self.peak = max(self.peak, self.live)
@@ -101,7 +104,7 @@ class _WatchedGroup(RankGroup):
     """Moves copies: whoever moves them may let go of them when it likes, as gloo's threads do."""
 
     def __init__(self, group: RankGroup) -> None:
-        self.group = group
+        self.group, self.buffers = group, group.buffers
         self.rank, self.size = group.rank, group.size
 
     def start_all_to_all(

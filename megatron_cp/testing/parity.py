@@ -18,6 +18,7 @@ from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.relayout import relayout
+from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.linear.causal_conv1d import causal_conv1d
@@ -33,6 +34,7 @@ from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.attention import attention, attention_call
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+CODEC_TOLERANCES = {"fp8": 0.1, "fp8_e5m2": 0.2, "int8": 0.05}
 # A true value below this share of the inputs' scale is rounding noise: a 1-token document's dq is exactly zero.
 FLOOR_SHARE = 1e-3
 
@@ -53,7 +55,11 @@ class Case:
         conv_width: taps of a linear layer's convolution.
         mask: as `Mask.named` spells it, for attention.
         scheme: of attention, or the mode of a linear layer.
-        ulysses_degree, head_chunks: of attention; see `plan_attention`.
+        ulysses_degree: of attention; see `plan_attention`.
+        head_chunks: of attention and of headwise linear layers.
+        transport: by which road messages go.
+        nodes: hosts of a hierarchical transport, of neighbouring ranks.
+        codec: how heads that change places are coded.
         hidden_size: of the model, where hidden states may be relayed around a linear layer; None where not.
         softmax_scale: None for `head_dim ** -0.5`.
         softcap, dropout, learned_sink: of attention; see `attention`.
@@ -75,6 +81,9 @@ class Case:
     scheme: str = "auto"
     ulysses_degree: int | None = None
     head_chunks: int | None = None
+    transport: str = "collective"
+    nodes: int = 2
+    codec: str = "none"
     hidden_size: int | None = None
     softmax_scale: float | None = None
     softcap: float = 0.0
@@ -93,6 +102,9 @@ class Case:
             *(["sink"] if self.learned_sink else []),
             *([f"softcap {self.softcap:g}"] if self.softcap else []),
             *([f"dropout {self.dropout:g}"] if self.dropout else []),
+            *([f"{self.head_chunks} chunks"] if self.head_chunks else []),
+            *([self.transport] if self.transport != "collective" else []),
+            *([self.codec] if self.codec != "none" else []),
         ]
         sizes = f" of {self.head_dim}/{self.value_head_dim}" if self.head_dim != self.value_head_dim else ""
         return (
@@ -107,11 +119,14 @@ class Case:
     def plan(self) -> Plan:
         shape: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
         mask = Mask.named(self.packing, self.mask) if self.layer == "attention" else None
+        wire: dict[str, Any] = {
+            "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
+        }  # fmt: skip
         layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
         if self.layer == "attention":
             return plan_attention(
                 self.packing, layout, kv_heads=self.groups, mask=mask, scheme=self.scheme,
-                ulysses_degree=self.ulysses_degree, head_chunks=self.head_chunks, **shape,
+                ulysses_degree=self.ulysses_degree, **shape, **wire,
             )  # fmt: skip
         kind = require("kind", self.layer)
         sizes: dict[str, Any] = {**shape, "key_heads": self.groups}
@@ -123,8 +138,12 @@ class Case:
             sizes = {"channels": self.heads * self.value_head_dim}
         return plan_linear(
             self.packing, layout, kind, conv_width=self.conv_width, mode=self.scheme, hidden_size=self.hidden_size,
-            item_size=self.dtype.itemsize, **sizes,
+            item_size=self.dtype.itemsize, **sizes, **wire,
         )  # fmt: skip
+
+    def _transport(self) -> Transport:
+        require("transport", self.transport)
+        return Transport.of_nodes(self.transport, self.cp, min(self.nodes, self.cp))
 
     @property
     def softmax_options(self) -> dict[str, Any]:
@@ -276,7 +295,7 @@ def one_rank(case: Case) -> dict[str, Tensor]:
 
 
 def _alone(case: Case) -> Case:
-    alone = replace(case, cp=1, layout="contiguous", align=1, ulysses_degree=None, head_chunks=None)
+    alone = replace(case, cp=1, layout="contiguous", align=1, ulysses_degree=None, head_chunks=None, codec="none")
     return replace(alone, scheme="a2a" if case.layer == "attention" else "headwise")
 
 
@@ -320,7 +339,8 @@ def judge(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
     errors = _errors(case, actual, expected)
     same = {name: torch.equal(actual[name], value) for name, value in expected.items()}
     own = {} if case.dtype == torch.float64 or case.layer != "attention" else kernel_errors(case, expected)
-    return Parity(case, errors, same.pop("out"), all(same.values()), TOLERANCES[case.dtype], own)
+    tolerance = CODEC_TOLERANCES.get(case.codec, TOLERANCES[case.dtype])
+    return Parity(case, errors, same.pop("out"), all(same.values()), tolerance, own)
 
 
 def _errors(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

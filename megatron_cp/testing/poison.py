@@ -16,6 +16,7 @@ _UNINITIALISED = {
     _aten.empty_strided,
     _aten.new_empty,
     _aten.new_empty_strided,
+    _aten.resize_,  # what a group's buffers hand out
 }
 
 

@@ -61,4 +61,6 @@ def _without_what_it_has_not(case: Case) -> Case:
     """The case without a degree or head chunks where its scheme has none."""
     if "+" not in case.scheme:
         case = replace(case, ulysses_degree=None)
-    return case if gathers(case.scheme) else replace(case, head_chunks=None)
+    if not gathers(case.scheme):
+        case = replace(case, head_chunks=None)
+    return case if case.scheme.startswith("a2a") else replace(case, codec="none")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.pack import Geometry, like_rows, pack_heads, section_views, unpack_heads
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.layout import Layout, Packing
@@ -56,7 +57,7 @@ def normal(at: Geometry, seed: int = 0) -> list[Tensor]:
 
 def finished(at: Geometry) -> list[Tensor]:
     """Values that a kernel wrote where its inputs stood."""
-    received = pack_heads(normal(at, seed=1), at)
+    received = pack_heads(normal(at, seed=1), at, Buffers())
     written = like_rows(*unpack_heads(received, at))
     for tensor, value in zip(written, normal(at), strict=True):
         tensor.copy_(value)
@@ -92,7 +93,7 @@ def test_finished_table_in_stream_order_is_sent_as_it_lies(batch: int | None):
     at = geometry(LAYOUTS["in stream order"], batch=batch)
     sections = finished(at)
     with CountCopies() as moved:
-        message = pack_heads(sections, at)
+        message = pack_heads(sections, at, Buffers())
     assert moved.counts == Counter()
     assert message.data_ptr() == sections[0].data_ptr()
     assert carries(message, sections, at)
@@ -104,7 +105,7 @@ def test_finished_table_is_shuffled_by_one_gather(batch: int | None):
     sections = finished(at)
     at.index("order")  # made once for a batch
     with CountCopies() as moved:
-        message = pack_heads(sections, at)
+        message = pack_heads(sections, at, Buffers())
     assert moved.counts == Counter(index_select=1)
     assert carries(message, sections, at)
 
@@ -114,7 +115,7 @@ def test_table_inside_a_larger_buffer_is_adopted():
     row = at.format.row_bytes[at.rank]
     sections = at_bytes(at, row_bytes=row, start=2 * row)
     with CountCopies() as moved:
-        message = pack_heads(sections, at)
+        message = pack_heads(sections, at, Buffers())
     assert moved.counts == Counter()
     assert carries(message, sections, at)
 
@@ -172,7 +173,7 @@ def test_what_is_no_finished_table_is_packed(name: str, layout: Layout):
     at = geometry(layout)
     sections = NOT_TABLES[name](at)
     values = [section.clone() for section in sections]
-    message = pack_heads(sections, at)
+    message = pack_heads(sections, at, Buffers())
     assert carries(message, values, at)
     storages = {section.untyped_storage().data_ptr() for section in sections}
     assert message.untyped_storage().data_ptr() not in storages
@@ -182,7 +183,7 @@ def test_rank_without_heads_of_one_section_packs_the_others(layout: Layout):
     at = geometry(layout, rank=2)
     sections = finished(at)
     assert sections[-1].numel() == 0
-    assert carries(pack_heads(sections, at), normal(at), at)
+    assert carries(pack_heads(sections, at, Buffers()), normal(at), at)
 
 
 @pytest.mark.parametrize("first_byte", [4, 20], ids=lambda byte: f"from byte {byte}")
@@ -192,7 +193,7 @@ def test_views_that_start_between_elements_of_another_type_are_packed(first_byte
     sections = normal(at)
     room = torch.zeros(sections[0].numel() + 64 * PACKING.total)
     sections[0] = room[first_byte // 4 :][: sections[0].numel()].view(sections[0].shape).copy_(sections[0])
-    assert carries(pack_heads(sections, at), sections, at)
+    assert carries(pack_heads(sections, at, Buffers()), sections, at)
 
 
 # -- like_rows -------------------------------------------------------------------------------------------------------
@@ -201,7 +202,7 @@ def test_views_that_start_between_elements_of_another_type_are_packed(first_byte
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
 def test_like_rows_lie_to_each_other_as_the_originals(batch: int | None, layout: Layout):
     at = geometry(layout, batch=batch)
-    views = unpack_heads(pack_heads(normal(at), at), at)
+    views = unpack_heads(pack_heads(normal(at), at, Buffers()), at)
     copies = like_rows(*views)
     for view, copy in zip(views, copies, strict=True):
         assert (copy.shape, copy.dtype, copy.stride()) == (view.shape, view.dtype, view.stride())
@@ -210,7 +211,7 @@ def test_like_rows_lie_to_each_other_as_the_originals(batch: int | None, layout:
 
 def test_like_rows_have_memory_of_their_own():
     at = geometry(LAYOUTS["in stream order"])
-    views = unpack_heads(pack_heads(normal(at), at), at)
+    views = unpack_heads(pack_heads(normal(at), at, Buffers()), at)
     copies = like_rows(*views)
     for number, copy in enumerate(copies):
         copy.fill_(number)

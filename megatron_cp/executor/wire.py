@@ -1,0 +1,213 @@
+"""`Wire`: the ranks of a plan and the road between them.
+
+Whatever the road, an all-to-all is started, and waited for later; both are collective, and ranks wait in the order of
+starting. The roads that are not the backend's own are made of messages from rank to rank:
+
+    pairwise        start: own piece copied, messages of the first rounds under way   wait: the other rounds
+    hierarchical    start: one message to each other host, and direct ones at home    wait: what came for others goes on
+
+Between hosts comes first, since those links are slow: they are busy while the ranks compute, and only the hop within
+the host is left for the wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.transport import COLLECTIVE, Transport, num_rounds, partner
+
+ROUNDS_IN_FLIGHT = 4  # so that a slow pair holds nobody up; more would be a crowd on one link again
+
+
+class Wire:
+    """How what a plan sends travels, seen from one rank.
+
+    Args:
+        group: the ranks.
+        transport: the road.
+    """
+
+    def __init__(self, group: RankGroup, transport: Transport = COLLECTIVE) -> None:
+        if transport.hosts and len(transport.hosts) != group.size:
+            raise ArgumentError("hosts", transport.hosts, f"the host of each of the {group.size} ranks")
+        self.group, self.transport = group, transport
+        self.rank, self.size = group.rank, group.size
+
+    @property
+    def buffers(self) -> Buffers:
+        return self.group.buffers
+
+    def part(self, ranks: range) -> Wire:
+        """The road among some of the ranks, this one among them."""
+        return self if len(ranks) == self.size else Wire(self.group.part(ranks), self.transport.part(ranks))
+
+    def start_all_to_all(self, received: Tensor, sent: Tensor, traffic: Traffic) -> Pending:
+        """Piece r of flat `sent` goes to rank r, and piece r of flat `received` comes from it."""
+        sent_splits, received_splits = traffic.sent_by(self.rank), traffic.received_by(self.rank)
+        if self.transport.name == "collective":
+            return self.group.start_all_to_all(received, sent, received_splits, sent_splits)
+        outgoing, incoming = sent.split(sent_splits), received.split(received_splits)
+        if self.transport.name == "pairwise":
+            return self._start_rounds(incoming, outgoing)
+        return _TwoHops(self.group, self.transport, incoming, outgoing, traffic, sent)
+
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """Fills flat `received` with every rank's flat `sent`, in rank order; all ranks send equally much."""
+        if self.transport.name == "collective":
+            return self.group.start_all_gather(received, sent)
+        incoming = received.split([sent.numel()] * self.size)
+        if self.transport.name == "pairwise":
+            return self._start_rounds(incoming, [sent] * self.size)
+        return _SharesByTwoHops(self.group, self.transport, incoming, sent)
+
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """As the group does: a message has one road only."""
+        return self.group.start_messages(sends, receives)
+
+    def _start_rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Pending:
+        incoming[self.rank].copy_(outgoing[self.rank])
+        met = (partner(self.rank, self.size, number) for number in range(num_rounds(self.size)))
+        return _Rounds(self.group, [(Message(outgoing[p], p), Message(incoming[p], p)) for p in met if p is not None])
+
+
+def over(group: RankGroup | Wire) -> Wire:
+    """A group with its backend's own road, or a wire as it is."""
+    return group if isinstance(group, Wire) else Wire(group)
+
+
+class _Rounds(Pending):
+    """Pairs that talk both ways, some rounds at a time."""
+
+    def __init__(self, group: RankGroup, rounds: list[tuple[Message, Message]]) -> None:
+        self._group, self._ahead = group, deque(rounds)
+        self._under_way: deque[Pending] = deque()
+        for _ in range(min(ROUNDS_IN_FLIGHT, len(rounds))):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        sent, received = self._ahead.popleft()
+        self._under_way.append(self._group.start_messages([sent], [received]))
+
+    def wait(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().wait()
+            if self._ahead:
+                self._start_next()
+
+
+class _Hosts:
+    """Who shares a host with whom, seen from one rank."""
+
+    def __init__(self, rank: int, hosts: tuple[int, ...]) -> None:
+        self.members = [[r for r, host in enumerate(hosts) if host == number] for number in range(max(hosts) + 1)]
+        self.own, self._hosts = hosts[rank], hosts
+        self.home = self.members[self.own]
+        self.others = [number for number in range(len(self.members)) if number != self.own]
+
+    def gate(self, sender: int, host: int) -> int:
+        """The rank of another host that takes in what a rank sends there: all links are used, none twice."""
+        place = self.members[self._hosts[sender]].index(sender)
+        return self.members[host][place % len(self.members[host])]
+
+    def through(self, gate: int) -> list[int]:
+        """The ranks of other hosts whose messages a rank of this host takes in."""
+        return [rank for number in self.others for rank in self.members[number] if self.gate(rank, self.own) == gate]
+
+
+class _TwoHops(Pending):
+    """An all-to-all: one message to each other host, which there goes on to the ranks that it is for."""
+
+    def __init__(
+        self, group: RankGroup, transport: Transport, incoming: Sequence[Tensor], outgoing: Sequence[Tensor],
+        traffic: Traffic, sent: Tensor,
+    ) -> None:  # fmt: skip
+        self._group, self._incoming, self._counts, self._like = group, incoming, traffic.counts, sent
+        self._hosts = hosts = _Hosts(group.rank, transport.hosts)
+        self._taken: list[Tensor] = []
+        incoming[group.rank].copy_(outgoing[group.rank])
+        peers = [rank for rank in hosts.home if rank != group.rank]
+        sends = [Message(outgoing[peer], peer) for peer in peers]
+        for number in hosts.others:
+            ranks = hosts.members[number]
+            bundle = self._bundle([outgoing[rank] for rank in ranks], ranks)
+            sends.append(Message(bundle, hosts.gate(group.rank, number)))
+        self._through = hosts.through(group.rank)
+        sizes = [int(self._counts[rank, hosts.home].sum()) for rank in self._through]
+        self._bundles = self._room(sum(sizes)).split(sizes)
+        receives = [Message(incoming[peer], peer) for peer in peers]
+        receives += [Message(bundle, rank) for bundle, rank in zip(self._bundles, self._through, strict=True)]
+        self._pending = group.start_messages(sends, receives)
+
+    def wait(self) -> None:
+        self._pending.wait()
+        rank, home = self._group.rank, self._hosts.home
+        # What came through here, by the rank of this host that it is for.
+        pieces = [
+            dict(zip(home, bundle.split(self._counts[source, home].tolist()), strict=True))
+            for source, bundle in zip(self._through, self._bundles, strict=True)
+        ]
+        for source, of_source in zip(self._through, pieces, strict=True):
+            self._incoming[source].copy_(of_source[rank])
+        sends, receives, arrived = [], [], []
+        for peer in home:
+            if peer == rank:
+                continue
+            sends.append(Message(self._bundle([of_source[peer] for of_source in pieces]), peer))
+            sources = self._hosts.through(peer)
+            sizes = self._counts[sources, rank].tolist()
+            bundle = self._room(sum(sizes))
+            receives.append(Message(bundle, peer))
+            arrived += list(zip(sources, bundle.split(sizes), strict=True))
+        self._group.start_messages(sends, receives).wait()
+        for source, piece in arrived:
+            self._incoming[source].copy_(piece)
+        self._group.buffers.give(*self._taken)
+        del self._bundles, self._incoming, self._like
+
+    def _bundle(self, pieces: Sequence[Tensor], ranks: Sequence[int] = ()) -> Tensor:
+        """Pieces in one message: as they lie, where they are those of neighbouring ranks."""
+        if len(pieces) == 1:
+            return pieces[0]
+        size = sum(piece.numel() for piece in pieces)
+        if ranks and ranks[-1] - ranks[0] == len(ranks) - 1:
+            start = pieces[0].storage_offset()
+            return pieces[0].as_strided((size,), (1,), start)
+        bundle = self._room(size)
+        for target, piece in zip(bundle.split([piece.numel() for piece in pieces]), pieces, strict=True):
+            target.copy_(piece)
+        return bundle
+
+    def _room(self, size: int) -> Tensor:
+        taken = self._group.buffers.take(size * self._like.element_size(), self._like.device)
+        self._taken.append(taken)
+        return taken.view(self._like.dtype)
+
+
+class _SharesByTwoHops(Pending):
+    """An all-gather likewise: each share goes to each other host once."""
+
+    def __init__(self, group: RankGroup, transport: Transport, incoming: Sequence[Tensor], sent: Tensor) -> None:
+        self._group, self._incoming = group, incoming
+        self._hosts = hosts = _Hosts(group.rank, transport.hosts)
+        incoming[group.rank].copy_(sent)
+        self._peers = [rank for rank in hosts.home if rank != group.rank]
+        targets = [*self._peers, *(hosts.gate(group.rank, number) for number in hosts.others)]
+        self._through = hosts.through(group.rank)
+        self._pending = group.start_messages(
+            [Message(sent, target) for target in targets],
+            [Message(incoming[source], source) for source in (*self._peers, *self._through)],
+        )
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._group.start_messages(
+            [Message(self._incoming[source], peer) for peer in self._peers for source in self._through],
+            [Message(self._incoming[source], peer) for peer in self._peers for source in self._hosts.through(peer)],
+        ).wait()

@@ -1,0 +1,257 @@
+"""Transports: the same data by every road, in any groups, over any hosts."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.transport import COLLECTIVE, Transport, num_rounds, partner
+from megatron_cp.executor.wire import Wire
+from megatron_cp.testing.poison import poisoned
+
+
+class Noting(RankGroup):
+    """Writes down who is sent how many bytes, message by message."""
+
+    def __init__(self, group):
+        self.group, self.rank, self.size, self.sent = group, group.rank, group.size, []
+
+    def start_all_to_all(self, *args):
+        raise AssertionError("no collective of the backend's")
+
+    start_all_gather = start_all_to_all
+
+    def start_messages(self, sends, receives):
+        self.sent += [(message.peer, message.tensor.nbytes) for message in sends]
+        return self.group.start_messages(sends, receives)
+
+    def barrier(self):
+        self.group.barrier()
+
+
+def piece(source: int, target: int, count: int) -> torch.Tensor:
+    return torch.arange(count) + 1000 * target + 100_000 * source
+
+
+def exchanged(group: RankGroup, transport: Transport, counts: np.ndarray) -> torch.Tensor:
+    """What a rank receives of `piece`s, through two all-to-alls under way at once."""
+    wire, traffic, rank = Wire(group, transport), Traffic(counts), group.rank
+    with poisoned():
+        sent = torch.cat([piece(rank, target, int(count)) for target, count in enumerate(counts[rank])])
+        received = [torch.empty(int(counts[:, rank].sum()), dtype=sent.dtype) for _ in range(2)]
+        under_way = [wire.start_all_to_all(received[0], sent, traffic)]
+        under_way.append(wire.start_all_to_all(received[1], sent + 1, traffic))
+        for pending in under_way:
+            pending.wait()
+    assert torch.equal(received[0] + 1, received[1])
+    return received[0]
+
+
+def expected(counts: np.ndarray, rank: int) -> torch.Tensor:
+    return torch.cat([piece(source, rank, int(count)) for source, count in enumerate(counts[:, rank])])
+
+
+@st.composite
+def transports(draw, size: int) -> Transport:
+    name = draw(st.sampled_from(["collective", "pairwise", "hierarchical"]))
+    if name != "hierarchical":
+        return Transport(name)
+    hosts = draw(st.lists(st.integers(0, size - 1), min_size=size, max_size=size))
+    numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
+    return Transport(name, tuple(numbers[host] for host in hosts))  # any hosts, in any order of ranks
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_every_road_brings_the_same(data):
+    size = data.draw(st.integers(1, 8))
+    transport = data.draw(transports(size))
+    counts = np.array(
+        data.draw(st.lists(st.lists(st.sampled_from([0, 1, 3, 17]), min_size=size, max_size=size),
+                           min_size=size, max_size=size))
+    )  # fmt: skip
+    for rank, received in enumerate(run_ranks(lambda group: exchanged(group, transport, counts), size)):
+        assert torch.equal(received, expected(counts, rank))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_every_road_gathers_the_same(data):
+    size = data.draw(st.integers(1, 8))
+    transport = data.draw(transports(size))
+
+    def rank_main(group: RankGroup) -> torch.Tensor:
+        with poisoned():
+            received = torch.empty(3 * size)
+            Wire(group, transport).start_all_gather(received, torch.arange(3.0) + 10 * group.rank).wait()
+        return received
+
+    everything = torch.cat([torch.arange(3.0) + 10 * rank for rank in range(size)])
+    assert all(torch.equal(received, everything) for received in run_ranks(rank_main, size))
+
+
+@pytest.mark.parametrize("name", ["collective", "pairwise", "hierarchical"])
+@pytest.mark.parametrize("ranks", [range(3), range(1, 6, 2), range(4, 6)], ids=str)
+def test_parts_of_a_group_of_any_stride(name, ranks):
+    """Every part talks, as lanes and nodes of a plan do; ranks of two hosts."""
+    whole = Transport.of_nodes(name, 6, 2)
+    counts = np.arange(len(ranks) ** 2).reshape(len(ranks), -1) % 5
+    parts = {
+        range(3): [range(3), range(3, 6)],
+        range(1, 6, 2): [range(0, 6, 2), range(1, 6, 2)],
+        range(4, 6): [range(2), range(2, 4), range(4, 6)],
+    }[ranks]
+
+    def rank_main(group: RankGroup) -> torch.Tensor:
+        own = next(part for part in parts if group.rank in part)
+        wire = Wire(group, whole).part(own)
+        received = exchanged(wire.group, wire.transport, counts)
+        assert torch.equal(received, expected(counts, wire.rank))
+        return received
+
+    run_ranks(rank_main, 6)
+
+
+# -- pairwise ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_rounds_are_pairs_and_all_meet_once(size):
+    met: Counter[tuple[int, int]] = Counter()
+    for number in range(num_rounds(size)):
+        partners = [partner(rank, size, number) for rank in range(size)]
+        for rank, other in enumerate(partners):
+            assert other is None or (other != rank and partners[other] == rank)
+            if other is not None:
+                met[rank, other] += 1
+        assert partners.count(None) == size % 2
+    assert met == Counter((a, b) for a in range(size) for b in range(size) if a != b)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_pairwise_sends_each_piece_once_and_directly(size):
+    counts = np.arange(size * size).reshape(size, size) + 1
+
+    def rank_main(inner: RankGroup) -> list[tuple[int, int]]:
+        group = Noting(inner)
+        exchanged(group, Transport("pairwise"), counts)
+        return sorted(group.sent)
+
+    for rank, sent in enumerate(run_ranks(rank_main, size)):
+        assert sent == sorted(
+            (other, 8 * int(counts[rank, other])) for other in range(size) if other != rank for _ in range(2)
+        )
+
+
+# -- hierarchical ------------------------------------------------------------------------------------------------------
+
+HOSTS = [(0, 0, 1, 1), (0, 0, 0, 1, 1), (0, 1, 1, 1, 1), (0, 1, 0, 1, 2, 2, 2), (0, 0, 0, 0), (0, 1, 2)]
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_one_message_to_each_other_host_and_no_byte_twice_between_them(hosts):
+    size = len(hosts)
+    counts = np.arange(size * size).reshape(size, size) % 7 + 1
+
+    def rank_main(inner: RankGroup) -> list[tuple[int, int]]:
+        group = Noting(inner)
+        Wire(group, Transport("hierarchical", hosts)).start_all_to_all(
+            torch.empty(int(counts[:, group.rank].sum()), dtype=torch.int64),
+            torch.zeros(int(counts[group.rank].sum()), dtype=torch.int64),
+            Traffic(counts),
+        ).wait()
+        return group.sent
+
+    for rank, sent in enumerate(run_ranks(rank_main, size)):
+        for host in set(hosts) - {hosts[rank]}:
+            across = [nbytes for peer, nbytes in sent if hosts[peer] == host]
+            members = [other for other in range(size) if hosts[other] == host]
+            assert across == [8 * int(counts[rank, members].sum())]
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_a_share_is_gathered_once_by_each_other_host(hosts):
+    def rank_main(inner: RankGroup) -> list[tuple[int, int]]:
+        group = Noting(inner)
+        wire = Wire(group, Transport("hierarchical", hosts))
+        wire.start_all_gather(torch.empty(5 * group.size), torch.ones(5)).wait()
+        return group.sent
+
+    for rank, sent in enumerate(run_ranks(rank_main, len(hosts))):
+        across = sorted(hosts[peer] for peer, _ in sent if hosts[peer] != hosts[rank])
+        assert across == sorted(set(hosts) - {hosts[rank]})
+
+
+def test_all_links_between_hosts_are_used():
+    """Each rank of a host takes in what one rank of the other sends."""
+    hosts = (0, 0, 0, 1, 1, 1)
+
+    def rank_main(inner: RankGroup) -> set[int]:
+        group = Noting(inner)
+        exchanged(group, Transport("hierarchical", hosts), np.ones((6, 6), dtype=np.int64))
+        return {peer for peer, _ in group.sent if hosts[peer] != hosts[group.rank]}
+
+    assert run_ranks(rank_main, 6) == [{3}, {4}, {5}, {0}, {1}, {2}]
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+def test_staging_is_allocated_once(hosts):
+    counts = np.arange(len(hosts) ** 2).reshape(len(hosts), -1) % 7 + 1
+
+    def rank_main(group: RankGroup) -> int:
+        exchanged(group, Transport("hierarchical", hosts), counts)
+        before = group.buffers.allocations
+        for _ in range(3):
+            exchanged(group, Transport("hierarchical", hosts), counts)
+        return group.buffers.allocations - before
+
+    assert run_ranks(rank_main, len(hosts)) == [0] * len(hosts)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts", "argument"),
+    [
+        ("smoke signals", (), "transport"),
+        ("hierarchical", (), "hosts"),
+        ("pairwise", (0, 1), "hosts"),
+        ("hierarchical", (0, 2), "hosts"),
+    ],
+)
+def test_rejects_what_is_no_road(name, hosts, argument):
+    with pytest.raises(ArgumentError) as caught:
+        Transport(name, hosts)
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize("nodes", [0, 5])
+def test_rejects_more_nodes_than_ranks(nodes):
+    with pytest.raises(ArgumentError) as caught:
+        Transport.of_nodes("hierarchical", 4, nodes)
+    assert caught.value.argument == "nodes"
+
+
+def test_nodes_share_ranks_as_evenly_as_they_can():
+    assert Transport.of_nodes("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
+    assert Transport.of_nodes("collective", 5, 2) == COLLECTIVE
+
+
+def test_rejects_hosts_of_another_number_of_ranks():
+    def rank_main(group: RankGroup) -> str:
+        with pytest.raises(ArgumentError) as caught:
+            Wire(group, Transport("hierarchical", (0, 1, 1)))
+        return caught.value.argument
+
+    assert run_ranks(rank_main, 2) == ["hosts"] * 2
