@@ -22,6 +22,7 @@ lint: setup ## ruff and mypy
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+	$(RUN)/mypy --scripts-are-modules tools/cluster
 
 test: setup ## all tests, on 2 processes
 	$(RUN)/python -m pytest -n 2 --dist worksteal

@@ -10,6 +10,7 @@ import faulthandler
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -25,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.executor.groups import ThreadGroup, TorchGroup
+from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
 
 RANK_KINDS = ("threads", "processes")
 _GRACE = 0.5  # seconds within which what went wrong elsewhere is heard of
@@ -216,6 +217,13 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()  # also when it was killed and could not end us
         os._exit(1)
+
+
+def hosts_of(group: RankGroup) -> tuple[int, ...]:
+    """The host of each rank of a group, numbered from 0: torchrun's nodes, or by their names. For set-up."""
+    names = group.all_gather_object((os.environ.get("GROUP_RANK", ""), socket.gethostname()))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)
 
 
 def in_torchrun() -> bool:

@@ -26,10 +26,11 @@ from megatron_cp.megatron.modules import (
     refuse,
     refuse_feature,
     refuse_unsupported,
+    transport_of,
 )
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.plans import gathers
+from megatron_cp.planner.plans import exchanges
 from megatron_cp.softmax.attention import attention
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True, AttnMaskType.no_mask: False}
@@ -82,7 +83,9 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             mask=_mask(config, attn_mask_type, layer_number),
             scheme=scheme,
             ulysses_degree=_ulysses_degree(config, scheme),
-            head_chunks=getattr(config, "cp_head_chunks", None) if gathers(scheme) else None,
+            head_chunks=getattr(config, "cp_head_chunks", None) if scheme != "p2p" else None,
+            transport=transport_of(config, self.ranks),
+            codec=getattr(config, "cp_codec", "none") if exchanges(scheme) else "none",
         )
         _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)

@@ -21,17 +21,24 @@ class TransformerConfig(MegatronTransformerConfig):
     Attributes:
         cp_layout: how `shard_batch` should deal tokens: zigzag, contiguous or balanced.
         linear_cp_mode: how linear layers are spread: headwise, chunkwise, relay or auto.
-        cp_head_chunks: parts in which `all_gather` and `exact` gather keys; 2 where there are as many key/value heads
-            if None.
+        cp_head_chunks: parts in which heads change places in `a2a` and `a2a+p2p`, and in headwise linear layers (there
+            at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact` gather keys, 2 if
+            None and there are as many key/value heads.
+        cp_transport: by which road messages go: collective, pairwise or hierarchical.
+        cp_codec: how heads that change places are coded: none, fp8, fp8_e5m2 or int8.
     """
 
     cp_layout: str = "zigzag"
     linear_cp_mode: str = "auto"
     cp_head_chunks: int | None = None
+    cp_transport: str = "collective"
+    cp_codec: str = "none"
 
     def __post_init__(self) -> None:
         require("layout", self.cp_layout, name="--cp-layout")
         require("mode", self.linear_cp_mode, name="--linear-cp-mode")
+        require("transport", self.cp_transport, name="--cp-transport")
+        require("codec", self.cp_codec, name="--cp-codec")
         if self.experimental_attention_variant != "gated_delta_net":
             super().__post_init__()
             return
@@ -52,5 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cp-layout", default="zigzag", help="who holds which tokens: zigzag, contiguous or balanced")
     modes = "how linear layers are spread: headwise, chunkwise, relay or auto"
     group.add_argument("--linear-cp-mode", default="auto", help=modes)
-    group.add_argument("--cp-head-chunks", type=int, help="parts in which all_gather and exact gather keys")
+    group.add_argument("--cp-head-chunks", type=int, help="parts in which heads change places, or keys are gathered")
+    roads = "by which road messages go: collective, pairwise or hierarchical"
+    group.add_argument("--cp-transport", default="collective", help=roads)
+    codecs = "how heads that change places are coded: none, fp8, fp8_e5m2 or int8"
+    group.add_argument("--cp-codec", default="none", help=codecs)
     return parser

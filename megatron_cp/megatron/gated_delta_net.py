@@ -11,7 +11,15 @@ from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from torch import Tensor
 
 from megatron_cp.linear.gated_delta_net import gated_delta_net
-from megatron_cp.megatron.modules import LinearModule, check_comm_type, cp_ranks, exchanged, refuse, refuse_unsupported
+from megatron_cp.megatron.modules import (
+    LinearModule,
+    check_comm_type,
+    cp_ranks,
+    exchanged,
+    refuse,
+    refuse_unsupported,
+    transport_of,
+)
 from megatron_cp.planner.batch import LinearSlot
 
 
@@ -45,6 +53,9 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             conv_width=self.conv_kernel_dim,
             mode=getattr(config, "linear_cp_mode", "auto"),
             item_size=config.params_dtype.itemsize,
+            head_chunks=getattr(config, "cp_head_chunks", None),
+            transport=transport_of(config, self.ranks),
+            codec=getattr(config, "cp_codec", "none"),
         )
         if self.tp_size > 1 and not config.sequence_parallel:
             self._sum_norm_gradients_over_tp()

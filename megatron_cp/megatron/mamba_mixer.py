@@ -16,7 +16,15 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from megatron_cp.linear.mamba2 import mamba2_mixer
-from megatron_cp.megatron.modules import LinearModule, check_comm_type, cp_ranks, exchanged, refuse, refuse_unsupported
+from megatron_cp.megatron.modules import (
+    LinearModule,
+    check_comm_type,
+    cp_ranks,
+    exchanged,
+    refuse,
+    refuse_unsupported,
+    transport_of,
+)
 from megatron_cp.planner.batch import LinearSlot
 
 
@@ -60,6 +68,9 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             conv_width=self.d_conv,
             mode=getattr(config, "linear_cp_mode", "auto"),
             item_size=config.params_dtype.itemsize,
+            head_chunks=getattr(config, "cp_head_chunks", None),
+            transport=transport_of(config, self.ranks),
+            codec=getattr(config, "cp_codec", "none"),
         )
 
     def forward(

@@ -17,7 +17,9 @@ from torch import nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
+from megatron_cp.executor.launch import hosts_of
 from megatron_cp.executor.plan import Plan
+from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.batch import planned
 from megatron_cp.planner.batch import BatchPlan, LinearSlot, Slot
@@ -105,6 +107,12 @@ def exchanged(module: ModuleType, **values: Any) -> Iterator[None]:
 def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
     """Megatron's context-parallel group, which is None or of one rank where there is no context parallelism."""
     return as_rank_group(None, 1) if group is None or group.size() == 1 else TorchGroup(group)
+
+
+def transport_of(config: Any, ranks: RankGroup) -> Transport:
+    """The road that the configuration names. Every rank of the group asks, once a layer, while the model is built."""
+    name = getattr(config, "cp_transport", "collective")
+    return Transport(name, hosts_of(ranks) if name == "hierarchical" else ())
 
 
 def refuse(argument: str, given: object, allowed: str, remedy: str) -> None:

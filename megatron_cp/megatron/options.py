@@ -12,7 +12,6 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import MAX_CONV_WIDTH
-from megatron_cp.planner.plans import gathers
 
 
 def _flag(default: Any, help_text: str, group: str, **rest: Any) -> Any:
@@ -80,7 +79,11 @@ class TrainingOptions:
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _flag(
         None, "of a2a+...: the ranks of one head exchange, and such nodes", "parallelism", nargs=2, type=int
     )
-    cp_head_chunks: int | None = _flag(None, "parts in which all_gather and exact gather keys", "parallelism")
+    cp_head_chunks: int | None = _flag(None, "parts in which heads change places, or keys are gathered", "parallelism")
+    cp_transport: str = _flag(
+        "collective", "by which road messages go: collective, pairwise or hierarchical", "parallelism"
+    )
+    cp_codec: str = _flag("none", "coding of heads that change places: none, fp8, fp8_e5m2 or int8", "parallelism")
     cp_layout: str = _flag("zigzag", "who holds which tokens: zigzag, contiguous or balanced", "parallelism")
     # Data.
     data_path: str | None = _flag(
@@ -154,6 +157,8 @@ class TrainingOptions:
             raise ArgumentError("seed", self.seed, "less than 2**63")
         require("layout", self.cp_layout, name="cp_layout")
         require("mode", self.linear_cp_mode, name="linear_cp_mode")
+        require("transport", self.cp_transport, name="cp_transport")
+        require("codec", self.cp_codec, name="cp_codec")
         for scheme in self.cp_comm_type:
             require("scheme", scheme, name="cp_comm_type")
             self._check_scheme(scheme)
@@ -190,7 +195,7 @@ class TrainingOptions:
         ))  # fmt: skip
         if heads % groups or self.context_parallel_size == 1:
             return  # the first is refused below
-        chunks = self.cp_head_chunks if gathers(scheme) else None
+        chunks = self.cp_head_chunks if scheme != "p2p" else None
         slot = AttentionSlot(
             heads, groups, 1, 1, scheme=scheme, ulysses_degree=sizes[0] if sizes else None, head_chunks=chunks
         )

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_cp.exchange.sections import deal_heads
 from megatron_cp.executor.plan import Plan, Price
+from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.plans import plan_attention
@@ -30,6 +32,8 @@ class AttentionSlot:
     scheme: str = "auto"
     ulysses_degree: int | None = None
     head_chunks: int | None = None
+    transport: Transport = COLLECTIVE
+    codec: str = "none"
 
     def plan(self, layout: Layout) -> Plan:
         return plan_attention(
@@ -43,6 +47,8 @@ class AttentionSlot:
             scheme=self.scheme,
             ulysses_degree=self.ulysses_degree,
             head_chunks=self.head_chunks,
+            transport=self.transport,
+            codec=self.codec,
         )
 
 
@@ -59,6 +65,8 @@ class LinearSlot:
         mode: one of `--linear-cp-mode`.
         hidden_size: of the model, where hidden states can be relayed around the run of linear layers that this is in.
         item_size: bytes of an activation, for predictions.
+        head_chunks: of headwise, at most; a rank may have fewer key heads.
+        transport, codec: see `plan_attention`; the codec is headwise's alone.
         run: the kinds of the run's layers, this one's among them and each as often as it occurs, without runs of their
             own; they are relayed together or not at all. Empty for a layer by itself.
     """
@@ -72,6 +80,9 @@ class LinearSlot:
     mode: str = "auto"
     hidden_size: int | None = None
     item_size: int = 2
+    head_chunks: int | None = None
+    transport: Transport = COLLECTIVE
+    codec: str = "none"
     run: tuple[LinearSlot, ...] = ()
 
     def plan(self, layout: Layout) -> Plan:
@@ -99,10 +110,15 @@ class LinearSlot:
             if self.kind == "mamba"
             else {"key_heads": self.key_heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
         )
+        exchanges = mode in ("headwise", "auto")
+        chunks = self.head_chunks if exchanges else None
+        if chunks is not None:
+            chunks = min(chunks, deal_heads(self.heads, self.key_heads, layout.cp_size).most_groups)
         return plan_linear(
             layout.packing, layout, self.kind, heads=self.heads, **of_kind, conv_width=self.conv_width,
             mode=mode, hidden_size=self.hidden_size, layers=max(len(self.run), 1),
-            item_size=self.item_size,
+            item_size=self.item_size, head_chunks=chunks, transport=self.transport,
+            codec=self.codec if exchanges else "none",
         )  # fmt: skip
 
 

@@ -157,6 +157,7 @@ def plan_linear(
     if head_chunks is not None:
         most = deal.most_groups if mode in ("headwise", "auto") else 1
         chunks = checked_chunks(head_chunks, most, mode, "Chunks are of a rank's key heads; only headwise has any.")
+        chunks = chunks if layout.cp_size > 1 else 1
     if mode == "relay" and contiguous_like(layout) == layout:
         mode = "chunkwise"  # already there
     makers = {

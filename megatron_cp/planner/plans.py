@@ -96,14 +96,14 @@ def plan_attention(
         for dealt in (layout, kv_layout)
     )
     chunks = _head_chunks(head_chunks, scheme, deal)
-    exchanges, gathered = (1, chunks) if gathers(scheme) else (chunks, 1)
+    parts, gathered = (1, chunks) if gathers(scheme) or degree == 1 else (chunks, 1)
     attend = Attend(mask, queries, keys, deal, schedule, head_dim, value_head_dim, gathered)
-    coding = checked_codec(codec, scheme, exchanged or scheme == "a2a")
+    coding = checked_codec(codec, scheme, exchanges(scheme))
     steps: tuple[Step, ...] = (attend,)
     if exchanged:
 
         def exchange(layout: Layout, *blocks: Section) -> Exchange:
-            return exchange_of(layout, Sections(blocks), deal, exchanges, coding)
+            return exchange_of(layout, Sections(blocks), deal, parts, coding)
 
         inbound = (
             (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
@@ -148,6 +148,11 @@ def gathers(scheme: str) -> bool:
     return scheme in ("all_gather", "exact", "a2a+all_gather")
 
 
+def exchanges(scheme: str) -> bool:
+    """Whether heads change places in a scheme."""
+    return scheme == "auto" or scheme.startswith("a2a")
+
+
 def _head_chunks(asked: int | None, scheme: str, deal: HeadDeal) -> int:
     most = 1 if scheme == "p2p" else deal.most_groups
     if asked is None:
@@ -163,9 +168,9 @@ def checked_chunks(asked: int, most: int, scheme: str, remedy: str) -> int:
     return asked
 
 
-def checked_codec(name: str, scheme: str, exchanges: bool) -> Codec | None:
+def checked_codec(name: str, scheme: str, is_coded: bool) -> Codec | None:
     """The codec of that name."""
-    if require("codec", name) != "none" and not exchanges:
+    if require("codec", name) != "none" and not is_coded:
         remedy = "Only heads that change places are coded, and single channels are no shorter for it."
         raise ArgumentError("codec", name, f"none for {scheme}", remedy)
     return CODECS[name]
@@ -182,7 +187,7 @@ def check_transport(transport: Transport, cp_size: int) -> None:
 def exchange_of(layout: Layout, sections: Sections, deal: HeadDeal, chunks: int, codec: Codec | None) -> Exchange:
     """Of sections that `deal` dealt, in so many chunks of each rank's heads."""
     parts = tuple(sections.chunk(deal, number, chunks) for number in range(chunks)) if chunks > 1 else ()
-    return Exchange(layout, sections, parts, codec)
+    return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None)
 
 
 def _key_side(

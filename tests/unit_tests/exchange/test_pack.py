@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.pack import Geometry, like_rows, pack_heads, section_views, unpack_heads
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.layout import Layout, Packing

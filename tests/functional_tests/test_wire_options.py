@@ -1,0 +1,281 @@
+"""Transports, head chunks and codecs under every layer: the same bits, or an error that is stated."""
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.memory import buffer_bytes
+from megatron_cp.testing.counters import Counters
+from megatron_cp.testing.parity import CODEC_TOLERANCES, Case, compare, run_layer
+from megatron_cp.testing.poison import poisoned
+from tests.counting_group import CountingGroup
+
+LENGTHS = (7, 1, 130, 64, 2, 31)
+TRANSPORTS = ("collective", "pairwise", "hierarchical")
+
+
+def run_poisoned(group: RankGroup, case: Case) -> dict[str, torch.Tensor]:
+    with poisoned():
+        return run_layer(group, case)
+
+
+def bits(case: Case, **how: object) -> list[dict[str, torch.Tensor]]:
+    """Each rank's output and gradients."""
+    return run_ranks(run_poisoned, case.cp, replace(case, **how))
+
+
+def assert_same(actual: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> None:
+    for rank, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            assert torch.equal(mine[name], tensor), f"{name} of rank {rank}"
+
+
+CASES = {
+    f"{case} nodes={case.nodes}": case
+    for case in (
+        Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6),
+        Case("attention", 4, LENGTHS, scheme="a2a", layout="contiguous", heads=14, groups=14, learned_sink=True),
+        Case("attention", 5, LENGTHS, scheme="a2a", layout="random", heads=20, groups=10, nodes=3),
+        Case("attention", 8, LENGTHS, scheme="a2a", heads=16, groups=16, dtype=torch.bfloat16, nodes=3),
+        Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=16, groups=8, layout="balanced"),
+        Case("attention", 6, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, ulysses_degree=3, nodes=4),
+        # Key heads that several ranks share, of which each is in a chunk of another number.
+        Case("attention", 5, LENGTHS, scheme="a2a", heads=9, groups=9, mask="window:20,0"),
+        Case("gdn", 3, LENGTHS, scheme="headwise", heads=12, groups=6),
+        Case("gdn", 5, LENGTHS, scheme="headwise", heads=10, groups=10, layout="contiguous"),
+        Case("kda", 4, LENGTHS, scheme="headwise", heads=16, groups=8, nodes=3),
+        Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, layout="random"),
+        Case("conv1d", 3, LENGTHS, scheme="headwise"),
+    )
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(name):
+    case = CASES[name]
+    expected = bits(case)
+    most = case.plan().deal.most_groups
+    assert most > 1
+    for transport, chunks in itertools.product(TRANSPORTS, {1, 2, min(3, most)}):
+        if (transport, chunks) != ("collective", 1):
+            assert_same(bits(case, transport=transport, head_chunks=chunks), expected)
+
+
+SCHEMES = {
+    f"{case} nodes={case.nodes}": case
+    for case in (
+        Case("attention", 3, LENGTHS, scheme="all_gather"),
+        Case("attention", 5, LENGTHS, scheme="exact", layout="random", nodes=3),
+        Case("attention", 5, LENGTHS, scheme="p2p"),
+        Case("attention", 4, LENGTHS, scheme="a2a+all_gather", layout="contiguous"),
+        Case("gdn", 5, LENGTHS, scheme="chunkwise", layout="balanced", nodes=3),
+        Case("kda", 3, LENGTHS, scheme="chunkwise"),
+        Case("mamba", 4, LENGTHS, scheme="chunkwise", layout="contiguous", nodes=3),
+        Case("conv1d", 5, LENGTHS, scheme="chunkwise", layout="random"),
+    )
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS[1:])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_schedule_goes_by_every_transport(name, transport):
+    case = SCHEMES[name]
+    assert_same(bits(case, transport=transport), bits(case))
+
+
+def test_heads_that_ranks_share_are_summed_in_the_order_of_ranks_in_any_chunks():
+    """In float32, where another order of a sum has other bits."""
+    case = Case("attention", 7, LENGTHS, scheme="a2a", heads=18, groups=9, dtype=torch.float32, head_dim=8)
+    shared = Case("attention", 5, LENGTHS, scheme="a2a", heads=32, groups=2, dtype=torch.float32)
+    assert shared.plan().deal.replicated
+    for one in (case, shared):
+        for chunks in range(2, one.plan().deal.most_groups + 1):
+            assert_same(bits(one, head_chunks=chunks), bits(one))
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", ["attention", "gdn", "mamba"])
+@pytest.mark.parametrize("codec", ["none", "fp8"])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_the_plan_says_what_is_started_and_sent(layer, codec, chunks):
+    case = Case(
+        layer, 3, LENGTHS, scheme="a2a" if layer == "attention" else "headwise", heads=18, groups=9, head_dim=32,
+        dtype=torch.bfloat16, codec=codec, head_chunks=chunks,
+    )  # fmt: skip
+    plan = case.plan()
+
+    def rank_main(inner: RankGroup) -> tuple[Counter[str], int]:
+        group = CountingGroup(inner)
+        run_layer(group, case)
+        return group.calls, group.bytes_sent
+
+    forward, backward = (plan.bytes_sent(2, forward=way) for way in (True, False))
+    calls = Counter(all_to_all=4 * chunks)
+    assert run_ranks(rank_main, 3) == [(calls, a + b) for a, b in zip(forward, backward, strict=True)]
+    assert plan.collectives(forward=True) == plan.collectives(forward=False) == 2 * chunks
+
+
+def test_fp8_sends_its_share_of_the_bytes():
+    """132 bytes for each head of 128 features, and not 256."""
+    case = Case("attention", 4, (512,), scheme="a2a", heads=16, groups=16, head_dim=128, value_head_dim=128,
+                dtype=torch.bfloat16)  # fmt: skip
+    plain, coded = (replace(case, codec=codec).plan().bytes_sent(2, forward=True) for codec in ("none", "fp8"))
+    assert max(plain) / max(coded) == 256 / 132
+
+
+def test_chunks_arrive_while_others_are_computed():
+    """The order of steps: all leave at once, then each is awaited, computed and sent back; backward mirrors it."""
+    case = Case("attention", 2, LENGTHS, scheme="a2a", heads=6, groups=6, head_chunks=3)
+
+    def rank_main(inner: RankGroup) -> list[str]:
+        events = Events(inner)
+        run_layer(events, case)
+        return events.seen
+
+    forward = ["start"] * 3 + ["wait", "start"] * 3 + ["wait"] * 3
+    assert run_ranks(rank_main, 2) == [forward * 2] * 2
+
+
+class Events(CountingGroup):
+    """Notes when transfers are started and awaited."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.seen = []
+
+    def start_all_to_all(self, *args):
+        self.seen.append("start")
+        return Noted(super().start_all_to_all(*args), self.seen)
+
+
+class Noted:
+    def __init__(self, pending, seen):
+        self.pending, self.seen = pending, seen
+
+    def wait(self):
+        self.seen.append("wait")
+        self.pending.wait()
+
+
+# -- buffers -----------------------------------------------------------------------------------------------------------
+
+STEADY = {
+    f"{case}": case
+    for case in (
+        Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6),
+        Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6, head_chunks=2, codec="int8"),
+        Case("attention", 5, LENGTHS, scheme="a2a", heads=10, groups=5, transport="hierarchical", layout="random"),
+        Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, transport="pairwise"),
+        Case("gdn", 3, LENGTHS, scheme="headwise", heads=12, groups=6, head_chunks=2),
+        Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, layout="contiguous"),
+    )
+}
+
+
+@pytest.mark.parametrize("name", STEADY)
+def test_messages_are_allocated_in_the_first_step_alone(name):
+    case = STEADY[name]
+    plan = case.plan()
+
+    def rank_main(group: RankGroup) -> tuple[int, int, int]:
+        run_layer(group, case)
+        first, size = group.buffers.allocations, group.buffers.size
+        for _ in range(2):
+            run_layer(group, case)
+        return first, group.buffers.allocations - first, size
+
+    for rank, (first, later, size) in enumerate(run_ranks(rank_main, case.cp)):
+        assert first > 0
+        assert later == 0
+        if case.transport == "collective":  # nothing is staged besides
+            assert size <= 2.5 * buffer_bytes(plan, rank, case.dtype.itemsize) + 8192
+
+
+def test_ragged_packs_of_one_size_share_buffers():
+    """Documents change from step to step and tokens a rank hardly: so do not the buffers."""
+    lengths = [(100, 40, 3), (57, 61, 25), (143,), (1, 140, 2), (80, 63)]
+    cases = [Case("attention", 4, each, scheme="a2a", heads=8, groups=4) for each in lengths]
+
+    def rank_main(group: RankGroup) -> list[int]:
+        allocations = []
+        for case in cases:
+            run_layer(group, case)
+            allocations.append(group.buffers.allocations)
+        return allocations
+
+    for allocations in run_ranks(rank_main, 4):
+        assert allocations[-1] == allocations[0]
+
+
+def test_chunks_copy_no_more_than_the_whole():
+    """Every activation once a side and direction: columns cut, rows gathered."""
+    case = Case("attention", 2, (33, 31), scheme="a2a", heads=4, groups=4, head_dim=64, value_head_dim=64,
+                dtype=torch.float32)  # fmt: skip
+
+    def rank_main(group: RankGroup, head_chunks: int | None) -> int:
+        with Counters() as counters:
+            run_layer(counters.watch(group), replace(case, head_chunks=head_chunks))
+        return counters.copied["copy_"] + counters.copied["index_select"]
+
+    whole, halves = (run_ranks(rank_main, 2, chunks) for chunks in (None, 2))
+    one = 64 * 2 * 64 * 4  # bytes of q, k, v or out on a rank
+    assert whole == halves
+    assert all(16 * one <= copied <= 25 * one for copied in whole)  # and what the draw and the shards take
+
+
+# -- codecs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODEC_TOLERANCES)
+@pytest.mark.parametrize("layer", ["attention", "gdn", "kda", "mamba"])
+def test_errors_of_codecs_are_stated_and_no_smaller_than_they_must_be(layer, codec):
+    case = Case(
+        layer, 3, (7, 1, 130, 64, 2, 200), scheme="a2a" if layer == "attention" else "headwise", heads=12, groups=6,
+        head_dim=128, value_head_dim=128, codec=codec, head_chunks=2, transport="pairwise",
+    )  # fmt: skip
+    result = compare(case)
+    assert result.passed, result.errors
+    assert max(result.errors.values()) > 1e-3  # it was coded
+
+
+def test_codecs_give_the_same_bits_by_every_road_and_in_any_chunks():
+    for case in (
+        Case("attention", 5, LENGTHS, scheme="a2a", heads=10, groups=10, head_dim=32, codec="fp8_e5m2"),
+        Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, head_dim=32, codec="int8", layout="random"),
+    ):
+        expected = bits(case)
+        for transport, chunks in itertools.product(TRANSPORTS, (1, 2)):
+            assert_same(bits(case, transport=transport, head_chunks=chunks), expected)
+
+
+def test_gradients_of_fp8_e5m2_are_coarser_than_its_activations():
+    case = Case("attention", 2, (200, 57), scheme="a2a", heads=4, groups=4, head_dim=64, value_head_dim=64)
+    e4m3, e5m2 = (compare(replace(case, codec=codec)).errors for codec in ("fp8", "fp8_e5m2"))
+    assert e4m3["out"] == e5m2["out"]
+    assert e5m2["d_v"] > 1.2 * e4m3["d_v"]
+
+
+@pytest.mark.parametrize("name", ["beta", "alpha", "dt"])
+def test_what_a_recurrence_multiplies_up_travels_as_it_is(name):
+    layer = "mamba" if name == "dt" else "gdn"
+    plan = Case(layer, 2, LENGTHS, scheme="headwise", codec="fp8", head_dim=64).plan()
+    (inbound, _), _ = plan.exchanges(forward=True)
+    blocks = inbound.sections.blocks
+    coded = dict(zip([block.name for block in blocks], inbound.coded([2] * len(blocks)), strict=True))
+    assert not coded[name]
+    assert coded["x" if layer == "mamba" else "v"]
+
+
+def test_decays_of_kda_travel_as_they_are():
+    plan = Case("kda", 2, LENGTHS, scheme="headwise", codec="fp8", head_dim=64).plan()
+    (inbound, _), _ = plan.exchanges(forward=True)
+    names = [block.name for block in inbound.sections.blocks]
+    assert [name for name, coded in zip(names, inbound.coded([2] * 5), strict=True) if not coded] == ["g", "beta"]
