@@ -150,7 +150,12 @@ class TorchGroup(RankGroup):
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         _check_peers((*sends, *receives), self.rank)
         if any(message.tensor.is_cuda for message in (*sends, *receives)):
+            if "cuda:gloo" in dist.get_backend_config(self.group):
+                return self._start_messages_by_host(sends, receives)
             return self._start_messages_together(sends, receives)
+        return self._start_messages_apart(sends, receives)
+
+    def _start_messages_apart(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         operations = [
             dist.P2POp(operation, message.tensor, group=self.group, group_peer=message.peer)
             for operation, messages in ((dist.irecv, receives), (dist.isend, sends))
@@ -161,10 +166,10 @@ class TorchGroup(RankGroup):
         return _Works(works, tuple(message.tensor for message in (*sends, *receives)))
 
     def _start_messages_together(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """By one collective of bytes, for CUDA tensors.
+        """By one collective of bytes, for NCCL.
 
-        gloo sends none of those from rank to rank, and exchanges them all the same. NCCL sends nothing for splits of
-        zero, and wants every rank in its first operation, also one that has nothing to say.
+        It sends nothing for splits of zero, and wants every rank in its first operation, also one that has nothing to
+        say.
         """
         sent, received = (sorted(messages, key=lambda message: message.peer) for messages in (sends, receives))
         pieces = [_bytes_of(message.tensor) for message in sent]
@@ -175,6 +180,22 @@ class TorchGroup(RankGroup):
         splits = ([sum(m.tensor.nbytes for m in messages if m.peer == peer) for peer in range(self.size)]
                   for messages in (received, sent))  # fmt: skip
         return _Unpacked(self.start_all_to_all(arrived, outgoing, *splits), arrived, [] if alone else received)
+
+    def _start_messages_by_host(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Through memory of the host that the device reaches by itself: gloo sends nothing else from rank to rank."""
+        staged = [
+            [Message(self._staged(message.tensor), message.peer) for message in messages]
+            for messages in (sends, receives)
+        ]
+        for message, copy in zip(sends, staged[0], strict=True):
+            copy.tensor.copy_(_bytes_of(message.tensor), non_blocking=True)
+        if any(message.tensor.is_cuda for message in sends):
+            torch.cuda.current_stream().synchronize()  # gloo reads at once
+        pending = self._start_messages_apart(*staged)
+        return _FromHost(pending, receives, staged, self.buffers)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        return self.buffers.take(tensor.nbytes, tensor.device, pinned=tensor.is_cuda)
 
     def barrier(self) -> None:
         dist.barrier(group=self.group)
@@ -216,6 +237,21 @@ class _Unpacked(Pending):
         pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
         for message, piece in zip(self._messages, pieces, strict=True):
             _bytes_of(message.tensor).copy_(piece)
+
+
+class _FromHost(Pending):
+    """Messages that arrive on the host, and go on to the device."""
+
+    def __init__(
+        self, pending: Pending, receives: Sequence[Message], staged: list[list[Message]], buffers: Buffers
+    ) -> None:
+        self._pending, self._receives, self._staged, self._buffers = pending, receives, staged, buffers
+
+    def wait(self) -> None:
+        self._pending.wait()
+        for message, arrived in zip(self._receives, self._staged[1], strict=True):
+            _bytes_of(message.tensor).copy_(arrived.tensor)  # waited for: the buffer is someone else's next
+        self._buffers.give(*(message.tensor for messages in self._staged for message in messages))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -73,8 +73,9 @@ class Wire:
 
     def _start_rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Pending:
         incoming[self.rank].copy_(outgoing[self.rank])
-        met = (partner(self.rank, self.size, number) for number in range(num_rounds(self.size)))
-        return _Rounds(self.group, [(Message(outgoing[p], p), Message(incoming[p], p)) for p in met if p is not None])
+        met = [partner(self.rank, self.size, number) for number in range(num_rounds(self.size))]
+        pairs = [[] if p is None else [(Message(outgoing[p], p), Message(incoming[p], p))] for p in met]
+        return _Rounds(self.group, pairs)
 
 
 def over(group: RankGroup | Wire) -> Wire:
@@ -83,17 +84,18 @@ def over(group: RankGroup | Wire) -> Wire:
 
 
 class _Rounds(Pending):
-    """Pairs that talk both ways, some rounds at a time."""
+    """Pairs that talk both ways, some rounds at a time; a rank with a bye says nothing in its round."""
 
-    def __init__(self, group: RankGroup, rounds: list[tuple[Message, Message]]) -> None:
+    def __init__(self, group: RankGroup, rounds: list[list[tuple[Message, Message]]]) -> None:
         self._group, self._ahead = group, deque(rounds)
         self._under_way: deque[Pending] = deque()
         for _ in range(min(ROUNDS_IN_FLIGHT, len(rounds))):
             self._start_next()
 
     def _start_next(self) -> None:
-        sent, received = self._ahead.popleft()
-        self._under_way.append(self._group.start_messages([sent], [received]))
+        pairs = self._ahead.popleft()
+        sends, receives = [sent for sent, _ in pairs], [received for _, received in pairs]
+        self._under_way.append(self._group.start_messages(sends, receives))
 
     def wait(self) -> None:
         while self._under_way:

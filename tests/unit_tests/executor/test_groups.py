@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, as_rank_group
+from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.launch import RANK_KINDS, run_ranks
 
 SIZE = 3
@@ -72,6 +72,18 @@ def _barrier(group: RankGroup) -> bool:
     return left >= max(group.all_gather_object(came))
 
 
+def _by_host(group: RankGroup) -> list[Any]:
+    """`_messages` as device tensors would go over gloo, twice; and the buffers that the second time allocates."""
+    if isinstance(group, TorchGroup):
+        group.start_messages = group._start_messages_by_host
+    heard, before = _messages(group), group.buffers.allocations
+    again = _messages(group)
+    if isinstance(group, TorchGroup):
+        assert before > 0
+        del group.start_messages
+    return [heard, again, group.buffers.allocations - before]
+
+
 def conversation(group: RankGroup) -> dict[str, Any]:
     """Everything that a group can say. At module level, so that processes can import it."""
     return {
@@ -80,6 +92,7 @@ def conversation(group: RankGroup) -> dict[str, Any]:
         "all_gather": [_all_gather(group, dtype, count=2) for dtype in DTYPES],
         "all_gather of nothing": _all_gather(group, torch.float32, count=0),
         "messages": _messages(group),
+        "messages by the host": _by_host(group),
         "no messages": _no_messages(group),
         "one way": _one_way(group),
         "barrier": _barrier(group),
@@ -115,6 +128,11 @@ def test_messages_of_a_pair_stay_in_order_and_may_be_empty(answers):
             first = 100.0 * peer + 10 * rank
             expected += [(peer, [first]), (peer, []), (peer, [first + 2] * 4), (peer, [first + 3] * 4)]
         assert answer["messages"] == expected
+
+
+def test_messages_that_are_staged_on_the_host_are_the_same_and_allocate_once(answers):
+    for answer in answers:
+        assert answer["messages by the host"] == [answer["messages"]] * 2 + [0]
 
 
 def test_messages_go_one_way(answers):
