@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_cp.executor.plan import Plan as Plan
     from megatron_cp.executor.relayout import relayout as relayout
     from megatron_cp.executor.run import check_agreement as check_agreement
+    from megatron_cp.executor.transport import Transport as Transport
     from megatron_cp.layout import Layout as Layout
     from megatron_cp.layout import Packing as Packing
     from megatron_cp.layout import Route as Route
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from megatron_cp.planner.linear import plan_linear as plan_linear
     from megatron_cp.planner.plans import plan_attention as plan_attention
     from megatron_cp.softmax.attention import attention as attention
+    from megatron_cp.softmax.attention import projected_attention as projected_attention
 
 __version__ = "0.1.0"
 
@@ -46,6 +48,7 @@ _HOMES = {
     "Plan": "megatron_cp.executor.plan",
     "PlanMismatchError": "megatron_cp.errors",
     "Route": "megatron_cp.layout",
+    "Transport": "megatron_cp.executor.transport",
     "attention": "megatron_cp.softmax.attention",
     "causal_conv1d": "megatron_cp.linear.causal_conv1d",
     "check_agreement": "megatron_cp.executor.run",
@@ -58,6 +61,7 @@ _HOMES = {
     "mamba2_mixer": "megatron_cp.linear.mamba2",
     "plan_attention": "megatron_cp.planner.plans",
     "plan_linear": "megatron_cp.planner.linear",
+    "projected_attention": "megatron_cp.softmax.attention",
     "relayout": "megatron_cp.executor.relayout",
 }
 

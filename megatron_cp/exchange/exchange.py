@@ -60,6 +60,12 @@ class Exchange:
         """What travels together, in order."""
         return self.chunks or (self.sections,)
 
+    def of_chunk(self, number: int) -> Exchange:
+        """One chunk as an exchange of its own, of tensors that hold its heads alone, in rising order."""
+        if not self.chunks:
+            return self
+        return Exchange(self.layout, self.chunks[number].renumbered(), codec=self.codec)
+
     def coded(self, item_sizes: Sequence[int]) -> tuple[bool, ...]:
         """For each section whether it is coded, having elements of that size."""
         pairs = zip(self.sections.blocks, item_sizes, strict=True)

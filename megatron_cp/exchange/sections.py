@@ -145,6 +145,17 @@ class Section:
         lo, hi = self.ranges[rank]
         return hi - lo
 
+    def renumbered(self) -> Section:
+        """The block without the heads that no rank computes."""
+        numbers = sorted({head for lo, hi in self.ranges for head in range(lo, hi)})
+        places = {head: place for place, head in enumerate(numbers)}
+        ranges, end = [], 0
+        for lo, hi in self.ranges:
+            first = places[lo] if hi > lo else end
+            end = first + hi - lo
+            ranges.append((first, end))
+        return replace(self, num_heads=len(numbers), ranges=tuple(ranges))
+
     @property
     def replicated(self) -> bool:
         """True if some head is computed on more than one rank."""
@@ -227,6 +238,10 @@ class Sections:
         part = deal.chunk(number, count)
         blocks = (replace(b, ranges=part.groups if b.ranges == deal.groups else part.heads) for b in self.blocks)
         return Sections(tuple(blocks), whole=self)
+
+    def renumbered(self) -> Sections:
+        """The blocks without the heads that no rank computes: of a chunk, sections of their own."""
+        return Sections(tuple(block.renumbered() for block in self.blocks))
 
     def row_format(
         self, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT, coded: Sequence[bool] | None = None

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.plan import Compute, Plan, Step, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
+from megatron_cp.executor.transport import COLLECTIVE
 from megatron_cp.layout import Layout
 
 STRIP_WIDTH = 96  # characters of the ownership strip
@@ -32,7 +33,7 @@ def explain(plan: Plan, item_size: int) -> str:
         "",
     ]
     for number, step in enumerate(plan.steps, start=1):
-        lines.extend(f"step {number}: {line}" for line in _step(plan, step))
+        lines.extend(f"step {number}: {line}" for line in _step(plan, step, item_size))
     lines.append("")
     spare = "alignment and keys that nobody sees" if plan.attend else "alignment"
     for name, forward in (("forward", True), ("backward", False)):
@@ -41,6 +42,8 @@ def explain(plan: Plan, item_size: int) -> str:
             f"{name}: a rank starts {plan.collectives(forward=forward)} transfers and sends at most {size(max(sent))}; "
             f"{size(max(needed))} without {spare}; at {item_size} bytes an element"
         )
+    if plan.transport != COLLECTIVE:
+        lines.append(f"transport: {plan.transport.describe()}")
     lines.append(f"busiest rank: {plan.work_imbalance:.3f} x the mean work")
     if plan.relay is not None:
         layers = f"{plan.relay.layers} linear layers" if plan.relay.layers > 1 else "this layer"
@@ -80,7 +83,7 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
     ]
 
 
-def _step(plan: Plan, step: Step) -> list[str]:
+def _step(plan: Plan, step: Step, item_size: int) -> list[str]:
     match step:
         case Compute(name):
             share = "all heads of own tokens" if plan.chain else "own heads of all tokens"
@@ -99,7 +102,11 @@ def _step(plan: Plan, step: Step) -> list[str]:
             blocks = ", ".join(f"{b.name} {b.num_heads} x {b.head_dim}" for b in exchange.sections.blocks)
             way = "own tokens -> own heads" if isinstance(step, ToHeads) else "own heads -> own tokens"
             among = "" if exchange.degree == plan.cp_size else f" among {exchange.degree} ranks"
-            return [f"{way}{among}, {'nothing moves' if exchange.is_local else 'one collective'}: {blocks}"]
+            parts = len(exchange.parts)
+            times = "one collective" if parts == 1 else f"{parts} collectives, each of a chunk of heads"
+            if exchange.codec is not None and any(exchange.coded([item_size] * len(exchange.sections.blocks))):
+                times += f", coded as {exchange.codec.name}"
+            return [f"{way}{among}, {'nothing moves' if exchange.is_local else times}: {blocks}"]
     assert_never(step)
 
 

@@ -193,6 +193,14 @@ class Plan(Tables):
         """Which heads each lane computes in one chunk."""
         return self.table(("deal", chunk), lambda: self.deal.chunk(chunk, self.head_chunks))
 
+    def numbers_of(self, chunk: int) -> tuple[list[int], list[int]]:
+        """The heads that some rank computes in one chunk, and those that they share; each rising."""
+        deal = self.deal_of(chunk)
+        heads, groups = (
+            sorted({head for lo, hi in ranges for head in range(lo, hi)}) for ranges in (deal.heads, deal.groups)
+        )
+        return heads, groups
+
     @property
     def chain(self) -> tuple[Halo | Scan, ...]:
         """The steps by which segments continue one another."""

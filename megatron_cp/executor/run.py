@@ -22,9 +22,10 @@ from megatron_cp.executor.transfers import prepare_gathering
 from megatron_cp.executor.wire import Wire
 
 LocalWork = Callable[..., list[Tensor]]
+Inputs = list[Tensor] | Callable[[int], list[Tensor]]
 
 
-def run(plan: Plan, wire: Wire, tensors: list[Tensor], work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
+def run(plan: Plan, wire: Wire, inputs: Inputs, work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
     """Runs a plan on this rank. Every step is differentiable, and its backward is its adjoint over the same plan.
 
     Heads that go in chunks are computed chunk by chunk: the next one arrives, and the one before leaves, meanwhile.
@@ -32,38 +33,56 @@ def run(plan: Plan, wire: Wire, tensors: list[Tensor], work: Callable[[int], Map
     Args:
         plan: the same on every rank.
         wire: the plan's ranks, and the road between them.
-        tensors: what the first step takes.
+        inputs: what the first step takes; or a function that makes it for one chunk, of that chunk's heads alone, while
+            the chunks before are under way already.
         work: for each chunk of heads the functions that do it: for each `Compute` step by its name, for `Attend` under
             "attend", for `Halo` under "conv" and for `Scan` under "rule".
     """
-    # Kernels compute in the types that they are given: autocast would change them behind their backs.
-    with torch.autocast(tensors[0].device.type, enabled=False):
-        arrivals = [
-            start_to_heads(step.exchange, wire, *tensors[slice(*step.inputs)])
-            for step in plan.steps
-            if isinstance(step, ToHeads)
-        ]
-        last = plan.steps[-1]
-        back = ToTokensJourney(last.exchange, wire) if isinstance(last, ToTokens) else None
-        for chunk in range(plan.head_chunks):
-            at_hand = [x for arrival in arrivals for x in arrival[chunk]()] if arrivals else tensors
-            for step in plan.steps:
-                match step:
-                    case Attend():
-                        at_hand = work(chunk)["attend"](*at_hand)
-                    case Compute(name):
-                        at_hand = work(chunk)[name](*at_hand)
-                    case Halo():
-                        at_hand = work(chunk)["conv"](*at_hand)
-                    case Scan():
-                        at_hand = work(chunk)["rule"](*at_hand)
-                    case ToHeads() | ToTokens():
-                        pass
-                    case _:
-                        assert_never(step)
-            if back is not None:
-                back.leave(chunk, *at_hand)
-        return at_hand if back is None else back.arrive()
+    last = plan.steps[-1]
+    back = ToTokensJourney(last.exchange, wire) if isinstance(last, ToTokens) else None
+    for chunk, arriving in enumerate(_departed(plan, wire, inputs)):
+        tensors = [tensor for arrive in arriving for tensor in arrive()]
+        # Kernels compute in the types that they are given: autocast would change them behind their backs.
+        with torch.autocast(tensors[0].device.type, enabled=False):
+            tensors = _computed(plan, tensors, work(chunk))
+        if back is not None:
+            back.leave(chunk, *tensors)
+    return tensors if back is None else back.arrive()
+
+
+def _departed(plan: Plan, wire: Wire, inputs: Inputs) -> list[list[Callable[[], list[Tensor]]]]:
+    """Starts the exchanges to the head side. For each chunk of heads the functions that wait for it."""
+    inbound = [step for step in plan.steps if isinstance(step, ToHeads)]
+    if not inbound:
+        return [[lambda: inputs(0) if callable(inputs) else inputs]]
+    if not callable(inputs):
+        parts = (start_to_heads(step.exchange, wire, *inputs[slice(*step.inputs)]) for step in inbound)
+        return [list(of_chunk) for of_chunk in zip(*parts, strict=True)]
+    arriving = []
+    for chunk in range(plan.head_chunks):
+        made = inputs(chunk)
+        starts = (start_to_heads(s.exchange.of_chunk(chunk), wire, *made[slice(*s.inputs)]) for s in inbound)
+        arriving.append([arrive for started in starts for arrive in started])
+    return arriving
+
+
+def _computed(plan: Plan, tensors: list[Tensor], work: Mapping[str, LocalWork]) -> list[Tensor]:
+    """The local steps of one chunk."""
+    for step in plan.steps:
+        match step:
+            case Attend():
+                tensors = work["attend"](*tensors)
+            case Compute(name):
+                tensors = work[name](*tensors)
+            case Halo():
+                tensors = work["conv"](*tensors)
+            case Scan():
+                tensors = work["rule"](*tensors)
+            case ToHeads() | ToTokens():
+                pass
+            case _:
+                assert_never(step)
+    return tensors
 
 
 def prepare(plan: Plan, rank: int, device: torch.device) -> None:

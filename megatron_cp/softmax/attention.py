@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron_cp.executor.attend import attend, attend_backward, head_by_head
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.plan import Plan, ToHeads
-from megatron_cp.executor.run import LocalWork, run
+from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.executor.schedule import Attend, HeadChunk
 from megatron_cp.executor.wire import Wire
 from megatron_cp.layout.tiles import Tiles
@@ -69,40 +69,112 @@ def attention(
         >>> attention(q, k, v, plan).shape
         torch.Size([4, 2, 4])
     """
+    options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
+    own = _Own(plan, group, q, sink, kernel, options)
+    return own.run(own.checked(q, k, v))
+
+
+def projected_attention(
+    project: Callable[[list[int], list[int]], tuple[Tensor, Tensor, Tensor]],
+    plan: Plan,
+    group: RankGroup | dist.ProcessGroup | None = None,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    kernel: str = "auto",
+) -> Tensor:
+    """`attention` of queries, keys and values that are made chunk by chunk, while the chunks before travel.
+
+    So the projections hide behind the exchange, and in backward theirs do. Without chunks of heads it is one call.
+
+    Args:
+        project: takes the numbers of a chunk's query heads and of its key/value heads, each rising, and returns q, k
+            and v of those heads alone, else as `attention` takes them. Called once a chunk, in order, on every rank
+            with the same numbers. A key/value head may come in several chunks.
+        plan, group, softmax_scale, softcap, sink, dropout, seed, kernel: as of `attention`.
+
+    Returns:
+        What `attention` does.
+
+    Raises:
+        ArgumentError: as `attention` does; of later chunks' tensors when the first has been sent.
+
+    Example:
+        >>> packing = Packing([3, 1])
+        >>> plan = plan_attention(packing, Layout.contiguous(packing, cp_size=1), heads=2, head_dim=4)
+        >>> x, weight = torch.ones(4, 8), torch.ones(3, 2, 4, 8)
+        >>> def project(heads, kv_heads):
+        ...     rows = (weight[0, heads], weight[1, kv_heads], weight[2, kv_heads])
+        ...     return tuple((x @ w.flatten(0, 1).T).unflatten(-1, (-1, 4)) for w in rows)
+        >>> projected_attention(project, plan).shape
+        torch.Size([4, 2, 4])
+    """
     check_plan(plan, "attention", "plan_attention")
-    ranks = as_rank_group(group, plan.cp_size)
-    step, blocks = plan.attend, plan.sections.blocks
-    assert step is not None
-    if not isinstance(q, Tensor):
-        raise ArgumentError("q", q, "a tensor")
-    batch = q.shape[1:-2][:1]
-    key_rows = int(plan.kv_layout.row_counts[ranks.rank])
-    for block, tensor, rows in zip(
-        blocks, (q, k, v), (int(plan.layout.row_counts[ranks.rank]), key_rows, key_rows), strict=True
-    ):
-        check_tensor(block.name, tensor, (rows, *batch, block.num_heads, block.head_dim), like=q, same_dtype=True)
-    call = attention_call(
-        plan, q.dtype, q.device, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed
-    )
-    if sink is not None:
-        check_tensor("sink", sink, (blocks[0].num_heads,), like=q)
-    backend = choose_kernel(KERNELS, kernel, call)
-    wire = Wire(ranks, plan.transport)
-    node, lane = divmod(ranks.rank, step.num_lanes)
-    along = wire.part(range(lane, ranks.size, step.num_lanes))
+    first = project(*plan.numbers_of(0))
+    options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
+    own = _Own(plan, group, first[0], sink, kernel, options)
+    made = own.checked(*first, chunk=0)
 
-    def local_attention(chunk: int) -> dict[str, LocalWork]:
-        own = plan.attend_of(chunk)
-        first, last = own.deal.heads[lane]
-        place = _Place(own, node, lane, along, _Heads(backend, call, first))
-        return {
-            "attend": lambda *tensors: [_Attention.apply(place, sink if sink is None else sink[first:last], *tensors)]
-        }
+    def inputs(chunk: int) -> list[Tensor]:
+        return own.checked(*project(*plan.numbers_of(chunk)), chunk=chunk) if chunk else made
 
-    exchanged = any(isinstance(each, ToHeads) for each in plan.steps)
-    tensors = [x.flatten(-2) if exchanged else x for x in (q, k, v)]
-    (out,) = run(plan, wire, tensors, local_attention)
-    return out.unflatten(-1, (blocks[0].num_heads, blocks[2].head_dim)) if exchanged else out
+    return own.run(inputs)
+
+
+class _Own:
+    """One rank's part of an attention.
+
+    Args:
+        q: its queries, or some heads of them: tensors have its type, device and batch.
+    """
+
+    def __init__(
+        self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, q: Tensor, sink: Tensor | None, kernel: str,
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        check_plan(plan, "attention", "plan_attention")
+        self.plan, self.ranks, self.sink = plan, as_rank_group(group, plan.cp_size), sink
+        if not isinstance(q, Tensor):
+            raise ArgumentError("q", q, "a tensor")
+        self.like = q
+        self.call = attention_call(plan, q.dtype, q.device, **options)
+        if sink is not None:
+            check_tensor("sink", sink, (plan.sections.blocks[0].num_heads,), like=q)
+        self.kernel = choose_kernel(KERNELS, kernel, self.call)
+        self.exchanged = any(isinstance(step, ToHeads) for step in plan.steps)
+
+    def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
+        """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""
+        rank, batch, blocks = self.ranks.rank, self.like.shape[1:-2][:1], self.plan.sections.blocks
+        rows = int(self.plan.kv_layout.row_counts[rank])
+        of_each = (int(self.plan.layout.row_counts[rank]), rows, rows)
+        heads, groups = (blocks[0].num_heads, blocks[1].num_heads) if chunk is None else (
+            len(numbers) for numbers in self.plan.numbers_of(chunk)
+        )  # fmt: skip
+        for block, tensor, own, count in zip(blocks, tensors, of_each, (heads, groups, groups), strict=True):
+            check_tensor(block.name, tensor, (own, *batch, count, block.head_dim), like=self.like, same_dtype=True)
+        return [tensor.flatten(-2) if self.exchanged else tensor for tensor in tensors]
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """The plan's steps. Returns `[t, (b,) heads, value_head_dim]`."""
+        wire = Wire(self.ranks, self.plan.transport)
+        lanes = self.plan.ulysses_degree
+        node, lane = divmod(self.ranks.rank, lanes)
+        along = wire.part(range(lane, self.ranks.size, lanes))
+
+        def local_attention(chunk: int) -> dict[str, LocalWork]:
+            step = self.plan.attend_of(chunk)
+            first, last = step.deal.heads[lane]
+            place = _Place(step, node, lane, along, _Heads(self.kernel, self.call, first))
+            sink = self.sink if self.sink is None else self.sink[first:last]
+            return {"attend": lambda *tensors: [_Attention.apply(place, sink, *tensors)]}
+
+        (out,) = run(self.plan, wire, inputs, local_attention)
+        q, _, v = self.plan.sections.blocks
+        return out.unflatten(-1, (q.num_heads, v.head_dim)) if self.exchanged else out
 
 
 def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:

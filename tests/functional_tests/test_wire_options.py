@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.memory import buffer_bytes
+from megatron_cp.softmax.attention import attention, projected_attention
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import CODEC_TOLERANCES, Case, compare, run_layer
 from megatron_cp.testing.poison import poisoned
@@ -142,6 +144,74 @@ def test_chunks_arrive_while_others_are_computed():
 
     forward = ["start"] * 3 + ["wait", "start"] * 3 + ["wait"] * 3
     assert run_ranks(rank_main, 2) == [forward * 2] * 2
+
+
+PROJECTED = {
+    f"{case}": case
+    for case in (
+        Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6, head_chunks=2),
+        Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, head_chunks=3, layout="random"),
+        Case("attention", 5, LENGTHS, scheme="a2a", heads=12, groups=6, head_chunks=2, learned_sink=True),  # shared
+        Case("attention", 3, LENGTHS, scheme="exact", heads=6, groups=2),
+        Case("attention", 1, LENGTHS, scheme="a2a", heads=6, groups=2),
+    )
+}
+
+
+@pytest.mark.parametrize("name", PROJECTED)
+def test_projections_in_chunks_give_what_one_projection_gives(name):
+    case = PROJECTED[name]
+    plan, d = case.plan(), case.head_dim
+    random = torch.Generator().manual_seed(1)
+    stream = torch.randn(sum(case.lengths), 24, generator=random, dtype=torch.float64)
+    weights = [torch.randn(n, d, 24, generator=random, dtype=torch.float64) for n in (case.heads, *[case.groups] * 2)]
+    sink = torch.randn(case.heads, generator=random, dtype=torch.float64) if case.learned_sink else None
+
+    def rank_main(group: RankGroup, in_chunks: bool) -> list[torch.Tensor]:
+        x = plan.layout.shard(stream, group.rank).requires_grad_()
+        own = [weight.clone().requires_grad_() for weight in weights]
+
+        def project(heads: list[int], groups: list[int]) -> tuple[torch.Tensor, ...]:
+            chosen = (own[0][heads], own[1][groups], own[2][groups])
+            return tuple((x @ weight.flatten(0, 1).T).unflatten(-1, (-1, d)) for weight in chosen)
+
+        if in_chunks:
+            out = projected_attention(project, plan, group, sink=sink)
+        else:
+            everything = project(list(range(case.heads)), list(range(case.groups)))
+            out = attention(*everything, plan, group, sink=sink)
+        out.square().sum().backward()
+        return [out.detach(), x.grad, *(weight.grad for weight in own)]
+
+    whole, chunked = (run_ranks(rank_main, case.cp, in_chunks) for in_chunks in (False, True))
+    for mine, theirs in zip(chunked, whole, strict=True):
+        for actual, expected in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_projections_happen_while_chunks_travel():
+    case = Case("attention", 2, LENGTHS, scheme="a2a", heads=6, groups=6, head_chunks=3)
+    plan = case.plan()
+
+    def rank_main(inner: RankGroup) -> list[str]:
+        events = Events(inner)
+        x = torch.ones(int(plan.layout.row_counts[inner.rank]), 1, 16, dtype=torch.float64)
+
+        def project(heads: list[int], groups: list[int]) -> tuple[torch.Tensor, ...]:
+            events.seen.append("project")
+            return tuple(x.expand(-1, len(numbers), -1) for numbers in (heads, groups, groups))
+
+        projected_attention(project, plan, events)
+        return events.seen
+
+    assert run_ranks(rank_main, 2) == [["project", "start"] * 3 + ["wait", "start"] * 3 + ["wait"] * 3] * 2
+
+
+def test_rejects_a_projection_of_other_heads():
+    plan = Case("attention", 1, LENGTHS, scheme="a2a").plan()
+    with pytest.raises(ArgumentError) as caught:
+        projected_attention(lambda *_: (torch.ones(235, 6, 16), torch.ones(235, 3, 16), torch.ones(235, 2, 16)), plan)
+    assert caught.value.argument == "k"
 
 
 class Events(CountingGroup):
