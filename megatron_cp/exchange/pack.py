@@ -30,6 +30,7 @@ from megatron_cp.exchange.codec import Format
 from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.sections import (
     ROW_ALIGNMENT,
     SCALE_SIZE,
@@ -154,8 +155,11 @@ def prepare_tables(layout: Layout, device: torch.device) -> None:
 
 def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     """Every rank's message, end to end, from `[rows, (b,) f]` tensors whose features are the sections in order."""
-    sources = section_columns([_token_rows(tensor, at) for tensor in tensors], at.exchange)
+    rows = [_token_rows(tensor, at) for tensor in tensors]
+    sources = section_columns(rows, at.exchange)
     message = buffers.take(at.token_side_bytes, at.device)
+    if copies.runs_on(at.device) and copies.pack_tokens(rows, message, at):
+        return message
     for columns in at.format.columns:
         source = _head_view(sources[columns.section], columns, at)
         if columns.scales is None:
@@ -176,6 +180,8 @@ def unpack_tokens(messages: Sequence[Tensor], at: Geometry, widths: Sequence[int
     lead = (rows,) if at.batch is None else (rows, at.batch)
     dtypes = iter(_type_of_each(widths, at))
     tensors = [torch.empty(*lead, width, dtype=next(dtypes), device=at.device) for width in widths]
+    if copies.runs_on(at.device) and copies.unpack_tokens(messages, [x.flatten(0, -2) for x in tensors], at):
+        return tensors
     for tensor in tensors:
         tensor[int(at.layout.token_counts[at.rank]) :].zero_()
     targets = section_columns([_token_rows(tensor, at) for tensor in tensors], at.exchange)
@@ -259,6 +265,9 @@ def _coded_views(message: Tensor, columns: Columns, at: Geometry) -> tuple[Tenso
 def _payload_and_scales(rows: Tensor, columns: Columns, block: Section) -> tuple[Tensor, Tensor]:
     assert columns.scales is not None
     size = columns.num_heads * block.head_dim
+    if not size or not rows.numel():
+        heads = (*rows.shape[:-1], columns.num_heads)
+        return rows.new_empty(*heads, block.head_dim), rows.new_empty(heads, dtype=torch.float32)
     payload = rows[..., columns.offset : columns.offset + size].unflatten(-1, (columns.num_heads, block.head_dim))
     scales = rows[..., columns.scales : columns.scales + columns.num_heads * SCALE_SIZE].view(torch.float32)
     return payload, scales
@@ -331,12 +340,16 @@ def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
     if at.layout.in_stream_order:
         if table is None:
             table = _new_table(at, buffers)
+            if copies.runs_on(at.device) and copies.pack_heads(sections, table.flatten(), at, None):
+                return table.flatten()
             for view, section in zip(section_views(table, at), sections, strict=True):
                 view.copy_(section)
         return table.flatten()
     order, ordered = at.index("order"), _new_table(at, buffers)
     if table is not None:
         return _gathered(table, order, out=ordered).flatten()
+    if copies.runs_on(at.device) and copies.pack_heads(sections, ordered.flatten(), at, order):
+        return ordered.flatten()
     for view, section in zip(section_views(ordered, at), sections, strict=True):
         torch.index_select(section, 0, order, out=view)
     return ordered.flatten()
@@ -346,17 +359,23 @@ def _decoded(rows: Tensor, at: Geometry) -> list[Tensor]:
     total, row = at.layout.packing.total, at.table_format.row_bytes[at.rank]
     table = torch.empty(total, at.copies * row, dtype=torch.uint8, device=at.device)
     views = section_views(table, at)
+    index = None if at.layout.in_stream_order else at.index("inverse_order")
+    if copies.runs_on(at.device) and copies.unpack_heads(rows.flatten(), views, at, index):
+        return views
     for view, source in zip(views, _wire_views(rows, at), strict=True):
         arrived = source if isinstance(source, Tensor) else decode(*source, at.coding)
-        view.copy_(arrived if at.layout.in_stream_order else arrived.index_select(0, at.index("inverse_order")))
+        view.copy_(arrived if index is None else arrived.index_select(0, index))
     return views
 
 
 def _encoded(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     message = buffers.take(at.head_side_bytes, at.device)
+    index = None if at.layout.in_stream_order else at.index("order")
+    if copies.runs_on(at.device) and copies.pack_heads(sections, message, at, index):
+        return message
     rows = message.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
     for section, target in zip(sections, _wire_views(rows, at), strict=True):
-        sent = section if at.layout.in_stream_order else section.index_select(0, at.index("order"))
+        sent = section if index is None else section.index_select(0, index)
         if isinstance(target, Tensor):
             target.copy_(sent)
         else:
@@ -403,6 +422,9 @@ def _gathered(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor
     if not table.shape[1]:
         return table  # a rank without heads
     out = torch.empty_like(table) if out is None else out
+    if copies.runs_on(table.device):
+        copies.gather_rows(table, out, index)
+        return out
     torch.index_select(table.view(torch.int64), 0, index, out=out.view(torch.int64))
     return out
 

@@ -231,6 +231,11 @@ class Sections:
     def width(self) -> int:
         return sum(block.width for block in self.blocks)
 
+    @property
+    def replicated(self) -> bool:
+        """True if some head is computed on more than one rank."""
+        return any(block.replicated for block in self.blocks)
+
     def chunk(self, deal: HeadDeal, number: int, count: int) -> Sections:
         """Chunk `number` of `count` of each rank's heads, cut as `deal`, which dealt these sections, is cut."""
         if count == 1:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.testing.modes import meet_operators
 
 # Operators that write a result without computing anything: each is a pass over memory.
 _COPIES = {
@@ -65,6 +66,7 @@ class Counters(TorchDispatchMode):
         return sum(self.copied.values()) / activation.nbytes
 
     def __enter__(self) -> Counters:
+        meet_operators()
         self._one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
         _watch_methods(self)
         super().__enter__()

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.testing.modes import meet_operators
 
 
 class PeakMemory(TorchDispatchMode):
@@ -60,6 +61,7 @@ class PeakMemory(TorchDispatchMode):
         return _WatchedGroup(group)
 
     def __enter__(self) -> PeakMemory:
+        meet_operators()
         self._one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
         super().__enter__()
         return self

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_cp.testing.modes import meet_operators
+
 _aten = torch.ops.aten
 _UNINITIALISED = {
     _aten.empty,
@@ -26,6 +28,11 @@ class poisoned(TorchDispatchMode):  # noqa: N801 - used as `with poisoned():`
     Bytes are filled with 0xFF, which is NaN in every floating-point type that a view may read them as; other integers
     with their largest value. Covers backward passes run inside it on the CPU, and CUDA ones of the same thread.
     """
+
+    def __enter__(self) -> poisoned:
+        meet_operators()
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -115,6 +115,14 @@ def test_the_peak_is_the_formula_in_any_number_of_head_chunks(scheme, chunks):
     check(planned(scheme, 3, shape="7 heads", head_chunks=chunks), torch.bfloat16)
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize(
+    ("scheme", "cp", "chunks"), [("a2a", 3, 2), ("a2a", 2, 3), ("a2a+p2p", 4, 2), ("a2a+p2p", 4, 3)]
+)
+def test_the_peak_is_the_formula_where_heads_change_places_in_chunks(scheme, cp, chunks, layout):
+    check(planned(scheme, cp, layout, shape="7 heads", head_chunks=chunks), torch.bfloat16)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_with_a_batch_axis_it_is_as_many_times_as_much(scheme):
     check(planned(scheme, 4), torch.bfloat16, batch=(2,))

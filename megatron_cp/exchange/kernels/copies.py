@@ -1,0 +1,222 @@
+"""The four copies of a head exchange as tables of pieces, each one launch: what `pack.py` does, for CUDA.
+
+Functions take what those of `pack.py` take, and memory to write to. They return whether they did it: more tensors than
+a launch takes, rows that are not dense and a few other rarities are left to torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_cp.exchange.codec import INT8, Format
+from megatron_cp.exchange.kernels.pieces import MOST, TYPES, Piece, Pieces, alignment_of, pieces_of
+from megatron_cp.exchange.sections import Columns, RowFormat, Section, scales_offset
+
+if TYPE_CHECKING:
+    from megatron_cp.exchange.pack import Geometry
+
+_CODED_FORMATS = (8, 9)  # the first compute capability for which Triton converts to FP8 as torch does
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether there are kernels for a device."""
+    return device.type == "cuda" and find_spec("triton") is not None
+
+
+def pack_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
+    """Cuts columns from `[rows, f]` tensors, whose features are the sections in order, into every rank's message."""
+    if not _fits(tensors, [message], at):
+        return False
+    from megatron_cp.exchange.kernels.triton import copy_to_message
+
+    pieces = _token_pieces(
+        at.blocks, (at.format,), at.dtypes, at.coded, _widths(tensors), _types(tensors),
+        alignment_of(tensors, [message]), at.device, _stream(at.device), to_tensors=False,
+    )  # fmt: skip
+    copy_to_message(tensors, message, at.own_rows, pieces, coding=_coding(at, pieces))
+    return True
+
+
+def unpack_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geometry) -> bool:
+    """The way back, from the messages of every part; shared heads are summed, and rows beyond the own ones are zero."""
+    if not _fits(tensors, messages, at) or (at.exchange.sections.replicated and not set(at.dtypes) <= set(TYPES)):
+        return False
+    from megatron_cp.exchange.kernels.triton import copy_from_message
+
+    pieces = _token_pieces(
+        at.blocks, tuple(part.format for part in at.parts), at.dtypes, at.coded, _widths(tensors), _types(tensors),
+        alignment_of(tensors, messages), at.device, _stream(at.device), to_tensors=True,
+    )  # fmt: skip
+    copy_from_message(messages, tensors, at.own_rows, pieces, coding=_coding(at, pieces))
+    return True
+
+
+def gather_rows(source: Tensor, target: Tensor, index: Tensor) -> None:
+    """`target[i] = source[index[i]]` for `[T, bytes]` tables whose rows are whole units of 16 bytes."""
+    from megatron_cp.exchange.kernels.triton import copy_to_message
+
+    pieces = _row_piece(
+        source.shape[1], alignment_of([source], [target.flatten()]), source.device, _stream(source.device)
+    )
+    copy_to_message([source], target.flatten(), len(target), pieces, index=index)
+
+
+def pack_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry, index: Tensor | None) -> bool:
+    """Rows of `[T, (b,) h, d]` sections, in the order of `index`, into every rank's message."""
+    if not _fits(sections, [message], at) or (at.copies > 1 and any(at.coded)):
+        return False
+    from megatron_cp.exchange.kernels.triton import copy_to_message
+
+    pieces = _head_pieces(at, alignment_of(sections, [message]), to_tensors=False)
+    total = at.layout.packing.total
+    copy_to_message(sections, message, total, pieces, index=index, coding=_coding(at, pieces))
+    return True
+
+
+def unpack_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry, index: Tensor | None) -> bool:
+    """The way back, of messages that are coded."""
+    if not _fits(sections, [message], at) or at.copies > 1:
+        return False
+    from megatron_cp.exchange.kernels.triton import copy_from_message
+
+    pieces = _head_pieces(at, alignment_of(sections, [message]), to_tensors=True)
+    total = at.layout.packing.total
+    copy_from_message([message], sections, total, pieces, index=index, coding=_coding(at, pieces))
+    return True
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+# They depend on shapes and not on the batch, so the latest are kept: one for each stream, since a table's copy to the
+# device is ordered with one.
+
+
+@lru_cache(maxsize=256)
+def _token_pieces(
+    blocks: tuple[Section, ...],
+    formats: tuple[RowFormat, ...],
+    dtypes: tuple[torch.dtype, ...],
+    coded: tuple[bool, ...],
+    widths: tuple[int, ...],
+    types: tuple[torch.dtype, ...],
+    alignment: tuple[int, ...],
+    device: torch.device,
+    stream: int,  # noqa: ARG001 - part of the key
+    *,
+    to_tensors: bool,
+) -> Pieces:
+    places = list(_places(blocks, widths))
+    found = [
+        (rank, _piece(columns, rank, form, blocks, dtypes, coded, *places[columns.section], part))
+        for part, form in enumerate(formats)
+        for columns in form.columns
+        for rank in range(columns.first_rank, columns.last_rank)
+    ]
+    found.sort(key=lambda pair: pair[0])  # sums have the order of ranks, whatever part a head comes in
+    return pieces_of(
+        [piece for _, piece in found], types=types, alignment=alignment, device=device, to_tensors=to_tensors
+    )
+
+
+def _places(blocks: Iterable[Section], widths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """For each section the tensor that it is in, and the feature that it begins with there."""
+    tensor, start = 0, 0
+    for block in blocks:
+        while start == widths[tensor]:
+            tensor, start = tensor + 1, 0
+        yield tensor, start
+        start += block.width
+
+
+def _piece(
+    columns: Columns, rank: int, form: RowFormat, blocks: Sequence[Section], dtypes: Sequence[torch.dtype],
+    coded: Sequence[bool], tensor: int, start: int, part: int,
+) -> Piece:  # fmt: skip
+    dim, item = blocks[columns.section].head_dim, dtypes[columns.section].itemsize
+    head = columns.first_head + (rank - columns.first_rank) * columns.head_step
+    return Piece(
+        tensor, (start + head * dim) * item, columns.num_heads * dim * item, form.row_starts[rank],
+        form.row_bytes[rank], columns.offset, part, dim if coded[columns.section] else 0, columns.scales or 0,
+    )  # fmt: skip
+
+
+def _head_pieces(at: Geometry, alignment: tuple[int, ...], *, to_tensors: bool) -> Pieces:
+    return _pieces_of_heads(
+        at.blocks, at.format, at.rank, at.dtypes, at.coded, at.copies, alignment, at.device, _stream(at.device),
+        to_tensors=to_tensors,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _pieces_of_heads(
+    blocks: tuple[Section, ...],
+    form: RowFormat,
+    rank: int,
+    dtypes: tuple[torch.dtype, ...],
+    coded: tuple[bool, ...],
+    copies: int,
+    alignment: tuple[int, ...],
+    device: torch.device,
+    stream: int,  # noqa: ARG001 - part of the key
+    *,
+    to_tensors: bool,
+) -> Pieces:
+    row, found = form.row_bytes[rank], []
+    for number, (block, offset) in enumerate(zip(blocks, form.offsets[rank], strict=True)):
+        heads = block.heads_on(rank)
+        size = heads * block.head_dim * dtypes[number].itemsize
+        head_dim, scale = (block.head_dim, offset + scales_offset(block, heads)) if coded[number] else (0, 0)
+        found += [
+            Piece(number, copy * size, size, 0, copies * row, copy * row + offset, 0, head_dim, scale)
+            for copy in range(copies)
+        ]
+    return pieces_of(found, types=dtypes, alignment=alignment, device=device, to_tensors=to_tensors)
+
+
+@lru_cache(maxsize=64)
+def _row_piece(row: int, alignment: tuple[int, ...], device: torch.device, stream: int) -> Pieces:  # noqa: ARG001
+    piece = Piece(0, 0, row, 0, row, 0)
+    return pieces_of([piece], types=(torch.uint8,), alignment=alignment, device=device, to_tensors=False)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+# -- what is left to torch ---------------------------------------------------------------------------------------------
+
+
+def _fits(tensors: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> bool:
+    if max(len(tensors), len(messages)) > MOST or not all(map(_has_dense_rows, tensors)):
+        return False
+    if not any(at.coded):
+        return True
+    is_new = at.device.type != "cuda" or torch.cuda.get_device_capability(at.device) >= _CODED_FORMATS
+    return set(at.dtypes) <= set(TYPES) and (is_new or at.coding == INT8)
+
+
+def _coding(at: Geometry, pieces: Pieces) -> Format | None:
+    """The format of what is coded, if a head of it is this rank's."""
+    return at.coding if pieces.head_blocks else None
+
+
+def _has_dense_rows(tensor: Tensor) -> bool:
+    size = 1
+    for length, stride in zip(tensor.shape[:0:-1], tensor.stride()[:0:-1], strict=True):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return True
+
+
+def _widths(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.shape[1] for tensor in tensors)
+
+
+def _types(tensors: Iterable[Tensor]) -> tuple[torch.dtype, ...]:
+    return tuple(tensor.dtype for tensor in tensors)

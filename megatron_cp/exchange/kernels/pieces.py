@@ -1,0 +1,341 @@
+"""`Pieces`: which bytes of the messages are which bytes of the tensors, as a table that kernels read.
+
+A message is one or several blocks of rows, end to end, with as many rows in each. Row `i` of a block and row `i` of
+the tensors are of one token. A *piece* is a range of bytes that lies dense in a tensor's row and in a block's row:
+
+    tensor     from  i * stride + offset               size bytes
+    message    from  rows * start + i * row + place    size bytes
+
+Pieces are cut into *units*, one access of a thread each: 16 bytes where both sides are aligned for it; 8, 4, 2 or 1
+elsewhere. Units of one kind stand together, so that a program makes one kind of access. What `rows` is and where the
+tensors are is said at the launch: a table depends on neither, only on how all of it is aligned.
+
+A piece can be coded on its way: one byte an element, and a float32 scale for each head. Its units are heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_cp.exchange.device import on_device
+
+MOST = 8  # tensors of one launch, and messages
+UNITS = 64  # of one program
+HEADS = 4  # of one program, where they are coded
+WIDTHS = (16, 8, 4, 2, 1)  # bytes of an access
+WIDEST = WIDTHS[0]
+# A unit's kind is the bytes of an access, and where elements are computed with, `TYPE_STEP` more for each type up to
+# theirs.
+TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+TYPE_STEP = 32
+# The columns of the table: the fields of a piece, and what else is known of a unit. A sum has `MORE` terms after its
+# first, entries from `EXTRA` on. A scale is `SCALE` bytes after its head in the message.
+TENSOR, OFFSET, SIZE, START, ROW, PLACE, MESSAGE, HEAD_DIM, SCALE, KIND, MORE, EXTRA = range(12)
+
+
+class Piece(NamedTuple):
+    """A range of bytes that stands in rows of a tensor and in rows of a message.
+
+    Attributes:
+        tensor: number of the tensor.
+        offset: bytes from the start of the tensor's row.
+        size: bytes in the tensor.
+        start: bytes of one row in all blocks before this one.
+        row: bytes of one row in this block.
+        place: bytes from the start of the block's row.
+        message: number of the message.
+        head_dim: elements of a head, if heads are coded; else 0.
+        scale: where the heads' scales are, in bytes from the start of the block's row.
+    """
+
+    tensor: int
+    offset: int
+    size: int
+    start: int
+    row: int
+    place: int
+    message: int = 0
+    head_dim: int = 0
+    scale: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """The table on a device.
+
+    Attributes:
+        table: `[columns, entries]` int32: units, `UNITS` of one kind together; then heads, `HEADS` of one kind
+            together; then the further terms of sums.
+        unit_blocks: how many times `UNITS` units there are.
+        head_blocks: how many times `HEADS` heads there are.
+        head_dim: the most elements of a coded head.
+        most: the most terms of a sum after its first.
+        sum_kinds: kinds of units that are sums.
+        head_kinds: kinds of heads.
+        alignment: of the tensors, then of the messages.
+        types: of the tensors.
+        tensor_bytes: for each tensor, how far into its rows the pieces reach.
+        message_bytes: for each message, the bytes of a row in all its blocks.
+        to_tensors: whether it is for writing to the tensors.
+    """
+
+    table: Tensor
+    unit_blocks: int
+    head_blocks: int
+    head_dim: int
+    most: int
+    sum_kinds: tuple[int, ...]
+    head_kinds: tuple[int, ...]
+    alignment: tuple[int, ...]
+    types: tuple[torch.dtype, ...]
+    tensor_bytes: tuple[int, ...]
+    message_bytes: tuple[int, ...]
+    to_tensors: bool
+
+
+def alignment_of(tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> tuple[int, ...]:
+    """What the rows of each tensor and each message are aligned to: 16 bytes or a smaller power of two.
+
+    A table is for one alignment, so this is a part of the key under which it is kept.
+    """
+    starts = [tensor.data_ptr() | tensor.stride(0) * tensor.element_size() for tensor in tensors]
+    starts += [message.data_ptr() for message in messages]
+    return tuple(_power_of_two(start | WIDEST) for start in starts)
+
+
+def pieces_of(
+    pieces: Sequence[Piece],
+    *,
+    types: Sequence[torch.dtype],
+    alignment: tuple[int, ...],
+    device: torch.device,
+    to_tensors: bool,
+) -> Pieces:
+    """The table of some pieces.
+
+    Args:
+        pieces: in any order, but for the terms of a sum.
+        types: of the tensors.
+        alignment: of the tensors, then of the messages: `alignment_of`.
+        device: where the table is read.
+        to_tensors: whether it is for writing to the tensors. What stands in several pieces is then a sum, of elements,
+            in the order of the pieces. On the way to a message, it is copied to each of its places.
+    """
+    given = np.array([*pieces], dtype=np.int64).reshape(-1, len(Piece._fields))
+    given = given[given[:, SIZE] > 0]
+    num_messages = len(alignment) - len(types)
+    assert max(len(types), num_messages) <= MOST, f"{len(types)} tensors and {num_messages} messages: {MOST} fit"
+    assert (given >= 0).all(), given
+    item = np.array([dtype.itemsize for dtype in types], dtype=np.int64)[given[:, TENSOR]]
+    is_coded = given[:, HEAD_DIM] > 0
+    in_message = given[:, PLACE] + np.where(is_coded, given[:, SIZE] // item, given[:, SIZE])
+    assert (in_message <= given[:, ROW]).all(), given
+
+    copied = given[~is_coded]
+    heads = _heads(given[is_coded], item[is_coded])
+    if to_tensors:
+        copied_ranges, head_ranges = _common_ranges(copied), _grouped(heads, _place_in_tensors(heads))
+    else:
+        copied_ranges, head_ranges = _one_each(copied), _one_each(heads)
+    alike = np.array(alignment, dtype=np.int64)
+    tensors, messages = alike[: len(types)], alike[len(types) :]
+    units = list(_unit_runs(copied_ranges, types, tensors, messages))
+    coded = list(_head_runs(head_ranges, types, tensors, messages))
+    table = _table(units + coded)
+    assert table.max(initial=0) < 2**31, "rows of 2 GiB"
+    return Pieces(
+        on_device(table, device),
+        sum(run.units.shape[1] for run in units) // UNITS,
+        sum(run.units.shape[1] for run in coded) // HEADS,
+        int(given[:, HEAD_DIM].max(initial=0)),
+        int(table[MORE].max(initial=0)),
+        tuple(run.kind for run in units if run.kind >= TYPE_STEP),
+        tuple(run.kind for run in coded),
+        alignment,
+        tuple(types),
+        _most(len(types), given[:, TENSOR], given[:, OFFSET] + given[:, SIZE]),
+        _most(num_messages, given[:, MESSAGE], given[:, START] + given[:, ROW]),
+        to_tensors,
+    )
+
+
+# -- pieces, cut to units --------------------------------------------------------------------------------------------
+
+
+class _Ranges(NamedTuple):
+    """Ranges of bytes of the tensors' rows, each one piece or the sum of several, which are as large."""
+
+    terms: NDArray  # [terms of all ranges, fields of a piece], those of one range together
+    first: NDArray  # of each range: its first term
+    length: NDArray  # of each range: its terms
+
+    @property
+    def firsts(self) -> NDArray:
+        return self.terms[self.first]
+
+
+def _one_each(pieces: NDArray) -> _Ranges:
+    return _Ranges(pieces, np.arange(len(pieces)), np.ones(len(pieces), dtype=np.int64))
+
+
+def _grouped(pieces: NDArray, key: NDArray) -> _Ranges:
+    """Pieces of one key are terms of one range, in order."""
+    order = np.argsort(key, kind="stable")
+    first = np.flatnonzero(np.diff(key[order], prepend=-1))
+    return _Ranges(pieces[order], first, np.diff(first, append=len(order)))
+
+
+def _place_in_tensors(pieces: NDArray) -> NDArray:
+    return pieces[:, TENSOR] << 32 | pieces[:, OFFSET]
+
+
+def _common_ranges(pieces: NDArray) -> _Ranges:
+    """Pieces cut where others begin or end, so that two have all bytes in common or none."""
+    begin = _place_in_tensors(pieces)
+    end = begin + pieces[:, SIZE]
+    cuts = np.unique(np.concatenate([begin, end]))
+    first = np.searchsorted(cuts, begin)
+    index, number = _counted(np.searchsorted(cuts, end) - first)
+    cut = first[index] + number
+    parts = pieces[index]
+    parts[:, [OFFSET, PLACE]] += (cuts[cut] - begin[index])[:, None]
+    parts[:, SIZE] = cuts[cut + 1] - cuts[cut]
+    return _grouped(parts, cut)
+
+
+def _heads(pieces: NDArray, item: NDArray) -> NDArray:
+    """Coded pieces, a head each, and from there to its scale."""
+    size = pieces[:, HEAD_DIM] * item
+    assert not (pieces[:, SIZE] % size).any(), "a part of a head"
+    index, number = _counted(pieces[:, SIZE] // size)
+    heads = pieces[index]
+    heads[:, SIZE] = size[index]
+    heads[:, OFFSET] += number * heads[:, SIZE]
+    heads[:, PLACE] += number * heads[:, HEAD_DIM]
+    heads[:, SCALE] += number * 4 - heads[:, PLACE]
+    return heads
+
+
+class _Run(NamedTuple):
+    """What programs do that make one kind of access: columns of the table, filled up to whole programs."""
+
+    kind: int
+    units: NDArray
+    terms: NDArray  # further terms of sums; `units[EXTRA]` counts from the first of them
+
+
+def _unit_runs(ranges: _Ranges, types: Sequence[torch.dtype], tensors: NDArray, messages: NDArray) -> Iterator[_Run]:
+    terms = ranges.terms
+    low = tensors[terms[:, TENSOR]] | messages[terms[:, MESSAGE]] | terms[:, START] | terms[:, ROW]
+    # An access is aligned on both sides if it is on one and they lie alike.
+    reach = _reach(ranges, low | (terms[:, OFFSET] - terms[:, PLACE]))
+    begin = ranges.firsts[:, OFFSET]
+    end = begin + ranges.firsts[:, SIZE]
+    # Numbers of types, from 1 on; 0 where elements need no type.
+    number = np.where(ranges.length > 1, _type_numbers(types)[ranges.firsts[:, TENSOR]], 0)
+    assert (number >= 0).all(), f"no sums of all of {types}"
+    for of_type, widths in enumerate((WIDTHS, *((WIDEST, dtype.itemsize) for dtype in TYPES))):
+        index = np.flatnonzero(number == of_type)
+        for width, unit, at in _units(begin[index], end[index], reach[index], widths):
+            yield _run(ranges, index[unit], at - begin[index[unit]], of_type * TYPE_STEP + width, UNITS)
+
+
+def _units(
+    begin: NDArray, end: NDArray, reach: NDArray, widths: Sequence[int]
+) -> Iterator[tuple[int, NDArray, NDArray]]:
+    """Ranges cut to the fewest accesses: for each width, of which range they are and where they begin."""
+    index = np.arange(len(begin))
+    for width in widths:
+        fits = reach[index] >= width
+        lo = np.where(fits, np.minimum(-(-begin // width) * width, end), end)
+        hi = np.where(fits, np.maximum(end // width * width, lo), end)
+        unit, number = _counted((hi - lo) // width)
+        if len(unit):
+            yield width, index[unit], lo[unit] + number * width
+        # What is left lies before and after.
+        begin, end, index = np.concatenate([begin, hi]), np.concatenate([lo, end]), np.concatenate([index, index])
+        left = begin < end
+        begin, end, index = begin[left], end[left], index[left]
+    assert not len(index), "a part of an element"
+
+
+def _head_runs(ranges: _Ranges, types: Sequence[torch.dtype], tensors: NDArray, messages: NDArray) -> Iterator[_Run]:
+    terms = ranges.terms
+    item = np.array([dtype.itemsize for dtype in types], dtype=np.int64)[terms[:, TENSOR]]
+    in_tensor = tensors[terms[:, TENSOR]] | terms[:, OFFSET] | terms[:, SIZE]
+    in_message = messages[terms[:, MESSAGE]] | terms[:, START] | terms[:, ROW]
+    assert not ((in_message | (terms[:, PLACE] + terms[:, SCALE])) % 4).any(), "a scale is not aligned"
+    assert not (in_tensor % item).any(), "an element is not aligned"
+    # So many elements as one access to the tensor takes are as many bytes of the message.
+    is_wide = _reach(ranges, in_tensor | (in_message | terms[:, PLACE]) * item) == WIDEST
+    number = _type_numbers(types)[ranges.firsts[:, TENSOR]]
+    assert (number >= 0).all(), f"not all of {types} can be coded"
+    for of_type, dtype in enumerate(TYPES, 1):
+        for width, chosen in ((WIDEST, is_wide), (dtype.itemsize, ~is_wide)):
+            index = np.flatnonzero((number == of_type) & chosen)
+            if len(index):
+                yield _run(ranges, index, 0 * index, of_type * TYPE_STEP + width, HEADS)
+
+
+def _run(ranges: _Ranges, index: NDArray, moved: NDArray, kind: int, of_program: int) -> _Run:
+    """Units of one kind, `moved` bytes from the start of the ranges `index`."""
+    first, more = ranges.first[index], ranges.length[index] - 1
+    units = np.zeros((EXTRA + 1, -(-len(index) // of_program) * of_program), dtype=np.int64)
+    units[TENSOR] = -1  # what only fills up
+    units[:, : len(index)] = _columns(ranges.terms[first], moved)
+    units[KIND] = kind
+    units[MORE, : len(index)] = more
+    units[EXTRA, : len(index)] = np.cumsum(more) - more
+    unit, number = _counted(more)
+    return _Run(kind, units, _columns(ranges.terms[first[unit] + 1 + number], moved[unit]))
+
+
+def _columns(terms: NDArray, moved: NDArray) -> NDArray:
+    columns = np.zeros((EXTRA + 1, len(terms)), dtype=np.int64)
+    columns[: terms.shape[1]] = terms.T
+    columns[[OFFSET, PLACE]] += moved
+    return columns
+
+
+def _table(runs: Sequence[_Run]) -> NDArray:
+    num_entries = sum(run.units.shape[1] for run in runs)
+    for run in runs:
+        run.units[EXTRA] += num_entries
+        num_entries += run.terms.shape[1]
+    empty = np.zeros((EXTRA + 1, 0), dtype=np.int64)
+    return np.concatenate([empty, *(run.units for run in runs), *(run.terms for run in runs)], axis=1)
+
+
+def _type_numbers(types: Sequence[torch.dtype]) -> NDArray:
+    return np.array([TYPES.index(dtype) + 1 if dtype in TYPES else -1 for dtype in types], dtype=np.int64)
+
+
+def _reach(ranges: _Ranges, low: NDArray) -> NDArray:
+    """The widest access for all terms of each range, where `low` is what must be a multiple of it."""
+    low = low | WIDEST
+    return _power_of_two(np.bitwise_or.reduceat(low, ranges.first) if len(ranges.first) else low)
+
+
+def _counted(counts: NDArray) -> tuple[NDArray, NDArray]:
+    """For each of `sum(counts)` things: which count it belongs to, and its number there."""
+    index = np.repeat(np.arange(len(counts)), counts)
+    return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _power_of_two(number: Any) -> Any:
+    """The largest that divides it."""
+    return number & -number
+
+
+def _most(length: int, index: NDArray, values: NDArray) -> tuple[int, ...]:
+    """For each number the largest of its values, or 0."""
+    most = np.zeros(length, dtype=np.int64)
+    np.maximum.at(most, index, values)
+    return tuple(most.tolist())

@@ -1,0 +1,161 @@
+"""The exchange by kernels, under Triton's interpreter, against the exchange by torch: the same bits in every part.
+
+In a process of its own, since the interpreter changes Triton for good.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import torch
+from torch import Tensor
+
+from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.exchange.codec import CODECS
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.pack import Geometry, like_rows, pack_heads, pack_tokens, unpack_heads, unpack_tokens
+from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.testing.poison import poisoned
+
+PACKING = Packing([7, 1, 13, 0, 2])
+LAYOUTS = {
+    "contiguous": Layout.contiguous(PACKING, 3),
+    "zigzag": Layout.zigzag(PACKING, 3),
+    "padded": Layout.zigzag(PACKING, 3, align=4),
+}
+
+
+def test_kernels_move_the_same_bytes_as_torch():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit_tests.exchange.test_kernel_copies"],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        timeout=240,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,  # what fails is on stderr, which pytest shows
+    )
+    launches = dict(line.split() for line in done.stdout.splitlines() if line.startswith("_"))
+    assert set(launches) == {"_to_message", "_from_message"}
+    assert all(int(count) > 50 for count in launches.values())
+
+
+# -- in the process of the interpreter ---------------------------------------------------------------------------------
+
+
+def exchange_of(layout: Layout, heads: int, groups: int, chunks: int, codec: str) -> Exchange:
+    deal = deal_heads(heads, groups, 3)
+    sections = Sections(
+        (
+            Section("q", heads, 8, deal.heads),
+            Section("k", groups, 8, deal.groups),
+            Section("v", groups, 6, deal.groups),
+            Section("beta", heads, 1, deal.heads, exact=True),
+        )
+    )
+    parts = tuple(sections.chunk(deal, number, chunks) for number in range(chunks)) if chunks > 1 else ()
+    return Exchange(layout, sections, parts, CODECS[codec])
+
+
+def everything(at: Geometry, widths: list[int]) -> list[Tensor]:
+    """Both directions on one rank, whatever the messages of others may hold."""
+    random, buffers = torch.Generator().manual_seed(at.rank), Buffers()
+    lead = (int(at.layout.row_counts[at.rank]),) + (() if at.batch is None else (at.batch,))
+    dtypes = dict(zip([32, 16, 12, 4], at.dtypes, strict=False))
+    found: list[Tensor] = []
+    tensors = [
+        torch.randn(*lead, width + 3, generator=random).to(dtypes.get(width, at.dtypes[0]))[..., 3:] for width in widths
+    ]
+    received: list[Tensor] = []
+    for part in at.parts:
+        found.append(pack_tokens(tensors, part, buffers))
+        shape = (at.layout.packing.total, at.copies * part.table_format.row_bytes[at.rank])
+        table = torch.randn(shape[0], shape[1] // 8, generator=random, dtype=torch.float64).view(torch.uint8)
+        plain = pack_heads(sections_of(table, part), part, buffers)
+        views = unpack_heads(plain, part)
+        gradients = like_rows(*views)
+        for gradient, view in zip(gradients, views, strict=True):
+            gradient.copy_(view)
+        apart = [view.clone(memory_format=torch.contiguous_format) for view in views]
+        found += [plain, *apart, pack_heads(gradients, part, buffers), pack_heads(apart, part, buffers)]
+        received.append(found[-4 - len(views)])  # what was packed is as good as what arrives
+        assert len(views) == len(at.blocks)
+    messages = [pack_tokens(tensors, part, buffers) for part in at.parts]
+    return [*found, *unpack_tokens(messages, at, widths)]
+
+
+def sections_of(table: Tensor, at: Geometry) -> list[Tensor]:
+    from megatron_cp.exchange.pack import section_views
+
+    found = section_views(table, at)
+    for view in found:  # bits of any table are no numbers
+        values = torch.linspace(-3, 5, view.numel()).reshape(view.shape).to(view.dtype)
+        view.copy_(values)
+    return found
+
+
+def check() -> None:
+    from megatron_cp.exchange.kernels import copies
+    from megatron_cp.exchange.kernels import triton as kernels
+
+    launches: Counter[str] = Counter()
+    for name in ("_to_message", "_from_message"):
+        kernel = getattr(kernels, name)
+        setattr(kernels, name, Counted(kernel, name, launches))
+    by_torch = copies.runs_on
+    cases = [
+        (layout, heads, groups, chunks, codec, batch)
+        for layout, (heads, groups), chunks, codec, batch in itertools.product(
+            LAYOUTS, [(6, 3), (6, 2), (5, 5), (4, 1)], [1, 2], ["none", "fp8", "int8"], [None, None, 2]
+        )
+        if chunks <= deal_heads(heads, groups, 3).most_groups
+    ]
+    for number, (layout, heads, groups, chunks, codec, batch) in enumerate(Random(0).sample(cases, 18)):
+        exchange = exchange_of(LAYOUTS[layout], heads, groups, chunks, codec)
+        wide = torch.float32 if number % 2 else torch.bfloat16
+        widths = [heads * 8, groups * 14, heads] if number % 4 else [heads * 9 + groups * 14]
+        dtypes = (wide, wide, wide, wide)
+        for rank in range(3):
+            at = Geometry(exchange, rank, dtypes, batch, torch.device("cpu"), forward=bool(number % 5))
+            results = []
+            for runs_on in (by_torch, lambda device: True):
+                copies.runs_on = runs_on
+                with poisoned():
+                    results.append(everything(at, widths))
+            copies.runs_on = by_torch
+            for place, (expected, actual) in enumerate(zip(*results, strict=True)):
+                where = f"result {place} of {layout} {heads}:{groups} {chunks} {codec} {batch} on rank {rank}"
+                assert torch.equal(bits(actual), bits(expected)), where
+    for name, count in launches.items():
+        print(name, count)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
+
+
+class Counted:
+    """A kernel, whose launches are counted."""
+
+    def __init__(self, kernel, name, launches):
+        self.kernel, self.name, self.launches = kernel, name, launches
+
+    def __getitem__(self, grid):
+        self.launches[self.name] += 1
+        return self.kernel[grid]
+
+
+if __name__ == "__main__":
+    from megatron_cp.testing.triton_interpreter import interpret_triton
+    from tests.unit_tests.exchange.test_triton_kernels import round_as_hardware_does
+
+    interpret_triton()
+    round_as_hardware_does()
+    check()
