@@ -29,8 +29,8 @@ from megatron_cp.executor.groups import Message, Pending, RankGroup, TorchGroup
 from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, start_torchrun_rank
 
 HELP = "measure a layer: local work, waits, memory and bytes, over what each could be"
-BENCHMARKS = ("attention", "linear")
-_LATER = ("exchange", "layer", "planner", "wire")
+BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire")
+_LATER = ("planner",)
 DIRECTIONS = ("forward", "backward")
 DEVICES = ("cpu", "cuda")
 # As a GPU's caching allocator does, freed blocks (to 32 MiB, glibc's limit) are kept: paging memory in anew for each
@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
     parser.add_argument("--device", choices=DEVICES, help="default: cuda, in bfloat16, where there is one")
     parser.add_argument("--ranks", choices=RANK_KINDS, default="processes", help="local ranks; torchrun brings its own")
+    cells = "RANKSxTOKENS/DOCUMENTS,..."
+    parser.add_argument("--cells", metavar=cells, help="of exchange: what is timed between processes")
+    parser.add_argument("--only", metavar="PART,...", help="of wire: transports, codecs or overlap (default: all)")
     parser.add_argument("--timeout", type=seconds, default=600.0, help="seconds the run may take (default: 600)")
 
 
@@ -65,11 +68,15 @@ def run(args: argparse.Namespace) -> Report:
     if args.what not in BENCHMARKS:
         later = f"{args.what} is not built yet." if args.what in _LATER else ""
         raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS), later)
-    from megatron_cp.cli import bench_attention, bench_linear  # which stand on this
+    # Which stand on this.
+    from megatron_cp.cli import bench_attention, bench_exchange, bench_layer, bench_linear, bench_wire
 
     reports: dict[str, Callable[[argparse.Namespace, TorchGroup | None], Report]] = {
         "attention": bench_attention.report,
         "linear": bench_linear.report,
+        "exchange": bench_exchange.report,
+        "layer": bench_layer.report,
+        "wire": bench_wire.report,
     }
     torch.set_num_threads(1)
     world = start_torchrun_rank(args.timeout) if in_torchrun() else None
@@ -246,7 +253,7 @@ class _WatchedPending(Pending):
             self._pending.wait()
 
 
-def turns(names: Sequence[str], repeats: int) -> Iterator[str]:
+def turns[T](names: Sequence[T], repeats: int) -> Iterator[T]:
     """Every name once a round; nobody always comes first."""
     for repeat in range(repeats):
         first = repeat % len(names)

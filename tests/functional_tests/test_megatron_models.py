@@ -22,6 +22,9 @@ TIMEOUT = 200.0
 FLOAT64, TENSOR_PARALLEL, FLOAT32 = 1e-12, 1e-6, 5e-6
 
 
+OF_SEVERAL = ("linear_cp_mode", "cp_head_chunks", "cp_transport", "cp_codec")  # options of several ranks
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One step of one model; see `tiny.build` and `tiny.shards`."""
@@ -49,7 +52,7 @@ class Case:
 
     @property
     def on_one_rank(self):
-        changes = tuple((name, value) for name, value in self.changes if name != "linear_cp_mode")
+        changes = tuple((name, value) for name, value in self.changes if name not in OF_SEVERAL)
         return Case(self.kind, batches=self.batches, dtype=self.dtype, changes=changes)
 
 
@@ -103,6 +106,13 @@ RELAYED = [
     spread("relay", "hybrid_both", batches="aligned", how="megatron"),
     spread("relay", "gpt_gdn"),
 ]
+# Heads of which two ranks have two groups each, to travel in two chunks.
+GROUPS = (("num_query_groups", 4), ("linear_num_key_heads", 4), ("mamba_num_groups", 4), ("mamba_num_heads", 8))
+CHUNKED = (("cp_head_chunks", 2), ("cp_transport", "pairwise"), ("linear_cp_mode", "headwise"), *GROUPS)
+WHOLE = Case("hybrid_both", changes=(("linear_cp_mode", "headwise"), *GROUPS))
+IN_CHUNKS = [
+    Case("hybrid_both", changes=CHUNKED, recompute=recompute) for recompute in ("", "full", "core_attn")
+]  # fmt: skip
 DETERMINISTIC = Case("hybrid_both", changes=(("deterministic_mode", True),))
 ONE_KEY_HEAD = Case("hybrid", changes=(("linear_num_key_heads", 1),))
 NORMED = Case("hybrid", changes=(("qk_layernorm", True),))
@@ -218,6 +228,8 @@ PLACES = {
             MIXED,
             *KEYS_TRAVEL,
             *LATENT_TWO,
+            WHOLE,
+            *IN_CHUNKS,
         ],
     ),
     "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", layout="balanced")]),
@@ -349,6 +361,15 @@ def test_recomputation_changes_no_bit(case, two):
     for steps in two:
         again, once = steps["cp2", case].gradients, steps["cp2", plain].gradients
         assert [name for name in once if not torch.equal(again[name], once[name])] == []
+
+
+@pytest.mark.parametrize("case", IN_CHUNKS, ids=str)
+def test_chunks_and_transports_change_no_bit(case, two):
+    for steps in two:
+        chunked, whole = steps["cp2", case], steps["cp2", WHOLE]
+        assert [
+            name for name in whole.gradients if not torch.equal(chunked.gradients[name], whole.gradients[name])
+        ] == []
 
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])

@@ -111,7 +111,8 @@ def configure(kind, **changes):
     }
     settings |= KINDS[kind] | changes
     # Our options are not Megatron's, and most models are to do without them.
-    ours = OurConfig if "linear_cp_mode" in changes else TransformerConfig
+    own = vars(OurConfig)["__annotations__"]
+    ours = OurConfig if any(name in own for name in changes) else TransformerConfig
     return (MLATransformerConfig if kind.endswith("mla") else ours)(**settings)
 
 
