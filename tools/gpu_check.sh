@@ -41,7 +41,9 @@ step gpu_train.log timeout 400 "$python" -m megatron_cp.cli.main train --context
   --train-iters 40 --run-dir "$site/run"
 step gpu_linear.md timeout 300 "$python" -m megatron_cp.cli.main bench linear --cp 2 --tokens-per-rank 8192
 step gpu_attention.md timeout 300 "$python" -m megatron_cp.cli.main bench attention --cp 4 --tokens-per-rank 8192
-step gpu_host_exchange.md timeout 200 "$python" benchmarks/exchange.py
+step gpu_exchange.md timeout 300 "$python" -m megatron_cp.cli.main bench exchange
+step gpu_layer.md timeout 300 "$python" -m megatron_cp.cli.main bench layer
+step gpu_wire.md timeout 300 "$python" -m megatron_cp.cli.main bench wire --cp 4
 
 if [ ${#failed[@]} -gt 0 ]; then
   echo "FAILED: ${failed[*]}; see $out" >&2

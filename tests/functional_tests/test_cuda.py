@@ -11,6 +11,8 @@ import torch
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.kernels import copies
+from megatron_cp.exchange.pack import Geometry
 from megatron_cp.exchange.sections import Section, Sections, deal_heads
 from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import ThreadGroup
@@ -24,6 +26,7 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, Problem, draw, judge, run_layer, whole
 from megatron_cp.testing.poison import poisoned
+from tests.unit_tests.exchange import test_kernel_copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -151,6 +154,38 @@ def exchange_on_device(group, layout):
 def test_exchange_moves_the_very_bits(cp, layout):
     laid_out = layout_by_name(layout, Packing(RAGGED), cp)
     assert run_ranks(exchange_on_device, cp, laid_out, kind="processes") == [[]] * cp
+
+
+@pytest.mark.parametrize("codec", ["none", "fp8", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "padded"])
+def test_kernels_move_the_same_bytes_as_torch(layout, codec, monkeypatch):
+    """Packing and unpacking by Triton against the same by torch, with sums and chunks; see `test_kernel_copies`."""
+    for heads, groups, chunks in [(6, 3, 1), (6, 2, 1), (5, 5, 2), (4, 1, 1)]:
+        exchange = test_kernel_copies.exchange_of(test_kernel_copies.LAYOUTS[layout], heads, groups, chunks, codec)
+        for rank in range(3):
+            at = Geometry(exchange, rank, (torch.bfloat16,) * 4, None, torch.device(DEVICE))
+            results = []
+            for runs_on in (copies.runs_on, lambda device: False):
+                with monkeypatch.context() as patch:
+                    patch.setattr(copies, "runs_on", runs_on)
+                    results.append(test_kernel_copies.everything(at, [heads * 8, groups * 14, heads]))
+            for by_kernel, by_torch in zip(*results, strict=True):
+                assert torch.equal(test_kernel_copies.bits(by_kernel), test_kernel_copies.bits(by_torch))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"transport": "pairwise"}, {"transport": "hierarchical"}, {"head_chunks": 2}, {"codec": "fp8"}],
+    ids=str,
+)
+def test_transports_and_chunks_change_no_bit(how):
+    """Messages of CUDA tensors go over gloo through pinned memory; a codec is compared with itself in chunks."""
+    case = replace(ATTENTION, cp=3, heads=12, groups=6)
+    plain = replace(case, codec=how.get("codec", "none"))
+    other = replace(case, **how) if "codec" not in how else replace(plain, head_chunks=2, transport="pairwise")
+    expected, actual = (run_ranks(layer_on_device, 3, each, False, kind="processes") for each in (plain, other))
+    for mine, theirs in zip(actual, expected, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
 # -- waits of the host -------------------------------------------------------------------------------------------------

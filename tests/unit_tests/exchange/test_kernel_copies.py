@@ -71,13 +71,15 @@ def everything(at: Geometry, widths: list[int]) -> list[Tensor]:
     dtypes = dict(zip([32, 16, 12, 4], at.dtypes, strict=False))
     found: list[Tensor] = []
     tensors = [
-        torch.randn(*lead, width + 3, generator=random).to(dtypes.get(width, at.dtypes[0]))[..., 3:] for width in widths
+        torch.randn(*lead, width + 3, generator=random).to(at.device, dtypes.get(width, at.dtypes[0]))[..., 3:]
+        for width in widths
     ]
     received: list[Tensor] = []
     for part in at.parts:
         found.append(pack_tokens(tensors, part, buffers))
         shape = (at.layout.packing.total, at.copies * part.table_format.row_bytes[at.rank])
         table = torch.randn(shape[0], shape[1] // 8, generator=random, dtype=torch.float64).view(torch.uint8)
+        table = table.to(at.device)
         plain = pack_heads(sections_of(table, part), part, buffers)
         views = unpack_heads(plain, part)
         gradients = like_rows(*views)
