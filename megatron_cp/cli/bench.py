@@ -253,7 +253,7 @@ class _WatchedPending(Pending):
             self._pending.wait()
 
 
-def turns[T](names: Sequence[T], repeats: int) -> Iterator[T]:
+def turns(names: Sequence[str], repeats: int) -> Iterator[str]:
     """Every name once a round; nobody always comes first."""
     for repeat in range(repeats):
         first = repeat % len(names)
