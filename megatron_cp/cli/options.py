@@ -81,7 +81,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         "--transport", default="collective", metavar="|".join(working("transport")), help="default: collective"
     )
     group.add_argument(
-        "--nodes", type=positive, default=2, metavar="N", help="hosts of --transport hierarchical (default: 2)"
+        "--nodes", type=positive, metavar="N", help="hosts of --transport hierarchical, of neighbours (default: 2)"
     )
     group.add_argument(
         "--codec",
@@ -145,7 +145,7 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         ulysses_degree=args.ulysses_degree,
         head_chunks=args.head_chunks,
         transport=require("transport", args.transport, name="--transport"),
-        nodes=args.nodes,
+        nodes=_nodes(args, cp_size),
         codec=require("codec", args.codec, name="--codec"),
         softcap=args.softcap,
         dropout=args.dropout,
@@ -156,6 +156,17 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         seed=args.seed,
         **rest,
     )
+
+
+def _nodes(args: argparse.Namespace, cp_size: int) -> int:
+    """Hosts of neighbouring ranks; two, or one for a single rank, unless told otherwise."""
+    if args.nodes is None:
+        return 2
+    if args.transport != "hierarchical":
+        raise ArgumentError("--nodes", args.nodes, "nothing without --transport hierarchical")
+    if args.nodes > cp_size:
+        raise ArgumentError("--nodes", args.nodes, f"at most the {cp_size} ranks")
+    return int(args.nodes)
 
 
 def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:

@@ -3,8 +3,9 @@
     scale = max|x| / largest        code = round(x / scale)        x' = scale * code
 
 The arithmetic is in float32. Of a head whose largest element is m, an element x comes back within |x| / 16 or m / 2^18,
-whichever is more, in E4M3; within |x| / 8 or m / 2^32 in E5M2; and within m / 254 in INT8. A head with an element that
-is not finite comes back with NaN in it, since its scale is not finite either.
+whichever is more, in E4M3; within |x| / 8 or m / 2^32 in E5M2; and within m / 254 in INT8. Below 2^-126 * largest it is
+within 2^-126, in all three. A head with an element that is not finite comes back with NaN in it, since its scale is not
+finite either.
 
 Shapes: `n` any, `h` heads, `d` head size.
 """
@@ -21,7 +22,8 @@ def encode(x: Tensor, to: Format, payload: Tensor, scales: Tensor) -> None:
     """Codes `[n..., h, d]` into bytes `payload` of that shape and float32 `scales` `[n..., h]`."""
     wide = x.to(torch.float32)
     scale = wide.abs().amax(-1).div_(to.largest)
-    scale.masked_fill_(scale == 0, 1.0)  # a head of zeros, or of numbers too small for any scale
+    # A scale below the normal numbers would be rounded too coarsely: codes would overflow. NaN stays.
+    scale.clamp_min_(torch.finfo(torch.float32).tiny)
     coded = wide / scale.unsqueeze(-1)
     dtype: torch.dtype = getattr(torch, to.dtype)
     payload.view(dtype).copy_(coded.round_() if dtype == torch.int8 else coded)

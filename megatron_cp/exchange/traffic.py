@@ -1,10 +1,18 @@
-"""`Traffic`: who sends how much to whom. No torch in here."""
+"""`Traffic`: who sends how much to whom, and the memory that messages take. No torch in here."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megatron_cp.layout.packing import IntArray
+
+_STEPS = 8  # sizes of buffers between one power of two and the next
+
+
+def rounded(size: int) -> int:
+    """The bytes of a buffer for a message of `size`."""
+    step = max(1 << max(size.bit_length() - 1, 0), 512) // _STEPS
+    return -(-max(size, 1) // step) * step
 
 
 @dataclass(frozen=True, eq=False)

@@ -190,7 +190,7 @@ class TorchGroup(RankGroup):
         for message, copy in zip(sends, staged[0], strict=True):
             copy.tensor.copy_(_bytes_of(message.tensor), non_blocking=True)
         if any(message.tensor.is_cuda for message in sends):
-            torch.cuda.current_stream().synchronize()  # gloo reads at once
+            torch.cuda.current_stream(sends[0].tensor.device).synchronize()  # gloo reads at once
         pending = self._start_messages_apart(*staged)
         return _FromHost(pending, receives, staged, self.buffers)
 

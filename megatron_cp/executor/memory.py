@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.traffic import rounded
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.schedule import Attend, HeadChunk
 
@@ -55,18 +56,29 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
 
 
 def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
-    """Bytes of messages that a rank has on their way at a time, at most: what it needs of its group's buffers."""
-    most = 0
-    for exchange, _ in plan.exchanges(forward=True):
+    """Bytes of the messages of head exchanges that a rank has on their way at a time, at most, forward or backward.
+
+    They live in its group's buffers, which other layers share. What a hierarchical transport stages is not counted.
+    """
+    inbound, outbound = 0, 0
+    for exchange, to_heads in plan.exchanges(forward=True):
         if exchange.is_local:
             continue
         node, lane = divmod(rank, exchange.degree)
         layout, sizes = exchange.of_node(node).layout, [item_size] * len(exchange.sections.blocks)
-        rows = [exchange.row_format(part, sizes).row_bytes for part in range(len(exchange.parts))]
-        tokens = int(layout.token_counts[lane]) * sum(map(sum, rows))
-        heads = layout.packing.total * sum(of_ranks[lane] for of_ranks in rows)
-        most = max(most, tokens + heads)
-    return most
+        in_place = layout.in_stream_order and not any(exchange.coded(sizes))
+        in_place &= plan.attend is not None or not to_heads  # gradients of linear layers come in tensors of their own
+        size = 0
+        for part in range(len(exchange.parts)):
+            rows = exchange.row_format(part, sizes).row_bytes
+            size += rounded(int(layout.token_counts[lane]) * sum(rows))
+            size += 0 if in_place else rounded(layout.packing.total * rows[lane])
+        if to_heads:
+            inbound += size
+        else:
+            outbound += size
+    # Sizes differ, so each way has buffers of its own.
+    return inbound + outbound
 
 
 @dataclass(frozen=True)

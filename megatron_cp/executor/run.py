@@ -94,8 +94,12 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
     for exchange, _ in plan.exchanges(forward=True):
         prepare_tables(exchange.of_node(node).layout, device)
     for step in plan.chain:
-        if isinstance(step, Halo) and step.reach:
-            prepare_halo(step, rank, device)
+        if isinstance(step, Halo):
+            if step.reach:
+                prepare_halo(step, rank, device)
+                _ = step.traffic
+        else:
+            _ = step.traffic(forward=True), step.traffic(forward=False)
     if plan.outer is not None:
         prepare_relayout(plan.outer, plan.layout, rank, device)
         prepare_relayout(plan.layout, plan.outer, rank, device)
@@ -106,6 +110,8 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
         if len(tiles.bands):
             _ = tiles.cropped if stage else tiles.cropped_keys
     prepare_gathering(plan.attend, node, device)
+    if plan.attend.num_nodes > 1 and plan.attend.schedule != "p2p":
+        _ = plan.attend.traffic
 
 
 class Agreeable(Protocol):

@@ -14,7 +14,7 @@ class Transport:
     """One way to do an all-to-all or an all-gather. All give the same bits.
 
         collective      the backend's own
-        pairwise        disjoint pairs of ranks, round by round, so that nobody is called by two at once
+        pairwise        disjoint pairs of ranks, round by round, a few rounds at a time
         hierarchical    one message to each other host, and from there to the rank that it is for
 
     Attributes:

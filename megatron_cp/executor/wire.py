@@ -114,7 +114,7 @@ class _Hosts:
         self.others = [number for number in range(len(self.members)) if number != self.own]
 
     def gate(self, sender: int, host: int) -> int:
-        """The rank of another host that takes in what a rank sends there: all links are used, none twice."""
+        """The rank of another host that takes in what a rank sends there: its counterpart, counted round."""
         place = self.members[self._hosts[sender]].index(sender)
         return self.members[host][place % len(self.members[host])]
 

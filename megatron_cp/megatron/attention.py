@@ -22,6 +22,7 @@ from megatron_cp.megatron.batch import PlannedSeqParams, planned
 from megatron_cp.megatron.modules import (
     ContextParallelModule,
     Norm,
+    codec_of,
     cp_ranks,
     refuse,
     refuse_feature,
@@ -85,7 +86,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             ulysses_degree=_ulysses_degree(config, scheme),
             head_chunks=getattr(config, "cp_head_chunks", None) if scheme != "p2p" else None,
             transport=transport_of(config, self.ranks),
-            codec=getattr(config, "cp_codec", "none") if exchanges(scheme) else "none",
+            codec=codec_of(config, self.ranks, exchanges=exchanges(scheme), how=f"--cp-comm-type {scheme}"),
         )
         _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)

@@ -14,6 +14,7 @@ from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.megatron.modules import (
     LinearModule,
     check_comm_type,
+    codec_of,
     cp_ranks,
     exchanged,
     refuse,
@@ -44,6 +45,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
         if not self.use_qk_l2norm:
             refuse("use_qk_l2norm", False, "True", "Queries and keys are normalised.")
         self.ranks = cp_ranks(self.pg_collection.cp)
+        mode = getattr(config, "linear_cp_mode", "auto")
         self.slot = LinearSlot(
             "gdn",
             heads=self.num_v_heads_local_tp,
@@ -51,11 +53,11 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             head_dim=self.key_head_dim,
             value_head_dim=self.value_head_dim,
             conv_width=self.conv_kernel_dim,
-            mode=getattr(config, "linear_cp_mode", "auto"),
+            mode=mode,
             item_size=config.params_dtype.itemsize,
             head_chunks=getattr(config, "cp_head_chunks", None),
             transport=transport_of(config, self.ranks),
-            codec=getattr(config, "cp_codec", "none"),
+            codec=codec_of(config, self.ranks, exchanges=mode in ("headwise", "auto"), how=f"Gated DeltaNet, {mode}"),
         )
         if self.tp_size > 1 and not config.sequence_parallel:
             self._sum_norm_gradients_over_tp()

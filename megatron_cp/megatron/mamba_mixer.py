@@ -19,6 +19,7 @@ from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.modules import (
     LinearModule,
     check_comm_type,
+    codec_of,
     cp_ranks,
     exchanged,
     refuse,
@@ -59,6 +60,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             super().__init__(config, *args, layer_number=layer_number, pg_collection=alone, **kwargs)
         self.pg_collection = pg_collection
         self.ranks = cp_ranks(pg_collection.cp)
+        mode = getattr(config, "linear_cp_mode", "auto")
         self.slot = LinearSlot(
             "mamba",
             heads=self.nheads_local_tp,
@@ -66,11 +68,11 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             head_dim=self.d_state,
             value_head_dim=self.headdim,
             conv_width=self.d_conv,
-            mode=getattr(config, "linear_cp_mode", "auto"),
+            mode=mode,
             item_size=config.params_dtype.itemsize,
             head_chunks=getattr(config, "cp_head_chunks", None),
             transport=transport_of(config, self.ranks),
-            codec=getattr(config, "cp_codec", "none"),
+            codec=codec_of(config, self.ranks, exchanges=mode in ("headwise", "auto"), how=f"Mamba, {mode}"),
         )
 
     def forward(

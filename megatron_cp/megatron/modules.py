@@ -115,6 +115,16 @@ def transport_of(config: Any, ranks: RankGroup) -> Transport:
     return Transport(name, hosts_of(ranks) if name == "hierarchical" else ())
 
 
+def codec_of(config: Any, ranks: RankGroup, *, exchanges: bool, how: str) -> str:
+    """The codec that the configuration names, for a layer that exchanges heads; else none, and a word about it."""
+    name: str = getattr(config, "cp_codec", "none")
+    if exchanges or name == "none":
+        return name
+    if ranks.size > 1:
+        warnings.warn(f"--cp-codec {name} does nothing for {how}: heads do not change places.", stacklevel=3)
+    return "none"
+
+
 def refuse(argument: str, given: object, allowed: str, remedy: str) -> None:
     """Raises an `ArgumentError` that names Megatron's flag, while the model is built."""
     raise ArgumentError(f"--{argument.replace('_', '-')}", given, allowed, remedy)

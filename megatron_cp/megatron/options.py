@@ -12,6 +12,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import MAX_CONV_WIDTH
+from megatron_cp.planner.plans import exchanges
 
 
 def _flag(default: Any, help_text: str, group: str, **rest: Any) -> Any:
@@ -162,6 +163,7 @@ class TrainingOptions:
         for scheme in self.cp_comm_type:
             require("scheme", scheme, name="cp_comm_type")
             self._check_scheme(scheme)
+        self._check_wire()
         if self.seq_length < self.context_parallel_size:
             raise ArgumentError(
                 "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
@@ -182,6 +184,24 @@ class TrainingOptions:
             )
         if self.min_lr > self.lr:
             raise ArgumentError("min_lr", self.min_lr, f"at most the learning rate, {self.lr}")
+
+    def _check_wire(self) -> None:
+        """Refuses what no layer of the model has: it would say nothing, and be believed."""
+        if self.context_parallel_size == 1:
+            return
+        layers = {"hybrid_stack_spec": self.hybrid_layer_pattern, "gpt_layer_spec": "*"}.get(self.spec[-1])
+        if layers is None:
+            return  # a spec of the user's own, of any layers
+        headwise = self.linear_cp_mode in ("headwise", "auto") and (
+            any(kind in layers for kind in "GM") or self.experimental_attention_variant is not None
+        )
+        schemes = self.cp_comm_type if "*" in layers else ()
+        if self.cp_codec != "none" and not headwise and not any(map(exchanges, schemes)):
+            remedy = "No layer of this model exchanges heads; --cp-comm-type a2a or --linear-cp-mode headwise do."
+            raise ArgumentError("cp_codec", self.cp_codec, "none", remedy)
+        if self.cp_head_chunks is not None and not headwise and all(scheme == "p2p" for scheme in schemes):
+            remedy = "No layer of this model has heads that travel in chunks: rings and chunkwise layers have none."
+            raise ArgumentError("cp_head_chunks", self.cp_head_chunks, "nothing", remedy)
 
     def _check_scheme(self, scheme: str) -> None:
         """Refuses here what would be refused when the first layer is built, half a minute later."""

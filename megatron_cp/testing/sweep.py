@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_cp.planner.capabilities import working
-from megatron_cp.planner.plans import gathers
+from megatron_cp.planner.plans import exchanges
 from megatron_cp.testing.parity import Case
 
 MASKS = ("causal", "full", "window:5,0", "window:4,2", "prefix:5", "chunk:6", "first:2+window:4,0")
@@ -33,10 +33,11 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     if case.layer != "attention":
         modes = [case.scheme] if "scheme" in fixed else ["headwise", "chunkwise", "relay"]
         width = case.heads * case.value_head_dim
-        return [
+        cases = [
             replace(case, layout=layout, scheme=mode, hidden_size=width if mode == "relay" else case.hidden_size)
             for mode, layout in itertools.product(modes, layouts)
         ]
+        return [_without_what_it_has_not(one) for one in cases]
     schemes = [case.scheme] if "scheme" in fixed else [s for s in working("scheme") if s != "auto"]
     if "scheme" not in fixed and not any(case.cp % u == 0 for u in range(2, case.cp)):
         schemes = [scheme for scheme in schemes if "+" not in scheme]
@@ -58,9 +59,10 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
 
 
 def _without_what_it_has_not(case: Case) -> Case:
-    """The case without a degree or head chunks where its scheme has none."""
+    """The case without a degree, head chunks or a codec where its scheme has none."""
     if "+" not in case.scheme:
         case = replace(case, ulysses_degree=None)
-    if not gathers(case.scheme):
+    if case.scheme in ("p2p", "chunkwise", "relay"):
         case = replace(case, head_chunks=None)
-    return case if case.scheme.startswith("a2a") else replace(case, codec="none")
+    has_codec = case.layer != "conv1d" and (case.scheme == "headwise" or exchanges(case.scheme))
+    return case if has_codec else replace(case, codec="none")

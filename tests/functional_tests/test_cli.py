@@ -173,6 +173,8 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
         (["check", "--scheme", "p2p", "--codec", "int8"], "none for p2p"),
         (["check", "--codec", "fp7"], "--codec"),
         (["plan", "--transport", "pigeon"], "--transport"),
+        (["plan", "--transport", "hierarchical", "--nodes", "9", "--cp", "4"], "at most the 4 ranks"),
+        (["plan", "--nodes", "2"], "nothing without --transport hierarchical"),
         (["plan", "--dropout", "1.5"], "--dropout"),
         (["plan", "--scheme", "exact", "--head-chunks", "3"], "1 to 2"),
         (["check", "--layer", "attention", "--conv-width", "4"], "attention has none"),

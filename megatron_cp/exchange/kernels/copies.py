@@ -7,7 +7,7 @@ a launch takes, rows that are not dense and a few other rarities are left to tor
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,12 @@ _CODED_FORMATS = (8, 9)  # the first compute capability for which Triton convert
 
 def runs_on(device: torch.device) -> bool:
     """Whether there are kernels for a device."""
-    return device.type == "cuda" and find_spec("triton") is not None
+    return device.type == "cuda" and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def pack_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:

@@ -528,7 +528,7 @@ def _encode(
     # As integers, numbers without their signs have the same order, and NaN is the largest.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, LARGEST)
-    scale = tl.where(scale == 0, 1.0, scale)
+    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)  # NaN stays
     code = tl.div_rn(x, scale[:, :, None])
     if FORMAT == tl.int8:  # noqa: SIM300
         code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to a whole number, halves to the even one

@@ -432,7 +432,8 @@ def check_coded_extremes() -> None:
     np.seterr(invalid="ignore")
     for coding in (E4M3, E5M2, INT8):
         head = torch.tensor([1.0, -1.0, 0.5, 1 / 3, -0.0, 0.0, 2**-9, 2**-20])
-        rows = torch.stack([head, 0 * head, 1e-45 * head, 1e-30 * head, 3e38 * head, head + 2**-15])
+        tiny = [2.0**-power * 1.37 * head for power in range(115, 150, 3)]
+        rows = torch.stack([head, 0 * head, *tiny, 1e-30 * head, 3e38 * head, head + 2**-15])
         rows = torch.cat([rows, torch.tensor([[coding.largest, 0.5, 1.5, 2.5, -3.5, 17.0, 19.0, 2**-10]])])
         message, expected = unwritten(len(rows) * 16), unwritten(len(rows) * 16)
         encode(rows.unflatten(1, (1, 8)), coding, *form.part(expected, 0, 0, len(rows)))
