@@ -1,0 +1,377 @@
+"""`megatron-cp bench layer`: whole layers of a Megatron model, ours and megatron-core's own, over the same ranks."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatron_cp.cli.bench import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
+from megatron_cp.cli.bench_exchange import aligned_lengths, check_is_megatrons, watched_wire
+from megatron_cp.cli.bench_pack import MEGATRON, keep_freed_memory, megatron_missing
+from megatron_cp.cli.main import Report
+from megatron_cp.cli.options import HIDDEN_SIZES, MODELS, case_of
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import TorchGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Layout
+from megatron_cp.linear import share
+from megatron_cp.testing.parity import FLOOR_SHARE, Case, relative_error
+
+LAYERS = ("gdn", "mamba")
+OURS = "ours"
+_MODELS = {"gdn": "qwen3-next", "mamba": "nemotron-h"}  # whose shapes layers have unless told otherwise
+_DOCUMENTS, _TOKENS = 8, 1024
+# Of outputs and gradients. Both sides compute with the same kernels, but round at other places in 16 bits.
+_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-4}
+_BOTH = (*DIRECTIONS, "both")
+_RATIOS = ("megatron_over_ours", "megatron_over_ours_local", "megatron_over_ours_rest")
+
+LEGEND = f"""\
+A layer from hidden states to hidden states, projections included: ours and {MEGATRON}'s with the same parameters, on
+the same documents, tokens and ranks, one after the other within every repeat. Before anything is timed, outputs and all
+gradients (of parameters, summed over the ranks) are compared. Ratios above 1 mean that ours takes less time.
+*Wall*: by the clock. *Local*: all but transfers; on the CPU time of a rank's own thread, which others on the same core
+do not change, on CUDA of its stream. Of it *alike*: inside what both compute with the same functions, projections,
+convolution and rule; *rest*: packing, norm, gates. *Wire*: starting and awaiting transfers, by the clock.
+Medians [quartiles] over the repeats, of the slowest rank; ratios are of one repeat.
+Ours plans once for a microbatch, which is not timed; {MEGATRON} works its order of tokens out in every layer: timed."""
+
+
+def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
+    """What the command prints."""
+    allowed_values = {"ranks": "processes", "kernel": "auto", "layout": "zigzag", "scheme": "headwise"}
+    for name, allowed in allowed_values.items():
+        given = getattr(args, name)
+        if given not in (None, allowed):
+            raise ArgumentError(f"--{name}", given, allowed, f"That is what {MEGATRON} can stand beside.")
+    if args.layer not in (None, *LAYERS):
+        raise ArgumentError("--layer", args.layer, " or ".join(LAYERS), "That is what this benchmark measures.")
+    for reason in megatron_missing().values():
+        remedy = f"Both layers are modules of Megatron's: {reason}. bench linear measures mixers without it."
+        raise ArgumentError("benchmark", "layer", f"a machine with {MEGATRON}", remedy)
+    wanted = [args.layer] if args.layer else list(LAYERS)
+    works = [_work(layer, args, world) for layer in wanted]
+    if world is not None:
+        ranks = world.all_gather_object(measure(world, works, args.repeats))
+    else:
+        ranks = run_ranks(measure, works[0].case.cp, works, args.repeats, kind="processes", timeout=args.timeout)
+    layers = {
+        name: _ratios([of_rank[number] for of_rank in ranks], work)
+        for number, (name, work) in enumerate(zip(wanted, works, strict=True))
+    }
+    data = {
+        **{ratio: {name: layer[ratio] for name, layer in layers.items()} for ratio in _RATIOS},
+        "layers": layers,
+        "cp": works[0].case.cp,
+        "head_chunks": args.head_chunks or 1,
+        "transport": args.transport,
+        "codec": args.codec,
+        "repeats": args.repeats,
+        "device": works[0].case.device,
+        "torch": torch.__version__,
+        "megatron_core": version(MEGATRON),
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+    return Report(_text(data), data, quiet=world is not None and world.rank != 0)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A layer of a model, and a batch for it."""
+
+    case: Case
+    hidden_size: int
+
+
+def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Work:
+    """What was asked for, and for the rest a known model's layer on a batch that Megatron can deal."""
+    args = argparse.Namespace(**vars(args))
+    args.layer, args.scheme, args.layout = layer, "headwise", "zigzag"
+    args.dtype = args.dtype or "bfloat16"
+    args.cp = world.size if world else args.cp or 2
+    if args.lengths is None:
+        tokens = (args.tokens_per_rank or _TOKENS) * args.cp
+        args.lengths = aligned_lengths(tokens, args.documents or _DOCUMENTS, 2 * args.cp, "--tokens-per-rank")
+        args.tokens_per_rank = args.documents = None
+    hidden_size = args.hidden_size or HIDDEN_SIZES[args.model or _MODELS[layer]]
+    args.hidden_size = None  # nothing is relayed here
+    known = MODELS[_MODELS[layer]][layer]
+    shape = {"heads": known.heads, "key_heads": known.groups, "head_dim": known.head_dim}
+    if layer == "mamba":
+        shape = {
+            "heads": known.heads, "groups": known.groups, "head_dim": known.value_dim, "state": known.head_dim,
+        }  # fmt: skip
+    args = with_defaults(args, world, (layer,), {layer: shape})
+    case = case_of(args, args.cp, device=args.device)
+    check_is_megatrons(case)
+    case.refuse_early()
+    return Work(case, hidden_size)
+
+
+# -- measuring ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """What one rank measured.
+
+    Attributes:
+        words: what stood in for what, or why Megatron's layer was not run.
+        errors: how far Megatron's layer is from ours: of the output, and the worst of the gradients.
+        spent: of each side and direction: every repeat.
+    """
+
+    words: str
+    errors: dict[str, float] = field(default_factory=dict)
+    spent: dict[str, dict[str, list[Spent]]] = field(default_factory=dict)
+
+
+def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
+    """Everything on one rank, layer by layer: the same numbers first, then times."""
+    keep_freed_memory()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns about packages that nothing here uses
+        from megatron_cp.megatron import bench_peers
+
+        bench_peers.start(group.size, on_cpu=works[0].case.device == "cpu")
+        return [_measured(group, work.case, work.hidden_size, repeats) for work in works]
+
+
+def _measured(group: TorchGroup, case: Case, hidden_size: int, repeats: int) -> Seen:
+    """One layer on one rank."""
+    from megatron_cp.megatron import bench_peers
+
+    watch = Watch(torch.device(case.device).type)
+    pair = bench_peers.layers(case, hidden_size, partial(watched, watch))
+    sides = {OURS: pair.ours, **({MEGATRON: pair.stock} if pair.stock else {})}
+    random = torch.Generator().manual_seed(case.seed)
+    layout = Layout.zigzag(case.packing, case.cp)
+    hidden, gradient = (
+        layout.shard(torch.randn(case.packing.total, 1, hidden_size, generator=random), group.rank)
+        .to(case.dtype).to(case.device)
+        for _ in range(2)
+    )  # fmt: skip
+    hidden.requires_grad_()
+
+    def step(name: str, measured: Callable[[str, Callable[[], Any]], Any]) -> tuple[Tensor, ...]:
+        layer = sides[name]
+        leaves = [hidden, *layer.module.parameters()]
+        out = measured("forward", lambda: layer.forward(hidden))
+        # Engine threads of its own would not be on this thread's clock.
+        with torch.autograd.set_multithreading_enabled(False):
+            gradients = measured("backward", lambda: torch.autograd.grad(out, leaves, gradient))
+        return out.detach(), *gradients
+
+    with our_kernels_watched(watch), watched_wire(watch):
+        found = {name: step(name, lambda _, call: call()) for name in sides}
+        seen = Seen(pair.words, _compared(found, case, group) if MEGATRON in found else {})
+        del found
+        seen.spent = {name: {way: [] for way in DIRECTIONS} for name in sides}
+        for name in turns(list(sides), repeats):
+
+            def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
+                group.barrier()
+                result, spent = watch.timed(call)
+                seen.spent[name][way].append(spent)
+                return result
+
+            step(name, timed)
+    return seen
+
+
+def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGroup) -> dict[str, float]:
+    """How far the sides are apart: of each, output, gradient of the rows, and gradients of the parameters.
+
+    Raises:
+        RuntimeError: too far.
+    """
+    sides = {name: [tensor.float() for tensor in of_side] for name, of_side in found.items()}
+    for of_side in sides.values():
+        for gradient in of_side[2:]:
+            dist.all_reduce(gradient, group=group.group)  # a rank's share is of its tokens here, of its heads there
+    apart = [
+        relative_error(theirs, ours, FLOOR_SHARE * float(ours.abs().max()))
+        for ours, theirs in zip(sides[OURS], sides[MEGATRON], strict=True)
+    ]
+    errors = {"out": apart[0], "gradients": max(apart[1:])}
+    if case.codec == "none" and not max(apart) <= _TOLERANCES[case.dtype]:
+        raise RuntimeError(
+            f"{MEGATRON}'s {case.layer} is {errors} from ours, more than {_TOLERANCES[case.dtype]:g}: "
+            "they do not compute the same"
+        )
+    return errors
+
+
+# -- what both sides compute alike -------------------------------------------------------------------------------------
+
+
+def watched(watch: Watch, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A differentiable function whose time, forward and backward, counts as a kernel's."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        timer = _Timer(watch)
+        args, kwargs = _marked((args, kwargs), timer.stop)  # backward runs the other way round
+        with watch.span("kernel"):
+            result = function(*args, **kwargs)
+        return _marked(result, timer.start)
+
+    return call
+
+
+@contextlib.contextmanager
+def our_kernels_watched(watch: Watch) -> Iterator[None]:
+    """Within it our layers' kernels are."""
+    had = {name: getattr(share, name) for name in ("choose_conv", "choose_rule")}
+    share.choose_conv = lambda *args: _Kernel(had["choose_conv"](*args), watch)  # type: ignore[assignment]
+    share.choose_rule = lambda *args: _Kernel(had["choose_rule"](*args), watch)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name, function in had.items():
+            setattr(share, name, function)
+
+
+class _Kernel:
+    """A kernel of a headwise layer."""
+
+    def __init__(self, kernel: Any, watch: Watch) -> None:
+        for name in ("conv", "rule"):
+            if hasattr(kernel, name):
+                setattr(self, name, watched(watch, getattr(kernel, name)))
+
+
+class _Timer:
+    """From the start to the stop of a function's backward."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch, self._span = watch, contextlib.ExitStack()
+
+    def start(self) -> None:
+        self._span.enter_context(self._watch.span("kernel"))
+
+    def stop(self) -> None:
+        self._span.close()
+
+
+def _marked(values: Any, passed: Callable[[], None]) -> Any:
+    """The same values, whose gradients call `passed` when all of them have come by."""
+    leaves, spec = tree_flatten(values)
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if places:
+        for index, tensor in zip(places, _Mark.apply(passed, *(leaves[index] for index in places)), strict=True):
+            leaves[index] = tensor
+    return tree_unflatten(leaves, spec)
+
+
+class _Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, passed: Callable[[], None], *tensors: Tensor) -> Any:
+        ctx.passed = passed
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.passed()
+        return None, *gradients
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
+    """What the ranks found of one layer, ratios first."""
+    sides, case, words = list(ranks[0].spent), work.case, ranks[0].words
+
+    def slowest(name: str, way: str, value: Callable[[Spent], float]) -> Any:
+        ways = DIRECTIONS if way == "both" else (way,)
+        return sum(np.array([[value(s) for s in rank.spent[name][one]] for rank in ranks]).max(0) for one in ways)
+
+    def over(value: Callable[[Spent], float]) -> dict[str, Any] | None:
+        if MEGATRON not in sides:
+            return None
+        return {way: spread(slowest(MEGATRON, way, value) / slowest(OURS, way, value)) for way in _BOTH}
+
+    def milliseconds(value: Callable[[Spent], float]) -> dict[str, Any]:
+        return {name: {way: spread(slowest(name, way, value) * 1e3) for way in _BOTH} for name in sides}
+
+    return {
+        "megatron_over_ours": over(lambda spent: spent.wall),
+        "megatron_over_ours_local": over(lambda spent: spent.busy),
+        "megatron_over_ours_rest": over(_rest),
+        "wall_ms": milliseconds(lambda spent: spent.wall),
+        "rest_ms": milliseconds(_rest),
+        "wire_ms": milliseconds(lambda spent: spent.wall_wire),
+        "alike_ms": milliseconds(lambda spent: spent.kernel),
+        "errors": ranks[0].errors,
+        "not_run": {} if MEGATRON in sides else {MEGATRON: words},
+        "stand_ins": words if MEGATRON in sides else "",
+        "hidden_size": work.hidden_size,
+        "heads": [case.heads, case.groups, case.head_dim, case.value_head_dim],
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "lengths": list(case.lengths),
+    }
+
+
+def _rest(spent: Spent) -> float:
+    return spent.busy - spent.kernel
+
+
+def _text(data: dict[str, Any]) -> str:
+    lines = [
+        f"cp={data['cp']} zigzag, headwise on {data['device']}, {data['head_chunks']} head chunks, transport "
+        f"{data['transport']}, codec {data['codec']}, {data['repeats']} repeats; torch {data['torch']}, {MEGATRON} "
+        f"{data['megatron_core']}, python {data['python']}, {data['cores']} cores"
+    ]
+    for name, layer in data["layers"].items():
+        heads, groups, key_dim, value_dim = layer["heads"]
+        errors, stand_ins = layer["errors"], layer["stand_ins"]
+        lines += [
+            "",
+            f"{name}, hidden size {layer['hidden_size']}, heads {heads}/{groups} of {key_dim}/{value_dim}, "
+            f"{sum(layer['lengths'])} tokens in {len(layer['lengths'])} documents, {layer['dtype']}",
+            "",
+            *_table(layer),
+            "",
+            *(f"{peer} was not run: {reason}." for peer, reason in layer["not_run"].items()),
+            *([f"Not as on a GPU: {stand_ins}."] if stand_ins else []),
+            *(
+                [f"Apart: outputs {errors['out']:.1e}, gradients at most {errors['gradients']:.1e} of the largest."]
+                if errors else []
+            ),
+        ]  # fmt: skip
+    return "\n".join([*lines, "", LEGEND])
+
+
+def _table(layer: dict[str, Any]) -> list[str]:
+    lines = [
+        "| | megatron-core / ours, wall | local | rest | ours, ms: wall | alike | rest | wire "
+        "| megatron-core, ms: wall | alike | rest | wire |",
+        f"|---|{'--:|' * 11}",
+    ]
+    kinds = ("wall_ms", "alike_ms", "rest_ms", "wire_ms")
+    for way in _BOTH:
+        ratios = [layer[name] for name in _RATIOS]
+        cells = [
+            way,
+            *(shown(ratio[way]) if ratio else "" for ratio in ratios),
+            *(f"{layer[kind][name][way]['median']:.1f}" if name in layer[kind] else ""
+              for name in (OURS, MEGATRON) for kind in kinds),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

@@ -1,0 +1,152 @@
+"""`megatron-cp bench layer`: what it reports, that both sides compute the same, and what it refuses."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from megatron_cp.cli import bench_layer
+from megatron_cp.cli.bench import DIRECTIONS, Watch
+from megatron_cp.cli.bench_layer import LAYERS, OURS
+from megatron_cp.cli.bench_pack import MEGATRON
+from megatron_cp.cli.main import main
+from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.linear import share
+from megatron_cp.testing.parity import Case
+
+TINY = ["--device", "cpu", "--model", "tiny", "--tokens-per-rank", "32", "--documents", "3", "--repeats", "2"]
+WAYS = [*DIRECTIONS, "both"]
+RATIOS = ("megatron_over_ours", "megatron_over_ours_local", "megatron_over_ours_rest")
+
+
+@pytest.fixture(scope="module")
+def printed():
+    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    with pytest.MonkeyPatch.context() as patch:
+        texts = []
+        patch.setattr("builtins.print", lambda text, **_: texts.append(text))
+        assert main(["bench", "layer", *TINY, "--json"]) == 0
+    return texts
+
+
+def test_both_layers_are_measured_ratios_first(printed):
+    text, report = printed[0], json.loads(printed[-1])
+    assert list(report)[:3] == list(RATIOS)
+    assert list(report["layers"]) == list(LAYERS)
+    for name, layer in report["layers"].items():
+        assert f"{name}, hidden size 96" in text
+        assert "ours stand in for" in layer["stand_ins"]
+        assert 0 < max(layer["errors"].values()) < 0.05
+        assert layer["not_run"] == {}
+        for ratios in (layer[name] for name in RATIOS):
+            assert list(ratios) == WAYS
+            assert all(0 < ratio["low"] <= ratio["median"] <= ratio["high"] for ratio in ratios.values())
+        for side in (OURS, MEGATRON):
+            for way in WAYS:
+                wall, alike, rest, wire = (
+                    layer[kind][side][way]["median"] for kind in ("wall_ms", "alike_ms", "rest_ms", "wire_ms")
+                )
+                assert wall > 0
+                assert min(alike, rest, wire) > 0
+        assert layer["megatron_over_ours"] == report["megatron_over_ours"][name]
+    assert (report["cp"], report["device"], report["layers"]["gdn"]["dtype"]) == (2, "cpu", "bfloat16")
+
+
+def test_needs_megatron_and_says_what_does_not(capsys, monkeypatch):
+    monkeypatch.setattr(bench_layer, "megatron_missing", lambda: {MEGATRON: "it is not installed"})
+    assert main(["bench", "layer", *TINY]) == 2
+    error = capsys.readouterr().err
+    assert "allowed: a machine with megatron-core" in error
+    assert "bench linear measures mixers without it" in error
+
+
+# -- what is compared --------------------------------------------------------------------------------------------------
+
+
+def compare(group, factor):
+    case, rows = Case("gdn", 2, (8,), dtype=torch.float32), torch.arange(1.0, 9.0)
+    # Of a parameter, ranks have shares that only together are the same.
+    shares = rows * (group.rank + 1), rows * (2 - group.rank)
+    found = {OURS: [rows, rows, shares[0]], MEGATRON: [rows, rows, shares[1] * factor]}
+    return bench_layer._compared(found, case, group)
+
+
+def test_sides_that_compute_the_same_are_told_from_others():
+    for errors in run_ranks(compare, 2, 1.0, kind="processes"):
+        assert errors == {"out": 0.0, "gradients": 0.0}
+    with pytest.raises(RankError, match="they do not compute the same"):
+        run_ranks(compare, 2, 1.01, kind="processes")
+
+
+# -- what is timed as alike --------------------------------------------------------------------------------------------
+
+
+def spin(seconds):
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.backward = backward
+        spin(forward)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        spin(ctx.backward)
+        return 2 * gradient, None, None
+
+
+def test_the_time_of_a_watched_function_is_told_from_that_around_it():
+    watch, x, y = Watch(), torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    inside = bench_layer.watched(watch, lambda x, *, y: (Slow.apply(x, 0.02, 0.04) + y, None))
+
+    def forward():
+        out, nothing = inside(Slow.apply(x, 0.03, 0.05), y=y)
+        assert nothing is None
+        return Slow.apply(out, 0.01, 0.01)
+
+    out, spent = watch.timed(forward)
+    assert spent.kernel == pytest.approx(0.02, abs=0.008)
+    assert spent.total == pytest.approx(0.06, abs=0.02)
+    with torch.autograd.set_multithreading_enabled(False):
+        gradients, spent = watch.timed(lambda: torch.autograd.grad(out, [x, y], torch.ones(3)))
+    assert spent.kernel == pytest.approx(0.04, abs=0.008)
+    assert spent.total == pytest.approx(0.1, abs=0.02)
+    assert [gradient.tolist() for gradient in gradients] == [[8.0] * 3, [2.0] * 3]
+
+
+def test_our_kernels_are_watched_within_and_as_they_were_after():
+    had = share.choose_conv, share.choose_rule
+    with bench_layer.our_kernels_watched(Watch()):
+        assert share.choose_conv is not had[0]
+        assert share.choose_rule is not had[1]
+    assert (share.choose_conv, share.choose_rule) == had
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--layer", "kda"], "--layer: got 'kda'; allowed: gdn or mamba"),
+        (["--scheme", "chunkwise"], "--scheme: got 'chunkwise'; allowed: headwise"),
+        (["--layout", "balanced"], "--layout: got 'balanced'; allowed: zigzag"),
+        (["--kernel", "fla"], "--kernel: got 'fla'; allowed: auto"),
+        (["--ranks", "threads"], "--ranks: got 'threads'; allowed: processes"),
+        (["--cp", "3"], "--cp: got 3; allowed: divisors of the 16 key heads above 1"),
+        (["--lengths", "7,1"], "--lengths: got [7, 1]; allowed: multiples of 2 * cp = 4"),
+        (["--model", "llama3-8b"], "--model: got 'llama3-8b'"),
+        (["--layer", "mamba", "--model", "qwen3-next"], "--model: got 'qwen3-next'; allowed: nemotron-h or tiny"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
+    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    assert main(["bench", "layer", *arguments, "--device", "cpu"]) == 2
+    assert says in capsys.readouterr().err
