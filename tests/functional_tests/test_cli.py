@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_cp.cli.main import main
+from megatron_cp.testing.parity import Case
+from megatron_cp.testing.sweep import sweep
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
@@ -265,3 +267,14 @@ def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():
 @pytest.mark.parametrize("scale", ["-1", "0"])
 def test_scales_that_torchs_kernel_cannot_run_are_run_by_another(scale):
     assert main(["check", "--softmax-scale", scale, "--cp", "2", "--lengths", "5,3"]) == 0
+
+
+@pytest.mark.parametrize("layer", ["attention", "gdn"])
+def test_check_all_gives_chunks_and_codecs_to_those_that_have_them(layer):
+    """And to no other: none of them is refused."""
+    case = Case(layer, 3, (7, 1, 30), heads=12, groups=6, head_dim=32, head_chunks=2, codec="int8")
+    cases = sweep(case, ["layout", "mask", "heads"])
+    plans = [one.plan() for one in cases]
+    with_both = {plan.scheme for plan in plans if plan.head_chunks == 2 and plan.codec is not None}
+    assert with_both == {"a2a" if layer == "attention" else "headwise"}
+    assert len({plan.scheme for plan in plans}) > 1

@@ -91,6 +91,16 @@ def test_allows_zero(name):
             "1 to 2",
         ),
         ({"cp_head_chunks": 2, "context_parallel_size": 2}, "cp_head_chunks", "1 to 1, or None, for a2a"),
+        (
+            {"cp_codec": "fp8", "context_parallel_size": 2, "cp_comm_type": ("p2p",), "linear_cp_mode": "chunkwise"},
+            "cp_codec",
+            "No layer of this model exchanges heads",
+        ),
+        (
+            {"cp_head_chunks": 1, "context_parallel_size": 2, "cp_comm_type": ("p2p",), "linear_cp_mode": "chunkwise"},
+            "cp_head_chunks",
+            "rings and chunkwise layers have none",
+        ),
         ({"cp_transport": "carrier"}, "cp_transport", "collective or pairwise or hierarchical"),
         ({"cp_codec": "fp4"}, "cp_codec", "none or fp8 or fp8_e5m2 or int8"),
         ({"window_size": (-2, 0)}, "window_size", "-1 for all"),
