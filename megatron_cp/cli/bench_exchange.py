@@ -76,7 +76,9 @@ layer included; {LOOP} is what {MEGATRON} did before, with its own functions: a 
 Medians [quartiles] over the repeats of ratios within each, wall time of the slowest rank; *local*: time of that rank's
 own thread without the wire; *copy*: one warm copy of what enters the exchange, on all ranks at once.
 *Gradients* arrive on the head side in tensors of their own, as most kernels return them (for {MEGATRON} after its own
-`torch.split`); *in place* is where the inputs stood, as a kernel that asked `like_rows` for its buffers writes them.
+`torch.split`); *in place* is where the inputs stood, as a kernel that asked `like_rows` for its buffers writes them:
+they leave as rows of all sections, so that packing gathers or does nothing, and unpacking cuts rows. Those of separate
+tensors leave section by section. The limit of unpacking is for these, which are Gated DeltaNet's.
 *Cut from one projection*: what travels is columns of one tensor with the gate; autograd joins the gradients of all.
 *Passes*: bytes written by copy-like operators in units of what enters; *MiB*: the same bytes on a rank. *Syncs*:
 operators and methods that make the host wait."""
@@ -290,10 +292,11 @@ def ours(batch: Batch, layout: str, wire: Wire) -> list[Contender]:
     def arrive(exchange: Exchange, *tensors: Tensor) -> Outputs:
         return [section for arrived in start_to_heads(exchange, wire, *tensors) for section in arrived()]
 
-    def placed(exchange: Exchange) -> Callable[[Outputs], Gradients]:
+    def placed(exchange: Exchange, inputs: list[Tensor]) -> Callable[[Outputs], Gradients]:
         count = len(exchange.sections.blocks)
 
-        def gradients(outputs: Outputs) -> Gradients:
+        def gradients(_: Outputs) -> Gradients:
+            outputs = arrive(replace(exchange, apart=False), *inputs)  # which is what lets them leave as they lie
             values = [output.detach() for output in outputs]
             parts = [values[start : start + count] for start in range(0, len(values), count)]
             return outputs, [gradient for part in parts for gradient in in_place(part)]
@@ -310,7 +313,7 @@ def ours(batch: Batch, layout: str, wire: Wire) -> list[Contender]:
         found.append(Contender(
             f"{layout}, {gate}", "inbound", inputs, sum(x.nbytes for x in inputs),
             lambda exchange=exchange, inputs=inputs: arrive(exchange, *inputs),  # type: ignore[misc]
-            {IN_PLACE: placed(exchange), SEPARATE: separate}, wanted(exchange), case,
+            {IN_PLACE: placed(exchange, inputs), SEPARATE: separate}, wanted(exchange), case,
         ))  # fmt: skip
     exchange, projection = batch.exchange(layout, SENT), leaf(batch.local(layout, ALL, rank))
     widths = [sum(batch.widths[name] for name in names) for names in PROJECTION]

@@ -29,12 +29,15 @@ class Exchange:
         sections: the features, and whose heads they are.
         chunks: parts of every rank's heads that travel one after another; the heads as a whole where there are none.
         codec: how they are coded on the wire, if they are.
+        apart: that sections leave the head side from tensors of their own, and not from where a message put them: so
+            they need not lie token by token in the messages to tokens.
     """
 
     layout: Layout
     sections: Sections
     chunks: tuple[Sections, ...] = ()
     codec: Codec | None = None
+    apart: bool = False
 
     def __post_init__(self) -> None:
         if self.layout.cp_size % self.sections.cp_size:
@@ -64,7 +67,7 @@ class Exchange:
         """One chunk as an exchange of its own, of tensors that hold its heads alone, in rising order."""
         if not self.chunks:
             return self
-        return Exchange(self.layout, self.chunks[number].renumbered(), codec=self.codec)
+        return Exchange(self.layout, self.chunks[number].renumbered(), codec=self.codec, apart=self.apart)
 
     def coded(self, item_sizes: Sequence[int]) -> tuple[bool, ...]:
         """For each section whether it is coded, having elements of that size."""

@@ -102,15 +102,15 @@ def plan_attention(
     steps: tuple[Step, ...] = (attend,)
     if exchanged:
 
-        def exchange(layout: Layout, *blocks: Section) -> Exchange:
-            return exchange_of(layout, Sections(blocks), deal, parts, coding)
+        def exchange(layout: Layout, *blocks: Section, apart: bool = False) -> Exchange:
+            return exchange_of(layout, Sections(blocks), deal, parts, coding, apart=apart)
 
         inbound = (
             (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
             if kv_layout != layout
             else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
         )
-        steps = (*inbound, attend, ToTokens(exchange(layout, out)))
+        steps = (*inbound, attend, ToTokens(exchange(layout, out, apart=True)))
     check_transport(transport, layout.cp_size)
     notes = notes_of(deal, layout, "head", "key/value head", "; exact and p2p use them all")
     return Plan("attention", scheme, layout, Sections((q, k, v)), deal, mask, steps, notes, transport=transport)
@@ -184,10 +184,15 @@ def check_transport(transport: Transport, cp_size: int) -> None:
         raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")
 
 
-def exchange_of(layout: Layout, sections: Sections, deal: HeadDeal, chunks: int, codec: Codec | None) -> Exchange:
-    """Of sections that `deal` dealt, in so many chunks of each rank's heads."""
+def exchange_of(
+    layout: Layout, sections: Sections, deal: HeadDeal, chunks: int, codec: Codec | None, *, apart: bool = True
+) -> Exchange:
+    """Of sections that `deal` dealt, in so many chunks of each rank's heads.
+
+    Attention writes its gradients where its inputs stood: those leave as rows, not apart.
+    """
     parts = tuple(sections.chunk(deal, number, chunks) for number in range(chunks)) if chunks > 1 else ()
-    return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None)
+    return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None, apart)
 
 
 def _key_side(

@@ -158,7 +158,7 @@ class Case:
 @st.composite
 def cases(draw) -> Case:
     layout = draw(layouts())
-    exchange = Exchange(layout, draw(sections(layout.cp_size)))
+    exchange = Exchange(layout, draw(sections(layout.cp_size)), apart=draw(st.booleans()))
     dtypes, fused = [draw(st.sampled_from(DTYPES))], [False]
     for _ in exchange.sections.blocks[1:]:
         fused.append(draw(st.booleans()))

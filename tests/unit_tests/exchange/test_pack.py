@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.pack import Geometry, like_rows, pack_heads, section_views, unpack_heads
+from megatron_cp.exchange.pack import (
+    Geometry,
+    like_rows,
+    pack_heads,
+    pack_tokens,
+    section_views,
+    unpack_heads,
+    unpack_tokens,
+)
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.layout import Layout, Packing
 
@@ -194,6 +203,70 @@ def test_views_that_start_between_elements_of_another_type_are_packed(first_byte
     room = torch.zeros(sections[0].numel() + 64 * PACKING.total)
     sections[0] = room[first_byte // 4 :][: sections[0].numel()].view(sections[0].shape).copy_(sections[0])
     assert carries(pack_heads(sections, at, Buffers()), sections, at)
+
+
+# -- sections apart --------------------------------------------------------------------------------------------------
+
+
+def apart(at: Geometry) -> Geometry:
+    return replace(at, exchange=replace(at.exchange, apart=True))
+
+
+def one_each(layout: Layout, batch: int | None) -> Geometry:
+    """One of 3 ranks that hold uneven numbers of heads, none of them held twice; rank 2 holds nothing of `a`."""
+    q, a = ((0, 2), (2, 4), (4, 5)), ((0, 1), (1, 3), (3, 3))
+    sections = Sections((Section("q", 5, 3, q), Section("a", 3, 1, a)))
+    return Geometry(Exchange(layout, sections), 1, (torch.float32, torch.bfloat16), batch, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
+def test_sections_apart_lie_dense_in_the_message_of_each_rank(batch: int | None, strided: bool, layout: Layout):
+    at = apart(geometry(layout, batch=batch))
+    sections = finished(at) if strided else normal(at)
+    message, start = pack_heads(sections, at, Buffers()), 0
+    assert message.numel() == at.head_side_bytes
+    for rank, count in enumerate(layout.token_counts.tolist()):
+        held = torch.tensor(layout.tokens(rank))
+        for section, offset in zip(sections, at.format.offsets[at.rank], strict=True):
+            rows = section[held].contiguous().flatten().view(torch.uint8)
+            first = start + count * at.copies * offset
+            assert torch.equal(message[first : first + rows.numel()], rows)
+        start += count * at.copies * at.format.row_bytes[at.rank]
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
+def test_sections_apart_are_joined_by_one_copy_a_tensor(batch: int | None, layout: Layout):
+    at = one_each(layout, batch)
+    rows, lead = int(layout.row_counts[1]), () if batch is None else (batch,)
+    tensors = [torch.randn(rows, *lead, block.width).to(x) for block, x in zip(at.blocks, at.dtypes, strict=True)]
+    rows_together = pack_tokens(tensors, at, Buffers())
+    splits = at.traffic(to_heads=True).sent_by(at.rank)
+    # What rank 1 sent to each rank as rows, each rank sends back with sections apart.
+    pieces = []
+    for rank, piece in enumerate(rows_together.split(splits)):
+        size = at.format.row_bytes[rank]
+        for number, offset in enumerate(at.format.offsets[rank]):
+            end = at.format.offsets[rank][number + 1] if number + 1 < len(at.blocks) else size
+            width = at.blocks[number].heads_on(rank) * at.blocks[number].head_dim * at.dtypes[number].itemsize
+            block = piece.view(at.own_rows, size)[:, offset : offset + width].flatten()
+            pieces += [block, torch.full((at.own_rows * (end - offset - width),), 255, dtype=torch.uint8)]
+    message = torch.cat(pieces)
+    with CountCopies() as moved:
+        found = unpack_tokens([message], apart(at), [block.width for block in at.blocks])
+    assert moved.counts == Counter(cat=2)
+    held = int(layout.token_counts[1])
+    for tensor, wanted in zip(found, tensors, strict=True):
+        assert torch.equal(tensor[:held], wanted[:held])
+        assert not tensor[held:].any()
+
+
+def test_one_section_without_gaps_is_sent_as_it_lies_apart_or_not():
+    layout, ranges = LAYOUTS["in stream order"], ((0, 4), (4, 8), (8, 12))
+    exchange = Exchange(layout, Sections((Section("out", 12, 2, ranges),)), apart=True)
+    at = Geometry(exchange, 1, (torch.bfloat16,), None, torch.device("cpu"))
+    out = torch.randn(PACKING.total, 4, 2).bfloat16()
+    assert pack_heads([out], at, Buffers()).data_ptr() == out.data_ptr()
 
 
 # -- like_rows -------------------------------------------------------------------------------------------------------
