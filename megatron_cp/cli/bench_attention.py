@@ -29,9 +29,10 @@ from megatron_cp.cli.bench import (
 from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import case_of
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.memory import peak_bytes
+from megatron_cp.executor.memory import buffer_bytes, peak_bytes
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.run import check_agreement
 from megatron_cp.planner.capabilities import working
@@ -49,7 +50,8 @@ rank's time, transfers left out, that is not inside kernels: merging, packing, c
 time by the clock on the wall spent starting and awaiting transfers. Medians [quartiles] over the repeats. On the CPU
 time is that of a rank's own thread, which others on the same core do not change; on CUDA it is that of its stream.
 peak: bytes of all tensors at the worst moment over the formula of executor/memory.py; + kernel: with those that the
-kernel makes for itself. sent: MiB to other ranks, of the rank that sends most.
+kernel makes for itself. Neither has messages in it: buffers are what the group keeps for those, MiB and over their
+formula; all layers share them. sent: MiB to other ranks, of the rank that sends most.
 kernel ms, rank ms: of the slowest rank, inside kernels and in all but transfers; wall ms: by the clock, with transfers
 and with whatever else shares the cores."""
 
@@ -110,11 +112,13 @@ class Seen:
         kernel: its name.
         spent: for each scheme, and "" for one rank with the whole batch, and each direction: every repeat.
         peaks: for each scheme and direction the most bytes, without and with what the kernel makes for itself.
+        buffers: for each scheme, bytes of the buffers that one step needs.
     """
 
     kernel: str
     spent: dict[tuple[str, str], list[Spent]] = field(default_factory=dict)
     peaks: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
 
 
 class WatchedKernel(AttentionKernel):
@@ -183,8 +187,10 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int, watch: Watch
     runs[""] = _Run(whole, problem, ThreadGroup.create(1)[0])
     seen = Seen("", {(name, way): [] for name in runs for way in DIRECTIONS})
     for name, each in runs.items():
+        group.buffers = Buffers()
         each.step(lambda _, call: call(), group)
         if name:
+            seen.buffers[name] = group.buffers.size
             without, with_kernel = (each.peaks(watch, group, hides=hides) for hides in (True, False))
             seen.peaks |= {(name, way): (without[way], with_kernel[way]) for way in DIRECTIONS}
     for name in turns(list(runs), repeats):
@@ -272,17 +278,24 @@ def _ratios(cases: dict[str, Case], ranks: list[Seen], cp: int) -> dict[str, Any
     def peak(scheme: str, way: str) -> int:
         return max(rank.peaks[scheme, way][0] for rank in ranks)
 
+    def buffers_over_formula(scheme: str) -> float | None:
+        plan, item_size = cases[scheme].plan(), cases[scheme].dtype.itemsize
+        formulas = [buffer_bytes(plan, rank, item_size) for rank in range(plan.cp_size)]
+        return max((r.buffers[scheme] / most for r, most in zip(ranks, formulas, strict=True) if most), default=None)
+
     return {
         "compute_over_ideal": _each(cases, over_ideal),
         "outside_kernel_share": _each(cases, outside),
         "peak_over_formula": _each(cases, lambda scheme, way: over_formula(scheme, way, 0)),
         "peak_with_kernel_over_formula": _each(cases, lambda scheme, way: over_formula(scheme, way, 1)),
+        "buffers_over_formula": {scheme: buffers_over_formula(scheme) for scheme in cases},
         "wait_share": _each(cases, waiting),
         "kernel_ms": _each(cases, milliseconds("kernel")),
         "busy_ms": _each(cases, milliseconds("busy")),
         "wall_ms": _each(cases, milliseconds("wall")),
         "one_rank_kernel_ms": {way: milliseconds("kernel")("", way) for way in DIRECTIONS},
         "peak_bytes": _each(cases, peak),
+        "buffer_bytes": {scheme: max(rank.buffers[scheme] for rank in ranks) for scheme in cases},
     }
 
 
@@ -297,9 +310,15 @@ def _each(cases: dict[str, Case], value: Callable[[str, str], Any]) -> dict[str,
 def _text(case: Case, data: dict[str, Any]) -> str:
     columns = (
         "scheme", "", "compute", "outside", "wait", "peak", "+ kernel", "kernel ms", "rank ms", "wall ms", "peak MiB",
-        "sent",
+        "buffers", "sent",
     )  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", f"|---|---|{'--:|' * (len(columns) - 2)}"]
+    held = {
+        scheme: f"{size / 2**20:.1f}" + (f" ({ratio:.2f})" if ratio else "")
+        for (scheme, size), ratio in zip(
+            data["buffer_bytes"].items(), data["buffers_over_formula"].values(), strict=True
+        )
+    }
     for scheme in data["compute_over_ideal"]:
         for way in DIRECTIONS:
 
@@ -311,7 +330,7 @@ def _text(case: Case, data: dict[str, Any]) -> str:
                 shown(of("wait_share"), percent=True), f"{of('peak_over_formula'):.2f}",
                 f"{of('peak_with_kernel_over_formula'):.2f}",
                 *(f"{of(name)['median']:.1f}" for name in ("kernel_ms", "busy_ms", "wall_ms")),
-                f"{of('peak_bytes') / 2**20:.1f}", f"{max(of('bytes_sent_per_rank')) / 2**20:.1f}",
+                f"{of('peak_bytes') / 2**20:.1f}", held[scheme], f"{max(of('bytes_sent_per_rank')) / 2**20:.1f}",
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     alone = ", ".join(f"{way} {data['one_rank_kernel_ms'][way]['median']:.1f} ms" for way in DIRECTIONS)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +15,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_cp.exchange.traffic import rounded
 
 _SPARE = 2  # times a message's size that its buffer may have, so that ragged batches share buffers
-_FORGOTTEN = 2000  # takes after which a buffer that nobody wanted is let go: those of batches that are no more
+_FORGOTTEN = 2000  # takes after which a buffer that was neither taken nor given back is let go: its batch is no more
 
 
 class Buffers:
-    """Bytes that a rank sends from and stages in.
+    """Bytes that a rank sends from, stages in, and receives what is read once in.
 
     A message lives from its packing to the wait for it, and every layer has some: fresh memory would be paged in, or
-    searched for, each time. What autograd keeps is never taken from here. A message takes a buffer of its own size (in
-    steps of an eighth) before a larger one: so it leaves those to whom they were made for, and a step of training that
-    is like the one before allocates nothing.
+    searched for, each time. What autograd keeps is never taken from here.
+
+    A message takes the oldest free buffer that is large enough, and not too large. So a step of training that is like
+    the one before takes the same buffers and allocates nothing: those that the one before had not yet made when it
+    took one are younger. Of the smallest that fits this is not true: a message that borrowed a large buffer takes a
+    smaller one in the next step, which another would have taken.
 
     Attributes:
         allocations: buffers made so far.
@@ -30,18 +35,16 @@ class Buffers:
 
     def __init__(self) -> None:
         self.allocations = 0
-        self._free: defaultdict[Any, list[Tensor]] = defaultdict(list)  # by place
-        self._taken: dict[int, tuple[Any, Tensor]] = {}  # by address
+        self._free: defaultdict[Any, list[_Kept]] = defaultdict(list)  # by place
+        self._taken: dict[int, _Kept] = {}  # by address
         self._takes = 0
-        self._wanted: dict[int, int] = {}  # by address, when it was taken last
         self._lock = threading.Lock()  # autograd runs the backward of CUDA tensors on a thread of its own
 
     @property
     def size(self) -> int:
         """Bytes of all buffers, taken and free."""
         with self._lock:
-            buffers = [*(b for free in self._free.values() for b in free), *(b for _, b in self._taken.values())]
-            return sum(map(_room, buffers))
+            return sum(kept.room for free in (*self._free.values(), self._taken.values()) for kept in free)
 
     def take(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """`[size]` unwritten bytes on a device, or on the host where `device` can reach them by itself."""
@@ -49,39 +52,64 @@ class Buffers:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         place, room = (device, pinned, stream), rounded(size)
         with self._lock:
-            fitting = [b for b in self._free[place] if room <= _room(b) <= _SPARE * room]
-            buffer = min(fitting, key=_room) if fitting else self._made(room, device, pinned=pinned)
-            self._free[place] = [b for b in self._free[place] if b is not buffer]
+            free = self._free[place]
+            fitting = [kept for kept in free if room <= kept.room <= _SPARE * room]
+            kept = min(fitting, key=lambda kept: kept.number) if fitting else self._made(room, place)
+            if fitting:
+                free.remove(kept)
             self._takes += 1
             if self._takes % _FORGOTTEN == 0:
                 self._forget()
-            self._wanted[_address(buffer)] = self._takes
-            self._taken[_address(buffer)] = (place, buffer)
-            return buffer.resize_(size)
+            kept.taken = self._takes
+            self._taken[_address(kept.buffer)] = kept
+            return kept.buffer.resize_(size)
+
+    def take_like(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """What `like.new_empty(*shape, dtype=dtype)` is, in a buffer."""
+        dtype = like.dtype if dtype is None else dtype
+        return self.take(math.prod(shape) * dtype.itemsize, like.device).view(dtype).view(shape)
 
     def give(self, *tensors: Tensor) -> None:
-        """Takes back what `take` returned, once nothing reads or writes it any more. Other tensors are left alone."""
+        """Takes back what `take` returned, or views of it, once nothing reads or writes it any more.
+
+        Other tensors are left alone.
+        """
         with self._lock:
             for tensor in tensors:
-                place, buffer = self._taken.pop(_address(tensor), (None, None))
-                if buffer is not None:
-                    self._free[place].append(buffer)
+                kept = self._taken.pop(_address(tensor), None)
+                if kept is not None:
+                    self._free[kept.place].append(kept)
 
     def _forget(self) -> None:
+        oldest = self._takes - _FORGOTTEN
         for free in self._free.values():
-            for buffer in list(free):
-                if self._wanted[_address(buffer)] + _FORGOTTEN < self._takes:
-                    free[:] = [b for b in free if b is not buffer]
-                    del self._wanted[_address(buffer)]
+            free[:] = [kept for kept in free if kept.taken >= oldest]
+        # What was under way in a step that failed is never given back. Who holds it after all keeps its memory.
+        self._taken = {address: kept for address, kept in self._taken.items() if kept.taken >= oldest}
 
-    def _made(self, room: int, device: torch.device, *, pinned: bool) -> Tensor:
+    def _made(self, room: int, place: Any) -> _Kept:
         self.allocations += 1
+        device, pinned, _ = place
         with torch.inference_mode(False), _disable_current_modes():  # kept, whoever counts or poisons
-            return torch.empty(room, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
+            buffer = torch.empty(room, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
+        return _Kept(buffer, place, room, self.allocations)
 
 
-def _room(buffer: Tensor) -> int:
-    return buffer.untyped_storage().nbytes()
+@dataclass(eq=False)
+class _Kept:
+    """One buffer.
+
+    Attributes:
+        room: bytes that it has room for.
+        number: which it was of those that were made.
+        taken: by which take it was taken last.
+    """
+
+    buffer: Tensor
+    place: Any
+    room: int
+    number: int
+    taken: int = 0
 
 
 def _address(tensor: Tensor) -> int:

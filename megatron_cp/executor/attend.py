@@ -57,7 +57,6 @@ def attend(
         _attend_stage(
             work, merged, merged_lse, q[:held, ..., chunk.heads, :], *keys, step.tiles(node, stage), chunk, stage
         )
-        del keys  # or they live on while the next are awaited
     return out.to(q.dtype), lse
 
 
@@ -76,17 +75,18 @@ def attend_backward(
     total = dq[:held] if step.num_stages == 1 or dq.dtype == wide else torch.empty_like(dq[:held], dtype=wide)
     moving = _transfers(step, node, lane, group, k, v)
     for stage, chunk, keys in moving.arrivals():
-        packed = [] if isinstance(moving, AtHome) else [pack_like(*keys, moving.gradient_type())]
-        at_home = dk[:held_keys, ..., chunk.groups, :], dv[:held_keys, ..., chunk.groups, :]
-        gradients = unpack(packed[0], *keys) if packed else at_home
+        packed = None
+        gradients = dk[:held_keys, ..., chunk.groups, :], dv[:held_keys, ..., chunk.groups, :]
+        if not isinstance(moving, AtHome):
+            packed = pack_like(*keys, moving.gradient_type(), group.buffers)
+            gradients = unpack(packed, *keys)
         do, queries, o = (x[:held, ..., chunk.heads, :] for x in (dout, q, out))
         _attend_stage_backward(
             work, total[..., chunk.heads, :], *gradients, do, queries, o, lse[..., chunk.heads, :held], *keys,
             step.tiles(node, stage), chunk, stage,
         )  # fmt: skip
-        del keys, gradients  # or they live on while the next are awaited
-        if packed:
-            moving.give_back(stage, chunk, packed.pop())  # the only reference: it may be freed in there
+        if packed is not None:
+            moving.give_back(stage, chunk, packed)
     if not isinstance(moving, AtHome):
         moving.collect(dk[:held_keys], dv[:held_keys])
     if total.dtype != dq.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -45,12 +46,13 @@ class _Gather(torch.autograd.Function):
         ctx.rows = local.shape[0]
         # Backends gather equal shares only, so each share is as long as the longest; `places` skips what was added.
         longest = int(layout.token_counts.max())
-        share = local.new_zeros(longest, *local.shape[1:])
+        share, shares = (group.buffers.take_like(local, count * longest, *local.shape[1:]) for count in (1, group.size))
         held = int(layout.token_counts[group.rank])
-        share[:held] = local[:held]
-        shares = local.new_empty(group.size * longest, *local.shape[1:])
-        group.all_gather(shares.flatten(), share.flatten())
-        return shares.index_select(0, _places(layout, longest, local.device))
+        share[:held], share[held:] = local[:held], 0
+        group.all_gather(shares.view(-1), share.view(-1))
+        stream = shares.index_select(0, _places(layout, longest, local.device))
+        group.buffers.give(share, shares)
+        return stream
 
     @staticmethod
     @once_differentiable
@@ -63,15 +65,20 @@ class _Gather(torch.autograd.Function):
             start = int(layout.token_counts[: group.rank].sum())
             local[:held] = gradient.index_select(0, order[start : start + held])
             return local, None, None, None
-        sent = gradient.index_select(0, order).flatten()
-        features = sent.numel() // max(layout.packing.total, 1)
-        received = sent.new_empty(group.size * held * features)
+        features = math.prod(gradient.shape[1:])
+        sent = group.buffers.take_like(gradient, *gradient.shape)
+        torch.index_select(gradient, 0, order, out=sent)
+        received = group.buffers.take_like(gradient, group.size, held, *gradient.shape[1:])
         group.all_to_all(
-            received, sent, [held * features] * group.size, [n * features for n in layout.token_counts.tolist()]
+            received.view(-1),
+            sent.view(-1),
+            [held * features] * group.size,
+            [n * features for n in layout.token_counts.tolist()],
         )
         # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        local[:held] = received.view(group.size, held, *gradient.shape[1:]).sum(0, dtype=wide).to(gradient.dtype)
+        local[:held] = received.sum(0, dtype=wide).to(gradient.dtype)
+        group.buffers.give(sent, received)
         return local, None, None, None
 
 

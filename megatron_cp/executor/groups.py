@@ -57,7 +57,7 @@ class RankGroup(ABC):
 
     @cached_property
     def buffers(self) -> Buffers:
-        """What this rank sends from."""
+        """What this rank sends from, and receives what is read once in."""
         return Buffers()
 
     @abstractmethod
@@ -172,14 +172,22 @@ class TorchGroup(RankGroup):
         say.
         """
         sent, received = (sorted(messages, key=lambda message: message.peer) for messages in (sends, receives))
-        pieces = [_bytes_of(message.tensor) for message in sent]
-        outgoing = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else _no_bytes(receives)
-        alone = len(received) == 1  # as in a ring: it arrives where it belongs
-        size = sum(message.tensor.nbytes for message in received)
-        arrived = _bytes_of(received[0].tensor) if alone else outgoing.new_empty(size)
+        device = (*sends, *receives)[0].tensor.device
+        taken: list[Tensor] = []
+
+        def together(messages: list[Message]) -> Tensor:
+            if len(messages) == 1:  # as in a ring: it leaves, or arrives, where it belongs
+                return _bytes_of(messages[0].tensor)
+            taken.append(self.buffers.take(sum(message.tensor.nbytes for message in messages), device))
+            return taken[-1]
+
+        arrived, outgoing = together(received), together(sent)
+        if len(sent) > 1:
+            torch.cat([_bytes_of(message.tensor) for message in sent], out=outgoing)
         splits = ([sum(m.tensor.nbytes for m in messages if m.peer == peer) for peer in range(self.size)]
                   for messages in (received, sent))  # fmt: skip
-        return _Unpacked(self.start_all_to_all(arrived, outgoing, *splits), arrived, [] if alone else received)
+        pending = self.start_all_to_all(arrived, outgoing, *splits)
+        return _Unpacked(pending, arrived, received if len(received) > 1 else [], taken, self.buffers)
 
     def _start_messages_by_host(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """Through memory of the host that the device reaches by itself: gloo sends nothing else from rank to rank."""
@@ -225,18 +233,21 @@ class _Works(Pending):
 
 
 class _Unpacked(Pending):
-    """Bytes that belong into the tensors of messages once they have arrived."""
+    """Bytes that belong into the tensors of messages once they have arrived, and the buffers that they take."""
 
-    def __init__(self, pending: Pending, arrived: Tensor, messages: list[Message]) -> None:
+    def __init__(
+        self, pending: Pending, arrived: Tensor, messages: list[Message], taken: list[Tensor], buffers: Buffers
+    ) -> None:
         self._pending, self._arrived, self._messages = pending, arrived, messages
+        self._taken, self._buffers = taken, buffers
 
     def wait(self) -> None:
         self._pending.wait()
-        if not self._messages:
-            return
-        pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
-        for message, piece in zip(self._messages, pieces, strict=True):
-            _bytes_of(message.tensor).copy_(piece)
+        if self._messages:
+            pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
+            for message, piece in zip(self._messages, pieces, strict=True):
+                _bytes_of(message.tensor).copy_(piece)
+        self._buffers.give(*self._taken)
 
 
 class _FromHost(Pending):
@@ -256,10 +267,6 @@ class _FromHost(Pending):
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _no_bytes(messages: Sequence[Message]) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=messages[0].tensor.device)
 
 
 class ThreadGroup(RankGroup):

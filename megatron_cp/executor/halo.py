@@ -31,8 +31,8 @@ def start_halo(step: Halo, group: RankGroup | Wire, x: Tensor) -> tuple[Tensor, 
         history `[n, r, c]` of the segments that continue a document, zero before the document. Call it once.
     """
     journey = _Journey(step, over(group), x)
-    x, rows = _Start.apply(x, journey)
-    return x, lambda: _Wait.apply(rows, journey)
+    x, ticket = _Start.apply(x, journey)
+    return x, lambda: _Wait.apply(ticket, journey)
 
 
 def prepare_halo(step: Halo, rank: int, device: torch.device) -> None:
@@ -42,71 +42,91 @@ def prepare_halo(step: Halo, rank: int, device: torch.device) -> None:
 
 
 class _Journey:
-    """One exchange under way: forward, and later backward."""
+    """One exchange on one rank, forward and later backward, between those that have rows and those that need them."""
+
+    _pending: Pending | None = None
+    _rows: Tensor  # those that the own segments need (in backward, their gradients): first those that cross
+    _others: Tensor  # those that other ranks need, likewise
 
     def __init__(self, step: Halo, group: Wire, x: Tensor) -> None:
         self.step, self.group = step, group
         self.tables = step.tables(group.rank)
-        self.pending: Pending | None = None
-        self.channels = x.shape[1]
+        self.crossing, self.channels = int(self.tables.recv_counts.sum()), x.shape[1]
 
     def index(self, name: str, device: torch.device) -> Tensor:
         return _index(self.step, self.group.rank, name, device)
 
-    def start(self, received: Tensor, sent: Tensor, *, forward: bool) -> None:
+    def take(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Room for what is needed here, and for what is needed elsewhere."""
+        rows, others = self.tables.places.size, self.tables.send_rows.size
+        self._rows, self._others = (
+            self.group.buffers.take_like(like, number, self.channels) for number in (rows, others)
+        )
+        return self._rows, self._others
+
+    def start(self, *, forward: bool) -> None:
         if not self.step.crosses:
             return
-        rows = self.step.traffic if forward else self.step.traffic.reversed()
-        self.pending = self.group.start_all_to_all(received.view(-1), sent.view(-1), rows.times(self.channels))
+        traffic = (self.step.traffic if forward else self.step.traffic.reversed()).times(self.channels)
+        here, there = self._rows[: self.crossing].view(-1), self._others.view(-1)
+        received, sent = (here, there) if forward else (there, here)
+        self._pending = self.group.start_all_to_all(received, sent, traffic)
 
-    def wait(self) -> None:
-        if self.pending is not None:
-            self.pending.wait()
-        self.pending = None
+    def wait(self) -> tuple[Tensor, Tensor]:
+        if self._pending is not None:
+            self._pending.wait()
+        self._pending = None
+        return self._rows, self._others
+
+    def give(self) -> None:
+        self.group.buffers.give(self._rows, self._others)
+        del self._rows, self._others
+
+
+# Between the two ends autograd sees a ticket: an empty tensor that keeps the order of steps.
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, journey: _Journey) -> Any:
-        ctx.journey, tables = journey, journey.tables
-        arriving = int(tables.recv_counts.sum())
-        rows = x.new_empty(arriving + tables.own_rows.size, x.shape[1])
-        journey.start(rows[:arriving], x.index_select(0, journey.index("send_rows", x.device)), forward=True)
-        torch.index_select(x, 0, journey.index("own_rows", x.device), out=rows[arriving:])
-        return x.view_as(x), rows
+        ctx.journey = journey
+        rows, sent = journey.take(x)
+        torch.index_select(x, 0, journey.index("send_rows", x.device), out=sent)
+        journey.start(forward=True)
+        torch.index_select(x, 0, journey.index("own_rows", x.device), out=rows[journey.crossing :])
+        return x.view_as(x), x.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        journey = ctx.journey
-        dx, drows = gradients
-        journey.wait()
+        journey, dx = ctx.journey, gradients[0]
+        drows, returned = journey.wait()
         # In place: the convolution, x's one user, has just made it.
         dx = dx if dx.is_contiguous() else dx.contiguous()
-        dx.index_add_(0, journey.index("own_rows", dx.device), drows[int(journey.tables.recv_counts.sum()) :])
-        dx.index_add_(0, journey.index("send_rows", dx.device), journey.returned)
-        del journey.returned
+        dx.index_add_(0, journey.index("own_rows", dx.device), drows[journey.crossing :])
+        dx.index_add_(0, journey.index("send_rows", dx.device), returned)
+        journey.give()
         return dx, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, journey: _Journey) -> Tensor:
+    def forward(ctx: Any, ticket: Tensor, journey: _Journey) -> Tensor:
         ctx.journey = journey
-        journey.wait()
-        history = rows.new_zeros(journey.tables.num_waiting * journey.step.reach, rows.shape[1])
-        history.index_copy_(0, journey.index("places", rows.device), rows)
+        rows, _ = journey.wait()
+        history = ticket.new_zeros(journey.tables.num_waiting * journey.step.reach, journey.channels)
+        history.index_copy_(0, journey.index("places", ticket.device), rows)
+        journey.give()
         return history.unflatten(0, (journey.tables.num_waiting, journey.step.reach))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        journey = ctx.journey
-        drows = gradients[0].flatten(0, 1).index_select(0, journey.index("places", gradients[0].device))
-        arrived = int(journey.tables.recv_counts.sum())
-        journey.returned = drows.new_empty(int(journey.tables.send_counts.sum()), drows.shape[1])
-        journey.start(journey.returned, drows[:arrived], forward=False)
-        return drows, None
+        journey, dhistory = ctx.journey, gradients[0].flatten(0, 1)
+        drows, _ = journey.take(dhistory)
+        torch.index_select(dhistory, 0, journey.index("places", dhistory.device), out=drows)
+        journey.start(forward=False)
+        return dhistory.new_empty(0), None
 
 
 def _index(step: Halo, rank: int, name: str, device: torch.device) -> Tensor:

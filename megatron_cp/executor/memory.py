@@ -5,12 +5,14 @@ No torch in here: a plan says it all, so that a batch can be judged before anyth
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.traffic import rounded
+from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.schedule import Attend, HeadChunk
 
@@ -33,18 +35,15 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
 
         at home     forward     out + lse
                     backward    out + lse + dq + block(s)
-        p2p         forward     out (w) + lse + the blocks of two stages + the stage's part: out (w) + 5 lse of the rows
-                                that see a key; at the end out again if w is wider
-                    backward    out + lse + dq + block(s) + dq (w) if w is wider + those blocks + three gradients (w) of
-                                blocks (own, on the way here, on the way on) + the part dq (w)
-        gathering   forward     out + lse + of each of two head chunks: what is sent, what is received and, where it
-                                does not arrive in stream order, the same in order
-                    backward    out + lse + dq + block(s) + block(s) (w) + those + of two chunks: the gradients of what
-                                was received, those in the order in which they go, and those that come back
+        p2p         forward     out (w) + lse + the stage's part: out (w) + 5 lse of the rows that see a key; at the end
+                                out again if w is wider
+                    backward    out + lse + dq + block(s) + dq (w) if w is wider + the part dq (w)
+        gathering   forward     out + lse
+                    backward    out + lse + dq + block(s) + block(s) (w) + where w is wider the keys, or the values, of
+                                a chunk that come back from one node (w)
         a2a         forward     the lane's q, k, v; the above; and out once more, of own tokens
                     backward    likewise, with out's gradient on its way in, and dq and block(s) on their way back
 
-    What is sent in an all-gather is as long as the longest share, what is received that times the number of nodes.
     Where heads are exchanged in chunks, the above holds for each in turn: its q, k and v are there from the beginning
     if they arrive in stream order, and its gradients to the end if they go in place.
     """
@@ -56,9 +55,22 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
 
 
 def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
-    """Bytes of the messages of head exchanges that a rank has on their way at a time, at most, forward or backward.
+    """Bytes of the messages that a rank has on their way at a time, at most, forward or backward.
 
     They live in its group's buffers, which other layers share. What a hierarchical transport stages is not counted.
+    With a batch axis all of it is as many times as much.
+
+    Counted are the messages of head exchanges, both ways; beside them in the terms of `peak_bytes`, at the worst moment
+
+        p2p         forward     the blocks of two stages
+                    backward    those, and three gradients (w) of blocks: own, on the way here, on the way on
+        gathering   forward     of each of two head chunks: what is sent, what is received and, where it does not arrive
+                                in stream order, the same in order
+                    backward    those, and of two chunks: the gradients of what was received, those in the order in
+                                which they go, and those that come back
+
+    and of a chunkwise linear layer what is sent and received of its halo and its maps. What is sent in an all-gather is
+    as long as the longest share, what is received that times the number of nodes.
     """
     inbound, outbound = 0, 0
     for exchange, to_heads in plan.exchanges(forward=True):
@@ -78,7 +90,32 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
         else:
             outbound += size
     # Sizes differ, so each way has buffers of its own.
-    return inbound + outbound
+    return inbound + outbound + _along_lanes(plan, rank, item_size) + _along_chains(plan, rank, item_size)
+
+
+def _along_lanes(plan: Plan, rank: int, item_size: int) -> int:
+    if plan.attend is None:
+        return 0
+    node, lane = divmod(rank, plan.ulysses_degree)
+    return max(_Local(plan.attend_of(chunk), node, lane, item_size).messages() for chunk in range(plan.head_chunks))
+
+
+def _along_chains(plan: Plan, rank: int, item_size: int) -> int:
+    sizes: list[int] = []
+    for step in plan.chain:
+        match step:
+            case Halo(channels=channels):
+                tables = step.tables(rank)
+                sizes += [rounded(rows.size * channels * item_size) for rows in (tables.places, tables.send_rows)]
+            case Scan() if step.crosses:
+                # Maps and their adjoints go to other ranks, and a buffer for the ones may be too small for the others.
+                ways = [step.traffic(forward=forward) for forward in (True, False)]
+                sent, back = (
+                    Counter(rounded(sum(n) * max(item_size, LSE)) for n in (way.sent_by(rank), way.received_by(rank)))
+                    for way in ways
+                )
+                sizes += (sent | back).elements()
+    return sum(sizes)
 
 
 @dataclass(frozen=True)
@@ -201,53 +238,56 @@ class _Local:
 
     def forward(self) -> list[int]:
         """Moments of the loop, the output and its lse included."""
-        base = self.out + self.lse
-        if self.step.num_nodes == 1:
-            return [base]
-        if self.step.schedule != "p2p":
-            return [base + moment for moment in self._gathering(backward=False)]
-        base = self.out // self.item * self.wide + self.lse
-        return [base + moment for moment in self._rotation(backward=False)]
+        if self.step.num_stages == 1:
+            return [self.out + self.lse]
+        base, row = self.out // self.item * self.wide + self.lse, self.step.value_head_dim + 1 + MERGING
+        parts = [rows * self.heads * row * self.wide for rows in self._later_rows]
+        return [base + most for most in (*parts, self.out if self.wide > self.item else 0)]
 
     def backward(self) -> list[int]:
         """Moments of the loop, beyond the gradients of q, k and v."""
         if self.step.num_nodes == 1:
             return [0]
-        if self.step.schedule != "p2p":
-            return self._gathering(backward=True)
-        held = int(self.step.queries.token_counts[self.node])
-        total = held * self.heads * self.step.head_dim * self.wide if self.wide > self.item else 0
-        return [total + moment for moment in self._rotation(backward=True)]
+        row = self.heads * self.step.head_dim * self.wide
+        if self.step.num_stages > 1:
+            total = int(self.step.queries.token_counts[self.node]) * row if self.wide > self.item else 0
+            return [total + rows * row for rows in self._later_rows]
+        # What comes back is added to sums of the own keys' gradients, in their type.
+        most, chunks = int(self.step.gathering(self.node).send_counts.max()), self.step.chunks(self.lane)
+        width = max(self.step.head_dim, self.step.value_head_dim) * self.wide if self.wide > self.item else 0
+        return [self._block_of(self.node, self.wide) + most * chunk.num_groups * width for chunk in chunks]
+
+    def messages(self) -> int:
+        """Bytes of the buffers that the loop has at its worst moment."""
+        if self.step.num_nodes == 1:
+            return 0
+        return max(self._rotation() if self.step.schedule == "p2p" else self._gathering())
 
     def _block_of(self, node: int, item: int) -> int:
         return self.block(int(self.step.keys.token_counts[node]), self.groups, item)
 
-    def _rotation(self, *, backward: bool) -> list[int]:
-        """Moments of a ring."""
+    @property
+    def _later_rows(self) -> list[int]:
+        """Queries that see a key of each stage after the first."""
+        rows = [self.step.tiles(self.node, stage).query_rows for stage in range(1, self.step.num_stages)]
+        return [int(seen.stop - seen.start) for seen in rows]
+
+    def _rotation(self) -> list[int]:
+        """Moments of a ring backward, which forward has no more than."""
         nodes, moments = self.step.num_nodes, []
         sources = [self.step.source(self.node, stage) for stage in range(nodes)]
-        blocks, sums = ([self._block_of(source, item) for source in sources] for item in (self.item, self.wide))
+        blocks, sums = (
+            [rounded(self._block_of(source, item)) for source in sources] for item in (self.item, self.wide)
+        )
         for stage in range(nodes):
-            here = blocks[stage] + (blocks[stage + 1] if stage + 1 < nodes else 0)
-            rows = self._seen_rows(stage) * self.heads * self.wide if stage else 0
-            if not backward:
-                moments.append(here + rows * (self.step.value_head_dim + 1 + MERGING))
-                continue
-            here += sums[stage]
+            here = blocks[stage] + (blocks[stage + 1] if stage + 1 < nodes else 0) + sums[stage]
             others = sums[stage - 1] + sums[stage] if stage else 0  # on the way on, and on the way here
-            moments.append(here + others + rows * self.step.head_dim)
-            moments.append(here + sums[(stage + 1) % nodes])
-        if not backward and self.wide > self.item:
-            moments.append(self.out)
+            moments += [here + others, here + sums[(stage + 1) % nodes]]
         return moments
 
-    def _seen_rows(self, stage: int) -> int:
-        rows = self.step.tiles(self.node, stage).query_rows
-        return int(rows.stop - rows.start)
-
-    def _gathering(self, *, backward: bool) -> list[int]:
-        """Moments of gathered head chunks. A chunk's variables live until the next chunk has its own."""
-        gathering, chunks, moments = self.step.gathering(self.node), self.step.chunks(self.lane), []
+    def _gathering(self) -> list[int]:
+        """Moments of gathered head chunks backward, which forward has no more than."""
+        gathering, chunks = self.step.gathering(self.node), self.step.chunks(self.lane)
         tokens, sent_rows = gathering.tokens.size, gathering.send_rows.size
         if self.step.schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())
@@ -258,32 +298,15 @@ class _Local:
             ordered = 0 if gathering.arrange is None else tokens
         returned = 0 if gathering.returned is None else tokens
 
-        def size(chunk: HeadChunk | None, rows: int) -> int:
-            return 0 if chunk is None else self.block(rows, chunk.num_groups, self.item)
+        def size(chunk: HeadChunk | None, *messages: int) -> int:
+            return 0 if chunk is None else sum(rounded(self.block(n, chunk.num_groups, self.item)) for n in messages)
 
-        moments.append(size(chunks[0], sent + received))
-        before: HeadChunk | None = None
-        added, most = self._block_of(self.node, self.wide), int(gathering.send_counts.max())
-        sums = 0  # from the first that came back on
+        moments, before = [size(chunks[0], sent, received)], None
         for chunk, following in pairwise([*chunks, None]):
-            assert chunk is not None
-            ahead = sums + size(following, sent + received)
-            back = size(before, tokens + sent_rows) if backward else 0
-            moments.append(ahead + back + size(chunk, received + ordered))
-            if backward:
-                here = ahead + size(chunk, (ordered or received) + tokens)
-                moments.append(here + back)
-                if before is not None:
-                    here, sums = here + added - sums, added
-                    moments.append(here + size(before, sent_rows) + self._summands(before, most))
-                moments.append(here + size(chunk, max(returned, sent_rows)))
+            ahead, at_hand = size(following, sent, received), size(chunk, ordered or received)
+            back = size(before, tokens, sent_rows)
+            moments.append(ahead + back + (size(chunk, received, ordered) if ordered else at_hand))
+            moments.append(ahead + back + at_hand + size(chunk, tokens))
+            moments.append(ahead + at_hand + size(chunk, tokens, max(returned, sent_rows)))
             before = chunk
-        if backward:
-            moments.append(added + size(before, sent_rows) + self._summands(before, most))
         return moments
-
-    def _summands(self, chunk: HeadChunk | None, rows: int) -> int:
-        """What is added to the sums of the own keys' gradients, in their type."""
-        if chunk is None or self.item >= self.wide:
-            return 0
-        return rows * chunk.num_groups * max(self.step.head_dim, self.step.value_head_dim) * self.wide

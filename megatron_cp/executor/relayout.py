@@ -76,13 +76,17 @@ def _moved(local: Tensor, hop: _Hop, group: RankGroup, *, forward: bool) -> Tens
     send, arrive = (hop.send, hop.arrive) if forward else (hop.send_back, hop.arrive_back)
     sent_counts, received_counts = hop.counts if forward else hop.counts[::-1]
     features = math.prod(local.shape[1:])
-    received = local.new_empty(sum(received_counts), *local.shape[1:])
+    received, sent = (
+        group.buffers.take_like(local, sum(counts), *local.shape[1:]) for counts in (received_counts, sent_counts)
+    )
+    torch.index_select(local, 0, send, out=sent)
     group.all_to_all(
         received.view(-1),
-        local.index_select(0, send).view(-1),
+        sent.view(-1),
         [count * features for count in received_counts],
         [count * features for count in sent_counts],
     )
     moved = local.new_zeros(hop.rows[0 if forward else 1], *local.shape[1:])
     torch.index_select(received, 0, arrive, out=moved[: sum(received_counts)])
+    group.buffers.give(sent, received)
     return moved

@@ -127,13 +127,20 @@ class _Maps:
             for part in self.maps[number]
             if part is not None
         ]
-        self.sent = torch.cat(messages) if messages else self.like.new_empty(0)
         traffic = self.step.traffic(forward=forward)
-        self.received = self.like.new_empty(sum(traffic.received_by(self.group.rank)))
+        self.sent, self.received = (
+            self.group.buffers.take_like(self.like, sum(counts))
+            for counts in (traffic.sent_by(self.group.rank), traffic.received_by(self.group.rank))
+        )
+        if messages:
+            torch.cat(messages, out=self.sent)
         return self.group.start_all_to_all(self.received, self.sent, traffic)
 
     def fold(self) -> Tensor:
-        """Waits, and composes the maps: the state before (the gradient of the state after) each waiting segment."""
+        """Waits, and composes the maps: the state before (the gradient of the state after) each waiting segment.
+
+        Call it once.
+        """
         step = self.step
         if self.pending is not None:
             self.pending.wait()
@@ -156,6 +163,8 @@ class _Maps:
             slot = self.slots.get(number + 1 if self.forward else number - 1)
             if slot is not None:
                 states[slot] = state
+        if self.pending is not None:
+            self.group.buffers.give(self.sent, self.received)  # maps that arrived are views of it
         return states
 
     def _sort_arrivals(self) -> None:

@@ -3,6 +3,8 @@
 Three ways, one interface: iterate over what arrives, stage by stage, the next transfer being under way while a stage
 is computed; in backward, give each stage's gradients back, and collect those of the own keys at the end.
 
+What travels, and what is at hand in a stage, is in the group's buffers.
+
 Shapes: `t` own key rows, `s` the rows at hand in a stage, `b` batch (absent for packed THD), `g` key/value heads of the
 lane (of a head chunk, for stages), `d` and `v` their sizes.
 """
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.groups import Message, Pending
 from megatron_cp.executor.schedule import Attend, Gathering, HeadChunk
@@ -37,6 +40,7 @@ class Transfers(ABC):
 
     def __init__(self, step: Attend, node: int, lane: int, group: Wire, k: Tensor, v: Tensor) -> None:
         self.step, self.node, self.group, self.k, self.v = step, node, group, k, v
+        self.buffers = group.buffers
         self.chunks = step.chunks(lane)
         self.wide = torch.promote_types(k.dtype, torch.float32)
 
@@ -50,7 +54,7 @@ class Transfers(ABC):
 
     @abstractmethod
     def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
-        """A stage's share of the gradients of the keys at hand, as `pack` lays them out."""
+        """A stage's share of the gradients of the keys at hand, in what `pack_like` took: it is given back in there."""
 
     @abstractmethod
     def collect(self, dk: Tensor, dv: Tensor) -> None:
@@ -63,17 +67,18 @@ def transfers(step: Attend, node: int, lane: int, group: Wire, k: Tensor, v: Ten
     return kind(step, node, lane, group, k, v)
 
 
-def pack(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values in one new tensor `[s, (b,) g * d + g * v]`, whose views `unpack` gives."""
-    packed = pack_like(k, v, k.dtype)
+def pack(k: Tensor, v: Tensor, buffers: Buffers) -> Tensor:
+    """Keys and values in one buffer `[s, (b,) g * d + g * v]`, whose views `unpack` gives."""
+    packed = pack_like(k, v, k.dtype, buffers)
     for target, source in zip(unpack(packed, k, v), (k, v), strict=True):
         target.copy_(source)
     return packed
 
 
-def pack_like(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-    """An unwritten tensor that holds what `pack` would, in another type."""
-    return k.new_empty(*k.shape[:-2], k.shape[-2] * k.shape[-1] + v.shape[-2] * v.shape[-1], dtype=dtype)
+def pack_like(k: Tensor, v: Tensor, dtype: torch.dtype, buffers: Buffers) -> Tensor:
+    """An unwritten buffer that holds what `pack` would, in another type."""
+    width = k.shape[-2] * k.shape[-1] + v.shape[-2] * v.shape[-1]
+    return buffers.take_like(k, *k.shape[:-2], width, dtype=dtype)
 
 
 def unpack(packed: Tensor, k: Tensor, v: Tensor, heads: int | None = None) -> Keys:
@@ -107,41 +112,46 @@ class Rotation(Transfers):
     """
 
     _gradient: Tensor  # of the block that is on its way here
+    _sent: Tensor  # that of the block before, on its way on
     _on_the_way: Pending
 
     def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
-        (chunk,) = self.chunks
-        block = pack(self.k, self.v)
-        for stage in range(self.step.num_nodes):
-            ahead = None
-            if stage + 1 < self.step.num_nodes:
-                following, ahead = self._pass_on(block, stage)
+        (chunk,), last = self.chunks, self.step.num_nodes - 1
+        block = pack(self.k, self.v, self.buffers)
+        for stage in range(last):
+            following, ahead = self._pass_on(block, stage)
             yield stage, chunk, unpack(block, self.k, self.v)
-            if ahead is not None:
-                ahead.wait()
-                block = following
-                del following
+            ahead.wait()
+            self.buffers.give(block)
+            block = following
+        yield last, chunk, unpack(block, self.k, self.v)
+        self.buffers.give(block)
 
     def gradient_type(self) -> torch.dtype:
         return self.wide
 
     def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
         if stage:
-            self._on_the_way.wait()
-            gradient.add_(self._gradient)
-            del self._gradient  # before there is room for the next
+            gradient.add_(self._arrived())
+            self.buffers.give(self._gradient)  # before there is room for the next
+        self._sent = gradient
         self._gradient, self._on_the_way = self._pass_on(gradient, stage)
 
     def collect(self, dk: Tensor, dv: Tensor) -> None:
-        self._on_the_way.wait()
-        for target, source in zip((dk, dv), unpack(self._gradient, self.k, self.v), strict=True):
+        for target, source in zip((dk, dv), unpack(self._arrived(), self.k, self.v), strict=True):
             target.copy_(source)
+        self.buffers.give(self._gradient)
+
+    def _arrived(self) -> Tensor:
+        self._on_the_way.wait()
+        self.buffers.give(self._sent)
+        return self._gradient
 
     def _pass_on(self, block: Tensor, stage: int) -> tuple[Tensor, Pending]:
         """Sends a stage's block on, and starts to receive the block that the node before has in that stage."""
         size, source = self.step.num_nodes, self.step.source(self.node, stage + 1)
         rows = int(self.step.keys.token_counts[source])
-        following = block.new_empty(rows, *block.shape[1:])
+        following = self.buffers.take_like(block, rows, *block.shape[1:])
         pending = self.group.start_messages(
             [Message(block.view(-1), (self.node + 1) % size)], [Message(following.view(-1), (self.node - 1) % size)]
         )
@@ -155,16 +165,17 @@ class Gather(Transfers):
     """
 
     def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
-        self._returning: list[tuple[HeadChunk, Tensor, Pending]] = []
+        self._returning: list[tuple[HeadChunk, Tensor, Tensor, Pending]] = []
         ahead = [self._start(self.chunks[0])]
         for number, chunk in enumerate(self.chunks):
-            received, pending = ahead.pop()
+            received, sent, pending = ahead.pop()
             pending.wait()
+            self.buffers.give(sent)
             if number + 1 < len(self.chunks):
                 ahead.append(self._start(self.chunks[number + 1]))
             received = self._arranged(received)
             yield 0, chunk, unpack(received, self.k, self.v, chunk.num_groups)
-            del received  # or it lives on while the next is awaited
+            self.buffers.give(received)
 
     def gradient_type(self) -> torch.dtype:
         return self.k.dtype
@@ -173,11 +184,11 @@ class Gather(Transfers):
         self._finish_returns()
         gathering = self._gathering
         if gathering.returned is not None:
-            gradient = gradient.index_select(0, self._index("returned"))
-        received = self._empty(gathering.send_rows.size, chunk)
+            gradient = self._reordered(gradient, self._index("returned"))
+        received = self._take(gathering.send_rows.size, chunk)
         traffic = self.step.traffic.reversed().times(received.shape[1:].numel())
         pending = self.group.start_all_to_all(received.view(-1), gradient.view(-1), traffic)
-        self._returning.append((chunk, received, pending))
+        self._returning.append((chunk, received, gradient, pending))
 
     def collect(self, dk: Tensor, dv: Tensor) -> None:
         self._finish_returns()
@@ -196,44 +207,54 @@ class Gather(Transfers):
     def _index(self, name: str) -> Tensor:
         return _index(self.step, self.node, name, self.k.device)
 
-    def _empty(self, rows: int, chunk: HeadChunk) -> Tensor:
+    def _take(self, rows: int, chunk: HeadChunk) -> Tensor:
         width = chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
-        return self.k.new_empty(rows, *self.k.shape[1:-2], width)
+        return self.buffers.take_like(self.k, rows, *self.k.shape[1:-2], width)
 
-    def _start(self, chunk: HeadChunk) -> tuple[Tensor, Pending]:
+    def _start(self, chunk: HeadChunk) -> tuple[Tensor, Tensor, Pending]:
+        """What is received, what is sent, and the wait for both."""
         own = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
         if self.step.schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())  # backends gather equal shares only
-            share = self._empty(longest, chunk)
+            share = self._take(longest, chunk)
             for target, source in zip(unpack(share[: len(self.k)], *own), own, strict=True):
                 target.copy_(source)
-            received = self._empty(self.step.num_nodes * longest, chunk)
-            return received, self.group.start_all_gather(received.view(-1), share.view(-1))
+            received = self._take(self.step.num_nodes * longest, chunk)
+            return received, share, self.group.start_all_gather(received.view(-1), share.view(-1))
         gathering = self._gathering
-        sent = self._empty(gathering.send_rows.size, chunk)
+        sent = self._take(gathering.send_rows.size, chunk)
         for target, source in zip(unpack(sent, *own), own, strict=True):
             torch.index_select(source, 0, self._index("send_rows"), out=target)
-        received = self._empty(gathering.tokens.size, chunk)
+        received = self._take(gathering.tokens.size, chunk)
         traffic = self.step.traffic.times(sent.shape[1:].numel())
-        return received, self.group.start_all_to_all(received.view(-1), sent.view(-1), traffic)
+        return received, sent, self.group.start_all_to_all(received.view(-1), sent.view(-1), traffic)
 
     def _arranged(self, received: Tensor) -> Tensor:
         """What arrived, in stream order."""
         if self.step.schedule == "all_gather":
             if len(received) == self._gathering.tokens.size and self._gathering.arrange is None:
                 return received
-            return received.index_select(0, _shares(self.step, self.k.device))
-        return received if self._gathering.arrange is None else received.index_select(0, self._index("arrange"))
+            return self._reordered(received, _shares(self.step, self.k.device))
+        return received if self._gathering.arrange is None else self._reordered(received, self._index("arrange"))
+
+    def _reordered(self, rows: Tensor, index: Tensor) -> Tensor:
+        """The rows of a buffer in another one, which takes its place."""
+        ordered = self.buffers.take_like(rows, len(index), *rows.shape[1:])
+        torch.index_select(rows, 0, index, out=ordered)
+        self.buffers.give(rows)
+        return ordered
 
     def _finish_returns(self) -> None:
-        for chunk, received, pending in self._returning:
+        for chunk, received, sent, pending in self._returning:
             pending.wait()
+            self.buffers.give(sent)
             sums = [total[..., chunk.groups, :] for total in self._sums]
             rows = self._index("send_rows").split(self._gathering.send_counts.tolist())
             pieces = received.split(self._gathering.send_counts.tolist())
             for of_node, piece in zip(rows, pieces, strict=True):
                 for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
                     total.index_add_(0, of_node, part.to(self.wide))
+            self.buffers.give(received)
         self._returning = []
 
 

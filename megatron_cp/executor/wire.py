@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -112,6 +113,9 @@ class _Hosts:
         self.own, self._hosts = hosts[rank], hosts
         self.home = self.members[self.own]
         self.others = [number for number in range(len(self.members)) if number != self.own]
+        self._through: dict[int, list[int]] = {gate: [] for gate in self.home}
+        for sender in (rank for number in self.others for rank in self.members[number]):
+            self._through[self.gate(sender, self.own)].append(sender)
 
     def gate(self, sender: int, host: int) -> int:
         """The rank of another host that takes in what a rank sends there: its counterpart, counted round."""
@@ -120,7 +124,13 @@ class _Hosts:
 
     def through(self, gate: int) -> list[int]:
         """The ranks of other hosts whose messages a rank of this host takes in."""
-        return [rank for number in self.others for rank in self.members[number] if self.gate(rank, self.own) == gate]
+        return self._through[gate]
+
+
+@lru_cache(maxsize=1024)  # ranks that are threads have one each
+def _hosts_of(rank: int, hosts: tuple[int, ...]) -> _Hosts:
+    """The same for every exchange of a transport."""
+    return _Hosts(rank, hosts)
 
 
 class _TwoHops(Pending):
@@ -131,7 +141,7 @@ class _TwoHops(Pending):
         traffic: Traffic, sent: Tensor,
     ) -> None:  # fmt: skip
         self._group, self._incoming, self._counts, self._like = group, incoming, traffic.counts, sent
-        self._hosts = hosts = _Hosts(group.rank, transport.hosts)
+        self._hosts = hosts = _hosts_of(group.rank, transport.hosts)
         self._taken: list[Tensor] = []
         incoming[group.rank].copy_(outgoing[group.rank])
         peers = [rank for rank in hosts.home if rank != group.rank]
@@ -187,9 +197,8 @@ class _TwoHops(Pending):
         return bundle
 
     def _room(self, size: int) -> Tensor:
-        taken = self._group.buffers.take(size * self._like.element_size(), self._like.device)
-        self._taken.append(taken)
-        return taken.view(self._like.dtype)
+        self._taken.append(self._group.buffers.take_like(self._like, size))
+        return self._taken[-1]
 
 
 class _SharesByTwoHops(Pending):
@@ -197,7 +206,7 @@ class _SharesByTwoHops(Pending):
 
     def __init__(self, group: RankGroup, transport: Transport, incoming: Sequence[Tensor], sent: Tensor) -> None:
         self._group, self._incoming = group, incoming
-        self._hosts = hosts = _Hosts(group.rank, transport.hosts)
+        self._hosts = hosts = _hosts_of(group.rank, transport.hosts)
         incoming[group.rank].copy_(sent)
         self._peers = [rank for rank in hosts.home if rank != group.rank]
         targets = [*self._peers, *(hosts.gate(group.rank, number) for number in hosts.others)]

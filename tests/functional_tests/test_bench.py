@@ -17,6 +17,7 @@ RATIOS = (
     "outside_kernel_share",
     "peak_over_formula",
     "peak_with_kernel_over_formula",
+    "buffers_over_formula",
     "wait_share",
 )
 ABSOLUTE = ("kernel_ms", "busy_ms", "wall_ms", "one_rank_kernel_ms", "peak_bytes", "bytes_sent_per_rank")
@@ -32,7 +33,7 @@ def check_report(report, schemes):
     names = list(report)
     assert names[: len(RATIOS)] == list(RATIOS)  # ratios first
     assert set(names) >= {*ABSOLUTE, "work_imbalance", "cp", "lengths", "repeats", "device", "kernel", "not_run"}
-    for name in (*RATIOS, "peak_bytes"):
+    for name in (*RATIOS, "peak_bytes", "buffer_bytes"):
         assert list(report[name]) == schemes
     for scheme in schemes:
         for way in ("forward", "backward"):
@@ -45,6 +46,8 @@ def check_report(report, schemes):
             assert report["peak_over_formula"][scheme][way] == pytest.approx(1, abs=0.1)
             assert report["peak_with_kernel_over_formula"][scheme][way] >= report["peak_over_formula"][scheme][way]
             assert max(report["bytes_sent_per_rank"][scheme][way]) > 0
+        assert report["buffer_bytes"][scheme] > 0
+        assert 0.3 < report["buffers_over_formula"][scheme] < 1.5
 
 
 def test_every_scheme_that_runs_is_measured_and_the_others_say_why(capsys):

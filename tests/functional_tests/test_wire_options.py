@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
@@ -249,8 +251,21 @@ STEADY = {
         Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, transport="pairwise"),
         Case("gdn", 3, LENGTHS, scheme="headwise", heads=12, groups=6, head_chunks=2),
         Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, layout="contiguous"),
+        *(Case("attention", 3, LENGTHS, scheme=scheme, layout=layout, dtype=dtype)
+          for scheme in ("p2p", "all_gather", "exact")
+          for layout, dtype in (("zigzag", torch.bfloat16), ("contiguous", torch.float32), ("random", torch.float64))),
+        Case("attention", 3, LENGTHS, scheme="p2p", mask="full", dtype=torch.bfloat16),
+        Case("attention", 3, LENGTHS, scheme="all_gather", heads=12, groups=6, head_chunks=3, dtype=torch.bfloat16),
+        Case("attention", 3, LENGTHS, scheme="exact", heads=12, groups=6, head_chunks=3, layout="random"),
+        *(Case("attention", 4, LENGTHS, scheme=scheme, heads=12, groups=6, layout=layout, dtype=torch.bfloat16)
+          for scheme in ("a2a+p2p", "a2a+all_gather") for layout in ("zigzag", "random")),
+        Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, head_chunks=3),
+        Case("gdn", 3, LENGTHS, scheme="chunkwise", layout="zigzag"),
+        Case("kda", 3, LENGTHS, scheme="chunkwise", layout="contiguous", dtype=torch.float32),
+        Case("mamba", 3, LENGTHS, scheme="chunkwise", layout="random"),
+        Case("conv1d", 3, LENGTHS, scheme="chunkwise", layout="zigzag"),
     )
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEADY)
@@ -309,6 +324,58 @@ def test_buffers_that_nobody_wants_are_let_go():
     for _ in range(5000):
         buffers.give(buffers.take(100, cpu))
     assert buffers.size < 10_000
+    assert buffers.allocations == 2
+
+
+def test_buffers_that_a_failed_step_took_are_let_go():
+    buffers, cpu = Buffers(), torch.device("cpu")
+    lost, held = buffers.take(1_000_000, cpu), buffers.take(1_000, cpu)
+    held.fill_(7)
+    del lost
+    for _ in range(5000):
+        buffers.give(buffers.take(100, cpu))
+    assert buffers.size < 1_000
+    # Whoever had one after all keeps it: nobody else gets its memory, now or when it is given back.
+    buffers.give(held)
+    others = [buffers.take(1_000, cpu).fill_(8) for _ in range(3)]
+    assert bool((held == 7).all())
+    assert len({x.data_ptr() for x in (held, *others)}) == 4
+
+
+STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 5000), st.integers(0, 10)), max_size=60)
+
+
+@given(STEPS)
+def test_a_second_step_like_the_first_takes_the_same_buffers(step):
+    """Whatever the sizes, and whatever is given back when."""
+    buffers, cpu = Buffers(), torch.device("cpu")
+
+    def run() -> list[int]:
+        under_way, addresses = [], []
+        for takes, size, which in step:
+            if takes or not under_way:
+                under_way.append(buffers.take(size, cpu))
+                addresses.append(under_way[-1].untyped_storage().data_ptr())
+            else:
+                buffers.give(under_way.pop(which % len(under_way)))
+        buffers.give(*under_way)
+        return addresses
+
+    first, made = run(), buffers.allocations
+    assert run() == first
+    assert buffers.allocations == made
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex128], ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5, 7)], ids=str)
+def test_a_buffer_can_be_taken_like_a_tensor(shape, dtype):
+    buffers, like = Buffers(), torch.empty(3, dtype=dtype)
+    taken, wide = buffers.take_like(like, *shape), buffers.take_like(like, *shape, dtype=torch.float64)
+    assert (taken.shape, taken.dtype, taken.is_contiguous()) == (shape, dtype, True)
+    assert (wide.shape, wide.dtype) == (shape, torch.float64)
+    assert taken.untyped_storage().data_ptr() % 64 == 0 != wide.untyped_storage().data_ptr()
+    buffers.give(taken.view(-1), wide)
+    buffers.take_like(like, *shape)
     assert buffers.allocations == 2
 
 

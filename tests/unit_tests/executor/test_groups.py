@@ -84,6 +84,27 @@ def _by_host(group: RankGroup) -> list[Any]:
     return [heard, again, group.buffers.allocations - before]
 
 
+def _together(group: RankGroup) -> list[Any]:
+    """`_messages` as NCCL would send them, twice; what the second time allocates; and one a rank, as in a ring."""
+    if isinstance(group, TorchGroup):
+        group.start_messages = group._start_messages_together
+    heard, before = _messages(group), group.buffers.allocations
+    again = _messages(group)
+    made = group.buffers.allocations - before
+    # From a buffer, which stays its owner's.
+    block = group.buffers.take_like(torch.empty(0), 3).fill_(group.rank)
+    following = torch.empty(3)
+    group.send_and_receive(
+        [Message(block, (group.rank + 1) % group.size)], [Message(following, (group.rank - 1) % group.size)]
+    )
+    assert len(group.buffers._taken) == 1
+    group.buffers.give(block)
+    if isinstance(group, TorchGroup):
+        assert before > 0
+        del group.start_messages
+    return [heard, again, made, following.tolist()]
+
+
 def conversation(group: RankGroup) -> dict[str, Any]:
     """Everything that a group can say. At module level, so that processes can import it."""
     return {
@@ -93,6 +114,7 @@ def conversation(group: RankGroup) -> dict[str, Any]:
         "all_gather of nothing": _all_gather(group, torch.float32, count=0),
         "messages": _messages(group),
         "messages by the host": _by_host(group),
+        "messages together": _together(group),
         "no messages": _no_messages(group),
         "one way": _one_way(group),
         "barrier": _barrier(group),
@@ -133,6 +155,11 @@ def test_messages_of_a_pair_stay_in_order_and_may_be_empty(answers):
 def test_messages_that_are_staged_on_the_host_are_the_same_and_allocate_once(answers):
     for answer in answers:
         assert answer["messages by the host"] == [answer["messages"]] * 2 + [0]
+
+
+def test_messages_that_go_in_one_collective_are_the_same_and_allocate_once(answers):
+    for rank, answer in enumerate(answers):
+        assert answer["messages together"] == [answer["messages"]] * 2 + [0, [(rank - 1) % SIZE] * 3]
 
 
 def test_messages_go_one_way(answers):
