@@ -1,6 +1,7 @@
-"""Draws what `megatron-cp bench exchange --json` found.
+"""Draws what `megatron-cp bench exchange --json` or `megatron-cp bench wire --json` found.
 
 python benchmarks/plot.py benchmarks/results/exchange_cpu.json docs/images/exchange.png
+python benchmarks/plot.py benchmarks/results/wire_cpu.json docs/images/wire.png
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-COLOURS = {"zigzag": "#1b6ca8", "contiguous": "#7fb3d5", "megatron-core": "#c0392b", "loop": "#e59866"}
+COLOURS = {
+    "zigzag": "#1b6ca8", "contiguous": "#7fb3d5", "megatron-core": "#c0392b", "loop": "#e59866",
+    "all_to_all": "#1b6ca8", "all_gather": "#7fb3d5", "speedup": "#1b6ca8", "bytes": "#b0b0b0",
+    "attention": "#1b6ca8", "gdn": "#e59866",
+}  # fmt: skip
 STAGES = [(stage, way) for way in ("to heads", "to tokens") for stage in ("pack", "unpack")]
 GATE = "with the gate"
 
@@ -52,24 +57,71 @@ def draw_exchanges(axes: Any, data: dict[str, Any]) -> None:
     axes.set_title("One exchange over gloo, forward and backward", fontsize=9)
 
 
-def draw_bars(axes: Any, values: dict[str, list[dict[str, float]]], colours: list[str]) -> None:
-    """Medians with their quartiles, on a logarithmic scale; the longest bars say their value."""
+def draw_transports(axes: Any, data: dict[str, Any]) -> None:
+    """How much sooner than the backend's own collective each transport is done."""
+    of_size = {kind: sizes[str(data["cp"])] for kind, sizes in data["collective_over"].items()}
+    names = [name for name in ("naive loop", "pairwise", "hierarchical") if name in of_size["all_to_all"]]
+    values = {kind.replace("_", "-"): [found.get(name) for name in names] for kind, found in of_size.items()}
+    draw_bars(axes, values, list(of_size), logarithmic=False)
+    axes.set_xticks(range(len(names)), names)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel("time of the collective / this")
+    axes.set_title(f"Transports, {data['cp']} ranks on {max(data['hosts']) + 1} hosts", fontsize=9)
+
+
+def draw_codecs(axes: Any, data: dict[str, Any]) -> None:
+    """How much sooner coded messages arrive, beside how much shorter they are."""
+    codecs = [codec for codec in data["codecs_ms"] if codec != "none"]
+    cells = [(codec, chunks) for codec in codecs for chunks in data["codecs_ms"][codec]]
+    values = {
+        "speed-up": [data[f"{codec}_over_none_speedup"][chunks] for codec, chunks in cells],
+        "fewer bytes": [exactly(data[f"{codec}_byte_ratio"]) for codec, _ in cells],
+    }
+    draw_bars(axes, values, ["speedup", "bytes"], logarithmic=False)
+    axes.set_xticks(range(len(cells)), [f"{codec}\n{chunks} chunk{'s' * (chunks != '1')}" for codec, chunks in cells])
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_ylabel("none / codec")
+    axes.set_title("Codecs", fontsize=9)
+
+
+def draw_overlap(axes: Any, data: dict[str, Any]) -> None:
+    """How much of the smaller of transfer and compute head chunks hide, forward and backward together."""
+    shares = data["hidden_share"]
+    chunks = list(next(iter(shares.values())))
+    values = {layer: [of_chunks[count]["both"] for count in chunks] for layer, of_chunks in shares.items()}
+    draw_bars(axes, values, list(values), logarithmic=False)
+    axes.set_xticks(range(len(chunks)), [f"{count} chunk{'s' * (count != '1')}" for count in chunks])
+    axes.set_ylabel("hidden / the smaller of both")
+    axes.set_title("Transfer behind computation", fontsize=9)
+
+
+def exactly(value: float) -> dict[str, float]:
+    """What was counted, as what was measured is written."""
+    return {"median": value, "low": value, "high": value}
+
+
+def draw_bars(
+    axes: Any, values: dict[str, list[dict[str, float] | None]], colours: list[str], *, logarithmic: bool = True
+) -> None:
+    """Medians with their quartiles, each with its value; None leaves its place empty."""
     width = 0.8 / len(values)
     for number, ((name, spreads), colour) in enumerate(zip(values.items(), colours, strict=True)):
-        places = [index + (number - (len(values) - 1) / 2) * width for index in range(len(spreads))]
-        medians = [spread["median"] for spread in spreads]
+        drawn = [(index, spread) for index, spread in enumerate(spreads) if spread]
+        places = [index + (number - (len(values) - 1) / 2) * width for index, _ in drawn]
+        medians = [spread["median"] for _, spread in drawn]
         errors = [
-            [spread["median"] - spread["low"] for spread in spreads],
-            [spread["high"] - spread["median"] for spread in spreads],
+            [spread["median"] - spread["low"] for _, spread in drawn],
+            [spread["high"] - spread["median"] for _, spread in drawn],
         ]
         axes.bar(places, medians, width, yerr=errors, label=name, color=COLOURS[colour], error_kw={"linewidth": 0.8})
-        for place, spread in zip(places, spreads, strict=True):
+        for place, (_, spread) in zip(places, drawn, strict=True):
             value = spread["median"]
             axes.annotate(
                 f"{value:.2g}" if value < 10 else f"{value:.0f}", (place, spread["high"]), ha="center", va="bottom",
                 xytext=(0, 1), textcoords="offset points", fontsize=6,
             )  # fmt: skip
-    axes.set_yscale("log")
+    if logarithmic:
+        axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.margins(y=0.3)  # room for the legend
     axes.legend(fontsize=7, frameon=False)
@@ -78,18 +130,37 @@ def draw_bars(axes: Any, values: dict[str, list[dict[str, float]]], colours: lis
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw(data: dict[str, Any], image: Path) -> None:
+    """All that a benchmark found, side by side.
+
+    Raises:
+        SystemExit: no plot is known for it.
+    """
+    panels = {
+        "pack_over_copy": draw_local_part,
+        "megatron_over_ours": draw_exchanges if "pack_over_copy" in data else None,
+        "collective_over": draw_transports,
+        "codecs_ms": draw_codecs,
+        "hidden_share": draw_overlap,
+    }
+    drawn = [panel for key, panel in panels.items() if panel and data.get(key)]
+    if not drawn:
+        raise SystemExit("there is nothing to draw: give the JSON of bench exchange or bench wire")
+    figure, axes = plt.subplots(
+        1, len(drawn), figsize=(3 * len(drawn) + 3 * (len(drawn) < 3), 3.2), layout="constrained", squeeze=False
+    )
+    for panel, place in zip(drawn, axes[0], strict=True):
+        panel(place, data)
+    figure.savefig(image, dpi=150)
+
+
 def main() -> int:
     """Reads the command line and writes the image."""
-    parser = argparse.ArgumentParser(description="Draws what bench exchange found.")
-    parser.add_argument("result", type=Path, help="the JSON that bench exchange --json prints, or all that it prints")
+    parser = argparse.ArgumentParser(description="Draws what bench exchange or bench wire found.")
+    parser.add_argument("result", type=Path, help="the JSON that --json prints, or all that the command prints")
     parser.add_argument("image", type=Path)
     args = parser.parse_args()
-    data = json.loads(args.result.read_text().strip().splitlines()[-1])
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), width_ratios=(1, 1.2), layout="constrained")
-    draw_local_part(left, data)
-    if data["megatron_over_ours"]:
-        draw_exchanges(right, data)
-    figure.savefig(args.image, dpi=150)
+    draw(json.loads(args.result.read_text().strip().splitlines()[-1]), args.image)
     return 0
 
 
