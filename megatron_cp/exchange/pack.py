@@ -47,6 +47,10 @@ from megatron_cp.exchange.sections import (
 from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.layout import Layout
 
+# Bytes that are copied, or coded, before the next are. Cutting touches a page for every run, and processors know the
+# addresses of some thousand; coding goes over its numbers several times, and they had better stay in the cache.
+_CUT_AT_A_TIME, _CODED_AT_A_TIME = 2**23, 2**21
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -165,18 +169,25 @@ def prepare_tables(layout: Layout, device: torch.device) -> None:
 
 def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     """Every rank's message, end to end, from `[rows, (b,) f]` tensors whose features are the sections in order."""
-    rows = [_token_rows(tensor, at) for tensor in tensors]
-    sources = section_columns(rows, at.exchange)
+    own = [_token_rows(tensor, at) for tensor in tensors]
+    sources = section_columns(own, at.exchange)
     message = buffers.take(at.token_side_bytes, at.device)
-    if copies.runs_on(at.device) and copies.pack_tokens(rows, message, at):
+    if copies.runs_on(at.device) and copies.pack_tokens(own, message, at):
         return message
+    moves: list[tuple[tuple[Tensor, ...], Tensor]] = []
     for columns in at.format.columns:
         source = _head_view(sources[columns.section], columns, at)
-        if columns.scales is None:
-            target = _message_view(message, columns, at)
-            _words(target).copy_(_words(source)) if _has_words(target, source) else target.copy_(source)
-        else:
-            encode(_by_heads(source, columns, at), at.coding, *_coded_views(message, columns, at))
+        if columns.scales is not None:
+            moves.append((_coded_views(message, columns, at), _by_heads(source, columns, at)))
+            continue
+        target = _message_view(message, columns, at)
+        moves.append(((_words(target),), _words(source)) if _has_words(target, source) else ((target,), source))
+    for span in _blocks(at.own_rows, sum(tensor[:1].nbytes for tensor in own), at):
+        for targets, source in moves:
+            if len(targets) == 1:
+                targets[0][:, span].copy_(source[:, span])
+            else:
+                encode(source[:, span], at.coding, targets[0][:, span], targets[1][:, span])
     return message
 
 
@@ -210,22 +221,35 @@ def unpack_tokens(messages: Sequence[Tensor], at: Geometry, widths: Sequence[int
         for columns in part.format.columns
     ]
     # By ranks, whatever part a head comes in: a sum has one order, and its first term is the one that is copied.
-    for columns, part, message in sorted(arrived, key=lambda each: each[0].first_rank):
+    arrived.sort(key=lambda each: each[0].first_rank)
+    moves: list[tuple[tuple[Tensor, ...], Tensor, int]] = []
+    for columns, part, message in arrived:
         target = _head_view(sums.get(columns.section, targets[columns.section]), columns, part)
-        shared = columns.shared_heads * at.exchange.sections.blocks[columns.section].head_dim
-        if columns.scales is None:
-            source = _message_view(message, columns, part, apart=part.apart)
-            if not shared and _has_words(source, target):
-                _words(target).copy_(_words(source))
-                continue
-        else:
-            source = decode(*_coded_views(message, columns, part), part.coding).flatten(-2)
-        if shared:
-            target[..., :shared].add_(source[..., :shared])
-        target[..., shared:].copy_(source[..., shared:])
+        shared = columns.shared_heads * part.blocks[columns.section].head_dim
+        if columns.scales is not None:
+            moves.append((_coded_views(message, columns, part), target, shared))
+            continue
+        source = _message_view(message, columns, part, apart=part.apart)
+        as_words = not shared and _has_words(source, target)
+        moves.append(((_words(source),), _words(target), 0) if as_words else ((source,), target, shared))
+    for span in _blocks(at.own_rows, sum(tensor[:1].nbytes for tensor in own), at):
+        for sources, target, shared in moves:
+            source = sources[0][:, span]
+            if len(sources) > 1:
+                source = decode(source, sources[1][:, span], at.coding).flatten(-2)
+            _add(source, target[:, span], shared)
     for index, total in sums.items():
         targets[index].copy_(total)
     return tensors
+
+
+def _add(source: Tensor, target: Tensor, shared: int) -> None:
+    """Fills `[ranks, rows, features]`, and adds to the first `shared` features, of heads that came before."""
+    if not shared:
+        target.copy_(source)
+        return
+    target[..., :shared].add_(source[..., :shared])
+    target[..., shared:].copy_(source[..., shared:])
 
 
 def _join(messages: Sequence[Tensor], own: Sequence[Tensor], at: Geometry) -> None:
@@ -264,6 +288,14 @@ def section_columns(rows: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
         names = ", ".join(f"{block.name} ({block.width})" for block in exchange.sections.blocks)
         raise ArgumentError("tensors", f"{[row.shape[1] for row in rows]} features", f"the sections in order: {names}")
     return views
+
+
+def _blocks(rows: int, row_bytes: int, at: Geometry) -> list[slice]:
+    """All rows, in turns of as many as a processor moves best."""
+    if at.device.type != "cpu":
+        return [slice(0, rows)]
+    step = max(1, (_CODED_AT_A_TIME if any(at.coded) else _CUT_AT_A_TIME) // max(row_bytes, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _type_of_each(widths: Sequence[int], at: Geometry) -> list[torch.dtype]:
@@ -433,9 +465,13 @@ def _decoded(rows: Tensor, at: Geometry) -> list[Tensor]:
     index = None if at.layout.in_stream_order else at.index("inverse_order")
     if copies.runs_on(at.device) and copies.unpack_heads(rows.flatten(), views, at, index):
         return views
-    for view, source in zip(views, _wire_views(rows, at), strict=True):
-        arrived = source if isinstance(source, Tensor) else decode(*source, at.coding)
-        view.copy_(arrived if index is None else arrived.index_select(0, index))
+    for tokens in _blocks(total, at.copies * row, at):
+        for view, source in zip(views, _wire_views(rows, at), strict=True):
+            if isinstance(source, Tensor):
+                view[tokens].copy_(_taken(source, index, tokens))
+            else:
+                payload, scales = (_taken(part, index, tokens) for part in source)
+                view[tokens].copy_(decode(payload, scales, at.coding))
     return views
 
 
@@ -445,13 +481,20 @@ def _encoded(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tens
     if copies.runs_on(at.device) and copies.pack_heads(sections, message, at, index):
         return message
     rows = message.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
-    for section, target in zip(sections, _wire_views(rows, at), strict=True):
-        sent = section if index is None else section.index_select(0, index)
-        if isinstance(target, Tensor):
-            target.copy_(sent)
-        else:
-            encode(sent, at.coding, *target)
+    for tokens in _blocks(len(rows), at.copies * at.table_format.row_bytes[at.rank], at):
+        for section, target in zip(sections, _wire_views(rows, at), strict=True):
+            sent = _taken(section, index, tokens)
+            if isinstance(target, Tensor):
+                target[tokens].copy_(sent)
+            else:
+                payload, scales = target
+                encode(sent, at.coding, payload[tokens], scales[tokens])
     return message
+
+
+def _taken(rows: Tensor, index: Tensor | None, tokens: slice) -> Tensor:
+    """`rows[index[tokens]]`."""
+    return rows[tokens] if index is None else rows.index_select(0, index[tokens])
 
 
 def _wire_views(rows: Tensor, at: Geometry) -> list[Tensor | tuple[Tensor, Tensor]]:
