@@ -21,7 +21,8 @@ from torch import Tensor
 from megatron_cp.cli.bench import Watch, shown, spread, turns
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.pack import Geometry, like_rows, pack_heads, pack_tokens, unpack_heads, unpack_tokens
+from megatron_cp.exchange.geometry import Geometry
+from megatron_cp.exchange.pack import like_rows, pack_heads, pack_tokens, unpack_heads, unpack_tokens
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.planner.plans import exchange_of

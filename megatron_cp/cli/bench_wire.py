@@ -23,7 +23,7 @@ from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.pack import Geometry
+from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.executor import wire as roads
 from megatron_cp.executor.exchange import start_to_heads

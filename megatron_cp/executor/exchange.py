@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.pack import (
-    Geometry,
     keeps_message,
     pack_heads,
     pack_tokens,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import PlanMismatchError
-from megatron_cp.exchange.pack import prepare_tables
+from megatron_cp.exchange.geometry import prepare_tables
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.exchange import ToTokensJourney, start_to_heads
 from megatron_cp.executor.groups import RankGroup, as_rank_group

@@ -11,8 +11,8 @@ import torch
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
-from megatron_cp.exchange.pack import Geometry
 from megatron_cp.exchange.sections import Section, Sections, deal_heads
 from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import ThreadGroup

@@ -19,7 +19,7 @@ from megatron_cp.exchange.kernels.pieces import MOST, TYPES, Piece, Pieces, alig
 from megatron_cp.exchange.sections import Columns, RowFormat, Section, scales_offset
 
 if TYPE_CHECKING:
-    from megatron_cp.exchange.pack import Geometry
+    from megatron_cp.exchange.geometry import Geometry
 
 _CODED_FORMATS = (8, 9)  # the first compute capability for which Triton converts to FP8 as torch does
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.pack import Geometry, like_rows, pack_heads, pack_tokens, unpack_heads, unpack_tokens
+from megatron_cp.exchange.geometry import Geometry
+from megatron_cp.exchange.pack import like_rows, pack_heads, pack_tokens, unpack_heads, unpack_tokens
 from megatron_cp.exchange.sections import Section, Sections, deal_heads
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.testing.poison import poisoned

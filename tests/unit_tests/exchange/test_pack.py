@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.pack import (
-    Geometry,
     like_rows,
     pack_heads,
     pack_tokens,
