@@ -1,4 +1,4 @@
-"""examples/pretrain_hybrid.py where there is no CUDA device: what a torchrun rank of test_pretrain_example.py runs.
+"""examples/pretrain_hybrid.py where there is no CUDA device: what a rank of test_pretrain_example.py runs.
 
 Under `--sft` with stand-ins for the two packages that Megatron's SFT needs and that are not installed here: `datasets`,
 which reads the lines, and a tokenizer that knows conversations.
@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-warnings.filterwarnings("ignore")
-logging.disable(logging.WARNING)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_hybrid.py"
 
 
@@ -38,7 +36,10 @@ def load_dataset(kind, data_files, split):
     return [json.loads(line) for line in Path(data_files).read_text().splitlines()]
 
 
-if __name__ == "__main__":
+def main():
+    """With the arguments of this process, and with the ranks that torchrun's variables name."""
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
     from megatron_cp.megatron.cpu import run_megatron_on_cpu
 
     spec = importlib.util.spec_from_file_location("pretrain_hybrid", EXAMPLE)
@@ -53,3 +54,7 @@ if __name__ == "__main__":
         example.build_tokenizer = lambda args: Tokenizer()
     run_megatron_on_cpu(pretrain=True)
     example.main()
+
+
+if __name__ == "__main__":
+    main()

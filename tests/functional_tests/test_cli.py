@@ -1,5 +1,6 @@
 """The command line: reports, JSON keys, exit codes, torchrun."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -33,8 +34,8 @@ def last_json(text):
     return json.loads(text.strip().splitlines()[-1])
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
-@pytest.mark.parametrize("layer", SHAPE)
+# Each layer and each layout once or twice: `test_parity.test_layer_equals_one_rank` has their product.
+@pytest.mark.parametrize(("layer", "layout"), [*zip(SHAPE, itertools.cycle(["contiguous", "zigzag", "random"]))])
 def test_check_passes_bitwise_forward(layer, layout, capsys):
     options = ["--cp", "2,3,4,5,8", "--layout", layout, "--dtype", "float64", "--json"]
     assert main(["check", "--layer", layer, *BATCH, *SHAPE[layer], *options]) == 0

@@ -45,6 +45,11 @@ ALIGNED = (24, 8, 64, 16)  # what Megatron can shard over 4 ranks
 TOLERANCE = 1e-5
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks():
+    """Ranks start without Megatron, which must find a stand-in for mamba_ssm when it is imported."""
+
+
 @pytest.fixture(scope="module")
 def ranks():
     return run_ranks(compare, 4, kind="processes", timeout=200.0)

@@ -5,15 +5,20 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+
+from tests.forked_ranks import forking_context
+from tests.functional_tests import pretrain_on_cpu
 
 pytest.importorskip("megatron.training")
 
-RANK = Path(__file__).with_name("pretrain_on_cpu.py")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = """
     --spec megatron_cp.megatron.specs hybrid_stack_spec --hybrid-layer-pattern GG*- --position-embedding-type rope
@@ -52,15 +57,63 @@ def checkpoint(documents, tmp_path_factory):
     return folder
 
 
-def pretrain(num_ranks, documents, *flags):
-    """Loss and gradient norm of each step."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += [str(RANK), *FLAGS.split(), "--data-path", str(documents), *map(str, flags)]
-    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", done.stdout + done.stderr)
+def pretrain(num_ranks, documents, *flags, run=None):
+    """Loss and gradient norm of each step. `run` starts the ranks: `forked` or `under_torchrun`."""
+    printed = (run or forked)(num_ranks, [*FLAGS.split(), "--data-path", str(documents), *map(str, flags)])
+    found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", printed)
     return {int(step): (float(loss), float(norm)) for step, loss, norm in found}
+
+
+def under_torchrun(num_ranks, arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, pretrain_on_cpu.__file__, *arguments], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done.stdout + done.stderr
+
+
+def forked(num_ranks, arguments):
+    """With the variables that torchrun sets, and without the import of Megatron in every rank."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    shared |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        prints = [Path(folder) / str(rank) for rank in range(num_ranks)]
+        ranks = [
+            forking_context().Process(target=start, args=(shared | {"RANK": n, "LOCAL_RANK": n}, arguments, prints[n]))
+            for n in range(num_ranks)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            wait_for(ranks)
+            printed = [path.read_text() for path in prints]
+            assert [rank.exitcode for rank in ranks] == [0] * num_ranks, "".join(text[-6000:] for text in printed)
+            return "".join(printed)
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
+def wait_for(ranks, seconds=240):
+    """Until all have ended, or one has failed."""
+    deadline = time.monotonic() + seconds
+    while any(rank.exitcode is None for rank in ranks) and all(rank.exitcode in (None, 0) for rank in ranks):
+        assert time.monotonic() < deadline, f"the ranks did not finish in {seconds} s"
+        time.sleep(0.05)
+
+
+def start(environment, arguments, prints):
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    with prints.open("w") as out:
+        for descriptor in (1, 2):
+            os.dup2(out.fileno(), descriptor)
+    sys.argv = [pretrain_on_cpu.__file__, *arguments]
+    torch.set_num_threads(1)
+    pretrain_on_cpu.main()
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +123,16 @@ def one_rank(documents, checkpoint):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("num_ranks", "flags"),
+    ("run", "num_ranks", "flags"),
     [
-        (2, "--context-parallel-size 2 --cp-layout contiguous"),
-        (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
-        (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-"),
+        (under_torchrun, 2, "--context-parallel-size 2 --cp-layout contiguous"),
+        (forked, 4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+        (forked, 4, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-"),
     ],
     ids=["cp2", "tp2-cp2-sequence-parallel", "pp2-cp2"],
 )
-def test_the_example_continues_a_one_rank_checkpoint(num_ranks, flags, documents, checkpoint, one_rank):
-    steps = pretrain(num_ranks, documents, "--train-iters", 4, "--load", checkpoint, *flags.split())
+def test_the_example_continues_a_one_rank_checkpoint(run, num_ranks, flags, documents, checkpoint, one_rank):
+    steps = pretrain(num_ranks, documents, "--train-iters", 4, "--load", checkpoint, *flags.split(), run=run)
     assert steps.keys() == one_rank.keys() == {3, 4}
     for step, (loss, norm) in steps.items():
         assert loss == pytest.approx(one_rank[step][0], abs=1e-5)

@@ -14,6 +14,12 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
 
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_ranks() -> None:
+    """Processes are spawned, as users' are: this is about how they start and end."""
+
+
 # Ranks that are processes import these functions by name.
 
 
