@@ -8,6 +8,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.counters import Counters
@@ -113,6 +114,7 @@ WHOLE = Case("hybrid_both", changes=(("linear_cp_mode", "headwise"), *GROUPS))
 IN_CHUNKS = [
     Case("hybrid_both", changes=CHUNKED, recompute=recompute) for recompute in ("", "full", "core_attn")
 ]  # fmt: skip
+BY_HOSTS = Case("hybrid_both", changes=(("cp_transport", "hierarchical"), *WHOLE.changes))
 DETERMINISTIC = Case("hybrid_both", changes=(("deterministic_mode", True),))
 ONE_KEY_HEAD = Case("hybrid", changes=(("linear_num_key_heads", 1),))
 NORMED = Case("hybrid", changes=(("qk_layernorm", True),))
@@ -232,7 +234,7 @@ PLACES = {
             *IN_CHUNKS,
         ],
     ),
-    "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", layout="balanced")]),
+    "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", layout="balanced"), WHOLE, BY_HOSTS]),
     "cp3": (
         1,
         3,
@@ -284,6 +286,7 @@ def run_case(case):
     changes |= RECOMPUTE[case.recompute] | {"sequence_parallel": case.sequence_parallel}
     config = tiny.configure(case.kind, params_dtype=getattr(torch, case.dtype), **changes)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))  # what torchrun says on two hosts
         if case.without_norm_sum:
             patch.setattr(GatedDeltaNet, "_sum_norm_gradients_over_tp", lambda self: None)
         model = tiny.build(case.kind, config=config)
@@ -370,6 +373,15 @@ def test_chunks_and_transports_change_no_bit(case, two):
         assert [
             name for name in whole.gradients if not torch.equal(chunked.gradients[name], whole.gradients[name])
         ] == []
+
+
+def test_two_hosts_change_no_bit_and_send_by_messages(four):
+    for steps in four:
+        by_hosts, whole = steps["cp4", BY_HOSTS], steps["cp4", WHOLE]
+        assert [
+            name for name in whole.gradients if not torch.equal(by_hosts.gradients[name], whole.gradients[name])
+        ] == []
+        assert by_hosts.collectives != whole.collectives
 
 
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
