@@ -75,7 +75,7 @@ def draw_codecs(axes: Any, data: dict[str, Any]) -> None:
     cells = [(codec, chunks) for codec in codecs for chunks in data["codecs_ms"][codec]]
     values = {
         "speed-up": [data[f"{codec}_over_none_speedup"][chunks] for codec, chunks in cells],
-        "fewer bytes": [exactly(data[f"{codec}_byte_ratio"]) for codec, _ in cells],
+        "fewer bytes": [exactly(data[f"{codec}_byte_ratio"][chunks]) for codec, chunks in cells],
     }
     draw_bars(axes, values, ["speedup", "bytes"], logarithmic=False)
     axes.set_xticks(range(len(cells)), [f"{codec}\n{chunks} chunk{'s' * (chunks != '1')}" for codec, chunks in cells])
@@ -87,8 +87,11 @@ def draw_codecs(axes: Any, data: dict[str, Any]) -> None:
 def draw_overlap(axes: Any, data: dict[str, Any]) -> None:
     """How much of the smaller of transfer and compute head chunks hide, forward and backward together."""
     shares = data["hidden_share"]
-    chunks = list(next(iter(shares.values())))
-    values = {layer: [of_chunks[count]["both"] for count in chunks] for layer, of_chunks in shares.items()}
+    chunks = sorted({count for of_chunks in shares.values() for count in of_chunks}, key=int)
+    values = {
+        layer: [of_chunks[count]["both"] if count in of_chunks else None for count in chunks]
+        for layer, of_chunks in shares.items()
+    }
     draw_bars(axes, values, list(values), logarithmic=False)
     axes.set_xticks(range(len(chunks)), [f"{count} chunk{'s' * (count != '1')}" for count in chunks])
     axes.set_ylabel("hidden / the smaller of both")

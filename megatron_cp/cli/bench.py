@@ -58,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=DEVICES, help="default: cuda, in bfloat16, where there is one")
     parser.add_argument("--ranks", choices=RANK_KINDS, default="processes", help="local ranks; torchrun brings its own")
     cells = "RANKSxTOKENS/DOCUMENTS,..."
-    parser.add_argument("--cells", metavar=cells, help="of exchange: what is timed between processes")
+    parser.add_argument(
+        "--cells",
+        metavar=cells,
+        help="of exchange: what is timed between processes, beside the local part, whose size --tokens-per-rank sets",
+    )
     parser.add_argument("--only", metavar="PART,...", help="of wire: transports, codecs or overlap (default: all)")
     parser.add_argument("--timeout", type=seconds, default=600.0, help="seconds the run may take (default: 600)")
 
@@ -68,6 +72,9 @@ def run(args: argparse.Namespace) -> Report:
     if args.what not in BENCHMARKS:
         later = f"{args.what} is not built yet." if args.what in _LATER else ""
         raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS), later)
+    for option, benchmark in (("only", "wire"), ("cells", "exchange")):
+        if getattr(args, option) is not None and args.what != benchmark:
+            raise ArgumentError(f"--{option}", getattr(args, option), f"nothing but with bench {benchmark}")
     # Which stand on this.
     from megatron_cp.cli import bench_attention, bench_exchange, bench_layer, bench_linear, bench_wire
 

@@ -27,7 +27,7 @@ from megatron_cp.cli.bench import (
     with_defaults,
 )
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import case_of
+from megatron_cp.cli.options import case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
@@ -59,7 +59,7 @@ and with whatever else shares the cores."""
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     """What the command prints."""
     args = with_defaults(args, world, ("attention",), _SHAPES)
-    cases, not_run = _cases(args)
+    cases, not_run = _cases(args, world)
     ranks = _measured(cases, args, world)
     plans = {scheme: case.plan() for scheme, case in cases.items()}
     item_size = next(iter(cases.values())).dtype.itemsize
@@ -81,10 +81,11 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     return Report(_text(next(iter(cases.values())), data), data, quiet=world is not None and world.rank != 0)
 
 
-def _cases(args: argparse.Namespace) -> tuple[dict[str, Case], dict[str, str]]:
+def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str, Case], dict[str, str]]:
     """The case of each scheme, and why the others cannot be run: one that was asked for raises that."""
     asked = [args.scheme] if args.scheme else [scheme for scheme in working("scheme") if scheme != "auto"]
-    base = case_of(args, args.cp, kernel=args.kernel, device=args.device)
+    hosts = hosts_of_job(args, world, args.cp)
+    base = case_of(args, args.cp, kernel=args.kernel, device=args.device, hosts=hosts)
     cases, not_run = {}, {}
     for scheme in asked:
         case = replace(base, scheme=scheme)

@@ -43,7 +43,7 @@ from megatron_cp.cli.bench_pack import (
     megatron_missing,
 )
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import MODELS, case_of
+from megatron_cp.cli.options import MODELS, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.executor.exchange import ToTokensJourney, start_to_heads
@@ -100,7 +100,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         args.lengths = aligned_lengths(tokens, args.documents or _DOCUMENTS, 2 * args.cp, "--tokens-per-rank")
         args.tokens_per_rank = args.documents = None
     args = with_defaults(args, world, ("gdn",), _SHAPES)
-    local = case_of(args, args.cp, device=args.device)
+    local = case_of(args, args.cp, device=args.device, hosts=hosts_of_job(args, world, args.cp))
     check_is_megatrons(local)
     cases = sorted((_of_cell(local, cell) for cell in cells), key=lambda case: case.cp)
     for case in cases:

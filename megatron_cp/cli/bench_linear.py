@@ -28,7 +28,7 @@ from megatron_cp.cli.bench import (
     with_defaults,
 )
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import case_of
+from megatron_cp.cli.options import case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import Message, Pending, RankGroup, ThreadGroup, TorchGroup
 from megatron_cp.executor.launch import run_ranks
@@ -72,7 +72,8 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     if args.scheme is not None:
         raise ArgumentError("--scheme", args.scheme, "nothing", f"This benchmark measures {' and '.join(MODES)}.")
     args.layout = args.layout or "contiguous"
-    cases = {mode: case_of(args, args.cp, kernel=args.kernel, device=args.device) for mode in MODES}
+    hosts = hosts_of_job(args, world, args.cp)
+    cases = {mode: case_of(args, args.cp, kernel=args.kernel, device=args.device, hosts=hosts) for mode in MODES}
     cases = {mode: replace(case, scheme=mode) for mode, case in cases.items()}
     for case in cases.values():
         case.refuse_early()

@@ -176,7 +176,7 @@ def _job(
     layers = LAYERS if args.layer is None else (args.layer,)
     # torchrun's hosts, where there are several; else made up.
     even = Transport.of_nodes("hierarchical", cp, args.nodes or _NODES).hosts
-    hosts = tuple(named) if len(set(named)) > 1 else even
+    hosts = tuple(named) if len(set(named)) > 1 and args.nodes is None else even
     return Job(
         parts=parts,
         repeats=args.repeats,
@@ -431,9 +431,10 @@ def _codec_steps(group: RankGroup, job: Job) -> dict[Key, Step]:
     return steps
 
 
-def coded_bytes(job: Job, codec: str) -> int:
+def coded_bytes(job: Job, codec: str, chunks: int = 1) -> int:
     """That cross hosts on the way to heads."""
-    return between_hosts(traffic_of(job.plan(job.coded, codec=codec), job.coded), job.hosts)
+    plan = job.plan(job.coded, codec=codec, head_chunks=chunks)
+    return sum(between_hosts(traffic_of(plan, job.coded, part), job.hosts) for part in range(chunks))
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -631,18 +632,20 @@ def _of_transports(jobs: dict[int, Job], seen: dict[int, list[Seen]]) -> dict[st
 
 
 def _of_codecs(job: Job, ranks: list[Seen]) -> dict[str, Any]:
-    sizes = {codec: coded_bytes(job, codec) for codec in job.codecs}
+    sizes = {codec: {n: coded_bytes(job, codec, n) for n in job.ends} for codec in job.codecs}
     data: dict[str, Any] = {}
     for codec in job.codecs[1:]:
-        fewer = sizes["none"] / sizes[codec] if sizes[codec] else 1.0
+        fewer = {n: sizes["none"][n] / sizes[codec][n] if sizes[codec][n] else 1.0 for n in job.ends}
         gains = {n: _slowest(ranks, "none", n, "") / _slowest(ranks, codec, n, "") for n in job.ends}
         data |= {
             f"{codec}_over_none_speedup": {str(chunks): spread(gain) for chunks, gain in gains.items()},
-            f"{codec}_byte_ratio": fewer,
-            f"{codec}_share_of_byte_ratio": {str(chunks): spread(gain / fewer) for chunks, gain in gains.items()},
+            f"{codec}_byte_ratio": {str(chunks): ratio for chunks, ratio in fewer.items()},
+            f"{codec}_share_of_byte_ratio": {str(n): spread(gain / fewer[n]) for n, gain in gains.items()},
         }
     return data | {
-        "coded_bytes_between_hosts": sizes,
+        "coded_bytes_between_hosts": {
+            codec: {str(chunks): size for chunks, size in of_chunks.items()} for codec, of_chunks in sizes.items()
+        },
         "codecs_ms": {
             codec: {str(chunks): spread(_slowest(ranks, codec, chunks, "") * 1e3) for chunks in job.ends}
             for codec in job.codecs
@@ -739,7 +742,7 @@ def _codec_table(job: Job, data: dict[str, Any]) -> list[str]:
                 speedup, fewer, share_of = (
                     data[f"{codec}_{name}"] for name in ("over_none_speedup", "byte_ratio", "share_of_byte_ratio")
                 )
-                gain = [shown(speedup[chunks]), f"{fewer:.2f}", shown(share_of[chunks], percent=True)]
+                gain = [shown(speedup[chunks]), f"{fewer[chunks]:.2f}", shown(share_of[chunks], percent=True)]
             rows.append([codec, chunks, shown(taken), *gain])
     return _table(("codec", "chunks"), ("ms", "speed-up", "fewer bytes", "share"), rows)
 

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -13,7 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, given_axes, integers, seconds
+from megatron_cp.cli.options import (
+    add_batch_arguments,
+    add_layer_arguments,
+    case_of,
+    given_axes,
+    hosts_of_job,
+    integers,
+    seconds,
+)
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, run_ranks, start_torchrun_rank
@@ -69,7 +78,9 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     given = given_axes(args)
     if args.scheme is None and args.layer != "attention":
         args.scheme = "headwise"  # the one that is to be bitwise; --all runs every one
-    cases = [case_of(args, size, kernel=args.kernel, device=device) for size in sizes]
+    cases = [
+        case_of(args, size, kernel=args.kernel, device=device, hosts=hosts_of_job(args, world, size)) for size in sizes
+    ]
     if args.all:
         cases = [each for case in cases for each in sweep(case, given)]
     for case in cases:
@@ -84,9 +95,10 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         lines += [f"a2a+p2p and a2a+all_gather were not run at cp={size}, which is no product" for size in sizes
                   if not any(case.cp == size and "+" in case.scheme for case in cases)]  # fmt: skip
     lines += [f"cp={size} was not run: this job has {world.size} ranks" for size in skipped if world]
-    lines.append(
-        f"{'passed' if passed else 'FAILED'}: {len(results)} cases, errors at most {results[0].tolerance:g} allowed"
-    )
+    allowed = Counter(result.tolerance for result in results)
+    limits = (f"{limit:g}" if len(allowed) == 1 else f"{limit:g} for {n} of them" for limit, n in allowed.items())
+    count = f"{len(results)} case{'s' * (len(results) > 1)}"
+    lines.append(f"{'passed' if passed else 'FAILED'}: {count}, errors at most {' and '.join(limits)} allowed")
     data = {
         "pass": passed,
         "bitwise_forward": all(result.bitwise_forward for result in results),

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.launch import hosts_of
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.capabilities import require, working
 from megatron_cp.testing.parity import Case
@@ -75,13 +77,20 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     )
     group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
     group.add_argument(
-        "--head-chunks", type=positive, metavar="N", help="parts in which heads change places, or keys are gathered"
+        "--head-chunks",
+        type=positive,
+        metavar="N",
+        help="parts in which heads change places (default: 1), or keys are gathered (default: 2)",
     )
     group.add_argument(
         "--transport", default="collective", metavar="|".join(working("transport")), help="default: collective"
     )
     group.add_argument(
-        "--nodes", type=positive, metavar="N", help="hosts of --transport hierarchical, of neighbours (default: 2)"
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="of --transport hierarchical: hosts, each with as many neighbouring ranks "
+        "(default: those of the job, or 2)",
     )
     group.add_argument(
         "--codec",
@@ -158,6 +167,17 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
     )
 
 
+def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int) -> tuple[int, ...]:
+    """The host of each of the first ranks, for a hierarchical transport of a job on several, if --nodes is not given.
+
+    Every rank of the job must ask.
+    """
+    if world is None or args.transport != "hierarchical" or args.nodes is not None:
+        return ()
+    hosts = hosts_of(world)[:cp_size]
+    return hosts if len(set(hosts)) > 1 else ()
+
+
 def _nodes(args: argparse.Namespace, cp_size: int) -> int:
     """Hosts of neighbouring ranks; two, or one for a single rank, unless told otherwise."""
     if args.nodes is None:
@@ -165,7 +185,7 @@ def _nodes(args: argparse.Namespace, cp_size: int) -> int:
     if args.transport != "hierarchical":
         raise ArgumentError("--nodes", args.nodes, "nothing without --transport hierarchical")
     if args.nodes > cp_size:
-        raise ArgumentError("--nodes", args.nodes, f"at most the {cp_size} ranks")
+        raise ArgumentError("--nodes", args.nodes, f"at most the {cp_size} ranks of --cp {cp_size}")
     return int(args.nodes)
 
 

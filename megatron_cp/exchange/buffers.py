@@ -3,19 +3,40 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_cp.exchange.traffic import rounded
+from megatron_cp.exchange.traffic import SPARE, rounded
 
-_SPARE = 2  # times a message's size that its buffer may have, so that ragged batches share buffers
-_FORGOTTEN = 2000  # takes after which a buffer that was neither taken nor given back is let go: its batch is no more
+# Takes after which a buffer that was neither taken nor given back is let go: its batch is no more. A step of training
+# has some thousand; a long ring in many layers more.
+_FORGOTTEN = 100_000
+
+
+def _uncompiled[Function: Callable[..., Any]](function: Function) -> Function:
+    """Keeps `torch.compile` out: a compiler believes that whatever it has seen once keeps its size and its owner."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # which takes seconds to import
+            return function(*args, **kwargs)
+        return _disabled(function)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+@cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compiler.disable(function)
 
 
 class Buffers:
@@ -46,6 +67,7 @@ class Buffers:
         with self._lock:
             return sum(kept.room for free in (*self._free.values(), self._taken.values()) for kept in free)
 
+    @_uncompiled
     def take(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """`[size]` unwritten bytes on a device, or on the host where `device` can reach them by itself."""
         # One stream writes a buffer again only after what it has queued before; another would not wait for that.
@@ -53,7 +75,7 @@ class Buffers:
         place, room = (device, pinned, stream), rounded(size)
         with self._lock:
             free = self._free[place]
-            fitting = [kept for kept in free if room <= kept.room <= _SPARE * room]
+            fitting = [kept for kept in free if room <= kept.room <= SPARE * room]
             kept = min(fitting, key=lambda kept: kept.number) if fitting else self._made(room, place)
             if fitting:
                 free.remove(kept)
@@ -64,11 +86,13 @@ class Buffers:
             self._taken[_address(kept.buffer)] = kept
             return kept.buffer.resize_(size)
 
+    @_uncompiled
     def take_like(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """What `like.new_empty(*shape, dtype=dtype)` is, in a buffer."""
         dtype = like.dtype if dtype is None else dtype
         return self.take(math.prod(shape) * dtype.itemsize, like.device).view(dtype).view(shape)
 
+    @_uncompiled
     def give(self, *tensors: Tensor) -> None:
         """Takes back what `take` returned, or views of it, once nothing reads or writes it any more.
 

@@ -67,5 +67,5 @@ def _numbers(payload: Tensor, dtype: torch.dtype) -> Tensor:
 def _pairs(dtype: torch.dtype) -> Tensor:
     """`[65536]` two float32 in a float64, for each two codes of one byte."""
     with torch.inference_mode(False), _disable_current_modes():  # kept, whoever counts or poisons
-        codes = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(torch.uint8)
+        codes = torch.arange(2**16, dtype=torch.int32, device="cpu").to(torch.uint16).view(torch.uint8)
         return codes.view(dtype).to(torch.float32).view(torch.float64)

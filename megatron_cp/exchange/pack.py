@@ -31,7 +31,7 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
-from megatron_cp.exchange.sections import ROW_ALIGNMENT, SCALE_SIZE, Columns, Section, scales_offset
+from megatron_cp.exchange.sections import ROW_ALIGNMENT, SCALE_SIZE, Columns, Section
 
 # Bytes that are copied, or coded, before the next are. Cutting touches a page for every run, and processors know the
 # addresses of some thousand; coding goes over its numbers several times, and they had better stay in the cache.
@@ -310,6 +310,8 @@ def _packed_apart(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) ->
     tokens = at.layout.token_counts.tolist()
     row = at.copies * at.format.row_bytes[at.rank]
     first = 0
+    if order is not None:  # rows are gathered for every rank, but made dense once
+        sections = [section if section[:1].is_contiguous() else section.contiguous() for section in sections]
     for count, to_rank in zip(tokens, message.split([count * row for count in tokens]), strict=True):
         for number, section in enumerate(sections):
             size, start = section[0:1].nbytes, count * at.copies * at.format.offsets[at.rank][number]
@@ -323,9 +325,8 @@ def _packed_apart(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) ->
 
 
 def _select(source: Tensor, index: Tensor, out: Tensor) -> None:
-    """Rows of `[T, ...]` into dense ones, in words where that can be."""
-    if source[0:1].is_contiguous() or source.ndim == 3:
-        source, out = source.flatten(1), out.flatten(1)
+    """Dense rows of `[T, ...]` into others, in words where that can be."""
+    source, out = source.flatten(1), out.flatten(1)
     if _has_words(source, out):
         source, out = _words(source), _words(out)
     torch.index_select(source, 0, index, out=out)
@@ -386,7 +387,7 @@ def _wire_views(rows: Tensor, at: Geometry) -> list[Tensor | tuple[Tensor, Tenso
         if not is_coded:
             views.append(_section_view(rows, block, at.dtypes[index], heads, offset))
             continue
-        scales = offset + scales_offset(block, heads)
+        scales = at.format.scales[at.rank][index]
         views.append(_payload_and_scales(rows, Columns(index, 0, 1, 0, 0, heads, 0, offset, scales), block))
     return views
 

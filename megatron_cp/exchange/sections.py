@@ -168,7 +168,7 @@ class Columns:
 
     One strided copy moves them: rank `first_rank + i` takes `num_heads` heads from `first_head + i * head_step` on.
     The first `shared_heads` of them also stand in the message of a lower rank: on the way back they are added.
-    A coded section's bytes are followed by the scale of each head, `scales` bytes from the start of a message row.
+    A coded section's heads have their scales `scales` bytes from the start of a message row.
     """
 
     section: int
@@ -194,12 +194,14 @@ class RowFormat:
         row_bytes: for each rank, the bytes of one token in messages to (or from) it.
         row_starts: for each rank, the bytes of one token in the messages of all lower ranks.
         offsets: `[rank][section]` byte offset of each section inside the row.
+        scales: likewise of its scales, behind all sections; None where it is not coded.
         columns: the copies that fill or empty the messages of all ranks, in rank order within a section.
     """
 
     row_bytes: tuple[int, ...]
     row_starts: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
+    scales: tuple[tuple[int | None, ...], ...]
     columns: tuple[Columns, ...]
 
 
@@ -256,39 +258,33 @@ class Sections:
         Those of sections that are `coded` take a byte, and `SCALE_SIZE` more a head.
         """
         coded = [False] * len(self.blocks) if coded is None else coded
-        offsets, row_bytes = [], []
+        offsets, scales, row_bytes = [], [], []
         for rank in range(self.cp_size):
-            starts, end = [], 0
+            starts, places, end = [], list[int | None](), 0
             for block, size, is_coded in zip(self.blocks, item_sizes, coded, strict=True):
                 starts.append(end)
-                heads = block.heads_on(rank)
-                width = _coded_width(block, heads) if is_coded else heads * block.head_dim * size
-                end += _round_up(width, alignment)
+                end += _round_up(block.heads_on(rank) * block.head_dim * (1 if is_coded else size), alignment)
+            # Scales stand together, or those of few heads would fill up as many bytes as heads do.
+            end = _round_up(end, SCALE_SIZE) if any(coded) else end
+            for block, is_coded in zip(self.blocks, coded, strict=True):
+                places.append(end if is_coded else None)
+                end += block.heads_on(rank) * SCALE_SIZE if is_coded else 0
             offsets.append(tuple(starts))
-            row_bytes.append(end)
+            scales.append(tuple(places))
+            row_bytes.append(_round_up(end, alignment))
         columns = tuple(
             columns
             for index, block in enumerate(self.blocks)
-            for columns in _columns(
-                index, block, (self.whole or self).blocks[index], row_bytes, offsets, is_coded=coded[index]
-            )
+            for columns in _columns(index, block, (self.whole or self).blocks[index], row_bytes, offsets, scales)
         )
         row_starts = tuple(itertools.accumulate(row_bytes, initial=0))[:-1]
-        return RowFormat(tuple(row_bytes), row_starts, tuple(offsets), columns)
-
-
-def scales_offset(block: Section, heads: int) -> int:
-    """Where the scales of a coded section begin, in bytes from its start."""
-    return _round_up(heads * block.head_dim, SCALE_SIZE)
-
-
-def _coded_width(block: Section, heads: int) -> int:
-    return scales_offset(block, heads) + heads * SCALE_SIZE
+        return RowFormat(tuple(row_bytes), row_starts, tuple(offsets), tuple(scales), columns)
 
 
 def _columns(
-    index: int, block: Section, whole: Section, row_bytes: list[int], offsets: list[tuple[int, ...]], *, is_coded: bool
-) -> list[Columns]:
+    index: int, block: Section, whole: Section, row_bytes: list[int], offsets: list[tuple[int, ...]],
+    scales: list[tuple[int | None, ...]],
+) -> list[Columns]:  # fmt: skip
     """The fewest copies for one section: neighbouring ranks whose messages are alike share one.
 
     `whole` says which heads stand in messages of lower ranks, also in those of other chunks.
@@ -297,9 +293,9 @@ def _columns(
     seen = 0  # heads below this one stand in the message of some lower rank
     for rank, (lo, hi) in enumerate(block.ranges):
         if hi > lo:
-            offset = offsets[rank][index]
-            scales = offset + scales_offset(block, hi - lo) if is_coded else None
-            alone = Columns(index, rank, rank + 1, lo, 0, hi - lo, min(max(0, seen - lo), hi - lo), offset, scales)
+            shared = min(max(0, seen - lo), hi - lo)
+            places = offsets[rank][index], scales[rank][index]
+            alone = Columns(index, rank, rank + 1, lo, 0, hi - lo, shared, *places)
             joined = _extended(runs[-1], alone, row_bytes) if runs else None
             if joined:
                 runs[-1] = joined
@@ -315,7 +311,7 @@ def _extended(run: Columns, next_rank: Columns, row_bytes: list[int]) -> Columns
     alike = (
         run.last_rank == next_rank.first_rank
         and run.num_heads == next_rank.num_heads
-        and run.offset == next_rank.offset
+        and (run.offset, run.scales) == (next_rank.offset, next_rank.scales)
         and row_bytes[run.first_rank] == row_bytes[next_rank.first_rank]
         and run.shared_heads == next_rank.shared_heads == 0
         and (run.num_ranks == 1 or run.head_step == step)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_cp.layout.packing import IntArray
 
 _STEPS = 8  # sizes of buffers between one power of two and the next
+SPARE = 2  # times a message's size that its buffer may have, so that ragged batches share buffers
 
 
 def rounded(size: int) -> int:

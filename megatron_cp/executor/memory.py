@@ -5,13 +5,14 @@ No torch in here: a plan says it all, so that a batch can be judged before anyth
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.traffic import rounded
+from megatron_cp.exchange.traffic import SPARE, rounded
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.schedule import Attend, HeadChunk
@@ -55,9 +56,10 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
 
 
 def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
-    """Bytes of the messages that a rank has on their way at a time, at most, forward or backward.
+    """Bytes of the buffers that a rank's group makes for the messages of one step, forward and backward.
 
-    They live in its group's buffers, which other layers share. What a hierarchical transport stages is not counted.
+    Other layers share them. What a hierarchical transport stages is not counted. Which message borrows which buffer is
+    worked out for head exchanges alone (within a sixth), and not for what else there is (within a half).
     With a batch axis all of it is as many times as much.
 
     Counted are the messages of head exchanges, both ways; beside them in the terms of `peak_bytes`, at the worst moment
@@ -72,25 +74,77 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
     and of a chunkwise linear layer what is sent and received of its halo and its maps. What is sent in an all-gather is
     as long as the longest share, what is received that times the number of nodes.
     """
-    inbound, outbound = 0, 0
-    for exchange, to_heads in plan.exchanges(forward=True):
-        if exchange.is_local:
-            continue
-        node, lane = divmod(rank, exchange.degree)
-        layout, sizes = exchange.of_node(node).layout, [item_size] * len(exchange.sections.blocks)
-        in_place = layout.in_stream_order and not any(exchange.coded(sizes))
-        in_place &= plan.attend is not None or not to_heads  # gradients of linear layers come in tensors of their own
-        size = 0
-        for part in range(len(exchange.parts)):
-            rows = exchange.row_format(part, sizes).row_bytes
-            size += rounded(int(layout.token_counts[lane]) * sum(rows))
-            size += 0 if in_place else rounded(layout.packing.total * rows[lane])
-        if to_heads:
-            inbound += size
-        else:
-            outbound += size
-    # Sizes differ, so each way has buffers of its own.
-    return inbound + outbound + _along_lanes(plan, rank, item_size) + _along_chains(plan, rank, item_size)
+    messages = _across_heads(plan, rank, item_size)
+    return messages + _along_lanes(plan, rank, item_size) + _along_chains(plan, rank, item_size)
+
+
+def _across_heads(plan: Plan, rank: int, item_size: int) -> int:
+    """Of head exchanges: what `Buffers` makes for one step, forward and backward."""
+    pool = _Pool()
+    for forward in (True, False):
+        moves = [move for move in plan.exchanges(forward=forward) if not move[0].is_local]
+        leading, trailing = ([exchange for exchange, to_heads in moves if to_heads == way] for way in (True, False))
+        chunks = list(range(plan.head_chunks if leading or trailing else 0))
+        chunks = [chunk for chunk in chunks if any(chunk < len(exchange.parts) for exchange, _ in moves)]
+        if not forward:
+            chunks.reverse()
+        arriving = {
+            chunk: [pool.take(_messages(plan, exchange, chunk, rank, item_size, to_heads=True)) for exchange in leading]
+            for chunk in chunks
+        }
+        leaving = []
+        for chunk in chunks:
+            pool.give(arriving[chunk])
+            leaving += [
+                pool.take(_messages(plan, exchange, chunk, rank, item_size, to_heads=False)) for exchange in trailing
+            ]
+        pool.give(leaving)
+    return sum(pool.rooms)
+
+
+def _messages(
+    plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool
+) -> list[int]:  # fmt: skip
+    """Bytes of what a part of an exchange receives and sends in buffers."""
+    node, lane = divmod(rank, exchange.degree)
+    layout, blocks = exchange.of_node(node).layout, exchange.sections.blocks
+    sizes = [item_size] * len(blocks)
+    rows = exchange.row_format(part, sizes).row_bytes
+    tokens, heads = int(layout.token_counts[lane]) * sum(rows), layout.packing.total * rows[lane]
+    as_it_lies = layout.in_stream_order and not any(exchange.coded(sizes))
+    if to_heads:
+        return [tokens] if as_it_lies else [heads, tokens]
+    # Attention writes the gradients of what came in one message as one, and a section alone lies like a message
+    # unless that has gaps.
+    (block, *others) = exchange.parts[part].blocks
+    alone = not others and rows[lane] == block.heads_on(lane) * block.head_dim * item_size
+    as_it_lies &= alone or (plan.attend is not None and not exchange.apart)
+    return [tokens] if as_it_lies else [tokens, heads]
+
+
+class _Pool:
+    """What `Buffers` does, in numbers."""
+
+    def __init__(self) -> None:
+        self.rooms: list[int] = []  # in the order in which they were made
+        self._free: list[int] = []
+
+    def take(self, sizes: list[int]) -> list[int]:
+        """The numbers of the buffers that messages of these sizes take, one after the other."""
+        taken = []
+        for room in map(rounded, sizes):
+            fitting = [number for number in self._free if room <= self.rooms[number] <= SPARE * room]
+            if fitting:
+                self._free.remove(min(fitting))
+                taken.append(min(fitting))
+            else:
+                taken.append(len(self.rooms))
+                self.rooms.append(room)
+        return taken
+
+    def give(self, taken: list[list[int]]) -> None:
+        """Takes them back."""
+        self._free += itertools.chain(*taken)
 
 
 def _along_lanes(plan: Plan, rank: int, item_size: int) -> int:

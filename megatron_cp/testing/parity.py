@@ -59,7 +59,8 @@ class Case:
         ulysses_degree: of attention; see `plan_attention`.
         head_chunks: of attention and of headwise linear layers.
         transport: by which road messages go.
-        nodes: hosts of a hierarchical transport, of neighbouring ranks.
+        nodes: hosts of a hierarchical transport, of neighbouring ranks, unless `hosts` says better.
+        hosts: the host of each rank.
         codec: how heads that change places are coded.
         hidden_size: of the model, where hidden states may be relayed around a linear layer; None where not.
         softmax_scale: None for `head_dim ** -0.5`.
@@ -84,6 +85,7 @@ class Case:
     head_chunks: int | None = None
     transport: str = "collective"
     nodes: int = 2
+    hosts: tuple[int, ...] = ()
     codec: str = "none"
     hidden_size: int | None = None
     softmax_scale: float | None = None
@@ -104,8 +106,8 @@ class Case:
             *([f"softcap {self.softcap:g}"] if self.softcap else []),
             *([f"dropout {self.dropout:g}"] if self.dropout else []),
             *([f"{self.head_chunks} chunks"] if self.head_chunks else []),
-            *([self.transport] if self.transport != "collective" else []),
-            *([self.codec] if self.codec != "none" else []),
+            *([self._road()] if self.transport != "collective" else []),
+            *([self.codec if self.codes else f"{self.codec} (nothing is coded)"] if self.codec != "none" else []),
         ]
         sizes = f" of {self.head_dim}/{self.value_head_dim}" if self.head_dim != self.value_head_dim else ""
         return (
@@ -144,7 +146,20 @@ class Case:
 
     def _transport(self) -> Transport:
         require("transport", self.transport)
+        if self.transport == "hierarchical" and self.hosts:
+            return Transport(self.transport, self.hosts)
         return Transport.of_nodes(self.transport, self.cp, min(self.nodes, self.cp))
+
+    def _road(self) -> str:
+        hosts = self._transport().hosts
+        ranks = "+".join(str(hosts.count(host)) for host in range(len(set(hosts))))
+        return f"{self.transport} over {ranks} ranks" if hosts else self.transport
+
+    @property
+    def codes(self) -> bool:
+        """Whether anything is coded on its way."""
+        exchanges = [exchange for exchange, _ in self.plan().exchanges(forward=True)]
+        return any(any(each.coded([self.dtype.itemsize] * len(each.sections.blocks))) for each in exchanges)
 
     @property
     def softmax_options(self) -> dict[str, Any]:
@@ -340,7 +355,7 @@ def judge(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
     errors = _errors(case, actual, expected)
     same = {name: torch.equal(actual[name], value) for name, value in expected.items()}
     own = {} if case.dtype == torch.float64 or case.layer != "attention" else kernel_errors(case, expected)
-    tolerance = CODEC_TOLERANCES.get(case.codec, TOLERANCES[case.dtype])
+    tolerance = CODEC_TOLERANCES[case.codec] if case.codes else TOLERANCES[case.dtype]
     return Parity(case, errors, same.pop("out"), all(same.values()), tolerance, own)
 
 

@@ -1,14 +1,16 @@
 """What is sent is sent from the group's buffers: they are made in the first step, and none is taken after any."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
 import megatron_cp as cp
+from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.pack import pack_heads
 from megatron_cp.executor import exchange
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned
@@ -21,15 +23,52 @@ def address(tensor):
     return tensor.untyped_storage().data_ptr()
 
 
+class Watched(Buffers):
+    """Fails where a buffer is given back that is on the road, and wipes what it takes back: its views must be dead."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_the_road = Counter()
+
+    def give(self, *tensors):
+        for tensor in tensors:
+            assert not self.on_the_road[address(tensor)], "a buffer is given back while it is on the road"
+            if (kept := self._taken.get(address(tensor))) is not None:
+                storage = kept.buffer.untyped_storage()
+                torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).fill_(0xFF)
+        super().give(*tensors)
+
+
+class OnTheRoad(Pending):
+    """A transfer whose memory is nobody else's until the wait, as if the network card read it only then."""
+
+    def __init__(self, pending, buffers, sent, received):
+        self.pending, self.buffers, self.sent = pending, buffers, sent
+        self.copies = [raw(tensor).clone() for tensor in sent]
+        self.addresses = [address(tensor) for tensor in (*sent, *received)]
+        buffers.on_the_road.update(self.addresses)
+
+    def wait(self):
+        for tensor, copy in zip(self.sent, self.copies, strict=True):
+            assert torch.equal(raw(tensor), copy), "what is on the road was written"
+        self.pending.wait()
+        self.buffers.on_the_road.subtract(self.addresses)
+        self.sent, self.copies, self.addresses = [], [], []
+
+
+def raw(tensor):
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
 class Checking(RankGroup):
-    """Fails where something is sent that is in no buffer which the group has taken at the time.
+    """Fails where something is sent that is in no buffer which the group has taken at the time, or is given back early.
 
     Exempt is what is set up once a batch, the agreement on plans, which is not part of a step; and `lying`, what a
     kernel left where the exchange would pack it, which so needs no message of its own.
     """
 
     def __init__(self, inner, lying):
-        self.inner, self.rank, self.size, self.buffers = inner, inner.rank, inner.size, inner.buffers
+        self.inner, self.rank, self.size, self.buffers = inner, inner.rank, inner.size, Watched()
         self.lying, self.sent = lying, 0
 
     def check(self, tensor, call):
@@ -39,16 +78,18 @@ class Checking(RankGroup):
 
     def start_all_to_all(self, received, sent, received_splits, sent_splits):
         self.check(sent, "all-to-all")
-        return self.inner.start_all_to_all(received, sent, received_splits, sent_splits)
+        pending = self.inner.start_all_to_all(received, sent, received_splits, sent_splits)
+        return OnTheRoad(pending, self.buffers, [sent], [received])
 
     def start_all_gather(self, received, sent):
         self.check(sent, "all-gather")
-        return self.inner.start_all_gather(received, sent)
+        return OnTheRoad(self.inner.start_all_gather(received, sent), self.buffers, [sent], [received])
 
     def start_messages(self, sends, receives):
         for message in sends:
             self.check(message.tensor, "a message")
-        return self.inner.start_messages(sends, receives)
+        sent, received = ([message.tensor for message in messages] for messages in (sends, receives))
+        return OnTheRoad(self.inner.start_messages(sends, receives), self.buffers, sent, received)
 
     def barrier(self):
         self.inner.barrier()
@@ -78,8 +119,9 @@ def steps(group, step, lying):
     with poisoned():  # whoever reads a buffer that was given back may find NaN
         for _ in range(STEPS):
             step(checking)
-            taken.append(len(group.buffers._taken))
-            made.append(group.buffers.allocations)
+            taken.append(len(checking.buffers._taken))
+            made.append(checking.buffers.allocations)
+    assert not any(checking.buffers.on_the_road.values())
     return taken, made, checking.sent
 
 
@@ -219,3 +261,26 @@ def test_fresh_memory_is_noticed():
 
     with pytest.raises(RankError, match="memory of its own"):
         assert_steady(2, step, {})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_compiled_code_shares_buffers_of_several_sizes():
+    """A compiler that looked into the pool would take a buffer's size, when it first saw it, for its size for ever."""
+    layout, other = cp.Layout.zigzag(PACKING, 1), cp.Layout.contiguous(PACKING, 1)
+    (group,) = ThreadGroup.create(1)
+
+    def gathered(x):
+        return cp.gather(x * 2, layout, group) + 1
+
+    def moved(x):
+        return cp.relayout(x * 2, layout, other, group) + 1
+
+    for function, width, dtype in (
+        (gathered, 8, torch.float32), (moved, 8, torch.float64), (gathered, 5, torch.float64), (moved, 7, torch.float32)
+    ):  # fmt: skip
+        x = torch.randn(PACKING.total, width, dtype=dtype, requires_grad=True)
+        expected = function(x)
+        compiled = torch.compile(function, backend="aot_eager")(x)
+        compiled.sum().backward()
+        assert torch.equal(compiled, expected)
+        assert bool((x.grad == 2).all())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.codec import INT8, Format
 from megatron_cp.exchange.kernels.pieces import MOST, TYPES, Piece, Pieces, alignment_of, pieces_of
-from megatron_cp.exchange.sections import Columns, RowFormat, Section, scales_offset
+from megatron_cp.exchange.sections import Columns, RowFormat, Section
 
 if TYPE_CHECKING:
     from megatron_cp.exchange.geometry import Geometry
@@ -175,7 +175,7 @@ def _pieces_of_heads(
     for number, (block, offset) in enumerate(zip(blocks, form.offsets[rank], strict=True)):
         heads = block.heads_on(rank)
         size = heads * block.head_dim * dtypes[number].itemsize
-        head_dim, scale = (block.head_dim, offset + scales_offset(block, heads)) if coded[number] else (0, 0)
+        head_dim, scale = (block.head_dim, form.scales[rank][number] or 0) if coded[number] else (0, 0)
         found += [
             Piece(number, copy * size, size, 0, copies * row, copy * row + offset, 0, head_dim, scale)
             for copy in range(copies)

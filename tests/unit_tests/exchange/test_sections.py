@@ -1,5 +1,6 @@
 """`deal_heads`, `Sections` and `RowFormat`, against loops over heads."""
 
+import itertools
 import re
 from collections import Counter
 from contextlib import contextmanager
@@ -221,6 +222,38 @@ def test_a_section_is_replicated_exactly_where_ranks_share_a_head(drawn):
     for block in drawn.blocks:
         readers = Counter(head for ranges in block.ranges for head in range(*ranges))
         assert block.replicated == (max(readers.values(), default=0) > 1)
+
+
+def test_scales_of_few_heads_fill_up_one_row_and_not_one_a_section():
+    ranges = ((0, 1), (1, 2))
+    sections = Sections(tuple(Section(name, 2, 128, ranges) for name in "qkv"))
+    form = sections.row_format([2, 2, 2], coded=[True, True, True])
+    assert form.offsets == ((0, 128, 256),) * 2
+    assert form.scales == ((384, 388, 392),) * 2
+    assert form.row_bytes == (400, 400)
+
+
+@given(sections(), st.data())
+def test_coded_rows_hold_heads_and_scales_apart(drawn, data):
+    sizes = data.draw(st.lists(st.sampled_from([2, 4, 8]), min_size=len(drawn.blocks), max_size=len(drawn.blocks)))
+    coded = data.draw(st.lists(st.booleans(), min_size=len(drawn.blocks), max_size=len(drawn.blocks)))
+    form = drawn.row_format(sizes, coded=coded)
+    for rank, row in enumerate(form.row_bytes):
+        pieces = []
+        for block, size, is_coded, offset, scales in zip(
+            drawn.blocks, sizes, coded, form.offsets[rank], form.scales[rank], strict=True
+        ):
+            heads = block.heads_on(rank)
+            pieces.append((offset, offset + heads * block.head_dim * (1 if is_coded else size)))
+            assert offset % 16 == 0
+            assert (scales is not None) == is_coded
+            if is_coded:
+                assert scales % 4 == 0
+                pieces.append((scales, scales + 4 * heads))
+        pieces = sorted(piece for piece in pieces if piece[1] > piece[0])
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(pieces))
+        assert row % 16 == 0
+        assert row >= max((end for _, end in pieces), default=0)
 
 
 def test_widths_add_up():

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from argparse import Namespace
 
-from megatron_cp.executor.groups import RankGroup
+import pytest
+
+from megatron_cp.cli import options
+from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import hosts_of, run_ranks
+from megatron_cp.testing.parity import Case
 
 # Ranks that are processes import these functions by name; what they change is of their process alone.
 
@@ -25,3 +30,25 @@ def by_name(group: RankGroup) -> tuple[int, ...]:
 def test_hosts_are_numbered_in_the_order_of_ranks():
     assert run_ranks(by_node_of_torchrun, 5, kind="processes", timeout=120) == [(0, 1, 2, 0, 1)] * 5
     assert run_ranks(by_name, 3, kind="processes", timeout=120) == [(0, 1, 0)] * 3
+
+
+@pytest.mark.parametrize(
+    ("found", "transport", "nodes", "expected"),
+    [
+        ((0, 1, 1, 0), "hierarchical", None, (0, 1, 1)),
+        ((0, 1, 1, 0), "hierarchical", 2, ()),  # as asked
+        ((0, 1, 1, 0), "pairwise", None, ()),
+        ((0, 0, 0, 1), "hierarchical", None, ()),  # of these three, one host: made up
+    ],
+)
+def test_commands_know_the_hosts_of_a_job(found, transport, nodes, expected, monkeypatch):
+    monkeypatch.setattr(options, "hosts_of", lambda group: found)
+    args = Namespace(transport=transport, nodes=nodes)
+    assert options.hosts_of_job(args, ThreadGroup.create(4)[0], 3) == expected
+    assert options.hosts_of_job(args, None, 3) == ()
+
+
+def test_a_case_sends_between_its_hosts():
+    case = Case("attention", 3, (7, 20), scheme="a2a", transport="hierarchical", hosts=(0, 1, 1))
+    assert case.plan().transport.hosts == (0, 1, 1)
+    assert "hierarchical over 1+2 ranks" in str(case)
