@@ -20,6 +20,7 @@ from megatron_cp.executor.memory import buffer_bytes, peak_bytes
 from megatron_cp.executor.plan import Plan
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
+from megatron_cp.planner.plans import exchanges
 from megatron_cp.softmax.attention import attention_call
 from megatron_cp.testing.parity import Case
 
@@ -46,28 +47,29 @@ def run(args: argparse.Namespace) -> Report:
         attention_call(plan, case.dtype, torch.device("cpu"), **case.softmax_options)  # for what it refuses
     item_size = case.dtype.itemsize
     text = [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
-    schemes = _schemes(case, item_size) if case.layer == "attention" else {}
+    schemes = _schemes(case, plan, item_size) if case.layer == "attention" else {}
     if schemes:
-        text += ["", *_table(schemes)]
+        text += ["", *_table(schemes), *_not_as_asked(case, schemes)]
     if args.plot is not None:
         save_picture(plan, args.plot)
         text.append(f"picture: {args.plot}")
     return Report("\n".join(text), {**as_json(plan, item_size, milliseconds), "schemes": schemes})
 
 
-def _schemes(case: Case, item_size: int) -> dict[str, Any]:
-    """What each scheme would send for the same batch and layout, and how even its work would be."""
+def _schemes(case: Case, chosen: Plan, item_size: int) -> dict[str, Any]:
+    """What each scheme would send for the same batch, layout and options, and how even its work would be."""
     found = {}
     for scheme in working("scheme"):
         if scheme == "auto":
             continue
         with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # of products that the ranks are not
             warnings.simplefilter("ignore", UserWarning)
-            codec = case.codec if scheme.startswith("a2a") else "none"
-            plan = replace(case, scheme=scheme, ulysses_degree=None, head_chunks=None, codec=codec).plan()
+            plan = chosen if scheme == chosen.scheme else _like(case, scheme)
             sent = {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()}
             found[scheme] = {
                 "ulysses_degree": plan.ulysses_degree,
+                "codec": _codec(plan),
+                "head_chunks": _head_chunks(plan),
                 "bytes_sent": {name: sum(ranks) for name, ranks in sent.items()},
                 "largest_bytes_sent_per_rank": {name: max(ranks) for name, ranks in sent.items()},
                 "peak_bytes_of_rank_0": {
@@ -77,6 +79,40 @@ def _schemes(case: Case, item_size: int) -> dict[str, Any]:
                 "work_imbalance": plan.work_imbalance,
             }
     return found
+
+
+def _like(case: Case, scheme: str) -> Plan:
+    """The plan of another scheme, with as much of what was asked for as it can do."""
+    codec = case.codec if exchanges(scheme) else "none"
+    degree = case.ulysses_degree if "+" in scheme and "+" in case.scheme else None
+    plan = replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=None, codec=codec).plan()
+    chunks = None if case.head_chunks is None or scheme == "p2p" else min(case.head_chunks, plan.deal.most_groups)
+    if chunks in (None, _head_chunks(plan)):
+        return plan
+    return replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=chunks, codec=codec).plan()
+
+
+def _not_as_asked(case: Case, schemes: dict[str, Any]) -> list[str]:
+    """One line about the rows that are without some of what was asked for."""
+    rows = []
+    for name, scheme in schemes.items():
+        chunks = scheme["head_chunks"]
+        without = [
+            *(["no codec"] if scheme["codec"] != case.codec else []),
+            *([f"{chunks} head chunk{'s' * (chunks > 1)}"] if case.head_chunks not in (None, chunks) else []),
+        ]
+        if without:
+            rows.append(f"{name} has {' and '.join(without)}")
+    return [f"where a scheme cannot do what was asked for, its row is of what it can: {'; '.join(rows)}."] * bool(rows)
+
+
+def _codec(plan: Plan) -> str:
+    return "none" if plan.codec is None else plan.codec.name
+
+
+def _head_chunks(plan: Plan) -> int:
+    """Of the heads that change places, or of the keys that are gathered."""
+    return max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
 
 
 def _table(schemes: dict[str, Any]) -> list[str]:
@@ -127,6 +163,10 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
     return {
         "scheme": plan.scheme if plan.outer is None else "relay",
         "cp": plan.cp_size,
+        "transport": plan.transport.name,
+        "hosts": list(plan.transport.hosts),
+        "codec": _codec(plan),
+        "head_chunks": _head_chunks(plan),
         "tokens_per_rank": plan.layout.token_counts.tolist(),
         "fragments_per_rank": np.diff(plan.layout.fragment_offsets).tolist(),
         "pad_tokens": int(plan.layout.pad_rows.sum()),

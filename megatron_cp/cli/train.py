@@ -59,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare",
         action="store_true",
         help="train at --context-parallel-size 1 too; fails in fp32 if gradients of the first step differ by more than "
-        f"{GRADIENT_TOLERANCE:g} or losses by more than {LOSS_TOLERANCE:g}",
+        f"{GRADIENT_TOLERANCE:g} or losses by more than {LOSS_TOLERANCE:g}; with --cp-codec gradients by more than "
+        f"{', '.join(f'{limit:g} ({codec})' for codec, limit in CODEC_TOLERANCES.items())} or losses by more than "
+        f"{CODED_LOSS_TOLERANCE:g}",
     )
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if present")
 
@@ -97,6 +99,8 @@ def _run(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     device = _device(args.device)
     options = _options(args)
     options.check()
+    if args.compare:
+        _check_comparison(options)
     if world is None and options.model_parallel_size * options.data_parallel_size > MAX_LOCAL_RANKS:
         allowed = f"at most {MAX_LOCAL_RANKS} local ranks, with tensor and data parallelism"
         remedy = "Run larger jobs under torchrun."
@@ -247,6 +251,19 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
     options = TrainingOptions(**merged)
     vars(args).update(dataclasses.asdict(options))  # what is in there `main` spells as a flag
     return options
+
+
+def _check_comparison(options: TrainingOptions) -> None:
+    """Refuses to compare how messages go where there are none: both runs would be the same, and be said to agree."""
+    names = ("cp_codec", "cp_transport", "cp_head_chunks")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != getattr(_DEFAULTS, name)]
+    if options.context_parallel_size == 1 and given:
+        allowed = f"2 or more with --compare and {' and '.join(given)}"
+        remedy = "One rank sends nothing, so that there is nothing to compare."
+        raise ArgumentError("context_parallel_size", 1, allowed, remedy)
+
+
+_DEFAULTS = TrainingOptions()
 
 
 def _device(name: str) -> str:

@@ -287,11 +287,11 @@ class Plan(Tables):
         lines = [
             f"kind: {self.kind}",
             f"scheme: {self.scheme}",
+            f"transport: {self.transport.describe()}",  # always: ranks compare line by line
             *self.layout.describe(),
             f"mask: {self.mask.describe() if self.mask else 'none'}",
             *([f"conv width: {self.conv_width}"] if self.mask is None else []),
             *([f"outside the run: {line}" for line in self.outer.describe()] if self.outer else []),
-            *([f"transport: {self.transport.describe()}"] if self.transport != COLLECTIVE else []),
         ]
         for number, step in enumerate(self.steps):
             match step:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_integer
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from megatron_cp.executor.groups import RankGroup
 
 TRANSPORTS = ("collective", "pairwise", "hierarchical")
 
@@ -19,7 +27,11 @@ class Transport:
 
     Attributes:
         name: one of these.
-        hosts: for hierarchical, the host of each rank, numbered from 0; empty otherwise.
+        hosts: for hierarchical, the host of each rank, numbered from 0; empty otherwise. `of_hosts` asks the ranks,
+            `of_nodes` numbers neighbours.
+
+    Raises:
+        ArgumentError: another name, or hosts that are not numbered so.
     """
 
     name: str = "collective"
@@ -28,19 +40,63 @@ class Transport:
     def __post_init__(self) -> None:
         if self.name not in TRANSPORTS:
             raise ArgumentError("transport", self.name, " or ".join(TRANSPORTS))
-        if bool(self.hosts) != (self.name == "hierarchical"):
-            raise ArgumentError("hosts", self.hosts, "the host of each rank for hierarchical, and nothing otherwise")
-        if self.hosts and set(self.hosts) != set(range(max(self.hosts) + 1)):
-            raise ArgumentError("hosts", self.hosts, "hosts numbered from 0, none left out")
+        hosts = _checked_hosts(self.hosts)
+        object.__setattr__(self, "hosts", hosts)
+        if bool(hosts) != (self.name == "hierarchical"):
+            allowed = "the host of each rank for hierarchical, and nothing otherwise"
+            raise ArgumentError("hosts", hosts, allowed, _HOW_TO_SAY_HOSTS if not hosts else "")
+
+    @classmethod
+    def named(cls, transport: Transport | str) -> Transport:
+        """A transport as it is, or the one of that name, where the name says it all.
+
+        Raises:
+            ArgumentError: neither, or "hierarchical", which takes the ranks' hosts.
+        """
+        if isinstance(transport, cls):
+            return transport
+        if transport == "hierarchical":
+            raise ArgumentError("transport", transport, "a Transport with the ranks' hosts", _HOW_TO_SAY_HOSTS)
+        if not isinstance(transport, str) or transport not in TRANSPORTS:
+            raise ArgumentError("transport", transport, "'collective', 'pairwise' or a Transport")
+        return cls(transport)
 
     @classmethod
     def of_nodes(cls, name: str, cp_size: int, nodes: int) -> Transport:
-        """Over `cp_size` ranks of which neighbours share one of `nodes` hosts, as evenly as they can."""
+        """Over `cp_size` ranks of which neighbours share one of `nodes` hosts, as evenly as they can.
+
+        Raises:
+            ArgumentError: another name, or no or more hosts than ranks.
+
+        Example:
+            >>> Transport.of_nodes("hierarchical", cp_size=5, nodes=2).hosts
+            (0, 0, 0, 1, 1)
+        """
+        cp_size = checked_integer("cp_size", cp_size, 1)
+        if checked_integer("nodes", nodes, 1) > cp_size:
+            raise ArgumentError("nodes", nodes, f"1 to the {cp_size} ranks")
+        return cls(name, tuple(rank * nodes // cp_size for rank in range(cp_size)) if name == "hierarchical" else ())
+
+    @classmethod
+    def of_hosts(cls, name: str, group: RankGroup | dist.ProcessGroup | None) -> Transport:
+        """Over the ranks of a group on the hosts that they are on: torchrun's nodes, or as hosts are called.
+
+        Only hierarchical asks, once, and all ranks of the group must call it: for set-up, not for every batch.
+
+        Args:
+            name: one of these.
+            group: a torch.distributed group, a `RankGroup`, or None for one rank.
+
+        Raises:
+            ArgumentError: another name.
+        """
         if name != "hierarchical":
             return cls(name)
-        if not 1 <= nodes <= cp_size:
-            raise ArgumentError("nodes", nodes, f"1 to the {cp_size} ranks")
-        return cls(name, tuple(rank * nodes // cp_size for rank in range(cp_size)))
+        from megatron_cp.executor.groups import RankGroup, as_rank_group  # with torch
+        from megatron_cp.executor.launch import hosts_of
+
+        size = 1 if group is None else group.size if isinstance(group, RankGroup) else group.size()
+        return cls(name, hosts_of(as_rank_group(group, size)))
 
     def part(self, ranks: range) -> Transport:
         """The same among some of the ranks."""
@@ -52,6 +108,21 @@ class Transport:
 
     def describe(self) -> str:
         return self.name + (f" over hosts {self.hosts}" if self.hosts else "")
+
+
+_HOW_TO_SAY_HOSTS = (
+    'Use Transport.of_nodes("hierarchical", cp_size, nodes), or Transport.of_hosts("hierarchical", group), which asks.'
+)
+
+
+def _checked_hosts(hosts: object) -> tuple[int, ...]:
+    """The hosts as a tuple, if they are integers from 0 without gaps."""
+    given = hosts.tolist() if hasattr(hosts, "tolist") else hosts  # of numpy and torch
+    if not isinstance(given, Sequence) or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in given):
+        raise ArgumentError("hosts", hosts, "integers, the number of each rank's host")
+    if set(given) != set(range(len(set(given)))):
+        raise ArgumentError("hosts", hosts, "hosts numbered from 0, none left out")
+    return tuple(int(host) for host in given)
 
 
 COLLECTIVE = Transport()

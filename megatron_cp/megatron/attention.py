@@ -254,7 +254,10 @@ def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
 
 def _refuse_unplannable(slot: AttentionSlot, cp_size: int) -> None:
     """Refuses while the model is built what would be refused when the first batch is planned."""
-    flags = {"scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size"}
+    flags = {
+        "scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size",
+        **{name: f"cp_{name}" for name in ("head_chunks", "transport", "codec")},
+    }  # fmt: skip
     try:
         slot.plan(Layout.contiguous(Packing([1]), cp_size))
     except ArgumentError as error:

@@ -17,7 +17,6 @@ from torch import nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
-from megatron_cp.executor.launch import hosts_of
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Packing
@@ -112,7 +111,7 @@ def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
 def transport_of(config: Any, ranks: RankGroup) -> Transport:
     """The road that the configuration names. Every rank of the group asks, once a layer, while the model is built."""
     name = getattr(config, "cp_transport", "collective")
-    return Transport(name, hosts_of(ranks) if name == "hierarchical" else ())
+    return Transport.of_hosts(name, ranks)
 
 
 def codec_of(config: Any, ranks: RankGroup, *, exchanges: bool, how: str) -> str:

@@ -213,8 +213,10 @@ class TrainingOptions:
         heads, groups = (max(n // self.tensor_model_parallel_size, 1) for n in (
             self.num_attention_heads, self.num_query_groups
         ))  # fmt: skip
-        if heads % groups or self.context_parallel_size == 1:
-            return  # the first is refused below
+        if heads % groups:
+            return  # refused below
+        if self.context_parallel_size == 1:
+            scheme, sizes = "auto", None  # what the layers take there
         chunks = self.cp_head_chunks if scheme != "p2p" else None
         slot = AttentionSlot(
             heads, groups, 1, 1, scheme=scheme, ulysses_degree=sizes[0] if sizes else None, head_chunks=chunks

@@ -13,7 +13,7 @@ from megatron_cp.exchange.sections import deal_heads
 from megatron_cp.executor.plan import Plan, Price
 from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Mask
-from megatron_cp.planner.linear import plan_linear
+from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.plans import plan_attention
 
 
@@ -32,8 +32,11 @@ class AttentionSlot:
     scheme: str = "auto"
     ulysses_degree: int | None = None
     head_chunks: int | None = None
-    transport: Transport = COLLECTIVE
+    transport: Transport | str = COLLECTIVE
     codec: str = "none"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transport", Transport.named(self.transport))  # one road is one kind of layer
 
     def plan(self, layout: Layout) -> Plan:
         return plan_attention(
@@ -66,7 +69,8 @@ class LinearSlot:
         hidden_size: of the model, where hidden states can be relayed around the run of linear layers that this is in.
         item_size: bytes of an activation, for predictions.
         head_chunks: of headwise, at most; a rank may have fewer key heads.
-        transport, codec: see `plan_attention`; the codec is headwise's alone.
+        transport, codec: see `plan_attention`; the codec is headwise's alone. Other modes leave codec and head chunks
+            unused, which a note of the plan says.
         run: the kinds of the run's layers, this one's among them and each as often as it occurs, without runs of their
             own; they are relayed together or not at all. Empty for a layer by itself.
     """
@@ -81,9 +85,12 @@ class LinearSlot:
     hidden_size: int | None = None
     item_size: int = 2
     head_chunks: int | None = None
-    transport: Transport = COLLECTIVE
+    transport: Transport | str = COLLECTIVE
     codec: str = "none"
     run: tuple[LinearSlot, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transport", Transport.named(self.transport))
 
     def plan(self, layout: Layout) -> Plan:
         if self.mode != "auto" or not self.run:
@@ -114,12 +121,15 @@ class LinearSlot:
         chunks = self.head_chunks if exchanges else None
         if chunks is not None:
             chunks = min(chunks, deal_heads(self.heads, self.key_heads, layout.cp_size).most_groups)
-        return plan_linear(
+        plan = plan_linear(
             layout.packing, layout, self.kind, heads=self.heads, **of_kind, conv_width=self.conv_width,
             mode=mode, hidden_size=self.hidden_size, layers=max(len(self.run), 1),
             item_size=self.item_size, head_chunks=chunks, transport=self.transport,
             codec=self.codec if exchanges else "none",
         )  # fmt: skip
+        if exchanges or layout.cp_size == 1:
+            return plan
+        return replace(plan, notes=(*plan.notes, *unused(mode, self.codec, self.head_chunks)))
 
 
 Slot = AttentionSlot | LinearSlot

@@ -16,11 +16,12 @@ from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.cost import H100, Hardware, lower_bound, priced
 from megatron_cp.planner.plans import (
     check_layout,
-    check_transport,
     checked_chunks,
     checked_codec,
     checked_heads,
+    checked_transport,
     exchange_of,
+    no_chunks,
     notes_of,
 )
 
@@ -94,7 +95,7 @@ def plan_linear(
     hardware: Hardware = H100,
     item_size: int = 2,
     head_chunks: int | None = None,
-    transport: Transport = COLLECTIVE,
+    transport: Transport | str = COLLECTIVE,
     codec: str = "none",
 ) -> Plan:
     """How to run a linear layer over a batch.
@@ -122,10 +123,12 @@ def plan_linear(
         layers: how many linear layers share such a relay.
         hardware, item_size: what predictions assume: rates, and the bytes of an activation.
         head_chunks: parts in which headwise's heads travel, each while the one before is computed; at most as many as a
-            rank has key heads, 1 if None. Where another mode is chosen it does not matter.
-        transport: by which road messages go.
+            rank has key heads, 1 if None. Of no other mode: those refuse more than one.
+        transport: by which road messages go; see `plan_attention`.
         codec: how headwise's heads are coded while they change places; see `plan_attention`. Gates, decays and step
-            sizes travel as they are, and so do the states of other modes.
+            sizes travel as they are. Of no other mode: those refuse one.
+
+    Where "auto" takes another mode than headwise, head chunks and codec are unused, and a note of the plan says so.
 
     Raises:
         ArgumentError: an argument that does not fit the others, or that no mode here can run.
@@ -149,15 +152,19 @@ def plan_linear(
     if not isinstance(hardware, Hardware):
         raise ArgumentError("hardware", hardware, "rates, as in megatron_cp.planner.cost.H100")
     item_size = checked_integer("item_size", item_size, 1)
-    check_transport(transport, layout.cp_size)
-    is_coded = mode in ("headwise", "auto") and kind != "conv1d"
-    coding = checked_codec(codec, kind if kind == "conv1d" else mode, is_coded)
+    transport = checked_transport(transport, layout.cp_size)
+    exchanges = mode in ("headwise", "auto")
+    remedy = "" if exchanges else "Only heads that change places are coded: use headwise."
+    if kind == "conv1d":
+        remedy = "It has single channels, which are no shorter coded: leave the codec out."
+    coding = checked_codec(codec, kind if kind == "conv1d" else mode, remedy)
     deal = deal_heads(shape.heads, shape.groups, layout.cp_size)
     chunks = 1
-    if head_chunks is not None:
-        most = deal.most_groups if mode in ("headwise", "auto") else 1
-        chunks = checked_chunks(head_chunks, most, mode, "Chunks are of a rank's key heads; only headwise has any.")
+    if head_chunks is not None and exchanges:
+        chunks = checked_chunks(head_chunks, deal, group_name(kind))
         chunks = chunks if layout.cp_size > 1 else 1
+    elif head_chunks is not None:
+        chunks = no_chunks(head_chunks, mode, "Only heads that change places go in chunks: use headwise.")
     if mode == "relay" and contiguous_like(layout) == layout:
         mode = "chunkwise"  # already there
     makers = {
@@ -179,9 +186,9 @@ def plan_linear(
     chosen = next(plan for _, plan in plans if plan is not None)
     if chosen.deal.idle_ranks:
         warnings.warn(chosen.notes[0], stacklevel=2)
-    return replace(
-        chosen, notes=(*chosen.notes, *_notes(chosen)), prices=tuple(price for price, _ in plans), transport=transport
-    )  # fmt: skip
+    way = "relay" if chosen.relay else chosen.scheme
+    notes = (*chosen.notes, *_notes(chosen), *(unused(way, codec, chunks) if way != "headwise" else ()))
+    return replace(chosen, notes=notes, prices=tuple(price for price, _ in plans), transport=transport)
 
 
 def _relayed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:
@@ -213,12 +220,10 @@ def _headwise(layout: Layout, shape: LinearShape, deal: HeadDeal, chunks: int, c
     out = Section("out", shape.heads, 1 if shape.kind == "conv1d" else shape.value_dim, deal.heads)
     local = [Compute(name) for name in (("conv",) if shape.kind == "conv1d" else ("conv", "gates", "rule"))]
     steps: tuple[Step, ...] = (arriving, *local, ToTokens(exchange_of(layout, Sections((out,)), deal, chunks, codec)))
-    head, group = {"conv1d": ("channel", "channel"), "mamba": ("head", "group of B and C")}.get(
-        shape.kind, ("value head", "key head")
-    )
+    head = {"conv1d": "channel", "mamba": "head"}.get(shape.kind, "value head")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said where the plan is chosen
-        notes = notes_of(deal, layout, head, group, "; chunkwise uses them all")
+        notes = notes_of(deal, layout, head, group_name(shape.kind), "; chunkwise uses them all")
     return Plan(
         shape.kind, "headwise", layout, sections, deal, None, steps, notes=notes, conv_width=shape.conv_width
     )  # fmt: skip
@@ -239,6 +244,23 @@ def _notes(plan: Plan) -> tuple[str, ...]:
         return ()
     run = f"a run of {plan.relay.layers} linear layers" if plan.relay.layers > 1 else "this linear layer"
     return (f"hidden states are relayed to contiguous ranges around {run}, and back after it",)
+
+
+def unused(way: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:
+    """A note about what was asked of a head exchange where the way that was chosen has none."""
+    asked = [
+        *([f"codec {codec}"] if codec != "none" else []),
+        *([f"{head_chunks} head chunks"] if head_chunks and head_chunks > 1 else []),
+    ]
+    if not asked:
+        return ()
+    are = "is" if asked[-1].startswith("codec") else "are"
+    return (f"{' and '.join(asked)} {are} unused: {way} was chosen, which exchanges no heads; headwise uses them",)
+
+
+def group_name(kind: str) -> str:
+    """What heads of a kind of layer share."""
+    return {"conv1d": "channel", "mamba": "group of B and C"}.get(kind, "key head")
 
 
 _OF_KIND = {

@@ -31,7 +31,7 @@ def plan_attention(
     scheme: str = "auto",
     ulysses_degree: int | None = None,
     head_chunks: int | None = None,
-    transport: Transport = COLLECTIVE,
+    transport: Transport | str = COLLECTIVE,
     codec: str = "none",
 ) -> Plan:
     """How to run softmax attention over a batch.
@@ -61,7 +61,7 @@ def plan_attention(
         head_chunks: parts in which heads travel, each while the one before is computed: keys of all_gather, exact and
             a2a+all_gather, where None is 2 if a rank has as many key/value heads; heads of the exchange in a2a and
             a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
-        transport: by which road messages go.
+        transport: by which road messages go: "collective", "pairwise" or a `Transport`, which hierarchical takes.
         codec: how heads are coded while they change places: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2) or
             "int8", each with a scale for each token and head.
 
@@ -98,7 +98,8 @@ def plan_attention(
     chunks = _head_chunks(head_chunks, scheme, deal)
     parts, gathered = (1, chunks) if gathers(scheme) or degree == 1 else (chunks, 1)
     attend = Attend(mask, queries, keys, deal, schedule, head_dim, value_head_dim, gathered)
-    coding = checked_codec(codec, scheme, exchanges(scheme))
+    remedy = f"Only heads that change places are coded: use a2a{''.join(f' or {name}' for name in _PRODUCTS)}."
+    coding = checked_codec(codec, scheme, remedy if not exchanges(scheme) else "")
     steps: tuple[Step, ...] = (attend,)
     if exchanged:
 
@@ -111,7 +112,7 @@ def plan_attention(
             else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
         )
         steps = (*inbound, attend, ToTokens(exchange(layout, out, apart=True)))
-    check_transport(transport, layout.cp_size)
+    transport = checked_transport(transport, layout.cp_size)
     notes = notes_of(deal, layout, "head", "key/value head", "; exact and p2p use them all")
     return Plan("attention", scheme, layout, Sections((q, k, v)), deal, mask, steps, notes, transport=transport)
 
@@ -154,34 +155,53 @@ def exchanges(scheme: str) -> bool:
 
 
 def _head_chunks(asked: int | None, scheme: str, deal: HeadDeal) -> int:
-    most = 1 if scheme == "p2p" else deal.most_groups
     if asked is None:
-        return min(2, most) if gathers(scheme) else 1
-    return checked_chunks(asked, most, scheme, "Chunks are of a rank's key/value heads; p2p has none.")
+        return min(2, deal.most_groups) if gathers(scheme) else 1
+    if scheme == "p2p":
+        return no_chunks(asked, scheme, "A ring passes on all heads of a key at once: use a2a, all_gather or exact.")
+    return checked_chunks(asked, deal, "key/value head")
 
 
-def checked_chunks(asked: int, most: int, scheme: str, remedy: str) -> int:
-    """Parts of a rank's heads."""
-    asked = checked_integer("head_chunks", asked, 1)
+def checked_chunks(asked: int, deal: HeadDeal, group: str) -> int:
+    """Parts of a rank's heads: each at least one of what `group` calls those that heads share."""
+    asked, most, ranks = checked_integer("head_chunks", asked, 1), deal.most_groups, len(deal.groups)
     if asked > most:
-        raise ArgumentError("head_chunks", asked, f"1 to {most}, or None, for {scheme}", remedy)
+        count = max(hi for _, hi in deal.groups)
+        found = f"{count} {plural(group, count)}" + (f" over {ranks} ranks" if ranks > 1 else "")
+        fewer = f" of a rank: use more {plural(group)} or fewer ranks" if ranks > 1 else ""
+        allowed = f"{'1' if most == 1 else f'1 to {most}'}, for {found}"
+        raise ArgumentError("head_chunks", asked, allowed, f"A chunk is at least one {group}{fewer}.")
     return asked
 
 
-def checked_codec(name: str, scheme: str, is_coded: bool) -> Codec | None:
-    """The codec of that name."""
-    if require("codec", name) != "none" and not is_coded:
-        remedy = "Only heads that change places are coded, and single channels are no shorter for it."
+def no_chunks(asked: int, scheme: str, remedy: str) -> int:
+    """The one part in which a scheme without chunks does all of it."""
+    if checked_integer("head_chunks", asked, 1) > 1:
+        raise ArgumentError("head_chunks", asked, f"1 or None for {scheme}", remedy)
+    return 1
+
+
+def plural(noun: str, count: int = 2) -> str:
+    """Of a noun that another may follow: "groups of B and C"."""
+    if count == 1:
+        return noun
+    first, _, rest = noun.partition(" of ")
+    return f"{first}s of {rest}" if rest else f"{first}s"
+
+
+def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:
+    """The codec of that name, or a refusal that says what to do where nothing can be coded."""
+    if require("codec", name) != "none" and remedy:
         raise ArgumentError("codec", name, f"none for {scheme}", remedy)
     return CODECS[name]
 
 
-def check_transport(transport: Transport, cp_size: int) -> None:
-    """Refuses what is no road between so many ranks."""
-    if not isinstance(transport, Transport):
-        raise ArgumentError("transport", transport, 'a Transport, as in Transport("pairwise")')
+def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
+    """The road between so many ranks that was named or given."""
+    transport = Transport.named(transport)
     if transport.hosts and len(transport.hosts) != cp_size:
         raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")
+    return transport
 
 
 def exchange_of(

@@ -100,7 +100,8 @@ def projected_attention(
         What `attention` does.
 
     Raises:
-        ArgumentError: as `attention` does; of later chunks' tensors when the first has been sent.
+        ArgumentError: as `attention` does, and for a `project` that returns anything else; of later chunks' tensors
+            when the first has been sent.
 
     Example:
         >>> packing = Packing([3, 1])
@@ -113,13 +114,21 @@ def projected_attention(
         torch.Size([4, 2, 4])
     """
     check_plan(plan, "attention", "plan_attention")
-    first = project(*plan.numbers_of(0))
+
+    def projected(chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+        made = project(*plan.numbers_of(chunk))
+        if not isinstance(made, tuple | list) or len(made) != 3:
+            found = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
+            raise ArgumentError("project", f"a function that returned {found}", "one that returns q, k and v")
+        return made
+
+    first = projected(0)
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
     own = _Own(plan, group, first[0], sink, kernel, options)
     made = own.checked(*first, chunk=0)
 
     def inputs(chunk: int) -> list[Tensor]:
-        return own.checked(*project(*plan.numbers_of(chunk)), chunk=chunk) if chunk else made
+        return own.checked(*projected(chunk), chunk=chunk) if chunk else made
 
     return own.run(inputs)
 

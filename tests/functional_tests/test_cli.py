@@ -144,6 +144,50 @@ def test_plan_counts_pad_tokens(capsys):
     assert last_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
 
 
+WIRE = ["--codec", "int8", "--head-chunks", "2", "--transport", "hierarchical"]
+
+
+@pytest.mark.parametrize("scheme", ["auto", "a2a+p2p", "exact"])
+def test_plan_compares_schemes_by_the_options_that_were_asked_for(scheme, capsys):
+    """The chosen scheme's row is the plan's own, and a row says what it could not do."""
+    shape = ["--heads", "8", "--kv-heads", "8", "--lengths", "7,1,130,64,2", "--cp", "4"]
+    wire = WIRE if scheme != "exact" else WIRE[2:]
+    assert main(["plan", *shape, *wire, "--scheme", scheme, "--json"]) == 0
+    out = capsys.readouterr().out
+    report = last_json(out)
+    codec = "none" if scheme == "exact" else "int8"
+    assert [report[name] for name in ("transport", "hosts", "codec", "head_chunks")] == [
+        "hierarchical", [0, 0, 1, 1], codec, 2,
+    ]  # fmt: skip
+    chosen = report["schemes"][report["scheme"]]
+    for way, sent in report["bytes_sent_per_rank"].items():
+        assert (chosen["bytes_sent"][way], chosen["largest_bytes_sent_per_rank"][way]) == (sum(sent), max(sent))
+    for name in ("codec", "head_chunks", "work_imbalance"):
+        assert chosen[name] == report[name]
+    assert report["schemes"]["a2a"]["codec"] == codec
+    assert ("p2p has no codec and 1 head chunk; all_gather has no codec;" in out) == (scheme != "exact")
+
+
+def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads(capsys):
+    shape = ["--heads", "8", "--kv-heads", "4", "--lengths", "7,1,130", "--cp", "4"]
+    assert main(["plan", *shape, "--scheme", "all_gather", "--head-chunks", "3", "--json"]) == 0
+    out = capsys.readouterr().out
+    chunks = {name: scheme["head_chunks"] for name, scheme in last_json(out)["schemes"].items()}
+    assert chunks == {"a2a": 1, "p2p": 1, "all_gather": 3, "exact": 3, "a2a+p2p": 2, "a2a+all_gather": 2}
+    assert "a2a has 1 head chunk; p2p has 1 head chunk; a2a+p2p has 2 head chunks; a2a+all_gather has 2" in out
+
+
+def test_plan_says_that_a_linear_layer_leaves_codec_and_chunks_unused(capsys):
+    shape = ["--layer", "gdn", "--model", "qwen3-next", "--cp", "8", "--layout", "contiguous"]
+    assert main(["plan", *shape, "--lengths", "262144", "--codec", "fp8", "--head-chunks", "2", "--json"]) == 0
+    out = capsys.readouterr().out
+    note = "codec fp8 and 2 head chunks are unused: chunkwise was chosen, which exchanges no heads; headwise uses them"
+    assert f"note: {note}" in out
+    report = last_json(out)
+    assert note in report["notes"]
+    assert (report["scheme"], report["codec"], report["head_chunks"]) == ("chunkwise", "none", 1)
+
+
 def test_doctor_lists_what_works_and_what_would_help(capsys):
     assert main(["doctor", "--json"]) == 0
     rows = last_json(capsys.readouterr().out)["capabilities"]
@@ -170,10 +214,12 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
         (["check", "--layer", "gdn", "--softcap", "2"], "gdn has none"),
         (["check", "--layer", "gdn", "--learned-sink"], "gdn has none"),
         (["check", "--layer", "gdn", "--ulysses-degree", "2"], "gdn has none"),
-        (["check", "--layer", "gdn", "--head-chunks", "2"], "1 to 1"),
+        (["check", "--layer", "gdn", "--head-chunks", "2"], "1, for 2 key heads over 2 ranks"),
         (["check", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "none for chunkwise"),
+        (["plan", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "coded: use headwise."),
         (["check", "--layer", "conv1d", "--codec", "fp8"], "none for conv1d"),
         (["check", "--scheme", "p2p", "--codec", "int8"], "none for p2p"),
+        (["plan", "--scheme", "p2p", "--codec", "int8"], "coded: use a2a"),
         (["check", "--codec", "fp7"], "--codec"),
         (["plan", "--transport", "pigeon"], "--transport"),
         (["plan", "--transport", "hierarchical", "--nodes", "9", "--cp", "4"], "at most the 4 ranks"),

@@ -1,5 +1,7 @@
 """Transports: the same data by every road, in any groups, over any hosts."""
 
+import socket
+import threading
 from collections import Counter
 
 import numpy as np
@@ -12,7 +14,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.transport import COLLECTIVE, Transport, num_rounds, partner
+from megatron_cp.executor.transport import COLLECTIVE, TRANSPORTS, Transport, num_rounds, partner
 from megatron_cp.executor.wire import Wire
 from megatron_cp.testing.poison import poisoned
 
@@ -228,6 +230,15 @@ def test_staging_is_allocated_once(hosts):
         ("hierarchical", (), "hosts"),
         ("pairwise", (0, 1), "hosts"),
         ("hierarchical", (0, 2), "hosts"),
+        ("hierarchical", (1, 2), "hosts"),
+        ("hierarchical", (-1, 0), "hosts"),
+        ("hierarchical", (0, 1.0), "hosts"),
+        ("hierarchical", (False, True), "hosts"),
+        ("hierarchical", ("a", "b"), "hosts"),
+        ("hierarchical", "01", "hosts"),
+        ("hierarchical", {0, 1}, "hosts"),
+        ("hierarchical", 2, "hosts"),
+        ("hierarchical", None, "hosts"),
     ],
 )
 def test_rejects_what_is_no_road(name, hosts, argument):
@@ -236,11 +247,38 @@ def test_rejects_what_is_no_road(name, hosts, argument):
     assert caught.value.argument == argument
 
 
-@pytest.mark.parametrize("nodes", [0, 5])
-def test_rejects_more_nodes_than_ranks(nodes):
+@pytest.mark.parametrize("hosts", [[0, 0, 1], np.array([0, 0, 1]), torch.tensor([0, 0, 1]), [np.int64(0)] * 2 + [1]])
+def test_hosts_may_be_any_sequence(hosts):
+    made = Transport("hierarchical", hosts)
+    assert made == Transport("hierarchical", (0, 0, 1))
+    assert [type(host) for host in made.hosts] == [int] * 3
+    assert hash(made)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+@pytest.mark.parametrize("nodes", [0, 5, 99, 2.0])
+def test_rejects_more_nodes_than_ranks(nodes, name):
     with pytest.raises(ArgumentError) as caught:
-        Transport.of_nodes("hierarchical", 4, nodes)
+        Transport.of_nodes(name, 4, nodes)
     assert caught.value.argument == "nodes"
+
+
+def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
+    monkeypatch.delenv("GROUP_RANK", raising=False)
+    assert run_ranks(lambda group: Transport.of_hosts("hierarchical", group).hosts, 3) == [(0, 0, 0)] * 3
+    names = {f"rank {rank}": name for rank, name in enumerate("babc")}
+    monkeypatch.setattr(socket, "gethostname", lambda: names[threading.current_thread().name])
+    assert (
+        run_ranks(lambda group: Transport.of_hosts("hierarchical", group), 4)
+        == [Transport("hierarchical", (0, 1, 0, 2))] * 4
+    )
+
+
+def test_one_rank_or_one_road_for_all_hosts_is_not_asked():
+    assert Transport.of_hosts("hierarchical", None).hosts == (0,)
+    assert Transport.of_hosts("pairwise", None) == Transport("pairwise")
+    with pytest.raises(ArgumentError, match="transport: got 'carrier'"):
+        Transport.of_hosts("carrier", None)
 
 
 def test_nodes_share_ranks_as_evenly_as_they_can():

@@ -64,6 +64,12 @@ def refused(argument, given):
     return pytest.raises(ArgumentError, match=f"^--{argument}: got {given}; allowed: ")
 
 
+def test_rejects_chunks_by_the_flag_of_this_package():
+    config = OurConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.0, cp_head_chunks=99)
+    with refused("cp-head-chunks", 99):
+        build(config=config)
+
+
 def test_a_layer_that_needs_none_of_this_is_built():
     layer = build()
     assert (layer.slot.heads, layer.slot.head_dim, layer.slot.mask, layer.slot.scheme) == (4, 8, "causal", "auto")

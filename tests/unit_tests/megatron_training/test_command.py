@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron_cp.cli import train
+from megatron_cp.cli.main import main
 from megatron_cp.megatron.options import Run, TrainingOptions
 from megatron_cp.megatron.training import _Log
 
@@ -36,6 +37,27 @@ def parsed(*arguments):
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
     return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--cp-codec", "fp8"], "--cp-codec"),
+        (["--cp-transport", "pairwise", "--cp-head-chunks", "2"], "--cp-transport and --cp-head-chunks"),
+    ],
+)
+def test_rejects_a_comparison_of_what_one_rank_does_not_do(flags, named, capsys):
+    assert main(["train", "--compare", *flags]) == 2
+    error = capsys.readouterr().err
+    assert f"--context-parallel-size: got 1; allowed: 2 or more with --compare and {named}. One rank sends" in error
+
+
+def test_compare_says_the_limits_of_codecs(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "losses by more than 0.001; with --cp-codec gradients by more than 0.2 (fp8), 0.4" in said
+    assert "(int8) or losses by more than 0.02" in said
 
 
 def test_every_option_is_a_flag_of_its_type():

@@ -7,6 +7,7 @@ import pytest
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.run import check_agreement
+from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
 from megatron_cp.planner.linear import plan_linear
@@ -50,6 +51,29 @@ def test_a_linear_slot_plans_all_it_says():
 def test_a_mamba_slot_speaks_of_keys_and_values():
     expected = plan_linear(PACKING, LAYOUT, "mamba", heads=6, groups=2, state=8, head_dim=16)
     assert dataclasses.replace(LINEAR, kind="mamba").plan(LAYOUT) == expected
+
+
+@pytest.mark.parametrize("slot", [ATTENTION, LINEAR], ids=["attention", "linear"])
+def test_slots_take_transports_by_name(slot):
+    by_name, by_value = (dataclasses.replace(slot, transport=road) for road in ("pairwise", Transport("pairwise")))
+    assert by_name == by_value
+    assert len({by_name, by_value, slot}) == 2
+    assert by_name.plan(LAYOUT).transport == Transport("pairwise")
+    with pytest.raises(ArgumentError, match="of_hosts"):
+        dataclasses.replace(slot, transport="hierarchical")
+
+
+@pytest.mark.parametrize(("mode", "run"), [("chunkwise", False), ("relay", False), ("auto", True)])
+def test_a_linear_slot_says_what_its_mode_leaves_unused(mode, run):
+    large = LinearSlot("gdn", 32, 16, 128, 128, mode=mode, codec="fp8", head_chunks=2, hidden_size=64)
+    slot = dataclasses.replace(large, run=(dataclasses.replace(large, hidden_size=None),) if run else ())
+    packing = Packing([60_000, 500, 5_036])
+    plan = slot.plan(Layout.zigzag(packing, 8))
+    way = "relay" if plan.relay else plan.scheme
+    assert way == ("relay" if run else mode)
+    note = f"codec fp8 and 2 head chunks are unused: {way} was chosen, which exchanges no heads; headwise uses them"
+    assert plan.notes[-1] == note
+    assert not dataclasses.replace(slot, mode="headwise").plan(plan.layout).notes
 
 
 def test_layers_of_equal_slots_share_a_plan():

@@ -31,6 +31,41 @@ def test_the_wire_costs_its_bytes(mode):
     assert price.bytes_sent == max(made.bytes_sent(2, forward=True))
 
 
+def test_chunks_and_codecs_do_not_make_headwise_look_slower():
+    """What hides behind work is not priced, so its starts are not either."""
+    wishes = ({}, {"head_chunks": 2}, {"codec": "fp8"}, {"head_chunks": 2, "codec": "fp8"})
+    plain, chunked, *coded = made = [plan("headwise", **wish) for wish in wishes]
+    starts = [priced(one, SLOW_START, item_size=2) for one in made]
+    assert chunked.collectives(forward=True) == 2 * plain.collectives(forward=True)
+    assert [(price.forward, price.backward) for price in starts] == [(2e3, 2e3)] * 4
+    whole, *less = (priced(one, H100, item_size=2) for one in (plain, *coded))
+    for price in less:
+        assert price.bytes_sent < whole.bytes_sent
+        assert price.forward < whole.forward
+
+
+@pytest.mark.parametrize(
+    ("wish", "says"),
+    [
+        ({"codec": "int8"}, "codec int8 is unused"),
+        ({"head_chunks": 2}, "2 head chunks are unused"),
+        ({"head_chunks": 2, "codec": "fp8"}, "codec fp8 and 2 head chunks are unused"),
+        ({"head_chunks": 1}, None),
+    ],
+)
+def test_auto_says_what_the_way_that_it_takes_leaves_unused(wish, says):
+    made = plan("auto", Layout.contiguous(PACKING, 8), **wish)
+    assert made.scheme == "chunkwise"
+    if says is None:
+        assert made.notes == ()
+        return
+    assert made.notes == (f"{says}: chunkwise was chosen, which exchanges no heads; headwise uses them",)
+    assert f"note: {made.notes[0]}" in made.explain()
+    many = Layout.zigzag(Packing([512] * 128), 8)
+    taken = plan_linear(many.packing, many, **SIZES, **wish)
+    assert (taken.scheme, taken.notes) == ("headwise", ())
+
+
 def test_more_ranks_than_a_node_has_are_on_the_network():
     layout = Layout.contiguous(PACKING, 16)
     made = plan("chunkwise", layout)

@@ -18,6 +18,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, deal_heads
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
+from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.planner.capabilities import CAPABILITIES, working
@@ -37,7 +38,7 @@ PLANNERS = pytest.mark.parametrize(
 @contextmanager
 def refusal_of(argument, given):
     with pytest.raises(ArgumentError, match=re.escape(f"{argument}: got {given}; allowed: ")) as caught:
-        yield
+        yield caught
     assert caught.value.argument == argument
 
 
@@ -526,6 +527,53 @@ def test_rejects_a_degree_that_is_no_divisor_or_not_the_schemes(scheme, degree, 
 def test_rejects_head_chunks_where_there_are_none(scheme, chunks):
     with refusal_of("head_chunks", chunks):
         plan_attention(**ATTENTION, scheme=scheme, head_chunks=chunks)
+
+
+@PLANNERS
+def test_a_refusal_of_head_chunks_says_why_and_what_to_do(planner, arguments):
+    group = "key/value head" if planner is plan_attention else "key head"
+    with refusal_of("head_chunks", 2) as caught:
+        planner(**{**arguments, "layout": Layout.zigzag(PACKING, 2)}, head_chunks=2)
+    assert str(caught.value).endswith(
+        f"allowed: 1, for 2 {group}s over 2 ranks. A chunk is at least one {group} of a rank: "
+        f"use more {group}s or fewer ranks."
+    )
+    with refusal_of("head_chunks", 3) as caught:
+        planner(**{**arguments, "layout": Layout.zigzag(PACKING, 1)}, head_chunks=3)
+    assert str(caught.value).endswith(f"allowed: 1 to 2, for 2 {group}s. A chunk is at least one {group}.")
+
+
+def test_rejects_head_chunks_and_codecs_of_modes_that_exchange_no_heads():
+    for wish in ({"head_chunks": 2}, {"codec": "fp8"}):
+        for mode in ("chunkwise", "relay"):
+            with pytest.raises(ArgumentError, match=rf"for {mode}\. Only heads .*: use headwise\.$") as caught:
+                plan_linear(**{**LINEAR, "mode": mode}, hidden_size=32, **wish)
+            assert caught.value.argument in wish
+    with pytest.raises(ArgumentError, match=r"none for conv1d\. It has single channels"):
+        plan_linear(PACKING, LAYOUT, "conv1d", channels=40, codec="fp8")
+    with pytest.raises(ArgumentError, match=r"none for p2p\. Only heads that change places are coded: use a2a"):
+        plan_attention(**ATTENTION, scheme="p2p", codec="fp8")
+    with pytest.raises(ArgumentError, match="1, for 2 groups of B and C over 2 ranks"):
+        plan_linear(PACKING, Layout.zigzag(PACKING, 2), "mamba", **SIZES["mamba"], head_chunks=2)
+
+
+@PLANNERS
+def test_transports_may_be_names(planner, arguments):
+    for name in ("collective", "pairwise"):
+        assert planner(**arguments, transport=name) == planner(**arguments, transport=Transport(name))
+    with pytest.raises(ArgumentError, match=r'Transport.of_nodes\("hierarchical", cp_size, nodes\)') as caught:
+        planner(**arguments, transport="hierarchical")
+    assert caught.value.argument == "transport"
+    for wrong in ("carrier", None, 1):
+        with refusal_of("transport", repr(wrong)):
+            planner(**arguments, transport=wrong)
+
+
+def test_plans_by_other_roads_differ_in_one_line():
+    lines = [plan_attention(**ATTENTION, transport=name).describe() for name in ("collective", "pairwise")]
+    assert [pair for pair in zip(*lines, strict=True) if len(set(pair)) == 2] == [
+        ("transport: collective", "transport: pairwise")
+    ]
 
 
 def test_rejects_a_mask_over_another_packing():
