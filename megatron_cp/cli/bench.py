@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import random
 import threading
 import time
 import warnings
@@ -261,10 +262,9 @@ class _WatchedPending(Pending):
 
 
 def turns(names: Sequence[str], repeats: int) -> Iterator[str]:
-    """Every name once a round; nobody always comes first."""
+    """Every name once a round, on every rank in the same order: nobody always comes first, or after the same one."""
     for repeat in range(repeats):
-        first = repeat % len(names)
-        yield from (*names[first:], *names[:first])
+        yield from random.Random(repeat).sample(names, len(names))
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
