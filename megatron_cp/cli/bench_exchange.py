@@ -569,9 +569,14 @@ def _exchange_ratios(cells: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _of_copies(data: dict[str, Any]) -> str:
+    return "" if data["codec"] == "none" else " where nothing is coded"
+
+
 def _text(case: Case, data: dict[str, Any]) -> str:
     sizes = f"{case.head_dim}/{case.value_head_dim}"
-    wire = f"{data['head_chunks']} head chunks, transport {data['transport']}, codec {data['codec']}"
+    chunks = f"{data['head_chunks']} head chunk{'s' * (data['head_chunks'] > 1)}"
+    wire = f"{chunks}, transport {data['transport']}, codec {data['codec']}"
     versions = f"torch {data['torch']}, megatron-core {data['megatron_core'] or 'none'}, python {data['python']}"
     return "\n".join([
         f"gdn, heads {case.heads}/{case.groups} of {sizes}, {data['dtype']} on {data['device']}, {wire}, "
@@ -584,7 +589,7 @@ def _text(case: Case, data: dict[str, Any]) -> str:
         "",
         *(
             f"{what.capitalize()}, {ALL_SECTIONS}: at most {found['worst']:.2f} of a copy, at most "
-            f"{found['at_most']} is the target: {_met(found)}."
+            f"{found['at_most']} is the target{_of_copies(data)}: {_met(found)}."
             for what, found in data["local_targets"].items()
         ),
         "",
@@ -659,7 +664,7 @@ def _means_table(data: dict[str, Any]) -> list[str]:
         lines.append(f"| {' | '.join([name, *cells])} |")
     targets = [
         f"{peer} / ours, {LAYOUTS[0]}, {ALL_SECTIONS}, both directions: {each['found']['both']:.2f}, at least "
-        f"{each['at_least']:g} is the target: {_met(each)}."
+        f"{each['at_least']:g} is the target{_of_copies(data)}: {_met(each)}."
         for peer, each in data["exchange_targets"].items()
     ]
     return [*lines, "", *targets]

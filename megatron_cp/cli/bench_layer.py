@@ -333,9 +333,10 @@ def _rest(spent: Spent) -> float:
 
 
 def _text(data: dict[str, Any]) -> str:
+    chunks = f"{data['head_chunks']} head chunk{'s' * (data['head_chunks'] > 1)}"
     lines = [
-        f"cp={data['cp']} zigzag, headwise on {data['device']}, {data['head_chunks']} head chunks, transport "
-        f"{data['transport']}, codec {data['codec']}, {data['repeats']} repeats; torch {data['torch']}, {MEGATRON} "
+        f"cp={data['cp']} zigzag, headwise on {data['device']}, {chunks}, transport {data['transport']}, codec "
+        f"{data['codec']}, {data['repeats']} repeats; torch {data['torch']}, {MEGATRON} "
         f"{data['megatron_core']}, python {data['python']}, {data['cores']} cores"
     ]
     for name, layer in data["layers"].items():
