@@ -334,8 +334,8 @@ def _select(source: Tensor, index: Tensor, out: Tensor) -> None:
 
 def _is_one_block(at: Geometry) -> bool:
     """Whether a message is the rows of one section, without gaps: then it lies the same way, apart or not."""
-    (row, *_), blocks = at.format.row_bytes[at.rank :], at.blocks
-    return len(blocks) == 1 and row == blocks[0].heads_on(at.rank) * blocks[0].head_dim * at.dtypes[0].itemsize
+    block, row = at.blocks[0], at.format.row_bytes[at.rank]
+    return len(at.blocks) == 1 and row == block.heads_on(at.rank) * block.head_dim * at.dtypes[0].itemsize
 
 
 def _decoded(rows: Tensor, at: Geometry) -> list[Tensor]:

@@ -84,10 +84,7 @@ def _across_heads(plan: Plan, rank: int, item_size: int) -> int:
     for forward in (True, False):
         moves = [move for move in plan.exchanges(forward=forward) if not move[0].is_local]
         leading, trailing = ([exchange for exchange, to_heads in moves if to_heads == way] for way in (True, False))
-        chunks = list(range(plan.head_chunks if leading or trailing else 0))
-        chunks = [chunk for chunk in chunks if any(chunk < len(exchange.parts) for exchange, _ in moves)]
-        if not forward:
-            chunks.reverse()
+        chunks = list(range(plan.head_chunks) if moves else ())[:: 1 if forward else -1]
         arriving = {
             chunk: [pool.take(_messages(plan, exchange, chunk, rank, item_size, to_heads=True)) for exchange in leading]
             for chunk in chunks
@@ -102,9 +99,7 @@ def _across_heads(plan: Plan, rank: int, item_size: int) -> int:
     return sum(pool.rooms)
 
 
-def _messages(
-    plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool
-) -> list[int]:  # fmt: skip
+def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool) -> list[int]:
     """Bytes of what a part of an exchange receives and sends in buffers."""
     node, lane = divmod(rank, exchange.degree)
     layout, blocks = exchange.of_node(node).layout, exchange.sections.blocks

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp.cli import bench_wire
+from megatron_cp.cli import bench_overlap, bench_wire
+from megatron_cp.cli.bench_overlap import Overlapped, handed_over
 from megatron_cp.cli.bench_wire import (
     HALVES,
     LAYERS,
     AllToAll,
     Counting,
     Job,
-    Overlapped,
     between_hosts,
-    handed_over,
     traffic_of,
 )
 from megatron_cp.cli.main import main
@@ -117,7 +116,7 @@ def test_everything_is_measured_between_threads(capsys):
     assert "| 3 | all-to-all | pairwise, 3 |" in out
     assert "| gdn | 4 | both |" in out
     assert wire.ROUNDS_IN_FLIGHT == bench_wire._OWN_ROUNDS  # all is as it was
-    assert operation.run is share.run is bench_wire.run_plan
+    assert operation.run is share.run is bench_overlap.run_plan
 
 
 def test_local_runs_have_several_sizes(capsys):
@@ -244,7 +243,7 @@ def halves_on(group, layer, chunks, desk):
     case = Case(layer, 2, (40, 23), heads=4, groups=4, scheme="a2a" if layer == "attention" else "headwise")
     job = Job(("overlap",), 1, (0, 1), Transport(), case, case, ("none",), (case,), (chunks,))
     counting, results, counts = Counting(group, job.hosts), {}, {}
-    overlapped = Overlapped(case, draw(case), job, chunks, counting, desk)
+    overlapped = Overlapped(case, draw(case), job.plan(case, head_chunks=chunks), counting, desk)
     for half in HALVES:
 
         def remember(way, call, half=half):
