@@ -59,7 +59,7 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
     """Bytes of the buffers that a rank's group makes for the messages of one step, forward and backward.
 
     Other layers share them. What a hierarchical transport stages is not counted. Which message borrows which buffer is
-    worked out for head exchanges alone (within a sixth), and not for what else there is (within a half).
+    worked out for head exchanges alone (within a fifth), and not for what else there is (within a half).
     With a batch axis all of it is as many times as much.
 
     Counted are the messages of head exchanges, both ways; beside them in the terms of `peak_bytes`, at the worst moment
