@@ -1,5 +1,6 @@
 """`megatron-cp bench attention`: what it reports, on threads, processes and torchrun, and what it refuses."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_cp.cli.bench import turns
 from megatron_cp.cli.main import main
 from megatron_cp.softmax import attention as operation
 
@@ -141,3 +143,22 @@ def test_a_run_out_of_time_ends_with_status_1():
     )  # fmt: skip
     assert run.returncode == 1, run.stderr
     assert "did not finish in 0.2 s" in run.stderr
+
+
+def test_nobody_always_comes_first_or_after_the_same_one():
+    names = ["a", "b", "c", "d"]
+    order = list(turns(names, 12))
+    rounds = [order[start : start + 4] for start in range(0, 48, 4)]
+    assert all(sorted(one) == names for one in rounds)
+    assert {one[0] for one in rounds} == set(names)
+    assert {before for before, after in itertools.pairwise(order) if after == "a"} >= {"b", "c", "d"}
+    assert order == list(turns(names, 12))  # on every rank
+
+
+@pytest.mark.parametrize(
+    ("what", "option", "value"),
+    [("layer", "--only", "codecs"), ("exchange", "--only", "codecs"), ("wire", "--cells", "2x64/2")],
+)
+def test_options_of_another_benchmark_are_refused(what, option, value, capsys):
+    assert main(["bench", what, option, value]) == 2
+    assert f"{option}: got '{value}'; allowed: nothing but with bench" in capsys.readouterr().err

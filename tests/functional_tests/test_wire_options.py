@@ -19,7 +19,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.memory import buffer_bytes
 from megatron_cp.softmax.attention import attention, projected_attention
 from megatron_cp.testing.counters import Counters
-from megatron_cp.testing.parity import CODEC_TOLERANCES, Case, compare, run_layer
+from megatron_cp.testing.parity import CODEC_TOLERANCES, TOLERANCES, Case, compare, judge, run_layer
 from megatron_cp.testing.poison import poisoned
 from tests.counting_group import CountingGroup
 
@@ -484,3 +484,21 @@ def test_decays_of_kda_travel_as_they_are():
     (inbound, _), _ = plan.exchanges(forward=True)
     names = [block.name for block in inbound.sections.blocks]
     assert [name for name, coded in zip(names, inbound.coded([2] * 5), strict=True) if not coded] == ["g", "beta"]
+
+
+@pytest.mark.parametrize(
+    ("case", "codes"),
+    [
+        (Case("attention", 2, (9, 20), scheme="a2a", codec="int8", heads=4, groups=4, head_dim=16), True),
+        # Heads of 4 features are no shorter coded.
+        (Case("attention", 2, (9, 20), scheme="a2a", codec="int8", heads=4, groups=4, head_dim=4, value_head_dim=4,
+              dtype=torch.bfloat16), False),
+    ],
+    ids=["coded", "too small"],
+)  # fmt: skip
+def test_where_nothing_is_coded_no_error_is_allowed_for_it(case, codes):
+    same = {name: torch.ones(3) for name in ("out", "d_q", "d_k", "d_v")}
+    assert case.codes == codes
+    assert ("nothing is coded" in str(case)) != codes
+    tolerance = CODEC_TOLERANCES["int8"] if codes else TOLERANCES[case.dtype]
+    assert judge(case, same, same).tolerance == tolerance

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_cp.exchange import coding
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.coding import decode, encode
 
@@ -53,3 +54,11 @@ def test_a_scale_is_the_largest_magnitude_over_the_largest_code(dtype: torch.dty
         expected = given.abs().amax(-1).to(torch.float32) / 127
         assert same_bits(scales, expected.clamp_min(torch.finfo(torch.float32).tiny))
         assert torch.equal(given.nan_to_num(7), before.nan_to_num(7))
+
+
+def test_the_table_is_the_processors_whatever_the_default_device():
+    coding._pairs.cache_clear()
+    codes, scales = torch.zeros(2, 1, 4, dtype=torch.uint8), torch.ones(2, 1)
+    with torch.device("meta"):
+        decode(codes, scales, FORMATS["float8_e4m3fn"])
+    assert decode(codes, scales, FORMATS["float8_e4m3fn"]).device.type == "cpu"

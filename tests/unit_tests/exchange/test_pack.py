@@ -236,6 +236,17 @@ def test_sections_apart_lie_dense_in_the_message_of_each_rank(batch: int | None,
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
+def test_sections_whose_heads_are_not_dense_are_made_so_once_and_not_for_every_rank(batch: int | None):
+    at = apart(geometry(LAYOUTS["shuffled"], batch=batch))
+    sections = [torch.cat([section, section], -1)[..., : section.shape[-1]] for section in normal(at)]
+    at.index("order")
+    with CountCopies() as moved:
+        message = pack_heads(sections, at, Buffers())
+    assert moved.counts["clone"] <= len(sections)
+    assert torch.equal(message, pack_heads(normal(at), at, Buffers()))
+
+
+@pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
 def test_sections_apart_are_joined_by_one_copy_a_tensor(batch: int | None, layout: Layout):
     at = one_each(layout, batch)
     rows, lead = int(layout.row_counts[1]), () if batch is None else (batch,)
