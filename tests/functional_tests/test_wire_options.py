@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange import buffers as buffers_module
+from megatron_cp.exchange import pack
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.coding import decode, encode
@@ -489,9 +490,9 @@ def test_decays_of_kda_travel_as_they_are():
 @pytest.mark.parametrize(
     ("case", "codes"),
     [
-        (Case("attention", 2, (9, 20), scheme="a2a", codec="int8", heads=4, groups=4, head_dim=16), True),
+        (Case("gdn", 2, (9, 20), scheme="headwise", codec="int8", heads=4, groups=4, dtype=torch.bfloat16), True),
         # Heads of 4 features are no shorter coded.
-        (Case("attention", 2, (9, 20), scheme="a2a", codec="int8", heads=4, groups=4, head_dim=4, value_head_dim=4,
+        (Case("gdn", 2, (9, 20), scheme="headwise", codec="int8", heads=4, groups=4, head_dim=4, value_head_dim=4,
               dtype=torch.bfloat16), False),
     ],
     ids=["coded", "too small"],
@@ -502,3 +503,17 @@ def test_where_nothing_is_coded_no_error_is_allowed_for_it(case, codes):
     assert ("nothing is coded" in str(case)) != codes
     tolerance = CODEC_TOLERANCES["int8"] if codes else TOLERANCES[case.dtype]
     assert judge(case, same, same).tolerance == tolerance
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_coding_some_rows_at_a_time_changes_no_bit(layout, codec, monkeypatch):
+    case = Case("attention", 3, LENGTHS, layout, scheme="a2a", heads=4, groups=2, codec=codec, dtype=torch.bfloat16)
+
+    def everything(group):
+        return run_layer(group, case)
+
+    at_once = run_ranks(everything, 3)
+    monkeypatch.setattr(pack, "_CODED_AT_A_TIME", 1000)  # some rows
+    for expected, got in zip(at_once, run_ranks(everything, 3), strict=True):
+        assert all(torch.equal(got[name], value) for name, value in expected.items())

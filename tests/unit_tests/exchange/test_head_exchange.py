@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange import pack
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, deal_heads
 from megatron_cp.executor.exchange import to_heads, to_tokens
@@ -37,6 +38,14 @@ def uninitialised_memory_is_nan():
     assert (torch.zeros(1).new_empty(2, dtype=torch.uint8) == 255).all()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_rows_at_a_time():
+    """Else nothing here were large enough to be cut in turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pack, "_CUT_AT_A_TIME", 200)
+        yield
 
 
 # -- what is drawn ---------------------------------------------------------------------------------------------------
