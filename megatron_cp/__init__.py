@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_cp.errors import ArgumentError as ArgumentError
+    from megatron_cp.errors import CallMismatchError as CallMismatchError
+    from megatron_cp.errors import PeerError as PeerError
     from megatron_cp.errors import PlanMismatchError as PlanMismatchError
+    from megatron_cp.executor.agreement import check_agreement as check_agreement
+    from megatron_cp.executor.agreement import compare_calls as compare_calls
     from megatron_cp.executor.gather import gather as gather
     from megatron_cp.executor.plan import Plan as Plan
     from megatron_cp.executor.relayout import relayout as relayout
-    from megatron_cp.executor.run import check_agreement as check_agreement
     from megatron_cp.executor.transport import Transport as Transport
     from megatron_cp.layout import Layout as Layout
     from megatron_cp.layout import Packing as Packing
@@ -41,17 +44,20 @@ _HOMES = {
     "ArgumentError": "megatron_cp.errors",
     "AttentionSlot": "megatron_cp.planner.batch",
     "BatchPlan": "megatron_cp.planner.batch",
+    "CallMismatchError": "megatron_cp.errors",
     "Layout": "megatron_cp.layout",
     "LinearSlot": "megatron_cp.planner.batch",
     "Mask": "megatron_cp.layout.mask",
     "Packing": "megatron_cp.layout",
+    "PeerError": "megatron_cp.errors",
     "Plan": "megatron_cp.executor.plan",
     "PlanMismatchError": "megatron_cp.errors",
     "Route": "megatron_cp.layout",
     "Transport": "megatron_cp.executor.transport",
     "attention": "megatron_cp.softmax.attention",
     "causal_conv1d": "megatron_cp.linear.causal_conv1d",
-    "check_agreement": "megatron_cp.executor.run",
+    "check_agreement": "megatron_cp.executor.agreement",
+    "compare_calls": "megatron_cp.executor.agreement",
     "gated_delta_net": "megatron_cp.linear.gated_delta_net",
     "gated_delta_rule": "megatron_cp.linear.gated_delta_net",
     "gather": "megatron_cp.executor.gather",

@@ -39,8 +39,36 @@ def checked_integer(argument: str, value: object, least: int, most: int | None =
     return number
 
 
+def checked_boolean(argument: str, value: object) -> bool:
+    """`value`, if it is True or False.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise ArgumentError(argument, value, "True or False")
+    return value
+
+
 class PlanMismatchError(RuntimeError):
     """The ranks of one group made different plans. Raised on every rank, with the difference."""
+
+
+class CallMismatchError(PlanMismatchError):
+    """The ranks of one group call an operation in different ways. Raised on every rank, with the difference."""
+
+
+class PeerError(RuntimeError):
+    """Another rank of the group does not answer, has ended, or does something else.
+
+    Attributes:
+        rank: this rank, in the group.
+        peer: the rank that was waited for.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, peer: int = -1) -> None:
+        super().__init__(message)
+        self.rank, self.peer = rank, peer
 
 
 def _shorten(value: object, limit: int = 200) -> str:

@@ -9,7 +9,7 @@ class CountingGroup(RankGroup):
     """Counts what goes through another group, and the bytes that this rank sends to the others."""
 
     def __init__(self, inner: RankGroup) -> None:
-        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.inner, self.rank, self.size, self.agreed = inner, inner.rank, inner.size, inner.agreed
         self.calls: Counter[str] = Counter()
         self.bytes_sent = 0
 

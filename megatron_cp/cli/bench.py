@@ -228,7 +228,7 @@ class WatchedGroup(RankGroup):
 
     def __init__(self, group: RankGroup, watch: Watch) -> None:
         self._group, self._watch = group, watch
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self.agreed = group.rank, group.size, group.agreed
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]

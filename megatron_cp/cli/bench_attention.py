@@ -30,11 +30,11 @@ from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.memory import buffer_bytes, peak_bytes
 from megatron_cp.executor.plan import Plan
-from megatron_cp.executor.run import check_agreement
 from megatron_cp.planner.capabilities import working
 from megatron_cp.softmax import attention as operation
 from megatron_cp.softmax.kernels import AttentionCall, AttentionKernel

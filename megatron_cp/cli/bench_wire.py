@@ -24,11 +24,11 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.executor import wire as roads
+from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.exchange import start_to_heads
 from megatron_cp.executor.groups import Message, Pending, RankGroup, TorchGroup
 from megatron_cp.executor.launch import hosts_of, run_ranks
 from megatron_cp.executor.plan import Plan
-from megatron_cp.executor.run import check_agreement
 from megatron_cp.executor.transport import TRANSPORTS, Transport, num_rounds
 from megatron_cp.executor.wire import Wire
 from megatron_cp.testing.parity import Case, draw
@@ -292,7 +292,7 @@ class Counting(RankGroup):
 
     def __init__(self, group: RankGroup, hosts: Sequence[int]) -> None:
         self._group, self.sent = group, 0
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self.agreed = group.rank, group.size, group.agreed
         self._is_away = [host != hosts[group.rank] for host in hosts]
 
     def start_all_to_all(

@@ -24,9 +24,9 @@ from megatron_cp.cli.options import (
     seconds,
 )
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, run_ranks, start_torchrun_rank
-from megatron_cp.executor.run import check_agreement
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 from megatron_cp.testing.sweep import sweep
 

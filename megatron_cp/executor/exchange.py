@@ -33,7 +33,7 @@ from megatron_cp.exchange.pack import (
     unpack_tokens,
 )
 from megatron_cp.executor.groups import Pending, RankGroup
-from megatron_cp.executor.wire import Wire, over
+from megatron_cp.executor.wire import Wire, direction, over
 
 
 def to_heads(exchange: Exchange, group: RankGroup | Wire, *tensors: Tensor) -> list[Tensor]:
@@ -173,7 +173,8 @@ class _Journey:
                 if keeps_message(at)
                 else self.wire.buffers.take(size, at.device)
             )
-            self._start(part, received, pack_tokens(tensors, at, self.wire.buffers), at, to_heads=True)
+            sent = pack_tokens(tensors, at, self.wire.buffers)
+            self._start(part, received, sent, at, to_heads=True, forward=forward)
 
     def reach_heads(self, part: int, *, forward: bool) -> list[Tensor]:
         """A part, once it has arrived."""
@@ -186,7 +187,7 @@ class _Journey:
         """Starts one part."""
         at, buffers = self.at[forward].parts[part], self.wire.buffers
         received = buffers.take(at.token_side_bytes, at.device)
-        self._start(part, received, pack_heads(sections, at, buffers), at, to_heads=False)
+        self._start(part, received, pack_heads(sections, at, buffers), at, to_heads=False, forward=forward)
 
     def reach_tokens(self, *, forward: bool) -> list[Tensor]:
         """All parts, once they have arrived."""
@@ -197,8 +198,12 @@ class _Journey:
         self.wire.buffers.give(*messages)
         return tensors
 
-    def _start(self, part: int, received: Tensor, sent: Tensor, at: Geometry, *, to_heads: bool) -> None:
-        pending = self.wire.start_all_to_all(received, sent, at.traffic(to_heads=to_heads))
+    def _start(self, part: int, received: Tensor, sent: Tensor, at: Geometry, *, to_heads: bool, forward: bool) -> None:
+        names = ", ".join(block.name for block in at.exchange.sections.blocks)
+        step = f"exchange of {names} to {'heads' if to_heads else 'tokens'}, {direction(forward=forward)}"
+        if self.num_parts > 1:
+            step += f", chunk {part + 1} of {self.num_parts}"
+        pending = self.wire.start_all_to_all(received, sent, at.traffic(to_heads=to_heads), step)
         self.under_way[part] = pending, sent, received
 
     def _wait(self, part: int) -> Tensor:

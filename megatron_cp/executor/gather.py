@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.layout import Layout
 
@@ -36,6 +37,7 @@ def gather(
     ranks = as_rank_group(group, layout.cp_size)
     if len(local) != layout.row_counts[ranks.rank]:
         raise ArgumentError("local", f"{len(local)} rows", f"{layout.row_counts[ranks.rank]} on rank {ranks.rank}")
+    agree_on_call(ranks, [layout], "gather", {"local": local}, {"same_loss": same_loss})
     return _Gather.apply(local, layout, ranks, same_loss)
 
 
@@ -49,6 +51,7 @@ class _Gather(torch.autograd.Function):
         share, shares = (group.buffers.take_like(local, count * longest, *local.shape[1:]) for count in (1, group.size))
         held = int(layout.token_counts[group.rank])
         share[:held], share[held:] = local[:held], 0
+        group.activity = "gather, forward"
         group.all_gather(shares.view(-1), share.view(-1))
         stream = shares.index_select(0, _places(layout, longest, local.device))
         group.buffers.give(share, shares)
@@ -68,6 +71,7 @@ class _Gather(torch.autograd.Function):
         features = math.prod(gradient.shape[1:])
         sent = group.buffers.take_like(gradient, *gradient.shape)
         torch.index_select(gradient, 0, order, out=sent)
+        group.activity = "gather, backward"
         received = group.buffers.take_like(gradient, group.size, held, *gradient.shape[1:])
         group.all_to_all(
             received.view(-1),

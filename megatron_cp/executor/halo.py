@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.chain import Halo
 from megatron_cp.executor.groups import Pending, RankGroup
-from megatron_cp.executor.wire import Wire, over
+from megatron_cp.executor.wire import Wire, direction, over
 
 
 def start_halo(step: Halo, group: RankGroup | Wire, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -70,7 +70,8 @@ class _Journey:
         traffic = (self.step.traffic if forward else self.step.traffic.reversed()).times(self.channels)
         here, there = self._rows[: self.crossing].view(-1), self._others.view(-1)
         received, sent = (here, there) if forward else (there, here)
-        self._pending = self.group.start_all_to_all(received, sent, traffic)
+        step_name = f"rows before segments, {direction(forward=forward)}"
+        self._pending = self.group.start_all_to_all(received, sent, traffic, step_name)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         if self._pending is not None:

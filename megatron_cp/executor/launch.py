@@ -6,6 +6,7 @@ At scale ranks come from torchrun; nothing here is for that.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import pickle
@@ -25,11 +26,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, PeerError, checked_integer
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
 
 RANK_KINDS = ("threads", "processes")
+FIRST_STEP = 600.0  # seconds that a rank waits for another while they import and compile: until `set_timeout`
 _GRACE = 0.5  # seconds within which what went wrong elsewhere is heard of
+_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
 
 
 class RankError(RuntimeError):
@@ -129,36 +132,53 @@ def _interrupts_ignored() -> Iterator[None]:
 
 def _collected(processes: list[Any], answers: Any, size: int, timeout: float | None) -> list[Any]:
     results: dict[int, Any] = {}
+    failures: dict[int, BaseException | str] = {}
     # Starting up included; the ranks give up first, with their stacks.
     deadline = float("inf") if timeout is None else time.monotonic() + timeout + 60
     while len(results) < size:
-        if answers.empty():
-            _fail_on_death(processes, results, size)
-            if time.monotonic() > deadline:
-                raise RankError(f"{size} ranks did not finish in {timeout:g} s")
-            time.sleep(0.01)
-            continue
-        rank, ok, payload = answers.get()
-        results[rank] = pickle.loads(payload)
-        if not ok and isinstance(results[rank], ArgumentError):
-            raise results[rank]
-        if not ok:
-            # A rank that dies breaks the others' connections, and their complaints may arrive before its end is seen.
+        ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]
+        _take_answers(answers, results, failures)
+        silent = [rank for rank in ended if rank not in results and rank not in failures]
+        if failures and not silent:
+            # A rank that ends breaks the others' connections, and their complaints may arrive before its end is seen.
             time.sleep(_GRACE)
-            _fail_on_death(processes, results, size)
-            raise RankError(f"rank {rank} of {size} failed:\n{results[rank]}")
+            ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]
+            _take_answers(answers, results, failures)
+            silent = [rank for rank in ended if rank not in results and rank not in failures]
+        if silent:
+            raise _death(silent[0], size, processes[silent[0]].exitcode)
+        if failures:
+            raise _first_cause(failures, size)
+        if time.monotonic() > deadline:
+            raise RankError(f"{size} ranks did not finish in {timeout:g} s")
+        time.sleep(0.01)
     return [results[rank] for rank in range(size)]
 
 
-def _fail_on_death(processes: list[Any], results: dict[int, Any], size: int) -> None:
-    for rank, process in enumerate(processes):
-        if process.exitcode not in (None, 0) and rank not in results:
-            if process.exitcode == -signal.SIGKILL:
-                raise RankError(f"rank {rank} of {size} was killed; this machine may be out of memory")
-            raise RankError(
-                f"rank {rank} of {size} ended with exit code {process.exitcode} and no result; "
-                "if it ran out of time its stack is on standard error"
-            )
+def _take_answers(answers: Any, results: dict[int, Any], failures: dict[int, BaseException | str]) -> None:
+    while not answers.empty():
+        rank, ok, payload = answers.get()
+        (results if ok else failures)[rank] = pickle.loads(payload)
+
+
+def _death(rank: int, size: int, exit_code: int) -> RankError:
+    if exit_code == -signal.SIGKILL:
+        return RankError(f"rank {rank} of {size} was killed; this machine may be out of memory")
+    return RankError(
+        f"rank {rank} of {size} ended with exit code {exit_code} and no result; "
+        "if it ran out of time its stack is on standard error"
+    )
+
+
+def _first_cause(failures: dict[int, BaseException | str], size: int) -> BaseException:
+    """The error that is no complaint about another rank, if there is one."""
+    for error in failures.values():
+        if isinstance(error, ArgumentError):
+            return error
+    texts = {rank: str(text) for rank, text in failures.items()}
+    causes = [rank for rank, text in texts.items() if f"{PeerError.__name__}: rank " not in text]
+    rank = causes[0] if causes else next(iter(texts))
+    return RankError(f"rank {rank} of {size} failed:\n{texts[rank]}")
 
 
 def _stop(processes: list[Any]) -> None:
@@ -166,10 +186,13 @@ def _stop(processes: list[Any]) -> None:
     patience = time.monotonic() + 4 * _GRACE
     for process in processes:
         process.join(max(0.0, patience - time.monotonic()))
-    for process in processes:
-        if process.is_alive():
-            process.terminate()
-        process.join()
+    for end in ("terminate", "kill"):  # a stopped process hears nothing but the latter
+        for process in processes:
+            if process.is_alive():
+                getattr(process, end)()
+        patience = time.monotonic() + 4 * _GRACE
+        for process in processes:
+            process.join(max(0.0, patience - time.monotonic()))
 
 
 def _show_stacks(folder: str, size: int) -> None:
@@ -187,6 +210,7 @@ def _process_main(
     rank: int, size: int, folder: str, timeout: float | None, answers: Any, function: Any, args: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where the parent's main thread did not start us
+    _end_with_maker()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     torch.set_num_threads(1)
@@ -196,23 +220,54 @@ def _process_main(
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= size else "gloo"
             if torch.cuda.is_available():
                 torch.cuda.set_device(rank % torch.cuda.device_count())
-            dist.init_process_group(backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size)
+            dist.init_process_group(
+                backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size,
+                timeout=timedelta(seconds=FIRST_STEP),
+            )  # fmt: skip
             # Only now, when all ranks have started, so that all of them run out of time together.
             if timeout is not None:
                 faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
             answers.put((rank, True, pickle.dumps(function(_world(), *args))))
-            dist.barrier()
+            _leave_together()
         except ArgumentError as error:
             answers.put((rank, False, pickle.dumps(error)))
         except BaseException:
             answers.put((rank, False, pickle.dumps(traceback.format_exc())))
+            _exit_now()
         finally:
             faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
 
 
+def _leave_together() -> None:
+    """Waits for the other ranks, whose transfers would fail if this one left before them."""
+    try:
+        _world().barrier()
+    except PeerError:  # what failed there is said there
+        _exit_now()
+
+
+def _exit_now() -> None:
+    """Ends a rank that has said all that it has to say.
+
+    What is under way in gloo keeps threads, whose end at the end of the interpreter would abort the process.
+    """
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(1)
+
+
+def _end_with_maker() -> None:
+    """Has the kernel kill this process when the one that made it ends, also where it is stopped or holds its lock."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        maker = multiprocessing.parent_process()
+        if maker is not None and not maker.is_alive():  # it was gone before
+            os._exit(1)
+
+
 def _end_with_parent() -> None:
+    """The same, where another process than the caller made this one, or the kernel does no such thing."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()  # also when it was killed and could not end us
@@ -231,7 +286,7 @@ def in_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def start_torchrun_rank(timeout: float = 600.0) -> TorchGroup:
+def start_torchrun_rank(timeout: float = FIRST_STEP) -> TorchGroup:
     """Joins the job that torchrun started: NCCL where every local rank has a device of its own, gloo elsewhere.
 
     Waiting for other ranks, now and in any collective, fails after `timeout` seconds.

@@ -12,7 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.wire import direction
 from megatron_cp.layout import Layout, Route
 
 
@@ -37,6 +39,7 @@ def relayout(
     ranks = as_rank_group(group, source.cp_size)
     if len(local) != source.row_counts[ranks.rank]:
         raise ArgumentError("local", f"{len(local)} rows", f"{source.row_counts[ranks.rank]} on rank {ranks.rank}")
+    agree_on_call(ranks, [source, target], "relayout", {"local": local}, {})
     return _Relayout.apply(local, prepare_relayout(source, target, ranks.rank, local.device), ranks)
 
 
@@ -80,6 +83,7 @@ def _moved(local: Tensor, hop: _Hop, group: RankGroup, *, forward: bool) -> Tens
         group.buffers.take_like(local, sum(counts), *local.shape[1:]) for counts in (received_counts, sent_counts)
     )
     torch.index_select(local, 0, send, out=sent)
+    group.activity = f"relayout, {direction(forward=forward)}"
     group.all_to_all(
         received.view(-1),
         sent.view(-1),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, assert_never
+from typing import assert_never
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import PlanMismatchError
 from megatron_cp.exchange.geometry import prepare_tables
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.exchange import ToTokensJourney, start_to_heads
-from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.executor.relayout import prepare_relayout
@@ -112,38 +109,3 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
     prepare_gathering(plan.attend, node, device)
     if plan.attend.num_nodes > 1 and plan.attend.schedule != "p2p":
         _ = plan.attend.traffic
-
-
-class Agreeable(Protocol):
-    """What ranks can compare: a plan, or the plans of a whole batch."""
-
-    @property
-    def cp_size(self) -> int: ...
-    def fingerprint(self) -> bytes: ...
-    def describe(self) -> list[str]: ...
-
-
-def check_agreement(plan: Agreeable, group: RankGroup | dist.ProcessGroup | None) -> None:
-    """Fails on every rank unless all ranks made the same plan. One 16-byte exchange on the host; call it once a plan.
-
-    Raises:
-        ArgumentError: the group has another number of ranks than the plan.
-        PlanMismatchError: with the lines in which the first differing rank's plan departs from rank 0's.
-    """
-    ranks = as_rank_group(group, plan.cp_size)
-    prints = ranks.all_gather_bytes(plan.fingerprint())
-    if len(set(prints)) == 1:
-        return
-    descriptions = ranks.all_gather_object(plan.describe())
-    other = next(rank for rank, fingerprint in enumerate(prints) if fingerprint != prints[0])
-    here, there = descriptions[0], descriptions[other]
-    here, there = here + [""] * (len(there) - len(here)), there + [""] * (len(here) - len(there))
-    lines = [
-        f"  rank 0: {a or 'nothing'}\n  rank {other}: {b or 'nothing'}"
-        for a, b in zip(here, there, strict=True)
-        if a != b
-    ]
-    raise PlanMismatchError(
-        f"the ranks made different plans (rank {other} differs from rank 0); every rank must plan from the same "
-        "document lengths and options:\n" + "\n".join(lines)
-    )

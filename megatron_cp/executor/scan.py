@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp.executor.chain import Scan
 from megatron_cp.executor.groups import Pending, RankGroup
-from megatron_cp.executor.wire import Wire, over
+from megatron_cp.executor.wire import Wire, direction, over
 
 
 class LocalScan(ABC):
@@ -134,7 +134,9 @@ class _Maps:
         )
         if messages:
             torch.cat(messages, out=self.sent)
-        return self.group.start_all_to_all(self.received, self.sent, traffic)
+        return self.group.start_all_to_all(
+            self.received, self.sent, traffic, f"maps of segments, {direction(forward=forward)}"
+        )
 
     def fold(self) -> Tensor:
         """Waits, and composes the maps: the state before (the gradient of the state after) each waiting segment.

@@ -25,6 +25,8 @@ from megatron_cp.executor.groups import Message, Pending
 from megatron_cp.executor.schedule import Attend, Gathering, HeadChunk
 from megatron_cp.executor.wire import Wire
 
+_GATHERED = "keys and values of other ranks"  # the step, as errors name it
+
 Keys = tuple[Tensor, Tensor]  # `[s, (b,) g, d]` keys and `[s, (b,) g, v]` values of a chunk's heads
 
 
@@ -119,7 +121,7 @@ class Rotation(Transfers):
         (chunk,), last = self.chunks, self.step.num_nodes - 1
         block = pack(self.k, self.v, self.buffers)
         for stage in range(last):
-            following, ahead = self._pass_on(block, stage)
+            following, ahead = self._pass_on(block, stage, "keys and values")
             yield stage, chunk, unpack(block, self.k, self.v)
             ahead.wait()
             self.buffers.give(block)
@@ -135,7 +137,7 @@ class Rotation(Transfers):
             gradient.add_(self._arrived())
             self.buffers.give(self._gradient)  # before there is room for the next
         self._sent = gradient
-        self._gradient, self._on_the_way = self._pass_on(gradient, stage)
+        self._gradient, self._on_the_way = self._pass_on(gradient, stage, "gradients of keys and values")
 
     def collect(self, dk: Tensor, dv: Tensor) -> None:
         for target, source in zip((dk, dv), unpack(self._arrived(), self.k, self.v), strict=True):
@@ -147,13 +149,15 @@ class Rotation(Transfers):
         self.buffers.give(self._sent)
         return self._gradient
 
-    def _pass_on(self, block: Tensor, stage: int) -> tuple[Tensor, Pending]:
+    def _pass_on(self, block: Tensor, stage: int, what: str) -> tuple[Tensor, Pending]:
         """Sends a stage's block on, and starts to receive the block that the node before has in that stage."""
         size, source = self.step.num_nodes, self.step.source(self.node, stage + 1)
         rows = int(self.step.keys.token_counts[source])
         following = self.buffers.take_like(block, rows, *block.shape[1:])
         pending = self.group.start_messages(
-            [Message(block.view(-1), (self.node + 1) % size)], [Message(following.view(-1), (self.node - 1) % size)]
+            [Message(block.view(-1), (self.node + 1) % size)],
+            [Message(following.view(-1), (self.node - 1) % size)],
+            f"{what} of stage {stage + 1} of {size}",
         )
         return following, pending
 
@@ -187,7 +191,9 @@ class Gather(Transfers):
             gradient = self._reordered(gradient, self._index("returned"))
         received = self._take(gathering.send_rows.size, chunk)
         traffic = self.step.traffic.reversed().times(received.shape[1:].numel())
-        pending = self.group.start_all_to_all(received.view(-1), gradient.view(-1), traffic)
+        pending = self.group.start_all_to_all(
+            received.view(-1), gradient.view(-1), traffic, "gradients of gathered keys and values"
+        )
         self._returning.append((chunk, received, gradient, pending))
 
     def collect(self, dk: Tensor, dv: Tensor) -> None:
@@ -220,14 +226,15 @@ class Gather(Transfers):
             for target, source in zip(unpack(share[: len(self.k)], *own), own, strict=True):
                 target.copy_(source)
             received = self._take(self.step.num_nodes * longest, chunk)
-            return received, share, self.group.start_all_gather(received.view(-1), share.view(-1))
+            pending = self.group.start_all_gather(received.view(-1), share.view(-1), _GATHERED)
+            return received, share, pending
         gathering = self._gathering
         sent = self._take(gathering.send_rows.size, chunk)
         for target, source in zip(unpack(sent, *own), own, strict=True):
             torch.index_select(source, 0, self._index("send_rows"), out=target)
         received = self._take(gathering.tokens.size, chunk)
         traffic = self.step.traffic.times(sent.shape[1:].numel())
-        return received, sent, self.group.start_all_to_all(received.view(-1), sent.view(-1), traffic)
+        return received, sent, self.group.start_all_to_all(received.view(-1), sent.view(-1), traffic, _GATHERED)
 
     def _arranged(self, received: Tensor) -> Tensor:
         """What arrived, in stream order."""

@@ -33,12 +33,14 @@ class Wire:
     Args:
         group: the ranks.
         transport: the road.
+        operation: what the plan is of, for errors.
     """
 
-    def __init__(self, group: RankGroup, transport: Transport = COLLECTIVE) -> None:
+    def __init__(self, group: RankGroup, transport: Transport = COLLECTIVE, operation: str = "") -> None:
         if transport.hosts and len(transport.hosts) != group.size:
             raise ArgumentError("hosts", transport.hosts, f"the host of each of the {group.size} ranks")
         self.group, self.transport = group, transport
+        self.operation = operation
         self.rank, self.size = group.rank, group.size
 
     @property
@@ -47,10 +49,15 @@ class Wire:
 
     def part(self, ranks: range) -> Wire:
         """The road among some of the ranks, this one among them."""
-        return self if len(ranks) == self.size else Wire(self.group.part(ranks), self.transport.part(ranks))
+        return (
+            self
+            if len(ranks) == self.size
+            else Wire(self.group.part(ranks), self.transport.part(ranks), self.operation)
+        )
 
-    def start_all_to_all(self, received: Tensor, sent: Tensor, traffic: Traffic) -> Pending:
+    def start_all_to_all(self, received: Tensor, sent: Tensor, traffic: Traffic, step: str = "") -> Pending:
         """Piece r of flat `sent` goes to rank r, and piece r of flat `received` comes from it."""
+        self._enter(step)
         sent_splits, received_splits = traffic.sent_by(self.rank), traffic.received_by(self.rank)
         if self.transport.name == "collective":
             return self.group.start_all_to_all(received, sent, received_splits, sent_splits)
@@ -59,8 +66,9 @@ class Wire:
             return self._start_rounds(incoming, outgoing)
         return _TwoHops(self.group, self.transport, incoming, outgoing, traffic, sent)
 
-    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+    def start_all_gather(self, received: Tensor, sent: Tensor, step: str = "") -> Pending:
         """Fills flat `received` with every rank's flat `sent`, in rank order; all ranks send equally much."""
+        self._enter(step)
         if self.transport.name == "collective":
             return self.group.start_all_gather(received, sent)
         incoming = received.split([sent.numel()] * self.size)
@@ -68,15 +76,25 @@ class Wire:
             return self._start_rounds(incoming, [sent] * self.size)
         return _SharesByTwoHops(self.group, self.transport, incoming, sent)
 
-    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message], step: str = "") -> Pending:
         """As the group does: a message has one road only."""
+        self._enter(step)
         return self.group.start_messages(sends, receives)
+
+    def _enter(self, step: str) -> None:
+        """Tells the group what it is used for from now on."""
+        self.group.activity = ", ".join(word for word in (self.operation, step) if word)
 
     def _start_rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Pending:
         incoming[self.rank].copy_(outgoing[self.rank])
         met = [partner(self.rank, self.size, number) for number in range(num_rounds(self.size))]
         pairs = [[] if p is None else [(Message(outgoing[p], p), Message(incoming[p], p))] for p in met]
         return _Rounds(self.group, pairs)
+
+
+def direction(*, forward: bool) -> str:
+    """The word for it."""
+    return "forward" if forward else "backward"
 
 
 def over(group: RankGroup | Wire) -> Wire:
@@ -88,7 +106,7 @@ class _Rounds(Pending):
     """Pairs that talk both ways, some rounds at a time; a rank with a bye says nothing in its round."""
 
     def __init__(self, group: RankGroup, rounds: list[list[tuple[Message, Message]]]) -> None:
-        self._group, self._ahead = group, deque(rounds)
+        self._group, self._ahead, self._activity = group, deque(rounds), group.activity
         self._under_way: deque[Pending] = deque()
         for _ in range(min(ROUNDS_IN_FLIGHT, len(rounds))):
             self._start_next()
@@ -96,6 +114,7 @@ class _Rounds(Pending):
     def _start_next(self) -> None:
         pairs = self._ahead.popleft()
         sends, receives = [sent for sent, _ in pairs], [received for _, received in pairs]
+        self._group.activity = self._activity  # others may have been started meanwhile
         self._under_way.append(self._group.start_messages(sends, receives))
 
     def wait(self) -> None:
@@ -141,6 +160,7 @@ class _TwoHops(Pending):
         traffic: Traffic, sent: Tensor,
     ) -> None:  # fmt: skip
         self._group, self._incoming, self._counts, self._like = group, incoming, traffic.counts, sent
+        self._activity = group.activity
         self._hosts = hosts = _hosts_of(group.rank, transport.hosts)
         self._taken: list[Tensor] = []
         incoming[group.rank].copy_(outgoing[group.rank])
@@ -177,6 +197,7 @@ class _TwoHops(Pending):
             bundle = self._room(sum(sizes))
             receives.append(Message(bundle, peer))
             arrived += list(zip(sources, bundle.split(sizes), strict=True))
+        self._group.activity = self._activity
         self._group.start_messages(sends, receives).wait()
         for source, piece in arrived:
             self._incoming[source].copy_(piece)
@@ -205,7 +226,7 @@ class _SharesByTwoHops(Pending):
     """An all-gather likewise: each share goes to each other host once."""
 
     def __init__(self, group: RankGroup, transport: Transport, incoming: Sequence[Tensor], sent: Tensor) -> None:
-        self._group, self._incoming = group, incoming
+        self._group, self._incoming, self._activity = group, incoming, group.activity
         self._hosts = hosts = _hosts_of(group.rank, transport.hosts)
         incoming[group.rank].copy_(sent)
         self._peers = [rank for rank in hosts.home if rank != group.rank]
@@ -218,6 +239,7 @@ class _SharesByTwoHops(Pending):
 
     def wait(self) -> None:
         self._pending.wait()
+        self._group.activity = self._activity
         self._group.start_messages(
             [Message(self._incoming[source], peer) for peer in self._peers for source in self._through],
             [Message(self._incoming[source], peer) for peer in self._peers for source in self._hosts.through(peer)],

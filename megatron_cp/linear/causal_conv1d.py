@@ -50,6 +50,7 @@ def causal_conv1d(
     if activation not in (None, "silu", "swish"):
         raise ArgumentError("activation", activation, "silu, swish or None")
     share.check_kernels()
+    share.agree("causal_conv1d", {"x": x, "weight": weight, "bias": bias}, activation=activation)
 
     def conv(own: Share, *arrived: Tensor) -> list[Tensor]:
         return own.convolved(arrived, taps, bias, count=1, silu=activation is not None)

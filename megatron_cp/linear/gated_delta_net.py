@@ -61,6 +61,10 @@ def gated_delta_rule(
         check_tensor(name, tensor, (share.rows, blocks[2].num_heads), like=v)
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
+    share.agree(
+        "gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
 
     def gates(_: Share, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
@@ -127,6 +131,19 @@ def gated_delta_net(
     check_tensor("dt_bias", dt_bias, (heads,), like=qkv)
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
+    share.agree(
+        "gated_delta_net",
+        {
+            "qkv": qkv,
+            "beta": beta,
+            "alpha": alpha,
+            "conv": conv,
+            "conv_bias": conv_bias,
+            "A_log": A_log,
+            "dt_bias": dt_bias,
+        },
+        scale=scale,
+    )
 
     def gates(own: Share, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
         wide, tokens = torch.promote_types(alpha.dtype, torch.float32), len(alpha)

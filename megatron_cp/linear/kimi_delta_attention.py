@@ -62,6 +62,10 @@ def kda(
     check_tensor("beta", beta, (share.rows, blocks[2].num_heads), like=v)
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
+    share.agree(
+        "kda", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
 
     def gates(_: Share, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
@@ -134,6 +138,12 @@ def kda_mixer(
         raise ArgumentError("lower_bound", lower_bound, "a number below 0, or None")
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
+    share.agree(
+        "kda_mixer",
+        {"qkv": qkv, "g": g, "beta": beta, "conv": conv, "conv_bias": conv_bias, "A_log": A_log, "dt_bias": dt_bias},
+        scale=scale,
+        lower_bound=lower_bound,
+    )
 
     def gates(own: Share, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         wide, tokens = torch.promote_types(g.dtype, torch.float32), len(g)

@@ -72,6 +72,12 @@ def mamba2(
     skip = _checked_skip(D, blocks[0], x)
     _check_limit(dt_limit)
     share.check_kernels()
+    share.agree(
+        "mamba2",
+        {"x": x, "B": B, "C": C, "dt": dt, "A": A, "D": D, "dt_bias": dt_bias},
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+    )
 
     def gates(own: Share, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
         wide = torch.promote_types(dt.dtype, torch.float32)
@@ -137,6 +143,8 @@ def mamba2_mixer(
     skip = _checked_skip(D, blocks[0], xBC)
     _check_limit(dt_limit)
     share.check_kernels()
+    parameters = {"conv": conv, "conv_bias": conv_bias, "A_log": A_log, "D": D, "dt_bias": dt_bias}
+    share.agree("mamba2_mixer", {"xBC": xBC, "dt": dt, **parameters}, dt_limit=dt_limit)
 
     def gates(own: Share, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
         wide = torch.promote_types(dt.dtype, torch.float32)

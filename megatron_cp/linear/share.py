@@ -8,7 +8,7 @@ convolution, its gates, its rule) are written once, against this.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
+from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_tensor
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.groups import RankGroup, as_rank_group
@@ -60,7 +61,7 @@ class Share:
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
-        self.wire = Wire(self.ranks, plan.transport)
+        self.wire = Wire(self.ranks, plan.transport, f"{plan.kind} ({plan.scheme})")
         self._of_chunk(0, values.dtype, values.device)
 
     def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Share:
@@ -87,6 +88,10 @@ class Share:
             if self.plan.kind != "conv1d":
                 choose_rule(self.kernel, call)
             choose_conv(self.kernel, call)
+
+    def agree(self, operation: str, tensors: Mapping[str, Tensor | None], **options: Any) -> None:
+        """Raises on every rank if another one calls the operation differently."""
+        agree_on_call(self.ranks, [self.plan], operation, tensors, {**options, "kernel": self.kernel})
 
     def run(
         self, tensors: list[Tensor], *, conv: Stage, gates: Stage | None = None, rule: Stage | None = None

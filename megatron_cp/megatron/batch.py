@@ -16,8 +16,9 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, as_rank_group
-from megatron_cp.executor.run import check_agreement, prepare
+from megatron_cp.executor.run import prepare
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import BatchPlan, Slot
 from megatron_cp.softmax.attention import prepare_attention

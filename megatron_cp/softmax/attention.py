@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.attend import attend, attend_backward, head_by_head
 from megatron_cp.executor.groups import RankGroup, as_rank_group
@@ -71,7 +72,9 @@ def attention(
     """
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
     own = _Own(plan, group, q, sink, kernel, options)
-    return own.run(own.checked(q, k, v))
+    tensors = own.checked(q, k, v)
+    own.agree("attention", q, k, v)
+    return own.run(tensors)
 
 
 def projected_attention(
@@ -126,6 +129,7 @@ def projected_attention(
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
     own = _Own(plan, group, first[0], sink, kernel, options)
     made = own.checked(*first, chunk=0)
+    own.agree("projected_attention", *first)
 
     def inputs(chunk: int) -> list[Tensor]:
         return own.checked(*projected(chunk), chunk=chunk) if chunk else made
@@ -146,6 +150,7 @@ class _Own:
     ) -> None:  # fmt: skip
         check_plan(plan, "attention", "plan_attention")
         self.plan, self.ranks, self.sink = plan, as_rank_group(group, plan.cp_size), sink
+        self.kernel_name = kernel
         if not isinstance(q, Tensor):
             raise ArgumentError("q", q, "a tensor")
         self.like = q
@@ -154,6 +159,20 @@ class _Own:
             check_tensor("sink", sink, (plan.sections.blocks[0].num_heads,), like=q)
         self.kernel = choose_kernel(KERNELS, kernel, self.call)
         self.exchanged = any(isinstance(step, ToHeads) for step in plan.steps)
+
+    def agree(self, operation: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Raises on every rank if another one calls differently."""
+        call, sink = self.call, self.sink
+        numbers = {"softmax_scale": call.scale, "softcap": call.softcap, "dropout": call.dropout}
+
+        def once() -> dict[str, Any]:
+            values = {} if sink is None else {"values of sink": sink.detach().cpu().double().tolist()}
+            return {**values, **({"seed": call.seed} if call.dropout else {})}
+
+        agree_on_call(
+            self.ranks, [self.plan], operation, {"q": q, "k": k, "v": v, "sink": sink},
+            {**numbers, "kernel": self.kernel_name}, once,
+        )  # fmt: skip
 
     def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
         """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""
@@ -169,7 +188,7 @@ class _Own:
 
     def run(self, inputs: Inputs) -> Tensor:
         """The plan's steps. Returns `[t, (b,) heads, value_head_dim]`."""
-        wire = Wire(self.ranks, self.plan.transport)
+        wire = Wire(self.ranks, self.plan.transport, f"attention ({self.plan.scheme})")
         lanes = self.plan.ulysses_degree
         node, lane = divmod(self.ranks.rank, lanes)
         along = wire.part(range(lane, self.ranks.size, lanes))

@@ -106,7 +106,7 @@ def _leaves_device(name: str, args: Sequence[Any], result: Any) -> bool:
 class _WatchedGroup(RankGroup):
     def __init__(self, group: RankGroup, counters: Counters) -> None:
         self.group, self.counters = group, counters
-        self.rank, self.size = group.rank, group.size
+        self.rank, self.size, self.agreed = group.rank, group.size, group.agreed
 
     def _once[T](self, call: Callable[..., T], *args: Any) -> T:
         seen = self.counters.collectives

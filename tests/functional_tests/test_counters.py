@@ -6,6 +6,7 @@ import torch
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.pack import like_rows
 from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.exchange import to_heads
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
@@ -69,6 +70,7 @@ def test_documents_within_ranks_send_nothing_chunkwise(layer):
 def bytes_of_layer(group, case):
     """What this rank's collectives send to others, forward and backward."""
     problem, plan = draw(case), case.plan()
+    compare_calls(group, False)  # what a plan costs once is not part of it
     counting = CountingGroup(group)
     inputs = [plan.layout.shard(x, group.rank).requires_grad_() for x in problem.inputs.values()]
     out = OPERATIONS[case.layer](*inputs, plan, counting, **problem.parameters)

@@ -69,7 +69,7 @@ class Checking(RankGroup):
 
     def __init__(self, inner, lying):
         self.inner, self.rank, self.size, self.buffers = inner, inner.rank, inner.size, Watched()
-        self.lying, self.sent = lying, 0
+        self.agreed, self.lying, self.sent = inner.agreed, lying, 0
 
     def check(self, tensor, call):
         pooled = address(tensor) in self.buffers._taken

@@ -15,6 +15,7 @@ from megatron_cp.exchange import pack
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.coding import decode, encode
+from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.memory import buffer_bytes
@@ -122,6 +123,7 @@ def test_the_plan_says_what_is_started_and_sent(layer, codec, chunks):
     plan = case.plan()
 
     def rank_main(inner: RankGroup) -> tuple[Counter[str], int]:
+        compare_calls(inner, False)  # what a plan costs once is not part of it
         group = CountingGroup(inner)
         run_layer(group, case)
         return group.calls, group.bytes_sent

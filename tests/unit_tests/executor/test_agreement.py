@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 import megatron_cp as cp
 from megatron_cp.errors import PlanMismatchError
+from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.plan import Plan
-from megatron_cp.executor.run import check_agreement
 
 LENGTHS = (7, 1, 13, 2)
 SIZE = 3
@@ -132,3 +134,121 @@ def test_rejects_a_group_that_is_not_the_plans():
     for group in (None, ThreadGroup.create(2)[0]):
         with pytest.raises(cp.ArgumentError, match="group"):
             check_agreement(attention_plan(), group)
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+def calls(group: RankGroup, odd: dict[str, Any], repeat: int = 1) -> str:
+    """What a rank is told when rank 1 calls attention with other options."""
+    options: dict[str, Any] = {"dropout": 0.0, "kernel": "reference"} | (odd if group.rank == 1 else {})
+    plan = attention_plan()
+    rows, shape = int(plan.layout.row_counts[group.rank]), options.pop("batch", ())
+    dtype, needs = options.pop("dtype", torch.float32), options.pop("needs_gradient", True)
+    q, k, v = (torch.ones(rows, *shape, heads, 4, dtype=dtype, requires_grad=needs) for heads in (6, 3, 3))
+    with torch.set_grad_enabled(options.pop("grad", True)):
+        try:
+            for _ in range(repeat):
+                cp.attention(q, k, v, plan, group, **options)
+        except cp.CallMismatchError as error:
+            return str(error)
+    return ""
+
+
+ODD_CALLS = {
+    "type": ({"dtype": torch.float64}, "q: float32 [rows, 6, 4], needs a gradient", "q: float64"),
+    "batch": ({"batch": (2,)}, "q: float32 [rows, 6, 4]", "q: float32 [rows, 2, 6, 4]"),
+    "scale": ({"softmax_scale": 2.0}, "softmax_scale: 0.5", "softmax_scale: 2.0"),
+    "cap": ({"softcap": 30.0}, "softcap: 0.0", "softcap: 30.0"),
+    "sink": ({"sink": torch.zeros(6)}, "sink: None", "sink: float32"),
+    "dropout": ({"dropout": 0.5}, "dropout: 0.0", "dropout: 0.5"),
+    "kernel": ({"kernel": "auto"}, "kernel: 'reference'", "kernel: 'auto'"),
+    "grad mode": ({"grad": False}, "gradients: on", "gradients: off"),
+    "frozen inputs": ({"needs_gradient": False}, "q: float32 [rows, 6, 4], needs a gradient", "no gradient"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_CALLS)
+def test_rejects_calls_that_differ_on_every_rank_showing_both(name: str):
+    odd, at_rank_0, at_rank_1 = ODD_CALLS[name]
+    messages = run_ranks(calls, SIZE, odd, timeout=30)
+    assert len(set(messages)) == 1
+    assert "the ranks call attention in different ways" in messages[0]
+    assert _shown(messages[0], 0, at_rank_0)
+    assert _shown(messages[0], 1, at_rank_1)
+
+
+def test_rejects_sinks_and_seeds_of_other_values():
+    def rank_main(group: RankGroup, options: list[dict[str, Any]]) -> None:
+        plan = attention_plan()
+        q, k, v = (torch.ones(int(plan.layout.row_counts[group.rank]), heads, 4) for heads in (6, 3, 3))
+        with pytest.raises(cp.CallMismatchError, match=r"values of sink|seed: 1"):
+            cp.attention(q, k, v, plan, group, **options[group.rank])
+
+    run_ranks(rank_main, SIZE, [{"sink": torch.full((6,), float(rank))} for rank in range(SIZE)], timeout=30)
+    run_ranks(rank_main, SIZE, [{"dropout": 0.5, "seed": rank} for rank in range(SIZE)], timeout=30)
+
+
+LINEAR_CALLS: dict[str, Callable[..., Tensor]] = {
+    "gated_delta_rule": lambda group, odd: cp.gated_delta_rule(
+        *(_linear_input(group, 4) for _ in "qkv"), _linear_input(group), _linear_input(group), linear_plan(), group,
+        scale=2.0 if odd else None,
+    ),
+    "gather": lambda group, odd: cp.gather(_linear_input(group), linear_plan().layout, group, same_loss=odd),
+    "relayout": lambda group, odd: cp.relayout(
+        _linear_input(group).to(torch.float64 if odd else torch.float32), linear_plan().layout,
+        cp.Layout.contiguous(cp.Packing(LENGTHS), SIZE), group,
+    ),
+}  # fmt: skip
+
+
+def _linear_input(group: RankGroup, *features: int) -> Tensor:
+    return torch.ones(int(linear_plan().layout.row_counts[group.rank]), 6, *features)
+
+
+@pytest.mark.parametrize("operation", LINEAR_CALLS)
+def test_rejects_other_operations_called_differently(operation: str):
+    def rank_main(group: RankGroup) -> None:
+        with pytest.raises(cp.CallMismatchError, match=f"the ranks call {operation} in different ways"):
+            LINEAR_CALLS[operation](group, group.rank == 1)
+
+    run_ranks(rank_main, SIZE, timeout=30)
+
+
+def messages_sent(group: ThreadGroup, prepare: Callable[[Plan, ThreadGroup], None]) -> list[int]:
+    """The all-gathers of two calls with one plan."""
+    gathered, plan = [], attention_plan()
+    prepare(plan, group)
+    all_gather, counts = group.start_all_gather, []
+    group.start_all_gather = lambda received, sent: gathered.append(sent.nbytes) or all_gather(received, sent)
+    q, k, v = (torch.ones(int(plan.layout.row_counts[group.rank]), heads, 4) for heads in (6, 3, 3))
+    for _ in range(2):
+        cp.attention(q, k, v, plan, group)
+        counts.append(sum(gathered))
+        gathered.clear()
+    return counts
+
+
+def test_a_plan_and_a_kind_of_call_are_compared_once():
+    assert run_ranks(messages_sent, SIZE, lambda plan, group: None) == [[16, 0]] * SIZE
+
+
+def test_a_plan_that_was_compared_costs_nothing_in_a_call_that_was_made_before():
+    def prepare(plan: Plan, group: ThreadGroup) -> None:
+        q, k, v = (torch.ones(int(plan.layout.row_counts[group.rank]), heads, 4) for heads in (6, 3, 3))
+        cp.attention(q, k, v, attention_plan(mask="full"), group)  # the same call of another plan
+        check_agreement(plan, group)
+
+    assert run_ranks(messages_sent, SIZE, prepare) == [[0, 0]] * SIZE
+
+
+def test_comparing_calls_can_be_turned_off():
+    assert run_ranks(messages_sent, SIZE, lambda plan, group: cp.compare_calls(group, False)) == [[0, 0]] * SIZE
+
+
+def test_rejects_tokens_or_seeds_that_differ():
+    def rank_main(group: RankGroup) -> None:
+        with pytest.raises(PlanMismatchError, match=r"rank 0: tokens and seed: 7\n  rank 2: tokens and seed: 8"):
+            check_agreement(attention_plan(), group, seed=7 + (group.rank == 2))
+
+    run_ranks(rank_main, SIZE, timeout=30)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,6 +44,19 @@ def kill_rank_1(group: RankGroup) -> None:
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     group.barrier()
+
+
+def end_without_a_word(group: RankGroup) -> None:
+    if group.rank == 1:
+        os._exit(0)
+    never_come()
+
+
+def stop_rank_1(group: RankGroup, folder: str) -> None:
+    (Path(folder) / str(group.rank)).write_text(str(os.getpid()))
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    never_come()
 
 
 def refuse_on_rank_1(group: RankGroup) -> None:
@@ -190,6 +208,52 @@ def test_a_refusal_of_a_process_arrives_as_itself():
 def test_process_that_is_killed_is_named():
     with pytest.raises(RankError, match="rank 1 of 2 was killed; this machine may be out of memory"):
         run_ranks(kill_rank_1, 2, kind="processes", timeout=None)
+
+
+def test_process_that_ends_without_a_result_is_an_error():
+    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 0 and no result"):
+        run_ranks(end_without_a_word, 2, kind="processes", timeout=None)
+
+
+def test_no_rank_outlives_the_process_that_started_it_even_stopped(tmp_path):
+    program = (
+        "from megatron_cp.executor.launch import run_ranks\n"
+        "from tests.unit_tests.executor.test_launch import stop_rank_1\n"
+        "if __name__ == '__main__':\n"
+        f"    run_ranks(stop_rank_1, 2, {str(tmp_path)!r}, kind='processes', timeout=None)\n"
+    )
+    script = tmp_path / "caller.py"
+    script.write_text(program)
+    root = str(Path(__file__).parents[3])
+    caller = subprocess.Popen([sys.executable, str(script)], env={**os.environ, "PYTHONPATH": root})
+    try:
+        notes = [tmp_path / str(rank) for rank in range(2)]
+        ranks = [int(_soon(note.read_text)) for note in notes]
+        _soon(lambda: _state(ranks[1]) == "T")
+    finally:
+        caller.kill()
+        caller.wait()
+    _soon(lambda: all(_state(rank) in ("", "Z") for rank in ranks))
+
+
+def _soon[T](look: Callable[[], T], seconds: float = 120.0) -> T:
+    """What `look` returns as soon as that is something."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            found = look()
+            if found:
+                return found
+        time.sleep(0.05)
+    raise AssertionError(f"not within {seconds} s")
+
+
+def _state(process: int) -> str:
+    """The letter that Linux has for it: T where it is stopped, Z where it has ended, nothing where it is gone."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])

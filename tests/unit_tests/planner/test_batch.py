@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megatron_cp.errors import ArgumentError, PlanMismatchError
+from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.run import check_agreement
 from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot

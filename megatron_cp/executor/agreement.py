@@ -1,0 +1,159 @@
+"""Ranks compare what they are about to do: plans, and how operations are called.
+
+A plan and a call are compared once: 16 bytes a rank, on the host. What was compared before costs a look-up. Without
+this, ranks that disagree would wait for each other for ever, or return numbers of neither's settings.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.errors import CallMismatchError, PlanMismatchError, checked_boolean
+from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.plan import Plan
+from megatron_cp.layout import Layout
+
+
+class Agreeable(Protocol):
+    """What ranks can compare: a plan, a layout, or the plans of a whole batch."""
+
+    @property
+    def cp_size(self) -> int: ...
+    def describe(self) -> list[str]: ...
+
+
+def check_agreement(plan: Agreeable, group: RankGroup | dist.ProcessGroup | None, *, seed: int | None = None) -> None:
+    """Fails on every rank unless all ranks made the same plan. One 16-byte exchange on the host; call it once a plan.
+
+    An operation does it by itself when it is first called with a plan. A plan that was compared before is not compared
+    again there, so that a batch's plans can be compared together and ahead of its first layer.
+
+    Args:
+        plan: a plan, or a `BatchPlan`.
+        group: its ranks.
+        seed: any number that must be equal on all ranks too, such as one that stands for the batch's tokens.
+
+    Raises:
+        ArgumentError: the group has another number of ranks than the plan.
+        PlanMismatchError: with the lines in which the first differing rank's plan departs from rank 0's.
+    """
+    ranks = as_rank_group(group, plan.cp_size)
+    lines = [*plan.describe(), *([] if seed is None else [f"tokens and seed: {seed}"])]
+    _compare(ranks, lines, "comparison of plans", PlanMismatchError, _DIFFERENT_PLANS)
+    _remember(ranks, plan)
+
+
+def compare_calls(group: RankGroup | dist.ProcessGroup, compare: bool) -> None:
+    """Says whether the ranks of a group compare how operations are called; they do, unless told otherwise.
+
+    Every rank must say the same. Without the comparison, ranks that call an operation in different ways (another scale,
+    type or kernel, gradients on some ranks only) wait for each other, or return wrong numbers.
+    """
+    checked_boolean("compare", compare)
+    ranks = group if isinstance(group, RankGroup) else as_rank_group(group, dist.get_world_size(group))
+    ranks.agreed.compares_calls = compare
+
+
+def agree_on_call(
+    ranks: RankGroup,
+    subjects: Sequence[Plan | Layout],
+    operation: str,
+    tensors: Mapping[str, Tensor | None],
+    options: Mapping[str, Any],
+    once: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
+    """Fails on every rank unless all ranks make the same call. Costs an exchange for a new plan or kind of call only.
+
+    Args:
+        ranks: of the group.
+        subjects: the plan, or the layouts.
+        operation: its name.
+        tensors: inputs and parameters; their types, their shapes but for rows, and whether they need gradients count.
+        options: numbers and names.
+        once: more of what must be equal, looked at only when ranks compare: what changes from call to call, or has to
+            be read from a device.
+
+    Raises:
+        CallMismatchError: with the lines in which the first differing rank's call departs from rank 0's.
+    """
+    agreed = ranks.agreed
+    if ranks.size == 1 or not agreed.compares_calls:
+        return
+    grad = torch.is_grad_enabled()
+    of_tensors = tuple((name, x if x is None else _kind(x, grad)) for name, x in tensors.items())
+    call = (operation, of_tensors, tuple(options.items()), grad)
+    if call in agreed and all(_key(subject) in agreed for subject in subjects):
+        return
+    lines = [
+        f"operation: {operation}",
+        *(f"{name}: {'None' if kind is None else _words(kind)}" for name, kind in of_tensors),
+        *(f"{name}: {value!r}" for name, value in options.items()),
+        *(f"{name}: {value!r}" for name, value in once().items()),
+        f"gradients: {'on' if grad else 'off'}",
+    ]
+    ranks.detail = "; ".join([operation, *lines[1:]])
+    lines += [line for subject in subjects for line in subject.describe()]
+    _compare(ranks, lines, "comparison of calls", CallMismatchError, f"the ranks call {operation} in different ways")
+    for subject in subjects:
+        _remember(ranks, subject)
+    agreed.add(call)
+
+
+_DIFFERENT_PLANS = (
+    "the ranks made different plans ({other} differs from rank 0); every rank must plan from the same document lengths "
+    "and options"
+)
+
+
+def _kind(tensor: Tensor, grad: bool) -> tuple[torch.dtype, torch.Size, bool]:
+    return tensor.dtype, tensor.shape[1:], grad and tensor.requires_grad
+
+
+def _words(kind: tuple[torch.dtype, torch.Size, bool]) -> str:
+    dtype, features, needs_gradient = kind
+    shape = ", ".join(["rows", *map(str, features)])
+    return f"{str(dtype).removeprefix('torch.')} [{shape}], {'needs a' if needs_gradient else 'no'} gradient"
+
+
+def _key(subject: Plan | Layout) -> bytes:
+    """16 bytes that stand for a plan or a layout, made once."""
+    made: bytes = subject.table("agreement", lambda: _digest(subject.describe()))
+    return made
+
+
+def _remember(ranks: RankGroup, subject: Agreeable) -> None:
+    """The ranks have compared a plan, so that its layouts need no comparison either."""
+    plans = [subject] if isinstance(subject, Plan) else getattr(subject, "plans", [])
+    layouts = [subject] if isinstance(subject, Layout) else []
+    for plan in plans:
+        ranks.agreed.add(_key(plan))
+        layouts += [plan.layout] if plan.outer is None else [plan.layout, plan.outer]
+    for layout in layouts:
+        ranks.agreed.add(_key(layout))
+
+
+def _digest(lines: Sequence[str]) -> bytes:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).digest()
+
+
+def _compare(ranks: RankGroup, lines: list[str], activity: str, error: type[PlanMismatchError], what: str) -> None:
+    """Raises `error` on every rank unless `lines` are the same on all."""
+    ranks.activity = activity
+    digests = ranks.all_gather_bytes(_digest(lines))
+    if len(set(digests)) > 1:
+        everyones = ranks.all_gather_object(lines)
+        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+        shown = [
+            f"  rank 0: {here or 'nothing'}\n  rank {other}: {there or 'nothing'}"
+            for here, there in zip_longest(everyones[0], everyones[other])
+            if here != there
+        ]
+        raise error(f"{what.format(other=f'rank {other}')}:\n" + "\n".join(shown))
+    ranks.activity = ranks.detail = ""

@@ -1,0 +1,22 @@
+"""The ranks that talk, and how: `RankGroup` and its implementations.
+
+`TorchGroup` goes over any torch.distributed backend. Over gloo its messages are tagged (`tagged`), and a rank that
+waits in vain learns why (`stalls`). `ThreadGroup` has threads of one process as ranks; most tests use it because it
+starts in microseconds. `Part` is some ranks of either.
+"""
+
+from megatron_cp.executor.groups.base import Agreed, Message, Part, Pending, RankGroup
+from megatron_cp.executor.groups.thread_group import ThreadGroup
+from megatron_cp.executor.groups.torch_group import TorchGroup, as_rank_group, set_timeout
+
+__all__ = [
+    "Agreed",
+    "Message",
+    "Part",
+    "Pending",
+    "RankGroup",
+    "ThreadGroup",
+    "TorchGroup",
+    "as_rank_group",
+    "set_timeout",
+]

@@ -1,0 +1,201 @@
+"""`RankGroup`: the ranks of one context-parallel group, and the few ways in which they talk.
+
+What moves data is started, and waited for later: `start_all_to_all(...).wait()`. What two ranks send each other arrives
+in the order of starting, whatever is waited for first.
+"""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.buffers import Buffers
+
+
+class Message(NamedTuple):
+    """A contiguous tensor to send to, or to receive from, one rank of the group."""
+
+    tensor: Tensor
+    peer: int
+
+
+class Pending(ABC):
+    """A transfer under way. Neither what is sent nor what is received may be touched before `wait` returns."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Returns when everything has arrived (on CUDA: when it will have, for work that is queued from now on).
+
+        Raises:
+            PeerError: another rank does not answer, has ended, or does something else.
+        """
+
+
+class Agreed:
+    """What the ranks of a group have compared already: it is not compared again.
+
+    Every rank adds the same at the same time, so that all forget the same, oldest first.
+    """
+
+    _MOST = 4096
+
+    def __init__(self) -> None:
+        self.compares_calls = True
+        self._known: dict[Any, None] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._known
+
+    def add(self, key: object) -> None:
+        """Remembers something that is equal on all ranks."""
+        self._known[key] = None
+        if len(self._known) > self._MOST:
+            del self._known[next(iter(self._known))]
+
+
+class RankGroup(ABC):
+    """The ranks of one group. Every method is collective: all ranks of the group call it in the same order.
+
+    Attributes:
+        rank: this rank's place in the group.
+        size: the number of ranks.
+        activity: what this rank does with the group now, in words that are the same on every rank. Errors of waits
+            show it, and where the backend allows it, messages arrive in the activity that they were sent in, or not.
+        detail: more about it, for errors alone; may differ from rank to rank.
+    """
+
+    rank: int
+    size: int
+    activity: str = ""
+    detail: str = ""
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        """What this rank sends from, and receives what is read once in."""
+        return Buffers()
+
+    @cached_property
+    def agreed(self) -> Agreed:
+        """What the ranks have compared."""
+        return Agreed()
+
+    @abstractmethod
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
+        """Sends piece r of `sent` to rank r and fills piece r of `received` from it.
+
+        Both tensors are contiguous and flat; splits count elements and may be zero.
+        """
+
+    @abstractmethod
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        """Fills flat `received` with every rank's flat `sent`, in rank order; all ranks send equally much."""
+
+    @abstractmethod
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Starts all messages together. Messages of one pair stay in order."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns once every rank has come this far."""
+
+    def all_to_all(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
+        """`start_all_to_all`, waited for."""
+        self.start_all_to_all(received, sent, received_splits, sent_splits).wait()
+
+    def all_gather(self, received: Tensor, sent: Tensor) -> None:
+        """`start_all_gather`, waited for."""
+        self.start_all_gather(received, sent).wait()
+
+    def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """`start_messages`, waited for."""
+        self.start_messages(sends, receives).wait()
+
+    def part(self, ranks: range) -> RankGroup:
+        """This group, or the part of it that `ranks` are, this rank among them."""
+        return self if len(ranks) == self.size else Part(self, ranks)
+
+    def all_gather_bytes(self, value: bytes) -> list[bytes]:
+        """Every rank's `value`, in rank order; all ranks send equally many. For set-up: it synchronises."""
+        everyone = torch.empty(self.size * len(value), dtype=torch.uint8)
+        self.host_all_gather(everyone, torch.frombuffer(bytearray(value), dtype=torch.uint8))
+        return [piece.numpy().tobytes() for piece in everyone.split(len(value))]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's `value`, in rank order. For set-up: it pickles and it synchronises."""
+        own = pickle.dumps(value)
+        sizes = [int.from_bytes(size, "little") for size in self.all_gather_bytes(len(own).to_bytes(8, "little"))]
+        padded = self.all_gather_bytes(own.ljust(max(sizes), b"\0"))
+        return [pickle.loads(piece[:size]) for piece, size in zip(padded, sizes, strict=True)]
+
+    def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
+        """`all_gather` of host tensors, also where the group itself only moves device tensors."""
+        self.all_gather(received, sent)
+
+
+class Part(RankGroup):
+    """Some ranks of a group, talking through it: what they start, all other parts of the group start too.
+
+    Args:
+        whole: the group.
+        ranks: of the whole group, this rank among them; rank n of the part is `ranks[n]`.
+    """
+
+    def __init__(self, whole: RankGroup, ranks: range) -> None:
+        self._whole, self._ranks = whole, ranks
+        self.buffers = whole.buffers
+        self.rank, self.size = ranks.index(whole.rank), len(ranks)
+
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
+        check_splits(received, received_splits, "received_splits", self.size)
+        check_splits(sent, sent_splits, "sent_splits", self.size)
+        self._whole.activity = self.activity
+        return self._whole.start_all_to_all(received, sent, self._spread(received_splits), self._spread(sent_splits))
+
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        pieces = received.view(self.size, -1)
+        pieces[self.rank].copy_(sent)
+        return self.start_messages(
+            [Message(sent, peer) for peer in others], [Message(pieces[peer], peer) for peer in others]
+        )
+
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        self._whole.activity = self.activity
+        return self._whole.start_messages(
+            *(
+                [Message(message.tensor, self._ranks[message.peer]) for message in messages]
+                for messages in (sends, receives)
+            )
+        )
+
+    def barrier(self) -> None:
+        self._whole.barrier()
+
+    def _spread(self, splits: list[int]) -> list[int]:
+        spread = [0] * self._whole.size
+        for rank, split in zip(self._ranks, splits, strict=True):
+            spread[rank] = split
+        return spread
+
+
+def check_peers(messages: Sequence[Message], rank: int) -> None:
+    """Refuses messages to oneself."""
+    if any(message.peer == rank for message in messages):
+        raise ArgumentError("peer", rank, "another rank of the group")
+
+
+def check_splits(tensor: Tensor, splits: list[int], name: str, size: int) -> None:
+    """Refuses splits that are not the tensor's."""
+    if len(splits) != size or sum(splits) != tensor.numel():
+        raise ArgumentError(name, splits, f"{size} counts that add up to the tensor's {tensor.numel()} elements")

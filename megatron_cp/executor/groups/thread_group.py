@@ -1,0 +1,147 @@
+"""`ThreadGroup`: ranks as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_cp.errors import ArgumentError, PeerError
+from megatron_cp.executor.groups.base import Message, Pending, RankGroup, check_peers, check_splits
+
+
+class ThreadGroup(RankGroup):
+    """Ranks as threads of one process. `ThreadGroup.create(size)` makes the whole group, one member a thread.
+
+    Sent tensors are copied, as a wire would. A rank that waits longer than `timeout` seconds, or whose group was
+    aborted because another rank failed, raises `PeerError` instead of hanging; so does a rank that is sent what it did
+    not ask for.
+    """
+
+    def __init__(
+        self, rank: int, size: int, mailboxes: list[list[SimpleQueue[Any]]], aborted: threading.Event, timeout: float
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._mailboxes = mailboxes  # [sender][receiver]
+        self._awaited: list[deque[_Awaited]] = [deque() for _ in range(size)]  # by sender, in order
+        self._aborted = aborted
+        self._timeout = timeout
+
+    @classmethod
+    def create(cls, size: int, timeout: float = 60.0) -> list[ThreadGroup]:
+        if size < 1:
+            raise ArgumentError("size", size, "an integer of at least 1")
+        mailboxes: list[list[SimpleQueue[Any]]] = [[SimpleQueue() for _ in range(size)] for _ in range(size)]
+        aborted = threading.Event()
+        return [cls(rank, size, mailboxes, aborted, timeout) for rank in range(size)]
+
+    def abort(self) -> None:
+        """Makes every rank that waits, now or later, fail."""
+        self._aborted.set()
+        for row in self._mailboxes:
+            for mailbox in row:
+                mailbox.put(None)
+
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
+        check_splits(received, received_splits, "received_splits", self.size)
+        check_splits(sent, sent_splits, "sent_splits", self.size)
+        for peer, piece in enumerate(sent.split(sent_splits)):
+            self._put(piece, peer)
+        return self._arrivals(enumerate(received.split(received_splits)))
+
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        shares = [sent.numel()] * self.size
+        return self.start_all_to_all(received, sent.repeat(self.size), shares, shares)
+
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        check_peers((*sends, *receives), self.rank)
+        for message in sends:
+            self._put(message.tensor, message.peer)
+        return self._arrivals((message.peer, message.tensor) for message in receives)
+
+    def barrier(self) -> None:
+        token = torch.zeros(self.size, dtype=torch.uint8)
+        self.all_to_all(torch.empty_like(token), token, [1] * self.size, [1] * self.size)
+
+    def _put(self, piece: Tensor, peer: int) -> None:
+        with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
+            sent = _Sent(piece.detach().clone(), self.activity, self.detail)
+        self._mailboxes[self.rank][peer].put(sent)
+
+    def _arrivals(self, pieces: Iterable[tuple[int, Tensor]]) -> Pending:
+        expected = []
+        for peer, piece in pieces:
+            expected.append((peer, _Awaited(piece, self.activity, self.detail)))
+            self._awaited[peer].append(expected[-1][1])
+        return _Arrivals(self, expected)
+
+    def bring(self, piece: _Awaited, peer: int) -> None:
+        """Waits for a piece, and for those from the same rank that were started before it."""
+        while not piece.is_here:
+            first = self._awaited[peer].popleft()
+            self._take(first, peer)
+            first.is_here = True
+
+    def _take(self, awaited: _Awaited, peer: int) -> None:
+        here = f"rank {self.rank} of {self.size}, in {_words(awaited)}"
+        try:
+            arrived = None if self._aborted.is_set() else self._mailboxes[peer][self.rank].get(timeout=self._timeout)
+        except Empty:
+            raise PeerError(f"{here}: waited {self._timeout} s for rank {peer}", rank=self.rank, peer=peer) from None
+        if arrived is None:
+            raise PeerError(f"{here}: stopped, since another rank of its group failed", rank=self.rank, peer=peer)
+        found, piece = arrived.tensor, awaited.tensor
+        if found.shape != piece.shape or found.dtype != piece.dtype or arrived.activity != awaited.activity:
+            raise PeerError(
+                f"{here}: expects {_shown(piece)} from rank {peer}, which sent {_shown(found)} in {_words(arrived)}",
+                rank=self.rank, peer=peer,
+            )  # fmt: skip
+        with _disable_current_modes():
+            piece.detach().copy_(found)
+
+
+class _Sent(NamedTuple):
+    """A piece in a mailbox, and what it was sent in."""
+
+    tensor: Tensor
+    activity: str
+    detail: str
+
+
+@dataclass
+class _Awaited:
+    """A piece that will come through a mailbox, and what it is waited for in."""
+
+    tensor: Tensor
+    activity: str
+    detail: str
+    is_here: bool = False
+
+
+def _words(piece: _Sent | _Awaited) -> str:
+    return f"{piece.activity or 'a transfer of the caller'}{f' ({piece.detail})' if piece.detail else ''}"
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {tensor.dtype}"
+
+
+class _Arrivals(Pending):
+    """What the other threads of a group will have put into their mailboxes."""
+
+    def __init__(self, group: ThreadGroup, expected: list[tuple[int, _Awaited]]) -> None:
+        self._group, self._expected = group, expected
+
+    def wait(self) -> None:
+        for peer, piece in self._expected:
+            self._group.bring(piece, peer)
+        self._expected = []

@@ -1,0 +1,238 @@
+"""`TorchGroup`: the ranks of a torch.distributed process group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from megatron_cp.errors import ArgumentError, PeerError
+from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.executor.groups.base import Agreed, Message, Pending, RankGroup, check_peers, check_splits
+from megatron_cp.executor.groups.tagged import TaggedMessages
+from megatron_cp.executor.groups.thread_group import ThreadGroup
+
+
+class _Kept:
+    """What belongs to a process group for as long as it lives: an operation that is given one wraps it anew."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.buffers, self.agreed = Buffers(), Agreed()
+        # Of host tensors, where gloo moves them.
+        self.tagged = TaggedMessages(group) if "cpu:gloo" in dist.get_backend_config(group) else None
+
+
+_kept: WeakKeyDictionary[dist.ProcessGroup, _Kept] = WeakKeyDictionary()
+
+
+def _kept_of(group: dist.ProcessGroup) -> _Kept:
+    found = _kept.get(group)
+    if found is None:
+        found = _kept[group] = _Kept(group)
+    return found
+
+
+def set_timeout(seconds: float) -> None:
+    """Limits how long this process waits for another rank, in every process group that it has.
+
+    For after the first step of a job, in which ranks import and compile at different speeds.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        tagged = _kept_of(group).tagged
+        if tagged is not None:
+            tagged.timeout = seconds  # messages from rank to rank keep the limit that the group was made with
+
+
+class TorchGroup(RankGroup):
+    """A torch.distributed process group, on any backend.
+
+    Args:
+        group: the process group.
+        host_group: a group of the same ranks that can move host tensors (gloo), for what happens outside a step.
+            None where `group` can do it itself.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.host_group = host_group
+        kept = _kept_of(group)
+        self.buffers, self.agreed, self._tagged = kept.buffers, kept.agreed, kept.tagged
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+
+    def start_all_to_all(
+        self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
+    ) -> Pending:
+        check_splits(received, received_splits, "received_splits", self.size)
+        check_splits(sent, sent_splits, "sent_splits", self.size)
+        if self._tagged is not None and not sent.is_cuda:
+            return self._start_pieces(received.split(received_splits), sent.split(sent_splits))
+        work = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=self.group, async_op=True)
+        return _Works(work, (received, sent), self)
+
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        if self._tagged is not None and not sent.is_cuda:
+            return self._start_pieces(received.split([sent.numel()] * self.size), [sent] * self.size)
+        work = dist.all_gather_into_tensor(received, sent, group=self.group, async_op=True)
+        return _Works(work, (received, sent), self)
+
+    def _start_pieces(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
+        """A collective over gloo as what it is made of: a message to each rank, the next one's first, and from it."""
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        pending = self._start_messages_apart(
+            [Message(sent[peer], peer) for peer in others], [Message(received[peer], peer) for peer in others]
+        )
+        with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
+            received[self.rank].copy_(sent[self.rank])
+        return pending
+
+    def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        check_peers((*sends, *receives), self.rank)
+        if any(message.tensor.is_cuda for message in (*sends, *receives)):
+            if "cuda:gloo" in dist.get_backend_config(self.group):
+                return self._start_messages_by_host(sends, receives)
+            return self._start_messages_together(sends, receives)
+        return self._start_messages_apart(sends, receives)
+
+    def _start_messages_apart(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        assert self._tagged is not None
+        return self._tagged.start(sends, receives, self.activity, self.detail)
+
+    def _start_messages_together(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """By one collective of bytes, for NCCL.
+
+        It sends nothing for splits of zero, and wants every rank in its first operation, also one that has nothing to
+        say.
+        """
+        sent, received = (sorted(messages, key=lambda message: message.peer) for messages in (sends, receives))
+        device = (*sends, *receives)[0].tensor.device
+        taken: list[Tensor] = []
+
+        def together(messages: list[Message]) -> Tensor:
+            if len(messages) == 1:  # as in a ring: it leaves, or arrives, where it belongs
+                return _bytes_of(messages[0].tensor)
+            taken.append(self.buffers.take(sum(message.tensor.nbytes for message in messages), device))
+            return taken[-1]
+
+        arrived, outgoing = together(received), together(sent)
+        if len(sent) > 1:
+            torch.cat([_bytes_of(message.tensor) for message in sent], out=outgoing)
+        splits = ([sum(m.tensor.nbytes for m in messages if m.peer == peer) for peer in range(self.size)]
+                  for messages in (received, sent))  # fmt: skip
+        pending = self.start_all_to_all(arrived, outgoing, *splits)
+        return _Unpacked(pending, arrived, received if len(received) > 1 else [], taken, self.buffers)
+
+    def _start_messages_by_host(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Through memory of the host that the device reaches by itself: gloo sends nothing else from rank to rank."""
+        staged = [
+            [Message(self._staged(message.tensor), message.peer) for message in messages]
+            for messages in (sends, receives)
+        ]
+        for message, copy in zip(sends, staged[0], strict=True):
+            copy.tensor.copy_(_bytes_of(message.tensor), non_blocking=True)
+        if any(message.tensor.is_cuda for message in sends):
+            torch.cuda.current_stream(sends[0].tensor.device).synchronize()  # gloo reads at once
+        pending = self._start_messages_apart(*staged)
+        return _FromHost(pending, receives, staged, self.buffers)
+
+    def _staged(self, tensor: Tensor) -> Tensor:
+        return self.buffers.take(tensor.nbytes, tensor.device, pinned=tensor.is_cuda)
+
+    def barrier(self) -> None:
+        if self._tagged is None:
+            dist.barrier(group=self.group)
+            return
+        self.all_gather(torch.empty(self.size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
+
+    def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
+        if self.host_group is not None:
+            host = TorchGroup(self.host_group)
+            host.activity, host.detail = self.activity, self.detail
+            host.all_gather(received, sent)
+        elif dist.get_backend(self.group) == "nccl":
+            device = torch.device("cuda", torch.cuda.current_device())
+            on_device = received.to(device)
+            dist.all_gather_into_tensor(on_device, sent.to(device), group=self.group)
+            received.copy_(on_device)
+        else:
+            self.all_gather(received, sent)
+
+
+class _Works(Pending):
+    """torch.distributed's handle of a collective, with the tensors that must live until it is done."""
+
+    def __init__(self, work: Any, tensors: tuple[Tensor, ...], group: TorchGroup) -> None:
+        self._work, self._tensors = work, tensors
+        self._of = f"rank {group.rank} of {group.size}, in {group.activity or 'a collective of the caller'}"
+
+    def wait(self) -> None:
+        since = time.monotonic()
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            seconds = time.monotonic() - since
+            raise PeerError(f"{self._of}: other ranks did not answer in {seconds:.0f} s. {error}") from error
+        self._work, self._tensors = None, ()
+
+
+class _Unpacked(Pending):
+    """Bytes that belong into the tensors of messages once they have arrived, and the buffers that they take."""
+
+    def __init__(
+        self, pending: Pending, arrived: Tensor, messages: list[Message], taken: list[Tensor], buffers: Buffers
+    ) -> None:
+        self._pending, self._arrived, self._messages = pending, arrived, messages
+        self._taken, self._buffers = taken, buffers
+
+    def wait(self) -> None:
+        self._pending.wait()
+        if self._messages:
+            pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
+            for message, piece in zip(self._messages, pieces, strict=True):
+                _bytes_of(message.tensor).copy_(piece)
+        self._buffers.give(*self._taken)
+
+
+class _FromHost(Pending):
+    """Messages that arrive on the host, and go on to the device."""
+
+    def __init__(
+        self, pending: Pending, receives: Sequence[Message], staged: list[list[Message]], buffers: Buffers
+    ) -> None:
+        self._pending, self._receives, self._staged, self._buffers = pending, receives, staged, buffers
+
+    def wait(self) -> None:
+        self._pending.wait()
+        for message, arrived in zip(self._receives, self._staged[1], strict=True):
+            _bytes_of(message.tensor).copy_(arrived.tensor)  # waited for: the buffer is someone else's next
+        self._buffers.give(*(message.tensor for messages in self._staged for message in messages))
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def as_rank_group(group: RankGroup | dist.ProcessGroup | None, cp_size: int) -> RankGroup:
+    """A group to run a plan over `cp_size` ranks on: a `RankGroup` as it is, a process group wrapped.
+
+    None is this rank alone, where `cp_size` is 1.
+
+    Raises:
+        ArgumentError: the group has another number of ranks, or is None for several.
+    """
+    if group is None:
+        if cp_size > 1:
+            raise ArgumentError("group", None, f"a group of the plan's {cp_size} ranks")
+        return ThreadGroup.create(1)[0]
+    ranks = group if isinstance(group, RankGroup) else TorchGroup(group)
+    if ranks.size != cp_size:
+        raise ArgumentError("group", f"{ranks.size} ranks", f"the {cp_size} ranks that the plan is for")
+    return ranks
