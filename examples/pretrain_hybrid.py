@@ -28,7 +28,7 @@ from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron_cp.data.corpus import Corpus, split_corpus
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
-from megatron_cp.megatron.config import TransformerConfig, add_arguments
+from megatron_cp.megatron.config import TransformerConfig, add_arguments, with_options
 from megatron_cp.megatron.groups import BatchGroups
 from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step as forward_step_of
@@ -158,8 +158,7 @@ def main() -> None:
         raise SystemExit("pass --dataloader-type external: packs come from an iterator")
     if args.fp8 is not None:
         raise SystemExit("--fp8-format: packs have any number of rows; align the layout (align=16) to use it")
-    config = core_transformer_config_from_args(args, TransformerConfig)
-    config.variable_seq_lengths = args.pipeline_model_parallel_size > 1  # packs differ in length
+    config = with_options(core_transformer_config_from_args(args, TransformerConfig), args)
     container = pretrain_cfg_container_from_args(args, hybrid_config_from_args(args, config))
     try:
         pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -210,6 +210,30 @@ class Mask(Tables):
                 return cls.prefix(packing, *numbers)
         return cls.chunk(packing, *numbers)
 
+    def of_tokens(self, lengths: Sequence[int] | IntArray) -> Mask:
+        """The same mask where documents end in pads: only the first `lengths[i]` tokens of document i see and are seen.
+
+        Args:
+            lengths: a number for each document of the packing, which counts pads too.
+
+        Raises:
+            ArgumentError: other lengths, or a mask of cross-attention.
+
+        Example:
+            >>> Mask.full(Packing([4, 2])).of_tokens([3, 2]).seen.tolist()
+            [3, 3, 3, 0, 2, 2]
+        """
+        own, whole = np.asarray(lengths), self.packing.lengths
+        fits = own.shape == whole.shape and np.issubdtype(own.dtype, np.integer)
+        if self.is_cross or not fits or ((own < 0) | (own > whole)).any():
+            raise ArgumentError("lengths", own.tolist(), f"numbers up to {whole[:8].tolist()}, of self-attention")
+        if np.array_equal(own, whole):
+            return self
+        ends = (self.packing.cu_seqlens[:-1] + own)[self.packing.documents_of(self.bands[:, 0])]
+        bands = self.bands.copy()
+        bands[:, 1], bands[:, 3] = np.minimum(bands[:, 1], ends), np.minimum(bands[:, 3], ends)
+        return Mask(self.packing, self.packing, bands, f"{self.name} of {own.sum()} tokens")
+
     @classmethod
     def _of_documents(cls, packing: Packing, kv_packing: Packing | None, hi: int, name: str) -> Mask:
         """One band a document, its bound counted from the corner where the last query meets the last key."""

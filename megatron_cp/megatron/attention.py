@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.megatron.batch import PlannedSeqParams, planned
+from megatron_cp.megatron.batch import PlannedSeqParams
+from megatron_cp.megatron.documents import is_packed
 from megatron_cp.megatron.modules import (
     ContextParallelModule,
     Norm,
@@ -109,8 +110,8 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         Args:
             query: `[t, h, d]` packed, or `[s, b, h, d]`.
             key, value: `[t, g, d]` or `[s, b, g, d]`, of which d may differ.
-            attention_mask: ignored: `attn_mask_type` and the documents say what is visible.
-            packed_seq_params: from `shard_batch`, or Megatron's own with its zigzag sharding.
+            attention_mask: ignored, as Transformer Engine does: `attn_mask_type` and the documents say what is visible.
+            packed_seq_params: from `shard_batch`, or Megatron's own after its zigzag sharding.
 
         Returns:
             `[t, h * d]` or `[s, b, h * d]`.
@@ -120,12 +121,14 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         if attn_mask_type is not None and _CAUSAL.get(attn_mask_type) != _CAUSAL[self.attn_mask_type]:
             refuse("attn_mask_type", attn_mask_type, "the one that the layer was built with", "")
         dropout, seed = self.dropout if self.training else 0.0, None
-        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+        if not is_packed(packed_seq_params, query.shape[1] if query.dim() == 4 else 1):
             plans = self._sequence_plans(query.shape[0])
         else:
-            packed = planned(packed_seq_params, self.ranks)
+            assert packed_seq_params is not None
+            packed = self.planned(packed_seq_params)
             assert packed.plans is not None
             plans, seed = packed.plans, packed.seed
+            self.check_rows(query.shape[0], plans.layout)
             if isinstance(packed_seq_params, _Rotating):
                 query, key = packed_seq_params.rotate(query, key, self.config, self.cp_group)
         plan = plans.plan(self.slot)
@@ -229,7 +232,7 @@ class SelfAttention(megatron_attention.SelfAttention):
     ) -> Any:
         """As Megatron's, with packed batches in any layout."""
         if packed_seq_params is not None and inference_context is None and packed_seq_params.qkv_format == "thd":
-            packed = planned(packed_seq_params, self.core_attention.ranks)
+            packed = self.core_attention.planned(packed_seq_params)
             without = self.config.no_rope_freq  # layers whose positions Megatron leaves alone
             if rotary_pos_emb is not None and not (without and without[self.layer_number - 1]):
                 packed = _Rotating.of(packed, rotary_pos_emb, self._yarn_concentration_factor)
@@ -288,5 +291,7 @@ def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str) -> N
     if config.qk_clip or config.log_max_attention_logit:
         flag = "qk_clip" if config.qk_clip else "log_max_attention_logit"
         refuse_feature("largest_score", True, "off", flag=flag)
+    if getattr(config, "reset_attention_mask", False):  # known where our configuration was made from Megatron's flags
+        refuse_feature("reset_attention_mask", True, "off")
     if config.mrope_section is not None:  # its table has a row for each of the batch's, not for each position
         refuse_feature("mrope_section", config.mrope_section, "None")

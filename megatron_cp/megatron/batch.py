@@ -20,6 +20,7 @@ from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.run import prepare
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.megatron.documents import Documents, version_of
 from megatron_cp.planner.batch import BatchPlan, Slot
 from megatron_cp.softmax.attention import prepare_attention
 
@@ -184,45 +185,38 @@ def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int 
     )
 
 
-def planned(params: PackedSeqParams, group: RankGroup) -> PlannedSeqParams:
-    """`params` with plans: as they are if `shard_batch` made them, else Megatron's zigzag of the same documents.
+def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None) -> PlannedSeqParams:
+    """`params` with plans: as they are if `shard_batch` made them, else of the rows that Megatron's sharding left.
 
-    Megatron's own pipelines deal every document in `2 * cp` equal chunks, which is our zigzag layout. Their lengths
-    are on the device, so this reads them once a microbatch; every later layer finds the result.
+    The lengths in Megatron's own are on the device, so this reads them once a microbatch; every later layer finds the
+    result.
+
+    Args:
+        params: of a packed batch.
+        group: the context-parallel ranks.
+        order: how Megatron's own pipeline cut packs: each "document" or the whole "pack"; see `Documents.layout`.
 
     Raises:
-        ArgumentError: a document whose length is no multiple of `2 * cp`, which Megatron's sharding cannot deal.
+        ArgumentError: several ranks and no order, lengths that Megatron's sharding cannot cut, or fields that
+            contradict one another.
     """
     if isinstance(params, PlannedSeqParams) and params.plans is not None:
         return params
-    found: PlannedSeqParams | None = params.__dict__.get("_megatron_cp")
-    if found is None:
-        offsets = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-        packing = Packing.from_cu_seqlens(offsets.cpu())
-        _refuse_other_keys(params, packing)
-        bad = packing.lengths[packing.lengths % (2 * group.size) != 0]
-        if group.size > 1 and bad.size:
-            raise ArgumentError(
-                "packed_seq_params",
-                f"documents of {bad[:8].tolist()} tokens, without a plan",
-                f"multiples of {2 * group.size} from Megatron's own sharding",
-                "Shard the batch with megatron_cp.megatron.batch.shard_batch, which takes any lengths.",
-            )
-        plans = BatchPlan(Layout.zigzag(packing, group.size))
-        found = planned_params(plans, group.rank, offsets.device)
-        for name in (f.name for f in fields(PackedSeqParams)):
-            setattr(found, name, getattr(params, name))
-        params.__dict__["_megatron_cp"] = found
+    key = (group.size, group.rank, order, version_of(params))
+    known: tuple[Hashable, PlannedSeqParams] | None = params.__dict__.get("_megatron_cp")
+    if known is not None and known[0] == key:
+        return known[1]
+    documents = Documents.of(params)
+    plans = BatchPlan(documents.layout(group.size, order), lengths=documents.lengths)
+    offsets = params.cu_seqlens_q if params.cu_seqlens_q is not None else params.cu_seqlens_q_padded
+    found = planned_params(plans, group.rank, offsets.device)
+    for name in (f.name for f in fields(PackedSeqParams)):
+        setattr(found, name, getattr(params, name))
+    assert found.positions is not None
+    # Only pads lie further on, where a table of rotary angles that is as long as the longest document has no row.
+    found.positions = found.positions.clamp(max=max(documents.max_length - 1, 0))
+    params.__dict__["_megatron_cp"] = key, found
     return found
-
-
-def _refuse_other_keys(params: PackedSeqParams, packing: Packing) -> None:
-    """Refuses what a plan over one packing would get wrong."""
-    keys = params.cu_seqlens_kv if params.cu_seqlens_kv_padded is None else params.cu_seqlens_kv_padded
-    if keys is not None and keys.tolist() != packing.cu_seqlens.tolist():
-        raise ArgumentError("packed_seq_params", "keys in other documents than queries", "self-attention")
-    if params.cp_group is not None or params.local_cp_size is not None:
-        raise ArgumentError("packed_seq_params", "a context-parallel group of its own", "the model's group")
 
 
 def _stream(name: str, values: NDArray | Tensor, packing: Packing) -> Tensor:

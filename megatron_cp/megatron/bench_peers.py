@@ -207,7 +207,8 @@ def _configured(case: Case, hidden_size: int) -> TransformerConfig:
         normalization="RMSNorm", activation_func=silu, gated_linear_unit=True, add_bias_linear=False,
         hidden_dropout=0.0, bias_activation_fusion=False, bias_dropout_fusion=False,
         use_cpu_initialization=case.device == "cpu", linear_cp_mode=case.scheme, cp_head_chunks=case.head_chunks,
-        cp_transport=case.transport, cp_codec=case.codec, **shape,
+        cp_transport=case.transport, cp_codec=case.codec, cp_packed_order="document", calculate_per_token_loss=True,
+        **shape,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.core.transformer import TransformerConfig as MegatronTransformerConfig
 
@@ -26,6 +27,14 @@ class TransformerConfig(MegatronTransformerConfig):
             None and there are as many key/value heads.
         cp_transport: by which road messages go: collective, pairwise or hierarchical.
         cp_codec: how heads that change places are coded: none, fp8, fp8_e5m2 or int8.
+        cp_packed_order: how packed batches were cut that Megatron's own pipeline sharded: each "document" or the whole
+            "pack" in 2 * cp chunks. If None, it is what the next two say; where neither is set, such batches are
+            refused on several ranks. Batches of `shard_batch` need none of the three.
+        sft: Megatron's flag, with which its pipeline cuts each document.
+        dataloader_inter_document_masking: Megatron's flag, with which it cuts the whole pack, unless `sft` is set.
+        reset_attention_mask: Megatron's flag, which attention refuses: it reads no masks that are tensors.
+        variable_seq_lengths: Megatron's, which has no flag: set where there are pipeline stages, since packs differ in
+            length.
     """
 
     cp_layout: str = "zigzag"
@@ -33,12 +42,19 @@ class TransformerConfig(MegatronTransformerConfig):
     cp_head_chunks: int | None = None
     cp_transport: str = "collective"
     cp_codec: str = "none"
+    cp_packed_order: str | None = None
+    sft: bool = False
+    dataloader_inter_document_masking: bool = False
+    reset_attention_mask: bool = False
 
     def __post_init__(self) -> None:
-        require("layout", self.cp_layout, name="--cp-layout")
-        require("mode", self.linear_cp_mode, name="--linear-cp-mode")
-        require("transport", self.cp_transport, name="--cp-transport")
-        require("codec", self.cp_codec, name="--cp-codec")
+        # Megatron's check of it refuses a dispatcher of experts, whether there are experts or not.
+        self.variable_seq_lengths, varies = False, self.variable_seq_lengths
+        self._check_theirs()
+        self.variable_seq_lengths = varies
+        _settle(self)
+
+    def _check_theirs(self) -> None:
         if self.experimental_attention_variant != "gated_delta_net":
             super().__post_init__()
             return
@@ -53,6 +69,38 @@ class TransformerConfig(MegatronTransformerConfig):
             raise ValueError("batch_invariant_mode: got True; allowed: False with context_parallel_size above 1")
 
 
+def with_options(config: Any, args: argparse.Namespace) -> Any:
+    """Our options on a configuration of another class, from flags by name, and what follows from them.
+
+    For `--multi-latent-attention`, where Megatron's `core_transformer_config_from_args` makes its own
+    `MLATransformerConfig`, whatever class it is given. Returns `config`; one of our class stays as it is.
+
+    Raises:
+        ArgumentError: an option that there is not.
+    """
+    if isinstance(config, TransformerConfig):
+        return config
+    for name in vars(TransformerConfig)["__annotations__"]:
+        setattr(config, name, getattr(args, name, getattr(TransformerConfig, name)))
+    _settle(config)
+    return config
+
+
+def _settle(config: Any) -> None:
+    """Checks our options, and sets what follows from Megatron's."""
+    for option in ("layout", "transport", "codec"):
+        require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}")
+    require("mode", config.linear_cp_mode, name="--linear-cp-mode")
+    if config.cp_packed_order is not None:
+        require("packed_order", config.cp_packed_order, name="--cp-packed-order")
+    elif config.sft:
+        config.cp_packed_order = "document"
+    elif config.dataloader_inter_document_masking:
+        config.cp_packed_order = "pack"
+    if config.pipeline_model_parallel_size > 1:
+        config.variable_seq_lengths = True
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Our flags beside Megatron's: pass this as `extra_args_provider` to Megatron's parser."""
     group = parser.add_argument_group("megatron_cp")
@@ -62,6 +110,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cp-head-chunks", type=int, help="parts in which heads change places, or keys are gathered")
     roads = "by which road messages go: collective, pairwise or hierarchical"
     group.add_argument("--cp-transport", default="collective", help=roads)
+    orders = "how Megatron's own pipeline cut packed batches in 2 * cp chunks: each document, or the whole pack"
+    group.add_argument("--cp-packed-order", help=f"{orders}; by default as --sft or its masking says")
     codecs = "how heads that change places are coded: none, fp8, fp8_e5m2 or int8"
     group.add_argument("--cp-codec", default="none", help=codecs)
     return parser

@@ -20,7 +20,8 @@ from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.megatron.batch import planned
+from megatron_cp.megatron.batch import PlannedSeqParams, planned
+from megatron_cp.megatron.documents import is_packed
 from megatron_cp.planner.batch import BatchPlan, LinearSlot, Slot
 from megatron_cp.planner.capabilities import remark
 
@@ -50,12 +51,33 @@ class ContextParallelModule:
     """A module that runs its tokens over the ranks of the context-parallel group.
 
     Attributes:
+        config: Megatron's configuration, with our options or without.
         slot: its kind of layer.
         ranks: its context-parallel group.
     """
 
+    config: Any
     slot: Slot
     ranks: RankGroup
+
+    def planned(self, packed_seq_params: PackedSeqParams) -> PlannedSeqParams:
+        """The packed batch with its plans, in the order that the configuration states for Megatron's own batches."""
+        return planned(packed_seq_params, self.ranks, getattr(self.config, "cp_packed_order", None))
+
+    def check_rows(self, rows: int, layout: Layout) -> None:
+        """Refuses tensors of other rows than those that this rank has of the batch.
+
+        Raises:
+            ArgumentError: which, by the name of what Megatron is given.
+        """
+        own = int(layout.row_counts[self.ranks.rank])
+        if rows != own:
+            raise ArgumentError(
+                "packed_seq_params",
+                f"cu_seqlens up to {layout.packing.total}, {own} rows of them on rank {self.ranks.rank}",
+                f"the documents of the rows that the layer is given, {rows} on this rank",
+                "cu_seqlens end at the number of rows on all ranks; pads behind the last document count as one.",
+            )
 
 
 class LinearModule(ContextParallelModule):
@@ -64,11 +86,12 @@ class LinearModule(ContextParallelModule):
     slot: LinearSlot
     _unpacked: BatchPlan | None = None  # of the latest shape of unpacked batches, which rarely changes
 
-    def packed_plan(self, packed_seq_params: PackedSeqParams | None) -> Plan | None:
-        """The plan for the packed documents; None for batches that are not packed."""
-        if packed_seq_params is None or packed_seq_params.qkv_format != "thd":
+    def packed_plan(self, packed_seq_params: PackedSeqParams | None, batch: int = 1) -> Plan | None:
+        """The plan for the packed documents; None for `batch` sequences side by side."""
+        if not is_packed(packed_seq_params, batch):
             return None
-        plans = planned(packed_seq_params, self.ranks).plans
+        assert packed_seq_params is not None
+        plans = self.planned(packed_seq_params).plans
         assert plans is not None
         return plans.plan(self.slot)
 
@@ -76,12 +99,13 @@ class LinearModule(ContextParallelModule):
         """The plan for `[rows, batch, ...]`: of the packed documents, or else of `batch` sequences in zigzag order.
 
         Raises:
-            ArgumentError: a packed batch of several rows.
+            ArgumentError: a packed batch of several rows, or documents of another number of tokens.
         """
-        plan = self.packed_plan(packed_seq_params)
+        plan = self.packed_plan(packed_seq_params, batch)
         if plan is not None:
             if batch != 1:
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
+            self.check_rows(rows, plan.layout)
             return plan
         if self.slot.mode == "relay":
             refuse("linear_cp_mode", "relay", "headwise, chunkwise or auto for batches that are not packed", "")
@@ -145,7 +169,15 @@ def check_comm_type(config: Any, cp_comm_type: str | None, layer: str) -> None:
 
 
 def refuse_unsupported(config: Any) -> None:
-    """What no layer here can do yet: under context parallelism, or where ranks hold different numbers of tokens."""
+    """What no layer here can do: under context parallelism, or where batches and ranks differ in numbers of tokens."""
+    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
+        raise ArgumentError(
+            "variable_seq_lengths",
+            False,
+            "True with --pipeline-model-parallel-size above 1",
+            "Packs differ in length, and Megatron has no flag for it: set it in the configuration, as"
+            " megatron_cp.megatron.config.TransformerConfig does.",
+        )
     if getattr(config, "hybrid_context_parallel", False):
         refuse_feature("hybrid_context_parallel", True, "off")
     if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
@@ -153,13 +185,24 @@ def refuse_unsupported(config: Any) -> None:
         refuse_feature("moe_token_dispatcher_type", "allgather", "alltoall or flex with expert parallelism")
     if config.context_parallel_size == 1:
         return
+    several = "with --context-parallel-size above 1"
+    if not config.calculate_per_token_loss:
+        remedy = "Ranks hold different numbers of tokens and of labels: a mean of their means is another loss."
+        refuse("calculate_per_token_loss", False, f"True {several}", remedy)
     if config.mtp_num_layers:
-        refuse_feature("mtp_num_layers", config.mtp_num_layers, "0 with --context-parallel-size above 1")
-    if config.num_moe_experts and _has_auxiliary_loss(config):
-        refuse_feature("moe_aux_loss", config.moe_aux_loss_coeff, "0 with --context-parallel-size above 1")
+        refuse_feature("mtp_num_layers", config.mtp_num_layers, f"0 {several}")
+    if config.num_moe_experts:
+        _refuse_experts(config, several)
 
 
-def _has_auxiliary_loss(config: Any) -> bool:
-    coefficients = config.moe_aux_loss_coeff
-    values = coefficients if isinstance(coefficients, list) else [coefficients]
-    return any(values) or bool(config.moe_z_loss_coeff)
+def _refuse_experts(config: Any, several: str) -> None:
+    """What makes experts' results depend on which tokens share a rank."""
+    for flag in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+        given = getattr(config, flag)
+        if any(given if isinstance(given, list) else [given]):
+            refuse_feature("moe_aux_loss_coeff", given, f"0 {several}", flag=flag)
+    balancing = config.moe_router_load_balancing_type
+    if balancing in ("sinkhorn", "quantile_balancing"):
+        refuse_feature("moe_router_load_balancing_type", balancing, f"none or aux_loss without a coefficient {several}")
+    if config.moe_expert_capacity_factor is not None:
+        refuse_feature("moe_expert_capacity_factor", config.moe_expert_capacity_factor, f"None {several}")

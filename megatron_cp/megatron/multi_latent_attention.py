@@ -23,7 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from torch import Tensor, nn
 
-from megatron_cp.megatron.batch import PlannedSeqParams, planned
+from megatron_cp.megatron.batch import PlannedSeqParams
 from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
 
 _ROTARY_SETTINGS = (
@@ -126,7 +126,10 @@ class _OverRanks(megatron_mla.MLASelfAttention):
         """As Megatron's, with packed batches in any layout: `[t, h, k]`, `[t, h, k]`, `[t, h, v]` and the latents."""
         if packed_seq_params is not None and inference_context is None and packed_seq_params.qkv_format == "thd":
             # One row after another, each with its own angles: no document boundaries are looked for.
-            packed_seq_params = copy.copy(planned(packed_seq_params, self.core_attention.ranks))
+            packed = self.core_attention.planned(packed_seq_params)
+            shares = self.tp_group.size() if self.config.sequence_parallel else 1
+            self.core_attention.check_rows(hidden_states.shape[0] * shares, packed.plans.layout)
+            packed_seq_params = copy.copy(packed)
             packed_seq_params.qkv_format = "sbhd"
         found: tuple[Tensor, ...] = super().get_query_key_value_tensors(
             hidden_states,

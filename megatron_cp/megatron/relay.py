@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from megatron_cp.executor.plan import Plan
@@ -71,31 +70,30 @@ class _Edges:
 
     def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Moves the hidden states to the run's layout."""
-        plan = self._plan(kwargs.get("packed_seq_params"))
+        hidden = args[0] if args else kwargs["hidden_states"]
+        plan = self._plan(kwargs, hidden)
         if plan is None or plan.outer is None:
             return None
         if kwargs.get("padding_mask") is not None:
             refuse(
                 "linear_cp_mode", "relay", "headwise or chunkwise with a padding mask", "Its rows are those outside."
             )
-        if args:
-            return (relayout(args[0], plan.outer, plan.layout, self.linear.ranks), *args[1:]), kwargs
-        hidden = relayout(kwargs["hidden_states"], plan.outer, plan.layout, self.linear.ranks)
-        return args, {**kwargs, "hidden_states": hidden}
+        self.linear.check_rows(len(hidden), plan.outer)
+        hidden = relayout(hidden, plan.outer, plan.layout, self.linear.ranks)
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """Moves them back."""
-        plan = self._plan(kwargs.get("packed_seq_params"))
+        hidden, *rest = (out,) if isinstance(out, Tensor) else out
+        plan = self._plan(kwargs, hidden)
         if plan is None or plan.outer is None:
             return None
-        if isinstance(out, Tensor):
-            return relayout(out, plan.layout, plan.outer, self.linear.ranks)
-        hidden, *rest = out
-        return (relayout(hidden, plan.layout, plan.outer, self.linear.ranks), *rest)
+        hidden = relayout(hidden, plan.layout, plan.outer, self.linear.ranks)
+        return hidden if isinstance(out, Tensor) else (hidden, *rest)
 
-    def _plan(self, packed_seq_params: PackedSeqParams | None) -> Plan | None:
+    def _plan(self, kwargs: dict[str, Any], hidden: Tensor) -> Plan | None:
         """Of the run's linear layers; None for batches that are not packed, which are never relayed."""
-        return self.linear.packed_plan(packed_seq_params)
+        return self.linear.packed_plan(kwargs.get("packed_seq_params"), hidden.shape[1])
 
 
 def _attends(layer: nn.Module) -> bool:

@@ -61,7 +61,8 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
     config = getattr(config, "transformer", config)
     variant, use_te = config.experimental_attention_variant, HAVE_TE and config.transformer_impl != "local"
     if variant not in (None, "gated_delta_net"):
-        refuse("experimental_attention_variant", variant, "gated_delta_net or none", "")
+        remedy = "No layers here are of that kind: leave --spec out to keep Megatron's own, with its own limits."
+        refuse("experimental_attention_variant", variant, "gated_delta_net, or none for softmax attention", remedy)
     if config.transformer_impl == "inference_optimized" or getattr(config, "heterogeneous_block_specs", False):
         refuse("transformer_impl", config.transformer_impl, "transformer_engine or local, all layers alike", "")
     if use_te and variant:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron_cp.exchange.sections import deal_heads
 from megatron_cp.executor.plan import Plan, Price
 from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Mask
+from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.plans import plan_attention
 
@@ -38,7 +39,9 @@ class AttentionSlot:
     def __post_init__(self) -> None:
         object.__setattr__(self, "transport", Transport.named(self.transport))  # one road is one kind of layer
 
-    def plan(self, layout: Layout) -> Plan:
+    def plan(self, layout: Layout, lengths: Sequence[int] | IntArray | None = None) -> Plan:
+        """The plan over a layout; `lengths` are the documents' own where they end in pads, see `BatchPlan`."""
+        mask = Mask.named(layout.packing, self.mask)
         return plan_attention(
             layout.packing,
             layout,
@@ -46,7 +49,7 @@ class AttentionSlot:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             value_head_dim=self.value_head_dim,
-            mask=Mask.named(layout.packing, self.mask),
+            mask=mask if lengths is None else mask.of_tokens(lengths),
             scheme=self.scheme,
             ulysses_degree=self.ulysses_degree,
             head_chunks=self.head_chunks,
@@ -141,6 +144,8 @@ class BatchPlan:
     Args:
         layout: who holds which tokens.
         slots: the kinds of layers in the model. A kind that is not named here is planned when its first layer asks.
+        lengths: of each document, where it ends in pads that are rows of the layout like any token: attention neither
+            looks at those nor gives them anything but zeros. Linear layers are causal, so pads cost them time alone.
 
     Example:
         >>> layout = Layout.zigzag(Packing([700, 1, 300]), cp_size=4)
@@ -149,9 +154,11 @@ class BatchPlan:
         ['a2a']
     """
 
-    def __init__(self, layout: Layout, slots: Iterable[Slot] = ()) -> None:
-        self.layout = layout
-        self._plans = {slot: slot.plan(layout) for slot in dict.fromkeys(slots)}
+    def __init__(
+        self, layout: Layout, slots: Iterable[Slot] = (), *, lengths: Sequence[int] | IntArray | None = None
+    ) -> None:
+        self.layout, self.lengths = layout, lengths
+        self._plans = {slot: self._made(slot) for slot in dict.fromkeys(slots)}
 
     @property
     def cp_size(self) -> int:
@@ -165,8 +172,11 @@ class BatchPlan:
         """The plan of every layer of this kind."""
         found = self._plans.get(slot)
         if found is None:
-            found = self._plans[slot] = slot.plan(self.layout)
+            found = self._plans[slot] = self._made(slot)
         return found
+
+    def _made(self, slot: Slot) -> Plan:
+        return slot.plan(self.layout, self.lengths) if isinstance(slot, AttentionSlot) else slot.plan(self.layout)
 
     def fingerprint(self) -> bytes:
         """16 bytes that are equal on two ranks exactly when all their plans are (up to hash collisions)."""

@@ -25,6 +25,10 @@ class Capability:
 
 
 _LATER = "not built yet"
+_BALANCE = (
+    "balance by --moe-router-enable-expert-bias (with --moe-router-score-function sigmoid and"
+    " --moe-router-load-balancing-type none), or use one rank"
+)
 
 CAPABILITIES = (
     Capability("scheme", "a2a", True, "softmax attention by a full head exchange"),
@@ -77,6 +81,10 @@ CAPABILITIES = (
     Capability("layout", "zigzag", True, "Megatron's order, for any lengths"),
     Capability("layout", "random", True, "random fragments, for checks"),
     Capability("layout", "balanced", True, "tokens and attention work both even, for any mask"),
+    Capability("packed_order", "document", True, "Megatron's own batches, each document cut in 2 * cp chunks: --sft"),
+    Capability(
+        "packed_order", "pack", True, "likewise, the whole pack cut in 2 * cp: --dataloader-inter-document-masking"
+    ),
     Capability("layer", "attention", True, "softmax attention"),
     Capability("layer", "gdn", True, "the Gated DeltaNet mixer: convolution, gates and rule"),
     Capability("layer", "kda", True, "the Kimi Delta Attention mixer: convolution, gates and rule"),
@@ -103,7 +111,15 @@ CAPABILITIES = (
     ),
     Capability("megatron", "mrope_section", False, f"{_LATER}; use --position-embedding-type rope"),
     Capability("megatron", "moe_token_dispatcher_type", False, "allgather needs equal ranks; use alltoall"),
-    Capability("megatron", "moe_aux_loss", False, f"for uneven ranks {_LATER}; balance without it, or use one rank"),
+    Capability("megatron", "moe_aux_loss_coeff", False, f"for uneven ranks {_LATER}; {_BALANCE}"),
+    Capability("megatron", "moe_router_load_balancing_type", False, f"these look at each rank's tokens; {_BALANCE}"),
+    Capability("megatron", "moe_expert_capacity_factor", False, "each rank would drop tokens by its own; leave it out"),
+    Capability(
+        "megatron",
+        "reset_attention_mask",
+        False,
+        "masks that are tensors are not read; use --dataloader-inter-document-masking, or shard_batch",
+    ),
     Capability("megatron", "cross_attention", False, f"{_LATER}; self-attention only"),
 )
 

@@ -1,7 +1,9 @@
 """What a microbatch costs a Megatron model on the host, and what is refused while ranks build or run one."""
 
 import copy
+import dataclasses
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ def observe(group):
         "syncs": {kind: count_syncs(kind) for kind in ATTENTIVE},
         "stock syncs": {kind: count_syncs(kind, stock_rotary=True) for kind in ATTENTIVE},
         "work": {what: count_work(what) for what in RECOMPUTED},
+        "side by side": side_by_side(),
         "refusals": {name: refusal(attempt) for name, attempt in ATTEMPTS.items()},
     }
 
@@ -53,7 +56,7 @@ def count_plans(how):
     """BatchPlans made and slots planned in each of some microbatches, with two layers of each kind."""
     from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
 
-    model, counts = two_of_each(), []
+    model, counts = two_of_each(cp_packed_order="document"), []
     with pytest.MonkeyPatch.context() as patch:
         for target, method in ((BatchPlan, "__init__"), (AttentionSlot, "plan"), (LinearSlot, "plan")):
             patch.setattr(target, method, counting(getattr(target, method), counts))
@@ -86,6 +89,24 @@ def test_unpacked_batches_are_planned_once_for_all_microbatches(ranks):
     each_layer = {name: LAYERS if name.startswith("Batch") else LAYERS // 2 for name in ONE_PLAN_EACH}
     for rank in ranks:
         assert rank["plans"]["unpacked"] == [each_layer, {}, {}]
+
+
+def side_by_side():
+    """Losses of two sequences without parameters, and with those that Megatron's multimodal models give."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    model = two_of_each()
+    batch = tiny.shards(model, (36, 36), "zigzag", 0, "unpacked")
+    ends = torch.tensor([0, 36, 72], dtype=torch.int32)
+    params = PackedSeqParams("sbhd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=36, max_seqlen_kv=36)
+    with torch.no_grad():
+        return [forward(model, dataclasses.replace(batch, packed_seq_params=each)).item() for each in (None, params)]
+
+
+def test_sequences_side_by_side_are_not_packed_whatever_their_parameters_say_of_lengths(ranks):
+    for rank in ranks:
+        without, with_them = rank["side by side"]
+        assert without == with_them
 
 
 # -- rotary phases ---------------------------------------------------------------------------------------------------
@@ -223,8 +244,22 @@ def refusal(attempt):
 
 
 def run_unaligned():
-    model = tiny.build("hybrid")
+    model = tiny.build("hybrid", cp_packed_order="document")
     forward(model, tiny.shards(model, (24, 10, 12), "zigzag", 0, "megatron"))
+
+
+def run_megatrons(kind, how, **changes):
+    """Megatron's own batch, through a model whose configuration does not say what was cut."""
+    model = tiny.build(kind, **changes)
+    forward(model, tiny.shards(model, (23, 41, 8) if how == "pack" else (24, 12), "zigzag", 0, how))
+
+
+def run_other_rows(kind, more, **changes):
+    """Parameters of fewer or more tokens than the rows."""
+    model = tiny.build(kind, cp_packed_order="document", **changes)
+    batch = tiny.shards(model, (24, 12), "zigzag", 0, "megatron")
+    params = tiny.shards(model, (24, 12 + more), "zigzag", 0, "megatron").packed_seq_params
+    forward(model, dataclasses.replace(batch, packed_seq_params=params))
 
 
 def run_two_packed_rows():
@@ -256,6 +291,15 @@ def build_without_l2norm():
     tiny.build("hybrid", spec=spec)
 
 
+UNTOLD = ("gpt", "hybrid", "hybrid_mamba", "mla")
+OTHER_ROWS = {
+    "gpt, 4 fewer": (("gpt", -4), {}),
+    "gdn, 4 fewer": (("hybrid", -4), {}),
+    "gdn, 4 more": (("hybrid", 4), {}),
+    "mamba, 4 more": (("hybrid_mamba", 4), {}),
+    "mla, 4 fewer": (("mla", -4), {}),
+    "relayed, 4 fewer": (("hybrid", -4), {"linear_cp_mode": "relay"}),
+}
 ATTEMPTS = {
     "tiled": lambda: tiny.build("gpt", cp_comm_type="tiled"),
     "tiled in one layer": lambda: tiny.build("gpt", cp_comm_type=["a2a", "tiled"]),
@@ -265,6 +309,10 @@ ATTEMPTS = {
     "mtp": lambda: tiny.build("gpt", mtp_num_layers=1),
     "mtp of hybrids": lambda: tiny.build("hybrid", mtp_num_layers=1),
     "unaligned": run_unaligned,
+    **{f"{how} of {kind}": partial(run_megatrons, kind, how) for kind in UNTOLD for how in ("megatron", "pack")},
+    **{name: partial(run_other_rows, *arguments, **changes) for name, (arguments, changes) in OTHER_ROWS.items()},
+    "a mean of means": lambda: tiny.build("hybrid", calculate_per_token_loss=False),
+    "stages of one length": lambda: tiny.build("hybrid", pipeline_model_parallel_size=2, pipeline_dtype=torch.float32),
     "two packed rows": run_two_packed_rows,
     "bias": lambda: run_with(attention_bias=torch.zeros(1)),
     "other mask": run_other_mask,
@@ -303,6 +351,26 @@ def test_rejects_multi_token_prediction(ranks, attempt):
 
 def test_rejects_lengths_that_megatrons_sharding_cannot_deal(ranks):
     assert_refused(ranks, "unaligned", "packed_seq_params", "[10]", "multiples of 4", "shard_batch")
+
+
+@pytest.mark.parametrize("kind", UNTOLD)
+@pytest.mark.parametrize("how", ["megatron", "pack"])
+def test_rejects_megatrons_packs_where_nobody_says_what_was_cut(ranks, how, kind):
+    assert_refused(ranks, f"{how} of {kind}", "--cp-packed-order", "got None", "document or pack", "--sft")
+
+
+@pytest.mark.parametrize("case", OTHER_ROWS)
+def test_rejects_documents_of_other_rows_by_megatrons_name(ranks, case):
+    total = 32 if "fewer" in case else 40
+    assert_refused(ranks, case, "packed_seq_params: got", f"cu_seqlens up to {total}, {total // 2} rows", "18 on this")
+
+
+def test_rejects_a_loss_that_is_a_mean_of_means(ranks):
+    assert_refused(ranks, "a mean of means", "--calculate-per-token-loss: got False")
+
+
+def test_rejects_stages_that_take_batches_of_one_length(ranks):
+    assert_refused(ranks, "stages of one length", "variable_seq_lengths: got False", "TransformerConfig")
 
 
 def test_rejects_packed_batches_of_two_rows(ranks):

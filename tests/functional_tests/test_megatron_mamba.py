@@ -243,6 +243,7 @@ def packed_layer(name, cp_size, layout, linear_cp_mode, how="planned"):
     lengths = tiny.RAGGED if how == "planned" else ALIGNED
     rows, gradient = (tensor.detach() for tensor in rows_and_gradient(lengths))
     layer = our_layer(name, linear_cp_mode)
+    layer.config.cp_packed_order = "document"  # Megatron's own class does not have it
     params = tiny.shards(layer, lengths, layout, 0, how).packed_seq_params
     layout, rank = tiny.layout_of(layout if how == "planned" else "zigzag", lengths, cp_size), dist.get_rank() % cp_size
     own = layout.shard(rows, rank).requires_grad_()

@@ -75,8 +75,10 @@ SINGLE = [Case(kind, dtype="float32") for kind in ("gpt", *HYBRIDS)]
 MEGATRONS = [
     Case(kind, batches=batches, how=how)
     for kind in ("gpt", *HYBRIDS, "gpt_gdn")
-    for batches, how in (("aligned", "megatron"), ("even", "unpacked"))
+    for batches, how in (("aligned", "megatron"), ("packs", "pack"), ("even", "unpacked"))
 ]
+# What Megatron's own sharding cut, which its parameters do not tell.
+CUT = {"megatron": {"cp_packed_order": "document"}, "pack": {"dataloader_inter_document_masking": True}}
 
 
 def spread(mode, kind, layout="zigzag", **more):
@@ -96,6 +98,7 @@ CHUNKWISE = [
     *[spread("chunkwise", kind, **more) for kind in HYBRIDS for more in ({"batches": "tiny"}, {"layout": "lopsided"})],
     *[spread("chunkwise", kind, dtype="float32") for kind in HYBRIDS],
     *[spread("chunkwise", "hybrid_both", batches="aligned", how="megatron")],
+    *[spread("chunkwise", "hybrid_both", batches="packs", how="pack")],
     *[spread("chunkwise", "hybrid_both", batches="even", how="unpacked")],
     *[spread(mode, "gpt_gdn") for mode in ("headwise", "chunkwise")],
 ]
@@ -105,6 +108,7 @@ RELAYED = [
     *[spread("relay", "hybrid_both", **more) for more in ({"layout": "lopsided"}, {"batches": "tiny"})],
     spread("relay", "hybrid_both", recompute="full"),
     spread("relay", "hybrid_both", batches="aligned", how="megatron"),
+    spread("relay", "hybrid_both", batches="packs", how="pack"),
     spread("relay", "gpt_gdn"),
 ]
 # Heads of which two ranks have two groups each, to travel in two chunks.
@@ -140,6 +144,7 @@ KEYS_TRAVEL = [
     *schemes("p2p", "exact", recompute="core_attn", features=FEATURES),
     *schemes("p2p", "exact", features=FEATURES),
     *schemes("p2p", batches="aligned", how="megatron"),
+    *schemes("p2p", "exact", batches="packs", how="pack"),
     *schemes("p2p", batches="even", how="unpacked"),
     *schemes("a2a", features=FEATURES),
     Case(
@@ -175,6 +180,7 @@ LATENT_TWO = [
     *latent("exact", features=(*FEATURES, *YARN), layout="random"),
     *latent("p2p", batches="tiny"),
     *latent("a2a", "p2p", batches="aligned", how="megatron"),
+    *latent("a2a", batches="packs", how="pack"),
     *latent("a2a", "p2p", batches="even", how="unpacked"),
     *latent("p2p", features=YARN, batches="aligned", how="megatron"),
     *latent("p2p", features=YARN, batches="even", how="unpacked"),
@@ -283,7 +289,7 @@ def run_case(case):
 
     lists = ("cp_comm_type", "window_attn_skip_freq")  # which Megatron tells from tuples, and no set can hold
     changes = {name: list(v) if name in lists and isinstance(v, tuple) else v for name, v in case.changes}
-    changes |= RECOMPUTE[case.recompute] | {"sequence_parallel": case.sequence_parallel}
+    changes |= RECOMPUTE[case.recompute] | {"sequence_parallel": case.sequence_parallel} | CUT.get(case.how, {})
     config = tiny.configure(case.kind, params_dtype=getattr(torch, case.dtype), **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GROUP_RANK", str(dist.get_rank() // 2))  # what torchrun says on two hosts

@@ -182,9 +182,11 @@ def test_every_flag_of_the_script_is_megatrons_or_ours(tmp_path):
     code = (
         "import sys; from megatron.training.arguments import parse_args; "
         "from megatron_cp.megatron.config import add_arguments; args = parse_args(add_arguments); "
-        "print(args.spec, args.context_parallel_size, args.cp_layout, args.load)"
+        "print(args.spec, args.context_parallel_size, args.cp_layout, args.load); "
+        # By these names our configuration is filled.
+        "print(args.sft, args.dataloader_inter_document_masking, args.reset_attention_mask, args.cp_packed_order)"
     )
     parsed = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=120)
     assert parsed.returncode == 0, parsed.stderr[-2000:]
     expected = "['megatron_cp.megatron.specs', 'hybrid_stack_spec'] 2 zigzag ckpt"
-    assert parsed.stdout.splitlines()[-1] == expected
+    assert parsed.stdout.splitlines()[-2:] == [expected, "False False False None"]

@@ -3,6 +3,7 @@
 Parameters are drawn by their names, whole, and dealt to tensor-parallel ranks, so that every run has the same model.
 """
 
+import argparse
 import dataclasses
 import logging
 import warnings
@@ -23,6 +24,7 @@ BATCHES = {
     "tiny": ((2,), (3, 1)),  # leaves a rank out
     "aligned": ((24, 12, 96, 36), (12, 60)),  # what Megatron can shard over 2 and over 3 ranks
     "even": ((24, 24), (36, 36, 36)),
+    "packs": ((23, 0, 41, 8), (24, 48)),  # whose totals it can
 }
 
 KINDS = {
@@ -81,6 +83,7 @@ def configure(kind, **changes):
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     from megatron_cp.megatron.config import TransformerConfig as OurConfig
+    from megatron_cp.megatron.config import with_options
 
     settings = {
         "hidden_size": 32,
@@ -111,9 +114,11 @@ def configure(kind, **changes):
     }
     settings |= KINDS[kind] | changes
     # Our options are not Megatron's, and most models are to do without them.
-    own = vars(OurConfig)["__annotations__"]
-    ours = OurConfig if any(name in own for name in changes) else TransformerConfig
-    return (MLATransformerConfig if kind.endswith("mla") else ours)(**settings)
+    own = {name: settings[name] for name in vars(OurConfig)["__annotations__"] if name in settings}
+    if not kind.endswith("mla"):
+        return (OurConfig if own else TransformerConfig)(**settings)
+    config = MLATransformerConfig(**{name: value for name, value in settings.items() if name not in own})
+    return with_options(config, argparse.Namespace(**own)) if own else config
 
 
 def build(kind, *, spec=None, pattern=None, arguments=None, config=None, **changes):
@@ -261,7 +266,8 @@ def shards(model, lengths, layout, index, how="planned", align=1):
     """This rank's share of microbatch `index`.
 
     Args:
-        how: "planned" by `shard_batch`; "megatron": Megatron's own sharding and parameters of a packed batch;
+        how: "planned" by `shard_batch`; "megatron": Megatron's own sharding and parameters of a packed batch, each
+            document in chunks; "pack": likewise, the whole pack, as with `--dataloader-inter-document-masking`;
             "unpacked": the documents, all of one length, as sequences of a batch, dealt by Megatron.
     """
     from megatron.core import parallel_state
@@ -293,13 +299,18 @@ def megatron_shards(tokens, mask, lengths, group, how):
         sequences = {name: values.view(len(lengths), -1) for name, values in full.items()}
         own = get_batch_on_this_cp_rank(sequences, is_hybrid_cp=False, cp_group=group)
     else:
-        held, chunks = [], 2 * group.size()
-        for end, length in zip(ends.tolist(), lengths, strict=True):
-            document = torch.arange(end - length, end).chunk(chunks)
-            held += [document[group.rank()], document[chunks - 1 - group.rank()]]
-        own = {name: values[torch.cat(held)].unsqueeze(0) for name, values in full.items()}
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int()
-        longest = max(lengths)
+        offsets, longest = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).int(), max(lengths)
+        own = {name: values.unsqueeze(0) for name, values in full.items()}
+        if how == "pack":
+            batch = own | {"cu_seqlens": offsets[None], "max_seqlen": torch.tensor([longest]), "attention_mask": None}
+            batch = get_batch_on_this_cp_rank(batch, False, group, use_per_sequence_balancing=True)
+            own = {name: batch[name] for name in full}
+        else:  # Megatron finds these rows with Transformer Engine
+            held, chunks = [], 2 * group.size()
+            for end, length in zip(ends.tolist(), lengths, strict=True):
+                document = torch.arange(end - length, end).chunk(chunks)
+                held += [document[group.rank()], document[chunks - 1 - group.rank()]]
+            own = {name: values[:, torch.cat(held)] for name, values in own.items()}
         params = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=offsets,

@@ -19,6 +19,7 @@ pytest.importorskip("megatron.core")
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.megatron.batch import PlannedSeqParams, planned, planned_params, shard_batch
+from megatron_cp.megatron.documents import is_packed
 
 RAGGED = Packing([7, 1, 130, 0, 64, 2, 33])
 SLOTS = [
@@ -158,26 +159,79 @@ def test_plans_pass_through_as_they_are():
     assert planned(params, ThreadGroup.create(1)[0]) is params
 
 
+def offsets_of(lengths):
+    return torch.tensor(Packing(lengths).cu_seqlens, dtype=torch.int32)
+
+
 def megatrons(lengths, **others):
-    offsets = torch.tensor(Packing(lengths).cu_seqlens, dtype=torch.int32)
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=9, **others)
+    offsets = offsets_of(lengths)
+    fields = {"qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets, "max_seqlen_q": 13}
+    return PackedSeqParams(**fields | others)
+
+
+def padded_megatrons(lengths, rows, **others):
+    padded = offsets_of(rows)
+    return megatrons(lengths, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, **others)
 
 
 def test_megatrons_own_parameters_are_planned_once_as_its_zigzag():
     group = ThreadGroup.create(2)[1]
     params = megatrons([8, 4, 12])
-    found = planned(params, group)
+    found = planned(params, group, "document")
     assert found.plans.layout == Layout.zigzag(Packing([8, 4, 12]), 2)
     assert found.positions.tolist() == [2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 7, 8]
-    assert found.max_seqlen_q == 9
+    assert found.max_seqlen_q == 13
     assert found.cu_seqlens_q is params.cu_seqlens_q
-    assert planned(params, group) is found
+    assert planned(params, group, "document") is found
+
+
+def test_megatrons_whole_packs_are_cut_as_one_whatever_their_documents():
+    """As `get_batch_on_this_cp_rank(..., use_per_sequence_balancing=True)` does."""
+    group = ThreadGroup.create(2)[1]
+    found = planned(megatrons([7, 9, 8]), group, "pack")
+    assert found.plans.layout.packing == Packing([7, 9, 8])
+    assert [found.plans.layout.tokens(rank).tolist() for rank in (0, 1)] == [
+        [*range(6), *range(18, 24)],
+        [*range(6, 12), *range(12, 18)],
+    ]
+    assert found.positions.tolist() == [6, 0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1]
+
+
+def test_another_order_of_the_same_parameters_is_another_plan():
+    group, params = ThreadGroup.create(2)[0], megatrons([8, 4])
+    layouts = [planned(params, group, order).plans.layout for order in ("document", "pack", "document")]
+    assert layouts[0] == layouts[2] != layouts[1]
+    assert planned(params, ThreadGroup.create(1)[0]).plans.cp_size == 1
+
+
+def test_parameters_that_are_written_to_are_planned_anew():
+    """As a pipeline does that keeps its buffers, or one object for all batches."""
+    group, params = ThreadGroup.create(1)[0], megatrons([8, 4])
+    first = planned(params, group)
+    params.cu_seqlens_q[1] = 5
+    second = planned(params, group)
+    params.cu_seqlens_q = params.cu_seqlens_kv = offsets_of([1, 2, 3])
+    third = planned(params, group)
+    packings = [one.plans.layout.packing for one in (first, second, third)]
+    assert packings == [Packing([8, 4]), Packing([5, 7]), Packing([1, 2, 3])]
+    assert planned(params, group) is third
 
 
 def test_megatrons_padded_lengths_are_those_of_the_rows():
-    padded = torch.tensor([0, 8, 16], dtype=torch.int32)
-    params = megatrons([5, 8], cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
-    assert planned(params, ThreadGroup.create(2)[0]).plans.layout.packing == Packing([8, 8])
+    params = padded_megatrons([5, 8], [8, 8])
+    found = planned(params, ThreadGroup.create(2)[0], "document")
+    assert found.plans.layout.packing == Packing([8, 8])
+    assert found.plans.lengths.tolist() == [5, 8]
+
+
+def test_pads_are_turned_by_angles_that_a_table_has():
+    params = padded_megatrons([3, 2], [8, 4], max_seqlen_q=3)
+    assert planned(params, ThreadGroup.create(1)[0]).positions.tolist() == [0, 1, 2, 2, 2, 2, 2, 2, 0, 1, 2, 2]
+
+
+def test_keys_without_offsets_of_their_own_are_the_queries():
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets_of([3, 2]))
+    assert planned(params, ThreadGroup.create(1)[0]).plans.layout.packing == Packing([3, 2])
 
 
 def test_any_lengths_do_on_one_rank():
@@ -284,19 +338,78 @@ def test_rejects_layers_that_cannot_be_planned():
 def test_rejects_lengths_that_megatrons_sharding_cannot_deal(lengths):
     bad = [length for length in lengths if length % 4]
     with pytest.raises(ArgumentError, match=re.escape(f"documents of {bad} tokens")) as caught:
-        planned(megatrons(lengths), ThreadGroup.create(2)[0])
+        planned(megatrons(lengths), ThreadGroup.create(2)[0], "document")
     assert caught.value.allowed == "multiples of 4 from Megatron's own sharding"
     assert "shard_batch" in caught.value.remedy
 
 
-def test_rejects_params_of_other_documents_or_groups():
-    """Megatron's own params, which a plan over one packing would get wrong."""
-    group = ThreadGroup.create(1)[0]
-    for changes, says in (
-        ({"cu_seqlens_kv": torch.tensor([0, 8, 12], dtype=torch.int32)}, "keys in other documents than queries"),
-        ({"local_cp_size": 2}, "a context-parallel group of its own"),
-    ):
-        offsets = torch.tensor([0, 4, 12], dtype=torch.int32)
-        params = PackedSeqParams(**{"qkv_format": "thd", "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets} | changes)
-        with pytest.raises(ArgumentError, match=says):
-            planned(params, group)
+def test_rejects_packs_that_megatrons_sharding_cannot_deal():
+    with pytest.raises(ArgumentError, match=re.escape("packs of [14] tokens")) as caught:
+        planned(megatrons([8, 6]), ThreadGroup.create(2)[0], "pack")
+    assert caught.value.allowed == "multiples of 4 from Megatron's own sharding"
+
+
+@pytest.mark.parametrize("lengths", [[8, 4], [12]])
+def test_rejects_several_ranks_where_nobody_says_what_was_cut(lengths):
+    with pytest.raises(ArgumentError, match=r"^--cp-packed-order: got None; allowed: document or pack") as caught:
+        planned(megatrons(lengths), ThreadGroup.create(2)[0])
+    for flag in ("--sft", "--dataloader-inter-document-masking", "TransformerConfig", "shard_batch"):
+        assert flag in caught.value.remedy
+
+
+def test_rejects_an_order_that_there_is_not():
+    with pytest.raises(ArgumentError, match=r"^--cp-packed-order: got 'sequence'; allowed: document or pack"):
+        planned(megatrons([8, 4]), ThreadGroup.create(2)[0], "sequence")
+
+
+def idx(*counts):
+    return torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts)).int()[None]
+
+
+CONTRADICTIONS = {
+    "keys": ({"cu_seqlens_kv": offsets_of([8, 4])}, "keys in other documents than queries"),
+    "padded keys": ({"cu_seqlens_kv_padded": offsets_of([6, 8])}, "keys in other documents than queries"),
+    "a group": ({"local_cp_size": 2}, "a context-parallel group of its own"),
+    "no lengths": ({"cu_seqlens_q": None, "cu_seqlens_kv": None}, "no cu_seqlens_q"),
+    "more tokens": ({"total_tokens": 13}, "total_tokens 13 for cu_seqlens up to 12"),
+    "fewer tokens": ({"total_tokens": 11}, "total_tokens 11 for cu_seqlens up to 12"),
+    "numbers": ({"seq_idx": idx(5, 7)}, "seq_idx of other documents than cu_seqlens"),
+    "numbers of more": ({"seq_idx": idx(4, 8, 2)}, "seq_idx of other documents than cu_seqlens"),
+    "a short table": ({"max_seqlen_q": 7}, "max_seqlen_q 7 for a document of 8 tokens"),
+    "a short table of keys": ({"max_seqlen_kv": torch.tensor(7)}, "max_seqlen_kv 7 for a document of 8 tokens"),
+}
+
+
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_rejects_params_that_a_plan_over_one_packing_would_get_wrong(name):
+    changes, says = CONTRADICTIONS[name]
+    with pytest.raises(ArgumentError, match=f"^packed_seq_params: got '{says}'; allowed: "):
+        planned(megatrons([4, 8], **changes), ThreadGroup.create(1)[0])
+
+
+@pytest.mark.parametrize("lengths", [[9, 3], [4, 4, 4]])
+def test_rejects_documents_longer_than_their_rows(lengths):
+    with pytest.raises(ArgumentError, match=r"cu_seqlens_q of Packing.* in cu_seqlens_q_padded of Packing"):
+        planned(padded_megatrons(lengths, [8, 4]), ThreadGroup.create(1)[0])
+
+
+def test_fields_that_agree_are_taken():
+    params = megatrons([4, 8], total_tokens=12, max_seqlen_kv=torch.tensor(8))
+    assert planned(params, ThreadGroup.create(1)[0]).seq_idx.tolist() == idx(4, 8).tolist()
+    named = megatrons([4, 8], seq_idx=idx(4, 8))
+    assert planned(named, ThreadGroup.create(1)[0]).plans.layout.packing == Packing([4, 8])
+
+
+def test_a_batch_is_packed_where_it_says_so():
+    offsets = offsets_of([6, 6])
+    assert is_packed(megatrons([4, 8]), 1)
+    assert not is_packed(None, 3)
+    assert not is_packed(PackedSeqParams(), 3)
+    assert not is_packed(PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=offsets), 2)  # a sequence each
+
+
+@pytest.mark.parametrize("qkv_format", [None, "bshd", "sbhd"])
+def test_rejects_documents_in_a_format_that_is_not_packed(qkv_format):
+    params = PackedSeqParams(qkv_format=qkv_format, cu_seqlens_q=offsets_of([4, 8]))
+    with pytest.raises(ArgumentError, match=r"packed_seq_params: got .*qkv_format .* with 2 documents in a batch of 1"):
+        is_packed(params, 1)

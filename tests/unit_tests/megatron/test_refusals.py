@@ -3,6 +3,7 @@
 What needs real ranks to be refused is in tests/functional_tests/test_megatron_batch.py.
 """
 
+import argparse
 import dataclasses
 
 import pytest
@@ -24,6 +25,7 @@ from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.megatron import attention, specs
 from megatron_cp.megatron.attention import CoreAttention
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
+from megatron_cp.megatron.config import with_options
 from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.mamba_mixer import MambaMixer
 from megatron_cp.megatron.modules import check_comm_type, refuse_unsupported
@@ -51,7 +53,7 @@ class Groups:
 
 def configure(cls=TransformerConfig, **changes):
     settings = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
-    return cls(**settings | changes)
+    return cls(**settings | {"calculate_per_token_loss": True} | changes)
 
 
 def build(attn_mask_type=AttnMaskType.causal, attention_type="self", config=None, others=None, **changes):
@@ -65,9 +67,8 @@ def refused(argument, given):
 
 
 def test_rejects_chunks_by_the_flag_of_this_package():
-    config = OurConfig(num_layers=2, hidden_size=32, num_attention_heads=4, attention_dropout=0.0, cp_head_chunks=99)
     with refused("cp-head-chunks", 99):
-        build(config=config)
+        build(config=configure(OurConfig, cp_head_chunks=99))
 
 
 def test_a_layer_that_needs_none_of_this_is_built():
@@ -174,6 +175,75 @@ def test_rejects_multi_token_prediction_over_ranks(layer):
     refuse_unsupported(configure(mtp_num_layers=1))  # one rank may
 
 
+LAYERS = {
+    "attention": lambda config: build(config=config),
+    "gdn": lambda config: GatedDeltaNet(config, None, 1, pg_collection=Groups()),
+    "mamba": lambda config: MambaMixer(config, None, layer_number=1, pg_collection=Groups()),
+}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("cls", [TransformerConfig, OurConfig])
+def test_rejects_a_mean_of_the_ranks_means(layer, cls):
+    with refused("calculate-per-token-loss", False):
+        LAYERS[layer](configure(cls, context_parallel_size=2, calculate_per_token_loss=False))
+    refuse_unsupported(configure(cls, calculate_per_token_loss=False))  # one rank may
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_rejects_pipelines_whose_stages_take_batches_of_one_length(layer):
+    config = configure(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    with pytest.raises(ArgumentError, match=r"^variable_seq_lengths: got False; allowed: True"):
+        LAYERS[layer](config)
+    config.variable_seq_lengths = True
+    refuse_unsupported(config)
+
+
+def test_our_configuration_lets_lengths_vary_where_there_are_stages():
+    assert not configure(OurConfig).variable_seq_lengths
+    config = configure(OurConfig, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    assert config.variable_seq_lengths
+    assert dataclasses.replace(config).variable_seq_lengths
+    refuse_unsupported(config)
+
+
+def test_rejects_masks_of_documents_that_are_tensors():
+    with refused("reset-attention-mask", True):
+        build(config=configure(OurConfig, reset_attention_mask=True))
+
+
+ORDERS = (
+    ({}, None),
+    ({"sft": True}, "document"),
+    ({"dataloader_inter_document_masking": True}, "pack"),
+    ({"dataloader_inter_document_masking": True, "sft": True}, "document"),  # as Megatron's get_batch decides
+    ({"dataloader_inter_document_masking": True, "cp_packed_order": "document"}, "document"),
+)
+
+
+@pytest.mark.parametrize(("flags", "order"), ORDERS)
+def test_what_megatrons_pipeline_cuts_is_known_from_its_flags(flags, order):
+    assert configure(OurConfig, **flags).cp_packed_order == order
+    latent = with_options(configure(MLATransformerConfig), argparse.Namespace(cp_codec="fp8", **flags))
+    assert (latent.cp_packed_order, latent.cp_codec, latent.cp_layout) == (order, "fp8", "zigzag")
+
+
+def test_options_on_our_configuration_are_there_already():
+    config = configure(OurConfig, cp_codec="int8")
+    assert with_options(config, argparse.Namespace(cp_codec="fp8")) is config
+    assert config.cp_codec == "int8"
+
+
+def test_options_for_latent_attention_let_lengths_vary_too():
+    config = configure(MLATransformerConfig, pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    assert with_options(config, argparse.Namespace()).variable_seq_lengths
+
+
+def test_rejects_options_that_do_not_exist_for_latent_attention():
+    with refused("cp-codec", "'fp9'"):
+        with_options(configure(MLATransformerConfig), argparse.Namespace(cp_codec="fp9"))
+
+
 def test_rejects_megatrons_hybrid_context_parallelism():
     config = configure(context_parallel_size=2)
     config.hybrid_context_parallel = True
@@ -184,8 +254,9 @@ def test_rejects_megatrons_hybrid_context_parallelism():
 def test_rejects_other_attention_variants():
     config = configure()
     config.experimental_attention_variant = "dsa"
-    with refused("experimental-attention-variant", "'dsa'"):
+    with refused("experimental-attention-variant", "'dsa'") as caught:
         specs.gpt_layer_spec(config)
+    assert "leave --spec out" in caught.value.remedy
 
 
 class Layer(nn.Module):
@@ -241,9 +312,35 @@ def test_rejects_experts_whose_ranks_must_be_equal():
     with refused("moe-token-dispatcher-type", "'allgather'"):
         build(config=config)
     refuse_unsupported(configure(**experts, expert_model_parallel_size=2, moe_token_dispatcher_type="alltoall"))
-    with refused("moe-aux-loss", r"0\.01"):
-        refuse_unsupported(configure(**experts, context_parallel_size=2, moe_aux_loss_coeff=0.01))
     refuse_unsupported(configure(**experts, context_parallel_size=2))
+    balanced = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    refuse_unsupported(configure(**experts, **balanced, context_parallel_size=2, moe_router_load_balancing_type="none"))
+
+
+COUPLED = (
+    ({"moe_aux_loss_coeff": 0.01}, "moe-aux-loss-coeff", r"0\.01"),
+    ({"moe_z_loss_coeff": 0.001}, "moe-z-loss-coeff", r"0\.001"),
+    (
+        {"moe_aux_loss_coeff": [0.0, 0.02], "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
+        "moe-aux-loss-coeff",
+        r"\[0\.0, 0\.02\]",
+    ),
+    ({"moe_router_load_balancing_type": "sinkhorn"}, "moe-router-load-balancing-type", "'sinkhorn'"),
+    ({"moe_router_load_balancing_type": "quantile_balancing"}, "moe-router-load-balancing-type", "'quantile.*'"),
+    ({"moe_expert_capacity_factor": 1.0}, "moe-expert-capacity-factor", r"1\.0"),
+)
+
+
+@pytest.mark.parametrize(("changes", "flag", "given"), COUPLED)
+def test_rejects_experts_that_depend_on_which_tokens_share_a_rank(changes, flag, given):
+    experts = {"num_moe_experts": 4, "ffn_hidden_size": 64, **changes}
+    with refused(flag, given) as caught:
+        refuse_unsupported(configure(**experts, context_parallel_size=2))
+    if flag != "moe-expert-capacity-factor":
+        assert "--moe-router-enable-expert-bias" in caught.value.remedy
+    refuse_unsupported(configure(**experts))  # one rank may
+    for name in (flag, "moe-router-enable-expert-bias", "moe-router-score-function", "moe-router-load-balancing-type"):
+        assert name.replace("-", "_") in {field.name for field in dataclasses.fields(TransformerConfig)}
 
 
 def test_experts_stand_where_the_configuration_has_them(monkeypatch):
@@ -256,7 +353,9 @@ def test_experts_stand_where_the_configuration_has_them(monkeypatch):
     assert ours[0] != ours[1]
 
 
-@pytest.mark.parametrize("option", [{"cp_layout": "zigzagg"}, {"linear_cp_mode": "chunkwisee"}])
+@pytest.mark.parametrize(
+    "option", [{"cp_layout": "zigzagg"}, {"linear_cp_mode": "chunkwisee"}, {"cp_packed_order": "sequence"}]
+)
 def test_rejects_options_that_do_not_exist(option):
     name = next(iter(option)).replace("_", "-")
     with pytest.raises(ArgumentError, match=f"^--{name}: got "):

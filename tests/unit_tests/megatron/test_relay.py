@@ -111,6 +111,6 @@ def test_rejects_a_padding_mask_inside_a_relayed_run(monkeypatch):
 
     plan = layers[0][0].slot.plan(Layout.zigzag(Packing([4096]), 4))
     assert plan.relay is not None
-    monkeypatch.setattr(Linear, "packed_plan", lambda self, params: plan)
+    monkeypatch.setattr(Linear, "packed_plan", lambda self, params, batch: plan)
     with pytest.raises(ArgumentError, match="padding mask"):
         layers[0](hidden_states=torch.zeros(4, 1, 64), packed_seq_params=object(), padding_mask=torch.zeros(1, 4))

@@ -39,6 +39,16 @@ def test_an_attention_slot_plans_all_it_says():
     assert slot.plan(layout) != ATTENTION.plan(layout)
 
 
+def test_pads_inside_a_batch_are_seen_by_no_attention():
+    lengths = [5, 1, 0, 130, 0]
+    plans = BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, mask="full"), LINEAR], lengths=lengths)
+    assert plans.plans[0].mask == Mask.full(PACKING).of_tokens(lengths)
+    assert plans.plan(ATTENTION).mask == Mask.causal(PACKING).of_tokens(lengths)
+    assert plans.plan(LINEAR) == LINEAR.plan(LAYOUT)  # it is causal, and pads are behind
+    whole = BatchPlan(LAYOUT, [dataclasses.replace(ATTENTION, mask="full"), LINEAR])
+    assert plans.fingerprint() != whole.fingerprint()
+
+
 def test_a_linear_slot_plans_all_it_says():
     expected = plan_linear(
         PACKING, LAYOUT, "gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16, mode="relay", conv_width=3,
