@@ -106,6 +106,18 @@ def agree_on_call(
     agreed.add(call)
 
 
+def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> None:
+    """Fails on every rank unless all ranks build a layer with the same settings. For set-up: one exchange a layer.
+
+    Raises:
+        CallMismatchError: with the settings in which the first differing rank departs from rank 0.
+    """
+    if ranks.size == 1 or not ranks.agreed.compares_calls:
+        return
+    lines = [f"layer: {name}", *(f"{setting}: {value!r}" for setting, value in settings.items())]
+    _compare(ranks, lines, "comparison of layers", CallMismatchError, f"the ranks build {name} in different ways")
+
+
 _DIFFERENT_PLANS = (
     "the ranks made different plans ({other} differs from rank 0); every rank must plan from the same document lengths "
     "and options"

@@ -91,6 +91,8 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         )
         _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)
+        sinks = config.softmax_type
+        self.agree(softmax_scale=softmax_scale, dropout=self.dropout, sinks=sinks, mask=attn_mask_type)
         self._unpacked: BatchPlan | None = None  # of the latest length of unpacked batches, which rarely changes
 
     def forward(

@@ -111,7 +111,7 @@ def shard_batch(
         device: where the model is.
         seed: of dropout in attention, beside the batch's tokens: the number of the step, so that a batch that comes
             again has other weights dropped. The same on every rank.
-        agree: compare the plans of all ranks (16 bytes on the host).
+        agree: compare the plans, the tokens and the seed of all ranks (16 bytes on the host).
 
     Raises:
         ArgumentError: tensors that do not fit the layout, or a slot that cannot be planned.
@@ -124,10 +124,10 @@ def shard_batch(
     targets, weights = _labels(ids, packing) if labels is None else _given_labels(labels, packing)
     if loss_mask is not None:
         weights = weights * _stream("loss_mask", loss_mask, packing).float()
-    plans = BatchPlan(layout, slots)
+    plans, batch_seed = BatchPlan(layout, slots), _hash(ids, seed)
     if agree and layout.cp_size > 1:
-        check_agreement(plans, ranks)
-    params = planned_params(plans, ranks.rank, device, _hash(ids, seed))
+        check_agreement(plans, ranks, seed=batch_seed)
+    params = planned_params(plans, ranks.rank, device, batch_seed)
     assert params.positions is not None
     # A label where nothing is to be learnt must still be in the vocabulary: 0.
     streams = (ids, targets * (weights != 0), weights)

@@ -59,6 +59,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             transport=transport_of(config, self.ranks),
             codec=codec_of(config, self.ranks, exchanges=mode in ("headwise", "auto"), how=f"Gated DeltaNet, {mode}"),
         )
+        self.agree()
         if self.tp_size > 1 and not config.sequence_parallel:
             self._sum_norm_gradients_over_tp()
 

@@ -74,6 +74,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             transport=transport_of(config, self.ranks),
             codec=codec_of(config, self.ranks, exchanges=mode in ("headwise", "auto"), how=f"Mamba, {mode}"),
         )
+        self.agree()
 
     def forward(
         self,

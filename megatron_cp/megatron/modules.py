@@ -16,6 +16,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.agreement import agree_on_layer
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.transport import Transport
@@ -63,6 +64,15 @@ class ContextParallelModule:
     def planned(self, packed_seq_params: PackedSeqParams) -> PlannedSeqParams:
         """The packed batch with its plans, in the order that the configuration states for Megatron's own batches."""
         return planned(packed_seq_params, self.ranks, getattr(self.config, "cp_packed_order", None))
+
+    def agree(self, **settings: Any) -> None:
+        """Compares what the module fixes while it is built with the other ranks', so that no step has to.
+
+        Raises:
+            CallMismatchError: another rank builds it in another way.
+        """
+        name = f"{type(self).__name__} {getattr(self, 'layer_number', '')}".rstrip()
+        agree_on_layer(self.ranks, name, {"kind": self.slot, "type": self.config.params_dtype, **settings})
 
     def check_rows(self, rows: int, layout: Layout) -> None:
         """Refuses tensors of other rows than those that this rank has of the batch.
