@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.cli.bench import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
 from megatron_cp.cli.bench_pack import (
     ALL,
     ALL_SECTIONS,
@@ -43,6 +42,7 @@ from megatron_cp.cli.bench_pack import (
     megatron_missing,
 )
 from megatron_cp.cli.main import Report
+from megatron_cp.cli.measure import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
 from megatron_cp.cli.options import MODELS, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_cp.cli.bench import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
 from megatron_cp.cli.bench_exchange import aligned_lengths, check_is_megatrons, watched_wire
 from megatron_cp.cli.bench_pack import MEGATRON, keep_freed_memory, megatron_missing
 from megatron_cp.cli.main import Report
+from megatron_cp.cli.measure import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
 from megatron_cp.cli.options import HIDDEN_SIZES, MODELS, case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup

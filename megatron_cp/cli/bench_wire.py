@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.cli.bench import DIRECTIONS, kept_blocks, shown, spread, with_defaults
 from megatron_cp.cli.bench_overlap import Desk, Measure, Overlapped, handed_over, inbound
 from megatron_cp.cli.main import Report
+from megatron_cp.cli.measure import DIRECTIONS, kept_blocks, shown, spread, with_defaults
 from megatron_cp.cli.options import case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange

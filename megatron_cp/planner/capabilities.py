@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from megatron_cp.errors import ArgumentError
 
@@ -136,4 +138,11 @@ def require(argument: str, value: str, *, name: str | None = None) -> str:
             raise ArgumentError(
                 name or argument, value, " or ".join(working(argument)) or "None", f"{value} is {entry.remark}."
             )
-    raise ArgumentError(name or argument, value, " or ".join(working(argument)) or "None")
+    known = working(argument)
+    raise ArgumentError(name or argument, value, " or ".join(known) or "None", did_you_mean(value, known))
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A sentence with what was probably meant; "" if nothing resembles it."""
+    found = get_close_matches(given, list(known), n=1) if isinstance(given, str) else []
+    return f"Did you mean {found[0]}?" if found else ""

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp.cli.bench import Watch
 from megatron_cp.cli.bench_linear import LAYERS, MODES, PLACES, Work, mixer, piece_lengths, saved_bytes, segments
 from megatron_cp.cli.main import main
+from megatron_cp.cli.measure import Watch
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw

@@ -257,23 +257,51 @@ def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
+HUGE = "9" * 25
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "says"),
     [
-        [],
-        ["check", "--cp", "0"],
-        ["check", "--lengths", "3,x"],
-        ["check", "--timeout", "-1"],
-        ["check", "--timeout", "inf"],
-        ["check", "--seed", "-1"],
-        ["plan", "--no-such"],
+        ([], "megatron-cp: the following arguments are required: command. See megatron-cp --help."),
+        (["chekc"], "got 'chekc'; allowed: train or check or plan or bench or doctor. Did you mean check? See"),
+        (["check", "--cp", "0"], "--cp: got '0'; allowed: integers from 1"),
+        (["check", "--cp"], "megatron-cp check: --cp: expected one argument. See megatron-cp check --help."),
+        (["check", "--lengths", "3,x"], "--lengths: got 'x'; allowed: integers from 0"),
+        (["check", "--timeout", "-1"], "--timeout: got '-1'; allowed: seconds above 0"),
+        (["check", "--timeout", "inf"], "--timeout: got 'inf'; allowed: seconds above 0"),
+        (["check", "--seed", "-1"], "--seed: got '-1'; allowed: integers from 0"),
+        (["check", "--softcap", "much"], "--softcap: got 'much'; allowed: numbers"),
+        (["check", "--dtype", "float46"], "allowed: float64 or float32 or bfloat16 or float16. Did you mean float64?"),
+        (["check", "--ranks", "fibres"], "--ranks: got 'fibres'; allowed: threads or processes."),
+        (["check", "--scheme", "al_gather"], "Did you mean all_gather?"),
+        (["plan", "--no-such"], "megatron-cp plan: --no-such: there is no such option."),
+        (["plan", "--kvheads=2"], "--kvheads: there is no such option. Did you mean --kv-heads?"),
+        (["plan", "--tokens", "2"], "Did you mean"),  # nor is it taken for --tokens-per-rank
+        (["plan", "2"], "got '2', which is no option and belongs to none"),
+        (["plan", "--align", HUGE], "--align: got"),
+        (["plan", "--heads", HUGE], "--heads: got"),
+        (["plan", "--cp", HUGE], "--cp: got"),
+        (["check", "--align", HUGE], "--align: got"),
+        (["check", "--head-dim", HUGE], "--head-dim: got"),
+        (["check", "--head-dim", "65537"], "--head-dim: got '65537'; allowed: integers from 1 to 65536"),
+        (["check", "--lengths", HUGE], "--lengths: got"),
+        (["train", "--seq-length", HUGE], "--seq-length: got"),
+        (["train", "--seq-length", str(2**62)], "--seq-length: got 4611686018427387904; allowed: at most 134217728"),
+        (["train", "--window-size", HUGE, "0"], "--window-size: got"),
+        (["train", "--lr", "fast"], "--lr: got 'fast'; allowed: numbers"),
+        (["train", "--train-iters", "9" * 5000], "(5000 characters); allowed: integers"),
     ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_rejects_bad_usage_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert "usage" in capsys.readouterr().err
+def test_rejects_bad_usage_with_status_2_and_one_line(arguments, says, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert len(printed.err) < 400
+    assert printed.err.startswith(f"megatron-cp {arguments[0]}: " if arguments[1:] else "megatron-cp: ")
 
 
 @pytest.mark.parametrize("layer", ["attention", "gdn"])
