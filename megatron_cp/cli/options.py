@@ -11,7 +11,7 @@ import numpy as np
 from megatron_cp.cli.parser import MAX_TOKENS, integers, natural, number, positive, rows, size
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.planner.capabilities import require, working
+from megatron_cp.planner.capabilities import refuse_unbuilt, require, working
 
 if TYPE_CHECKING:
     from megatron_cp.executor.groups import RankGroup
@@ -139,6 +139,8 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
     layer = require("layer", args.layer)
     shape = _layer_shape(args)
     lengths = _document_lengths(args, cp_size)
+    mask = args.mask or "causal"
+    refuse_unbuilt("mask", mask)
     import torch
 
     from megatron_cp.testing.parity import Case
@@ -153,7 +155,7 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         head_dim=shape.head_dim,
         value_head_dim=shape.value_dim,
         conv_width=shape.conv_width,
-        mask=args.mask or "causal",
+        mask=mask,
         scheme=args.scheme or "auto",
         hidden_size=_hidden_size(args, shape),
         ulysses_degree=args.ulysses_degree,

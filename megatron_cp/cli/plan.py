@@ -184,6 +184,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
         "relay": _relay(plan, item_size),
         "predicted_ms": {name: _predicted(plan, forward=forward) for name, forward in _BOTH.items()},
+        "predicted_for": plan.prices[0].hardware if plan.prices else None,
         "plan_ms": milliseconds,
         "notes": list(plan.notes),
     }

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.run_dir is not None:
         _refuse_a_run(Path(args.run_dir), args)
     if not megatron_is_installed():
-        raise UsageError("Megatron-Core is not installed here, and a model is made of it. Run: " + INSTALL_MEGATRON)
+        raise UsageError("Megatron-Core is not installed here. Run: " + INSTALL_MEGATRON)
     # What takes seconds to import, torch and Megatron, from here on.
     _quiet_imports()
     import torch.distributed as dist

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_cp.cli.main import main
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import sweep
 
@@ -74,6 +77,9 @@ def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme, capsys):
     assert 0 < report["predicted_ms"]["forward"] < report["predicted_ms"]["backward"]
     assert re.search(rf"chosen {scheme} +predicted [0-9.]+ ms forward", out)
     assert re.search(r"other  headwise +predicted", out)
+    # For what, so that nobody takes these numbers for those of the machine at hand.
+    assert "predicted for an H100 as its data sheet says, measured nowhere: 8 ranks a host, 250 GB/s" in out
+    assert report["predicted_for"].startswith("an H100 as its data sheet says, measured nowhere")
 
 
 def test_one_long_document_costs_less_than_its_activations(capsys):
@@ -139,6 +145,20 @@ def test_plan_reports_every_key(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plan_draws_the_layout_that_was_asked_for_beside_the_one_that_it_relays_to(capsys, tmp_path, monkeypatch):
+    drawn = []
+    draw = picture._draw_ownership
+    monkeypatch.setattr(picture, "_draw_ownership", lambda axes, layout: drawn.append(layout) or draw(axes, layout))
+    shape = ["--layer", "gdn", "--scheme", "relay", "--cp", "3", "--lengths", "50,7,70", "--layout", "zigzag"]
+    assert main(["plan", *shape, "--plot", str(tmp_path / "plan.png")]) == 0
+    packing = Packing([50, 7, 70])
+    assert drawn == [Layout.zigzag(packing, 3), Layout.contiguous(packing, 3)]
+    assert "gdn by relay" in capsys.readouterr().out
+    drawn.clear()
+    assert main(["plan", *shape, "--scheme", "chunkwise", "--plot", str(tmp_path / "plan.png")]) == 0
+    assert drawn == [Layout.zigzag(packing, 3)]
+
+
 def test_plan_counts_pad_tokens(capsys):
     assert main(["plan", "--cp", "3", "--align", "16", *BATCH, "--kv-heads", "2", "--json"]) == 0
     assert last_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
@@ -193,6 +213,53 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
     rows = last_json(capsys.readouterr().out)["capabilities"]
     assert {row["feature"]: row["works"] for row in rows}["scheme a2a"] is True
     assert all(row["remark"] for row in rows if not row["works"])
+
+
+def test_doctor_says_no_to_megatron_where_it_is_not_installed(capsys, monkeypatch):
+    rows = {}
+    for hidden in (False, True):
+        if hidden:
+            monkeypatch.setitem(sys.modules, "megatron", None)
+        assert main(["doctor", "--json"]) == 0
+        found = last_json(capsys.readouterr().out)["capabilities"]
+        rows[hidden] = {row["feature"]: row for row in found if row["feature"].startswith("megatron ")}
+    assert rows[False].keys() == rows[True].keys()
+    assert any(row["works"] for row in rows[False].values())
+    assert not any(row["works"] for row in rows[True].values())
+    assert "pip install 'megatron_cp[megatron]'" in rows[True]["megatron GPTModel"]["remark"]
+
+
+def test_rejects_training_without_megatron_in_a_sentence(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    assert main(["train"]) == 2
+    said = "megatron-cp train: Megatron-Core is not installed here. Run: pip install 'megatron_cp[megatron]'\n"
+    assert capsys.readouterr().err == said
+
+
+MASK_TABLES = {
+    # Name -> which block of 16 sees which, as in the paper that the names come from, and whether it is causal.
+    "strided": (lambda q, k: abs(q - k) in (0, 4, 8), False),
+    "global_local": (lambda q, k: q == 0 or k == 0 or q == k, False),
+    "star": (lambda q, k: k in (0, q), True),
+    "streaming": (lambda q, k: k == 0 or q - 2 <= k <= q, True),
+}
+
+
+@pytest.mark.parametrize("name", MASK_TABLES)
+def test_rejects_a_mask_without_a_spelling_with_what_makes_the_same_one(name, capsys):
+    """No other mask is offered: a remedy must not change the result."""
+    assert main(["check", "--mask", name]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"megatron-cp check: --mask: got '{name}'; allowed: causal or full or window:LEFT,RIGHT")
+    remedy = error.partition("allowed:")[2].partition(". ")[2]
+    assert remedy == f"{name} is not built yet; in Python Mask.from_blocks makes it from a table of blocks.\n"
+    sees, causal = MASK_TABLES[name]
+    blocks = range(16)
+    table = np.array([[sees(q, k) for k in blocks] for q in blocks])
+    mask = Mask.from_blocks(Packing([32]), table, 2, causal=causal)
+    tokens = range(32)
+    expected = [sum(sees(q // 2, k // 2) and (k <= q or not causal) for k in tokens) for q in tokens]
+    assert mask.seen.tolist() == expected
 
 
 @pytest.mark.parametrize(
