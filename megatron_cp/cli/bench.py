@@ -23,12 +23,21 @@ HELP = "measure a layer: local work, waits, memory and bytes, over what each cou
 BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire")
 _LATER = ("planner",)
 DEVICES = ("cpu", "cuda")
+# Of local runs that name no number. Of exchange, its local part: between processes it has sizes of its own.
+RANKS, EXCHANGE_RANKS, WIRE_RANKS = 2, 4, (3, 4, 5, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("what", metavar="|".join(BENCHMARKS), help="what to measure")
-    parser.add_argument("--cp", type=positive, metavar="N", help="context-parallel size (default: 2)")
+    *most, last = map(str, WIRE_RANKS)
+    parser.add_argument(
+        "--cp",
+        type=positive,
+        metavar="N",
+        help=f"context-parallel size (default: {RANKS}; of exchange {EXCHANGE_RANKS}, of wire {', '.join(most)} and "
+        f"{last})",
+    )
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed rounds (default: 5)")
     add_layer_arguments(parser, dtype="float32")
     add_batch_arguments(parser)
@@ -37,12 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "scheme": "of attention: one scheme; all that the ranks can run if left out",
         "model": "the layer's shape in a known model (default: a few heads)",
         "layout": "default: zigzag; of linear: contiguous",
+        "dtype": "default: float32; of exchange, layer and wire bfloat16, as of all on cuda",
     }
     for action in parser._actions:
         action.help = ours.get(action.dest, action.help)
     parser.set_defaults(layer=None, dtype=None)  # depend on what is measured, and on the device
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
-    parser.add_argument("--device", choices=DEVICES, help="default: cuda, in bfloat16, where there is one")
+    parser.add_argument("--device", choices=DEVICES, help="default: cuda where there is one")
     parser.add_argument("--ranks", choices=RANK_KINDS, default="processes", help="local ranks; torchrun brings its own")
     cells = "RANKSxTOKENS/DOCUMENTS,..."
     parser.add_argument(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.cli.main import Report
+from megatron_cp.cli.main import Report, as_flag
 from megatron_cp.cli.options import MAX_LOCAL_RANKS, case_of, given_axes, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, TorchGroup
@@ -34,26 +34,9 @@ def report(args: argparse.Namespace) -> Report:
 
 
 def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    sizes = args.cp or ([world.size] if world else [2, 3, 4, 5] if args.all else [2, 3, 5])
-    skipped = [size for size in sizes if world and size > world.size]
-    sizes = [size for size in sizes if size not in skipped]
-    if not sizes:
-        raise ArgumentError("--cp", skipped, f"sizes of at most the {world.size if world else 0} ranks of this job")
-    if not world and max(sizes) > MAX_LOCAL_RANKS:
-        raise ArgumentError(
-            "--cp", max(sizes), f"at most {MAX_LOCAL_RANKS} local ranks", "Run larger sizes under torchrun."
-        )
-    device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
-    given = given_axes(args)
-    if args.scheme is None and args.layer != "attention":
-        args.scheme = "headwise"  # the one that is to be bitwise; --all runs every one
-    cases = [
-        case_of(args, size, kernel=args.kernel, device=device, hosts=hosts_of_job(args, world, size)) for size in sizes
-    ]
-    if args.all:
-        cases = [each for case in cases for each in sweep(case, given)]
-    for case in cases:
-        case.refuse_early()
+    asked = args.cp or ([world.size] if world else [2, 3, 4, 5] if args.all else [2, 3, 5])
+    cases, not_run = _fitting(args, asked, world)
+    sizes = [size for size in asked if size not in not_run]
     results = list(_on_torchrun(cases, world) if world else _on_local_ranks(cases, args))
     passed = all(result.passed for result in results)
     names = dict.fromkeys(name for result in results for name in result.errors)
@@ -63,7 +46,7 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     if args.all and args.layer == "attention":
         lines += [f"a2a+p2p and a2a+all_gather were not run at cp={size}, which is no product" for size in sizes
                   if not any(case.cp == size and "+" in case.scheme for case in cases)]  # fmt: skip
-    lines += [f"cp={size} was not run: this job has {world.size} ranks" for size in skipped if world]
+    lines += [f"cp={size} was not run: {reason}" for size, reason in not_run.items()]
     allowed = Counter(result.tolerance for result in results)
     limits = (f"{limit:g}" if len(allowed) == 1 else f"{limit:g} for {n} of them" for limit, n in allowed.items())
     count = f"{len(results)} case{'s' * (len(results) > 1)}"
@@ -76,9 +59,46 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         "kernel_err": kernels,
         "cases": len(results),
         "cp": sizes,
-        "cp_not_run": skipped,
+        "cp_not_run": list(not_run),
+        "not_run": not_run,
     }
     return Report("\n".join(lines), data, ok=passed, quiet=world is not None and world.rank != 0)
+
+
+def _fitting(args: argparse.Namespace, sizes: list[int], world: TorchGroup | None) -> tuple[list[Case], dict[int, str]]:
+    """The cases of each size, and the sizes that are left out, with the reason.
+
+    Raises:
+        ArgumentError: no size fits.
+    """
+    device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
+    given = given_axes(args)
+    if args.scheme is None and args.layer != "attention":
+        args.scheme = "headwise"  # the one that is to be bitwise; --all runs every one
+    fitting: list[Case] = []
+    refused: dict[int, ArgumentError] = {}
+    for size in sizes:
+        try:
+            _check_size(size, world)
+            case = case_of(args, size, kernel=args.kernel, device=device, hosts=hosts_of_job(args, world, size))
+            cases = sweep(case, given) if args.all else [case]
+            for each in cases:
+                each.refuse_early()
+        except ArgumentError as error:
+            refused[size] = error
+        else:
+            fitting += cases
+    if not fitting:
+        raise next(iter(refused.values()))
+    return fitting, {size: as_flag(error, args) for size, error in refused.items()}
+
+
+def _check_size(size: int, world: TorchGroup | None) -> None:
+    if world and size > world.size:
+        raise ArgumentError("--cp", size, f"sizes of at most the {world.size} ranks of this job")
+    if not world and size > MAX_LOCAL_RANKS:
+        allowed = f"at most {MAX_LOCAL_RANKS} local ranks"
+        raise ArgumentError("--cp", size, allowed, "Run larger sizes under torchrun.")
 
 
 def _on_local_ranks(cases: list[Case], args: argparse.Namespace) -> Iterator[Parity]:

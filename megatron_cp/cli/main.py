@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         report: Report = args.run(args)
     except (ArgumentError, UsageError) as error:
-        text = _as_flag(error, args) if isinstance(error, ArgumentError) else str(error)
+        text = as_flag(error, args) if isinstance(error, ArgumentError) else str(error)
         print(f"megatron-cp {args.command}: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
+def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
     """The error as the user of the command line spells the argument."""
     name = {"cp_size": "cp", "mode": "scheme"}.get(error.argument, error.argument)
     flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument

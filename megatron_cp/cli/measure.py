@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.cli.bench import RANKS
 from megatron_cp.cli.options import MAX_LOCAL_RANKS
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import Message, Pending, RankGroup, TorchGroup
@@ -58,7 +59,7 @@ def with_defaults(
         args.tokens_per_rank = 2048
     if world and args.cp not in (None, world.size):
         raise ArgumentError("--cp", args.cp, f"the {world.size} ranks of this job")
-    args.cp = world.size if world else args.cp or 2
+    args.cp = world.size if world else args.cp or RANKS
     if not world and args.cp > MAX_LOCAL_RANKS:
         raise ArgumentError(
             "--cp", args.cp, f"at most {MAX_LOCAL_RANKS} local ranks", "Run larger sizes under torchrun."

@@ -1,5 +1,6 @@
 """`megatron-cp bench attention`: what it reports, on threads, processes and torchrun, and what it refuses."""
 
+import importlib
 import itertools
 import json
 import subprocess
@@ -7,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_cp.cli import options
 from megatron_cp.cli.main import main
 from megatron_cp.cli.measure import turns
+from megatron_cp.executor.launch import RankError
 from megatron_cp.softmax import attention as operation
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
@@ -160,3 +164,32 @@ def test_nobody_always_comes_first_or_after_the_same_one():
 def test_options_of_another_benchmark_are_refused(what, option, value, capsys):
     assert main(["bench", what, option, value]) == 2
     assert f"{option}: got '{value}'; allowed: nothing but with bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks"), [("attention", {2}), ("linear", {2}), ("layer", {2}), ("exchange", {4}), ("wire", {3, 4, 5, 8})]
+)
+def test_as_many_ranks_as_the_help_says_are_measured(what, ranks, capsys, monkeypatch):
+    if what == "layer":
+        pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "context-parallel size (default: 2; of exchange 4, of wire 3, 4, 5 and 8)" in said
+    assert "default: float32; of exchange, layer and wire bfloat16" in said
+    module = importlib.import_module(f"megatron_cp.cli.bench_{what}")
+    made = []
+
+    def case_of(args, size, **rest):
+        made.append(options.case_of(args, size, **rest))
+        return made[-1]
+
+    def not_measured(*args, **rest):
+        raise RankError("nothing is measured here")
+
+    monkeypatch.setattr(module, "case_of", case_of)
+    monkeypatch.setattr(module, "run_ranks", not_measured)
+    assert main(["bench", what, "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == "megatron-cp bench: nothing is measured here\n"
+    assert {case.cp for case in made} == ranks
+    assert {case.dtype for case in made} == {torch.float32 if what in ("attention", "linear") else torch.bfloat16}

@@ -281,7 +281,7 @@ def test_rejects_a_mask_without_a_spelling_with_what_makes_the_same_one(name, ca
         (["check", "--layer", "gdn", "--softcap", "2"], "gdn has none"),
         (["check", "--layer", "gdn", "--learned-sink"], "gdn has none"),
         (["check", "--layer", "gdn", "--ulysses-degree", "2"], "gdn has none"),
-        (["check", "--layer", "gdn", "--head-chunks", "2"], "1, for 2 key heads over 2 ranks"),
+        (["check", "--layer", "gdn", "--cp", "2", "--head-chunks", "2"], "1, for 2 key heads over 2 ranks"),
         (["check", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "none for chunkwise"),
         (["plan", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "coded: use headwise."),
         (["check", "--layer", "conv1d", "--codec", "fp8"], "none for conv1d"),
@@ -386,6 +386,36 @@ def test_check_runs_under_torchrun(layer):
     assert report["pass"]
     assert report["bitwise_forward"]
     assert (report["cp"], report["cp_not_run"]) == ([2, 3], [4])
+
+
+@pytest.mark.parametrize("every", [[], ["--all", "--scheme", "a2a", "--mask", "causal"]])
+def test_check_runs_the_sizes_that_fit_and_says_which_do_not(every, capsys):
+    shape = ["--heads", "12", "--kv-heads", "6", "--lengths", "7,1,30", "--layout", "zigzag"]
+    arguments = ["check", *shape, "--cp", "2,3,5,8,100", "--head-chunks", "2", *every, "--json"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    report = last_json(out)
+    assert report["pass"]
+    assert (report["cp"], report["cp_not_run"]) == ([2, 3, 5], [8, 100])
+    assert report["cases"] == 3
+    assert "\ncp=8 was not run: --head-chunks: got 2; allowed: 1, for 6 key/value heads over 8 ranks. A chunk" in out
+    assert "\ncp=100 was not run: --cp: got 100; allowed: at most 64 local ranks." in out
+    assert report["not_run"]["8"].startswith("--head-chunks: got 2")
+
+
+def test_rejects_a_check_of_which_no_size_fits(capsys):
+    assert main(["check", "--cp", "7,8", "--head-chunks", "2", "--lengths", "7,1,30"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("megatron-cp check: --head-chunks: got 2; allowed: 1, for 2 key/value heads over 7")
+    assert printed.out == ""
+
+
+def test_check_fails_where_one_of_the_sizes_that_fit_fails(capsys, monkeypatch):
+    from megatron_cp.testing import parity
+
+    monkeypatch.setitem(parity.TOLERANCES, parity.torch.float64, -1.0)
+    assert main(["check", "--cp", "2,100", "--lengths", "3", "--json"]) == 1
+    assert last_json(capsys.readouterr().out)["cp_not_run"] == [100]
 
 
 def test_check_runs_on_processes(capsys):
