@@ -15,6 +15,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.cli.measure import turns
 from megatron_cp.executor.launch import RankError
 from megatron_cp.softmax import attention as operation
+from tests.limits import limit
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
 QUICK = [*TINY, "--repeats", "1", "--json"]
@@ -91,7 +92,7 @@ def test_torchrun_brings_its_ranks():
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             "-m", "megatron_cp.cli.main", "bench", "attention", "--scheme", "p2p", *QUICK,
         ],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     check_report(last_json(run.stdout), ["p2p"])
@@ -141,7 +142,7 @@ def test_a_run_out_of_time_ends_with_status_1():
     slow = ["--kernel", "reference", "--lengths", "4000,4000", "--ranks", "threads", "--timeout", "0.2"]
     run = subprocess.run(
         [sys.executable, "-m", "megatron_cp.cli.main", "bench", "attention", "--device", "cpu", *slow],
-        capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(60), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 1, run.stderr
     assert "did not finish in 0.2 s" in run.stderr

@@ -15,6 +15,7 @@ from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import sweep
+from tests.limits import limit
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
@@ -379,7 +380,7 @@ def test_check_runs_under_torchrun(layer):
             "-m", "megatron_cp.cli.main", "check", "--layer", layer, *BATCH, *SHAPE[layer],
             "--cp", "2,3,4", "--layout", "random", "--json",
         ],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     report = last_json(run.stdout)
@@ -429,7 +430,7 @@ def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():
             sys.executable, "-m", "megatron_cp.cli.main", "check", "--kernel", "reference", "--cp", "2",
             "--lengths", "4000,4000", "--timeout", "0.2",
         ],
-        capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(60), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 1, run.stderr
     assert "did not finish in 0.2 s" in run.stderr

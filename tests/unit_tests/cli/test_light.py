@@ -10,6 +10,7 @@ import pytest
 
 from megatron_cp.cli import options
 from megatron_cp.executor import launch
+from tests.limits import limit
 
 ROOT = Path(__file__).parents[3]
 HEAVY = ("torch", "megatron.core", "matplotlib", "tokenizers", "triton")
@@ -31,7 +32,7 @@ for line in json.loads(sys.argv[1]):
 
 def answers(lines, cwd=ROOT):
     command = [sys.executable, "-c", PROBE, json.dumps(lines), *HEAVY]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, check=True)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=limit(120), cwd=cwd, check=True)
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
@@ -96,7 +97,7 @@ def quickest(*command):
     taken = []
     for _ in range(3):
         start = time.perf_counter()
-        subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, timeout=60, cwd=ROOT, check=True)
+        subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, timeout=limit(60), cwd=ROOT, check=True)
         taken.append(time.perf_counter() - start)
     return min(taken)
 
