@@ -15,6 +15,7 @@ from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.softmax.kernels.dropout import kept
 from megatron_cp.testing.poison import poisoned
 from tests import mask_oracle
+from tests.limits import limit
 
 TOLERANCE = 1e-12
 SCHEMES = ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather")
@@ -115,7 +116,7 @@ def run_rank(group, case, plan):
 
 def over_ranks(case, plan):
     """The whole output and gradients."""
-    ranks = run_ranks(run_rank, case.cp_size, case, plan, timeout=60)
+    ranks = run_ranks(run_rank, case.cp_size, case, plan, timeout=limit(60))
     layouts = {"out": plan.layout, "q": plan.layout, "k": plan.kv_layout, "v": plan.kv_layout}
     return {
         name: layouts[name].unshard([rank[name] for rank in ranks])

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_cp.cli.bench import (
+from megatron_cp.cli.main import Report
+from megatron_cp.cli.measure import (
     DIRECTIONS,
     Spent,
     Watch,
@@ -26,7 +27,6 @@ from megatron_cp.cli.bench import (
     turns,
     with_defaults,
 )
-from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.cli.bench import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
+from megatron_cp.cli.bench import EXCHANGE_RANKS
 from megatron_cp.cli.bench_pack import (
     ALL,
     ALL_SECTIONS,
@@ -43,6 +43,7 @@ from megatron_cp.cli.bench_pack import (
     megatron_missing,
 )
 from megatron_cp.cli.main import Report
+from megatron_cp.cli.measure import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
 from megatron_cp.cli.options import MODELS, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
@@ -61,7 +62,7 @@ SEPARATE, IN_PLACE = "separate", "in place"
 TARGETS = {LOOP: 5.0, MEGATRON: 3.0}  # over ours, at least, as geometric means
 _SHAPE = MODELS["qwen3-next"]["gdn"]
 _SHAPES = {"gdn": {"heads": _SHAPE.heads, "key_heads": _SHAPE.groups, "head_dim": _SHAPE.head_dim}}
-_LOCAL_RANKS, _DOCUMENTS = 4, 16
+_DOCUMENTS = 16
 _CELLS = ((1024, 16), (4096, 16), (8192, 64))  # tokens and documents
 _CELL_RANKS = (2, 4)
 
@@ -94,7 +95,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     args = argparse.Namespace(**vars(args))
     args.dtype, args.scheme = args.dtype or "bfloat16", "headwise"
     cells = _cells(args.cells, asked, world)
-    args.cp = asked or _LOCAL_RANKS
+    args.cp = asked or EXCHANGE_RANKS
     if args.lengths is None:
         tokens = (args.tokens_per_rank or 2048) * args.cp
         args.lengths = aligned_lengths(tokens, args.documents or _DOCUMENTS, 2 * args.cp, "--tokens-per-rank")

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_cp.cli.bench import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
+from megatron_cp.cli.bench import RANKS
 from megatron_cp.cli.bench_exchange import aligned_lengths, check_is_megatrons, watched_wire
 from megatron_cp.cli.bench_pack import MEGATRON, keep_freed_memory, megatron_missing
 from megatron_cp.cli.main import Report
+from megatron_cp.cli.measure import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
 from megatron_cp.cli.options import HIDDEN_SIZES, MODELS, case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
@@ -103,7 +104,7 @@ def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Wor
     args = argparse.Namespace(**vars(args))
     args.layer, args.scheme, args.layout = layer, "headwise", "zigzag"
     args.dtype = args.dtype or "bfloat16"
-    args.cp = world.size if world else args.cp or 2
+    args.cp = world.size if world else args.cp or RANKS
     if args.lengths is None:
         tokens = (args.tokens_per_rank or _TOKENS) * args.cp
         args.lengths = aligned_lengths(tokens, args.documents or _DOCUMENTS, 2 * args.cp, "--tokens-per-rank")

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from megatron_cp.cli.bench import (
+from megatron_cp.cli.main import Report
+from megatron_cp.cli.measure import (
     DIRECTIONS,
     Spent,
     Watch,
@@ -27,7 +28,6 @@ from megatron_cp.cli.bench import (
     turns,
     with_defaults,
 )
-from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import check_agreement

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.cli.bench import Watch, shown, spread, turns
+from megatron_cp.cli.measure import Watch, shown, spread, turns
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
@@ -26,7 +26,8 @@ from megatron_cp.exchange.pack import like_rows, pack_heads, pack_tokens, unpack
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.planner.plans import exchange_of
-from megatron_cp.testing.parity import CODEC_TOLERANCES, Case, relative_error
+from megatron_cp.testing.parity import Case, relative_error
+from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 
 MEGATRON = "megatron-core"
 LAYOUTS = ("zigzag", "contiguous")

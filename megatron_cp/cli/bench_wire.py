@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.cli.bench import DIRECTIONS, kept_blocks, shown, spread, with_defaults
+from megatron_cp.cli.bench import WIRE_RANKS
 from megatron_cp.cli.bench_overlap import Desk, Measure, Overlapped, handed_over, inbound
 from megatron_cp.cli.main import Report
+from megatron_cp.cli.measure import DIRECTIONS, kept_blocks, shown, spread, with_defaults
 from megatron_cp.cli.options import case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
@@ -35,7 +36,6 @@ from megatron_cp.testing.parity import Case, draw
 
 PARTS = ("transports", "codecs", "overlap")
 LAYERS = ("attention", "gdn")
-SIZES = (3, 4, 5, 8)  # of local runs that name none
 EXCHANGES = ("all_to_all", "all_gather")
 NAIVE, AT_ONCE = "naive loop", "all at once"
 HALVES = ("transfer", "compute", "together")
@@ -68,7 +68,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         raise ArgumentError("--scheme", args.scheme, "nothing", "This benchmark measures a2a and headwise.")
     if args.layer not in (None, *LAYERS):
         raise ArgumentError("--layer", args.layer, " or ".join(LAYERS), "That is what this benchmark measures.")
-    sizes = (world.size,) if world else (args.cp,) if args.cp else SIZES if "transports" in parts else (_MAIN,)
+    sizes = (world.size,) if world else (args.cp,) if args.cp else WIRE_RANKS if "transports" in parts else (_MAIN,)
     if sizes == (1,):
         raise ArgumentError("--cp", 1, "2 ranks or more", "One sends nothing.")
     main = _MAIN if len(sizes) > 1 else sizes[0]

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
-import math
 import warnings
-from collections import Counter
-from collections.abc import Iterator
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import (
-    add_batch_arguments,
-    add_layer_arguments,
-    case_of,
-    given_axes,
-    hosts_of_job,
-    integers,
-    seconds,
-)
-from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.agreement import check_agreement
-from megatron_cp.executor.groups import RankGroup, TorchGroup
-from megatron_cp.executor.launch import RANK_KINDS, in_torchrun, run_ranks, start_torchrun_rank
-from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
-from megatron_cp.testing.sweep import sweep
+from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
+from megatron_cp.cli.parser import integers, seconds
+from megatron_cp.cli.paths import check_paths
 
-MAX_LOCAL_RANKS = 64
 HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
 
 
@@ -53,133 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Runs every case, on local ranks or on those of torchrun."""
-    torch.set_num_threads(1)
-    world = start_torchrun_rank(args.timeout) if in_torchrun() else None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # ranks without heads are part of what is checked
-            return _report(args, world)
-    finally:
-        if world is not None:
-            dist.destroy_process_group()
+    check_paths(args)
+    from megatron_cp.cli import check_cases
 
-
-def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    sizes = args.cp or ([world.size] if world else [2, 3, 4, 5] if args.all else [2, 3, 5])
-    skipped = [size for size in sizes if world and size > world.size]
-    sizes = [size for size in sizes if size not in skipped]
-    if not sizes:
-        raise ArgumentError("--cp", skipped, f"sizes of at most the {world.size if world else 0} ranks of this job")
-    if not world and max(sizes) > MAX_LOCAL_RANKS:
-        raise ArgumentError(
-            "--cp", max(sizes), f"at most {MAX_LOCAL_RANKS} local ranks", "Run larger sizes under torchrun."
-        )
-    device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
-    given = given_axes(args)
-    if args.scheme is None and args.layer != "attention":
-        args.scheme = "headwise"  # the one that is to be bitwise; --all runs every one
-    cases = [
-        case_of(args, size, kernel=args.kernel, device=device, hosts=hosts_of_job(args, world, size)) for size in sizes
-    ]
-    if args.all:
-        cases = [each for case in cases for each in sweep(case, given)]
-    for case in cases:
-        case.refuse_early()
-    results = list(_on_torchrun(cases, world) if world else _on_local_ranks(cases, args))
-    passed = all(result.passed for result in results)
-    names = dict.fromkeys(name for result in results for name in result.errors)
-    worst = {name: _worst([r.errors[name] for r in results if name in r.errors]) for name in names}
-    kernels = {name: _worst([r.kernel_errors[name] for r in results if name in r.kernel_errors]) for name in names}
-    lines = _summary(results) if args.all else [_line(result) for result in results]
-    if args.all and args.layer == "attention":
-        lines += [f"a2a+p2p and a2a+all_gather were not run at cp={size}, which is no product" for size in sizes
-                  if not any(case.cp == size and "+" in case.scheme for case in cases)]  # fmt: skip
-    lines += [f"cp={size} was not run: this job has {world.size} ranks" for size in skipped if world]
-    allowed = Counter(result.tolerance for result in results)
-    limits = (f"{limit:g}" if len(allowed) == 1 else f"{limit:g} for {n} of them" for limit, n in allowed.items())
-    count = f"{len(results)} case{'s' * (len(results) > 1)}"
-    lines.append(f"{'passed' if passed else 'FAILED'}: {count}, errors at most {' and '.join(limits)} allowed")
-    data = {
-        "pass": passed,
-        "bitwise_forward": all(result.bitwise_forward for result in results),
-        "bitwise_backward": all(result.bitwise_backward for result in results),
-        "max_rel_err": worst,
-        "kernel_err": kernels,
-        "cases": len(results),
-        "cp": sizes,
-        "cp_not_run": skipped,
-    }
-    return Report("\n".join(lines), data, ok=passed, quiet=world is not None and world.rank != 0)
-
-
-def _on_local_ranks(cases: list[Case], args: argparse.Namespace) -> Iterator[Parity]:
-    if args.ranks == "threads":
-        for case in cases:
-            yield compare(case, timeout=args.timeout)
-        return
-    for size, of_size in itertools.groupby(cases, key=lambda case: case.cp):  # starting processes takes seconds
-        batch = list(of_size)
-        ranks = run_ranks(_run_cases, size, batch, kind=args.ranks, timeout=args.timeout)
-        for number, case in enumerate(batch):
-            yield judge(case, whole(case, [rank[number] for rank in ranks]), one_rank(case))
-
-
-def _run_cases(group: RankGroup, cases: list[Case]) -> list[dict[str, Tensor]]:
-    return [run_layer(group, case) for case in cases]
-
-
-def _on_torchrun(cases: list[Case], world: TorchGroup) -> Iterator[Parity]:
-    for case in cases:
-        members = dist.new_group(list(range(case.cp)), backend=dist.get_backend())
-        host = dist.new_group(list(range(case.cp)), backend="gloo") if world.host_group else None
-        result = None
-        if world.rank < case.cp:
-            group = TorchGroup(members, host)
-            check_agreement(case.plan(), group)
-            own = {name: tensor.cpu() for name, tensor in run_layer(group, case).items()}
-            ranks = group.all_gather_object(own)
-            result = judge(case, whole(case, ranks), {name: tensor.cpu() for name, tensor in one_rank(case).items()})
-            for mine in (members, host):
-                if mine is not None:
-                    dist.destroy_process_group(mine)
-        yield world.all_gather_object(result)[0]  # every rank leaves with the same verdict
-
-
-def _line(result: Parity) -> str:
-    forward, backward = (
-        "bitwise" if same else "not bitwise" for same in (result.bitwise_forward, result.bitwise_backward)
-    )
-    verdict = "ok    " if result.passed else "FAILED"
-    return f"{verdict} {result.case}: forward {forward}, backward {backward}; {_errors([result])}"
-
-
-def _summary(results: list[Parity]) -> list[str]:
-    """A line for each scheme and number of ranks, and one for each case that failed."""
-    lines = []
-    for (cp, scheme), group in itertools.groupby(results, key=lambda result: (result.case.cp, result.case.scheme)):
-        cases = list(group)
-        failed = [result for result in cases if not result.passed]
-        verdict = "FAILED" if failed else "ok    "
-        lines.append(f"{verdict} cp={cp} {scheme:<15} {len(cases):>4} cases; at most {_errors(cases)}")
-        lines += [f"  {_line(result)}" for result in failed]
-    return lines
-
-
-def _errors(results: list[Parity]) -> str:
-    """The largest error of each tensor, beside the kernel's own where it is not float64."""
-    names = dict.fromkeys(name for result in results for name in result.errors)
-    texts = []
-    for name in names:
-        error = _worst([result.errors[name] for result in results if name in result.errors])
-        own = [result.kernel_errors[name] for result in results if name in result.kernel_errors]
-        texts.append(f"{name} {_number(error)}" + (f" (kernel {_number(_worst(own))})" if own else ""))
-    return "  ".join(texts)
-
-
-def _number(error: float | None) -> str:
-    return "nan" if error is None else f"{error:.1e}"
-
-
-def _worst(errors: list[float]) -> float | None:
-    """The largest error; None, which JSON can say, if one is no number or there is none."""
-    return None if not errors or any(math.isnan(error) for error in errors) else max(errors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # ranks without heads are part of what is checked
+        return check_cases.report(args)

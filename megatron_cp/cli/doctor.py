@@ -7,16 +7,11 @@ import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
-import torch.distributed as dist
-
 from megatron_cp import __version__
 from megatron_cp.cli.main import Report
+from megatron_cp.cli.train import INSTALL_MEGATRON, megatron_is_installed
 from megatron_cp.layout import Packing
-from megatron_cp.linear.kernels import CONVS, RULES, LinearCall
 from megatron_cp.planner.capabilities import CAPABILITIES
-from megatron_cp.softmax import kernels as softmax_kernels
-from megatron_cp.softmax.kernels import AttentionCall
 
 HELP = "versions, kernels found, devices, and what works here"
 
@@ -41,6 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(_args: argparse.Namespace) -> Report:
     """Looks around and reports."""
+    import torch
+
     versions = {name: _version(name) for name in _PACKAGES}
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     findings = [*_kernels(), *_backends(), *_plans()]
@@ -64,11 +61,16 @@ def run(_args: argparse.Namespace) -> Report:
 
 def _kernels() -> list[Finding]:
     """Each kernel on the device that it would be used on, with the type that it would see there."""
+    import torch
+
+    from megatron_cp.linear.kernels import CONVS, RULES, LinearCall
+    from megatron_cp.softmax.kernels import KERNELS, AttentionCall
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     packing = Packing([1])
     call = AttentionCall(1.0, 128, 128, dtype, device)
-    rows = [("attention", kernel.name, kernel.refusal(call), kernel.package) for kernel in softmax_kernels.KERNELS]
+    rows = [("attention", kernel.name, kernel.refusal(call), kernel.package) for kernel in KERNELS]
     for kind in ("gdn", "kda", "mamba"):
         linear_call = LinearCall(kind, packing, dtype, device, 128, conv_width=4, channels=(128,))
         rules = [kernel for kernel in RULES if kind in kernel.kinds]
@@ -82,6 +84,9 @@ def _kernels() -> list[Finding]:
 
 def _backends() -> list[Finding]:
     """How ranks can talk here."""
+    import torch
+    import torch.distributed as dist
+
     return [
         Finding("ranks as threads", True, "for checks and tests"),
         Finding("ranks over gloo", dist.is_gloo_available(), "on the CPU; comes with torch"),
@@ -94,7 +99,14 @@ def _backends() -> list[Finding]:
 
 
 def _plans() -> list[Finding]:
-    return [Finding(f"{entry.argument} {entry.value}", entry.works, entry.remark) for entry in CAPABILITIES]
+    """What can be planned, whatever is installed, and Megatron's models where it is."""
+    is_installed = megatron_is_installed()
+    return [
+        Finding(f"{entry.argument} {entry.value}", entry.works, entry.remark)
+        if is_installed or entry.argument != "megatron" or not entry.works
+        else Finding(f"{entry.argument} {entry.value}", False, f"megatron-core is not installed: {INSTALL_MEGATRON}")
+        for entry in CAPABILITIES
+    ]
 
 
 def _version(package: str) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_cp import __version__
+from megatron_cp.cli.parser import Parser, UsageError
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 
 
@@ -34,10 +35,10 @@ class Report:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0 success, 1 a check failed, 2 bad usage."""
+    # Light, all of them: what they measure, check or train with is imported when they run.
     from megatron_cp.cli import bench, check, doctor, plan, train
-    from megatron_cp.executor.launch import RankError
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megatron-cp",
         description="Context parallelism for packed batches: check it, plan it, measure it, see what works here.",
     )
@@ -49,16 +50,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sub.add_argument("--json", action="store_true", help="one JSON object on the last line of standard output")
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
-    args = parser.parse_args(arguments)
+    try:
+        args, unknown = parser.parse_known_args(arguments)
+        if unknown:
+            commands.choices[args.command].refuse_unknown(unknown)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Runs the command that was parsed, and prints what it has to say."""
     try:
         report: Report = args.run(args)
-    except ArgumentError as error:
-        print(f"megatron-cp {args.command}: {_as_flag(error, args)}", file=sys.stderr)
+    except (ArgumentError, UsageError) as error:
+        text = as_flag(error, args) if isinstance(error, ArgumentError) else str(error)
+        print(f"megatron-cp {args.command}: {text}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"megatron-cp {args.command}: interrupted", file=sys.stderr)
         return 130
-    except (PlanMismatchError, RankError) as error:
+    except RuntimeError as error:
+        from megatron_cp.executor.launch import RankError  # with torch, which whoever raised this has imported
+
+        if not isinstance(error, PlanMismatchError | RankError):
+            raise
         print(f"megatron-cp {args.command}: {error}", file=sys.stderr)
         return 1
     if not report.quiet:
@@ -68,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.ok else 1
 
 
-def _as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
+def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
     """The error as the user of the command line spells the argument."""
     name = {"cp_size": "cp", "mode": "scheme"}.get(error.argument, error.argument)
     flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
+from megatron_cp.cli.parser import MAX_TOKENS, integers, natural, number, positive, rows, size
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.launch import hosts_of
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.planner.capabilities import require, working
-from megatron_cp.testing.parity import Case
+from megatron_cp.planner.capabilities import refuse_unbuilt, require, working
 
-MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry a token
-MAX_SECONDS = 10**6
+if TYPE_CHECKING:
+    from megatron_cp.executor.groups import RankGroup
+    from megatron_cp.testing.parity import Case
+
+MAX_LOCAL_RANKS = 64
+RANK_KINDS = ("threads", "processes")  # those of `run_ranks`, whose module imports torch
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -54,21 +54,21 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group = parser.add_argument_group("layer")
     group.add_argument("--layer", default="attention", metavar="|".join(working("layer")), help="default: attention")
     group.add_argument("--model", choices=sorted(MODELS), help="the layer's shape in a known model (default: tiny)")
-    group.add_argument("--heads", type=positive, help="query heads, value heads, or heads of x of mamba")
-    group.add_argument("--kv-heads", type=positive, help="key/value heads of attention")
-    group.add_argument("--key-heads", type=positive, help="query and key heads of gdn and kda")
-    group.add_argument("--groups", type=positive, help="groups of B and C of mamba")
-    group.add_argument("--head-dim", type=positive, help="features of a query or key head, or of a head of x of mamba")
-    group.add_argument("--value-dim", type=positive, help="features of a value head (default: --head-dim)")
-    group.add_argument("--state", type=positive, help="size of mamba's state: features of B and C")
+    group.add_argument("--heads", type=size, help="query heads, value heads, or heads of x of mamba")
+    group.add_argument("--kv-heads", type=size, help="key/value heads of attention")
+    group.add_argument("--key-heads", type=size, help="query and key heads of gdn and kda")
+    group.add_argument("--groups", type=size, help="groups of B and C of mamba")
+    group.add_argument("--head-dim", type=size, help="features of a query or key head, or of a head of x of mamba")
+    group.add_argument("--value-dim", type=size, help="features of a value head (default: --head-dim)")
+    group.add_argument("--state", type=size, help="size of mamba's state: features of B and C")
     group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of a linear layer")
     group.add_argument(
-        "--hidden-size", type=positive, help="of the model, for relaying around linear layers (default: --model's)"
+        "--hidden-size", type=size, help="of the model, for relaying around linear layers (default: --model's)"
     )
-    group.add_argument("--softmax-scale", type=float, help="what scores are multiplied by (default: head_dim ** -0.5)")
+    group.add_argument("--softmax-scale", type=number, help="what scores are multiplied by (default: head_dim ** -0.5)")
     group.add_argument("--learned-sink", action="store_true", help="a learned score a head in every softmax")
-    group.add_argument("--softcap", type=float, default=0.0, help="limit of attention scores (default: none)")
-    group.add_argument("--dropout", type=float, default=0.0, help="share of attention weights dropped (default: none)")
+    group.add_argument("--softcap", type=number, default=0.0, help="limit of attention scores (default: none)")
+    group.add_argument("--dropout", type=number, default=0.0, help="share of attention weights dropped (default: none)")
     group.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype}")
     group.add_argument(
         "--scheme",
@@ -131,24 +131,31 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         "--seed", type=natural, default=0, help="of drawn lengths, inputs and random layouts (default: 0)"
     )
     group.add_argument("--layout", metavar="|".join(working("layout")), help="default: zigzag")
-    group.add_argument("--align", type=positive, default=1, help="every rank's rows a multiple of this (default: 1)")
+    group.add_argument("--align", type=rows, default=1, help="every rank's rows a multiple of this (default: 1)")
 
 
 def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
     """The case that the arguments describe, over `cp_size` ranks."""
     layer = require("layer", args.layer)
     shape = _layer_shape(args)
+    lengths = _document_lengths(args, cp_size)
+    mask = args.mask or "causal"
+    refuse_unbuilt("mask", mask)
+    import torch
+
+    from megatron_cp.testing.parity import Case
+
     return Case(
         layer=layer,
         cp=cp_size,
-        lengths=_document_lengths(args, cp_size),
+        lengths=lengths,
         layout=args.layout or "zigzag",
         heads=shape.heads,
         groups=shape.groups,
         head_dim=shape.head_dim,
         value_head_dim=shape.value_dim,
         conv_width=shape.conv_width,
-        mask=args.mask or "causal",
+        mask=mask,
         scheme=args.scheme or "auto",
         hidden_size=_hidden_size(args, shape),
         ulysses_degree=args.ulysses_degree,
@@ -174,6 +181,8 @@ def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int
     """
     if world is None or args.transport != "hierarchical" or args.nodes is not None:
         return ()
+    from megatron_cp.executor.launch import hosts_of
+
     hosts = hosts_of(world)[:cp_size]
     return hosts if len(set(hosts)) > 1 else ()
 
@@ -285,42 +294,3 @@ def _drawn(args: argparse.Namespace, count: int, random: np.random.Generator) ->
 def _check_total(flag: str, total: int) -> None:
     if total > MAX_TOKENS:
         raise ArgumentError(flag, f"{total} tokens", f"at most {MAX_TOKENS} tokens in a batch")
-
-
-def positive(text: str) -> int:
-    """argparse type: an integer of at least 1."""
-    return _integer(text, 1, "such as 4")
-
-
-def natural(text: str) -> int:
-    """argparse type: an integer from 0 that fits 63 bits."""
-    value = _integer(text, 0, "such as 4")
-    if value >= 2**63:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: integers from 0 to {2**63 - 1}")
-    return value
-
-
-def integers(least: int) -> Callable[[str], list[int]]:
-    """argparse type: integers of at least `least`, separated by commas."""
-    return lambda text: [_integer(part, least, "as in 7,1,130") for part in text.split(",")]
-
-
-def seconds(text: str) -> float:
-    """argparse type: a time above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= MAX_SECONDS:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: seconds above 0, at most {MAX_SECONDS}")
-    return value
-
-
-def _integer(text: str, least: int, example: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise argparse.ArgumentTypeError(f"got {text!r}; allowed: integers of at least {least}, {example}")
-    return value

@@ -7,13 +7,14 @@ import contextlib
 import time
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of, positive
+from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of
+from megatron_cp.cli.parser import positive
+from megatron_cp.cli.paths import check_paths
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.explain import size
 from megatron_cp.executor.memory import buffer_bytes, peak_bytes
@@ -21,8 +22,9 @@ from megatron_cp.executor.plan import Plan
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.plans import exchanges
-from megatron_cp.softmax.attention import attention_call
-from megatron_cp.testing.parity import Case
+
+if TYPE_CHECKING:
+    from megatron_cp.testing.parity import Case
 
 HELP = "explain a plan: who owns what, transfers and balance"
 
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
+    check_paths(args)
     case = case_of(args, args.cp)
     started = time.perf_counter()
     with warnings.catch_warnings():
@@ -44,6 +47,10 @@ def run(args: argparse.Namespace) -> Report:
         plan = case.plan()
     milliseconds = (time.perf_counter() - started) * 1e3
     if case.layer == "attention":
+        import torch
+
+        from megatron_cp.softmax.attention import attention_call
+
         attention_call(plan, case.dtype, torch.device("cpu"), **case.softmax_options)  # for what it refuses
     item_size = case.dtype.itemsize
     text = [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
@@ -177,6 +184,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
         "relay": _relay(plan, item_size),
         "predicted_ms": {name: _predicted(plan, forward=forward) for name, forward in _BOTH.items()},
+        "predicted_for": plan.prices[0].hardware if plan.prices else None,
         "plan_ms": milliseconds,
         "notes": list(plan.notes),
     }

@@ -15,19 +15,20 @@ import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from megatron_cp.cli.check import MAX_LOCAL_RANKS
 from megatron_cp.cli.main import Report
+from megatron_cp.cli.options import MAX_LOCAL_RANKS
+from megatron_cp.cli.parser import MAX_TOKENS, UsageError, number, whole
+from megatron_cp.cli.paths import check_paths
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import TorchGroup
-from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
-from megatron_cp.megatron.options import Run, TrainingOptions
-from megatron_cp.testing.parity import CODEC_TOLERANCES
+from megatron_cp.megatron.options import METRICS, Run, TrainingOptions
+from megatron_cp.testing.tolerances import CODEC_TOLERANCES
+
+if TYPE_CHECKING:
+    from megatron_cp.executor.groups import TorchGroup
 
 HELP = "train a Megatron model with context parallelism on packed documents"
 OPTIONS_FILE, REFERENCE, LOSS_PICTURE = "options.json", "reference", "loss.png"
@@ -49,6 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         details |= {"default": argparse.SUPPRESS, "help": _help(entry, details.pop("help"))}
         if entry.type == "bool":
             details["action"] = argparse.BooleanOptionalAction
+        elif details.get("type") is int:
+            details["type"] = whole
         elif "nargs" not in details:
             details["type"] = _TYPES[str(entry.type).removesuffix(" | None")]
         groups[group].add_argument(f"--{entry.name.replace('_', '-')}", **details)
@@ -66,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if present")
 
 
-_TYPES = {"int": int, "float": float, "str": str}
+_TYPES = {"int": whole, "float": number, "str": str}
 
 
 def _help(entry: dataclasses.Field[Any], text: str) -> str:
@@ -79,28 +82,39 @@ def _help(entry: dataclasses.Field[Any], text: str) -> str:
 
 def run(args: argparse.Namespace) -> Report:
     """Trains, and with `--compare` trains again on one context-parallel rank."""
+    options = _options(args)
+    options.check()
+    if options.seq_length > MAX_TOKENS:
+        raise ArgumentError("seq_length", options.seq_length, f"at most {MAX_TOKENS} tokens in a pack")
+    if args.compare:
+        _check_comparison(options)
+    check_paths(args)
+    if args.run_dir is not None:
+        _refuse_a_run(Path(args.run_dir), args)
+    if not megatron_is_installed():
+        raise UsageError("Megatron-Core is not installed here. Run: " + INSTALL_MEGATRON)
+    # What takes seconds to import, torch and Megatron, from here on.
     _quiet_imports()
-    if find_spec("megatron") is None or find_spec("megatron.core") is None:
-        allowed = "an environment with Megatron-Core"
-        raise ArgumentError("train", "one without", allowed, "pip install 'megatron_cp[megatron]'")
+    import torch.distributed as dist
+
+    from megatron_cp.executor.launch import in_torchrun, start_torchrun_rank
+
     world = start_torchrun_rank() if in_torchrun() else None
     try:
-        return _run(args, world)
+        return _run(args, options, world)
     finally:
         if world is not None and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _run(args: argparse.Namespace, world: TorchGroup | None) -> Report:
+def _run(args: argparse.Namespace, options: TrainingOptions, world: TorchGroup | None) -> Report:
+    import torch
+
     from megatron_cp.megatron.checkpoint import check_checkpoint, latest_checkpoint
     from megatron_cp.megatron.model import transformer_config
     from megatron_cp.megatron.training import CHECKPOINTS, load_corpus
 
     device = _device(args.device)
-    options = _options(args)
-    options.check()
-    if args.compare:
-        _check_comparison(options)
     if world is None and options.model_parallel_size * options.data_parallel_size > MAX_LOCAL_RANKS:
         allowed = f"at most {MAX_LOCAL_RANKS} local ranks, with tensor and data parallelism"
         remedy = "Run larger jobs under torchrun."
@@ -160,6 +174,8 @@ def _train(run: Run, device: str, world: TorchGroup | None) -> dict[str, Any]:
 
     if world is not None:
         return train(world, run, device)
+    from megatron_cp.executor.launch import run_ranks
+
     size = run.options.model_parallel_size * run.options.data_parallel_size
     return run_ranks(_local_rank, size, run, device, kind="processes", timeout=None)[0]
 
@@ -267,6 +283,8 @@ _DEFAULTS = TrainingOptions()
 
 
 def _device(name: str) -> str:
+    import torch
+
     if name == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device", name, "cpu or auto", "This machine has no CUDA device.")
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
@@ -274,24 +292,27 @@ def _device(name: str) -> str:
 
 def _folder(args: argparse.Namespace, options: TrainingOptions, world: TorchGroup | None) -> Path:
     """Makes the run's folder, and writes its options there."""
-    from megatron_cp.megatron.training import METRICS
-
     named = args.run_dir or args.resume
     folder = Path(named) if named else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
     if world is not None:
         folder = Path(world.all_gather_object(str(folder))[0])
     try:
-        is_resumed = args.resume is not None and folder.resolve() == Path(args.resume).resolve()
         folder.mkdir(parents=True, exist_ok=named is not None or world is not None)
         if world is None or world.rank == 0:
-            metrics = folder / METRICS
-            if not is_resumed and metrics.exists() and metrics.stat().st_size:  # not one that ended before a step
-                remedy = f"A run lives there; to go on: --resume {folder}"
-                raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
+            _refuse_a_run(folder, args)
             (folder / OPTIONS_FILE).write_text(json.dumps(dataclasses.asdict(options), indent=2) + "\n")
     except OSError as error:
         raise ArgumentError("run_dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
     return folder
+
+
+def _refuse_a_run(folder: Path, args: argparse.Namespace) -> None:
+    """Refuses a folder in which another run lives than the one that goes on."""
+    is_resumed = args.resume is not None and folder.resolve() == Path(args.resume).resolve()
+    metrics = folder / METRICS
+    if not is_resumed and metrics.exists() and metrics.stat().st_size:  # not one that ended before a step
+        remedy = f"A run lives there; to go on: --resume {folder}"
+        raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
 
 
 def _about(corpus: Any, options: TrainingOptions, folder: Path) -> str:
@@ -304,8 +325,6 @@ def _about(corpus: Any, options: TrainingOptions, folder: Path) -> str:
 
 
 def _losses(folder: Path) -> dict[int, float]:
-    from megatron_cp.megatron.training import METRICS
-
     entries = map(json.loads, (folder / METRICS).read_text().splitlines())
     return {entry["step"]: entry["loss"] for entry in entries}
 
@@ -324,6 +343,14 @@ def _draw_losses(losses: dict[str, dict[int, float]], path: Path) -> None:
     axes.set_ylabel("loss, nats per token")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=130)
+
+
+INSTALL_MEGATRON = "pip install 'megatron_cp[megatron]'"
+
+
+def megatron_is_installed() -> bool:
+    """Whether Megatron-Core can be imported here. Another package that is called megatron is not it."""
+    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def _quiet_imports() -> None:

@@ -61,6 +61,7 @@ def explain(plan: Plan, item_size: int) -> str:
             f"{what} {price.scheme:<9} predicted {least}{price.forward:.3f} ms forward, {price.backward:.3f} ms "
             f"backward; {most} {size(price.bytes_sent)} forward"
         )
+    lines.extend(f"predicted for {price.hardware}" for price in plan.prices[:1])
     lines.extend(f"note: {note}" for note in plan.notes)
     return "\n".join(lines)
 

@@ -57,6 +57,7 @@ class Price:
         forward, backward: milliseconds of the slowest rank, its share of a relayout included.
         bytes_sent: at most by a rank, forward, that share included.
         is_bound: these are lower bounds, which were enough to rule it out.
+        hardware: on what, in words.
     """
 
     scheme: str
@@ -64,6 +65,7 @@ class Price:
     backward: float
     bytes_sent: int
     is_bound: bool = False
+    hardware: str = ""
 
 
 @dataclass(frozen=True)

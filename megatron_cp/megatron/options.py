@@ -14,6 +14,8 @@ from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import MAX_CONV_WIDTH
 from megatron_cp.planner.plans import exchanges
 
+METRICS = "metrics.jsonl"  # of a run, in its folder: a line a step
+
 
 def _flag(default: Any, help_text: str, group: str, **rest: Any) -> Any:
     return field(default=default, metadata={"help": help_text, "group": group, **rest})

@@ -28,12 +28,12 @@ from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step
 from megatron_cp.megatron.model import Training, build_training, start_model_parallel
 from megatron_cp.megatron.modules import slots_of
-from megatron_cp.megatron.options import Run, TrainingOptions
+from megatron_cp.megatron.options import METRICS, Run, TrainingOptions
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.picture import save_picture
 
-METRICS, FIRST_GRADIENTS, CHECKPOINTS, PLAN_PICTURE = "metrics.jsonl", "first_gradients", "checkpoints", "plan.png"
+FIRST_GRADIENTS, CHECKPOINTS, PLAN_PICTURE = "first_gradients", "checkpoints", "plan.png"
 
 
 def load_corpus(options: TrainingOptions) -> Corpus:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from megatron_cp.errors import ArgumentError
 
@@ -29,6 +31,7 @@ _BALANCE = (
     "balance by --moe-router-enable-expert-bias (with --moe-router-score-function sigmoid and"
     " --moe-router-load-balancing-type none), or use one rank"
 )
+_BLOCKS = "in Python Mask.from_blocks makes it from a table of blocks"
 
 CAPABILITIES = (
     Capability("scheme", "a2a", True, "softmax attention by a full head exchange"),
@@ -45,10 +48,10 @@ CAPABILITIES = (
     Capability("mask", "prefix:N", True, "the first N tokens see one another, the rest is causal"),
     Capability("mask", "chunk:N", True, "causal within chunks of N tokens"),
     Capability("mask", "first:N+window:LEFT,RIGHT", True, "a window, and the first N tokens stay visible"),
-    Capability("mask", "strided", False, f"{_LATER}; use Mask.from_blocks"),
-    Capability("mask", "global_local", False, f"{_LATER}; use first:N+window:LEFT,RIGHT"),
-    Capability("mask", "star", False, f"{_LATER}; use Mask.from_blocks"),
-    Capability("mask", "streaming", False, f"{_LATER}; use first:N+window:LEFT,RIGHT"),
+    Capability("mask", "strided", False, f"{_LATER}; {_BLOCKS}"),
+    Capability("mask", "global_local", False, f"{_LATER}; {_BLOCKS}"),
+    Capability("mask", "star", False, f"{_LATER}; {_BLOCKS}"),
+    Capability("mask", "streaming", False, f"{_LATER}; {_BLOCKS}"),
     Capability(
         "attention", "shared questions", True, "Mask.shared_question: answers see their question, not each other"
     ),
@@ -92,7 +95,12 @@ CAPABILITIES = (
     Capability("layer", "conv1d", True, "the causal convolution alone"),
     Capability("megatron", "GPTModel", True, "--spec megatron_cp.megatron.specs gpt_layer_spec"),
     Capability("megatron", "HybridModel", True, "--spec megatron_cp.megatron.specs hybrid_stack_spec: layers GM*+-"),
-    Capability("megatron", "sparse_attention", False, f"{_LATER} with more than one context-parallel rank; use *"),
+    Capability(
+        "megatron",
+        "sparse_attention",
+        False,
+        f"{_LATER} with more than one context-parallel rank; use one rank (*, softmax attention, is another model)",
+    ),
     Capability("megatron", "windows", True, "--window-size, --window-attn-skip-freq: in global positions"),
     Capability("megatron", "sinks", True, "--softmax-type off-by-one or learnable"),
     Capability(
@@ -104,12 +112,21 @@ CAPABILITIES = (
     Capability("megatron", "multi_latent_attention", True, "--multi-latent-attention: values are not padded to keys"),
     Capability("megatron", "apply_rope_fusion", False, "latent attention has its own positions; use --no-rope-fusion"),
     Capability("megatron", "cache_mla_latents", False, "of inference alone; leave it out"),
-    Capability("megatron", "largest_score", False, "no kernel here reports it; leave it out"),
-    Capability("megatron", "mtp_num_layers", False, f"{_LATER} with more than one context-parallel rank; leave it out"),
+    Capability(
+        "megatron", "largest_score", False, "no kernel here reports it; without it the optimizer takes other steps"
+    ),
+    Capability(
+        "megatron",
+        "mtp_num_layers",
+        False,
+        f"{_LATER} with more than one context-parallel rank; use one rank (without it the loss is another)",
+    ),
     Capability(
         "megatron", "hybrid_context_parallel", False, "not needed, since packs may mix any lengths; leave it out"
     ),
-    Capability("megatron", "mrope_section", False, f"{_LATER}; use --position-embedding-type rope"),
+    Capability(
+        "megatron", "mrope_section", False, f"{_LATER}; --position-embedding-type rope is built, which is another model"
+    ),
     Capability("megatron", "moe_token_dispatcher_type", False, "allgather needs equal ranks; use alltoall"),
     Capability("megatron", "moe_aux_loss_coeff", False, f"for uneven ranks {_LATER}; {_BALANCE}"),
     Capability("megatron", "moe_router_load_balancing_type", False, f"these look at each rank's tokens; {_BALANCE}"),
@@ -145,11 +162,27 @@ def require(argument: str, value: str, *, name: str | None = None) -> str:
     Raises:
         ArgumentError: it cannot, with what to use instead.
     """
+    refuse_unbuilt(argument, value, name=name)
+    known = working(argument)
+    if value not in known:
+        raise ArgumentError(name or argument, value, " or ".join(known) or "None", did_you_mean(value, known))
+    return value
+
+
+def refuse_unbuilt(argument: str, value: str, *, name: str | None = None) -> None:
+    """Refuses what the table has and nothing can plan yet. Of other values, known or not, it says nothing.
+
+    Raises:
+        ArgumentError: with what to use instead.
+    """
     for entry in CAPABILITIES:
-        if entry.argument == argument and entry.value == value:
-            if entry.works:
-                return value
+        if isinstance(value, str) and (entry.argument, entry.value, entry.works) == (argument, value, False):
             raise ArgumentError(
                 name or argument, value, " or ".join(working(argument)) or "None", f"{value} is {entry.remark}."
             )
-    raise ArgumentError(name or argument, value, " or ".join(working(argument)) or "None")
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """A sentence with what was probably meant; "" if nothing resembles it."""
+    found = get_close_matches(given, list(known), n=1) if isinstance(given, str) else []
+    return f"Did you mean {found[0]}?" if found else ""

@@ -22,6 +22,7 @@ class Hardware:
         node_bandwidth, network_bandwidth: bytes a second that a rank sends within a node and beyond one.
         latency: seconds that starting a collective takes.
         products: multiply-adds a second of a linear layer's kernels.
+        name: what these rates are of, and where they come from.
     """
 
     node_size: int
@@ -29,14 +30,30 @@ class Hardware:
     network_bandwidth: float
     latency: float
     products: float
+    name: str = "rates that were given"
+
+    def describe(self) -> str:
+        """The rates in words."""
+        return (
+            f"{self.name}: {self.node_size} ranks a host, {self.node_bandwidth / 1e9:g} GB/s within it and "
+            f"{self.network_bandwidth / 1e9:g} GB/s beyond, {self.latency * 1e6:g} us to start a transfer, "
+            f"{self.products / 1e12:g}e12 multiply-adds a second"
+        )
 
     def bandwidth(self, ranks: int) -> float:
         """Bytes a second that a rank of so many sends."""
         return self.node_bandwidth if ranks <= self.node_size else self.network_bandwidth
 
 
-# Taken from data sheets and rounded down; measured nowhere yet.
-H100 = Hardware(8, node_bandwidth=2.5e11, network_bandwidth=4e10, latency=3e-5, products=1e14)
+# Taken from data sheets and rounded down.
+H100 = Hardware(
+    8,
+    node_bandwidth=2.5e11,
+    network_bandwidth=4e10,
+    latency=3e-5,
+    products=1e14,
+    name="an H100 as its data sheet says, measured nowhere",
+)
 
 
 def priced(plan: Plan, hardware: Hardware, *, item_size: int) -> Price:
@@ -64,7 +81,7 @@ def priced(plan: Plan, hardware: Hardware, *, item_size: int) -> Price:
         )
         times.append(seconds * 1e3)
         sent = sent or moved
-    return Price(plan.scheme, times[0], times[1], sent)
+    return Price(plan.scheme, times[0], times[1], sent, hardware=hardware.describe())
 
 
 def lower_bound(layout: Layout, state_size: int, hardware: Hardware) -> Price:
@@ -73,7 +90,7 @@ def lower_bound(layout: Layout, state_size: int, hardware: Hardware) -> Price:
     changes = np.count_nonzero(owners[1:] != owners[:-1]) - (layout.packing.num_documents - 1)
     sent = max(int(changes), 0) * state_size * 4 // ranks  # by the rank that sends most, which is no less than the mean
     milliseconds = sent / hardware.bandwidth(ranks) * 1e3
-    return Price("chunkwise", milliseconds, milliseconds, sent, is_bound=True)
+    return Price("chunkwise", milliseconds, milliseconds, sent, is_bound=True, hardware=hardware.describe())
 
 
 def products(plan: Plan, *, forward: bool) -> float:

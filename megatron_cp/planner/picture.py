@@ -9,64 +9,100 @@ import numpy as np
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.plan import Plan
+from megatron_cp.layout import Layout
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel
 
 
+def check_picture(name: str, path: str) -> None:
+    """Refuses what is no name for a picture, before anything is planned or drawn.
+
+    Args:
+        name: of the argument.
+        path: of the picture.
+
+    Raises:
+        ArgumentError: the folder does not exist, or the ending is not known.
+    """
+    target = Path(path)
+    is_name = "\0" not in path and target.suffix in _FORMATS
+    if not is_name or not target.parent.is_dir() or target.is_dir():
+        raise ArgumentError(name, path, f"a file ending in {' or '.join(_FORMATS)}, in a folder that exists")
+
+
 def save_picture(plan: Plan, path: str | Path) -> None:
     """Draws ownership of the stream (a row for each rank) and each rank's tokens and work, and saves it.
+
+    Where hidden states are relayed, two ownerships: the layout that they have outside the run of layers, which is the
+    one that was asked for, and the one that the layers have.
 
     Raises:
         ArgumentError: the folder does not exist or the file cannot be written there.
     """
+    check_picture("plot", str(path))
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
-    target = Path(path)
-    if not target.parent.is_dir() or target.is_dir() or target.suffix not in _FORMATS:
-        raise ArgumentError("--plot", str(path), f"a file ending in {' or '.join(_FORMATS)}, in a folder that exists")
+    streams = streams_of(plan)
     height = 2.6 + 0.22 * min(plan.cp_size, 32)
-    figure = Figure(figsize=(11, height), layout="constrained")
-    stream, shares = figure.subplots(1, 2, width_ratios=(4, 1))
+    figure = Figure(figsize=(11, height * len(streams)), layout="constrained")
+    axes = figure.subplots(len(streams), 2, width_ratios=(4, 1), squeeze=False)
+    way = plan.scheme if plan.relay is None else "relay"
     figure.suptitle(
-        f"{plan.kind} by {plan.scheme} over {plan.cp_size} ranks: "
+        f"{plan.kind} by {way} over {plan.cp_size} ranks: "
         f"{plan.packing.num_documents} document{'s' * (plan.packing.num_documents != 1)}, {plan.packing.total} tokens"
     )
-    _draw_ownership(stream, plan)
-    _draw_shares(shares, plan)
+    for (stream, shares), (title, layout) in zip(axes, streams, strict=True):
+        stream.set_title(title, fontsize=9)
+        _draw_ownership(stream, layout)
+        is_plans = layout is plan.layout
+        _draw_shares(shares, layout, plan.work_per_rank() if is_plans else None)
     try:
-        figure.savefig(target, dpi=130)
+        figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise ArgumentError(
-            "--plot", str(path), "a file that can be written, ending in .png, .pdf or .svg", str(error)
+            "plot", str(path), "a file that can be written, ending in .png, .pdf or .svg", str(error)
         ) from None
 
 
-def _draw_ownership(axes: Any, plan: Plan) -> None:
-    layout = plan.layout
-    colours = _colours(plan.cp_size)
+def streams_of(plan: Plan) -> list[tuple[str, Layout]]:
+    """Who holds the tokens, with a heading: where hidden states are relayed, outside the run of layers and in it."""
+    if plan.outer is None:
+        return [("", plan.layout)]
+    return [
+        ("outside the run of linear layers, as asked for", plan.outer),
+        ("in the layers, to which hidden states are relayed", plan.layout),
+    ]
+
+
+def _draw_ownership(axes: Any, layout: Layout) -> None:
+    packing = layout.packing
+    colours = _colours(layout.cp_size)
     ranks = np.repeat(np.arange(layout.cp_size), np.diff(layout.fragment_offsets))
     if ranks.size > _LARGEST_RUNS:
-        axes.set_title(f"{ranks.size} fragments, of which the longest {_LARGEST_RUNS} are drawn", fontsize=9)
+        note = f"{ranks.size} fragments, of which the longest {_LARGEST_RUNS} are drawn"
+        axes.set_title(", ".join(filter(None, [axes.get_title(), note])), fontsize=9)
     drawn = np.argsort(layout.starts - layout.ends, kind="stable")[:_LARGEST_RUNS]
-    for rank in range(plan.cp_size):
+    for rank in range(layout.cp_size):
         own = drawn[ranks[drawn] == rank]
         spans = np.stack([layout.starts[own], layout.ends[own] - layout.starts[own]], axis=1)
         axes.broken_barh(spans.tolist(), (rank - 0.4, 0.8), color=colours[rank])
-    for start, _ in list(plan.packing.spans())[1:400]:
+    for start, _ in list(packing.spans())[1:400]:
         axes.axvline(start, color="0.25", linewidth=0.6, linestyle=":")
-    axes.set_xlim(0, max(plan.packing.total, 1))
-    _rank_axis(axes, plan.cp_size)
+    axes.set_xlim(0, max(packing.total, 1))
+    _rank_axis(axes, layout.cp_size)
     axes.set_xlabel("token of the packed stream; dotted lines begin documents")
 
 
-def _draw_shares(axes: Any, plan: Plan) -> None:
-    ranks = np.arange(plan.cp_size)
-    tokens = plan.layout.token_counts / max(plan.packing.total, 1)
-    work = np.array(plan.work_per_rank()) / max(sum(plan.work_per_rank()), 1)
-    axes.barh(ranks - 0.2, 100 * tokens, height=0.4, color="0.7", label="tokens")
-    axes.barh(ranks + 0.2, 100 * work, height=0.4, color=_colours(plan.cp_size), label="work (coloured)")
-    _rank_axis(axes, plan.cp_size)
+def _draw_shares(axes: Any, layout: Layout, work: list[int] | None) -> None:
+    """Tokens, and the work of the layers where they run in this layout."""
+    ranks = np.arange(layout.cp_size)
+    tokens = layout.token_counts / max(layout.packing.total, 1)
+    axes.barh(ranks - 0.2 * (work is not None), 100 * tokens, height=0.4, color="0.7", label="tokens")
+    if work is not None:
+        shares = np.array(work) / max(sum(work), 1)
+        axes.barh(ranks + 0.2, 100 * shares, height=0.4, color=_colours(layout.cp_size), label="work (coloured)")
+    _rank_axis(axes, layout.cp_size)
     axes.set_xlabel("share, %")
     axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
 

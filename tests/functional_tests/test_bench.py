@@ -1,5 +1,6 @@
 """`megatron-cp bench attention`: what it reports, on threads, processes and torchrun, and what it refuses."""
 
+import importlib
 import itertools
 import json
 import subprocess
@@ -7,10 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_cp.cli.bench import turns
+from megatron_cp.cli import options
 from megatron_cp.cli.main import main
+from megatron_cp.cli.measure import turns
+from megatron_cp.executor.launch import RankError
 from megatron_cp.softmax import attention as operation
+from tests.limits import limit
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
 QUICK = [*TINY, "--repeats", "1", "--json"]
@@ -87,7 +92,7 @@ def test_torchrun_brings_its_ranks():
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             "-m", "megatron_cp.cli.main", "bench", "attention", "--scheme", "p2p", *QUICK,
         ],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     check_report(last_json(run.stdout), ["p2p"])
@@ -110,7 +115,7 @@ def test_rejects_a_benchmark_that_is_not_built_yet(capsys):
         (["attention", "--cp", "1024"], "at most 64 local ranks"),
         (["attention", "--kernel", "varlen"], "runs on CUDA"),
         (["attention", "--kernel", "nonsense"], "--kernel: got 'nonsense'"),
-        (["attention", "--mask", "strided"], "--mask: got 'strided'"),
+        (["attention", "--mask", "strided"], "in Python Mask.from_blocks makes it"),
         (["attention", "--key-heads", "2"], "--kv-heads"),
         (["attention", "--lengths", "5", "--tokens-per-rank", "7"], "not together with --lengths"),
     ],
@@ -129,17 +134,15 @@ def test_rejects_a_device_that_is_not_there(capsys, monkeypatch):
 
 @pytest.mark.parametrize("arguments", [[], ["attention", "--repeats", "0"], ["attention", "--cp", "2,3"]])
 def test_rejects_bad_usage_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["bench", *arguments])
-    assert stopped.value.code == 2
-    assert "usage" in capsys.readouterr().err
+    assert main(["bench", *arguments]) == 2
+    assert "See megatron-cp bench --help." in capsys.readouterr().err
 
 
 def test_a_run_out_of_time_ends_with_status_1():
     slow = ["--kernel", "reference", "--lengths", "4000,4000", "--ranks", "threads", "--timeout", "0.2"]
     run = subprocess.run(
         [sys.executable, "-m", "megatron_cp.cli.main", "bench", "attention", "--device", "cpu", *slow],
-        capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(60), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 1, run.stderr
     assert "did not finish in 0.2 s" in run.stderr
@@ -162,3 +165,32 @@ def test_nobody_always_comes_first_or_after_the_same_one():
 def test_options_of_another_benchmark_are_refused(what, option, value, capsys):
     assert main(["bench", what, option, value]) == 2
     assert f"{option}: got '{value}'; allowed: nothing but with bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks"), [("attention", {2}), ("linear", {2}), ("layer", {2}), ("exchange", {4}), ("wire", {3, 4, 5, 8})]
+)
+def test_as_many_ranks_as_the_help_says_are_measured(what, ranks, capsys, monkeypatch):
+    if what == "layer":
+        pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "context-parallel size (default: 2; of exchange 4, of wire 3, 4, 5 and 8)" in said
+    assert "default: float32; of exchange, layer and wire bfloat16" in said
+    module = importlib.import_module(f"megatron_cp.cli.bench_{what}")
+    made = []
+
+    def case_of(args, size, **rest):
+        made.append(options.case_of(args, size, **rest))
+        return made[-1]
+
+    def not_measured(*args, **rest):
+        raise RankError("nothing is measured here")
+
+    monkeypatch.setattr(module, "case_of", case_of)
+    monkeypatch.setattr(module, "run_ranks", not_measured)
+    assert main(["bench", what, "--device", "cpu"]) == 1
+    assert capsys.readouterr().err == "megatron-cp bench: nothing is measured here\n"
+    assert {case.cp for case in made} == ranks
+    assert {case.dtype for case in made} == {torch.float32 if what in ("attention", "linear") else torch.bfloat16}

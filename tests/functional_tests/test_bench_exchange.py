@@ -16,6 +16,7 @@ from megatron_cp.cli.main import main
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.executor.wire import Wire
 from megatron_cp.testing.parity import Case
+from tests.limits import limit
 
 SHAPE = ["--device", "cpu", "--heads", "4", "--key-heads", "2", "--head-dim", "16", "--repeats", "2"]
 SMALL = [*SHAPE, "--cp", "2", "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3,2x96/5", "--json"]
@@ -150,7 +151,7 @@ def test_torchrun_brings_its_ranks():
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             "-m", "megatron_cp.cli.main", "bench", "exchange", *options,
         ],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     report = last_json(run.stdout)

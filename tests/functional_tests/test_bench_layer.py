@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_cp.cli import bench_layer
-from megatron_cp.cli.bench import DIRECTIONS, Watch
 from megatron_cp.cli.bench_layer import LAYERS, OURS
 from megatron_cp.cli.bench_pack import MEGATRON
 from megatron_cp.cli.main import main
+from megatron_cp.cli.measure import DIRECTIONS, Watch
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.linear import share
 from megatron_cp.testing.parity import Case

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp.cli.bench import Watch
 from megatron_cp.cli.bench_linear import LAYERS, MODES, PLACES, Work, mixer, piece_lengths, saved_bytes, segments
 from megatron_cp.cli.main import main
+from megatron_cp.cli.measure import Watch
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw
+from tests.limits import limit
 
 QUICK = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--repeats", "1", "--json"]
 HEADS = {
@@ -104,7 +105,7 @@ def test_torchrun_brings_its_ranks():
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             "-m", "megatron_cp.cli.main", "bench", "linear", "--layer", "conv1d", *QUICK,
         ],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     check_report(last_json(run.stdout))

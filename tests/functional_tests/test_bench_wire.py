@@ -29,6 +29,7 @@ from megatron_cp.executor.transport import TRANSPORTS, Transport
 from megatron_cp.linear import share
 from megatron_cp.softmax import attention as operation
 from megatron_cp.testing.parity import Case, draw
+from tests.limits import limit
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "tools" / "cluster"
@@ -168,7 +169,7 @@ def test_torchrun_brings_its_ranks():
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             "-m", "megatron_cp.cli.main", "bench", "wire", "--only", "transports,codecs", *TINY,
         ],
-        capture_output=True, text=True, timeout=120, cwd=ROOT, check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=ROOT, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     report = last_json(run.stdout)
@@ -179,7 +180,7 @@ def test_torchrun_brings_its_ranks():
 
 
 def test_hosts_are_those_of_the_cluster():
-    check = subprocess.run([sys.executable, CLUSTER, "check"], capture_output=True, text=True, timeout=30)
+    check = subprocess.run([sys.executable, CLUSTER, "check"], capture_output=True, text=True, timeout=limit(30))
     if check.returncode == 2:
         pytest.skip(check.stderr.strip())
     run = subprocess.run(
@@ -187,7 +188,7 @@ def test_hosts_are_those_of_the_cluster():
             sys.executable, CLUSTER, "run", "--ranks-per-host", "2,1", "--between", "100mbit", "--time-limit", "100",
             "--", sys.executable, "-m", "megatron_cp.cli.main", "bench", "wire", "--only", "transports", *TINY,
         ],
-        capture_output=True, text=True, timeout=120, cwd=ROOT, check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=ROOT, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     report = last_json(run.stdout)

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_cp.cli.main import main
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import sweep
+from tests.limits import limit
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
 SHAPE = {
@@ -74,6 +78,9 @@ def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme, capsys):
     assert 0 < report["predicted_ms"]["forward"] < report["predicted_ms"]["backward"]
     assert re.search(rf"chosen {scheme} +predicted [0-9.]+ ms forward", out)
     assert re.search(r"other  headwise +predicted", out)
+    # For what, so that nobody takes these numbers for those of the machine at hand.
+    assert "predicted for an H100 as its data sheet says, measured nowhere: 8 ranks a host, 250 GB/s" in out
+    assert report["predicted_for"].startswith("an H100 as its data sheet says, measured nowhere")
 
 
 def test_one_long_document_costs_less_than_its_activations(capsys):
@@ -139,6 +146,20 @@ def test_plan_reports_every_key(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plan_draws_the_layout_that_was_asked_for_beside_the_one_that_it_relays_to(capsys, tmp_path, monkeypatch):
+    drawn = []
+    draw = picture._draw_ownership
+    monkeypatch.setattr(picture, "_draw_ownership", lambda axes, layout: drawn.append(layout) or draw(axes, layout))
+    shape = ["--layer", "gdn", "--scheme", "relay", "--cp", "3", "--lengths", "50,7,70", "--layout", "zigzag"]
+    assert main(["plan", *shape, "--plot", str(tmp_path / "plan.png")]) == 0
+    packing = Packing([50, 7, 70])
+    assert drawn == [Layout.zigzag(packing, 3), Layout.contiguous(packing, 3)]
+    assert "gdn by relay" in capsys.readouterr().out
+    drawn.clear()
+    assert main(["plan", *shape, "--scheme", "chunkwise", "--plot", str(tmp_path / "plan.png")]) == 0
+    assert drawn == [Layout.zigzag(packing, 3)]
+
+
 def test_plan_counts_pad_tokens(capsys):
     assert main(["plan", "--cp", "3", "--align", "16", *BATCH, "--kv-heads", "2", "--json"]) == 0
     assert last_json(capsys.readouterr().out)["pad_tokens"] == 240 - 204
@@ -195,6 +216,53 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
     assert all(row["remark"] for row in rows if not row["works"])
 
 
+def test_doctor_says_no_to_megatron_where_it_is_not_installed(capsys, monkeypatch):
+    rows = {}
+    for hidden in (False, True):
+        if hidden:
+            monkeypatch.setitem(sys.modules, "megatron", None)
+        assert main(["doctor", "--json"]) == 0
+        found = last_json(capsys.readouterr().out)["capabilities"]
+        rows[hidden] = {row["feature"]: row for row in found if row["feature"].startswith("megatron ")}
+    assert rows[False].keys() == rows[True].keys()
+    assert any(row["works"] for row in rows[False].values())
+    assert not any(row["works"] for row in rows[True].values())
+    assert "pip install 'megatron_cp[megatron]'" in rows[True]["megatron GPTModel"]["remark"]
+
+
+def test_rejects_training_without_megatron_in_a_sentence(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    assert main(["train"]) == 2
+    said = "megatron-cp train: Megatron-Core is not installed here. Run: pip install 'megatron_cp[megatron]'\n"
+    assert capsys.readouterr().err == said
+
+
+MASK_TABLES = {
+    # Name -> which block of 16 sees which, as in the paper that the names come from, and whether it is causal.
+    "strided": (lambda q, k: abs(q - k) in (0, 4, 8), False),
+    "global_local": (lambda q, k: q == 0 or k == 0 or q == k, False),
+    "star": (lambda q, k: k in (0, q), True),
+    "streaming": (lambda q, k: k == 0 or q - 2 <= k <= q, True),
+}
+
+
+@pytest.mark.parametrize("name", MASK_TABLES)
+def test_rejects_a_mask_without_a_spelling_with_what_makes_the_same_one(name, capsys):
+    """No other mask is offered: a remedy must not change the result."""
+    assert main(["check", "--mask", name]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"megatron-cp check: --mask: got '{name}'; allowed: causal or full or window:LEFT,RIGHT")
+    remedy = error.partition("allowed:")[2].partition(". ")[2]
+    assert remedy == f"{name} is not built yet; in Python Mask.from_blocks makes it from a table of blocks.\n"
+    sees, causal = MASK_TABLES[name]
+    blocks = range(16)
+    table = np.array([[sees(q, k) for k in blocks] for q in blocks])
+    mask = Mask.from_blocks(Packing([32]), table, 2, causal=causal)
+    tokens = range(32)
+    expected = [sum(sees(q // 2, k // 2) and (k <= q or not causal) for k in tokens) for q in tokens]
+    assert mask.seen.tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -214,7 +282,7 @@ def test_doctor_lists_what_works_and_what_would_help(capsys):
         (["check", "--layer", "gdn", "--softcap", "2"], "gdn has none"),
         (["check", "--layer", "gdn", "--learned-sink"], "gdn has none"),
         (["check", "--layer", "gdn", "--ulysses-degree", "2"], "gdn has none"),
-        (["check", "--layer", "gdn", "--head-chunks", "2"], "1, for 2 key heads over 2 ranks"),
+        (["check", "--layer", "gdn", "--cp", "2", "--head-chunks", "2"], "1, for 2 key heads over 2 ranks"),
         (["check", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "none for chunkwise"),
         (["plan", "--layer", "gdn", "--scheme", "chunkwise", "--codec", "fp8"], "coded: use headwise."),
         (["check", "--layer", "conv1d", "--codec", "fp8"], "none for conv1d"),
@@ -257,23 +325,51 @@ def test_rejects_what_cannot_run_with_status_2(arguments, says, capsys):
     assert says in capsys.readouterr().err
 
 
+HUGE = "9" * 25
+
+
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "says"),
     [
-        [],
-        ["check", "--cp", "0"],
-        ["check", "--lengths", "3,x"],
-        ["check", "--timeout", "-1"],
-        ["check", "--timeout", "inf"],
-        ["check", "--seed", "-1"],
-        ["plan", "--no-such"],
+        ([], "megatron-cp: the following arguments are required: command. See megatron-cp --help."),
+        (["chekc"], "got 'chekc'; allowed: train or check or plan or bench or doctor. Did you mean check? See"),
+        (["check", "--cp", "0"], "--cp: got '0'; allowed: integers from 1"),
+        (["check", "--cp"], "megatron-cp check: --cp: expected one argument. See megatron-cp check --help."),
+        (["check", "--lengths", "3,x"], "--lengths: got 'x'; allowed: integers from 0"),
+        (["check", "--timeout", "-1"], "--timeout: got '-1'; allowed: seconds above 0"),
+        (["check", "--timeout", "inf"], "--timeout: got 'inf'; allowed: seconds above 0"),
+        (["check", "--seed", "-1"], "--seed: got '-1'; allowed: integers from 0"),
+        (["check", "--softcap", "much"], "--softcap: got 'much'; allowed: numbers"),
+        (["check", "--dtype", "float46"], "allowed: float64 or float32 or bfloat16 or float16. Did you mean float64?"),
+        (["check", "--ranks", "fibres"], "--ranks: got 'fibres'; allowed: threads or processes."),
+        (["check", "--scheme", "al_gather"], "Did you mean all_gather?"),
+        (["plan", "--no-such"], "megatron-cp plan: --no-such: there is no such option."),
+        (["plan", "--kvheads=2"], "--kvheads: there is no such option. Did you mean --kv-heads?"),
+        (["plan", "--tokens", "2"], "Did you mean"),  # nor is it taken for --tokens-per-rank
+        (["plan", "2"], "got '2', which is no option and belongs to none"),
+        (["plan", "--align", HUGE], "--align: got"),
+        (["plan", "--heads", HUGE], "--heads: got"),
+        (["plan", "--cp", HUGE], "--cp: got"),
+        (["check", "--align", HUGE], "--align: got"),
+        (["check", "--head-dim", HUGE], "--head-dim: got"),
+        (["check", "--head-dim", "65537"], "--head-dim: got '65537'; allowed: integers from 1 to 65536"),
+        (["check", "--lengths", HUGE], "--lengths: got"),
+        (["train", "--seq-length", HUGE], "--seq-length: got"),
+        (["train", "--seq-length", str(2**62)], "--seq-length: got 4611686018427387904; allowed: at most 134217728"),
+        (["train", "--window-size", HUGE, "0"], "--window-size: got"),
+        (["train", "--lr", "fast"], "--lr: got 'fast'; allowed: numbers"),
+        (["train", "--train-iters", "9" * 5000], "(5000 characters); allowed: integers"),
     ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_rejects_bad_usage_with_status_2(arguments, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert "usage" in capsys.readouterr().err
+def test_rejects_bad_usage_with_status_2_and_one_line(arguments, says, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert says in printed.err
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert len(printed.err) < 400
+    assert printed.err.startswith(f"megatron-cp {arguments[0]}: " if arguments[1:] else "megatron-cp: ")
 
 
 @pytest.mark.parametrize("layer", ["attention", "gdn"])
@@ -284,13 +380,43 @@ def test_check_runs_under_torchrun(layer):
             "-m", "megatron_cp.cli.main", "check", "--layer", layer, *BATCH, *SHAPE[layer],
             "--cp", "2,3,4", "--layout", "random", "--json",
         ],
-        capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(120), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     report = last_json(run.stdout)
     assert report["pass"]
     assert report["bitwise_forward"]
     assert (report["cp"], report["cp_not_run"]) == ([2, 3], [4])
+
+
+@pytest.mark.parametrize("every", [[], ["--all", "--scheme", "a2a", "--mask", "causal"]])
+def test_check_runs_the_sizes_that_fit_and_says_which_do_not(every, capsys):
+    shape = ["--heads", "12", "--kv-heads", "6", "--lengths", "7,1,30", "--layout", "zigzag"]
+    arguments = ["check", *shape, "--cp", "2,3,5,8,100", "--head-chunks", "2", *every, "--json"]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    report = last_json(out)
+    assert report["pass"]
+    assert (report["cp"], report["cp_not_run"]) == ([2, 3, 5], [8, 100])
+    assert report["cases"] == 3
+    assert "\ncp=8 was not run: --head-chunks: got 2; allowed: 1, for 6 key/value heads over 8 ranks. A chunk" in out
+    assert "\ncp=100 was not run: --cp: got 100; allowed: at most 64 local ranks." in out
+    assert report["not_run"]["8"].startswith("--head-chunks: got 2")
+
+
+def test_rejects_a_check_of_which_no_size_fits(capsys):
+    assert main(["check", "--cp", "7,8", "--head-chunks", "2", "--lengths", "7,1,30"]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("megatron-cp check: --head-chunks: got 2; allowed: 1, for 2 key/value heads over 7")
+    assert printed.out == ""
+
+
+def test_check_fails_where_one_of_the_sizes_that_fit_fails(capsys, monkeypatch):
+    from megatron_cp.testing import parity
+
+    monkeypatch.setitem(parity.TOLERANCES, parity.torch.float64, -1.0)
+    assert main(["check", "--cp", "2,100", "--lengths", "3", "--json"]) == 1
+    assert last_json(capsys.readouterr().out)["cp_not_run"] == [100]
 
 
 def test_check_runs_on_processes(capsys):
@@ -304,7 +430,7 @@ def test_a_time_out_ends_with_status_1_and_the_ranks_stacks():
             sys.executable, "-m", "megatron_cp.cli.main", "check", "--kernel", "reference", "--cp", "2",
             "--lengths", "4000,4000", "--timeout", "0.2",
         ],
-        capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], check=False,
+        capture_output=True, text=True, timeout=limit(60), cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert run.returncode == 1, run.stderr
     assert "did not finish in 0.2 s" in run.stderr

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
+
 TOOL = Path(__file__).parents[2] / "tools" / "cluster"
 EXCHANGE = """
 import json, os
@@ -63,7 +65,7 @@ def start(can_run):
     yield started
     for tool in tools:
         tool.kill()
-        tool.communicate(timeout=30)
+        tool.communicate(timeout=limit(30))
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def run(start):
 
     def finished(*arguments, timeout=60):
         tool = start(*arguments)
-        out, err = tool.communicate(timeout=timeout)
+        out, err = tool.communicate(timeout=limit(timeout))
         assert marked(tool.mark) == []
         return tool.returncode, out, err
 
@@ -110,7 +112,7 @@ def holders(networks):
 
 
 def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + limit(seconds)
     while not condition():
         assert time.monotonic() < deadline, "this did not happen in time"
         time.sleep(0.05)
@@ -155,9 +157,9 @@ def test_ranks_exchange_as_under_torchrun(run, tmp_path, arguments, hosts):
 @pytest.mark.parametrize(("end", "expected"), [("exit 7", 7), ("kill -9 $$", 137)])
 def test_a_failing_rank_ends_the_others_and_gives_its_exit_code(run, end, expected):
     started = time.monotonic()
-    script = f"echo said by $RANK; if [ $RANK = 2 ]; then sleep 0.5; {end}; fi; sleep 50"
+    script = f"echo said by $RANK; if [ $RANK = 2 ]; then sleep 0.5; {end}; fi; sleep 600"
     code, out, err = run("run", "--ranks-per-host", "2,2", "--", "sh", "-c", script)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < limit(10)
     assert code == expected
     assert out == "said by 0\n"
     assert err.splitlines()[1:] == [f"tools/cluster: rank 2 failed with exit code {expected}", "rank 2: said by 2"]
@@ -165,17 +167,17 @@ def test_a_failing_rank_ends_the_others_and_gives_its_exit_code(run, end, expect
 
 def test_what_ranks_leave_behind_ends_with_them(run):
     started = time.monotonic()
-    code, out, err = run("run", "--", "sh", "-c", "sleep 50 & echo done by $RANK")
-    assert time.monotonic() - started < 10
+    code, out, err = run("run", "--", "sh", "-c", "sleep 600 & echo done by $RANK")
+    assert time.monotonic() - started < limit(10)
     assert (code, out) == (0, "done by 0\n")
     assert len(err.splitlines()) == 1  # nothing of the tool's own but its first line
 
 
 def test_time_limit(run):
     started = time.monotonic()
-    script = "echo said by $RANK; [ $RANK = 0 ] || sleep 50"
+    script = "echo said by $RANK; [ $RANK = 0 ] || sleep 600"
     code, out, err = run("run", "--ranks-per-host", "1,2", "--time-limit", "1", "--", "sh", "-c", script)
-    assert 1 <= time.monotonic() - started < 10
+    assert 1 <= time.monotonic() - started < limit(10)
     assert code == 124
     assert out == "said by 0\n"
     assert "rank 2: said by 2" in err
@@ -186,7 +188,7 @@ def test_time_limit(run):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_nothing_is_left_of_it_when_it_is_killed(start, tmp_path, number):
     before = outside()
-    script = f"sleep 50 & touch {tmp_path}/$RANK; trap '' TERM INT; wait; sleep 50"
+    script = f"sleep 600 & touch {tmp_path}/$RANK; trap '' TERM INT; wait; sleep 600"
     tool = start("run", "--ranks-per-host", "2,2", "--", "sh", "-c", script)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 4)
     processes = marked(tool.mark)
@@ -196,7 +198,7 @@ def test_nothing_is_left_of_it_when_it_is_killed(start, tmp_path, number):
     assert holders(networks)
     assert outside() == before
     (os.killpg if number == signal.SIGINT else os.kill)(tool.pid, number)  # Ctrl-C reaches all that it can
-    _, err = tool.communicate(timeout=10)
+    _, err = tool.communicate(timeout=limit(10))
     assert tool.returncode == -number
     assert len(err.splitlines()) == 1
     wait_until(lambda: not marked(tool.mark) and not holders(networks))

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
+
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*_without_megatron.py"))
 LAUNCHERS = {
     "threads": [sys.executable],
@@ -20,7 +22,7 @@ ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example, launcher):
     command = [*LAUNCHERS[launcher], example]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit(120))
     assert done.returncode == 0, done.stderr
     ranks = {"threads": 4, "torchrun": 2}[launcher]
     assert f"over {ranks} ranks: 4 documents" in done.stdout

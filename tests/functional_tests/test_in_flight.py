@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw
+from tests.limits import limit
 
 WAYS = {
     "attention": ("attention", "auto"),
@@ -101,7 +102,7 @@ def recomputed_rule(group, kind, mode, sizes, lengths):
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 def test_ranks_without_work_recompute_with_the_others(kind, mode, sizes, lengths):
     """Non-reentrant checkpoints recompute only where something was saved."""
-    assert run_ranks(recomputed_rule, 3, kind, mode, sizes, lengths, timeout=20) == [True] * 3
+    assert run_ranks(recomputed_rule, 3, kind, mode, sizes, lengths, timeout=limit(20)) == [True] * 3
 
 
 @pytest.mark.parametrize("backward_order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])

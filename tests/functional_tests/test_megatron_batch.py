@@ -13,6 +13,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.counters import Counters
 from tests.functional_tests import tiny_megatron as tiny
+from tests.limits import limit
 
 pytest.importorskip("megatron.core")
 
@@ -22,7 +23,7 @@ MICROBATCHES = ((24, 12, 96, 36), (12, 60), (36, 24, 12))
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(observe, 2, kind="processes", timeout=200.0)
+    return run_ranks(observe, 2, kind="processes", timeout=limit(200))
 
 
 def observe(group):

@@ -19,6 +19,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
 from tests.functional_tests import test_megatron_stock as stock
 from tests.functional_tests import tiny_megatron as tiny
+from tests.limits import limit
 
 pytest.importorskip("megatron.core")
 
@@ -52,7 +53,7 @@ def forked_ranks():
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(compare, 4, kind="processes", timeout=200.0)
+    return run_ranks(compare, 4, kind="processes", timeout=limit(200))
 
 
 def compare(group):

@@ -14,6 +14,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import LinearSlot
 from tests.functional_tests import tiny_megatron as tiny
+from tests.limits import limit
 
 pytest.importorskip("megatron.core")
 
@@ -74,7 +75,7 @@ HIDDEN = 32
 
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(compare, 2, kind="processes", timeout=200.0)
+    return run_ranks(compare, 2, kind="processes", timeout=limit(200))
 
 
 def compare(group):

@@ -21,8 +21,9 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.memory import buffer_bytes
 from megatron_cp.softmax.attention import attention, projected_attention
 from megatron_cp.testing.counters import Counters
-from megatron_cp.testing.parity import CODEC_TOLERANCES, TOLERANCES, Case, compare, judge, run_layer
+from megatron_cp.testing.parity import TOLERANCES, Case, compare, judge, run_layer
 from megatron_cp.testing.poison import poisoned
+from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 from tests.counting_group import CountingGroup
 
 LENGTHS = (7, 1, 130, 64, 2, 31)

@@ -15,6 +15,7 @@ from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.plan import Plan
+from tests.limits import limit
 
 LENGTHS = (7, 1, 13, 2)
 SIZE = 3
@@ -50,7 +51,7 @@ def refusals(plans: list[Plan]) -> list[str]:
             check_agreement(plans[group.rank], group)
         return str(caught.value)
 
-    return run_ranks(rank_main, SIZE, timeout=5)
+    return run_ranks(rank_main, SIZE, timeout=limit(5))
 
 
 def test_equal_plans_cost_one_all_gather_of_16_bytes():

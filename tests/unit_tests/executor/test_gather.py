@@ -11,6 +11,7 @@ from megatron_cp.executor.gather import gather
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
+from tests.limits import limit
 
 RAGGED = Packing([7, 1, 13, 0, 2])
 LAYOUTS = {
@@ -85,7 +86,7 @@ def cases_in_processes(group: RankGroup) -> list[tuple[Tensor, Tensor]]:
 
 
 def test_gather_over_processes():
-    answers = run_ranks(cases_in_processes, 3, kind="processes", timeout=60)
+    answers = run_ranks(cases_in_processes, 3, kind="processes", timeout=limit(60))
     cases = [(dtype, same) for dtype in DTYPES.values() for same in (False, True)]
     for number, (dtype, same) in enumerate(cases):
         check([answer[number] for answer in answers], LAYOUTS["zigzag, cp 3, align 4"], (2,), dtype, same)

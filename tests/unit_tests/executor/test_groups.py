@@ -12,6 +12,7 @@ import torch
 from megatron_cp.errors import ArgumentError, PeerError
 from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.launch import RANK_KINDS, run_ranks
+from tests.limits import limit
 
 SIZE = 3
 COUNTS = [[2, 0, 5], [1, 3, 0], [0, 0, 0]]  # elements from each rank to each rank; rank 2 sends nothing
@@ -125,7 +126,7 @@ def conversation(group: RankGroup) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=RANK_KINDS)
 def answers(request) -> list[dict[str, Any]]:
-    return run_ranks(conversation, SIZE, kind=request.param, timeout=60)
+    return run_ranks(conversation, SIZE, kind=request.param, timeout=limit(60))
 
 
 def test_ranks_know_their_place(answers, request):
@@ -218,7 +219,7 @@ def test_abort_wakes_a_rank_that_waits():
     thread = threading.Thread(target=wait, daemon=True)
     thread.start()
     second.abort()
-    thread.join(10)
+    thread.join(limit(10))
     assert "another rank of its group failed" in str(caught[0])
 
 

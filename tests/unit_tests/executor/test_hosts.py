@@ -9,9 +9,11 @@ from argparse import Namespace
 import pytest
 
 from megatron_cp.cli import options
+from megatron_cp.executor import launch
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import hosts_of, run_ranks
 from megatron_cp.testing.parity import Case
+from tests.limits import limit
 
 # Ranks that are processes import these functions by name; what they change is of their process alone.
 
@@ -28,8 +30,8 @@ def by_name(group: RankGroup) -> tuple[int, ...]:
 
 
 def test_hosts_are_numbered_in_the_order_of_ranks():
-    assert run_ranks(by_node_of_torchrun, 5, kind="processes", timeout=120) == [(0, 1, 2, 0, 1)] * 5
-    assert run_ranks(by_name, 3, kind="processes", timeout=120) == [(0, 1, 0)] * 3
+    assert run_ranks(by_node_of_torchrun, 5, kind="processes", timeout=limit(120)) == [(0, 1, 2, 0, 1)] * 5
+    assert run_ranks(by_name, 3, kind="processes", timeout=limit(120)) == [(0, 1, 0)] * 3
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def test_hosts_are_numbered_in_the_order_of_ranks():
     ],
 )
 def test_commands_know_the_hosts_of_a_job(found, transport, nodes, expected, monkeypatch):
-    monkeypatch.setattr(options, "hosts_of", lambda group: found)
+    monkeypatch.setattr(launch, "hosts_of", lambda group: found)
     args = Namespace(transport=transport, nodes=nodes)
     assert options.hosts_of_job(args, ThreadGroup.create(4)[0], 3) == expected
     assert options.hosts_of_job(args, None, 3) == ()

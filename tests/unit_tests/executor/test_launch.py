@@ -18,6 +18,7 @@ import torch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
+from tests.limits import limit
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,8 +135,8 @@ def test_threads_run_backward_through_the_group():
 def test_thread_that_raises_is_named_at_once():
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 of 3 failed: KeyError: .rank one's own fault") as caught:
-        run_ranks(raise_on_rank_1, 3, timeout=60)
-    assert time.monotonic() - start < 10
+        run_ranks(raise_on_rank_1, 3, timeout=limit(60))
+    assert time.monotonic() - start < limit(10)
     assert isinstance(caught.value.__cause__, KeyError)
 
 
@@ -175,21 +176,21 @@ def test_rejects_an_unknown_kind_of_rank():
 
 def test_process_that_raises_is_named_with_its_traceback():
     with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
-        run_ranks(raise_on_rank_1, 2, kind="processes", timeout=60)
+        run_ranks(raise_on_rank_1, 2, kind="processes", timeout=limit(60))
     assert "in raise_on_rank_1" in str(caught.value)
     assert 'KeyError: "rank one\'s own fault"' in str(caught.value)
 
 
 def test_process_that_exits_is_an_error():
     with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
-        run_ranks(exit_on_rank_1, 2, kind="processes", timeout=60)
+        run_ranks(exit_on_rank_1, 2, kind="processes", timeout=limit(60))
 
 
 def test_process_that_hangs_has_its_stack_shown(capfd):
     start = time.monotonic()
     with pytest.raises(RankError):
         run_ranks(hang_on_rank_1, 2, kind="processes", timeout=6)
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < limit(60)
     shown = capfd.readouterr().err
     assert "Thread" in shown
     assert "in never_come" in shown  # the rank that hangs, not only those that wait for it
@@ -199,7 +200,7 @@ def test_a_refusal_of_a_process_arrives_as_itself():
     start = time.monotonic()
     with pytest.raises(ArgumentError) as caught:
         run_ranks(refuse_on_rank_1, 2, kind="processes", timeout=None)
-    assert time.monotonic() - start < 60  # although rank 0 waits
+    assert time.monotonic() - start < limit(60)  # although rank 0 waits
     error = caught.value
     assert str(error) == "heads: got 3; allowed: even numbers. Use 4."
     assert (error.argument, error.given, error.allowed, error.remedy) == ("heads", 3, "even numbers", "Use 4.")
@@ -263,10 +264,10 @@ def test_ranks_may_take_as_long_as_they_like(kind: str):
 
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_a_timeout_is_for_ranks_that_need_longer(kind: str):
-    assert run_ranks(answer_slowly, 2, 0.5, kind=kind, timeout=30) == [(0, 0.5), (1, 0.5)]
+    assert run_ranks(answer_slowly, 2, 0.5, kind=kind, timeout=limit(30)) == [(0, 0.5), (1, 0.5)]
 
 
 def test_ctrl_c_is_the_parents_and_its_handler_stays():
     handler = signal.getsignal(signal.SIGINT)
-    assert run_ranks(is_deaf_to_ctrl_c, 2, kind="processes", timeout=60) == [True, True]
+    assert run_ranks(is_deaf_to_ctrl_c, 2, kind="processes", timeout=limit(60)) == [True, True]
     assert signal.getsignal(signal.SIGINT) is handler

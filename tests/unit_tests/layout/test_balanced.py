@@ -154,9 +154,9 @@ def test_cross_attention_counts_the_keys_of_the_other_packing():
 
 def test_ten_thousand_documents_in_well_below_a_second():
     packing = Packing(np.random.default_rng(0).integers(0, 200, 10_000))
-    begun = time.perf_counter()
+    begun = time.process_time()
     layout = Layout.balanced(packing, 64)
-    assert time.perf_counter() - begun < 3  # 0.4 s on an idle core
+    assert time.process_time() - begun < 3  # 0.4 s on an idle core
     assert imbalance(layout, Mask.causal(packing)) < 1.002
 
 

@@ -10,6 +10,7 @@ from megatron_cp.layout import Packing
 pytest.importorskip("megatron.core")
 
 from megatron_cp.megatron.pack import Pack, broadcast_pack
+from tests.limits import limit
 
 PAD = 99
 
@@ -55,7 +56,7 @@ def test_every_rank_gets_the_first_ones_pack():
         Pack(lengths, tokens, tokens - 1, torch.tensor([0.1, 0, 1, 2, -0.5])),
         Pack(lengths, tokens, None, torch.ones(5)),
     ]
-    for received in run_ranks(broadcast, 2, packs, kind="processes", timeout=60):
+    for received in run_ranks(broadcast, 2, packs, kind="processes", timeout=limit(60)):
         for ours, theirs in zip(received, packs, strict=True):
             assert ours.packing == theirs.packing
             for name in ("tokens", "labels", "loss_mask"):
@@ -69,4 +70,4 @@ def nothing(group):
 
 def test_rejects_a_first_rank_without_a_pack():
     with pytest.raises(ArgumentError, match="pack: got None"):
-        run_ranks(nothing, 1, kind="processes", timeout=60)
+        run_ranks(nothing, 1, kind="processes", timeout=limit(60))

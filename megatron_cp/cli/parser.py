@@ -1,0 +1,109 @@
+"""Arguments as the command line reads them: numbers within limits, and errors of one line that say what to do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from megatron_cp.planner.capabilities import did_you_mean
+
+MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry a token
+MAX_SIZE = 2**16  # of heads and features, beyond any model; with MAX_TOKENS, bytes stay below 2**63
+MAX_SECONDS = 10**6
+_LARGEST = 2**63 - 1
+
+
+class UsageError(Exception):
+    """A command that cannot be run as it was typed, or not here: one sentence, with the program's name before it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, but its errors are raised, and are one line that says what is allowed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # an option may not change with its neighbours
+
+    def error(self, message: str) -> NoReturn:
+        """Raises what argparse would print after its usage."""
+        text = message.removeprefix("argument ").rstrip()
+        end = "" if text.endswith((".", "?")) else "."
+        raise UsageError(f"{self.prog}: {text}{end} See {self.prog} --help.")
+
+    def refuse_unknown(self, words: Sequence[str]) -> NoReturn:
+        """Raises for the first word that no option takes."""
+        word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
+        if not word.startswith("-"):
+            self.error(f"got {word!r}, which is no option and belongs to none")
+        known = [option for action in self._actions for option in action.option_strings]
+        self.error(f"{word}: there is no such option. {did_you_mean(word, known)}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = list(map(str, action.choices))
+            raise argparse.ArgumentError(
+                action, f"got {value!r}; allowed: {' or '.join(known)}. {did_you_mean(str(value), known)}"
+            )
+
+
+def positive(text: str) -> int:
+    """argparse type: an integer from 1 that fits 63 bits."""
+    return _integer(text, 1, _LARGEST, "such as 4")
+
+
+def natural(text: str) -> int:
+    """argparse type: an integer from 0 that fits 63 bits."""
+    return _integer(text, 0, _LARGEST, "such as 4")
+
+
+def whole(text: str) -> int:
+    """argparse type: any integer that fits 64 bits."""
+    return _integer(text, -_LARGEST, _LARGEST, "such as 4")
+
+
+def size(text: str) -> int:
+    """argparse type: heads or features of a layer."""
+    return _integer(text, 1, MAX_SIZE, "such as 4")
+
+
+def rows(text: str) -> int:
+    """argparse type: tokens that fit a batch."""
+    return _integer(text, 1, MAX_TOKENS, "such as 16")
+
+
+def integers(least: int) -> Callable[[str], list[int]]:
+    """argparse type: integers of at least `least`, separated by commas."""
+    return lambda text: [_integer(part, least, _LARGEST, "as in 7,1,130") for part in text.split(",")]
+
+
+def number(text: str) -> float:
+    """argparse type: a floating-point number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {_short(text)}; allowed: numbers, such as 0.001") from None
+
+
+def seconds(text: str) -> float:
+    """argparse type: a time above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"got {_short(text)}; allowed: seconds above 0, at most {MAX_SECONDS}")
+    return value
+
+
+def _integer(text: str, least: int, most: int, example: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"got {_short(text)}; allowed: integers from {least} to {most}, {example}")
+    return value
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 100 else f"{text[:100]!r}... ({len(text)} characters)"

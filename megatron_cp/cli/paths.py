@@ -1,0 +1,75 @@
+"""Paths of the command line, refused before torch and Megatron are imported: that takes seconds."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.picture import check_picture
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Refuses paths that lead nowhere, whichever of them a command has.
+
+    What is there may still be no corpus, no tokenizer or no run; whoever reads it says so.
+
+    Raises:
+        ArgumentError: naming the option.
+    """
+    for name, check in _CHECKS.items():
+        path = getattr(args, name, None)
+        if path is not None:
+            check(name, path)
+
+
+def _documents(name: str, path: str) -> None:
+    """Of a corpus: text, or the prefix of a `.bin/.idx` pair."""
+    names = [path, f"{path}.bin", f"{path}.idx"]
+    if any(path and _mode(name, each, _DOCUMENTS) is not None for each in names):
+        return
+    raise ArgumentError(name, path, _DOCUMENTS, "No file or folder is there.")
+
+
+def _corpus(name: str, path: str) -> None:
+    if path != "default":
+        _documents(name, path)
+
+
+def _tokenizer(name: str, path: str) -> None:
+    mode = _mode(name, path, _TOKENIZER)
+    if mode is None or not S_ISREG(mode):
+        raise ArgumentError(name, path, _TOKENIZER, "No file is there." if mode is None else "Not a file.")
+
+
+def _run_dir(name: str, path: str) -> None:
+    mode = _mode(name, path, _RUN_DIR)
+    if mode is not None and not S_ISDIR(mode):
+        raise ArgumentError(name, path, _RUN_DIR, "File exists.")
+    nearest = next((parent for parent in Path(path).absolute().parents if parent.exists()), Path("/"))
+    if mode is None and not os.access(nearest, os.W_OK):
+        raise ArgumentError(name, path, _RUN_DIR, f"Nothing can be written in {nearest}.")
+
+
+def _mode(name: str, path: str, allowed: str) -> int | None:
+    """What is at a path; None if nothing is."""
+    try:
+        return Path(path).stat().st_mode
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # the latter of NUL, which no path holds
+        raise ArgumentError(name, path, allowed, f"{getattr(error, 'strerror', error)}.") from None
+
+
+_DOCUMENTS = "a folder, a .jsonl file or a text file that can be read, or the prefix of a .bin/.idx pair"
+_TOKENIZER = "a Hugging Face tokenizer.json"
+_RUN_DIR = "a folder that can be written"
+_CHECKS = {
+    "data_path": _documents,
+    "corpus": _corpus,
+    "tokenizer_model": _tokenizer,
+    "run_dir": _run_dir,
+    "plot": check_picture,
+}

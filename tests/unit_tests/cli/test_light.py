@@ -1,0 +1,110 @@
+"""The command line answers before it imports torch or Megatron: their imports take seconds."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_cp.cli import options
+from megatron_cp.executor import launch
+from tests.limits import limit
+
+ROOT = Path(__file__).parents[3]
+HEAVY = ("torch", "megatron.core", "matplotlib", "tokenizers", "triton")
+
+# Runs each command line in one process, and says after each which heavy modules are there.
+PROBE = """
+import contextlib, io, json, sys
+from megatron_cp.cli.main import main
+for line in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            status = main(line)
+        except SystemExit as stopped:
+            status = stopped.code
+    print(json.dumps([line, status, said.getvalue(), [name for name in sys.argv[2:] if name in sys.modules]]))
+"""
+
+
+def answers(lines, cwd=ROOT):
+    command = [sys.executable, "-c", PROBE, json.dumps(lines), *HEAVY]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=limit(120), cwd=cwd, check=True)
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_help_imports_neither_torch_nor_megatron():
+    commands = ("train", "check", "plan", "bench", "doctor")
+    for line, status, said, heavy in answers([["--help"], *([name, "--help"] for name in commands)]):
+        assert status == 0, line
+        assert "usage: megatron-cp" in said
+        assert heavy == [], line
+
+
+@pytest.fixture
+def refused_lines(tmp_path):
+    """Command lines whose paths lead nowhere, and what is said of each."""
+    taken, file, rotten = tmp_path / "taken", tmp_path / "file", tmp_path / "rotten"
+    for folder in (taken, rotten):
+        folder.mkdir()
+    (taken / "metrics.jsonl").write_text("{}\n")
+    (rotten / "options.json").write_text('{"data_path": "no/such/data"}')
+    file.touch()
+    nul = "a\0b"
+    return {
+        ("train", "--data-path", "no/such/folder"): "--data-path: got 'no/such/folder'; allowed: a folder, a .jsonl",
+        ("train", "--data-path", ""): "--data-path: got ''",
+        ("train", "--data-path", nul): r"--data-path: got 'a\x00b'",
+        ("train", "--tokenizer-model", "no/such/file"): "--tokenizer-model: got 'no/such/file'",
+        ("train", "--tokenizer-model", nul): r"--tokenizer-model: got 'a\x00b'",
+        ("train", "--tokenizer-model", str(tmp_path)): "Not a file.",
+        ("train", "--run-dir", str(file)): "a folder that can be written. File exists.",
+        ("train", "--run-dir", str(file / "below")): "a folder that can be written. Not a directory.",
+        ("train", "--run-dir", nul): r"--run-dir: got 'a\x00b'",
+        ("train", "--run-dir", str(taken)): "A run lives there; to go on: --resume",
+        ("train", "--resume", "no/such/run"): "--resume: got 'no/such/run'; allowed: the folder of a run.",
+        ("train", "--resume", nul): r"--resume: got 'a\x00b'",
+        ("train", "--resume", str(rotten)): "--data-path: got 'no/such/data'",
+        ("plan", "--documents", "3", "--corpus", "no/such/folder"): "--corpus: got 'no/such/folder'",
+        ("check", "--documents", "3", "--corpus", nul): r"--corpus: got 'a\x00b'",
+        ("bench", "layer", "--documents", "3", "--corpus", "no/such"): "--corpus: got 'no/such'",
+        ("plan", "--plot", "no/such/folder/plan.png"): "--plot: got 'no/such/folder/plan.png'",
+        ("plan", "--plot", "a\0b.png"): r"--plot: got 'a\x00b.png'",
+        ("plan", "--plot", "plan.txt"): "ending in .png",
+    }
+
+
+def test_rejects_paths_that_lead_nowhere_without_importing_torch(refused_lines):
+    for line, status, said, heavy in answers(list(refused_lines)):
+        assert status == 2, (line, said)
+        assert said.count("\n") == 1, said
+        assert said.startswith(f"megatron-cp {line[0]}: --")
+        assert refused_lines[tuple(line)] in said
+        assert heavy == [], line
+
+
+def test_rejects_usage_without_importing_torch():
+    lines = [[], ["chekc"], ["check", "--cp", "0"], ["plan", "--no-such"], ["train", "--lr", "fast"], ["bench"]]
+    for line, status, said, heavy in answers(lines):
+        assert (status, said.count("\n"), heavy) == (2, 1, []), (line, said)
+
+
+def quickest(*command):
+    """Seconds, the least of three: other processes can only add to it."""
+    taken = []
+    for _ in range(3):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, timeout=limit(60), cwd=ROOT, check=True)
+        taken.append(time.perf_counter() - start)
+    return min(taken)
+
+
+def test_help_takes_a_share_of_importing_torch():
+    assert quickest("-m", "megatron_cp.cli.main", "train", "--help") < 0.5 * quickest("-c", "import torch")
+
+
+def test_ranks_are_of_the_kinds_that_can_be_launched():
+    assert options.RANK_KINDS == launch.RANK_KINDS  # the command line must not import the latter
