@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.arrays import able_to_hold, concatenate, lengthened, take
 from megatron_cp.layout.balance import FEW_TOKENS, even_shares
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
@@ -36,8 +37,8 @@ class Layout(Tables):
     A rank's *rows* are its tokens in fragment order, followed by `pad_rows[rank]` pad rows where `align` asks for
     them. Fragments may be uneven, may straddle documents, and a rank may hold none. Every token is held exactly once.
 
-    Immutable, and compared and hashed by value. Make one with `contiguous`, `zigzag`, `balanced` or
-    `from_fragments`.
+    Immutable, and compared and hashed by value. Make one with `contiguous`, `zigzag`,
+    `zigzag_of_pack`, `striped`, `balanced` or `from_fragments`.
 
     Attributes:
         packing: the documents.
@@ -106,6 +107,37 @@ class Layout(Tables):
         ends = np.stack([left[1:], right[:-1]], axis=-1)
         offsets = np.arange(cp_size + 1) * (2 * packing.num_documents)
         return cls(packing, starts.ravel(), ends.ravel(), offsets, align=align)
+
+    @classmethod
+    def zigzag_of_pack(cls, packing: Packing, cp_size: int, *, align: int = 1) -> Layout:
+        """The whole pack in `2 * cp_size` chunks, wherever documents begin; rank r holds two of them as in `zigzag`.
+
+        Megatron's order under `--dataloader-inter-document-masking`.
+
+        Example:
+            >>> layout = Layout.zigzag_of_pack(Packing([3, 5]), cp_size=2)
+            >>> [layout.tokens(rank).tolist() for rank in range(2)]
+            [[0, 1, 6, 7], [2, 3, 4, 5]]
+        """
+        whole = cls.zigzag(Packing([checked_packing(packing).total]), cp_size)
+        return cls(packing, whole.starts, whole.ends, whole.fragment_offsets, align=align)
+
+    @classmethod
+    def striped(cls, packing: Packing, cp_size: int, *, align: int = 1) -> Layout:
+        """Token i of the packed stream on rank `i % cp_size`, as striped attention has it (arXiv 2311.09431).
+
+        As many fragments as tokens. Schemes that gather keys compute with it as with any other layout; `p2p` makes a
+        kernel call for each pair of fragments, which takes very long.
+
+        Example:
+            >>> layout = Layout.striped(Packing([3, 4]), cp_size=2)
+            >>> [layout.tokens(rank).tolist() for rank in range(2)]
+            [[0, 2, 4, 6], [1, 3, 5]]
+        """
+        cp_size, packing = _checked_cp_size(cp_size), checked_packing(packing)
+        starts = np.concatenate([np.arange(rank, packing.total, cp_size) for rank in range(cp_size)])
+        counts = (packing.total + cp_size - 1 - np.arange(cp_size)) // cp_size
+        return cls(packing, starts, starts + 1, np.concatenate([[0], np.cumsum(counts)]), align=align)
 
     @classmethod
     def balanced(cls, packing: Packing, cp_size: int, *, mask: Mask | None = None, align: int = 1) -> Layout:
@@ -256,9 +288,9 @@ class Layout(Tables):
         self._check_stream(tokens, "tokens")
         held = self.tokens(rank)
         has_label = held + shift < self.packing.cu_seqlens[self.packing.documents_of(held) + 1]
-        labels = _able_to_hold(ignore_index, _take(tokens, np.where(has_label, held + shift, held)))
+        labels = able_to_hold(ignore_index, take(tokens, np.where(has_label, held + shift, held)))
         labels[~has_label] = ignore_index
-        return _lengthened(labels, int(self.pad_rows[rank]), ignore_index), self._padded(has_label, rank, False)
+        return lengthened(labels, int(self.pad_rows[rank]), ignore_index), self._padded(has_label, rank, False)
 
     def shard(self, tokens: Array, rank: int, *, pad_value: float = 0) -> Array:
         """One rank's rows of a tensor over the packed stream.
@@ -271,7 +303,7 @@ class Layout(Tables):
             `[row_counts[rank], ...]`, a copy.
         """
         self._check_stream(tokens, "tokens")
-        return _lengthened(_take(tokens, self.tokens(rank)), int(self.pad_rows[rank]), pad_value)
+        return lengthened(take(tokens, self.tokens(rank)), int(self.pad_rows[rank]), pad_value)
 
     def unshard(self, shards: Sequence[Array]) -> Array:
         """The packed stream `[total, ...]` from every rank's rows; the inverse of `shard`, pad rows dropped."""
@@ -281,7 +313,7 @@ class Layout(Tables):
             if len(shard) != self.row_counts[rank]:
                 raise ArgumentError(f"shards[{rank}]", f"{len(shard)} rows", f"{self.row_counts[rank]} rows")
         held = [shard[: int(count)] for shard, count in zip(shards, self.token_counts, strict=True)]
-        return _take(_concatenate(held), self.inverse_order)
+        return take(concatenate(held), self.inverse_order)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -408,41 +440,3 @@ def _fault(end: int, start: int, total: int) -> str:
 
 def _checked_cp_size(cp_size: int) -> int:
     return checked_integer("cp_size", cp_size, 1, MAX_CP_SIZE)
-
-
-# numpy and torch arrays are told apart here and nowhere else, so that a data loader without torch can shard.
-
-
-def _take(array: Any, rows: IntArray) -> Any:
-    if isinstance(array, np.ndarray):
-        return array[rows]
-    import torch
-
-    return array.index_select(0, torch.tensor(rows, device=array.device))
-
-
-def _concatenate(arrays: list[Any]) -> Any:
-    if isinstance(arrays[0], np.ndarray):
-        return np.concatenate(arrays)
-    import torch
-
-    return torch.cat(arrays)
-
-
-def _lengthened(array: Any, rows: int, fill: float) -> Any:
-    if rows == 0:
-        return array
-    shape = (rows, *array.shape[1:])
-    added = np.full(shape, fill, array.dtype) if isinstance(array, np.ndarray) else array.new_full(shape, fill)
-    return _concatenate([array, added])
-
-
-def _able_to_hold(value: int, array: Any) -> Any:
-    """The array, as 64-bit integers if its type has no `value`: token ids on disk are often unsigned."""
-    if isinstance(array, np.ndarray):
-        limits: Any = np.iinfo(array.dtype)
-        return array if limits.min <= value <= limits.max else array.astype(np.int64)
-    import torch
-
-    limits = torch.iinfo(array.dtype)
-    return array if limits.min <= value <= limits.max else array.long()
