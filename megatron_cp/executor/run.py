@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, assert_never
+from typing import Protocol, assert_never, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import PlanMismatchError
+from megatron_cp.errors import ArgumentError, PlanMismatchError
 from megatron_cp.exchange.geometry import prepare_tables
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.exchange import ToTokensJourney, start_to_heads
@@ -114,6 +114,7 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
         _ = plan.attend.traffic
 
 
+@runtime_checkable
 class Agreeable(Protocol):
     """What ranks can compare: a plan, or the plans of a whole batch."""
 
@@ -130,6 +131,8 @@ def check_agreement(plan: Agreeable, group: RankGroup | dist.ProcessGroup | None
         ArgumentError: the group has another number of ranks than the plan.
         PlanMismatchError: with the lines in which the first differing rank's plan departs from rank 0's.
     """
+    if not isinstance(plan, Agreeable) or isinstance(plan, type):
+        raise ArgumentError("plan", plan, "a plan, or the plans of a batch")
     ranks = as_rank_group(group, plan.cp_size)
     prints = ranks.all_gather_bytes(plan.fingerprint())
     if len(set(prints)) == 1:

@@ -130,7 +130,7 @@ def require(argument: str, value: str, *, name: str | None = None) -> str:
         ArgumentError: it cannot, with what to use instead.
     """
     for entry in CAPABILITIES:
-        if entry.argument == argument and entry.value == value:
+        if isinstance(value, str) and (entry.argument, entry.value) == (argument, value):
             if entry.works:
                 return value
             raise ArgumentError(

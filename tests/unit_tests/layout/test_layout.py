@@ -430,7 +430,7 @@ def test_rejects_a_cp_size_out_of_range(deal, cp_size):
 
 
 def test_rejects_fragments_for_too_many_ranks():
-    with refusal_of("cp_size", 1025):
+    with refusal_of("fragments", "'those of 1025 ranks'"):
         Layout.from_fragments(Packing([8]), [[(0, 8)], *[[]] * 1024])
 
 
