@@ -1,6 +1,9 @@
 """The one error a user can cause, and how it reads."""
 
-import operator
+import math
+from numbers import Integral, Real
+
+MAX_INTEGER = 2**63 - 1
 
 
 class ArgumentError(ValueError):
@@ -24,26 +27,34 @@ class ArgumentError(ValueError):
 
 
 def checked_integer(argument: str, value: object, least: int, most: int | None = None) -> int:
-    """`value` as an int, if it is an integer (Python's or numpy's) from `least` to `most`.
+    """`value` as an int, if it is an integer (Python's or numpy's) from `least` to `most`, or of 64 bits.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: it is not; neither is a truth value, or a tensor with one element.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = None
-    if number is None or number < least or (most is not None and number > most):
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if number is None or not least <= number <= (MAX_INTEGER if most is None else most):
         allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+        allowed += ", below 2**63" if most is None and number is not None and number > MAX_INTEGER else ""
         raise ArgumentError(argument, value, allowed)
     return number
 
 
-def checked_boolean(argument: str, value: object) -> bool:
+def as_number(value: object) -> float:
+    """`value` as a float, if it is a number (Python's or numpy's); else NaN, which no range that is asked for has."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def checked_flag(argument: str, value: object) -> bool:
     """`value`, if it is True or False.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: it is something else, such as 1 or "no".
     """
     if not isinstance(value, bool):
         raise ArgumentError(argument, value, "True or False")

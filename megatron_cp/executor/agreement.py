@@ -9,18 +9,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import CallMismatchError, PlanMismatchError, checked_boolean
-from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.errors import ArgumentError, CallMismatchError, PlanMismatchError, checked_flag
+from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.plan import Plan
 from megatron_cp.layout import Layout
 
 
+@runtime_checkable
 class Agreeable(Protocol):
     """What ranks can compare: a plan, a layout, or the plans of a whole batch."""
 
@@ -44,6 +45,8 @@ def check_agreement(plan: Agreeable, group: RankGroup | dist.ProcessGroup | None
         ArgumentError: the group has another number of ranks than the plan.
         PlanMismatchError: with the lines in which the first differing rank's plan departs from rank 0's.
     """
+    if not isinstance(plan, Agreeable) or isinstance(plan, type):
+        raise ArgumentError("plan", plan, "a plan, or the plans of a batch")
     ranks = as_rank_group(group, plan.cp_size)
     lines = [*plan.describe(), *([] if seed is None else [f"tokens and seed: {seed}"])]
     _compare(ranks, lines, "comparison of plans", PlanMismatchError, _DIFFERENT_PLANS)
@@ -56,8 +59,8 @@ def compare_calls(group: RankGroup | dist.ProcessGroup, compare: bool) -> None:
     Every rank must say the same. Without the comparison, ranks that call an operation in different ways (another scale,
     type or kernel, gradients on some ranks only) wait for each other, or return wrong numbers.
     """
-    checked_boolean("compare", compare)
-    ranks = group if isinstance(group, RankGroup) else as_rank_group(group, dist.get_world_size(group))
+    checked_flag("compare", compare)
+    ranks = group if isinstance(group, RankGroup) else TorchGroup(group)
     ranks.agreed.compares_calls = compare
 
 

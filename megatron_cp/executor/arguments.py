@@ -7,21 +7,31 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.executor.plan import Plan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Tensor, same_dtype: bool = False) -> None:
+def check_tensor(
+    name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Tensor, same_dtype: bool = False, remedy: str = ""
+) -> None:
     """Refuses a tensor of a type not in `DTYPES`, not of `shape`, or not where (and of the type that) `like` is.
+
+    Args:
+        name: of the argument.
+        tensor: what was given.
+        shape: what it must have.
+        like: the tensor that it goes with.
+        same_dtype: it must have the type of that one.
+        remedy: what to do if it is refused.
 
     Raises:
         ArgumentError: naming the argument, with what it is and what it must be.
     """
+    check_dense(name, tensor)
     fits = (
-        isinstance(tensor, Tensor)
-        and tensor.shape == shape
+        tensor.shape == shape
         and tensor.dtype in DTYPES
         and tensor.device == like.device
         and (tensor.dtype == like.dtype or not same_dtype)
@@ -29,15 +39,59 @@ def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], *, like: Ten
     if fits:
         return
     dtype = f"{like.dtype}" if same_dtype and like.dtype in DTYPES else "float64, float32, bfloat16 or float16"
-    given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}" if isinstance(tensor, Tensor) else tensor
-    raise ArgumentError(name, given, f"{dtype} {list(shape)} on {like.device}")
+    given = f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
+    raise ArgumentError(name, given, f"{dtype} {list(shape)} on {like.device}", remedy)
+
+
+def check_dense(name: str, tensor: object) -> None:
+    """Refuses what is no tensor, or one that is sparse or nested.
+
+    Raises:
+        ArgumentError: naming the argument, with what it is.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(name, tensor, "a tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        how = "nested" if tensor.is_nested else f"{tensor.layout}"
+        raise ArgumentError(name, f"a tensor that is {how}", "a dense tensor", "Its rows are those of the layout.")
+    if tensor.device.type == "meta":
+        raise ArgumentError(name, "a tensor on meta, which holds no numbers", "one on cpu or cuda")
+
+
+def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], str]:
+    """The batch of `[t, (b,) h, d]`, and what to do where its axes stand in another order, as kernels' users have them.
+
+    Args:
+        tensor: of three or four axes.
+        rows, heads: how many it must have.
+    """
+    shape = tuple(tensor.shape)
+    if len(shape) == 4 and shape[1:3] == (rows, heads) and shape[0] != rows:
+        return shape[:1], "Rows come first, [t, b, h, d]: use transpose(0, 1) of [b, t, h, d]."
+    if len(shape) == 4 and shape[1:3] == (heads, rows) and shape[0] != rows:
+        return shape[:1], "Rows come first, [t, b, h, d]: use permute(2, 0, 1, 3) of [b, h, t, d]."
+    if len(shape) == 3 and shape[:2] == (heads, rows) and heads != rows:
+        return (), "Rows come first, [t, h, d]: use transpose(0, 1) of [h, t, d]."
+    return shape[1:-2][:1], ""
+
+
+def check_rows(name: str, tensor: object, rows: int, rank: int) -> None:
+    """Refuses what is no dense tensor of so many rows, which are a rank's.
+
+    Raises:
+        ArgumentError: naming the argument, with what it is and how many rows it must have.
+    """
+    check_dense(name, tensor)
+    assert isinstance(tensor, Tensor)
+    if tensor.ndim == 0 or len(tensor) != rows:
+        raise ArgumentError(name, f"{len(tensor)} rows" if tensor.ndim else "no rows", f"{rows} on rank {rank}")
 
 
 def checked_scale(name: str, scale: float | None, head_dim: int) -> float:
     """The scale as a finite float; `head_dim ** -0.5` if None."""
     if scale is None:
         return head_dim**-0.5
-    if not isinstance(scale, int | float) or not math.isfinite(scale):
+    if not math.isfinite(as_number(scale)):
         raise ArgumentError(name, scale, "a finite number, or None for head_dim ** -0.5")
     return float(scale)
 

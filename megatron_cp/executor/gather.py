@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.agreement import agree_on_call
+from megatron_cp.executor.arguments import check_rows
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.layout import Layout
 
@@ -33,10 +34,15 @@ def gather(
 
     Returns:
         `[total, ...]` in stream order, on every rank.
+
+    Raises:
+        ArgumentError: rows, layout or group that do not belong together.
     """
+    if not isinstance(layout, Layout):
+        raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
     ranks = as_rank_group(group, layout.cp_size)
-    if len(local) != layout.row_counts[ranks.rank]:
-        raise ArgumentError("local", f"{len(local)} rows", f"{layout.row_counts[ranks.rank]} on rank {ranks.rank}")
+    check_rows("local", local, int(layout.row_counts[ranks.rank]), ranks.rank)
+    checked_flag("same_loss", same_loss)
     agree_on_call(ranks, [layout], "gather", {"local": local}, {"same_loss": same_loss})
     return _Gather.apply(local, layout, ranks, same_loss)
 

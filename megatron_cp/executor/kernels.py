@@ -36,6 +36,8 @@ def choose_kernel[K: Kernel](kernels: Sequence[K], name: str, call: Any) -> K:
     Raises:
         ArgumentError: no such kernel, or it cannot run the call, with its reason.
     """
+    if not isinstance(name, str):
+        raise ArgumentError("kernel", name, " or ".join(["auto", *(kernel.name for kernel in kernels)]))
     if name == "auto":
         here = [kernel for kernel in kernels if call.device.type in kernel.devices]
         refusals = {kernel.name: kernel.refusal(call) for kernel in here}

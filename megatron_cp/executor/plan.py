@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from megatron_cp.errors import checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadDeal, Section, Sections
@@ -223,6 +224,7 @@ class Plan(Tables):
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """For each rank the bytes that it sends to others in one direction, every element `item_size` bytes long."""
+        item_size = checked_integer("item_size", item_size, 1)
         sent = self._along_chains(
             self._exchanged(item_size, forward=forward, alignment=ROW_ALIGNMENT), item_size, forward=forward
         )
@@ -236,6 +238,7 @@ class Plan(Tables):
 
         What this dealing of tokens and heads cannot do without.
         """
+        item_size = checked_integer("item_size", item_size, 1)
         sent = self._along_chains(self._exchanged(item_size, forward=forward, alignment=1), item_size, forward=forward)
         if self.attend is not None:
             along = [self.attend.bytes_needed(rank, item_size, forward=forward) for rank in range(self.cp_size)]
@@ -265,11 +268,11 @@ class Plan(Tables):
 
     def heads_of(self, rank: int) -> tuple[int, int]:
         """The query (or value) heads that a rank computes, as a range."""
-        return self.deal.heads[rank % self.ulysses_degree]
+        return self.deal.heads[checked_integer("rank", rank, 0, self.cp_size - 1) % self.ulysses_degree]
 
     def groups_of(self, rank: int) -> tuple[int, int]:
         """The key/value (or key) heads that a rank reads, as a range."""
-        return self.deal.groups[rank % self.ulysses_degree]
+        return self.deal.groups[checked_integer("rank", rank, 0, self.cp_size - 1) % self.ulysses_degree]
 
     @property
     def work_imbalance(self) -> float:
@@ -318,6 +321,7 @@ class Plan(Tables):
         """Who owns what and what it costs, as text, with elements of `item_size` bytes."""
         from megatron_cp.executor.explain import explain
 
+        item_size = checked_integer("item_size", item_size, 1)
         return explain(self, item_size)
 
     def __hash__(self) -> int:

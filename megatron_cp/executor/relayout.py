@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.agreement import agree_on_call
+from megatron_cp.executor.arguments import check_rows
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.wire import direction
 from megatron_cp.layout import Layout, Route
@@ -37,8 +38,7 @@ def relayout(
         if not isinstance(layout, Layout):
             raise ArgumentError(name, layout, "a layout", "A plan's outer is None where nothing is relayed.")
     ranks = as_rank_group(group, source.cp_size)
-    if len(local) != source.row_counts[ranks.rank]:
-        raise ArgumentError("local", f"{len(local)} rows", f"{source.row_counts[ranks.rank]} on rank {ranks.rank}")
+    check_rows("local", local, int(source.row_counts[ranks.rank]), ranks.rank)
     agree_on_call(ranks, [source, target], "relayout", {"local": local}, {})
     return _Relayout.apply(local, prepare_relayout(source, target, ranks.rank, local.device), ranks)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.fragments import MAX_CP_SIZE
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,8 +39,7 @@ class Transport:
     hosts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.name not in TRANSPORTS:
-            raise ArgumentError("transport", self.name, " or ".join(TRANSPORTS))
+        _checked_name(self.name)
         hosts = _checked_hosts(self.hosts)
         object.__setattr__(self, "hosts", hosts)
         if bool(hosts) != (self.name == "hierarchical"):
@@ -55,10 +55,10 @@ class Transport:
         """
         if isinstance(transport, cls):
             return transport
-        if transport == "hierarchical":
-            raise ArgumentError("transport", transport, "a Transport with the ranks' hosts", _HOW_TO_SAY_HOSTS)
         if not isinstance(transport, str) or transport not in TRANSPORTS:
             raise ArgumentError("transport", transport, "'collective', 'pairwise' or a Transport")
+        if transport == "hierarchical":
+            raise ArgumentError("transport", transport, "a Transport with the ranks' hosts", _HOW_TO_SAY_HOSTS)
         return cls(transport)
 
     @classmethod
@@ -72,10 +72,12 @@ class Transport:
             >>> Transport.of_nodes("hierarchical", cp_size=5, nodes=2).hosts
             (0, 0, 0, 1, 1)
         """
-        cp_size = checked_integer("cp_size", cp_size, 1)
+        cp_size = checked_integer("cp_size", cp_size, 1, MAX_CP_SIZE)
         if checked_integer("nodes", nodes, 1) > cp_size:
             raise ArgumentError("nodes", nodes, f"1 to the {cp_size} ranks")
-        return cls(name, tuple(rank * nodes // cp_size for rank in range(cp_size)) if name == "hierarchical" else ())
+        if _checked_name(name) != "hierarchical":
+            return cls(name)
+        return cls(name, tuple(rank * nodes // cp_size for rank in range(cp_size)))
 
     @classmethod
     def of_hosts(cls, name: str, group: RankGroup | dist.ProcessGroup | None) -> Transport:
@@ -90,12 +92,14 @@ class Transport:
         Raises:
             ArgumentError: another name.
         """
-        if name != "hierarchical":
+        if _checked_name(name) != "hierarchical":
             return cls(name)
-        from megatron_cp.executor.groups import RankGroup, as_rank_group  # with torch
+        import torch.distributed as dist
+
+        from megatron_cp.executor.groups import as_rank_group
         from megatron_cp.executor.launch import hosts_of
 
-        size = 1 if group is None else group.size if isinstance(group, RankGroup) else group.size()
+        size = group.size() if isinstance(group, dist.ProcessGroup) else getattr(group, "size", 1)
         return cls(name, hosts_of(as_rank_group(group, size)))
 
     def part(self, ranks: range) -> Transport:
@@ -115,10 +119,17 @@ _HOW_TO_SAY_HOSTS = (
 )
 
 
-def _checked_hosts(hosts: object) -> tuple[int, ...]:
+def _checked_name(name: str) -> str:
+    if not isinstance(name, str) or name not in TRANSPORTS:
+        raise ArgumentError("transport", name, " or ".join(TRANSPORTS))
+    return name
+
+
+def _checked_hosts(hosts: Any) -> tuple[int, ...]:
     """The hosts as a tuple, if they are integers from 0 without gaps."""
-    given = hosts.tolist() if hasattr(hosts, "tolist") else hosts  # of numpy and torch
-    if not isinstance(given, Sequence) or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in given):
+    given = hosts.tolist() if hasattr(hosts, "tolist") and not hasattr(hosts, "mask") else hosts  # of numpy and torch
+    is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
+    if not is_list or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in given):
         raise ArgumentError("hosts", hosts, "integers, the number of each rank's host")
     if set(given) != set(range(len(set(given)))):
         raise ArgumentError("hosts", hosts, "hosts numbered from 0, none left out")

@@ -5,29 +5,30 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from operator import index
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.arrays import (
+    able_to_hold,
+    check_array,
+    check_fill,
+    check_shards,
+    concatenate,
+    lengthened,
+    take,
+)
 from megatron_cp.layout.balance import FEW_TOKENS, even_shares
+from megatron_cp.layout.fragments import MAX_CP_SIZE, Fragment, checked_fragments, joined_up
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
 from megatron_cp.layout.tables import Tables, frozen
 
-MAX_CP_SIZE = 1024
 IGNORE_INDEX = -100  # the label that torch's cross entropy skips
 
 Array = TypeVar("Array", np.ndarray, Any)  # or a torch tensor
-
-
-class Fragment(NamedTuple):
-    """A half-open range `[start, end)` of the packed stream, held by one rank."""
-
-    start: int
-    end: int
 
 
 class Layout(Tables):
@@ -36,8 +37,8 @@ class Layout(Tables):
     A rank's *rows* are its tokens in fragment order, followed by `pad_rows[rank]` pad rows where `align` asks for
     them. Fragments may be uneven, may straddle documents, and a rank may hold none. Every token is held exactly once.
 
-    Immutable, and compared and hashed by value. Make one with `contiguous`, `zigzag`, `balanced` or
-    `from_fragments`.
+    Immutable, and compared and hashed by value. Make one with `contiguous`, `zigzag`,
+    `zigzag_of_pack`, `striped`, `balanced` or `from_fragments`.
 
     Attributes:
         packing: the documents.
@@ -68,7 +69,10 @@ class Layout(Tables):
         self.cp_size = _checked_cp_size(fragment_offsets.size - 1)
         self.align = checked_integer("align", align, 1)
         self.min_rows = checked_integer("min_rows", min_rows, 0)
-        self.starts, self.ends, self.fragment_offsets = _joined(starts, ends, fragment_offsets)
+        if self.packing.total + self.cp_size * (self.align + self.min_rows) >= 2**63:
+            name, given = max(("align", self.align), ("min_rows", self.min_rows), key=lambda pair: pair[1])
+            raise ArgumentError(name, given, f"rows of which {self.cp_size} ranks have fewer than 2**63 in all")
+        self.starts, self.ends, self.fragment_offsets = joined_up(starts, ends, fragment_offsets)
 
     # -- the ways to deal tokens -------------------------------------------------------------------------------------
 
@@ -79,7 +83,7 @@ class Layout(Tables):
         Rank order is stream order, so a head exchange from here needs no permutation of tokens.
         """
         cp_size, packing = _checked_cp_size(cp_size), checked_packing(packing)
-        cuts = np.arange(cp_size + 1) * packing.total // cp_size
+        cuts = np.array([rank * packing.total // cp_size for rank in range(cp_size + 1)])  # of Python: no overflow
         return cls(packing, cuts[:-1], cuts[1:], np.arange(cp_size + 1), align=align)
 
     @classmethod
@@ -106,6 +110,37 @@ class Layout(Tables):
         ends = np.stack([left[1:], right[:-1]], axis=-1)
         offsets = np.arange(cp_size + 1) * (2 * packing.num_documents)
         return cls(packing, starts.ravel(), ends.ravel(), offsets, align=align)
+
+    @classmethod
+    def zigzag_of_pack(cls, packing: Packing, cp_size: int, *, align: int = 1) -> Layout:
+        """The whole pack in `2 * cp_size` chunks, wherever documents begin; rank r holds two of them as in `zigzag`.
+
+        Megatron's order under `--dataloader-inter-document-masking`.
+
+        Example:
+            >>> layout = Layout.zigzag_of_pack(Packing([3, 5]), cp_size=2)
+            >>> [layout.tokens(rank).tolist() for rank in range(2)]
+            [[0, 1, 6, 7], [2, 3, 4, 5]]
+        """
+        whole = cls.zigzag(Packing([checked_packing(packing).total]), cp_size)
+        return cls(packing, whole.starts, whole.ends, whole.fragment_offsets, align=align)
+
+    @classmethod
+    def striped(cls, packing: Packing, cp_size: int, *, align: int = 1) -> Layout:
+        """Token i of the packed stream on rank `i % cp_size`, as striped attention has it (arXiv 2311.09431).
+
+        As many fragments as tokens. Schemes that gather keys compute with it as with any other layout; `p2p` makes a
+        kernel call for each pair of fragments, which takes very long.
+
+        Example:
+            >>> layout = Layout.striped(Packing([3, 4]), cp_size=2)
+            >>> [layout.tokens(rank).tolist() for rank in range(2)]
+            [[0, 2, 4, 6], [1, 3, 5]]
+        """
+        cp_size, packing = _checked_cp_size(cp_size), checked_packing(packing)
+        starts = np.concatenate([np.arange(rank, packing.total, cp_size) for rank in range(cp_size)])
+        counts = (packing.total + cp_size - 1 - np.arange(cp_size)) // cp_size
+        return cls(packing, starts, starts + 1, np.concatenate([[0], np.cumsum(counts)]), align=align)
 
     @classmethod
     def balanced(cls, packing: Packing, cp_size: int, *, mask: Mask | None = None, align: int = 1) -> Layout:
@@ -155,13 +190,7 @@ class Layout(Tables):
             ArgumentError: the fragments leave a token out, hold one twice, or leave the stream.
         """
         packing = checked_packing(packing)
-        try:
-            per_rank = [[Fragment(index(start), index(end)) for start, end in ranges] for ranges in fragments]
-        except (TypeError, ValueError) as error:
-            raise ArgumentError("fragments", fragments, "pairs of integers for each rank", str(error)) from None
-        flat = np.array([piece for pieces in per_rank for piece in pieces], dtype=np.int64).reshape(-1, 2)
-        offsets = np.concatenate([[0], np.cumsum([len(pieces) for pieces in per_rank])]).astype(np.int64)
-        _check_partition(packing, flat)
+        flat, offsets = checked_fragments(packing, fragments)
         return cls(packing, flat[:, 0], flat[:, 1], offsets, align=align)
 
     def padded(self, *, align: int = 1, min_rows: int = 0) -> Layout:
@@ -197,7 +226,8 @@ class Layout(Tables):
 
     def fragments_of(self, rank: int) -> list[Fragment]:
         """The fragments of one rank, in the order of its rows."""
-        lo, hi = self.fragment_offsets[self._checked_rank(rank) : rank + 2]
+        rank = self._checked_rank(rank)
+        lo, hi = self.fragment_offsets[rank : rank + 2]
         return list(map(Fragment, self.starts[lo:hi].tolist(), self.ends[lo:hi].tolist()))
 
     def tokens(self, rank: int) -> IntArray:
@@ -244,44 +274,41 @@ class Layout(Tables):
         """The labels of one rank: for each row the token `shift` places later in the same document.
 
         Args:
-            tokens: `[total]` token ids of the packed stream (numpy or torch, on the host).
+            tokens: `[total]` token ids of the packed stream, integers (numpy or torch, on the host).
             shift: 1 for the next token; k for the k-th head of multi-token prediction.
 
         Returns:
             `labels` `[row_counts[rank]]` with `ignore_index` where the document has no such token and in pad rows,
             and the loss mask `[row_counts[rank]]`, true where there is a label.
         """
-        shift = checked_integer("shift", shift, 1)
+        shift = min(checked_integer("shift", shift, 1), self.packing.total)  # so that no sum of places overflows
         ignore_index = checked_integer("ignore_index", ignore_index, -(2**63))
-        self._check_stream(tokens, "tokens")
+        self._check_stream(tokens, integral=True)
         held = self.tokens(rank)
         has_label = held + shift < self.packing.cu_seqlens[self.packing.documents_of(held) + 1]
-        labels = _able_to_hold(ignore_index, _take(tokens, np.where(has_label, held + shift, held)))
+        labels = able_to_hold(ignore_index, take(tokens, np.where(has_label, held + shift, held)))
         labels[~has_label] = ignore_index
-        return _lengthened(labels, int(self.pad_rows[rank]), ignore_index), self._padded(has_label, rank, False)
+        return lengthened(labels, int(self.pad_rows[rank]), ignore_index), self._padded(has_label, rank, False)
 
     def shard(self, tokens: Array, rank: int, *, pad_value: float = 0) -> Array:
         """One rank's rows of a tensor over the packed stream.
 
         Args:
             tokens: `[total, ...]`, numpy or torch.
-            pad_value: what pad rows hold.
+            pad_value: what pad rows hold, a number that the tensor's type has.
 
         Returns:
             `[row_counts[rank], ...]`, a copy.
         """
-        self._check_stream(tokens, "tokens")
-        return _lengthened(_take(tokens, self.tokens(rank)), int(self.pad_rows[rank]), pad_value)
+        self._check_stream(tokens)
+        check_fill("pad_value", pad_value, tokens)
+        return lengthened(take(tokens, self.tokens(rank)), int(self.pad_rows[rank]), pad_value)
 
     def unshard(self, shards: Sequence[Array]) -> Array:
         """The packed stream `[total, ...]` from every rank's rows; the inverse of `shard`, pad rows dropped."""
-        if len(shards) != self.cp_size:
-            raise ArgumentError("shards", f"{len(shards)} tensors", f"one for each of {self.cp_size} ranks")
-        for rank, shard in enumerate(shards):
-            if len(shard) != self.row_counts[rank]:
-                raise ArgumentError(f"shards[{rank}]", f"{len(shard)} rows", f"{self.row_counts[rank]} rows")
+        check_shards(shards, self.row_counts.tolist())
         held = [shard[: int(count)] for shard, count in zip(shards, self.token_counts, strict=True)]
-        return _take(_concatenate(held), self.inverse_order)
+        return take(concatenate(held), self.inverse_order)
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -289,14 +316,12 @@ class Layout(Tables):
         pad = int(self.pad_rows[rank])
         return np.concatenate([values, np.full(pad, fill, dtype=values.dtype)]) if pad else values
 
-    def _check_stream(self, tokens: Any, name: str) -> None:
-        if len(tokens) != self.packing.total:
-            raise ArgumentError(name, f"{len(tokens)} rows", f"the {self.packing.total} tokens of the packed stream")
+    def _check_stream(self, tokens: Any, *, integral: bool = False) -> None:
+        total = self.packing.total
+        check_array("tokens", tokens, total, f"the {total} tokens of the packed stream", integral=integral)
 
     def _checked_rank(self, rank: int) -> int:
-        if not 0 <= rank < self.cp_size:
-            raise ArgumentError("rank", rank, f"0 to {self.cp_size - 1}")
-        return rank
+        return checked_integer("rank", rank, 0, self.cp_size - 1)
 
     @property
     def value(self) -> tuple[Any, ...]:
@@ -352,24 +377,6 @@ def _served_before(rank: NDArray, first: NDArray, count: NDArray, cp_size: int) 
     return np.clip(rank, first, last) - first + np.minimum(rank, np.maximum(last - cp_size, 0))
 
 
-def _joined(starts: IntArray, ends: IntArray, offsets: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The same tokens with empty fragments dropped and touching neighbours of one rank joined: the canonical form."""
-    kept = np.flatnonzero(ends > starts)
-    starts, ends, offsets = starts[kept], ends[kept], np.searchsorted(kept, offsets)
-    begins = np.ones(starts.size + 1, dtype=bool)  # does fragment i begin a run? the last entry closes the last run
-    np.not_equal(starts[1:], ends[:-1], out=begins[1:-1])
-    begins[offsets] = True
-    firsts = np.flatnonzero(begins[:-1])
-    joined = (
-        starts[firsts].astype(np.int64),
-        ends[np.flatnonzero(begins[1:])].astype(np.int64),
-        np.searchsorted(firsts, offsets),
-    )
-    for array in joined:
-        array.flags.writeable = False
-    return joined
-
-
 def ranges(starts: IntArray, ends: IntArray) -> IntArray:
     """The integers of each `[start, end)`, one range after another, without a loop."""
     sizes = ends - starts
@@ -379,70 +386,5 @@ def ranges(starts: IntArray, ends: IntArray) -> IntArray:
     return numbers
 
 
-def _check_partition(packing: Packing, fragments: IntArray) -> None:
-    ordered = fragments[np.argsort(fragments[:, 0], kind="stable")]
-    if (ordered[:, 1] < ordered[:, 0]).any():
-        bad = ordered[ordered[:, 1] < ordered[:, 0]][0]
-        raise ArgumentError("fragments", tuple(bad.tolist()), "ranges that end no earlier than they start")
-    ordered = ordered[ordered[:, 1] > ordered[:, 0]]
-    ends = np.concatenate([[0], ordered[:, 1]])
-    starts = np.concatenate([ordered[:, 0], [packing.total]])
-    broken = np.flatnonzero(ends != starts)
-    if broken.size:
-        end, start = int(ends[broken[0]]), int(starts[broken[0]])
-        raise ArgumentError("fragments", _fault(end, start, packing.total), f"every token of [0, {packing.total}) once")
-
-
-def _fault(end: int, start: int, total: int) -> str:
-    """What is wrong where fragments in stream order reach `end` and the next one, or the stream's end, is `start`."""
-    if start < 0 or end > total:
-        return f"a fragment starts at {start}" if start < 0 else f"a fragment ends at {end}"
-    if start > end:
-        return (
-            f"token {end} is held by no rank"
-            if start == end + 1
-            else f"tokens {end} to {start - 1} are held by no rank"
-        )
-    return f"token {start} is held twice"
-
-
 def _checked_cp_size(cp_size: int) -> int:
     return checked_integer("cp_size", cp_size, 1, MAX_CP_SIZE)
-
-
-# numpy and torch arrays are told apart here and nowhere else, so that a data loader without torch can shard.
-
-
-def _take(array: Any, rows: IntArray) -> Any:
-    if isinstance(array, np.ndarray):
-        return array[rows]
-    import torch
-
-    return array.index_select(0, torch.tensor(rows, device=array.device))
-
-
-def _concatenate(arrays: list[Any]) -> Any:
-    if isinstance(arrays[0], np.ndarray):
-        return np.concatenate(arrays)
-    import torch
-
-    return torch.cat(arrays)
-
-
-def _lengthened(array: Any, rows: int, fill: float) -> Any:
-    if rows == 0:
-        return array
-    shape = (rows, *array.shape[1:])
-    added = np.full(shape, fill, array.dtype) if isinstance(array, np.ndarray) else array.new_full(shape, fill)
-    return _concatenate([array, added])
-
-
-def _able_to_hold(value: int, array: Any) -> Any:
-    """The array, as 64-bit integers if its type has no `value`: token ids on disk are often unsigned."""
-    if isinstance(array, np.ndarray):
-        limits: Any = np.iinfo(array.dtype)
-        return array if limits.min <= value <= limits.max else array.astype(np.int64)
-    import torch
-
-    limits = torch.iinfo(array.dtype)
-    return array if limits.min <= value <= limits.max else array.long()

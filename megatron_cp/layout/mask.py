@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
-from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.bands import FAR
-from megatron_cp.layout.packing import IntArray, Packing, checked_packing
+from megatron_cp.layout.packing import IntArray, Packing, checked_packing, host_array, is_integral
 from megatron_cp.layout.tables import Tables, frozen
 
 type Slice = tuple[int, int, int, int, str]  # q_start, q_end, k_start, k_end, kind
@@ -98,7 +96,7 @@ class Mask(Tables):
             [2, 2, 3, 4]
         """
         numbers = _checked_prefix(packing, n)
-        name = f"prefix:{n}" if np.ndim(n) == 0 else "prefix"
+        name = "prefix" if isinstance(n, Iterable) else f"prefix:{n}"
         documents = _documents(packing, packing)
         numbers = np.where(numbers == 1, 0, numbers)  # one token sees itself either way
         ends = np.minimum(documents[:, 0] + numbers, documents[:, 1])
@@ -174,7 +172,7 @@ class Mask(Tables):
             block_size: tokens of a block.
             causal: no query sees keys after its own position, whatever the table says.
         """
-        block_size = checked_integer("block_size", block_size, 1)
+        block_size, causal = checked_integer("block_size", block_size, 1), checked_flag("causal", causal)
         rows, first, last = _runs_of_blocks(_checked_table(checked_packing(packing), table, block_size))
         edges = np.minimum(np.arange(table.shape[0] + 1) * block_size, packing.total)
         runs = _boxes(edges[rows], edges[rows + 1], edges[first], edges[last])
@@ -193,13 +191,14 @@ class Mask(Tables):
         Raises:
             ArgumentError: a spelling that is not known, or one without a meaning for keys packed otherwise.
         """
+        checked_packing(packing)
         form, numbers = _parsed(spec)
         if not form:
             remedy = "Numbers of tokens: a chunk has at least 1, and LEFT or RIGHT may be -1 for no limit."
             raise ArgumentError("mask", spec, " | ".join(_SPELLINGS), remedy)
         if form in ("causal", "full"):
             return (cls.causal if form == "causal" else cls.full)(packing, kv_packing)
-        if kv_packing is not None and kv_packing != packing:
+        if _checked_kv_packing(packing, kv_packing) != packing:
             raise ArgumentError("mask", spec, "causal or full where keys have a packing of their own")
         match form.partition(":")[0]:
             case "window":
@@ -356,10 +355,10 @@ def _checked_kv_packing(packing: Packing, kv_packing: Packing | None) -> Packing
 
 def _checked_prefix(packing: Packing, n: int | Sequence[int] | IntArray) -> IntArray:
     documents = checked_packing(packing).num_documents
-    if np.ndim(n) == 0:
+    if not isinstance(n, Iterable) or getattr(n, "ndim", 1) == 0:
         return np.full(documents, min(checked_integer("n", n, 0), FAR), dtype=np.int64)
-    numbers = np.asarray(n)
-    if numbers.shape != (documents,) or not np.issubdtype(numbers.dtype, np.integer) or (numbers < 0).any():
+    numbers = host_array("n", n)
+    if numbers.shape != (documents,) or not is_integral(numbers) or (numbers < 0).any():
         raise ArgumentError("n", n, f"an integer of at least 0, or one for each of {documents} documents")
     return np.minimum(numbers, FAR).astype(np.int64)
 
@@ -367,15 +366,16 @@ def _checked_prefix(packing: Packing, n: int | Sequence[int] | IntArray) -> IntA
 def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """`[n]` for each part: its document, its range of the stream, and where its document's question ends."""
     documents = checked_packing(packing).num_documents
-    if not isinstance(parts, Sequence | np.ndarray):
+    if not isinstance(parts, Sequence | np.ndarray) or np.ma.isMaskedArray(parts) or getattr(parts, "ndim", 1) == 0:
         raise ArgumentError("parts", parts, "a list with the lengths [question, answer, ...] of each document")
     if len(parts) != documents:
         raise ArgumentError("parts", f"parts of {len(parts)} documents", f"parts of each of {documents} documents")
-    try:
-        counts = np.array([len(sizes) for sizes in parts])
-        sizes = np.fromiter(map(index, chain.from_iterable(parts)), dtype=np.int64, count=counts.sum())
-    except (TypeError, OverflowError) as error:
-        raise ArgumentError("parts", parts, "integers of at least 0", str(error)) from None
+    given = [host_array(f"parts[{number}]", sizes) for number, sizes in enumerate(parts)]
+    for number, array in enumerate(given):
+        if array.size and not (is_integral(array) and array.ndim == 1):
+            raise ArgumentError(f"parts[{number}]", parts[number], "integers of at least 0")
+    counts = np.array([array.size for array in given])
+    sizes = np.concatenate([array.ravel() for array in given]).astype(np.int64)
     document = np.repeat(np.arange(documents), counts)
     sums = np.bincount(document, weights=sizes, minlength=documents).astype(np.int64)
     wrong = np.union1d(document[sizes < 0], np.flatnonzero(sums != packing.lengths))
@@ -392,13 +392,13 @@ def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[In
 
 def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArray:
     allowed = f"(q_start, q_end, k_start, k_end, kind) with a kind of {', '.join(_SLICE_KINDS)}"
-    if not isinstance(slices, Iterable):
+    if not isinstance(slices, Iterable) or isinstance(slices, Mapping):
         raise ArgumentError("slices", slices, f"several of {allowed}")
     rows = []
     for number, given in enumerate(slices):
         try:
             *ends, kind = given
-            q0, q1, k0, k1 = map(index, ends)
+            q0, q1, k0, k1 = (checked_integer("end", end, -(2**63)) for end in ends)
             bounds = _SLICE_KINDS[kind]
         except (TypeError, ValueError, KeyError):
             raise ArgumentError(f"slices[{number}]", given, allowed) from None
@@ -415,7 +415,8 @@ def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArra
 
 def _checked_table(packing: Packing, table: NDArray[np.bool_], block_size: int) -> NDArray[np.bool_]:
     blocks = -(-packing.total // block_size)
-    if not isinstance(table, np.ndarray) or table.dtype != np.bool_ or table.shape != (blocks, blocks):
+    is_array = isinstance(table, np.ndarray) and not np.ma.isMaskedArray(table)
+    if not is_array or table.dtype != np.bool_ or table.shape != (blocks, blocks):
         given = f"{type(table).__name__} of {getattr(table, 'dtype', 'no type')} {getattr(table, 'shape', '')}"
         allowed = f"a numpy array of bool [{blocks}, {blocks}]: {packing.total} tokens in blocks of {block_size}"
         raise ArgumentError("table", given, allowed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Set
 from functools import cached_property
 
 import numpy as np
@@ -38,10 +38,10 @@ class Packing(Tables):
     """
 
     def __init__(self, lengths: Iterable[int]) -> None:
-        given = _host_array("lengths", lengths)
+        given = host_array("lengths", lengths)
         if given.ndim != 1 or given.size == 0:
             raise ArgumentError("lengths", given.tolist(), "a flat list with at least one document length")
-        if not np.issubdtype(given.dtype, np.integer) or not 0 <= int(given.min()) <= int(given.max()) < 2**63:
+        if not is_integral(given) or not 0 <= int(given.min()) <= int(given.max()) < 2**63:
             raise ArgumentError("lengths", given.tolist(), "integers of at least 0")
         if sum(given.tolist()) >= 2**63:
             raise ArgumentError("lengths", given.tolist(), "a total below 2**63")
@@ -56,8 +56,8 @@ class Packing(Tables):
         Raises:
             ArgumentError: fewer than two entries, a first entry other than 0, a falling entry, or a tensor elsewhere.
         """
-        offsets = _host_array("cu_seqlens", cu_seqlens)
-        integral = offsets.ndim == 1 and np.issubdtype(offsets.dtype, np.integer)
+        offsets = host_array("cu_seqlens", cu_seqlens)
+        integral = offsets.ndim == 1 and is_integral(offsets)
         # Compared, not subtracted: differences of unsigned integers never fall below 0.
         if not integral or offsets.size < 2 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
             raise ArgumentError("cu_seqlens", offsets.tolist(), "at least two integers that start at 0 and never fall")
@@ -88,7 +88,14 @@ class Packing(Tables):
         return ((start, end) for start, end in itertools.pairwise(offsets) if end > start)
 
     def documents_of(self, tokens: IntArray) -> IntArray:
-        """The document that each token of the packed stream belongs to, the same shape as `tokens`."""
+        """The document that each token of the packed stream belongs to, the same shape as `tokens`.
+
+        Raises:
+            ArgumentError: tokens that are no integers, or outside of the stream.
+        """
+        tokens = host_array("tokens", tokens)
+        if not is_integral(tokens) or (tokens.size and not 0 <= tokens.min() <= tokens.max() < self.total):
+            raise ArgumentError("tokens", tokens, f"integers from 0 up to but not including {self.total}")
         # side="right" steps over documents without tokens, which share their offset with the next one.
         return np.searchsorted(self.cu_seqlens, tokens, side="right") - 1
 
@@ -126,8 +133,31 @@ def checked_packing(packing: Packing, argument: str = "packing") -> Packing:
     return packing
 
 
-def _host_array(argument: str, values: Iterable[int]) -> NDArray:
+def host_array(argument: str, values: Iterable[int]) -> NDArray:
+    """Numbers in a certain order as an array.
+
+    Raises:
+        ArgumentError: what has no order, hides some of its numbers, has truth values among them, or is no list at all.
+    """
+    if isinstance(values, _NO_LISTS):
+        raise ArgumentError(argument, values, "a list, an array or a tensor of integers")
     try:
-        return np.asarray(values if hasattr(values, "__array__") else list(values))
-    except (TypeError, ValueError) as error:  # a tensor on another device, no sequence, or lists of unequal lengths
+        given = values if hasattr(values, "__array__") else list(values)
+        if isinstance(given, list) and _TRUTH_VALUES & set(map(type, given)):
+            raise ArgumentError(argument, given, "integers, without True and False among them")
+        return np.asarray(given)
+    except ArgumentError:
+        raise
+    except (TypeError, ValueError, RuntimeError) as error:
+        # A tensor that is elsewhere, sparse or of a gradient, no sequence, or lists of unequal lengths.
         raise ArgumentError(argument, values, "integers on the host", str(error)) from None
+
+
+# Sets lose order and repetitions, mappings their values, bytes are text; a masked array's mask would be ignored.
+_NO_LISTS = (Set, Mapping, str, bytes, bytearray, memoryview, np.ma.MaskedArray)
+_TRUTH_VALUES = {bool, np.bool_}
+
+
+def is_integral(array: NDArray) -> bool:
+    """Whether it has an integer type; spans of time, which numpy counts among those, are none."""
+    return array.dtype.kind in "iu"

@@ -37,6 +37,9 @@ class Route:
         Raises:
             ArgumentError: the layouts are not over the same packing and number of ranks.
         """
+        for name, layout in (("source", source), ("target", target)):
+            if not isinstance(layout, Layout):
+                raise ArgumentError(name, layout, "a layout, such as Layout.contiguous(packing, cp_size)")
         if source.packing != target.packing or source.cp_size != target.cp_size:
             raise ArgumentError("target", target, f"a layout of the same packing over {source.cp_size} ranks")
         send_rows, send_counts = _grouped(source, target, rank)

@@ -47,7 +47,7 @@ def causal_conv1d(
     (block,) = plan.sections.blocks
     check_tensor("x", x, (share.rows, block.width), like=x)
     taps = check_conv(plan, weight, bias, block.width, x, name="weight", bias_name="bias")
-    if activation not in (None, "silu", "swish"):
+    if activation is not None and (not isinstance(activation, str) or activation not in ("silu", "swish")):
         raise ArgumentError("activation", activation, "silu, swish or None")
     share.check_kernels()
     share.agree("causal_conv1d", {"x": x, "weight": weight, "bias": bias}, activation=activation)

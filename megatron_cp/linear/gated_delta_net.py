@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.errors import checked_flag
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.plan import Plan
@@ -55,12 +56,15 @@ def gated_delta_rule(
     """
     check_plan(plan, "gdn", _MAKER)
     share, blocks = Share(plan, group, kernel, "v", v), plan.sections.blocks
-    for name, tensor, block in zip("qkv", (q, k, v), blocks[:3], strict=True):
+    for name, tensor, block in zip(
+        "vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True
+    ):  # v first: others are like it
         check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
     for name, tensor in (("g", g), ("beta", beta)):
         check_tensor(name, tensor, (share.rows, blocks[2].num_heads), like=v)
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
+    checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
     share.agree(
         "gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, as_number, checked_flag
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.plan import Plan
@@ -56,12 +56,15 @@ def kda(
     """
     check_plan(plan, "kda", _MAKER)
     share, blocks = Share(plan, group, kernel, "v", v), plan.sections.blocks
-    for name, tensor, block in zip("qkv", (q, k, v), blocks[:3], strict=True):
+    for name, tensor, block in zip(
+        "vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True
+    ):  # v first: others are like it
         check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
     check_tensor("g", g, (share.rows, blocks[3].num_heads, blocks[3].head_dim), like=v)
     check_tensor("beta", beta, (share.rows, blocks[2].num_heads), like=v)
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
+    checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
     share.agree(
         "kda", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
@@ -134,8 +137,8 @@ def kda_mixer(
     taps = check_conv(plan, conv, conv_bias, channels, qkv)
     check_tensor("A_log", A_log, (heads,), like=qkv)
     check_tensor("dt_bias", dt_bias, (decay.width,), like=qkv)
-    if lower_bound is not None and not lower_bound < 0:
-        raise ArgumentError("lower_bound", lower_bound, "a number below 0, or None")
+    if lower_bound is not None and not -torch.finfo(torch.float32).max <= as_number(lower_bound) < 0:
+        raise ArgumentError("lower_bound", lower_bound, "a finite number below 0, or None")
     share.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
     share.agree(

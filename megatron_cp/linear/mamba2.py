@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, as_number, checked_flag
 from megatron_cp.exchange.sections import Section
-from megatron_cp.executor.arguments import check_plan, check_tensor
+from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.activations import softplus
@@ -71,6 +71,7 @@ def mamba2(
         check_tensor("dt_bias", dt_bias, (heads,), like=x)
     skip = _checked_skip(D, blocks[0], x)
     _check_limit(dt_limit)
+    checked_flag("dt_softplus", dt_softplus)
     share.check_kernels()
     share.agree(
         "mamba2",
@@ -184,12 +185,15 @@ def _checked_skip(skip: Tensor | None, block: Section, like: Tensor) -> Tensor |
     if skip is None:
         return None
     shape = (block.num_heads, block.head_dim)
-    if isinstance(skip, Tensor) and skip.shape == (block.width,) and block.head_dim > 1:
+    check_dense("D", skip)
+    if skip.shape == (block.width,) and block.head_dim > 1:
         skip = skip.view(shape)
-    check_tensor("D", skip, shape if isinstance(skip, Tensor) and skip.ndim == 2 else shape[:1], like=like)
+    check_tensor("D", skip, shape if skip.ndim == 2 else shape[:1], like=like)
     return skip
 
 
 def _check_limit(limit: tuple[float, float]) -> None:
-    if not isinstance(limit, tuple) or len(limit) != 2 or not 0 <= limit[0] <= limit[1]:
-        raise ArgumentError("dt_limit", limit, "two numbers from 0 on, the smaller one first")
+    least, most = map(as_number, limit) if isinstance(limit, tuple) and len(limit) == 2 else (math.nan, math.nan)
+    largest = torch.finfo(torch.float32).max
+    if not (0 <= least <= most and least <= largest and (most <= largest or most == math.inf)):
+        raise ArgumentError("dt_limit", limit, "a tuple of two numbers from 0 on, the smaller one first and finite")

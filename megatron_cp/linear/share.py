@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_tensor
+from megatron_cp.executor.arguments import check_dense, check_tensor
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
@@ -56,8 +56,7 @@ class Share:
     def __init__(
         self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, kernel: str, name: str, values: Tensor
     ) -> None:
-        if not isinstance(values, Tensor):
-            raise ArgumentError(name, values, "a tensor")
+        check_dense(name, values)
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
@@ -246,9 +245,9 @@ def check_conv(
     Raises:
         ArgumentError: they do not fit the channels or the plan.
     """
-    if not isinstance(weight, Tensor) or weight.ndim not in (2, 3) or weight.shape[-1] < 1:
-        given = list(weight.shape) if isinstance(weight, Tensor) else weight
-        raise ArgumentError(name, given, f"[{channels}, width] or [{channels}, 1, width], at least 1 wide")
+    check_dense(name, weight)
+    if weight.ndim not in (2, 3) or weight.shape[-1] < 1:
+        raise ArgumentError(name, list(weight.shape), f"[{channels}, width] or [{channels}, 1, width], at least 1 wide")
     middle = (1,) if weight.ndim == 3 else ()
     width = weight.shape[-1] if weight.shape[0] == channels else plan.conv_width
     check_tensor(name, weight, (channels, *middle, width), like=like)

@@ -9,11 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.sections import deal_heads
 from megatron_cp.executor.plan import Plan, Price
 from megatron_cp.executor.transport import COLLECTIVE, Transport
-from megatron_cp.layout import Layout, Mask
+from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.plans import plan_attention
 
@@ -37,10 +39,15 @@ class AttentionSlot:
     codec: str = "none"
 
     def __post_init__(self) -> None:
+        _check_sizes(self, ("heads", "kv_heads", "head_dim", "value_head_dim"), ("ulysses_degree", "head_chunks"))
+        for name in ("scheme", "codec"):
+            require(name, getattr(self, name))
+        Mask.named(Packing([1]), self.mask)  # as much as can be said of it without a batch
         object.__setattr__(self, "transport", Transport.named(self.transport))  # one road is one kind of layer
 
     def plan(self, layout: Layout, lengths: Sequence[int] | IntArray | None = None) -> Plan:
         """The plan over a layout; `lengths` are the documents' own where they end in pads, see `BatchPlan`."""
+        _check_layout(layout)
         mask = Mask.named(layout.packing, self.mask)
         return plan_attention(
             layout.packing,
@@ -93,9 +100,16 @@ class LinearSlot:
     run: tuple[LinearSlot, ...] = ()
 
     def __post_init__(self) -> None:
+        sizes = ("heads", "key_heads", "head_dim", "value_head_dim", "conv_width", "item_size")
+        _check_sizes(self, sizes, ("hidden_size", "head_chunks"))
+        for name in ("kind", "mode", "codec"):
+            require(name, getattr(self, name))
+        if not isinstance(self.run, tuple) or not all(isinstance(slot, LinearSlot) for slot in self.run):
+            raise ArgumentError("run", self.run, "a tuple of the slots of the run's layers")
         object.__setattr__(self, "transport", Transport.named(self.transport))
 
     def plan(self, layout: Layout) -> Plan:
+        _check_layout(layout)
         if self.mode != "auto" or not self.run:
             return self._plan(layout, self.mode)
         own = self._prices(layout)
@@ -138,6 +152,23 @@ class LinearSlot:
 Slot = AttentionSlot | LinearSlot
 
 
+def _check_sizes(slot: Slot, sizes: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    """Refuses sizes that are no integers of at least 1, when the slot is made."""
+    for name in sizes + tuple(name for name in optional if getattr(slot, name) is not None):
+        checked_integer(name, getattr(slot, name), 1)
+
+
+def _check_layout(layout: Layout) -> None:
+    if not isinstance(layout, Layout):
+        raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
+
+
+def _checked_slot(argument: str, slot: Slot) -> Slot:
+    if not isinstance(slot, AttentionSlot | LinearSlot):
+        raise ArgumentError(argument, slot, "an AttentionSlot or a LinearSlot")
+    return slot
+
+
 class BatchPlan:
     """The plans of one microbatch over one layout. Made once, on the host, where the batch is sharded.
 
@@ -157,6 +188,10 @@ class BatchPlan:
     def __init__(
         self, layout: Layout, slots: Iterable[Slot] = (), *, lengths: Sequence[int] | IntArray | None = None
     ) -> None:
+        _check_layout(layout)
+        if not isinstance(slots, Iterable):
+            raise ArgumentError("slots", slots, "several of AttentionSlot and LinearSlot")
+        slots = [_checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
         self.layout, self.lengths = layout, lengths
         self._plans = {slot: self._made(slot) for slot in dict.fromkeys(slots)}
 
@@ -170,7 +205,7 @@ class BatchPlan:
 
     def plan(self, slot: Slot) -> Plan:
         """The plan of every layer of this kind."""
-        found = self._plans.get(slot)
+        found = self._plans.get(_checked_slot("slot", slot))
         if found is None:
             found = self._plans[slot] = self._made(slot)
         return found

@@ -124,6 +124,8 @@ def _grid(scheme: str, cp_size: int, kv_heads: int, ulysses_degree: int | None) 
     """The ranks that exchange heads with one another, and how keys travel between such nodes."""
     if scheme not in _PRODUCTS:
         degree = cp_size if scheme == "a2a" else 1
+        if ulysses_degree is not None:
+            ulysses_degree = checked_integer("ulysses_degree", ulysses_degree, 1)
         if ulysses_degree is not None and ulysses_degree != degree:
             raise ArgumentError(
                 "ulysses_degree", ulysses_degree, f"{degree} or None for {scheme}", f"Use {' or '.join(_PRODUCTS)}."
@@ -139,7 +141,7 @@ def _grid(scheme: str, cp_size: int, kv_heads: int, ulysses_degree: int | None) 
             [d for d in divisors if fits(d)] for fits in (lambda d: kv_heads % d == 0, lambda d: d <= kv_heads)
         )
         return max(even or some or divisors[:1]), _PRODUCTS[scheme]
-    if ulysses_degree not in divisors:
+    if checked_integer("ulysses_degree", ulysses_degree, 1) not in divisors:
         raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme}.")
     return ulysses_degree, _PRODUCTS[scheme]
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
+from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor, checked_scale, rows_first
 from megatron_cp.executor.attend import attend, attend_backward, head_by_head
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
@@ -117,6 +117,8 @@ def projected_attention(
         torch.Size([4, 2, 4])
     """
     check_plan(plan, "attention", "plan_attention")
+    if not callable(project):
+        raise ArgumentError("project", project, "a function that returns q, k and v")
 
     def projected(chunk: int) -> tuple[Tensor, Tensor, Tensor]:
         made = project(*plan.numbers_of(chunk))
@@ -151,8 +153,7 @@ class _Own:
         check_plan(plan, "attention", "plan_attention")
         self.plan, self.ranks, self.sink = plan, as_rank_group(group, plan.cp_size), sink
         self.kernel_name = kernel
-        if not isinstance(q, Tensor):
-            raise ArgumentError("q", q, "a tensor")
+        check_dense("q", q)
         self.like = q
         self.call = attention_call(plan, q.dtype, q.device, **options)
         if sink is not None:
@@ -176,14 +177,17 @@ class _Own:
 
     def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
         """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""
-        rank, batch, blocks = self.ranks.rank, self.like.shape[1:-2][:1], self.plan.sections.blocks
+        rank, blocks = self.ranks.rank, self.plan.sections.blocks
         rows = int(self.plan.kv_layout.row_counts[rank])
         of_each = (int(self.plan.layout.row_counts[rank]), rows, rows)
         heads, groups = (blocks[0].num_heads, blocks[1].num_heads) if chunk is None else (
             len(numbers) for numbers in self.plan.numbers_of(chunk)
         )  # fmt: skip
+        batch, _ = rows_first(self.like, of_each[0], heads)
         for block, tensor, own, count in zip(blocks, tensors, of_each, (heads, groups, groups), strict=True):
-            check_tensor(block.name, tensor, (own, *batch, count, block.head_dim), like=self.like, same_dtype=True)
+            check_dense(block.name, tensor)
+            shape, remedy = (own, *batch, count, block.head_dim), rows_first(tensor, own, count)[1]
+            check_tensor(block.name, tensor, shape, like=self.like, same_dtype=True, remedy=remedy)
         return [tensor.flatten(-2) if self.exchanged else tensor for tensor in tensors]
 
     def run(self, inputs: Inputs) -> Tensor:
@@ -236,12 +240,12 @@ def attention_call(
     """
     assert plan.mask is not None
     q, _, v = plan.sections.blocks
-    if not isinstance(softcap, int | float) or not 0 <= softcap < float("inf"):
+    if not 0 <= as_number(softcap) < float("inf"):
         raise ArgumentError("softcap", softcap, "a finite number of at least 0, 0 for none")
-    if not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+    if not 0 <= as_number(dropout) < 1:
         raise ArgumentError("dropout", dropout, "a share from 0 up to but not including 1")
     scale = checked_scale("softmax_scale", softmax_scale, q.head_dim)
-    seed = checked_integer("seed", seed, 0)
+    seed = checked_integer("seed", seed, 0, 2**64 - 1)
     return AttentionCall(scale, q.head_dim, v.head_dim, dtype, device, float(softcap), float(dropout), seed)
 
 
@@ -331,8 +335,9 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(dout.device.type, enabled=False):
             dsink = None
             if sink is not None:
-                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse).nan_to_num_(0.0)
-                terms = _per_query(share) * (dout.to(lse.dtype) * out)
+                held = int(place.step.queries.token_counts[place.node])  # a gradient's pad rows may hold anything
+                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :held]).nan_to_num_(0.0)
+                terms = _per_query(share) * (dout[:held].to(lse.dtype) * out[:held])
                 dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
             dq, dk, dv = attend_backward(
                 place.step, place.node, place.lane, place.wire, place.work, dout, q, k, v, out, lse

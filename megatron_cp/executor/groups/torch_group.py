@@ -61,6 +61,9 @@ class TorchGroup(RankGroup):
     """
 
     def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            remedy = "Of a device mesh take mesh.get_group()."
+            raise ArgumentError("group", group, "a torch.distributed group, a RankGroup, or None for one rank", remedy)
         self.group = group
         self.host_group = host_group
         kept = _kept_of(group)
@@ -226,7 +229,7 @@ def as_rank_group(group: RankGroup | dist.ProcessGroup | None, cp_size: int) -> 
     None is this rank alone, where `cp_size` is 1.
 
     Raises:
-        ArgumentError: the group has another number of ranks, or is None for several.
+        ArgumentError: it is no group, has another number of ranks, or is None for several.
     """
     if group is None:
         if cp_size > 1:

@@ -50,4 +50,5 @@ def choose_rule(name: str, call: LinearCall) -> RuleKernel:
 
 def choose_conv(name: str, call: LinearCall) -> ConvKernel:
     """The convolution's kernel beside a recurrence's of this name: that of the same name, else the fastest."""
-    return choose_kernel(CONVS, name if any(kernel.name == name for kernel in CONVS) else "auto", call)
+    names = {kernel.name for kernel in RULES} - {kernel.name for kernel in CONVS}
+    return choose_kernel(CONVS, "auto" if isinstance(name, str) and name in names else name, call)

@@ -33,7 +33,7 @@ MEGATRON_CP_SIZES = [2, 3, 4, 5, 8]
 def layouts(draw, aligns=(1,)):
     """Any layout: one of the named ones, or pieces of the stream dealt to ranks at will, some ranks left empty."""
     packing, cp_size, align = Packing(draw(LENGTHS)), draw(CP_SIZES), draw(st.sampled_from(aligns))
-    named = draw(st.sampled_from([Layout.contiguous, Layout.zigzag, None]))
+    named = draw(st.sampled_from([Layout.contiguous, Layout.zigzag, Layout.zigzag_of_pack, Layout.striped, None]))
     if named:
         return named(packing, cp_size, align=align)
     cuts = sorted(draw(st.sets(st.integers(0, packing.total), max_size=9)) | {0, packing.total})
@@ -160,6 +160,37 @@ def test_zigzag_of_one_document_is_megatrons_batch_split(cp_size, monkeypatch):
     for rank in ranks(layout):
         theirs = get_batch_on_this_cp_rank({"tokens": stream[None]}, is_hybrid_cp=False, cp_group=rank)
         assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
+
+
+@ragged
+@given(lengths=LENGTHS, cp_size=CP_SIZES)
+def test_zigzag_of_pack_is_the_zigzag_of_one_document_of_all_tokens(lengths, cp_size):
+    layout = Layout.zigzag_of_pack(Packing(lengths), cp_size)
+    whole = Layout.zigzag(Packing([sum(lengths)]), cp_size)
+    assert layout.packing == Packing(lengths)
+    assert [layout.fragments_of(rank) for rank in ranks(layout)] == [whole.fragments_of(rank) for rank in ranks(whole)]
+
+
+@pytest.mark.parametrize("cp_size", MEGATRON_CP_SIZES)
+def test_zigzag_of_pack_is_megatrons_split_of_packs_with_inter_document_masks(cp_size, monkeypatch):
+    stream = torch.arange(2 * cp_size * 7)
+    packing = Packing([5, len(stream) - 5])
+    layout = Layout.zigzag_of_pack(packing, cp_size)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: cp_size)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: group)
+    for rank in ranks(layout):
+        batch = {"tokens": stream[None], "cu_seqlens": torch.tensor(packing.cu_seqlens)[None]}
+        theirs = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=rank, use_per_sequence_balancing=True)
+        assert layout.shard(stream, rank).tolist() == theirs["tokens"][0].tolist()
+
+
+@ragged
+@given(lengths=LENGTHS, cp_size=CP_SIZES)
+def test_striped_gives_ranks_the_tokens_in_turn(lengths, cp_size):
+    layout = Layout.striped(Packing(lengths), cp_size)
+    assert [layout.tokens(rank).tolist() for rank in ranks(layout)] == [
+        list(range(rank, sum(lengths), cp_size)) for rank in ranks(layout)
+    ]
 
 
 # -- the value of a layout -------------------------------------------------------------------------------------------
@@ -385,7 +416,7 @@ assert "torch" not in sys.modules
 
 
 def test_the_examples_in_the_docstrings_run():
-    assert doctest.testmod(layout_module) == doctest.TestResults(failed=0, attempted=4)
+    assert doctest.testmod(layout_module) == doctest.TestResults(failed=0, attempted=8)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------
@@ -399,7 +430,7 @@ def test_rejects_a_cp_size_out_of_range(deal, cp_size):
 
 
 def test_rejects_fragments_for_too_many_ranks():
-    with refusal_of("cp_size", 1025):
+    with refusal_of("fragments", "'those of 1025 ranks'"):
         Layout.from_fragments(Packing([8]), [[(0, 8)], *[[]] * 1024])
 
 

@@ -315,7 +315,7 @@ def test_rejects_a_name_without_meaning_for_cross_attention(spec):
         ("lengths", lambda: Mask.full(P).of_tokens([1.5, 2])),
         ("lengths", lambda: Mask.full(P, Packing([4, 2])).of_tokens([4, 2])),
         ("parts", lambda: Mask.shared_question(P, [[5]])),
-        ("parts", lambda: Mask.shared_question(P, [5, 2])),
+        ("parts[0]", lambda: Mask.shared_question(P, [5, 2])),
         ("parts", lambda: Mask.shared_question(P, [[5.0], [2]])),
         ("parts[1]", lambda: Mask.shared_question(P, [[5], [1, 2]])),
         ("parts[0]", lambda: Mask.shared_question(P, [[6, -1], [2]])),

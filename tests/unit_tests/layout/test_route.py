@@ -113,6 +113,6 @@ def test_rejects_another_number_of_ranks():
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_rejects_a_rank_outside_the_group(rank):
     layout = Layout.zigzag(Packing([8]), 2)
-    with pytest.raises(ArgumentError, match=f"rank: got {rank}; allowed: 0 to 1") as refusal:
+    with pytest.raises(ArgumentError, match=f"rank: got {rank}; allowed: an integer from 0 to 1") as refusal:
         Route.between(layout, layout, rank)
     assert refusal.value.argument == "rank"

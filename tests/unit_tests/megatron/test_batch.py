@@ -329,8 +329,8 @@ def test_dropout_seeds_differ_by_batch_and_step_and_not_by_rank():
 
 
 def test_rejects_layers_that_cannot_be_planned():
-    slot = dataclasses.replace(SLOTS[0], scheme="tiled")
-    with pytest.raises(ArgumentError, match="tiled is not built yet; use exact"):
+    slot = dataclasses.replace(SLOTS[0], kv_heads=3)
+    with pytest.raises(ArgumentError, match="kv_heads: got 3; allowed: a divisor of heads, 8"):
         shard_batch(ids(), ONE_RANK, slots=[slot])
 
 

@@ -163,16 +163,30 @@ def test_ranks_that_plan_other_batches_all_hear_of_it():
 
 
 @pytest.mark.parametrize(
+    ("slot", "other", "argument"),
+    [
+        (ATTENTION, {"scheme": "tiled"}, "scheme"),
+        (ATTENTION, {"mask": "windows"}, "mask"),
+        (ATTENTION, {"heads": 6.0}, "heads"),
+        (LINEAR, {"mode": "ring"}, "mode"),
+        (LINEAR, {"kind": "retnet"}, "kind"),
+    ],
+    ids=["scheme", "mask", "heads", "mode", "kind"],
+)
+def test_rejects_slots_of_no_kind_when_they_are_made(slot, other, argument):
+    with pytest.raises(ArgumentError) as caught:
+        dataclasses.replace(slot, **other)
+    assert caught.value.argument == argument
+
+
+@pytest.mark.parametrize(
     ("slot", "argument"),
     [
-        (dataclasses.replace(ATTENTION, scheme="tiled"), "scheme"),
         (dataclasses.replace(ATTENTION, scheme="a2a+p2p"), "scheme"),
-        (dataclasses.replace(ATTENTION, mask="window"), "mask"),
         (dataclasses.replace(ATTENTION, kv_heads=4), "kv_heads"),
-        (dataclasses.replace(LINEAR, mode="ring"), "mode"),
-        (dataclasses.replace(LINEAR, kind="retnet"), "kind"),
+        (dataclasses.replace(LINEAR, key_heads=4), "key_heads"),
     ],
-    ids=["scheme", "a product of 3", "mask", "heads", "mode", "kind"],
+    ids=["a product of 3", "heads", "key heads"],
 )
 def test_rejects_slots_that_cannot_be_planned(slot, argument):
     with pytest.raises(ArgumentError) as caught:

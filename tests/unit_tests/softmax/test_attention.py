@@ -1,11 +1,16 @@
 """The operation: what it accepts, what it refuses, and SBHD batches."""
 
+import re
+
 import pytest
 import torch
 
 import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.softmax.attention import attention_call
+from megatron_cp.softmax.kernels import KERNELS
 from megatron_cp.softmax.kernels.cpu import CpuFlashAttention
 
 
@@ -89,8 +94,41 @@ def test_rejects_a_group_of_another_size():
 
 def test_rejects_a_device_without_a_kernel():
     with pytest.raises(cp.ArgumentError, match="cpu or cuda") as error:
-        cp.attention(*(x.to("meta") for x in tensors()), plan_for())
+        choose_kernel(KERNELS, "auto", attention_call(plan_for(), torch.float64, torch.device("meta")))
     assert error.value.argument == "device"
+
+
+@pytest.mark.parametrize(
+    ("order", "remedy"),
+    [
+        ((1, 0, 2, 3), "Rows come first, [t, b, h, d]: use transpose(0, 1) of [b, t, h, d]."),
+        ((1, 2, 0, 3), "Rows come first, [t, b, h, d]: use permute(2, 0, 1, 3) of [b, h, t, d]."),
+    ],
+    ids=["bshd", "bhsd"],
+)
+def test_rejects_the_batch_first_and_says_how_to_turn_it(order, remedy):
+    batch = [x[:, None].expand(-1, 3, -1, -1) for x in tensors()]
+    with pytest.raises(cp.ArgumentError) as error:
+        cp.attention(*(x.permute(order) for x in batch), plan_for())
+    shape = [batch[0].shape[axis] for axis in order]
+    assert str(error.value) == (
+        f"q: got 'torch.float64 {shape} on cpu'; allowed: torch.float64 [12, 3, 4, 8] on cpu. {remedy}"
+    )
+    with pytest.raises(cp.ArgumentError, match=re.escape(remedy)) as error:
+        cp.attention(batch[0], *(x.permute(order) for x in batch[1:]), plan_for())
+    assert error.value.argument == "k"
+
+
+def test_rejects_the_heads_first_and_says_how_to_turn_them():
+    remedy = re.escape("Rows come first, [t, h, d]: use transpose(0, 1) of [h, t, d].")
+    with pytest.raises(cp.ArgumentError, match=remedy):
+        cp.attention(*(x.transpose(0, 1) for x in tensors()), plan_for())
+
+
+def test_rejects_tensors_that_hold_nothing():
+    with pytest.raises(cp.ArgumentError, match="cpu or cuda") as error:
+        cp.attention(*(x.to("meta") for x in tensors()), plan_for())
+    assert error.value.argument == "q"
 
 
 def test_rejects_something_that_is_no_plan():

@@ -1,0 +1,305 @@
+"""Every argument of every public call, against values that it cannot have: all are refused by the argument's name."""
+
+import inspect
+import math
+import warnings
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import RankGroup, ThreadGroup
+
+P, KEYS = cp.Packing([5, 0, 4]), cp.Packing([2, 3, 3])
+LAYOUT = cp.Layout.zigzag(P, 2, align=4)
+ALONE = cp.Layout.contiguous(P, 1)
+STREAM = np.arange(9)
+ROWS = 9
+
+
+def ones(*shape):
+    return torch.ones(ROWS, *shape)
+
+
+MASKED = np.ma.array([3, 1], mask=[False, True])
+BEYOND, NEGATIVE = 2**70, -7
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)  # a prototype, torch says
+    NESTED = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)])
+JAGGED = torch.nested.nested_tensor([torch.ones(2, 2), torch.ones(3, 2)], layout=torch.jagged)
+SPARSE = torch.eye(3).to_sparse()
+
+# -- what an argument of each kind cannot be -------------------------------------------------------------------------
+
+NO_INTEGER = [None, True, np.True_, 1.0, math.nan, "1", b"1", 1j, [1], (1,), {1}, {1: 1}, np.array(1), np.array([1]),
+              torch.tensor(1), torch.tensor([1]), BEYOND, -BEYOND, 10**400, NEGATIVE, timedelta(1), object(),
+              int]  # fmt: skip
+NO_NUMBER = [None, True, np.True_, "1", b"1", 1j, [1.0], {1.0}, np.array(1.0), torch.tensor(1.0), 10**400, math.nan,
+             math.inf, -math.inf, object(), float]  # fmt: skip
+NO_FLAG = [None, 0, 1, "no", [], np.array(True), torch.tensor(True), object()]
+NO_NAME = [None, 5, True, 1.5, b"a2a", "", "nothing", ["a2a"], {"a2a"}, np.array(["a2a", "a2a"]), torch.ones(2), str]
+NO_LIST = [None, 5, 2.5, True, "31", b"31", bytearray(b"31"), memoryview(b"31"), {3, 1}, {3: 1}, {3: 1}.keys(),
+           [3, True], [3, np.True_], [3, 1.5], [3, None], ["3"], [3, -1], [BEYOND], [2**63], [timedelta(1)], [[3], [1]],
+           [[3], [1, 2]], [], MASKED, np.array(3), np.array([True]), np.array([3.0]), np.array([3], "m8[s]"),
+           np.array([{}]), torch.tensor(3), torch.tensor([3.0]), torch.tensor([3.0], requires_grad=True),
+           torch.tensor([True]), SPARSE, NESTED, torch.tensor([3], device="meta"), object()]  # fmt: skip
+NO_PACKING = [None, 5, True, [5, 0, 4], STREAM, torch.tensor([5, 4]), "5", LAYOUT, cp.Packing]
+NO_LAYOUT = [None, 5, True, "zigzag", [[(0, 9)]], P, cp.Layout, np.arange(9), cp.Layout.contiguous(cp.Packing([3]), 2)]
+NO_MASK = [5, True, "causal", np.ones((9, 9), bool), torch.ones(9, 9), cp.Mask, [cp.Mask.causal(P)],
+           cp.Mask.causal(cp.Packing([3]))]  # fmt: skip
+NO_GROUP = [5, True, "world", [], {}, object(), RankGroup, ThreadGroup.create(3)[0], torch.ones(1)]
+NO_PLAN = [None, 5, True, "a2a", P, ALONE, cp.Plan, [], object()]
+NO_ARRAY = [None, 5, True, "abc", b"123456789", list(range(9)), {}, np.array(3), torch.tensor(3), np.arange(8),
+            torch.arange(8), np.ma.array(STREAM, mask=STREAM > 4), NESTED, JAGGED, torch.eye(9).to_sparse(),
+            object()]  # fmt: skip
+NO_TOKENS = [*NO_ARRAY, STREAM * 1.0, STREAM > 4, STREAM * 1j, STREAM.astype("m8[s]"), STREAM.astype(str),
+             STREAM.astype(object), torch.ones(9), torch.ones(9) > 0, torch.ones(9) * 1j]  # fmt: skip
+
+
+def no_tensor(good):
+    """What cannot stand where a tensor like `good` is meant."""
+    return [None, 5, 1.0, True, "q", [], good.tolist(), good.numpy(), torch.tensor(1.0), good.long(), good > 0,
+            good + 0j, good[:-1], good[..., None], good.to("meta"), good.to_sparse(), NESTED, JAGGED,
+            torch.nested.nested_tensor([good]), object(), torch.Tensor]  # fmt: skip
+
+
+def optional(values):
+    return [value for value in values if value is not None]
+
+
+# -- the public calls ------------------------------------------------------------------------------------------------
+
+SHAPES = {"heads": 2, "head_dim": 4}
+PLANS = {
+    "attention": cp.plan_attention(P, ALONE, **SHAPES),
+    **{kind: cp.plan_linear(P, ALONE, kind, **SHAPES) for kind in ("gdn", "kda")},
+    "mamba": cp.plan_linear(P, ALONE, "mamba", state=4, **SHAPES),
+    "conv1d": cp.plan_linear(P, ALONE, "conv1d", channels=6),
+}
+TAPS, BIAS, HEADS = torch.ones(24, 4), torch.ones(24), torch.ones(2)
+CROSS = {"packing": P, "layout": LAYOUT, "kv_packing": KEYS, "kv_layout": cp.Layout.contiguous(KEYS, 2)}
+MIXER = {"conv": TAPS, "conv_bias": BIAS, "A_log": HEADS}
+WIRE = {"transport": optional(NO_NAME), "codec": NO_NAME}
+QKV = {name: ones(2, 4) for name in "qkv"}
+SOFTMAX = {
+    "softmax_scale": optional(NO_NUMBER), "softcap": [*NO_NUMBER, -1.0], "dropout": [*NO_NUMBER, -0.1, 1.0],
+    "sink": optional(no_tensor(HEADS)), "seed": NO_INTEGER, "kernel": NO_NAME, "group": NO_GROUP, "plan": NO_PLAN,
+}  # fmt: skip
+
+
+def tensors(**given):
+    return {name: no_tensor(tensor) for name, tensor in given.items()}
+
+
+def linear(kind, operation, given, optional_tensors=(), **more):
+    """A linear operation: what it is called with, and what each argument cannot be."""
+    plan = PLANS[kind]
+    values = {name: no_tensor(tensor) for name, tensor in given.items()}
+    values |= {name: optional(values[name]) for name in optional_tensors}
+    values |= {"plan": [*NO_PLAN, PLANS["attention"]], "group": NO_GROUP, "kernel": NO_NAME}
+    return operation, {**given, "plan": plan}, values | more
+
+
+FLAGGED = {"scale": optional(NO_NUMBER), "use_qk_l2norm_in_kernel": NO_FLAG}
+NO_LIMIT = [None, 5, True, "ab", [0.0, 1.0], {0.0, 1.0}, (0.0,), (0.0, 1.0, 2.0), ("a", "b"), (0, None), (True, 2.0),
+            (1.0, 0.5), (-1.0, 1.0), (math.nan, 1.0), (math.inf, math.inf), (0, BEYOND**9), np.ones(2),
+            (1e39, math.inf)]  # fmt: skip
+TABLE = np.ones((3, 3), bool)
+CALLS = {
+    "Packing": (cp.Packing, {"lengths": [3]}, {"lengths": NO_LIST}),
+    "Packing.from_cu_seqlens": (cp.Packing.from_cu_seqlens, {"cu_seqlens": [0, 5]}, {"cu_seqlens": NO_LIST}),
+    "Packing.documents_of": (P.documents_of, {"tokens": STREAM}, {
+        "tokens": [None, 5, True, "1", {1}, [True], [1.0], [9], [-1], MASKED, torch.ones(2), [BEYOND]]}),
+    **{f"Layout.{name}": (getattr(cp.Layout, name), {"packing": P, "cp_size": 2}, {
+        "packing": NO_PACKING, "cp_size": [*NO_INTEGER, 0, 1025], "align": [*NO_INTEGER, 0, 2**63 - 1]}
+        | ({"mask": NO_MASK} if name == "balanced" else {}))
+       for name in ("contiguous", "zigzag", "zigzag_of_pack", "striped", "balanced")},
+    "Layout.from_fragments": (cp.Layout.from_fragments, {"packing": P, "fragments": [[(0, 9)]]}, {
+        "packing": NO_PACKING, "align": [*NO_INTEGER, 0],
+        "fragments": [None, 5, "ab", [], {}, [5], [[5]], [[(0,)]], [[(0, 9.0)]], [[("0", 9)]], [[(0, True), (1, 9)]],
+                      [[(0, BEYOND)]], [[(0, 9, 9)]], {((0, 9),)}, [{(0, 9)}], [{(0, 9): 1}], [[{0, 9}]], [[None]],
+                      [[(0, 8)]], [[(0, 9)], [(3, 4)]], [[(-1, 9)]], [[(0, 9)]] * 1025]}),
+    "Layout.padded": (LAYOUT.padded, {}, {"align": [*NO_INTEGER, 0], "min_rows": NO_INTEGER}),
+    **{f"Layout.{name}": (getattr(LAYOUT, name), {"rank": 0}, {"rank": [*NO_INTEGER, 2]})
+       for name in ("tokens", "positions", "document_ids", "fragments_of")},
+    "Layout.shard": (LAYOUT.shard, {"tokens": STREAM, "rank": 0}, {
+        "tokens": NO_ARRAY, "rank": [*NO_INTEGER, 2], "pad_value": [*NO_NUMBER, 1.5, 2**63]}),
+    "Layout.labels": (LAYOUT.labels, {"tokens": STREAM, "rank": 0}, {
+        "tokens": NO_TOKENS, "rank": [*NO_INTEGER, 2], "shift": [*NO_INTEGER, 0],
+        "ignore_index": [value for value in NO_INTEGER if value is not NEGATIVE]}),
+    "Layout.unshard": (LAYOUT.unshard, {"shards": [STREAM[:8], STREAM[:4]]}, {
+        "shards": [None, 5, True, "ab", b"ab", {}, {1, 2}, [], [STREAM[:8]], [None, None], [5, 5], [[1] * 8, [1] * 4],
+                   np.ones(2), torch.ones(2), [STREAM[:8], STREAM[:8]], [STREAM[:8], torch.ones(4)],
+                   [STREAM[:8], STREAM[:4] * 1.0], [np.ones((8, 2)), np.ones((4, 3))], [torch.ones(8), SPARSE],
+                   [torch.ones(8), torch.ones(4).double()], [torch.ones(8), torch.ones(4, device="meta")]]}),
+    **{f"Mask.{name}": (getattr(cp.Mask, name), {"packing": P}, {
+        "packing": NO_PACKING, "kv_packing": [*optional(NO_PACKING), cp.Packing([3])]}) for name in ("causal", "full")},
+    "Mask.window": (cp.Mask.window, {"packing": P, "left": 1}, {
+        "packing": NO_PACKING, "left": NO_INTEGER, "right": NO_INTEGER, "first": NO_INTEGER}),
+    "Mask.prefix": (cp.Mask.prefix, {"packing": P, "n": 1}, {
+        "packing": NO_PACKING, "n": [*NO_INTEGER, *[value for value in NO_LIST if value is not NO_LIST[1]]]}),
+    "Mask.chunk": (cp.Mask.chunk, {"packing": P, "size": 1}, {"packing": NO_PACKING, "size": [*NO_INTEGER, 0]}),
+    "Mask.shared_question": (cp.Mask.shared_question, {"packing": P, "parts": [[5], [0], [4]]}, {
+        "packing": NO_PACKING,
+        "parts": [None, 5, "abc", b"abc", {}, {1}, [[5], [0]], [5, 0, 4], [[5.0], [0], [4]], [[True, 4], [0], [4]],
+                  ["5", "0", "4"], [[BEYOND], [0], [4]], [[6, -1], [0], [4]], [{5}, [0], [4]], [None] * 3,
+                  [[[5]], [0], [4]], np.array(5), np.ma.array([[5], [0], [4]]), [MASKED, [0], [4]]]}),
+    "Mask.from_slices": (cp.Mask.from_slices, {"packing": P, "slices": []}, {
+        "packing": NO_PACKING, "kv_packing": optional(NO_PACKING),
+        "slices": [None, 5, {}, "a", [5], [None], [()], [(0, 1, 0, 1)], [(0, 1, 0, 1, "half")], [(0, 1, 0, 1, 5)],
+                   [(0, 1, 0, 1, ["full"])], [(0, 1.0, 0, 1, "full")], [(0, True, 0, 1, "full")],
+                   [(-1, 1, 0, 1, "full")],
+                   [(0, BEYOND, 0, 1, "full")], [(1, 0, 0, 1, "full")], [(0, "1", 0, 1, "full")]]}),
+    "Mask.from_blocks": (cp.Mask.from_blocks, {"packing": P, "table": TABLE, "block_size": 3}, {
+        "packing": NO_PACKING, "block_size": [*NO_INTEGER, 0], "causal": NO_FLAG,
+        "table": [None, 5, TABLE.tolist(), TABLE * 1, torch.ones(3, 3) > 0, TABLE[:2], np.ma.array(TABLE), "all"]}),
+    "Mask.named": (cp.Mask.named, {"packing": P, "spec": "causal"}, {
+        "packing": NO_PACKING, "spec": NO_NAME, "kv_packing": optional(NO_PACKING)}),
+    "Route.between": (cp.Route.between, {"source": LAYOUT, "target": LAYOUT, "rank": 0}, {
+        "source": NO_LAYOUT[:-1], "target": NO_LAYOUT, "rank": [*NO_INTEGER, 2]}),
+    "Transport": (cp.Transport, {}, {
+        "name": NO_NAME, "hosts": [None, 5, "01", b"01", [0.0], [True], [1], [0, 2], [None], {0}, {0: 0}, np.array(0),
+                                   np.ma.array([0, 1]), torch.tensor(0.0), [BEYOND], object(), [0]]}),
+    "Transport.named": (cp.Transport.named, {"transport": "collective"}, {
+        "transport": [*NO_NAME, "hierarchical", cp.Transport]}),
+    "Transport.of_nodes": (cp.Transport.of_nodes, {"name": "pairwise", "cp_size": 2, "nodes": 1}, {
+        "name": NO_NAME, "cp_size": [*NO_INTEGER, 0, 2**40], "nodes": [*NO_INTEGER, 0, 3]}),
+    "Transport.of_hosts": (cp.Transport.of_hosts, {"name": "hierarchical", "group": None}, {
+        "name": NO_NAME, "group": NO_GROUP[:-2]}),
+    "AttentionSlot": (cp.AttentionSlot, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
+        "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
+        **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
+        **{name: optional(NO_INTEGER) for name in ("ulysses_degree", "head_chunks")}}),
+    "LinearSlot": (cp.LinearSlot, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
+        "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
+        **{name: [*NO_INTEGER, 0]
+           for name in ("heads", "key_heads", "head_dim", "value_head_dim", "conv_width", "item_size")},
+        **{name: optional(NO_INTEGER) for name in ("hidden_size", "head_chunks")}}),
+    **{f"{type(slot).__name__}.plan": (slot.plan, {"layout": LAYOUT}, {"layout": NO_LAYOUT[:-1]})
+       for slot in (cp.AttentionSlot(2, 2, 4, 4), cp.LinearSlot("gdn", 2, 2, 4, 4))},
+    "BatchPlan": (cp.BatchPlan, {"layout": LAYOUT}, {
+        "layout": NO_LAYOUT[:-1], "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]]]}),
+    "BatchPlan.plan": (cp.BatchPlan(LAYOUT).plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
+        "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
+    "check_agreement": (cp.check_agreement, {"plan": PLANS["gdn"], "group": None}, {
+        "plan": NO_PLAN, "group": NO_GROUP}),
+    **{f"Plan.{name}": (getattr(PLANS["attention"], name), more, {"item_size": [*NO_INTEGER, 0]})
+       for name, more in (("explain", {}), ("bytes_sent", {"item_size": 2, "forward": True}),
+                          ("bytes_needed", {"item_size": 2, "forward": True}))},
+    **{f"Plan.{name}": (getattr(PLANS["attention"], name), {"rank": 0}, {"rank": [*NO_INTEGER, 1]})
+       for name in ("heads_of", "groups_of")},
+    "plan_attention": (cp.plan_attention, {"packing": P, "layout": LAYOUT, **SHAPES}, {
+        "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
+        **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
+        **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
+        "ulysses_degree": optional([*NO_INTEGER, 0, 1, 2.0])}),
+    "plan_attention, cross": (cp.plan_attention, CROSS | SHAPES, {
+        "kv_packing": [*NO_PACKING, cp.Packing([3])], "kv_layout": [*NO_LAYOUT, LAYOUT],
+        "mask": [*NO_MASK, cp.Mask.causal(P)]}),
+    "plan_attention, product": (cp.plan_attention, {
+        "packing": P, "layout": cp.Layout.zigzag(P, 4), "scheme": "a2a+p2p", **SHAPES}, {
+        "ulysses_degree": optional([*NO_INTEGER, 0, 1, 2.0, 4])}),
+    "plan_linear": (cp.plan_linear, {"packing": P, "layout": LAYOUT, "kind": "gdn", **SHAPES}, {
+        "packing": NO_PACKING, "layout": NO_LAYOUT, "kind": NO_NAME, "mode": NO_NAME, **WIRE,
+        **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim", "conv_width", "item_size", "layers")},
+        **{name: optional([*NO_INTEGER, 0]) for name in ("key_heads", "value_head_dim", "hidden_size", "head_chunks")},
+        "hardware": [None, 5, "h100", {}]}),
+    "plan_linear, mamba": (cp.plan_linear, {"packing": P, "layout": LAYOUT, "kind": "mamba", "state": 4, **SHAPES}, {
+        "state": [*NO_INTEGER, 0], "groups": optional([*NO_INTEGER, 0, 3])}),
+    "plan_linear, conv1d": (cp.plan_linear, {"packing": P, "layout": LAYOUT, "kind": "conv1d", "channels": 4}, {
+        "channels": [*NO_INTEGER, 0]}),
+    "attention": (cp.attention, {**QKV, "plan": PLANS["attention"]}, tensors(**QKV) | SOFTMAX),
+    "projected_attention": (cp.projected_attention, {
+        "project": lambda heads, kv_heads: tuple(QKV.values()), "plan": PLANS["attention"]}, {
+        "project": [None, 5, "q", QKV["q"], list(QKV.values()), lambda heads, kv_heads: None,
+                    lambda heads, kv_heads: QKV["q"], lambda heads, kv_heads: {}]} | SOFTMAX),
+    "gather": (cp.gather, {"local": ones(2), "layout": ALONE, "group": None}, {
+        "local": [*NO_ARRAY, STREAM], "layout": NO_LAYOUT[:-1],
+        "group": NO_GROUP, "same_loss": NO_FLAG}),
+    "relayout": (cp.relayout, {"local": ones(2), "source": ALONE, "target": ALONE}, {
+        "local": [*NO_ARRAY, STREAM], "source": NO_LAYOUT[:-1], "target": NO_LAYOUT, "group": NO_GROUP}),
+    "gated_delta_rule": linear("gdn", cp.gated_delta_rule, {**QKV, "g": -ones(2), "beta": ones(2)}, **FLAGGED),
+    "kda": linear("kda", cp.kda, {**QKV, "g": -ones(2, 4), "beta": ones(2)}, **FLAGGED),
+    "mamba2": linear("mamba", cp.mamba2, {
+        "x": ones(2, 4), "dt": ones(2), "A": -HEADS, "B": ones(1, 4), "C": ones(1, 4), "D": HEADS, "dt_bias": HEADS},
+        ("D", "dt_bias"), dt_softplus=NO_FLAG, dt_limit=NO_LIMIT),
+    "gated_delta_net": linear("gdn", cp.gated_delta_net, {
+        "qkv": ones(24), "beta": ones(2), "alpha": ones(2), **MIXER, "dt_bias": HEADS},
+        ("conv_bias",), scale=FLAGGED["scale"]),
+    "kda_mixer": linear("kda", cp.kda_mixer, {
+        "qkv": ones(24), "g": ones(8), "beta": ones(2), **MIXER, "dt_bias": torch.ones(8)},
+        ("conv_bias",), scale=FLAGGED["scale"], lower_bound=optional([*NO_NUMBER, 0.0, 1.0])),
+    "mamba2_mixer": linear("mamba", cp.mamba2_mixer, {
+        "xBC": ones(16), "dt": ones(2), **MIXER, "conv": TAPS[:16], "conv_bias": BIAS[:16], "dt_bias": HEADS,
+        "D": HEADS}, ("conv_bias", "D"), dt_limit=NO_LIMIT),
+    "causal_conv1d": linear("conv1d", cp.causal_conv1d, {
+        "x": ones(6), "weight": TAPS[:6], "bias": BIAS[:6]}, ("bias",), activation=optional(NO_NAME)),
+}  # fmt: skip
+
+# What the error calls an argument, where that is not its name in the call.
+NAMES = {
+    ("Mask.named", "spec"): "mask",
+    ("Transport", "name"): "transport",
+    ("Transport.of_nodes", "name"): "transport",
+    ("Transport.of_hosts", "name"): "transport",
+}
+
+
+@pytest.mark.parametrize(("call", "argument"), [(call, name) for call, (_, _, bad) in CALLS.items() for name in bad])
+def test_rejects_what_an_argument_cannot_be(call, argument):
+    function, given, bad = CALLS[call]
+    name, wrong = NAMES.get((call, argument), argument), []
+    for value in bad[argument]:
+        try:
+            result = function(**given | {argument: value})
+        except ArgumentError as error:
+            if error.argument != name and not error.argument.startswith(f"{name}["):
+                wrong.append(f"{value!r} is refused as another argument: {error}")
+        except Exception as error:
+            wrong.append(f"{value!r} raises {type(error).__name__}: {error}")
+        else:
+            wrong.append(f"{value!r} is accepted and gives {result!r}"[:300])
+    assert wrong == []
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_refused_is_all_that_is_wrong_with_a_call(call):
+    function, given, _ = CALLS[call]
+    function(**given)
+
+
+def test_numbers_of_numpy_are_numbers():
+    layout = cp.Layout.zigzag(P, np.int32(2), align=np.uint8(4))
+    assert layout == LAYOUT
+    assert layout.shard(STREAM, np.int64(0), pad_value=np.int8(-3)).tolist() == [0, 1, 4, 5, 8, -3, -3, -3]
+    options = {"softcap": np.float16(0), "dropout": np.float32(0), "seed": np.uint64(2**64 - 1)}
+    found = cp.attention(**QKV, plan=PLANS["attention"], softmax_scale=np.float32(0.5), **options)
+    assert torch.equal(found, cp.attention(**QKV, plan=PLANS["attention"], softmax_scale=0.5))
+
+
+# Their constructors are called with what others have checked; their methods are here.
+NOT_CALLED_BY_USERS = {"ArgumentError", "Layout", "Mask", "Plan", "PlanMismatchError", "Route"}
+# Asked of plans and transports by what runs them.
+NOT_CHECKED = {"self", "cls", "forward", "chunk", "ranks"}
+
+
+def parameters():
+    """Every parameter of every public call."""
+    for name in cp.__all__:
+        public = getattr(cp, name)
+        if name not in NOT_CALLED_BY_USERS:
+            yield from ((name, parameter) for parameter in inspect.signature(public).parameters)
+        if inspect.isclass(public) and not issubclass(public, Exception):
+            own = {key: value for key, value in vars(public).items() if not key.startswith("_")}
+            for method, value in own.items():
+                value = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+                if inspect.isfunction(value):
+                    yield from ((f"{name}.{method}", parameter) for parameter in inspect.signature(value).parameters)
+
+
+def test_every_argument_of_every_public_call_is_here():
+    here = {(call.partition(",")[0], argument) for call, (_, _, bad) in CALLS.items() for argument in bad}
+    assert [pair for pair in parameters() if pair not in here and pair[1] not in NOT_CHECKED] == []
