@@ -27,6 +27,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
     parser.add_argument("--ranks", choices=RANK_KINDS, default="threads", help="local ranks; torchrun brings its own")
+    parser.add_argument(
+        "--distributed-timeout-minutes",
+        type=seconds,
+        default=0.75,
+        help="wait so long for another rank, after the first case; in it, ten minutes (default: 0.75)",
+    )
     parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds a case may take (default: 300)")
 
 

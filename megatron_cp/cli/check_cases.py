@@ -7,6 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,8 @@ from megatron_cp.cli.main import Report, as_flag
 from megatron_cp.cli.options import MAX_LOCAL_RANKS, case_of, given_axes, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import check_agreement
-from megatron_cp.executor.groups import RankGroup, TorchGroup
-from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout
+from megatron_cp.executor.launch import FIRST_STEP, in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 from megatron_cp.testing.sweep import sweep
 
@@ -25,7 +26,7 @@ from megatron_cp.testing.sweep import sweep
 def report(args: argparse.Namespace) -> Report:
     """Runs every case, on local ranks or on those of torchrun."""
     torch.set_num_threads(1)
-    world = start_torchrun_rank(args.timeout) if in_torchrun() else None
+    world = start_torchrun_rank() if in_torchrun() else None
     try:
         return _report(args, world)
     finally:
@@ -37,7 +38,7 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     asked = args.cp or ([world.size] if world else [2, 3, 4, 5] if args.all else [2, 3, 5])
     cases, not_run = _fitting(args, asked, world)
     sizes = [size for size in asked if size not in not_run]
-    results = list(_on_torchrun(cases, world) if world else _on_local_ranks(cases, args))
+    results = list(_on_torchrun(cases, world, args) if world else _on_local_ranks(cases, args))
     passed = all(result.passed for result in results)
     names = dict.fromkeys(name for result in results for name in result.errors)
     worst = {name: _worst([r.errors[name] for r in results if name in r.errors]) for name in names}
@@ -108,19 +109,29 @@ def _on_local_ranks(cases: list[Case], args: argparse.Namespace) -> Iterator[Par
         return
     for size, of_size in itertools.groupby(cases, key=lambda case: case.cp):  # starting processes takes seconds
         batch = list(of_size)
-        ranks = run_ranks(_run_cases, size, batch, kind=args.ranks, timeout=args.timeout)
+        ranks = run_ranks(
+            _run_cases, size, batch, 60 * args.distributed_timeout_minutes, kind=args.ranks, timeout=args.timeout
+        )
         for number, case in enumerate(batch):
             yield judge(case, whole(case, [rank[number] for rank in ranks]), one_rank(case))
 
 
-def _run_cases(group: RankGroup, cases: list[Case]) -> list[dict[str, Tensor]]:
-    return [run_layer(group, case) for case in cases]
-
-
-def _on_torchrun(cases: list[Case], world: TorchGroup) -> Iterator[Parity]:
+def _run_cases(group: RankGroup, cases: list[Case], wait: float) -> list[dict[str, Tensor]]:
+    """What each case gives on this rank, which waits so many seconds for another once it has run the first."""
+    results = []
     for case in cases:
-        members = dist.new_group(list(range(case.cp)), backend=dist.get_backend())
-        host = dist.new_group(list(range(case.cp)), backend="gloo") if world.host_group else None
+        results.append(run_layer(group, case))
+        if isinstance(group, TorchGroup):
+            set_timeout(wait)
+    return results
+
+
+def _on_torchrun(cases: list[Case], world: TorchGroup, args: argparse.Namespace) -> Iterator[Parity]:
+    for number, case in enumerate(cases):
+        wait = timedelta(seconds=60 * args.distributed_timeout_minutes if number else FIRST_STEP)
+        ranks_of_case = list(range(case.cp))
+        members = dist.new_group(ranks_of_case, backend=dist.get_backend(), timeout=wait)
+        host = dist.new_group(ranks_of_case, backend="gloo", timeout=wait) if world.host_group else None
         result = None
         if world.rank < case.cp:
             group = TorchGroup(members, host)

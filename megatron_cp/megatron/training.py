@@ -20,7 +20,7 @@ from megatron_cp.data.corpus import Corpus, read_corpus
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.data.tokenizer import read_tokenizer
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import TorchGroup
+from megatron_cp.executor.groups import TorchGroup, set_timeout
 from megatron_cp.megatron import checkpoint
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
 from megatron_cp.megatron.cpu import run_megatron_on_cpu
@@ -113,6 +113,8 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
         dist.all_reduce(total, group=everyone)
         loss, tokens = (total[0] / total[1]).item(), int(total[1].item())  # waits for the device
         log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
+        if step == start + 1:  # in which ranks import and compile at different speeds
+            set_timeout(60 * options.distributed_timeout_minutes)
         due = options.save_interval and step % options.save_interval == 0
         if run.save and (due or step == options.train_iters):
             shape = options.shape(stream.corpus.vocab_size)
