@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,8 @@ class TrainingOptions:
         Raises:
             ArgumentError: naming the option.
         """
+        for entry in fields(self):
+            _check_kind(entry, getattr(self, entry.name))
         least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
         least |= dict.fromkeys(_AMOUNTS, 0) | {"seq_length": 2}  # a next-token label needs two
         for name, smallest in least.items():
@@ -144,6 +147,8 @@ class TrainingOptions:
             if value is not None and not smallest <= value < float("inf"):
                 kind = "a finite number of at least" if isinstance(value, float) else "at least"
                 raise ArgumentError(name, value, f"{kind} {smallest:g}")
+            if isinstance(value, int) and value >= 2**63:
+                raise ArgumentError(name, value, "less than 2**63")
         for name in ("adam_beta1", "adam_beta2", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ArgumentError(name, getattr(self, name), "at least 0 and less than 1")
@@ -154,8 +159,8 @@ class TrainingOptions:
             values = getattr(self, name)
             if values is not None and (len(values) != 2 or min(values) < smallest):
                 raise ArgumentError(name, values, f"two {meaning}")
-        if self.seed >= 2**63:
-            raise ArgumentError("seed", self.seed, "less than 2**63")
+        if len(self.spec) != 2:
+            raise ArgumentError("spec", self.spec, "a module and a name")
         require("layout", self.cp_layout, name="cp_layout")
         require("mode", self.linear_cp_mode, name="linear_cp_mode")
         require("transport", self.cp_transport, name="cp_transport")
@@ -265,6 +270,27 @@ class TrainingOptions:
             raise ArgumentError("sequence_parallel", True, "on with --tensor-model-parallel-size above 1")
 
 
+def _check_kind(entry: Field[Any], value: Any) -> None:
+    """Refuses a value that the command line could not have made, such as one from a file."""
+    kind, _, rest = str(entry.type).partition(" | ")
+    allowed, fits = _KINDS[kind]
+    if not (value is None and rest) and not fits(value):
+        raise ArgumentError(entry.name, value, f"{allowed} or nothing" if rest else allowed)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# What a field of each type holds.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("an integer", _is_integer),
+    "float": ("a number", lambda value: isinstance(value, float) or _is_integer(value)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "tuple[str, ...]": ("texts", lambda value: isinstance(value, tuple) and all(isinstance(v, str) for v in value)),
+    "tuple[int, ...]": ("integers", lambda value: isinstance(value, tuple) and all(map(_is_integer, value))),
+}
 _COUNTS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "linear_attention_freq", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
