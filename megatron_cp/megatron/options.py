@@ -98,7 +98,8 @@ class TrainingOptions:
     global_batch_size: int = _flag(1, "packs of a step", "data")
     # Optimisation.
     train_iters: int = _flag(100, "steps", "optimisation")
-    # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these.
+    # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these, or
+    # brings them back with the groups.
     lr: float = _flag(1e-3, "learning rate", "optimisation", kept=True)
     min_lr: float = _flag(0.0, "learning rate at the end of decay", "optimisation", kept=True)
     lr_warmup_iters: int = _flag(20, "steps of warm-up; a fifth of the run if that is less", "optimisation")
@@ -107,8 +108,8 @@ class TrainingOptions:
     )
     lr_decay_iters: int | None = _flag(None, "steps until min-lr (default: train-iters)", "optimisation")
     weight_decay: float = _flag(0.01, "of AdamW", "optimisation", kept=True)
-    adam_beta1: float = _flag(0.9, "of AdamW", "optimisation")
-    adam_beta2: float = _flag(0.95, "of AdamW", "optimisation")
+    adam_beta1: float = _flag(0.9, "of AdamW", "optimisation", kept=True)
+    adam_beta2: float = _flag(0.95, "of AdamW", "optimisation", kept=True)
     clip_grad: float = _flag(1.0, "largest gradient norm; 0 for no clipping", "optimisation")
     seed: int = _flag(1234, "of weights and of the order of documents", "optimisation")
     bf16: bool = _flag(False, "bf16 weights with fp32 master weights", "optimisation")
