@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import sys
 import time
 import warnings
@@ -25,6 +26,7 @@ from megatron_cp.cli.parser import MAX_TOKENS, UsageError, number, whole
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.options import METRICS, Run, TrainingOptions
+from megatron_cp.megatron.run_folder import CHECKPOINTS, LOCK, TRACKER, locked, write_whole, writing
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 
 if TYPE_CHECKING:
@@ -57,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         groups[group].add_argument(f"--{entry.name.replace('_', '-')}", **details)
     run = parser.add_argument_group("run")
     run.add_argument("--run-dir", metavar="DIR", help="where to write (default: runs/ and the time)")
-    run.add_argument("--resume", metavar="DIR", help="go on from the last checkpoint of the run in DIR")
+    run.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on from the last checkpoint of the run in DIR; docs/trust.md says what is trusted there",
+    )
     run.add_argument(
         "--compare",
         action="store_true",
@@ -101,18 +107,21 @@ def run(args: argparse.Namespace) -> Report:
 
     world = start_torchrun_rank() if in_torchrun() else None
     try:
-        return _run(args, options, world)
+        with contextlib.ExitStack() as held:  # the folder's lock
+            return _run(args, options, world, held)
     finally:
         if world is not None and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _run(args: argparse.Namespace, options: TrainingOptions, world: TorchGroup | None) -> Report:
+def _run(
+    args: argparse.Namespace, options: TrainingOptions, world: TorchGroup | None, held: contextlib.ExitStack
+) -> Report:
     import torch
 
     from megatron_cp.megatron.checkpoint import check_checkpoint, latest_checkpoint
     from megatron_cp.megatron.model import transformer_config
-    from megatron_cp.megatron.training import CHECKPOINTS, load_corpus
+    from megatron_cp.megatron.training import load_corpus
 
     device = _device(args.device)
     if world is None and options.model_parallel_size * options.data_parallel_size > MAX_LOCAL_RANKS:
@@ -125,7 +134,7 @@ def _run(args: argparse.Namespace, options: TrainingOptions, world: TorchGroup |
     if args.resume is not None:
         checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
         check_checkpoint(checkpoint, options, corpus.vocab_size)
-    folder = _folder(args, options, world)
+    folder = _folder(args, options, world, checkpoint, held)
     quiet = world is not None and world.rank > 0
     if not quiet:
         print(_about(corpus, options, folder), file=sys.stderr)
@@ -134,9 +143,8 @@ def _run(args: argparse.Namespace, options: TrainingOptions, world: TorchGroup |
     try:
         summary = _train(main_run, device, world)
     except ArgumentError:
-        if args.resume is None and not quiet and [path.name for path in folder.iterdir()] == [OPTIONS_FILE]:
-            (folder / OPTIONS_FILE).unlink()  # no run to go on with
-            folder.rmdir()
+        if args.resume is None and not quiet and {path.name for path in folder.iterdir()} == {OPTIONS_FILE, LOCK}:
+            shutil.rmtree(folder)  # no run to go on with
         raise
     data: dict[str, Any] = {**summary, "max_loss_diff": None, "first_step_grad_diff": None, "run_dir": str(folder)}
     lines = [
@@ -161,8 +169,10 @@ def _run(args: argparse.Namespace, options: TrainingOptions, world: TorchGroup |
                 f"{label} and CP=1 {verdict} (limits {losses_limit:g} for losses, {gradients_limit:g} for gradients)"
             )
     if not quiet:
-        _draw_losses(losses, folder / LOSS_PICTURE)
-        lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+        with writing(folder, LOSS_PICTURE):
+            figure = _loss_figure(_stretches(folder, label), losses["CP=1"] if args.compare else None)
+            figure.savefig(folder / LOSS_PICTURE, dpi=130)
+        lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}")
     ok = _agrees(data, options)
     # JSON has no NaN.
     data = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in data.items()}
@@ -250,12 +260,13 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
     if args.resume is not None:
         path = Path(args.resume) / OPTIONS_FILE
         try:
-            known = json.loads(path.read_text())
+            known = _tuples(json.loads(path.read_text()))
             TrainingOptions(**known).check()
-        except (OSError, TypeError, ValueError) as error:  # of another version, or by hand
-            raise ArgumentError(
-                "resume", args.resume, "the folder of a run", f"Cannot read {OPTIONS_FILE}: {error}."
-            ) from None
+        except (OSError, TypeError, ValueError, RecursionError, AttributeError) as error:  # another version, by hand
+            remedy = f"Cannot read {OPTIONS_FILE}: {str(error).removesuffix('.')}."
+            raise ArgumentError("resume", args.resume, "the folder of a run", remedy) from None
+        if "spec" not in args:
+            _check_named(TrainingOptions(**known).spec, args.resume)
     given = {
         entry.name: getattr(args, entry.name) for entry in dataclasses.fields(TrainingOptions) if entry.name in args
     }
@@ -263,10 +274,22 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
     if "lr_warmup_iters" not in merged:
         steps = merged.get("train_iters", TrainingOptions.train_iters)
         merged["lr_warmup_iters"] = max(0, min(TrainingOptions.lr_warmup_iters, steps // 5))
-    merged = {name: tuple(value) if isinstance(value, list) else value for name, value in merged.items()}
-    options = TrainingOptions(**merged)
+    options = TrainingOptions(**_tuples(merged))
     vars(args).update(dataclasses.asdict(options))  # what is in there `main` spells as a flag
     return options
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Options with tuples where JSON and the command line have lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _check_named(spec: tuple[str, ...], folder: str) -> None:
+    """Refuses to import and call what a file names, unless it comes with this program or with Megatron-Core."""
+    if not spec[0].startswith(("megatron_cp.", "megatron.core.")):
+        allowed = f"a run whose {OPTIONS_FILE} names a spec of megatron_cp or megatron.core, or --spec MODULE NAME too"
+        remedy = f"It names {' '.join(spec)}, whose code would run. If you trust it: --spec {' '.join(spec)}"
+        raise ArgumentError("resume", folder, allowed, remedy)
 
 
 def _check_comparison(options: TrainingOptions) -> None:
@@ -290,8 +313,16 @@ def _device(name: str) -> str:
     return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
 
 
-def _folder(args: argparse.Namespace, options: TrainingOptions, world: TorchGroup | None) -> Path:
-    """Makes the run's folder, and writes its options there."""
+def _folder(
+    args: argparse.Namespace,
+    options: TrainingOptions,
+    world: TorchGroup | None,
+    checkpoint: Path | None,
+    held: contextlib.ExitStack,
+) -> Path:
+    """Makes the run's folder, locks it for as long as `held` is open, and writes the run's options there."""
+    from megatron_cp.megatron.checkpoint import latest_checkpoint
+
     named = args.run_dir or args.resume
     folder = Path(named) if named else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
     if world is not None:
@@ -299,8 +330,12 @@ def _folder(args: argparse.Namespace, options: TrainingOptions, world: TorchGrou
     try:
         folder.mkdir(parents=True, exist_ok=named is not None or world is not None)
         if world is None or world.rank == 0:
+            held.enter_context(locked(folder, "resume" if _is_resumed(folder, args) else "run_dir"))
+            if _is_resumed(folder, args) and latest_checkpoint(folder / CHECKPOINTS) != checkpoint:
+                remedy = "It has saved another checkpoint in this moment: start again."
+                raise ArgumentError("resume", args.resume, "the folder of a run that has ended", remedy)
             _refuse_a_run(folder, args)
-            (folder / OPTIONS_FILE).write_text(json.dumps(dataclasses.asdict(options), indent=2) + "\n")
+            write_whole(folder / OPTIONS_FILE, json.dumps(dataclasses.asdict(options), indent=2) + "\n")
     except OSError as error:
         raise ArgumentError("run_dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
     return folder
@@ -308,11 +343,15 @@ def _folder(args: argparse.Namespace, options: TrainingOptions, world: TorchGrou
 
 def _refuse_a_run(folder: Path, args: argparse.Namespace) -> None:
     """Refuses a folder in which another run lives than the one that goes on."""
-    is_resumed = args.resume is not None and folder.resolve() == Path(args.resume).resolve()
-    metrics = folder / METRICS
-    if not is_resumed and metrics.exists() and metrics.stat().st_size:  # not one that ended before a step
+    metrics, tracker = folder / METRICS, folder / CHECKPOINTS / TRACKER
+    has_steps = tracker.exists() or (metrics.exists() and metrics.stat().st_size)
+    if has_steps and not _is_resumed(folder, args):  # not one that ended before a step
         remedy = f"A run lives there; to go on: --resume {folder}"
         raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
+
+
+def _is_resumed(folder: Path, args: argparse.Namespace) -> bool:
+    return args.resume is not None and folder.resolve() == Path(args.resume).resolve()
 
 
 def _about(corpus: Any, options: TrainingOptions, folder: Path) -> str:
@@ -329,20 +368,44 @@ def _losses(folder: Path) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in entries}
 
 
-def _draw_losses(losses: dict[str, dict[int, float]], path: Path) -> None:
+def _stretches(folder: Path, label: str) -> list[tuple[str, dict[int, float]]]:
+    """The run's losses in stretches, each named by the size that trained it: a run may go on at another one.
+
+    Each begins where the one before ends, so that the curve has no gaps.
+    """
+    from megatron_cp.megatron.training import METRICS
+
+    found: list[tuple[str, dict[int, float]]] = []
+    for entry in map(json.loads, (folder / METRICS).read_text().splitlines()):
+        size = entry.get("context_parallel_size")
+        name = label if size is None else f"CP={size}"
+        if not found or found[-1][0] != name:
+            found.append((name, dict(list(found[-1][1].items())[-1:]) if found else {}))
+        found[-1][1][entry["step"]] = entry["loss"]
+    return found
+
+
+def _loss_figure(stretches: Sequence[tuple[str, dict[int, float]]], reference: dict[int, float] | None) -> Any:
+    """Losses over steps, a colour for each size; under them those of one rank that they are compared with."""
     from matplotlib.figure import Figure  # not pyplot: no global state, no display
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    styles: Sequence[dict[str, Any]] = (
-        ({"linewidth": 5, "color": "0.8"}, {"linewidth": 1.2, "color": "C3"}) if len(losses) > 1 else ({"color": "C3"},)
-    )
-    for (name, curve), style in zip(losses.items(), styles, strict=True):
-        axes.plot(list(curve), list(curve.values()), label=name, **style)
+    if reference is not None:
+        axes.plot(list(reference), list(reference.values()), label="CP=1, to compare", linewidth=5, color="0.8")
+    names = list(dict.fromkeys(name for name, _ in stretches))
+    for place, (name, curve) in enumerate(stretches):
+        is_first = all(name != other for other, _ in stretches[:place])
+        style: dict[str, Any] = {
+            "color": f"C{3 + names.index(name)}",
+            "linewidth": 1.2,
+            "label": name if is_first else None,
+        }
+        axes.plot(list(curve), list(curve.values()), **style)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, nats per token")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 INSTALL_MEGATRON = "pip install 'megatron_cp[megatron]'"

@@ -222,7 +222,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _gathered(name: str, documents: Iterable[bytes | None], tokenizer: Tokenizer) -> TokenCorpus:
     """The documents' tokens, end to end. None stands for a document that could not be read."""
-    dtype = np.uint8 if tokenizer.vocab_size <= 2**8 else np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    sizes: dict[type, int] = {np.uint8: 2**8, np.uint16: 2**16, np.int32: 2**31}
+    dtype = next((kind for kind, size in sizes.items() if tokenizer.vocab_size <= size), np.int64)
     flat = bytearray()  # grows in place: arrays would be held twice while they are joined
     lengths = []
     skipped: Counter[str] = Counter()
@@ -237,6 +238,10 @@ def _gathered(name: str, documents: Iterable[bytes | None], tokenizer: Tokenizer
         elif tokens.size == 0:
             skipped["empty"] += 1
         else:
+            if not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
+                outside = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)][0]
+                allowed = f"a tokenizer whose tokens are below its vocab_size, {tokenizer.vocab_size}"
+                raise ArgumentError("tokenizer_model", tokenizer.name, allowed, f"It made token {outside}.")
             flat += np.append(tokens, tokenizer.end_of_document).astype(dtype).tobytes()
             lengths.append(tokens.size + 1)
     if not lengths:

@@ -34,6 +34,7 @@ def cut(documents: IntArray, lengths: IntArray, budget: int) -> IntArray:
     Returns:
         `[pieces, 3]`, whose rows are `Piece`s, in the order of `documents`.
     """
+    budget = min(budget, max(int(lengths.max(initial=0)), 1))  # the same pieces, in units that 64 bits hold
     counts = -(-lengths // budget)
     # Numbers the pieces of each document from 0.
     numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

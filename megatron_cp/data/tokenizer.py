@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from stat import S_ISFIFO
 from typing import Protocol
 
 import numpy as np
@@ -63,8 +64,10 @@ class FileTokenizer:
         self.name = str(path)
         allowed = "a Hugging Face tokenizer.json"
         try:
+            if S_ISFIFO(Path(path).stat().st_mode):  # which may be read once, and blocks where nobody writes
+                raise OSError("It is no regular file")
             text = Path(path).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:  # no UTF-8, or a path that no file can have
             raise ArgumentError("tokenizer_model", self.name, allowed, f"Cannot read it: {error}.") from None
         try:
             package = importlib.import_module("tokenizers")
@@ -91,7 +94,11 @@ class FileTokenizer:
         self.end_of_document = known[0]
 
     def encode(self, text: str) -> IntArray:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        try:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        except Exception as error:  # the package has no narrower one
+            allowed = "a tokenizer that can encode every text, such as one whose unk_token is in its vocabulary"
+            raise ArgumentError("tokenizer_model", self.name, allowed, f"It fails on {text[:40]!r}: {error}.") from None
 
 
 def read_tokenizer(path: str | Path | None) -> Tokenizer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import queue
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,42 +16,101 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.megatron.digests import check_digests, write_digests
 from megatron_cp.megatron.model import Training
 from megatron_cp.megatron.options import TrainingOptions
+from megatron_cp.megatron.pickles import names_of_checkpoints_alone
+from megatron_cp.megatron.run_folder import TRACKER, sync, write_whole, writing
 from megatron_cp.testing.parity import FLOOR_SHARE, relative_error
 
-TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name for it
 _ANY_ERROR = (Exception, CheckpointException)  # torch's is no Exception
 
 
 def save_checkpoint(folder: Path, training: Training, shape: dict[str, Any], iteration: int) -> None:
     """Writes the state after `iteration` steps below `folder`, and only then makes it the one to resume from.
 
-    `shape` is what a model that loads it must have too, from `TrainingOptions.shape`.
+    Under another name until it is whole and on the disk, so that a kill or a power cut at any moment leaves the one
+    before.
+
+    Args:
+        folder: of the run's checkpoints; no other run writes there.
+        training: whose state.
+        shape: what a model that loads it must have too, from `TrainingOptions.shape`.
+        iteration: steps done.
+
+    Raises:
+        ArgumentError: it cannot be written, or would replace the one to resume from; on the ranks that see it.
     """
-    target = folder / f"iter_{iteration:07d}"
-    if dist.get_rank() == 0:
-        shutil.rmtree(target, ignore_errors=True)  # what a killed run left behind
-        target.mkdir(parents=True)
+    target, new = _checkpoint(folder, iteration), folder / f"{_checkpoint(folder, iteration).name}.new"
+    is_first = dist.get_rank() == 0
+    with writing(folder, target.name):
+        try:
+            if is_first:
+                for left in folder.glob("iter_*.new"):
+                    shutil.rmtree(left)  # by a run that was killed
+                new.mkdir(parents=True)
+            dist.barrier()
+            _write({**_state(training), "megatron_cp": {"iteration": iteration, "shape": shape}}, new)
+            write_digests(new)
+            if is_first:
+                _make_latest(new, target, iteration)
+        except OSError:
+            if is_first:
+                shutil.rmtree(new, ignore_errors=True)  # a full disk stays full otherwise
+            raise
     dist.barrier()
+
+
+def _write(state: dict[str, Any], folder: Path) -> None:
     # Megatron's own queue is a process more for each rank, which takes seconds to start and outlives a rank that is
     # killed. What is saved at once needs none: threads of this process write.
     known, filesystem_async._results_queue = filesystem_async._results_queue, queue.SimpleQueue()
-    state = _state(training)
-    state["megatron_cp"] = {"iteration": iteration, "shape": shape}
+    # It logs why a thread could not write, and raises something else.
+    logger, heard = logging.getLogger(filesystem_async.__name__), _Heard(logging.ERROR)
+    logger.addHandler(heard)
+    logger.propagate = False
     try:
-        dist_checkpointing.save(state, str(target))
+        dist_checkpointing.save(state, str(folder))
+    except CheckpointException as error:  # on every rank
+        reasons: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(reasons, heard.reason)
+        raise OSError(next(filter(None, reasons), str(error).strip().splitlines()[-1])) from None
+    except AssertionError as error:  # on the rank of the thread
+        raise OSError(heard.reason or f"{error}") from None
     finally:
         filesystem_async._results_queue = known
-    dist.barrier()
-    if dist.get_rank() == 0:
-        written = folder / f"{TRACKER}.new"
-        written.write_text(str(iteration))
-        written.replace(folder / TRACKER)  # at once or not at all
-    dist.barrier()
+        logger.removeHandler(heard)
+        logger.propagate = True
+
+
+class _Heard(logging.Handler):
+    """Keeps the first error that is logged."""
+
+    reason = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.reason = self.reason or record.getMessage().partition("error: ")[2]
+
+
+def _make_latest(new: Path, target: Path, iteration: int) -> None:
+    tracker = target.parent / TRACKER
+    if target.exists():
+        if tracker.exists() and tracker.read_text().strip() == str(iteration):
+            allowed = "a folder without a checkpoint of that step"
+            raise ArgumentError("run_dir", str(target), allowed, "A run has saved it; to go on from there: --resume.")
+        shutil.rmtree(target)  # of a run that was killed before it named it
+    for path in (*new.iterdir(), new):
+        sync(path)
+    new.replace(target)
+    write_whole(tracker, str(iteration))
+
+
+def _checkpoint(folder: Path, iteration: int) -> Path:
+    return folder / f"iter_{iteration:07d}"
 
 
 def latest_checkpoint(folder: Path) -> Path:
@@ -64,7 +125,7 @@ def latest_checkpoint(folder: Path) -> Path:
         iteration = int(tracker.read_text())
     except (OSError, ValueError) as error:
         raise ArgumentError("resume", str(folder), allowed, f"Cannot read {TRACKER}: {error}.") from None
-    found = folder / f"iter_{iteration:07d}"
+    found = _checkpoint(folder, iteration)
     if not found.is_dir():
         raise ArgumentError("resume", str(folder), allowed, f"{TRACKER} names {found.name}, which is not there.")
     return found
@@ -73,34 +134,48 @@ def latest_checkpoint(folder: Path) -> Path:
 def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int) -> int:
     """The number of steps that the checkpoint holds, if a run of `options` on data of that vocabulary can go on.
 
+    Where there is a process group every rank calls it.
+
     Raises:
-        ArgumentError: it is unreadable, or of another model; the differences are named.
+        ArgumentError: it is damaged, names what no checkpoint needs, or is of another model; the differences are named.
     """
+    check_digests(checkpoint)
     try:
-        common = dist_checkpointing.load_common_state_dict(str(checkpoint))
-        saved = common["megatron_cp"]
+        saved = _common_state(checkpoint)["megatron_cp"]
+        before = {str(name): value for name, value in dict(saved["shape"]).items()}
+        iteration = int(saved["iteration"])
     except _ANY_ERROR as error:  # whatever a damaged file leads to
         raise _unreadable(checkpoint, error) from None
     shape = options.shape(vocab_size)
     differences = [
-        f"--{name.replace('_', '-')} was {value}, is {shape.get(name)}"
-        for name, value in saved["shape"].items()
-        if shape.get(name) != value
+        f"--{name.replace('_', '-')} was {before.get(name, 'not known')}, is {shape.get(name)}"
+        for name in {**before, **shape}
+        if name not in before or shape.get(name) != before[name]
     ]
     if differences:
         raise ArgumentError(
             "resume", str(checkpoint), "a checkpoint of the same model and optimizer", f"{'; '.join(differences)}."
         )
-    if saved["iteration"] >= options.train_iters:
-        allowed = f"more than the {saved['iteration']} steps that the checkpoint holds"
+    if iteration >= options.train_iters:
+        allowed = f"more than the {iteration} steps that the checkpoint holds"
         raise ArgumentError("train_iters", options.train_iters, allowed)
-    return int(saved["iteration"])
+    return iteration
+
+
+def _common_state(checkpoint: Path) -> dict[str, Any]:
+    with names_of_checkpoints_alone():
+        FileSystemReader(checkpoint).read_metadata()  # torch's loader would try other files before it said why
+        found: dict[str, Any] = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    return found
 
 
 def _unreadable(checkpoint: Path, error: BaseException) -> ArgumentError:
     lines = str(error).strip().splitlines()
     # torch's has every rank's traceback before it.
     said = lines[-1] if len(lines) > 1 else ": ".join([type(error).__name__, *lines])
+    named = re.search(r"GLOBAL (\S+) ", str(error))
+    if named:  # among advice to load it nevertheless
+        said = f"it names {named[1]}, which no checkpoint needs"
     allowed = "a checkpoint of this model that megatron-cp train has written"
     return ArgumentError("resume", str(checkpoint), allowed, f"Cannot read it: {said}.")
 
@@ -112,7 +187,8 @@ def load_checkpoint(checkpoint: Path, training: Training) -> None:
         ArgumentError: it is damaged, or of a model whose weights have other shapes.
     """
     try:
-        state = dist_checkpointing.load(_state(training, is_loading=True), str(checkpoint))
+        with names_of_checkpoints_alone():
+            state = dist_checkpointing.load(_state(training, is_loading=True), str(checkpoint))
         training.model.module.load_state_dict(state["model"])
         training.optimizer.load_state_dict(state["optimizer"])
         training.scheduler.load_state_dict(state["scheduler"])
@@ -157,7 +233,7 @@ def compare_gradients(ours: list[Path], theirs: list[Path]) -> GradientDifferenc
     """Compares what `save_gradients` wrote on each tensor-parallel rank of two runs."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        a, b = torch.load(one), torch.load(other)
+        a, b = torch.load(one, weights_only=True), torch.load(other, weights_only=True)
         assert a.keys() == b.keys()
         pairs |= {f"{name} of tensor-parallel rank {number}" if number else name: (a[name], b[name]) for name in b}
     scale = max(float(b.abs().max()) for _, b in pairs.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup
@@ -188,10 +190,35 @@ def resolve_spec(spec: tuple[str, ...]) -> tuple[Any, bool]:
         raise ArgumentError("spec", " ".join(spec), allowed, f"{module_name} has no {name!r}.")
     if isinstance(found, ModuleSpec):
         return found, True
-    if callable(found) and not isinstance(found, type):
+    if callable(found) and not isinstance(found, type | BuiltinFunctionType):
         return found, False
     remedy = f"{name!r} is neither a ModuleSpec for HybridModel nor a function for GPTModel."
     raise ArgumentError("spec", " ".join(spec), allowed, remedy)
+
+
+def _layer_spec(spec: tuple[str, ...], config: TransformerConfig) -> Any:
+    """What `spec` names, or for GPTModel what the function that it names makes of the configuration.
+
+    Only in a rank: Megatron's functions ask for its process groups.
+
+    Raises:
+        ArgumentError: as `resolve_spec`, or the function makes no spec.
+    """
+    found, is_hybrid = resolve_spec(spec)
+    if is_hybrid:
+        return found
+    allowed = "the name of a function that makes a layer spec of a TransformerConfig"
+    try:
+        made = found(config)
+    except ArgumentError:
+        raise
+    except Exception as error:  # any function can be named
+        remedy = f"{spec[1]}(config) raises {type(error).__name__}: {error}."
+        raise ArgumentError("spec", " ".join(spec), allowed, remedy) from None
+    if not isinstance(made, ModuleSpec | TransformerBlockSubmodules):
+        remedy = f"{spec[1]}(config) is a {type(made).__name__}, and should be a layer spec."
+        raise ArgumentError("spec", " ".join(spec), allowed, remedy)
+    return made
 
 
 def _num_layers(options: TrainingOptions, is_hybrid: bool) -> int:
@@ -211,7 +238,7 @@ _PATTERN = "layers such as MG*-: M for Mamba-2, G for GatedDeltaNet, * for atten
 
 
 def _model(options: TrainingOptions, config: TransformerConfig, vocab_size: int) -> GPTModel | HybridModel:
-    spec, is_hybrid = resolve_spec(options.spec)
+    spec = _layer_spec(options.spec, config)
     common: dict[str, Any] = {
         "config": config,
         "vocab_size": padded_vocab_size(options, vocab_size),
@@ -221,9 +248,9 @@ def _model(options: TrainingOptions, config: TransformerConfig, vocab_size: int)
         "share_embeddings_and_output_weights": False,
         "pg_collection": ProcessGroupCollection.use_mpu_process_groups(),
     }
-    if is_hybrid:
+    if resolve_spec(options.spec)[1]:
         return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=options.hybrid_layer_pattern, **common)
-    return GPTModel(transformer_layer_spec=spec(config), **common)
+    return GPTModel(transformer_layer_spec=spec, **common)
 
 
 def padded_vocab_size(options: TrainingOptions, vocab_size: int) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ class TrainingOptions:
     global_batch_size: int = _flag(1, "packs of a step", "data")
     # Optimisation.
     train_iters: int = _flag(100, "steps", "optimisation")
-    # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these.
+    # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these, or
+    # brings them back with the groups.
     lr: float = _flag(1e-3, "learning rate", "optimisation", kept=True)
     min_lr: float = _flag(0.0, "learning rate at the end of decay", "optimisation", kept=True)
     lr_warmup_iters: int = _flag(20, "steps of warm-up; a fifth of the run if that is less", "optimisation")
@@ -111,8 +113,8 @@ class TrainingOptions:
     )
     lr_decay_iters: int | None = _flag(None, "steps until min-lr (default: train-iters)", "optimisation")
     weight_decay: float = _flag(0.01, "of AdamW", "optimisation", kept=True)
-    adam_beta1: float = _flag(0.9, "of AdamW", "optimisation")
-    adam_beta2: float = _flag(0.95, "of AdamW", "optimisation")
+    adam_beta1: float = _flag(0.9, "of AdamW", "optimisation", kept=True)
+    adam_beta2: float = _flag(0.95, "of AdamW", "optimisation", kept=True)
     clip_grad: float = _flag(1.0, "largest gradient norm; 0 for no clipping", "optimisation")
     seed: int = _flag(1234, "of weights and of the order of documents", "optimisation")
     bf16: bool = _flag(False, "bf16 weights with fp32 master weights", "optimisation")
@@ -142,6 +144,8 @@ class TrainingOptions:
         Raises:
             ArgumentError: naming the option.
         """
+        for entry in fields(self):
+            _check_kind(entry, getattr(self, entry.name))
         least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
         least |= dict.fromkeys(_AMOUNTS, 0) | {"seq_length": 2}  # a next-token label needs two
         for name, smallest in least.items():
@@ -149,6 +153,11 @@ class TrainingOptions:
             if value is not None and not smallest <= value < float("inf"):
                 kind = "a finite number of at least" if isinstance(value, float) else "at least"
                 raise ArgumentError(name, value, f"{kind} {smallest:g}")
+            if isinstance(value, int) and value >= 2**63:
+                raise ArgumentError(name, value, "less than 2**63")
+        if not 0.01 <= self.distributed_timeout_minutes <= _WEEK:
+            allowed = f"minutes from 0.01 to {_WEEK}"
+            raise ArgumentError("distributed_timeout_minutes", self.distributed_timeout_minutes, allowed)
         for name in ("adam_beta1", "adam_beta2", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ArgumentError(name, getattr(self, name), "at least 0 and less than 1")
@@ -159,8 +168,8 @@ class TrainingOptions:
             values = getattr(self, name)
             if values is not None and (len(values) != 2 or min(values) < smallest):
                 raise ArgumentError(name, values, f"two {meaning}")
-        if self.seed >= 2**63:
-            raise ArgumentError("seed", self.seed, "less than 2**63")
+        if len(self.spec) != 2:
+            raise ArgumentError("spec", self.spec, "a module and a name")
         require("layout", self.cp_layout, name="cp_layout")
         require("mode", self.linear_cp_mode, name="linear_cp_mode")
         require("transport", self.cp_transport, name="cp_transport")
@@ -270,6 +279,27 @@ class TrainingOptions:
             raise ArgumentError("sequence_parallel", True, "on with --tensor-model-parallel-size above 1")
 
 
+def _check_kind(entry: Field[Any], value: Any) -> None:
+    """Refuses a value that the command line could not have made, such as one from a file."""
+    kind, _, rest = str(entry.type).partition(" | ")
+    allowed, fits = _KINDS[kind]
+    if not (value is None and rest) and not fits(value):
+        raise ArgumentError(entry.name, value, f"{allowed} or nothing" if rest else allowed)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# What a field of each type holds.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("an integer", _is_integer),
+    "float": ("a number", lambda value: isinstance(value, float) or _is_integer(value)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "tuple[str, ...]": ("texts", lambda value: isinstance(value, tuple) and all(isinstance(v, str) for v in value)),
+    "tuple[int, ...]": ("integers", lambda value: isinstance(value, tuple) and all(map(_is_integer, value))),
+}
 _COUNTS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "linear_attention_freq", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
@@ -278,6 +308,7 @@ _COUNTS = (
     "context_parallel_size", "tensor_model_parallel_size", "data_parallel_size", "vocab_size", "seq_length",
     "global_batch_size", "train_iters", "lr_decay_iters", "save_interval", "cp_head_chunks", "window_attn_skip_freq",
 )  # fmt: skip
+_WEEK = 7 * 24 * 60  # in minutes
 _AMOUNTS = ("seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_grad", "norm_epsilon")
 
 

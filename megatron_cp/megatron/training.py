@@ -29,11 +29,12 @@ from megatron_cp.megatron.loss import forward_step
 from megatron_cp.megatron.model import Training, build_training, start_model_parallel
 from megatron_cp.megatron.modules import slots_of
 from megatron_cp.megatron.options import METRICS, Run, TrainingOptions
+from megatron_cp.megatron.run_folder import CHECKPOINTS, write_whole, writing
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.picture import save_picture
 
-FIRST_GRADIENTS, CHECKPOINTS, PLAN_PICTURE = "first_gradients", "checkpoints", "plan.png"
+FIRST_GRADIENTS, PLAN_PICTURE = "first_gradients", "plan.png"
 
 
 def load_corpus(options: TrainingOptions) -> Corpus:
@@ -169,7 +170,8 @@ class _Batches:
         """Draws who holds which tokens of the pack with the most documents so far."""
         plans = self._shown.plans if self._shown else []
         if plans:
-            save_picture(next((plan for plan in plans if plan.kind == "attention"), plans[0]), path)
+            with writing(path.parent, path.name):
+                save_picture(next((plan for plan in plans if plan.kind == "attention"), plans[0]), path)
 
 
 class _Log:
@@ -179,14 +181,16 @@ class _Log:
         self._losses: list[float] = []
         self._tokens = self._pad_tokens = 0
         self._seconds: list[tuple[int, float]] = []
+        self._folder, self._cp_size = run.folder, run.options.context_parallel_size
         self._file: TextIO | None = None
         self._bar: Any = None
         if rank == 0:
             run.folder.mkdir(parents=True, exist_ok=True)
             path = run.folder / METRICS
             kept = [line for line in _lines(path) if _step(line) <= start] if start else []
-            path.write_text("".join(kept))
-            self._file = path.open("a")
+            with writing(run.folder, METRICS):
+                write_whole(path, "".join(kept))
+                self._file = path.open("a")
             tqdm.set_lock(threading.RLock())  # its own is between processes too, and a rank that is ended leaks it
             self._bar = tqdm(
                 total=run.options.train_iters,
@@ -216,9 +220,11 @@ class _Log:
         entry = {
             "step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "loss_tokens": labelled,
             "pad_tokens": pad_tokens, "seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1),
+            "context_parallel_size": self._cp_size,
         }  # fmt: skip
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        with writing(self._folder, METRICS):
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
         shown = f"loss {loss:.4f}, {tokens / seconds:,.0f} tokens/s, {self._pad_tokens} pad tokens"
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
@@ -244,8 +250,8 @@ def _lines(path: Path) -> list[str]:
 
 
 def _step(line: str) -> float:
-    """The step of a line of metrics; infinity for one that a killed run left unfinished."""
+    """The step of a line of metrics; infinity for one that a killed run left unfinished, or that is damaged."""
     try:
         return int(json.loads(line)["step"])
-    except ValueError:
+    except (ValueError, TypeError, KeyError, RecursionError):
         return float("inf")

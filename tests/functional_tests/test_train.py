@@ -1,9 +1,12 @@
 """`megatron-cp train` as a user runs it: what it prints and writes, resuming, Ctrl-C and kills, refusals, torchrun."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
+import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,11 +21,17 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from megatron.core.dist_checkpointing.validation import save_integrity_manifest
+
 from megatron_cp.cli import train
 from megatron_cp.cli.main import main
 from megatron_cp.data.corpus import read_corpus
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.data.tokenizer import ByteTokenizer
+from megatron_cp.megatron.checkpoint import latest_checkpoint
+from megatron_cp.megatron.digests import check_digests
+from megatron_cp.megatron.run_folder import locked
+from tests.unit_tests.megatron_training.evil import Evil
 from tests.unit_tests.megatron_training.indexed_files import write_indexed
 
 pytestmark = pytest.mark.timeout(600)  # every rank imports Megatron, which takes a busy machine its time
@@ -410,6 +419,9 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--spec", "megatron_cp.megatron.specs", "nothing"], "has no 'nothing'"),
         (["--spec", ".specs", "name"], "Cannot import '.specs'"),
         (["--spec", "json", "JSONDecoder"], "neither a ModuleSpec"),
+        (["--spec", "os", "system"], "neither a ModuleSpec"),
+        (["--seq-length", "9" * 25], "--seq-length: got"),
+        (["--tokenizer-model", "a\0b"], "--tokenizer-model: got"),
         (["--hybrid-layer-pattern", "GX-"], "--hybrid-layer-pattern: got 'GX-'"),
         (["--hybrid-layer-pattern", ""], "--hybrid-layer-pattern: got ''"),
         (["--hybrid-layer-pattern", "G*|-"], "--hybrid-layer-pattern: got 'G*|-'"),
@@ -550,6 +562,131 @@ def test_rejects_resuming_from_a_damaged_checkpoint(name, refused, copied):
         assert found.startswith(f"--resume: got '{file.parent}'; allowed: a checkpoint of this model")
 
 
+def flipped(file, byte):
+    content = bytearray(file.read_bytes())
+    content[byte] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
+def test_rejects_resuming_from_a_checkpoint_in_which_a_bit_flipped(share, refused, copied):
+    file = copied / "checkpoints" / "iter_0000008" / "__0_0.distcp"
+    flipped(file, int(share * file.stat().st_size))
+    found = refused("--resume", str(copied), "--train-iters", "9", also=())
+    allowed = "a checkpoint of this model whose files are as they were saved"
+    assert found == f"--resume: got '{file.parent}'; allowed: {allowed}. __0_0.distcp is damaged."
+
+
+def evil_metadata(checkpoint, evil):
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(evil))
+
+
+def evil_spare_metadata(checkpoint, evil):
+    """torch's loader takes a rank's own where it cannot read that of all."""
+    with (checkpoint / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    metadata.storage_meta = 5  # on which it fails
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    (checkpoint / "__0.metadata").write_bytes(pickle.dumps(evil))
+
+
+def evil_object(checkpoint, evil, key="common_state"):
+    """In the place of something that is no tensor."""
+    with (checkpoint / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    data = checkpoint / "__0_0.distcp"
+    end = data.stat().st_size
+    with data.open("ab") as file:
+        torch.save(evil, file)
+    index = next(index for index in metadata.storage_data if key in index.fqn)
+    info = metadata.storage_data[index]
+    metadata.storage_data[index] = dataclasses.replace(info, offset=end, length=data.stat().st_size - end)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def evil_common_file(checkpoint, evil):
+    """Where older checkpoints keep it."""
+    torch.save(evil, checkpoint / "common.pt")
+
+
+@pytest.mark.parametrize("damage", [evil_metadata, evil_spare_metadata, evil_object, evil_common_file])
+def test_rejects_resuming_from_a_checkpoint_that_names_a_command(damage, refused, copied, tmp_path):
+    """By somebody who knows to make its digests too."""
+    checkpoint = copied / "checkpoints" / "iter_0000008"
+    damage(checkpoint, Evil(tmp_path / "ran"))
+    save_integrity_manifest(str(checkpoint))
+    found = refused("--resume", str(copied), "--train-iters", "9", also=())
+    assert found.startswith(f"--resume: got '{checkpoint}'; allowed: a checkpoint of this model that megatron-cp train")
+    assert "posix.system, which no checkpoint needs" in found or damage is evil_spare_metadata
+    assert not (tmp_path / "ran").exists()
+
+
+def test_rejects_a_checkpoint_that_names_a_command_where_ranks_alone_read(copied, tmp_path, capsys):
+    checkpoint = copied / "checkpoints" / "iter_0000008"
+    evil_object(checkpoint, Evil(tmp_path / "ran"), "_extra_state")
+    save_integrity_manifest(str(checkpoint))
+    assert main(["train", "--resume", str(copied), "--train-iters", "9"]) == 2
+    assert "Cannot read it: it names posix.system, which no checkpoint needs." in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_rejects_resuming_from_a_checkpoint_without_digests(refused, copied):
+    (copied / "checkpoints" / "iter_0000008" / "integrity.json").unlink()
+    found = refused("--resume", str(copied), "--train-iters", "9", also=())
+    assert "It has no integrity.json: damage would not be noticed." in found
+
+
+def test_rejects_resuming_a_run_that_is_under_way(refused, copied):
+    with locked(copied, "run_dir"):
+        found = refused("--resume", str(copied), "--train-iters", "9", also=())
+        assert found.startswith(f"--resume: got '{copied}'; allowed: a folder in which no run is under way. A run is")
+        assert "A run is under way there" in refused("--run-dir", str(copied))
+    assert json.loads((copied / "options.json").read_text())["train_iters"] == 8
+
+
+def test_rejects_a_run_dir_with_a_checkpoint(refused, copied):
+    """Though its metrics are gone: the run would write where the tracker points."""
+    assert "A run lives there; to go on: --resume" in refused("--run-dir", str(copied))
+
+
+def test_rejects_resuming_with_other_betas(refused, copied):
+    resume = ["--resume", str(copied), "--train-iters", "9"]
+    found = refused(*resume, "--adam-beta2", "0.5", "--adam-beta1", "0.8", also=())
+    assert "--adam-beta1 was 0.9, is 0.8; --adam-beta2 was 0.95, is 0.5." in found
+
+
+def test_rejects_a_disk_that_is_full(copied, tmp_path):
+    """In one line; what was saved before stays, and what was half written does not."""
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+    arguments = ["--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]
+    done = subprocess.run(
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env=ENVIRONMENT, check=False,
+        preexec_fn=limited,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    folder = copied / "checkpoints"
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"megatron-cp train: --run-dir: got '{folder}'; allowed: a folder with room for what a run")
+    assert "Cannot write iter_0000009: [Errno 27] File too large. " in said
+    assert said.endswith(" MB are free there.")
+    assert "Traceback" not in done.stderr
+    assert "encountered an error" not in done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["iter_0000008", "latest_checkpointed_iteration.txt"]
+    assert latest_checkpoint(folder).name == "iter_0000008"
+    check_digests(latest_checkpoint(folder))
+
+
+def test_rejects_a_spec_that_makes_no_spec(data, tmp_path, capsys):
+    folder = tmp_path / "run"
+    arguments = [*GPT, *STEPS, "--train-iters", "3", "--data-path", str(data), "--run-dir", str(folder)]
+    assert main(["train", *arguments, "--spec", "json", "dumps"]) == 2
+    assert "--spec: got 'json dumps'" in capsys.readouterr().err
+    assert not folder.exists()
+
+
 def test_rejects_resuming_another_model(refused, copied, tmp_path):
     resume = ["--resume", str(copied), "--train-iters", "9"]
     found = refused(*resume, "--hidden-size", "64", "--hybrid-layer-pattern", "G-", also=())
@@ -588,6 +725,7 @@ def test_rejects_what_only_the_ranks_can_see(data, tmp_path, capsys):
 def test_rejects_a_checkpoint_whose_weights_are_damaged(copied, capsys):
     file = copied / "checkpoints" / "iter_0000008" / "__0_0.distcp"
     os.truncate(file, file.stat().st_size - 2000)  # what the parent process reads is at the start
+    save_integrity_manifest(str(file.parent))  # which would show it first
     assert main(["train", "--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2

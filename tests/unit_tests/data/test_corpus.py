@@ -119,7 +119,15 @@ def test_any_other_file_is_one_document(tmp_path):
 
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
-    [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32)],
+    [
+        (256, np.uint8),
+        (257, np.uint16),
+        (65536, np.uint16),
+        (65537, np.int32),
+        (2**31, np.int32),
+        (2**31 + 1, np.int64),
+        (2**32, np.int64),
+    ],
 )
 def test_the_smallest_type_that_holds_the_vocabulary_is_kept(tmp_path, vocab_size, dtype):
     write(tmp_path, {"a": "ab"})
@@ -129,6 +137,15 @@ def test_the_smallest_type_that_holds_the_vocabulary_is_kept(tmp_path, vocab_siz
     )
     assert corpus.flat.dtype == dtype
     assert corpus.tokens(0).tolist() == [0, vocab_size - 2, vocab_size - 1]
+
+
+@pytest.mark.parametrize("token", [-1, 3, 259, 2**40])
+def test_rejects_tokens_outside_their_vocabulary(tmp_path, token):
+    """In the type that is kept 259 would be 3, and -1 be 255."""
+    write(tmp_path, {"a": "a"})
+    words = SimpleNamespace(name="words", vocab_size=3, end_of_document=2, encode=lambda text: np.array([1, token]))
+    with pytest.raises(ArgumentError, match=rf"tokenizer_model: got 'words'; .* below its vocab_size, 3. .*{token}"):
+        read_corpus(tmp_path, words)
 
 
 def test_a_text_of_no_tokens_is_empty(tmp_path):

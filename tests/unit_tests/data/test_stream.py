@@ -184,3 +184,10 @@ def test_rejects_numbers_out_of_range(argument, given):
 def test_rejects_a_corpus_without_tokens():
     with pytest.raises(ArgumentError, match=re.escape("data_path: got 'numbered'; allowed: a corpus with at least")):
         PackedStream(corpus_of([0, 0]), 16)
+
+
+def test_a_budget_of_any_size_holds_every_document():
+    """Also one that 64 bits do not hold: nothing is cut, so nothing is counted in its units."""
+    stream = PackedStream(corpus_of([3, 1, 4]), 10**25)
+    assert stream.packs_per_epoch(0) == 1
+    assert stream.pack(0)[0].total == 8

@@ -1,6 +1,7 @@
 """`Tokenizer`: text to token numbers."""
 
 import json
+import os
 import re
 import sys
 from contextlib import contextmanager
@@ -151,6 +152,27 @@ def test_rejects_a_missing_file(tmp_path):
 def test_rejects_a_folder(tmp_path):
     with refusal_of(tmp_path, "directory"):
         read_tokenizer(tmp_path)
+
+
+@pytest.mark.timeout(20)
+def test_rejects_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with refusal_of(tmp_path / "pipe", "no regular file"):
+        read_tokenizer(tmp_path / "pipe")
+
+
+def test_rejects_a_path_that_no_file_can_have():
+    with refusal_of("a\0b", "null"):
+        read_tokenizer("a\0b")
+
+
+@needs_tokenizers
+def test_rejects_a_text_that_the_file_cannot_encode(write):
+    path = write(model={"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "<unk>"})
+    tokenizer = FileTokenizer(path)
+    assert tokenizer.encode("a b").tolist() == [0, 1]
+    with refusal_of(path, "It fails on 'a nowhere': WordLevel error: Missing [UNK] token"):
+        tokenizer.encode("a nowhere")
 
 
 def test_rejects_a_file_that_is_not_utf_8(tmp_path):

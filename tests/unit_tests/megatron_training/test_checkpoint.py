@@ -1,6 +1,7 @@
 """Which checkpoint a run goes on from, and how far apart the gradients of two runs are."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -8,11 +9,15 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron.core import dist_checkpointing
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron.checkpoint import TRACKER, check_checkpoint, compare_gradients, latest_checkpoint
+from megatron_cp.megatron import checkpoint
+from megatron_cp.megatron.checkpoint import check_checkpoint, compare_gradients, latest_checkpoint
 from megatron_cp.megatron.options import TrainingOptions
+from megatron_cp.megatron.run_folder import TRACKER
+from tests.unit_tests.megatron_training.evil import Evil
 
 
 def test_the_latest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):
@@ -42,6 +47,8 @@ def holding(monkeypatch, common):
         return common
 
     monkeypatch.setattr(dist_checkpointing, "load_common_state_dict", load)
+    monkeypatch.setattr(checkpoint, "check_digests", lambda path: None)
+    monkeypatch.setattr(FileSystemReader, "read_metadata", lambda reader: None)
 
 
 def saved_by(options, iteration):
@@ -55,7 +62,7 @@ def test_a_checkpoint_of_the_same_model_is_taken_at_other_sizes(monkeypatch, tmp
 
 def test_rejects_a_checkpoint_of_another_model(monkeypatch, tmp_path):
     holding(monkeypatch, saved_by(TrainingOptions(), 7))
-    other = TrainingOptions(hidden_size=64, hybrid_layer_pattern="G", spec=("a", "b"), lr=0.1)
+    other = TrainingOptions(hidden_size=64, hybrid_layer_pattern="G", spec=("a", "b"), lr=0.1, adam_beta2=0.5)
     with pytest.raises(ArgumentError) as caught:
         check_checkpoint(tmp_path, other, 300)
     text = str(caught.value)
@@ -65,10 +72,19 @@ def test_rejects_a_checkpoint_of_another_model(monkeypatch, tmp_path):
         "--hybrid-layer-pattern was GG*-GG*-, is G",
         "--vocab-size was 257, is 300",
         "--lr was 0.001, is 0.1",
+        "--adam-beta2 was 0.95, is 0.5",
         "--spec was ['megatron_cp.megatron.specs', 'hybrid_stack_spec'], is ['a', 'b']",
     ):
         assert difference in text
-    assert text.count(" was ") == 5
+    assert text.count(" was ") == 6
+
+
+def test_rejects_a_checkpoint_that_does_not_say_all_of_its_shape(monkeypatch, tmp_path):
+    saved = saved_by(TrainingOptions(), 7)
+    del saved["megatron_cp"]["shape"]["adam_beta1"]
+    holding(monkeypatch, saved)
+    with pytest.raises(ArgumentError, match=r"--adam-beta1 was not known, is 0\.9"):
+        check_checkpoint(tmp_path, TrainingOptions(), 257)
 
 
 @pytest.mark.parametrize("train_iters", [6, 7])
@@ -82,6 +98,8 @@ def test_rejects_a_checkpoint_with_all_steps(train_iters, monkeypatch, tmp_path)
     ("common", "says"),
     [
         ({}, "Cannot read it: KeyError: 'megatron_cp'."),
+        ({"megatron_cp": {"iteration": "many", "shape": {}}}, "Cannot read it: ValueError: invalid literal"),
+        ({"megatron_cp": {"iteration": 3, "shape": 7}}, "Cannot read it: TypeError"),
         (EOFError(), "Cannot read it: EOFError."),
         (ValueError("a traceback\nOSError: no disk"), "Cannot read it: OSError: no disk."),
         (CheckpointException("load", {}), "Cannot read it: CheckpointException"),
@@ -93,6 +111,27 @@ def test_rejects_a_damaged_checkpoint(common, says, monkeypatch, tmp_path):
         check_checkpoint(tmp_path, TrainingOptions(), 257)
     assert caught.value.argument == "resume"
     assert "\n" not in str(caught.value)
+
+
+def test_the_checkpoint_to_resume_from_is_never_removed(tmp_path):
+    (tmp_path / TRACKER).write_text("5")
+    for name in ("iter_0000005", "iter_0000005.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with pytest.raises(ArgumentError, match=r"run_dir: got .*iter_0000005'; .* to go on from there: --resume"):
+        checkpoint._make_latest(tmp_path / "iter_0000005.new", tmp_path / "iter_0000005", 5)
+    assert (tmp_path / "iter_0000005" / "file").read_text() == "iter_0000005"
+
+
+def test_a_checkpoint_that_nobody_named_is_replaced(tmp_path):
+    (tmp_path / TRACKER).write_text("5")
+    for name in ("iter_0000010", "iter_0000010.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    checkpoint._make_latest(tmp_path / "iter_0000010.new", tmp_path / "iter_0000010", 10)
+    assert (tmp_path / "iter_0000010" / "file").read_text() == "iter_0000010.new"
+    assert latest_checkpoint(tmp_path) == tmp_path / "iter_0000010"
+    assert not (tmp_path / "iter_0000010.new").exists()
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
@@ -136,6 +175,14 @@ def test_the_floor_is_of_all_ranks_and_each_is_compared(tmp_path):
     assert found.worst == "weight of tensor-parallel rank 1"
     found = compared(tmp_path, ({"weight": [2.0]}, {"weight": [1.0]}), (same, same))
     assert found.worst == "weight"
+
+
+def test_rejects_gradients_that_are_code(tmp_path):
+    evil = tmp_path / "evil.pt"
+    torch.save({"weight": Evil(tmp_path / "ran")}, evil)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only"):
+        compare_gradients([evil], [evil])
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -77,15 +77,60 @@ def test_every_option_is_a_flag_of_its_type():
 
 
 def test_a_run_goes_on_with_its_options_and_what_is_given(tmp_path):
-    saved = TrainingOptions(lr=0.5, qk_layernorm=True, cp_comm_type=("a2a", "auto"), spec=("a", "b"))
+    saved = TrainingOptions(lr=0.5, qk_layernorm=True, cp_comm_type=("a2a", "auto"))
     (tmp_path / "options.json").write_text(json.dumps(dataclasses.asdict(saved)))
     assert train._options(parsed("--resume", str(tmp_path))) == saved
     changed = train._options(parsed("--resume", str(tmp_path), "--no-qk-layernorm", "--train-iters", "7", "--lr", "0"))
     assert changed == dataclasses.replace(saved, lr=0, qk_layernorm=False, train_iters=7)
 
 
-def logged(folder, start, steps):
-    log = _Log(Run(TrainingOptions(train_iters=9), folder), 0, start)
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[" * 100_000, "Cannot read options.json: maximum recursion depth exceeded"),
+        ('{"data_path": 5}', "data_path: got 5; allowed: a text or nothing."),
+        ('{"spec": ["os"]}', "spec: got ('os',); allowed: a module and a name."),
+        ('{"spec": 5}', "spec: got 5; allowed: texts."),
+        ("[1]", "Cannot read options.json"),
+        ("5", "Cannot read options.json"),
+        ('{"lr": NaN}', "lr: got nan"),
+        ('{"seq_length": 1e400}', "seq_length: got inf; allowed: an integer."),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_rejects_options_that_no_run_has_written(content, says, tmp_path, capsys):
+    (tmp_path / "options.json").write_text(content)
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"megatron-cp train: --resume: got '{tmp_path}'; allowed: the folder of a run.")
+    assert says in printed
+    assert len(printed.splitlines()) == 1
+
+
+@pytest.mark.parametrize("module", ["evil_module_of_a_test", "megatron_cp_evil", "megatron.training.evil", "."])
+def test_rejects_to_import_what_a_resumed_run_names(module, tmp_path, monkeypatch, capsys):
+    (tmp_path / "evil_module_of_a_test.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    saved = dataclasses.asdict(TrainingOptions(spec=(module, "spec")))
+    (tmp_path / "options.json").write_text(json.dumps(saved))
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert f"It names {module} spec, whose code would run. If you trust it: --spec {module} spec" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "ran").exists()
+    # Named on the command line too it is trusted.
+    assert train._options(parsed("--resume", str(tmp_path), "--spec", module, "spec")).spec == (module, "spec")
+
+
+@pytest.mark.parametrize("module", ["megatron_cp.megatron.specs", "megatron.core.models.gpt.gpt_layer_specs"])
+def test_a_run_goes_on_with_a_spec_of_ours_or_megatrons(module, tmp_path):
+    saved = TrainingOptions(spec=(module, "spec"))
+    (tmp_path / "options.json").write_text(json.dumps(dataclasses.asdict(saved)))
+    assert train._options(parsed("--resume", str(tmp_path))) == saved
+
+
+def logged(folder, start, steps, cp_size=1):
+    log = _Log(Run(TrainingOptions(train_iters=9, context_parallel_size=cp_size), folder), 0, start)
     for step in steps:
         log.step(step, float(step), 1.0, 0.1, 10, (10 * step, 1), 0.5)
     log.close()
@@ -106,6 +151,28 @@ def test_metrics_go_on_behind_the_checkpoint(tmp_path):
     assert written(tmp_path) == [1]
     logged(tmp_path / "elsewhere", 3, [4])
     assert written(tmp_path / "elsewhere") == [4]
+
+
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"step": null}', "[" * 100_000, '{"step": "x"}', "7"])
+def test_lines_that_are_no_metrics_are_left_out(line, tmp_path):
+    logged(tmp_path, 0, [1, 2])
+    with (tmp_path / "metrics.jsonl").open("a") as metrics:
+        metrics.write(line + "\n")
+    logged(tmp_path, 2, [3])
+    assert written(tmp_path) == [1, 2, 3]
+
+
+def test_the_curve_is_labelled_by_the_sizes_that_trained_it(tmp_path):
+    logged(tmp_path, 0, [1, 2, 3], 2)
+    logged(tmp_path, 2, [3, 4], 3)
+    logged(tmp_path, 4, [5], 2)
+    stretches = train._stretches(tmp_path, "CP=9")
+    assert stretches == [("CP=2", {1: 1, 2: 2}), ("CP=3", {2: 2, 3: 3, 4: 4}), ("CP=2", {4: 4, 5: 5})]
+    axes = train._loss_figure(stretches, {1: 1.0, 2: 2.0}).axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["CP=1, to compare", "CP=2", "CP=3"]
+    colours = [line.get_color() for line in axes.lines]
+    assert colours[1] == colours[3] != colours[2]
+    assert [list(line.get_xdata()) for line in axes.lines] == [[1, 2], [1, 2], [2, 3, 4], [4, 5]]
 
 
 def test_the_summary_leaves_out_the_first_steps_time(tmp_path):

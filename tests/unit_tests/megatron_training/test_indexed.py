@@ -113,6 +113,78 @@ def test_rejects_truncated_tokens(kept, prefix):
     assert f"{prefix}.bin has {kept} bytes and should have 48" in found or kept == 0
 
 
+# -- an index that is damaged where no size shows it ----------------------------------------------------------------
+
+# Of two documents of 5 and 7 tokens in 4 bytes each.
+SOUND = {"lengths": [5, 7], "pointers": [0, 20], "documents": [0, 1, 2], "code": 4}
+
+
+def write_index(tmp_path, spare=0, **changes):
+    """A pair with what Megatron's own writer would not write."""
+    index = SOUND | changes
+    (tmp_path / "corpus.bin").write_bytes(np.arange(12 + spare, dtype=np.int32).tobytes())
+    content = b"MMIDIDX\x00\x00" + struct.pack("<QB", 1, index["code"])
+    content += struct.pack("<QQ", len(index["lengths"]), len(index["documents"]))
+    content += np.array(index["lengths"], np.int32).tobytes() + np.array(index["pointers"], np.int64).tobytes()
+    (tmp_path / "corpus.idx").write_bytes(content + np.array(index["documents"], np.int64).tobytes())
+    return tmp_path / "corpus"
+
+
+def test_an_index_without_damage_is_read(tmp_path):
+    corpus = IndexedCorpus(write_index(tmp_path), 12)
+    assert [corpus.tokens(number).tolist() for number in range(2)] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11]]
+
+
+DAMAGED = {
+    "a length below 0": ({"lengths": [5, -7]}, "sequence 1 has -7 tokens"),
+    "the smallest length": ({"lengths": [-(2**31), 7]}, "sequence 0 has -2147483648 tokens"),
+    "documents that fall": ({"documents": [0, -1, 2]}, "document 1 starts at sequence -1, before document 0"),
+    "documents read twice": (
+        {"lengths": [5, 3, 4], "pointers": [0, 20, 32], "documents": [0, 2, 1, 3]},
+        "document 2 starts at sequence 1, before document 1",
+    ),
+    "a first sequence of no document": ({"documents": [1, 2]}, "its documents start at sequence 1"),
+    "a start below 0": ({"documents": [-2, 1, 2]}, "its documents start at sequence -2"),
+    "documents beyond the sequences": ({"documents": [0, 3, 2]}, "document 2 starts at sequence 2, before document 1"),
+    "an end beyond the sequences": ({"documents": [0, 1, 3]}, "AssertionError"),
+    "no documents": ({"documents": []}, "index -1 is out of bounds"),
+    "sequences that overlap": ({"pointers": [0, 16]}, "two sequences overlap at byte 16"),
+    "sequences in another order that overlap": ({"pointers": [24, 0]}, "two sequences overlap at byte 24"),
+    "a pointer inside a token": ({"pointers": [0, 18]}, "sequence 1 starts at byte 18, inside a token"),
+    "a pointer below 0": ({"pointers": [-20, 20]}, "sequence 0 starts at byte -20"),
+    "a pointer just below 0": ({"pointers": [0, -4]}, "sequence 1 starts at byte -4"),
+    "an end that wraps": ({"pointers": [0, 2**63 - 4]}, "corpus.bin has 48 bytes and should have 9223372036854775832"),
+    "an end beyond the tokens": ({"pointers": [0, 24]}, "corpus.bin has 48 bytes and should have 52"),
+    "tokens that are floats": ({"code": 7}, "its tokens are float32"),
+    "tokens that are doubles": ({"code": 6, "lengths": [2, 3], "pointers": [0, 16]}, "its tokens are float64"),
+    "tokens of no type": ({"code": 9}, "9 is not a valid DType"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_rejects_a_damaged_index(damage, tmp_path, capfd):
+    changes, says = DAMAGED[damage]
+    found = rejected(write_index(tmp_path, **changes), 12)
+    assert f"Cannot read it: {says}" in found or (says.startswith("corpus") and says in found)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_other_tools_may_write_is_read(tmp_path):
+    """Sequences in another order than their tokens, with holes between, and some of them twice."""
+    changes = {"lengths": [5, 3, 5, 0, 5], "pointers": [28, 0, 28, 4, 28], "documents": [0, 1, 3, 5]}
+    corpus = IndexedCorpus(write_index(tmp_path, spare=4, **changes), 16)
+    shown = [corpus.tokens(number).tolist() for number in range(3)]
+    assert shown == [[7, 8, 9, 10, 11], [0, 1, 2, 7, 8, 9, 10, 11], [7, 8, 9, 10, 11]]
+
+
+def test_rejects_tokens_below_0(tmp_path):
+    prefix = write_index(tmp_path)
+    (tmp_path / "corpus.bin").write_bytes(np.array([3, -1, *range(10)], np.int32).tobytes())
+    corpus = IndexedCorpus(prefix, 12)
+    with pytest.raises(ArgumentError, match=r"data_path: got .* tokens of at least 0. Document 0 holds -1."):
+        corpus.tokens(0)
+
+
 def test_what_is_a_pair_and_what_is_text(prefix, tmp_path):
     for name in (prefix, f"{prefix}.bin", f"{prefix}.idx", tmp_path / "missing.bin"):
         assert IndexedCorpus.is_prefix(name)

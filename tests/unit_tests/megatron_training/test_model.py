@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron.model import padded_vocab_size, resolve_spec, transformer_config
+from megatron_cp.megatron.model import _layer_spec, padded_vocab_size, resolve_spec, transformer_config
 from megatron_cp.megatron.options import TrainingOptions
 from megatron_cp.megatron.specs import gpt_layer_spec, hybrid_stack_spec
 
@@ -46,10 +46,29 @@ def test_rejects_modules_that_are_not_there(module):
         resolve_spec((module, "spec"))
 
 
+def test_rejects_functions_that_are_not_pythons():
+    with pytest.raises(ArgumentError, match="'system' is neither a ModuleSpec for HybridModel nor a function"):
+        resolve_spec(("os", "system"))
+
+
 def test_a_spec_of_ones_own(tmp_path, monkeypatch):
     (tmp_path / "own_spec_of_a_test.py").write_text("from megatron_cp.megatron.specs import gpt_layer_spec as mine")
     monkeypatch.syspath_prepend(tmp_path)
     assert resolve_spec(("own_spec_of_a_test", "mine")) == (gpt_layer_spec, False)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (("json", "dumps"), "dumps(config) raises TypeError"),
+        (("copy", "copy"), "copy(config) is a TransformerConfig, and should be a layer spec"),
+    ],
+)
+def test_rejects_functions_that_make_no_spec(spec, says):
+    config = transformer_config(TrainingOptions(spec=spec), CPU)
+    with pytest.raises(ArgumentError, match="spec: got ") as caught:
+        _layer_spec(spec, config)
+    assert says in str(caught.value)
 
 
 def test_a_hybrid_model_has_the_layers_of_its_pattern():

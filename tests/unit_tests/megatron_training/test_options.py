@@ -75,6 +75,8 @@ def test_allows_zero(name):
         ({"min_lr": 0.1}, "min_lr", "at most the learning rate, 0.001"),
         ({"adam_beta1": 1.0}, "adam_beta1", "less than 1"),
         ({"seed": 2**63}, "seed", "less than 2**63"),
+        ({"seq_length": 10**25}, "seq_length", "less than 2**63"),
+        ({"spec": ("os",)}, "spec", "a module and a name"),
         ({"cp_comm_type": ("a2a+p2p",), "context_parallel_size": 3}, "cp_comm_type", "3 has no other divisor"),
         (
             {
@@ -121,6 +123,27 @@ def test_allows_zero(name):
 def test_rejects_what_does_not_go_together(options, argument, says):
     error = refused(**options)
     assert error.argument == argument
+    assert says in str(error)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"data_path": 5}, "got 5; allowed: a text or nothing."),
+        ({"tokenizer_model": ["a"]}, "got ['a']; allowed: a text or nothing."),
+        ({"spec": ("os", 5)}, "got ('os', 5); allowed: texts."),
+        ({"cp_comm_type": "a2a"}, "got 'a2a'; allowed: texts."),
+        ({"window_size": (1, 2.5)}, "got (1, 2.5); allowed: integers or nothing."),
+        ({"seq_length": 4096.0}, "got 4096.0; allowed: an integer."),
+        ({"seq_length": True}, "got True; allowed: an integer."),
+        ({"train_iters": None}, "got None; allowed: an integer."),
+        ({"lr": "fast"}, "got 'fast'; allowed: a number."),
+        ({"bf16": 1}, "got 1; allowed: True or False."),
+    ],
+)
+def test_rejects_values_of_another_type(options, says):
+    error = refused(**options)
+    assert error.argument == next(iter(options))
     assert says in str(error)
 
 
