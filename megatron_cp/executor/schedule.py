@@ -130,10 +130,13 @@ class Attend(Tables):
     def _traffic(self) -> Traffic:
         if self.schedule == "all_gather":
             return Traffic(np.repeat(self.keys.token_counts[:, None], self.num_nodes, axis=1))
-        counts = self.needed_rows.copy()
-        for node in range(self.num_nodes):
-            counts[node, node] = self._rows_within(node, *self._gathered(node)).size
-        return Traffic(counts)
+        return Traffic(self._seen_rows)
+
+    def arrives_in_order(self, node: int) -> bool:
+        """Whether keys that are gathered for a node, one owner's after another's, arrive in the order of the stream."""
+        edges, owner = self._pieces
+        arriving = _covered_within(edges, *self._gathered(node)) > 0
+        return bool((np.diff(owner[arriving]) >= 0).all())
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""
@@ -182,17 +185,20 @@ class Attend(Tables):
     @property
     def needed_rows(self) -> IntArray:
         """`[nodes, nodes]` keys of each owner that queries of each other reader see."""
-        return self.table(("needed",), self._needed_rows)
+        return self.table(("needed",), lambda: self._seen_rows * (1 - np.eye(self.num_nodes, dtype=np.int64)))
 
-    def _needed_rows(self) -> IntArray:
+    @property
+    def _seen_rows(self) -> IntArray:
+        """`[nodes, nodes]` keys of each owner that queries of each reader see, its own on the diagonal."""
+        return self.table(("seen rows",), self._count_seen_rows)
+
+    def _count_seen_rows(self) -> IntArray:
         edges, owner = self._pieces
-        needed = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
+        rows = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
         for reader in range(self.num_nodes):
-            starts, ends = ranges_seen(self._bands_of(reader))
-            seen = _covered(edges[1:], starts, ends) - _covered(edges[:-1], starts, ends)
-            needed[:, reader] = np.bincount(owner, weights=seen, minlength=self.num_nodes)
-        np.fill_diagonal(needed, 0)
-        return needed
+            seen = _covered_within(edges, *ranges_seen(self._bands_of(reader)))
+            rows[:, reader] = np.bincount(owner, weights=seen, minlength=self.num_nodes)
+        return rows
 
     @property
     def _pieces(self) -> tuple[IntArray, IntArray]:
@@ -268,6 +274,11 @@ def _covered(places: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
     before = np.concatenate([[0], np.cumsum(ends - starts)])
     index = np.searchsorted(starts, places, side="right")  # ranges that begin at or before the place
     return before[index] - np.maximum(ends[index - 1] - places, 0) * (index > 0)
+
+
+def _covered_within(edges: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
+    """How many tokens of each piece between two edges lie in disjoint ranges that rise."""
+    return np.diff(_covered(edges, starts, ends))
 
 
 def _chunks(deal: HeadDeal, lane: int, count: int) -> list[HeadChunk]:

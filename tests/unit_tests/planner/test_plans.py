@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.executor.memory import buffer_bytes, peak_bytes
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.planner.capabilities import CAPABILITIES, working
+from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.plans import plan_attention
 
@@ -629,3 +631,37 @@ def test_rejects_key_heads_that_do_not_divide_the_heads(count):
 @PLANNERS
 def test_counts_may_be_numpy_integers(planner, arguments):
     assert planner(**{**arguments, "heads": np.int64(6)}) == planner(**arguments)
+
+
+# -- what a plan's numbers take ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random", "balanced"])
+@pytest.mark.parametrize("mask", ["causal", "window:9,2", "first:3+window:5,0", "full"])
+@pytest.mark.parametrize("scheme", ["all_gather", "exact"])
+def test_numbers_of_a_gathering_are_those_of_its_tables(scheme, mask, layout):
+    """Memory and traffic are counted by ranges, without a table that holds an entry a token."""
+    packing = Packing([40, 1, 77, 0, 13])
+    held = layout_by_name(layout, packing, 5, seed=4)
+    plan = plan_attention(
+        packing, held, heads=4, head_dim=8, mask=Mask.named(packing, mask), scheme=scheme, head_chunks=2
+    )
+    for node in range(5):
+        table = plan.attend.gathering(node)
+        traffic = plan.attend.traffic
+        assert traffic.sent_by(node) == table.send_counts.tolist()
+        assert traffic.received_by(node) == table.recv_counts.tolist()
+        assert plan.attend.arrives_in_order(node) == (table.arrange is None) == (table.returned is None)
+
+
+@pytest.mark.parametrize("scheme", ["all_gather", "exact", "a2a+all_gather"])
+def test_memory_is_counted_without_tables_of_tokens(scheme, monkeypatch):
+    def made(*args):
+        raise AssertionError("a table with an entry a token was made")
+
+    for name in ("_gathering", "_rows_within", "_owners"):
+        monkeypatch.setattr(Attend, name, made)
+    packing = Packing([10**7])
+    plan = plan_attention(packing, Layout.zigzag(packing, 4), heads=8, head_dim=16, scheme=scheme)
+    assert peak_bytes(plan, 0, 2, forward=False) > peak_bytes(plan, 0, 2, forward=True) > 10**7
+    assert buffer_bytes(plan, 0, 2) > 10**7
