@@ -68,20 +68,18 @@ class Halo(Tables):
         return bool((self._needs[0] != self._needs[1]).any())
 
     @property
-    def _needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-        """For each token that a segment needs: who needs it, who has it in which row, and the segment's number."""
+    def _needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
+        """For each token that a segment needs: who needs it, who has it, in which row, the segment, and the token."""
         return self.layout.table(("halo needs", self.reach), self._make_needs)
 
-    def _make_needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    def _make_needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
         segments, layout = Segments.of(self.layout), self.layout
         ids = np.flatnonzero(segments.past)
         ends = segments.start[ids]
         starts = np.maximum(ends - self.reach, layout.packing.cu_seqlens[segments.document[ids]])
         tokens, segment = ranges(starts, ends), np.repeat(ids, ends - starts)
-        places = layout.inverse_order[tokens]
-        first_rows = np.cumsum(layout.token_counts) - layout.token_counts
-        owner = np.searchsorted(first_rows + layout.token_counts, places, side="right")
-        return segments.rank[segment], owner, places - first_rows[owner], segment
+        owner, row = layout.located(tokens)
+        return segments.rank[segment], owner, row, segment, tokens
 
     @property
     def traffic(self) -> Traffic:
@@ -89,7 +87,7 @@ class Halo(Tables):
         return self.layout.table(("halo traffic", self.reach), self._traffic)
 
     def _traffic(self) -> Traffic:
-        needer, owner, _, _ = self._needs
+        needer, owner, *_ = self._needs
         ranks = self.layout.cp_size
         counts = np.bincount(owner * ranks + needer, minlength=ranks * ranks).reshape(ranks, ranks)
         np.fill_diagonal(counts, 0)
@@ -101,7 +99,7 @@ class Halo(Tables):
         return self.layout.table(key, lambda: self._tables(rank))
 
     def _tables(self, rank: int) -> HaloTables:
-        needer, owner, row, segment = self._needs
+        needer, owner, row, segment, token = self._needs
         own, segments = Segments.of(self.layout).own(rank), Segments.of(self.layout)
         waiting = own.ids[own.past]
         number = np.zeros(segments.start.size, dtype=np.int64)
@@ -109,7 +107,7 @@ class Halo(Tables):
         sent = np.flatnonzero((owner == rank) & (needer != rank))
         sent = sent[np.argsort(needer[sent], kind="stable")]
         needed = np.flatnonzero(needer == rank)
-        before = segments.start[segment[needed]] - self._tokens(owner[needed], row[needed])  # tokens back, from 1
+        before = segments.start[segment[needed]] - token[needed]  # tokens back, from 1
         places = number[segment[needed]] * self.reach + self.reach - before
         foreign = np.flatnonzero(owner[needed] != rank)
         foreign = foreign[np.argsort(owner[needed][foreign], kind="stable")]
@@ -123,14 +121,9 @@ class Halo(Tables):
             num_waiting=int(waiting.size),
         )
 
-    def _tokens(self, rank: IntArray, row: IntArray) -> IntArray:
-        """The place in the stream of rows of ranks."""
-        first_rows = np.cumsum(self.layout.token_counts) - self.layout.token_counts
-        return self.layout.order[first_rows[rank] + row]
-
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """For each rank; in backward what came goes back."""
-        needer, owner, _, _ = self._needs
+        needer, owner, *_ = self._needs
         rows = np.bincount((owner if forward else needer)[needer != owner], minlength=self.layout.cp_size)
         return (rows * self.channels * item_size).tolist()
 

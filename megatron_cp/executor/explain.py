@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import assert_never
 
 import numpy as np
@@ -72,8 +71,12 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
     if total == 0:
         return ["the packed stream is empty"]
     width = min(width, total)
-    cuts = np.arange(width + 1) * total // width
-    cells = [np.bincount(layout.owners[lo:hi]).argmax() for lo, hi in itertools.pairwise(cuts)]
+    cuts = np.array([total * cell // width for cell in range(width + 1)])
+    starts = np.union1d(cuts[:-1], layout.starts)
+    tokens = np.zeros((width, layout.cp_size), dtype=np.int64)
+    places = np.searchsorted(cuts, starts, side="right") - 1, layout.located(starts)[0]
+    np.add.at(tokens, places, np.diff(starts, append=total))
+    cells = tokens.argmax(1)
     marks = [" "] * width
     for start, _ in layout.packing.spans():
         marks[int(np.searchsorted(cuts, start, side="right")) - 1] = "|"

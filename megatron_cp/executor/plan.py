@@ -85,9 +85,13 @@ class Relay:
 
     def bytes_sent(self, inner: Layout, item_size: int) -> list[int]:
         """For each rank, in and out together; the same forward and backward."""
-        moved = self.outer.owners != inner.owners
-        there, back = (np.bincount(layout.owners[moved], minlength=inner.cp_size) for layout in (self.outer, inner))
-        return ((there + back) * self.hidden_size * item_size).tolist()
+        starts = np.union1d(self.outer.starts, inner.starts)  # pieces that are whole in either layout
+        sizes = np.diff(starts, append=inner.packing.total)
+        before, after = (layout.located(starts)[0] for layout in (self.outer, inner))
+        moved, counts = before != after, np.zeros(inner.cp_size, dtype=np.int64)
+        for owners in (before, after):
+            np.add.at(counts, owners[moved], sizes[moved])
+        return [count * self.hidden_size * item_size for count in counts.tolist()]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy as np
 from megatron_cp.exchange.sections import HeadDeal, head_runs
 from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.layout import Layout, Mask
+from megatron_cp.layout.bands import area
 from megatron_cp.layout.layout import ranges
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tables import Tables
@@ -116,7 +117,7 @@ class Attend(Tables):
 
     def area(self, node: int) -> int:
         """The number of visible (query, key) pairs of a node's queries."""
-        return int(self.mask.seen[self.queries.tokens(node)].sum())
+        return area(self._bands_of(node))
 
     def gathering(self, node: int) -> Gathering:
         """What a node sends and receives where keys are gathered."""
@@ -245,10 +246,7 @@ class Attend(Tables):
     def _owners(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """The tokens of ranges of the stream of keys, with the node that holds each and its row there."""
         tokens = ranges(starts, ends)
-        places = self.keys.inverse_order[tokens]
-        lasts = np.cumsum(self.keys.token_counts)
-        owners = np.searchsorted(lasts, places, side="right")
-        return tokens, owners, places - (lasts - self.keys.token_counts)[owners]
+        return tokens, *self.keys.located(tokens)
 
     def _gathering(self, node: int) -> Gathering:
         tokens, owners, _ = self._owners(*self._gathered(node))

@@ -33,6 +33,8 @@ def area(bands: IntArray) -> int:
 
 def areas(bands: IntArray) -> IntArray:
     """`[n]` the number of pairs in each band."""
+    if int(np.abs(bands[:, :4]).max(initial=0)) >= 2**31:
+        bands = bands.astype(object)  # of Python's integers, since the product of two places is beyond 64 bits
     q0, q1, k0, k1, lo, hi = tight_boxes(bands).T
     ends = _sum_of_clipped(q0 + hi + 1, q1 - q0, k1)  # sum over queries of min(k1, i + hi + 1)
     starts = -_sum_of_clipped(-(q1 - 1 + lo), q1 - q0, -k0)  # of max(k0, i + lo), from the last query to the first

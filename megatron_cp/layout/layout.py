@@ -170,6 +170,8 @@ class Layout(Tables):
         mask = Mask.causal(packing) if mask is None else mask
         if not isinstance(mask, Mask) or mask.packing != packing:
             raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
+        if mask.area >= 2**62:
+            raise ArgumentError("mask", mask, "one of fewer than 2**62 pairs", "Use zigzag, which counts no work.")
         shares = even_shares(mask.seen, cp_size)
         flat = np.array([fragment for fragments in shares for fragment in fragments])
         offsets = np.concatenate([[0], np.cumsum([len(fragments) for fragments in shares])])
@@ -251,6 +253,24 @@ class Layout(Tables):
     def owners(self) -> IntArray:
         """`[total]` the rank that holds each token of the packed stream."""
         return frozen(np.repeat(np.arange(self.cp_size), self.token_counts)[self.inverse_order])
+
+    def located(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
+        """For each of some tokens of the packed stream the rank that holds it, and in which of its rows.
+
+        By fragments: whole tables such as `owners` take memory for every token of the stream.
+        """
+        starts, ranks, rows = self._by_start
+        number = np.searchsorted(starts, tokens, side="right") - 1
+        return ranks[number], rows[number] + tokens - starts[number]
+
+    @cached_property
+    def _by_start(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Of each fragment in stream order its start, its rank and its first row."""
+        sizes, ranks = self.ends - self.starts, np.repeat(np.arange(self.cp_size), np.diff(self.fragment_offsets))
+        before = np.cumsum(self.token_counts) - self.token_counts
+        rows = np.cumsum(sizes) - sizes - before[ranks]
+        order = np.argsort(self.starts)
+        return self.starts[order], ranks[order], rows[order]
 
     @cached_property
     def in_stream_order(self) -> bool:

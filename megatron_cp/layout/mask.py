@@ -43,6 +43,9 @@ class Mask(Tables):
     """
 
     def __init__(self, packing: Packing, kv_packing: Packing, bands: IntArray, name: str) -> None:
+        for argument, documents in (("packing", packing), ("kv_packing", kv_packing)):
+            if documents.total > FAR:
+                raise ArgumentError(argument, f"{documents.total} tokens", "at most 2**40 tokens under a mask")
         bands = band.unbound(band.tight(bands))
         self.packing, self.kv_packing, self.name = packing, kv_packing, name
         self.bands = frozen(bands[np.lexsort((bands[:, 2], bands[:, 0]))])

@@ -60,13 +60,7 @@ class Segments(Tables):
         starts_of_documents = packing.cu_seqlens[:-1][packing.lengths > 0]
         self.start = np.union1d(layout.starts, starts_of_documents)
         self.end = np.append(self.start[1:], packing.total)[: self.start.size]
-        by_start = np.argsort(layout.starts)
-        fragment = by_start[np.searchsorted(layout.starts[by_start], self.start, side="right") - 1]
-        sizes = np.diff(layout.fragment_offsets)
-        self.rank = np.repeat(np.arange(layout.cp_size), sizes)[fragment]
-        first_rows = np.cumsum(layout.ends - layout.starts) - (layout.ends - layout.starts)
-        first_rows -= np.repeat(np.cumsum(layout.token_counts) - layout.token_counts, sizes)
-        self.row = first_rows[fragment] + self.start - layout.starts[fragment]
+        self.rank, self.row = layout.located(self.start)
         self.document = packing.documents_of(self.start)
         self.past = self.start > packing.cu_seqlens[self.document]
         self.future = self.end < packing.cu_seqlens[self.document + 1]

@@ -86,7 +86,7 @@ def priced(plan: Plan, hardware: Hardware, *, item_size: int) -> Price:
 
 def lower_bound(layout: Layout, state_size: int, hardware: Hardware) -> Price:
     """What chunkwise takes at least: the state before each token of a document that another rank's token precedes."""
-    ranks, owners = layout.cp_size, layout.owners
+    ranks, owners = layout.cp_size, layout.located(np.sort(layout.starts))[0]
     changes = np.count_nonzero(owners[1:] != owners[:-1]) - (layout.packing.num_documents - 1)
     sent = max(int(changes), 0) * state_size * 4 // ranks  # by the rank that sends most, which is no less than the mean
     milliseconds = sent / hardware.bandwidth(ranks) * 1e3

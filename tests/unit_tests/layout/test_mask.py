@@ -316,7 +316,7 @@ def test_rejects_a_name_without_meaning_for_cross_attention(spec):
         ("lengths", lambda: Mask.full(P, Packing([4, 2])).of_tokens([4, 2])),
         ("parts", lambda: Mask.shared_question(P, [[5]])),
         ("parts[0]", lambda: Mask.shared_question(P, [5, 2])),
-        ("parts", lambda: Mask.shared_question(P, [[5.0], [2]])),
+        ("parts[0]", lambda: Mask.shared_question(P, [[5.0], [2]])),
         ("parts[1]", lambda: Mask.shared_question(P, [[5], [1, 2]])),
         ("parts[0]", lambda: Mask.shared_question(P, [[6, -1], [2]])),
         ("slices[1]", lambda: Mask.from_slices(P, [(0, 1, 0, 1, "full"), (0, 1, 0, 1, "diagonal")])),
