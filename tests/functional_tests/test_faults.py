@@ -99,7 +99,7 @@ def test_jobs_without_their_fault_have_the_same_numbers_on_any_ranks():
     def rank(group, case):
         return Job(case, group, group, None).run()
 
-    for case in (draw(0, number) for number in range(6)):
+    for case in (draw(0, number) for number in range(3)):
         case = dataclasses.replace(case, fault=dataclasses.replace(case.fault, kind="kill"), own_reduce=False)
         assert run_ranks(rank, case.cp_size, case) == run_ranks(rank, case.cp_size, case)
 
@@ -116,7 +116,7 @@ def test_rank_that_ends_with_other_numbers_is_silent():
     assert verdict.failed
     assert classify(record_of(case, [[1.0, float("nan")], [3.0, 4.0]], NUMBERS)).outcome == "silent"
     assert classify(record_of(case, NUMBERS[:1], NUMBERS)).outcome == "silent"
-    assert classify(record_of(case, NUMBERS, NUMBERS, reference="ended with 1")).outcome == "silent"
+    assert classify(record_of(case, NUMBERS, NUMBERS, reference="ended with 1")).outcome == "not known"
 
 
 def test_rank_that_crashes_is_an_abort():
@@ -197,6 +197,8 @@ def test_launcher_is_judged_by_what_its_caller_gets():
     assert classify(record_of(exits, GLOO, 0, caller=other)).of == {"caller": "no cause"}
     crashed = caller("RankError: rank 0 of 2 ended with exit code -6, rank 1", -6, 1)
     assert classify(record_of(exits, -6, 0, caller=crashed)).of["rank 0"] == "abort"
+    # Of new processes the caller alone knows how they ended.
+    assert classify(record_of(exits, 1, 0, caller=caller(crashed["error"]["message"]))).of["a rank"] == "abort"
     assert classify(record_of(kill, GLOO, -9, caller={})).outcome == "abort"
     assert classify(record_of(exits, NUMBERS, NUMBERS, caller={"ok": True})).outcome == "right"
     silent = record_of(case_of("seed", launch="launcher"), [[9.0]], NUMBERS, caller={"ok": True})
@@ -257,36 +259,36 @@ def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path
 
 # -- what is seen ----------------------------------------------------------------------------------------------------
 
-# A job of one process, made as the campaign makes one: who watches it forks it.
+# Jobs of one process, made as the campaign makes them: who watches forks it.
 WATCHED = """
-import dataclasses, json, os, sys, time
+import dataclasses, os, sys, time
 from pathlib import Path
 from tools.faults.cases import draw
 from tools.faults.watch import Watch, adopt
-adopt(lambda: None)
-case = dataclasses.replace(draw(0, 0), launch="launcher", timeout=1.0)
-watched = Watch(case, Path(sys.argv[2]), limit=1.0, grace=1.0)
-watched.fault = {"at": time.monotonic(), "ask": None, "pid": 0}
-pid = os.fork()
-if pid == 0:
-    if sys.argv[1] == "orphan" and os.fork():
+adopt(lambda *_: None)
+case = dataclasses.replace(draw(0, 0), launch="launcher")
+for what in ("well", "orphan", "hang"):
+    watched = Watch(case, Path(sys.argv[1]), limit=2.0, grace=1.0)
+    watched.fault = {"at": time.monotonic(), "ask": None, "pid": 0}
+    pid = os.fork()
+    if pid == 0:
+        if what == "orphan" and os.fork():
+            os._exit(0)
+        time.sleep(0 if what == "well" else 60)
         os._exit(0)
-    time.sleep(0 if sys.argv[1] == "well" else 60)
-    os._exit(0)
-watched.pids[-1] = pid
-seen = watched.follow()
-print(json.dumps({"hung": seen["hung"], "orphans": len(seen["orphans"])}))
+    watched.pids[-1] = pid
+    seen = watched.follow()
+    print(what, seen["hung"], len(seen["orphans"]))
 """
 
 
-@pytest.mark.parametrize(("what", "hung", "orphans"), [("well", [], 0), ("orphan", [], 1), ("hang", [-1], 0)])
-def test_sees_what_hangs_and_what_is_left(what, hung, orphans, tmp_path):
+def test_sees_what_hangs_and_what_is_left(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", WATCHED, what, str(tmp_path)],
+        [sys.executable, "-c", WATCHED, str(tmp_path)],
         capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == {"hung": hung, "orphans": orphans}
+    assert done.stdout.splitlines() == ["well [] 0", "orphan [] 1", "hang [-1] 0"]
 
 
 @pytest.mark.timeout(600)  # on a busy machine, and with hangs to wait for

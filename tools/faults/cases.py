@@ -27,6 +27,7 @@ _OF_ATTENTION = ("batch", "softcap", "sink_given", "sink_values", "dropout", "se
 _IN_TRAIN = ("kill", "kill_outside", "stop", "exit", "raise", "kill_parent", "kill_in_save")
 TRAIN_SHARE = 0.12  # of those
 TRAIN_OPTIONS = "TOOLS_FAULTS_TRAIN_OPTIONS"  # the variable with more options of the command
+TIMEOUT = "TOOLS_FAULTS_TIMEOUT"  # the variable with the seconds of process groups that are made without a word on it
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ def _with_fault(random: Random, case: Case, train_share: float) -> Case:
     """The case with a fault that it can have: at a random place, of a layer that the fault is about."""
     fault, kind = case.fault, case.fault.kind
     if kind in _IN_TRAIN and random.random() < train_share:
-        case = replace(case, train=True, cp_size=2, save="megatron")
+        case = replace(case, train=True, cp_size=2, save="megatron", spawn=False)  # forks have the fault in them
         fault = replace(fault, rank=fault.rank % 2)
     step, layer = random.randrange(case.steps), random.randrange(len(case.layers))
     fault = replace(fault, step=step, layer=layer, once=random.random() < 0.5)

@@ -10,7 +10,8 @@ from typing import Any
 from tools.faults.cases import HELD_UP, LOST, PARENT, SAVING, Case
 
 # From bad to good. All before "error" are failures.
-OUTCOMES = ("hang", "abort", "silent", "orphan", "checkpoint", "refused", "no cause", "not reached", "error", "right")
+OUTCOMES = ("hang", "abort", "silent", "orphan", "checkpoint", "refused", "no cause", "not reached", "not known",
+            "error", "right")  # fmt: skip
 FAILURES = OUTCOMES[: OUTCOMES.index("error")]
 _CRASHES = (-6, -11, -7, -4, -8)  # SIGABRT, SIGSEGV, SIGBUS, SIGILL, SIGFPE
 _TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
@@ -39,6 +40,7 @@ CAUSES = {
     "order": r"\border\b|another layer|other layer|other operation|different (layer|operation|plan|call)s?",
     "checkpoint": r"checkpoint|recomput",
 }
+_ENDED = ("kill", "kill_outside", "exit", "interrupt", "raise", "kill_in_save")
 # Of these no rank can tell more than whom it waits for in vain.
 _NAMED_BY_RANK = (*LOST, *SAVING, "skip_layer", "skip_backward", "order", "checkpoint", "requires_grad", "no_grad",
                   "inference_mode")  # fmt: skip
@@ -103,8 +105,8 @@ def names_cause(case: Case, message: str) -> bool:
     """Whether an error says what the fault was: what differs, or which rank is lost."""
     kind = case.fault.kind
     own_words = said(message)
-    if kind not in ("raise", "interrupt"):  # of others the launcher names whoever complained first
-        own_words = re.sub(r"\brank \d+ of \d+ failed:", "", own_words)
+    if kind not in _ENDED:  # of others the launcher names whoever complained or ran out of time first
+        own_words = re.sub(r"\brank \d+ of \d+ (failed|ended|was)\b", "", own_words)
     if kind in CAUSES and re.search(CAUSES[kind], own_words, re.IGNORECASE):
         return True
     return kind in _NAMED_BY_RANK and names_rank(own_words, case.fault.rank)
@@ -159,6 +161,9 @@ def _judge_launcher(case: Case, record: dict[str, Any], of: dict[str, str], mess
             of[_name(rank)] = "abort"
     if case.fault.kind in PARENT or "caller" in of:
         return
+    said_of_crash = re.search(r"exit code -(6|11|7|4|8)\b", caller.get("error", {}).get("message", ""))
+    if said_of_crash:  # new processes, of which nobody else knows how they ended
+        of["a rank"] = "abort"
     if record["codes"].get("-1") in _CRASHES or not caller:
         of["caller"] = "abort"
     elif caller["ok"]:
@@ -174,7 +179,7 @@ def _compared(case: Case, record: dict[str, Any], rank: int) -> str:
     """Whether a rank that ended well has the numbers of a job without the fault."""
     reference, numbers = record.get("reference"), record["ranks"][rank].get("numbers")
     if not isinstance(reference, list) or numbers is None:
-        return "silent"
+        return "not known"
     return "right" if equal(numbers, reference[rank], _TOLERANCE[case.dtype]) else "silent"
 
 

@@ -26,7 +26,7 @@ import megatron_cp
 from megatron_cp.executor import launch
 from megatron_cp.executor.groups import TorchGroup
 from tools.faults import training
-from tools.faults.cases import Case
+from tools.faults.cases import TIMEOUT, Case
 from tools.faults.job import Job
 
 PORT, CALLER = "port", "caller.json"
@@ -152,16 +152,25 @@ def call_launcher(case: Case, folder: Path) -> None:
             if case.train:
                 outcome |= training.run_locally(case, folder)
             else:
-                # What a group is given that is made without a word about its time limit.
-                distributed_c10d.default_pg_timeout = timedelta(seconds=case.timeout)
-                limit = 2 * case.timeout + (60 if case.spawn else 0)
+                os.environ[TIMEOUT] = str(case.timeout)  # for new processes, too
+                limit_groups()
                 launch.run_ranks(
-                    _rank_of_launcher, case.cp_size, case.text(), str(folder), kind="processes", timeout=limit
-                )
+                    _rank_of_launcher, case.cp_size, case.text(), str(folder), kind="processes",
+                    timeout=2 * case.timeout,
+                )  # fmt: skip
                 outcome["ok"] = True
         except BaseException as error:
             outcome |= {"ok": False, "error": described(error)}
     write(folder / CALLER, outcome | {"at": time.monotonic(), "exit_codes": [p.exitcode for p in processes]})
+
+
+def limit_groups() -> None:
+    """Gives process groups the job's time limit where the library says nothing about it."""
+    if TIMEOUT in os.environ:
+        distributed_c10d.default_pg_timeout = timedelta(seconds=float(os.environ[TIMEOUT]))
+
+
+limit_groups()  # of a new process, which imports this before its group is made
 
 
 def _rank_of_launcher(group: TorchGroup, text: str, folder: str) -> Any:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -213,6 +214,8 @@ def _in_fork(work: Callable[[], Any], folder: Path) -> Any:
             _write_to(folder / f"{LOG}.after")
             launches.write(answer, work())
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
