@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help setup lint test train check fuzz clean
+.PHONY: help setup lint test train check fuzz faults clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -36,6 +36,10 @@ check: setup ## parity of both layers at several context-parallel sizes, every s
 
 fuzz: setup ## random attention cases against dense attention, for SECONDS=60
 	PYTHONPATH=. $(RUN)/python tools/fuzz.py --seconds $(or $(SECONDS),60)
+
+faults: setup ## random faults in small jobs of several ranks, for SECONDS=60, or COUNT=n of them; SEED=s
+	$(RUN)/python -m tools.faults $(if $(COUNT),--count $(COUNT),--seconds $(or $(SECONDS),60)) \
+	  $(if $(SEED),--seed $(SEED))
 
 clean: ## remove what the other targets made
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,304 @@
+"""`make faults`: what it draws, what it makes of what it saw, that it sees hangs and orphans; and a minute of it."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+if not sys.platform.startswith("linux"):
+    pytest.skip("it finds processes by what Linux has", allow_module_level=True)
+
+import megatron_cp as cp
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.planner.layouts import layout_by_name
+from tools.faults import operations, saves
+from tools.faults.cases import DISAGREE, FAULTS, Case, deviated, draw
+from tools.faults.classify import CAUSES, FAILURES, classify, names_rank, said
+from tools.faults.job import Job
+from tools.faults.report import line, summary, table
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+NUMBERS = [[1.0, 2.0], [3.0, 4.0]]
+GLOO = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:2977"
+
+
+def case_of(kind, **changes):
+    """A case of that kind of fault, on rank 1 of 2, of ranks that start by themselves."""
+    case = next(case for case in (draw(0, number) for number in range(2000)) if case.fault.kind == kind)
+    fault = dataclasses.replace(case.fault, rank=1)
+    return dataclasses.replace(
+        case, **{"cp_size": 2, "fault": fault, "launch": "independent", "train": False, "dtype": "float64", **changes}
+    )
+
+
+def record_of(case, *ranks, **changes):
+    """What was seen of a job whose ranks left `numbers`, an error's message, or nothing and that exit code."""
+    made = [
+        {"numbers": end} if isinstance(end, list) else {"error": {"message": end}} if isinstance(end, str) else {}
+        for end in ranks
+    ]
+    codes = {str(r): end if isinstance(end, int) else int(isinstance(end, str)) for r, end in enumerate(ranks)}
+    return {
+        "case": dataclasses.asdict(case), "fault": {"at": 100.0}, "hung": [], "stacks": "", "orphans": [],
+        "last": 107.5, "codes": codes, "ranks": made, "caller": {}, "checkpoint": "", "reference": [NUMBERS] * 2,
+        "log": {}, **changes,
+    }  # fmt: skip
+
+
+# -- what is drawn ---------------------------------------------------------------------------------------------------
+
+
+def test_a_case_is_decided_by_its_seed_and_number():
+    cases = [draw(3, number) for number in range(300)]
+    assert cases == [draw(3, number) for number in range(300)]
+    assert cases != [draw(4, number) for number in range(300)]
+    assert [Case.of(case.text()) for case in cases] == cases
+
+
+def test_every_fault_transport_scheme_and_launch_is_drawn():
+    cases = [draw(0, number) for number in range(1500)]
+    layers = [layer for case in cases for layer in case.layers]
+    assert {case.fault.kind for case in cases} == set(FAULTS)
+    assert {layer.kind for layer in layers} == {"attention", "gdn", "kda", "mamba", "conv1d"}
+    assert {layer.transport for layer in layers} == {"collective", "pairwise", "hierarchical"}
+    assert {"a2a+p2p", "a2a+all_gather", "p2p", "all_gather", "exact", "a2a", "headwise", "chunkwise", "relay"} == {
+        layer.scheme for layer in layers
+    }
+    assert {case.cp_size for case in cases} == {2, 3, 4}
+    for name in ("launch", "spawn", "fresh", "train", "replan", "agree", "own_reduce", "store", "destroy"):
+        assert len({getattr(case, name) for case in cases}) == 2, name
+    assert {layer.chunks for layer in layers} == {None, 1, 2}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of ranks without heads
+def test_every_case_can_be_planned_with_and_without_its_fault():
+    for number in range(400):
+        case = draw(1, number)
+        packing = cp.Packing(case.lengths)
+        layout = layout_by_name(case.layout, packing, case.cp_size)
+        for layer in case.layers:
+            operations.plan(layer, packing, layout, 8)
+        operations.plan(deviated(case.layers[case.fault.layer], case.fault, case.cp_size), packing, layout, 8)
+
+
+def test_a_fault_about_the_plan_changes_the_layer():
+    for number in range(600):
+        case = draw(2, number)
+        if case.fault.kind in ("scheme", "transport", "chunks", "codec"):
+            layer = case.layers[case.fault.layer]
+            assert deviated(layer, case.fault, case.cp_size) != layer, case.text()
+
+
+def test_jobs_without_their_fault_have_the_same_numbers_on_any_ranks():
+    def rank(group, case):
+        return Job(case, group, group, None).run()
+
+    for case in (draw(0, number) for number in range(3)):
+        case = dataclasses.replace(case, fault=dataclasses.replace(case.fault, kind="kill"), own_reduce=False)
+        assert run_ranks(rank, case.cp_size, case) == run_ranks(rank, case.cp_size, case)
+
+
+# -- what is made of it ----------------------------------------------------------------------------------------------
+
+
+def test_rank_that_ends_with_other_numbers_is_silent():
+    case = case_of("softcap")
+    other = [[1.0, 2.0], [3.0, 4.001]]
+    assert classify(record_of(case, NUMBERS, NUMBERS)).outcome == "right"
+    verdict = classify(record_of(case, other, NUMBERS))
+    assert verdict.of == {"rank 0": "silent", "rank 1": "right"}
+    assert verdict.failed
+    assert classify(record_of(case, [[1.0, float("nan")], [3.0, 4.0]], NUMBERS)).outcome == "silent"
+    assert classify(record_of(case, NUMBERS[:1], NUMBERS)).outcome == "silent"
+    assert classify(record_of(case, NUMBERS, NUMBERS, reference="ended with 1")).outcome == "not known"
+
+
+def test_rank_that_crashes_is_an_abort():
+    for code in (-6, -11):
+        assert classify(record_of(case_of("dtype"), code, "x: dtypes differ")).of["rank 0"] == "abort"
+    assert classify(record_of(case_of("kill"), -6, -9)).outcome == "abort"
+    assert classify(record_of(case_of("kill"), "lost rank 1", -9)).outcome == "error"  # the fault's own rank may
+
+
+def test_rank_that_waits_is_a_hang():
+    verdict = classify(record_of(case_of("stop"), "lost rank 1", 0, hung=[0]))
+    assert (verdict.outcome, verdict.seconds) == ("hang", None)
+    launched = case_of("stop", launch="launcher")
+    assert classify(record_of(launched, "lost rank 1", 0, hung=[-1])).of == {"caller": "hang"}
+
+
+def test_errors_must_name_the_lost_rank():
+    case = case_of("kill")
+    assert classify(record_of(case, GLOO, -9)).outcome == "no cause"
+    named = classify(record_of(case, "LostError: rank 1 closed its connection", -9))
+    assert (named.outcome, named.named, named.seconds) == ("error", (1, 1), 7.5)
+    assert classify(record_of(case, "LostError: rank 0 failed", -9)).outcome == "no cause"
+    assert classify(record_of(case, 1, -9, log={"0": ""})).outcome == "no cause"
+
+
+def test_where_ranks_wait_in_a_row_each_must_name_its_peer():
+    case = case_of("stop", cp_size=3)
+    first, second = "Error: rank 0 waits for rank 1", "Error: rank 2 waits for rank 0"
+    assert classify(record_of(case, first, -9, second)).outcome == "error"
+    assert classify(record_of(case, first, -9, GLOO)).of["rank 2"] == "no cause"
+    assert classify(record_of(case, second, -9, second)).outcome == "no cause"
+
+
+@pytest.mark.parametrize("kind", sorted(DISAGREE))
+def test_errors_must_name_what_differs(kind):
+    case = case_of(kind)
+    words = {
+        "dtype": "dtype: torch.float32, torch.float64", "batch": "batch: 2, 1", "scale": "softmax_scale: 3.0, 0.35",
+        "sink_given": "sink: given, None", "sink_values": "sink: other values", "requires_grad": "requires_grad: q",
+        "no_grad": "grad mode: off", "inference_mode": "grad mode: off", "lengths": "document lengths: 3, 4",
+        "chunks": "head_chunks: 1, 2", "skip_layer": "rank 1 calls another layer", "skip_backward": "no backward",
+        "order": "another layer", "checkpoint": "only rank 1 recomputes",
+    }  # fmt: skip
+    found = f"PlanMismatchError: {words.get(kind, f'{kind}: a, b')}"
+    assert classify(record_of(case, found, found)).outcome == "error"
+    assert classify(record_of(case, found, GLOO)).outcome == "no cause"
+    timed_out = "RuntimeError: Timed out waiting 8000ms for recv operation to complete"
+    assert classify(record_of(case, timed_out, timed_out)).outcome == "no cause"
+
+
+def test_every_disagreement_has_words_that_name_it():
+    assert set(CAUSES) == set(DISAGREE)
+
+
+def test_delay_must_end_right():
+    case = case_of("delay")
+    assert classify(record_of(case, NUMBERS, NUMBERS)).outcome == "right"
+    assert classify(record_of(case, "LostError: rank 1 is late", NUMBERS)).outcome == "refused"
+
+
+def test_orphans_checkpoints_and_faults_that_never_came_are_failures():
+    case = case_of("kill", save="torch")
+    fine = record_of(case, "lost rank 1", -9)
+    assert classify(fine).outcome == "error"
+    assert classify(fine | {"orphans": ["77 T python"]}).outcome == "orphan"
+    assert classify(fine | {"checkpoint": "step 2 was saved"}).outcome == "checkpoint"
+    assert classify(fine | {"fault": {}}).outcome == "not reached"
+
+
+def test_launcher_is_judged_by_what_its_caller_gets():
+    def caller(message, *codes):
+        return {"ok": False, "error": {"message": message}, "exit_codes": codes}
+
+    kill, exits = (case_of(kind, launch="launcher") for kind in ("kill", "exit"))
+    killed = caller("RankError: rank 1 of 2 was killed; this machine may be out of memory", 1, -9)
+    assert classify(record_of(kill, GLOO, -9, caller=killed)).outcome == "error"
+    other = caller(f"RankError: rank 0 of 2 failed:\n{GLOO}", 1, 0)
+    assert classify(record_of(exits, GLOO, 0, caller=other)).of == {"caller": "no cause"}
+    crashed = caller("RankError: rank 0 of 2 ended with exit code -6, rank 1", -6, 1)
+    assert classify(record_of(exits, -6, 0, caller=crashed)).of["rank 0"] == "abort"
+    # Of new processes the caller alone knows how they ended.
+    assert classify(record_of(exits, 1, 0, caller=caller(crashed["error"]["message"]))).of["a rank"] == "abort"
+    assert classify(record_of(kill, GLOO, -9, caller={})).outcome == "abort"
+    assert classify(record_of(exits, NUMBERS, NUMBERS, caller={"ok": True})).outcome == "right"
+    silent = record_of(case_of("seed", launch="launcher"), [[9.0]], NUMBERS, caller={"ok": True})
+    assert classify(silent).of["rank 0"] == "silent"
+    # Whoever complains first is named in front, which is not whom it complains about.
+    first = caller("RankError: rank 1 of 2 failed:\nRuntimeError: Timed out waiting", 1, 1)
+    assert classify(record_of(case_of("stop", launch="launcher"), 1, -9, caller=first)).outcome == "no cause"
+
+
+def test_names_rank():
+    assert names_rank("waits for rank 1", 1)
+    assert names_rank("ranks 0, 2 and 3 did not answer", 3)
+    assert not names_rank("waits for rank 12", 1)
+    assert not names_rank("waited 1 s", 1)
+    assert not names_rank("rank 0 waited 1 s", 1)
+
+
+def test_what_an_error_says_is_not_what_stands_in_the_source():
+    text = 'RankError: failed:\nTraceback (most recent call last):\n  File "a.py"\n    softcap = rank 1\nOSError: no'
+    assert said(text) == "RankError: failed:\nOSError: no"
+
+
+def test_report_counts_and_reproduces():
+    case, other = case_of("kill"), case_of("softcap")
+    results = [
+        (case, classify(record_of(case, "lost rank 1", -9))),
+        (case, classify(record_of(case, GLOO, -9))),
+        (other, classify(record_of(other, [[9.0]], NUMBERS))),
+    ]
+    numbers = summary(results)
+    assert {name: numbers[name] for name in ("cases", "failed", "silent", "no cause", "hang")} == {
+        "cases": 3, "failed": 2, "silent": 1, "no cause": 1, "hang": 0,
+    }  # fmt: skip
+    assert (numbers["errors"], numbers["errors_that_name_the_cause"]) == (2, 1)
+    assert numbers["seconds_most"] == 7.5
+    rows = [row.split() for row in table(results).splitlines()]
+    assert rows[0][:5] == ["fault", "cases", "silent", "no", "cause"]
+    assert [row[:2] for row in rows[1:]] == [["kill", "2"], ["softcap", "1"], ["all", "3"]]
+    said_of = line(*results[2])
+    assert Case.of(said_of.split("'")[1]) == other
+    assert "rank 0: silent" in said_of
+    assert set(FAILURES).isdisjoint({"right", "error"})
+
+
+def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path):
+    import torch
+
+    assert saves.problem(tmp_path, "torch") == ""  # nothing was promised
+    torch.save({"step": 1, "weights": {"a": torch.ones(2)}}, tmp_path / saves.RENAMED)
+    saves.note(tmp_path, 1)
+    assert saves.problem(tmp_path, "torch") == ""
+    saves.note(tmp_path, 2)
+    assert "step 1 is there" in saves.problem(tmp_path, "torch")
+    path = tmp_path / saves.RENAMED
+    path.write_bytes(path.read_bytes()[:100])
+    assert "loading ends in" in saves.problem(tmp_path, "torch")
+
+
+# -- what is seen ----------------------------------------------------------------------------------------------------
+
+# Jobs of one process, made as the campaign makes them: who watches forks it.
+WATCHED = """
+import dataclasses, os, sys, time
+from pathlib import Path
+from tools.faults.cases import draw
+from tools.faults.watch import Watch, adopt
+adopt(lambda *_: None)
+case = dataclasses.replace(draw(0, 0), launch="launcher")
+for what in ("well", "orphan", "hang"):
+    watched = Watch(case, Path(sys.argv[1]), limit=2.0, grace=1.0)
+    watched.fault = {"at": time.monotonic(), "ask": None, "pid": 0}
+    pid = os.fork()
+    if pid == 0:
+        if what == "orphan" and os.fork():
+            os._exit(0)
+        time.sleep(0 if what == "well" else 60)
+        os._exit(0)
+    watched.pids[-1] = pid
+    seen = watched.follow()
+    print(what, seen["hung"], len(seen["orphans"]))
+"""
+
+
+def test_sees_what_hangs_and_what_is_left(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["well [] 0", "orphan [] 1", "hang [-1] 0"]
+
+
+@pytest.mark.timeout(600)  # on a busy machine, and with hangs to wait for
+def test_a_minute_of_faults_comes_to_a_good_end(tmp_path):
+    command = [sys.executable, "-m", "tools.faults", "--seed", "7", "--seconds", "40", "--timeout", "12"]
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "faults.json")],
+        capture_output=True, text=True, timeout=550, cwd=ROOT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert (tmp_path / "faults.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
+    numbers = json.loads((tmp_path / "faults.json").read_text())["summary"]
+    assert numbers["cases"] >= 10
+    assert done.returncode == 0, done.stdout

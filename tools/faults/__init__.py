@@ -1,0 +1,12 @@
+"""`make faults`: random faults in small jobs of several rank processes, one fault a job, and what came of each.
+
+    cases.py      what is drawn: a job and its fault, by a seed and a number alone
+    classify.py   what came of it, from what was recorded
+    job.py        one rank of a job: a small training loop, with the fault in it
+    faulty.py     the fault itself: when it is due, and what it does
+    launches.py   the ways in which a job's ranks are started
+    watch.py      one job from outside: signals, time limits, processes that are left, its checkpoint
+    report.py     tables
+
+Needs Linux: it forks, and it finds processes that are left behind by `PR_SET_CHILD_SUBREAPER`.
+"""

@@ -1,0 +1,108 @@
+"""The command: `python -m tools.faults --seconds 60`. Exit code 1 if any fault came to a bad end."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tools.faults.cases import TRAIN_OPTIONS, Case, draw
+from tools.faults.classify import Verdict
+from tools.faults.report import line, summary, table
+
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+
+
+def main(args: argparse.Namespace, home: Path) -> Any:
+    """Runs a campaign and returns its exit code; in a fork, what the fork does."""
+    if args.tree:  # in front of this checkout's; the tools stay these
+        (home / "megatron_cp").symlink_to(Path(args.tree).resolve() / "megatron_cp")
+        sys.path.insert(0, str(home))
+    os.environ |= {**_ENVIRONMENT, TRAIN_OPTIONS: args.train_options}
+    warnings.simplefilter("ignore")  # of what Megatron says about optional packages
+    from tools.faults import campaign  # after the environment, which torch reads
+
+    campaign.warm_up()
+    print(f"seed {args.seed}", flush=True)
+    began = time.monotonic()
+    made = campaign.Campaign(home, args.jobs, args.limit, _Teller(args.show))
+    found = made.run(_cases(args))
+    if found is not None:
+        return found
+    results = [(case, verdict) for case, verdict, _ in made.results]
+    numbers = {**summary(results), "wall_seconds": round(time.monotonic() - began)}
+    print(f"{table(results)}\n{json.dumps(numbers)}")
+    if args.json:
+        cases = [{"verdict": dataclasses.asdict(verdict), **record} for _, verdict, record in made.results]
+        Path(args.json).write_text(json.dumps({"summary": numbers, "seed": args.seed, "cases": cases}, indent=1))
+    return 1 if numbers["failed"] else 0
+
+
+class _Teller:
+    """Prints a case that failed, or every one."""
+
+    def __init__(self, show: bool) -> None:
+        self._show = show
+
+    def __call__(self, case: Case, verdict: Verdict, record: dict[str, Any]) -> None:
+        if verdict.failed:
+            print(line(case, verdict), flush=True)
+        elif self._show:
+            print(f"{case.number} {case.fault.kind}: {verdict.outcome}", flush=True)
+        for name, message in verdict.messages.items() if self._show else ():
+            print(f"    {name}: {message}", flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tools.faults", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="start new cases for so long (default: 60)")
+    parser.add_argument("--count", type=int, help="so many cases, however long they take")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of the cases (default: the time)")
+    parser.add_argument("--jobs", type=int, default=4, help="at a time, jobs that only wait apart (default: 4)")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds after a fault that are a hang (default: 60)")
+    parser.add_argument("--timeout", type=float, default=8.0, help="of process groups, in seconds (default: 8)")
+    parser.add_argument("--tree", help="a checkout whose megatron_cp is tested, in place of this one's")
+    parser.add_argument("--train-options", default="", help="more options for jobs that are `megatron-cp train`")
+    parser.add_argument("--case", help="one case, as a failure prints it")
+    parser.add_argument("--only", help="of the cases, those of these kinds of faults, with commas")
+    parser.add_argument("--json", help="a file for verdicts and records")
+    parser.add_argument("--show", action="store_true", help="every case, with what its survivors say")
+    return parser.parse_args()
+
+
+def _cases(args: argparse.Namespace) -> Iterator[Case]:
+    if args.case:
+        yield Case.of(args.case)
+        return
+    only = set(args.only.split(",")) if args.only else None
+    end, number, drawn = time.monotonic() + args.seconds, 0, 0
+    while drawn < args.count if args.count is not None else time.monotonic() < end:
+        case = draw(args.seed, number, args.timeout)
+        number += 1
+        if only is None or case.fault.kind in only:
+            drawn += 1
+            yield case
+
+
+if __name__ == "__main__":
+    _FOLDER = Path(tempfile.mkdtemp(prefix="faults-"))
+    _OWNER = os.getpid()
+    try:
+        following = main(_arguments(), _FOLDER)
+        # A fork goes on from here, with nothing of its parent's below it on the stack.
+        while callable(following):
+            following = following()
+    finally:
+        if os.getpid() == _OWNER:
+            shutil.rmtree(_FOLDER, ignore_errors=True)
+    sys.exit(following)

@@ -1,0 +1,216 @@
+"""What came of a fault, from what was recorded: plain data in, plain data out."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.faults.cases import HELD_UP, LOST, PARENT, SAVING, Case
+
+# From bad to good. All before "error" are failures.
+OUTCOMES = ("hang", "abort", "silent", "orphan", "checkpoint", "refused", "no cause", "not reached", "not known",
+            "error", "right")  # fmt: skip
+FAILURES = OUTCOMES[: OUTCOMES.index("error")]
+_CRASHES = (-6, -11, -7, -4, -8)  # SIGABRT, SIGSEGV, SIGBUS, SIGILL, SIGFPE
+_TOLERANCE = {"float64": 1e-6, "float32": 1e-3}
+
+# What an error must say of what the ranks do not agree on.
+CAUSES = {
+    "dtype": r"\bd?types?\b|float64|float32|bfloat16",
+    "batch": r"\bbatch|\[t, b, |\bb\b|shape",
+    "scale": r"scale|dt_limit",
+    "softcap": r"softcap|soft cap",
+    "sink_given": r"sink",
+    "sink_values": r"sink",
+    "dropout": r"dropout",
+    "seed": r"seed",
+    "kernel": r"kernel",
+    "requires_grad": r"requires?_grad|gradient|\bgrad\b",
+    "no_grad": r"no_grad|grad mode|gradient|\bgrad\b",
+    "inference_mode": r"inference|no_grad|grad mode|gradient|\bgrad\b",
+    "lengths": r"lengths?|documents?|packing|total|\btokens\b",
+    "scheme": r"scheme|\bmode\b|headwise|chunkwise|a2a|p2p|all_gather|exact",
+    "transport": r"transport|collective|pairwise|hierarchical",
+    "chunks": r"head_chunks|chunks?\b",
+    "codec": r"codec|fp8|int8",
+    "skip_layer": r"another layer|other layer|other operation|different (layer|operation|plan|call)s?",
+    "skip_backward": r"backward",
+    "order": r"\border\b|another layer|other layer|other operation|different (layer|operation|plan|call)s?",
+    "checkpoint": r"checkpoint|recomput",
+}
+_ENDED = ("kill", "kill_outside", "exit", "interrupt", "raise", "kill_in_save")
+# Of these no rank can tell more than whom it waits for in vain.
+_NAMED_BY_RANK = (*LOST, *SAVING, "skip_layer", "skip_backward", "order", "checkpoint", "requires_grad", "no_grad",
+                  "inference_mode")  # fmt: skip
+
+
+@dataclass
+class Verdict:
+    """What came of one case.
+
+    Attributes:
+        outcome: the worst of all.
+        of: the outcome of each survivor (by rank, or "caller"), and of what concerns the job as a whole.
+        messages: what the survivors' errors say.
+        seconds: from the fault to the last survivor's end; None where there is no such moment.
+        named: how many errors there are, and how many name the cause.
+    """
+
+    outcome: str
+    of: dict[str, str] = field(default_factory=dict)
+    messages: dict[str, str] = field(default_factory=dict)
+    seconds: float | None = None
+    named: tuple[int, int] = (0, 0)
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome in FAILURES
+
+
+def classify(record: dict[str, Any]) -> Verdict:
+    """The verdict on a record of `watch`."""
+    case = Case.made(record["case"])
+    of: dict[str, str] = {}
+    messages: dict[str, str] = {}
+    for number in record["hung"]:
+        of[_name(number)] = "hang"
+    if case.launch == "launcher":
+        _judge_launcher(case, record, of, messages)
+    else:
+        _judge_ranks(case, record, of, messages)
+    if record["orphans"]:
+        of["processes"] = "orphan"
+    if record["checkpoint"]:
+        of["checkpoint"] = "checkpoint"
+    if not record["fault"]:
+        of["fault"] = "not reached"
+    errors = [name for name, outcome in of.items() if outcome == "error" and name in messages]
+    named = [name for name in errors if names_cause(case, messages[name])]
+    _find_unnamed(case, of, errors, named, messages)
+    worst = min(of.values(), key=OUTCOMES.index, default="right")
+    began, last = record["fault"].get("at"), record["last"]
+    seconds = max(0.0, last - began) if began and last and not record["hung"] else None
+    return Verdict(worst, of, messages, seconds, (len(errors), len(named)))
+
+
+def survivors(case: Case) -> list[int]:
+    """The ranks that are there after the fault: all, where it ends none."""
+    lost = case.fault.kind in LOST or case.fault.kind in SAVING
+    return [rank for rank in range(case.cp_size) if not (lost and rank == case.fault.rank)]
+
+
+def names_cause(case: Case, message: str) -> bool:
+    """Whether an error says what the fault was: what differs, or which rank is lost."""
+    kind = case.fault.kind
+    own_words = said(message)
+    if kind not in _ENDED:  # of others the launcher names whoever complained or ran out of time first
+        own_words = re.sub(r"\brank \d+ of \d+ (failed|ended|was)\b", "", own_words)
+    if kind in CAUSES and re.search(CAUSES[kind], own_words, re.IGNORECASE):
+        return True
+    return kind in _NAMED_BY_RANK and names_rank(own_words, case.fault.rank)
+
+
+def names_rank(message: str, rank: int) -> bool:
+    """Whether a message speaks of that rank: "rank 2", "ranks 0 and 2"."""
+    return any(
+        str(rank) in re.findall(r"\d+", numbers)
+        for numbers in re.findall(r"\branks?\s+((?:\d+(?:,? and |, |,)?)+)", message, re.IGNORECASE)
+    )
+
+
+def said(message: str) -> str:
+    """A message without the lines of a traceback in it, which name anything that stands in the source."""
+    kept, inside = [], False
+    for line in message.splitlines():
+        if line.startswith("Traceback (most recent call last)"):
+            inside = True
+        elif inside and line.startswith(" "):
+            continue
+        else:
+            kept.append(line)
+    return "\n".join(kept)
+
+
+def _judge_ranks(case: Case, record: dict[str, Any], of: dict[str, str], messages: dict[str, str]) -> None:
+    """Ranks that started by themselves: each survivor by its own end."""
+    for rank in survivors(case):
+        if _name(rank) in of:
+            continue
+        code, result = record["codes"].get(str(rank)), record["ranks"][rank]
+        if code in _CRASHES:
+            of[_name(rank)] = "abort"
+        elif "error" in result or code != 0:
+            # Of `megatron-cp train`, and of ranks that fail before or after their steps, the log has it.
+            log = record["log"].get(str(rank), "")
+            message = result["error"]["message"] if "error" in result else _last_words(log)
+            messages[_name(rank)] = message
+            of[_name(rank)] = "error" if message else "no cause"
+        else:
+            of[_name(rank)] = "right" if case.train else _compared(case, record, rank)
+        if of[_name(rank)] == "error" and case.fault.kind in HELD_UP:
+            of[_name(rank)] = "refused"
+
+
+def _judge_launcher(case: Case, record: dict[str, Any], of: dict[str, str], messages: dict[str, str]) -> None:
+    """Ranks of the launcher: by what its caller gets. A rank that ends in a crash is one all the same."""
+    caller = record["caller"]
+    for rank, code in enumerate(caller.get("exit_codes", [])):
+        if code in _CRASHES:
+            of[_name(rank)] = "abort"
+    if case.fault.kind in PARENT or "caller" in of:
+        return
+    said_of_crash = re.search(r"exit code -(6|11|7|4|8)\b", caller.get("error", {}).get("message", ""))
+    if said_of_crash:  # new processes, of which nobody else knows how they ended
+        of["a rank"] = "abort"
+    if record["codes"].get("-1") in _CRASHES or not caller:
+        of["caller"] = "abort"
+    elif caller["ok"]:
+        for rank in range(case.cp_size) if not case.train else ():
+            of.setdefault(_name(rank), _compared(case, record, rank))
+        of["caller"] = "right"
+    else:
+        message = caller["error"]["message"] if "error" in caller else _last_words(record["log"].get("-1", ""))
+        of["caller"], messages["caller"] = "refused" if case.fault.kind in HELD_UP else "error", message
+
+
+def _compared(case: Case, record: dict[str, Any], rank: int) -> str:
+    """Whether a rank that ended well has the numbers of a job without the fault."""
+    reference, numbers = record.get("reference"), record["ranks"][rank].get("numbers")
+    if not isinstance(reference, list) or numbers is None:
+        return "not known"
+    return "right" if equal(numbers, reference[rank], _TOLERANCE[case.dtype]) else "silent"
+
+
+def equal(numbers: list[list[float]], reference: list[list[float]], tolerance: float) -> bool:
+    """Whether two runs have the same numbers, up to rounding."""
+    if [len(step) for step in numbers] != [len(step) for step in reference]:
+        return False
+    pairs = [(a, b) for ours, theirs in zip(numbers, reference, strict=True)
+             for a, b in zip(ours, theirs, strict=True)]  # fmt: skip
+    return all(math.isfinite(a) and abs(a - b) <= tolerance * max(1.0, abs(b)) for a, b in pairs)
+
+
+def _find_unnamed(
+    case: Case, of: dict[str, str], errors: list[str], named: list[str], messages: dict[str, str]
+) -> None:
+    """Errors that do not say why. Where ranks wait in a row, one must name the fault's rank, the others their peers."""
+    for name in errors:
+        if name in named:
+            continue
+        peers = [rank for rank in range(case.cp_size) if _name(rank) != name]
+        in_a_row = bool(named) and case.fault.kind in _NAMED_BY_RANK
+        if not (in_a_row and any(names_rank(said(messages[name]), rank) for rank in peers)):
+            of[name] = "no cause"
+
+
+def _last_words(log: str) -> str:
+    """What a command says at its end: from its own line on, or the last lines."""
+    lines = log.rstrip().splitlines()
+    own = [number for number, line in enumerate(lines) if line.startswith("megatron-cp ")]
+    return "\n".join(lines[own[-1] :] if own else lines[-1:])
+
+
+def _name(number: int) -> str:
+    return "caller" if number == -1 else f"rank {number}"

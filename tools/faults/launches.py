@@ -1,0 +1,230 @@
+"""How the processes of a job start, and what each leaves in the job's folder for whoever watches."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing import popen_fork
+from multiprocessing.context import ForkContext, ForkProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import megatron_cp
+from megatron_cp.executor import launch
+from megatron_cp.executor.groups import TorchGroup
+from tools.faults import training
+from tools.faults.cases import TIMEOUT, Case
+from tools.faults.job import Job
+
+PORT, CALLER = "port", "caller.json"
+_HOME = str(Path(megatron_cp.__file__).parent)
+
+
+def result_file(folder: Path, rank: int) -> Path:
+    """Where a rank leaves what it returned or raised."""
+    return folder / f"result.{rank}.json"
+
+
+def write(path: Path, value: Any) -> None:
+    """As JSON, at once or not at all."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(json.dumps(value))
+    new.replace(path)
+
+
+# -- a rank ----------------------------------------------------------------------------------------------------------
+
+
+def show_stacks_on_demand(folder: Path) -> None:
+    """SIGUSR1 writes the stacks of this process, also while it waits in a collective."""
+    file = (folder / f"stacks.{os.getpid()}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+
+
+def recorded(folder: Path, rank: int, run: Callable[[], Any]) -> Any:
+    """Calls `run`, and leaves what it returned or raised in the folder."""
+    result: dict[str, Any] = {}
+    try:
+        result["numbers"] = run()
+        return result["numbers"]
+    except BaseException as error:
+        result["error"] = described(error)
+        raise
+    finally:
+        write(result_file(folder, rank), result | {"at": time.monotonic()})
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """An error, as people read it: its message and those of what it was raised from."""
+    chain: list[BaseException] = [error]
+    while before := chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__):
+        chain.append(before)
+    frames = traceback.extract_tb(error.__traceback__)
+    return {
+        "type": type(error).__name__,
+        "message": "\n".join(f"{type(link).__name__}: {link}" for link in chain),
+        "in_library": any(frame.filename.startswith(_HOME) for frame in frames),
+        "traceback": "".join(traceback.format_exception(error))[-6000:],
+    }
+
+
+def _of_case(case: Case, group: Any, folder: Path) -> Any:
+    torch.set_num_threads(1)
+    sums = dist.new_group(timeout=timedelta(seconds=case.timeout)) if case.own_reduce else group
+    return Job(case, group, sums, folder).run()
+
+
+# -- ranks that start by themselves, as those of torchrun -------------------------------------------------------------
+
+
+def independent_rank(case: Case, rank: int, folder: Path) -> None:
+    """One process among equals: it joins the others over a store, and nobody looks after it."""
+    show_stacks_on_demand(folder)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if case.train:
+        training.run_independent(case, rank, folder)
+        return
+    store = _store(case, rank, folder)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=case.cp_size, timeout=timedelta(seconds=case.timeout)
+    )
+    try:
+        recorded(folder, rank, lambda: _of_case(case, dist.group.WORLD, folder))
+        dist.barrier()  # nobody leaves while others need its store
+    finally:
+        if case.destroy:
+            dist.destroy_process_group()
+
+
+def _store(case: Case, rank: int, folder: Path) -> dist.TCPStore:
+    if rank == 0 and case.store == "rank":
+        return serve_store(folder)
+    return dist.TCPStore("127.0.0.1", _port(folder), is_master=False, timeout=timedelta(seconds=60))
+
+
+def serve_store(folder: Path) -> dist.TCPStore:
+    """The store that ranks meet at, on a port that is free."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    write(folder / PORT, store.port)
+    return store
+
+
+def agent(folder: Path) -> None:
+    """A process that holds the store, as torchrun's agent does, until it is ended."""
+    store = serve_store(folder)
+    while True:
+        time.sleep(60)
+        assert store is not None
+
+
+def _port(folder: Path) -> int:
+    deadline = time.monotonic() + 60
+    while not (folder / PORT).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("no store")
+        time.sleep(0.005)
+    return int((folder / PORT).read_text())
+
+
+# -- ranks of the library's launcher ----------------------------------------------------------------------------------
+
+
+def call_launcher(case: Case, folder: Path) -> None:
+    """A process that calls `run_ranks`, or `megatron-cp train`, and leaves what came of it."""
+    show_stacks_on_demand(folder)
+    outcome: dict[str, Any] = {}
+    processes: list[Any] = []
+    with _forks(processes) if not case.spawn else contextlib.nullcontext():
+        try:
+            if case.train:
+                outcome |= training.run_locally(case, folder)
+            else:
+                os.environ[TIMEOUT] = str(case.timeout)  # for new processes, too
+                limit_groups()
+                launch.run_ranks(
+                    _rank_of_launcher, case.cp_size, case.text(), str(folder), kind="processes",
+                    timeout=2 * case.timeout,
+                )  # fmt: skip
+                outcome["ok"] = True
+        except BaseException as error:
+            outcome |= {"ok": False, "error": described(error)}
+    write(folder / CALLER, outcome | {"at": time.monotonic(), "exit_codes": [p.exitcode for p in processes]})
+
+
+def limit_groups() -> None:
+    """Gives process groups the job's time limit where the library says nothing about it."""
+    if TIMEOUT in os.environ:
+        distributed_c10d.default_pg_timeout = timedelta(seconds=float(os.environ[TIMEOUT]))
+
+
+limit_groups()  # of a new process, which imports this before its group is made
+
+
+def _rank_of_launcher(group: TorchGroup, text: str, folder: str) -> Any:
+    case, home = Case.of(text), Path(folder)
+    show_stacks_on_demand(home)
+    return recorded(home, group.rank, lambda: _of_case(case, group.group, home))
+
+
+@contextlib.contextmanager
+def _forks(processes: list[Any]) -> Iterator[None]:
+    """The launcher's processes are forks of this one, which saves their imports; the list fills with them."""
+    context = ForkContext()
+
+    class Process(ForkProcess):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            processes.append(self)
+
+        @staticmethod
+        def _Popen(process_obj: Any) -> _Popen:  # noqa: N802 - multiprocessing's name
+            return _Popen(process_obj)
+
+    context.Process = Process  # type: ignore[misc, assignment]
+    known = launch.multiprocessing
+    launch.multiprocessing = SimpleNamespace(
+        get_context=lambda _: context, parent_process=multiprocessing.parent_process
+    )
+    try:
+        yield
+    finally:
+        launch.multiprocessing = known
+
+
+class _Popen(popen_fork.Popen):
+    """A fork that does not keep open what tells the forks before it that their parent has ended."""
+
+    _others: ClassVar[list[int]] = []  # of the whole process
+
+    def _launch(self, process_obj: Any) -> None:
+        parent_r, child_w = os.pipe()
+        child_r, parent_w = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            code = 1
+            try:
+                for number in (parent_r, parent_w, *self._others):
+                    os.close(number)
+                code = process_obj._bootstrap(parent_sentinel=child_r)
+            finally:
+                os._exit(code)
+        os.close(child_w)
+        os.close(child_r)
+        self._others += [parent_r, parent_w]  # until this process ends
+        self.finalizer, self.sentinel = None, parent_r
+
+    def close(self) -> None:
+        """Nothing: the pipes stay."""

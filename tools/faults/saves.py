@@ -1,0 +1,95 @@
+"""Checkpoints of a job: written step by step, and looked at when it has ended."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CHECKPOINTS, RENAMED, NOTE = "checkpoints", "last.pt", "saved.txt"
+
+
+def by_renaming(folder: Path, content: bytes, between: Callable[[int], None]) -> None:
+    """Writes a file beside the last one and renames it. `between` is called at four places."""
+    written = folder / f"{RENAMED}.new"
+    between(0)
+    with written.open("wb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        between(1)
+        file.write(content[len(content) // 2 :])
+        file.flush()
+        os.fsync(file.fileno())
+    between(2)
+    written.replace(folder / RENAMED)
+    between(3)
+
+
+def by_megatron(folder: Path, state: dict[str, Tensor], step: int) -> None:
+    """By what `megatron-cp train` saves with. Collective."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    from megatron_cp.megatron.checkpoint import save_checkpoint
+    from megatron_cp.megatron.cpu import run_megatron_on_cpu
+
+    run_megatron_on_cpu()
+
+    def sharded() -> dict[str, Any]:
+        owner = (0, 0, dist.get_rank())
+        return {name: ShardedTensor.from_rank_offsets(name, x, replica_id=owner) for name, x in state.items()}
+
+    # The parts of a training that are asked for their state.
+    training: Any = SimpleNamespace(
+        model=SimpleNamespace(module=SimpleNamespace(sharded_state_dict=sharded)),
+        optimizer=SimpleNamespace(sharded_state_dict=lambda *_, **__: {}),
+        scheduler=SimpleNamespace(state_dict=lambda: {"step": step}),
+    )
+    save_checkpoint(folder / CHECKPOINTS, training, {}, step)
+
+
+def note(folder: Path, step: int) -> None:
+    """Writes down that a step's checkpoint has been saved: one of that step or a later one must load from then on."""
+    written = folder / f"{NOTE}.new"
+    written.write_text(str(step))
+    written.replace(folder / NOTE)
+
+
+def problem(folder: Path, save: str) -> str:
+    """What is wrong with the last checkpoint of a job that has ended; empty where nothing is."""
+    promised = int((folder / NOTE).read_text()) if (folder / NOTE).exists() else 0
+    try:
+        step = _loaded_step(folder, save)
+    except BaseException as error:
+        return f"step {promised} was saved, and loading ends in {type(error).__name__}: {error}" if promised else ""
+    return f"step {promised} was saved, and step {step} is there" if step < promised else ""
+
+
+def _loaded_step(folder: Path, save: str) -> int:
+    if save == "torch":
+        state = torch.load(folder / RENAMED, weights_only=True)
+        _check_finite(state["weights"])
+        return int(state["step"])
+    from megatron.core import dist_checkpointing
+
+    from megatron_cp.megatron.checkpoint import latest_checkpoint
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/loading", rank=0, world_size=1)
+    found = latest_checkpoint(folder / CHECKPOINTS)
+    common = dist_checkpointing.load_common_state_dict(str(found))
+    tensors = dist_checkpointing.load_plain_tensors(str(found))
+    _check_finite({name: x for name, x in tensors.items() if isinstance(x, Tensor)})
+    return int(common["megatron_cp"]["iteration"])
+
+
+def _check_finite(tensors: dict[str, Tensor]) -> None:
+    if not tensors:
+        raise ValueError("no weights")
+    for name, tensor in tensors.items():
+        if not tensor.double().isfinite().all():
+            raise ValueError(f"{name} is not finite")

@@ -1,0 +1,83 @@
+"""Jobs that are `megatron-cp train`, with the fault put into its steps and its saving."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tools.faults import saves
+from tools.faults.cases import TRAIN_OPTIONS, Case
+from tools.faults.faulty import Faulty
+
+_SHAPE = [
+    "--hidden-size", "32", "--ffn-hidden-size", "48", "--num-attention-heads", "2", "--num-query-groups", "1",
+    "--kv-channels", "16", "--linear-num-key-heads", "1", "--linear-num-value-heads", "2", "--linear-key-head-dim", "8",
+    "--linear-value-head-dim", "8", "--hybrid-layer-pattern", "G*-", "--device", "cpu", "--seq-length", "64",
+    "--global-batch-size", "1", "--lr-warmup-iters", "1", "--train-iters", "4", "--save-interval", "1",
+]  # fmt: skip
+MASTER_PORT = "master_port"
+
+
+def prepare(folder: Path) -> None:
+    """Documents to train on, and a port for ranks that start by themselves."""
+    (folder / "documents").mkdir()
+    for number, length in enumerate((7, 1, 130, 64, 90)):
+        (folder / "documents" / f"{number}.txt").write_text((f"{number} and on, " * length)[:length])
+    (folder / saves.CHECKPOINTS).symlink_to(folder / "run" / saves.CHECKPOINTS)  # as the command calls it
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (folder / MASTER_PORT).write_text(str(free.getsockname()[1]))
+
+
+def run_locally(case: Case, folder: Path) -> dict[str, Any]:
+    """The command, which starts its ranks."""
+    _put_faults_in(case, folder)
+    return {"ok": _run(case, folder) == 0}
+
+
+def run_independent(case: Case, rank: int, folder: Path) -> None:
+    """The command on one of the ranks that a launcher such as torchrun has started."""
+    _put_faults_in(case, folder)
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(case.cp_size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
+        "LOCAL_WORLD_SIZE": str(case.cp_size), "MASTER_PORT": (folder / MASTER_PORT).read_text(),
+    }  # fmt: skip
+    raise SystemExit(_run(case, folder))
+
+
+def _run(case: Case, folder: Path) -> int:
+    from megatron_cp.cli.main import main
+
+    where = ["--data-path", str(folder / "documents"), "--run-dir", str(folder / "run"), "--seed", str(case.seed)]
+    more = os.environ.get(TRAIN_OPTIONS, "").split()
+    return main(["train", "--context-parallel-size", str(case.cp_size), *_SHAPE, *where, *more])
+
+
+def _put_faults_in(case: Case, folder: Path) -> None:
+    from megatron_cp.megatron import checkpoint, training
+
+    step, forward_step, save_checkpoint = [0], training.forward_step, checkpoint.save_checkpoint
+    made: list[Faulty] = []
+
+    def faulty() -> Faulty:
+        made.extend([Faulty(case, dist.get_rank(), folder)] if not made else [])
+        return made[0]
+
+    def step_with_fault(*args: Any, **options: Any) -> Any:
+        faulty().at("before", step[0])
+        with faulty().during("forward", step[0]):
+            return forward_step(*args, **options)
+
+    def save_with_fault(target: Path, *args: Any, **options: Any) -> None:
+        faulty().start_of_save(step[0])
+        with faulty().during("save", step[0]):
+            save_checkpoint(target, *args, **options)
+        step[0] += 1
+        if dist.get_rank() == 0:
+            saves.note(folder, step[0])
+
+    training.forward_step, checkpoint.save_checkpoint = step_with_fault, save_with_fault
