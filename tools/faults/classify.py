@@ -128,7 +128,8 @@ def said(message: str) -> str:
             inside = True
         elif inside and line.startswith(" "):
             continue
-        else:
+        else:  # the error itself, and what it says in further lines
+            inside = False
             kept.append(line)
     return "\n".join(kept)
 
