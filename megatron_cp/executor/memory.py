@@ -318,7 +318,7 @@ class _Local:
     @property
     def _later_rows(self) -> list[int]:
         """Queries that see a key of each stage after the first."""
-        rows = [self.step.tiles(self.node, stage).query_rows for stage in range(1, self.step.num_stages)]
+        rows = [self.step.query_rows(self.node, stage) for stage in range(1, self.step.num_stages)]
         return [int(seen.stop - seen.start) for seen in rows]
 
     def _rotation(self) -> list[int]:

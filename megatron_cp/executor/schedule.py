@@ -25,7 +25,7 @@ from megatron_cp.layout.bands import area
 from megatron_cp.layout.layout import ranges
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tables import Tables
-from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen
+from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen, span
 
 SCHEDULES = ("p2p", "all_gather", "exact")
 
@@ -114,6 +114,11 @@ class Attend(Tables):
     def tiles(self, node: int, stage: int = 0) -> Tiles:
         """What the queries of a node see among the keys that a stage brings."""
         return self.table(("tiles", node, stage), lambda: self._tiles(node, stage))
+
+    def query_rows(self, node: int, stage: int) -> slice:
+        """The `query_rows` of a rotation's tiles, without the tiles, which hold an entry a token."""
+        bands = self._bands_of_stage(node, stage)
+        return span(bands[:, 0], bands[:, 1])
 
     def area(self, node: int) -> int:
         """The number of visible (query, key) pairs of a node's queries."""
@@ -210,11 +215,15 @@ class Attend(Tables):
         return edges, owner
 
     def _tiles(self, node: int, stage: int) -> Tiles:
-        bands, q_tokens = self._bands_of(node), self.queries.tokens(node)
+        q_tokens = self.queries.tokens(node)
         if self.schedule == "p2p" or self.num_nodes == 1:
-            source = self.source(node, stage)
-            return Tiles(bands_of_held_keys(bands, self.keys, source), q_tokens, self.keys.tokens(source))
-        return Tiles(bands_of_keys(bands, *self._gathered(node)), q_tokens, self.gathering(node).tokens)
+            return Tiles(self._bands_of_stage(node, stage), q_tokens, self.keys.tokens(self.source(node, stage)))
+        bands = bands_of_keys(self._bands_of(node), *self._gathered(node))
+        return Tiles(bands, q_tokens, self.gathering(node).tokens)
+
+    def _bands_of_stage(self, node: int, stage: int) -> IntArray:
+        """What a node's queries see of the keys that a stage of a rotation brings, both in their rows."""
+        return bands_of_held_keys(self._bands_of(node), self.keys, self.source(node, stage))
 
     def _bands_of(self, node: int) -> IntArray:
         """The mask of a node's queries, in their rows, over the stream of keys."""

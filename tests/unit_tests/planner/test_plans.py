@@ -654,12 +654,12 @@ def test_numbers_of_a_gathering_are_those_of_its_tables(scheme, mask, layout):
         assert plan.attend.arrives_in_order(node) == (table.arrange is None) == (table.returned is None)
 
 
-@pytest.mark.parametrize("scheme", ["all_gather", "exact", "a2a+all_gather"])
+@pytest.mark.parametrize("scheme", ["p2p", "a2a+p2p", "all_gather", "exact", "a2a+all_gather"])
 def test_memory_is_counted_without_tables_of_tokens(scheme, monkeypatch):
     def made(*args):
         raise AssertionError("a table with an entry a token was made")
 
-    for name in ("_gathering", "_rows_within", "_owners"):
+    for name in ("_gathering", "_rows_within", "_owners", "_tiles"):
         monkeypatch.setattr(Attend, name, made)
     packing = Packing([10**7])
     plan = plan_attention(packing, Layout.zigzag(packing, 4), heads=8, head_dim=16, scheme=scheme)

@@ -1,0 +1,41 @@
+"""The README's ratios are those of the results that are kept."""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = " ".join((ROOT / "README.md").read_text().split())
+
+
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}_cpu.json").read_text())
+
+
+def test_ratios_of_an_exchange_are_geometric_means_of_the_cells_that_were_measured():
+    found = result("exchange")
+    means, of_cells = {}, {}
+    for peer in ("loop", "megatron"):
+        name = f"{peer}_over_ours"
+        means[peer] = found[name]["inbound, zigzag, with the gate"]["both"]
+        of_cells[peer] = [cell[name]["inbound, zigzag, with the gate"]["both"]["median"] for cell in found["cells"]]
+    assert f"takes {means['loop']:.1f} times less than a call for every document and section" in README
+    assert f"and {means['megatron']:.1f} times less than megatron-core's fused path" in README
+    assert len(found["cells"]) == 6
+    assert "geometric means of six cells" in README
+    low, high = ([f"{end(of_cells[peer]):.1f}" for peer in of_cells] for end in (min, max))
+    assert f"which reach from {low[0]} to {high[0]} and from {low[1]} to {high[1]}" in README
+    assert f"a draw with megatron-core's, {found['megatron_over_ours']['outbound, zigzag']['both']:.2f}" in README
+    pack, unpack = (found["local_targets"][what]["worst"] for what in ("pack", "unpack"))
+    assert f"at most {pack:.1f} warm copies of the same bytes to pack and {unpack:.1f} to unpack" in README
+
+
+def test_ratios_of_layers_are_medians():
+    found = result("layer")
+    gdn, mamba = (found["megatron_over_ours"][layer]["both"]["median"] for layer in ("gdn", "mamba"))
+    said = f"Gated DeltaNet takes {gdn:.2f} times less time than megatron-core's, Mamba-2 {mamba:.2f} times"
+    assert f"{said}, as medians of {found['repeats']} repeats with {found['cp']} ranks" in README
+
+
+def test_says_what_has_not_run_as_long_as_no_result_is_of_cuda():
+    devices = {json.loads(path.read_text())["device"] for path in (ROOT / "benchmarks" / "results").glob("*.json")}
+    assert ("Nothing has run on CUDA yet" in README) == (devices == {"cpu"})
