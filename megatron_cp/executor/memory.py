@@ -302,7 +302,7 @@ class _Local:
             total = int(self.step.queries.token_counts[self.node]) * row if self.wide > self.item else 0
             return [total + rows * row for rows in self._later_rows]
         # What comes back is added to sums of the own keys' gradients, in their type.
-        most, chunks = int(self.step.gathering(self.node).send_counts.max()), self.step.chunks(self.lane)
+        most, chunks = max(self.step.traffic.sent_by(self.node)), self.step.chunks(self.lane)
         width = max(self.step.head_dim, self.step.value_head_dim) * self.wide if self.wide > self.item else 0
         return [self._block_of(self.node, self.wide) + most * chunk.num_groups * width for chunk in chunks]
 
@@ -318,8 +318,8 @@ class _Local:
     @property
     def _later_rows(self) -> list[int]:
         """Queries that see a key of each stage after the first."""
-        rows = [self.step.tiles(self.node, stage).query_rows for stage in range(1, self.step.num_stages)]
-        return [int(seen.stop - seen.start) for seen in rows]
+        stages = (self.step.bands(self.node, stage) for stage in range(1, self.step.num_stages))
+        return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
     def _rotation(self) -> list[int]:
         """Moments of a ring backward, which forward has no more than."""
@@ -336,16 +336,20 @@ class _Local:
 
     def _gathering(self) -> list[int]:
         """Moments of gathered head chunks backward, which forward has no more than."""
-        gathering, chunks = self.step.gathering(self.node), self.step.chunks(self.lane)
-        tokens, sent_rows = gathering.tokens.size, gathering.send_rows.size
+        traffic, chunks, in_order = (
+            self.step.traffic,
+            self.step.chunks(self.lane),
+            self.step.arrives_in_order(self.node),
+        )
+        tokens, sent_rows = sum(traffic.received_by(self.node)), sum(traffic.sent_by(self.node))
         if self.step.schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())
             sent, received = longest, self.step.num_nodes * longest
-            ordered = 0 if received == tokens and gathering.arrange is None else tokens
+            ordered = 0 if received == tokens and in_order else tokens
         else:
             sent, received = sent_rows, tokens
-            ordered = 0 if gathering.arrange is None else tokens
-        returned = 0 if gathering.returned is None else tokens
+            ordered = 0 if in_order else tokens
+        returned = 0 if in_order else tokens
 
         def size(chunk: HeadChunk | None, *messages: int) -> int:
             return 0 if chunk is None else sum(rounded(self.block(n, chunk.num_groups, self.item)) for n in messages)

@@ -131,10 +131,7 @@ class Attend(Tables):
     def _traffic(self) -> Traffic:
         if self.schedule == "all_gather":
             return Traffic(np.repeat(self.keys.token_counts[:, None], self.num_nodes, axis=1))
-        counts = self.needed_rows.copy()
-        for node in range(self.num_nodes):
-            counts[node, node] = self._rows_within(node, *self._gathered(node)).size
-        return Traffic(counts)
+        return Traffic(self._seen_rows)
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""
@@ -183,32 +180,51 @@ class Attend(Tables):
     @property
     def needed_rows(self) -> IntArray:
         """`[nodes, nodes]` keys of each owner that queries of each other reader see."""
-        return self.table(("needed",), self._needed_rows)
+        return self._seen_rows - np.diag(np.diag(self._seen_rows))
 
-    def _needed_rows(self) -> IntArray:
-        edges, owner = self._pieces
-        needed = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
+    @property
+    def _seen_rows(self) -> IntArray:
+        """Likewise, a node's own keys among them."""
+        return self.table(("seen rows",), self._count_seen_rows)
+
+    def _count_seen_rows(self) -> IntArray:
+        _, owner = self._pieces
+        counts = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
         for reader in range(self.num_nodes):
-            starts, ends = ranges_seen(self._bands_of(reader))
-            seen = _covered(edges[1:], starts, ends) - _covered(edges[:-1], starts, ends)
-            needed[:, reader] = np.bincount(owner, weights=seen, minlength=self.num_nodes)
-        np.fill_diagonal(needed, 0)
-        return needed
+            taken = self._taken(*ranges_seen(self._bands_of(reader)))
+            counts[:, reader] = np.bincount(owner, weights=taken, minlength=self.num_nodes)
+        return counts
+
+    def _taken(self, starts: IntArray, ends: IntArray) -> IntArray:
+        """How many keys of each piece lie in ranges of the stream."""
+        edges, _ = self._pieces
+        return _covered(edges[1:], starts, ends) - _covered(edges[:-1], starts, ends)
+
+    def arrives_in_order(self, node: int) -> bool:
+        """Whether the keys that are gathered for a node, one owner's after the other's, are in stream order."""
+        owners = self._pieces[1][self._taken(*self._gathered(node)) > 0]
+        return bool((owners[1:] >= owners[:-1]).all())
 
     @property
     def _pieces(self) -> tuple[IntArray, IntArray]:
         """The fragments of all keys in stream order: `[n + 1]` edges, and the node that holds each."""
-        order = np.argsort(self.keys.starts, kind="stable")
-        edges = np.append(self.keys.starts[order], self.keys.packing.total)
-        owner = np.repeat(np.arange(self.num_nodes), np.diff(self.keys.fragment_offsets))[order]
-        return edges, owner
+        return self.table(("pieces",), self._make_pieces)
+
+    def _make_pieces(self) -> tuple[IntArray, IntArray]:
+        starts = np.sort(self.keys.starts)
+        return np.append(starts, self.keys.packing.total), self.keys.located(starts)[0]
 
     def _tiles(self, node: int, stage: int) -> Tiles:
-        bands, q_tokens = self._bands_of(node), self.queries.tokens(node)
+        held = self.schedule == "p2p" or self.num_nodes == 1
+        k_tokens = self.keys.tokens(self.source(node, stage)) if held else self.gathering(node).tokens
+        return Tiles(self.bands(node, stage), self.queries.tokens(node), k_tokens)
+
+    def bands(self, node: int, stage: int = 0) -> IntArray:
+        """The bands of a stage's tiles, without a table of their tokens."""
+        bands = self._bands_of(node)
         if self.schedule == "p2p" or self.num_nodes == 1:
-            source = self.source(node, stage)
-            return Tiles(bands_of_held_keys(bands, self.keys, source), q_tokens, self.keys.tokens(source))
-        return Tiles(bands_of_keys(bands, *self._gathered(node)), q_tokens, self.gathering(node).tokens)
+            return bands_of_held_keys(bands, self.keys, self.source(node, stage))
+        return bands_of_keys(bands, *self._gathered(node))
 
     def _bands_of(self, node: int) -> IntArray:
         """The mask of a node's queries, in their rows, over the stream of keys."""
@@ -240,7 +256,10 @@ class Attend(Tables):
     def _owners(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """The tokens of ranges of the stream of keys, with the node that holds each and its row there."""
         tokens = ranges(starts, ends)
-        return tokens, *self.keys.located(tokens)
+        places = self.keys.inverse_order[tokens]
+        lasts = np.cumsum(self.keys.token_counts)
+        owners = np.searchsorted(lasts, places, side="right")
+        return tokens, owners, places - (lasts - self.keys.token_counts)[owners]
 
     def _gathering(self, node: int) -> Gathering:
         tokens, owners, _ = self._owners(*self._gathered(node))
