@@ -318,8 +318,8 @@ class _Local:
     @property
     def _later_rows(self) -> list[int]:
         """Queries that see a key of each stage after the first."""
-        rows = [self.step.query_rows(self.node, stage) for stage in range(1, self.step.num_stages)]
-        return [int(seen.stop - seen.start) for seen in rows]
+        stages = (self.step.bands(self.node, stage) for stage in range(1, self.step.num_stages))
+        return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
     def _rotation(self) -> list[int]:
         """Moments of a ring backward, which forward has no more than."""
@@ -336,8 +336,11 @@ class _Local:
 
     def _gathering(self) -> list[int]:
         """Moments of gathered head chunks backward, which forward has no more than."""
-        traffic, chunks = self.step.traffic, self.step.chunks(self.lane)
-        in_order = self.step.arrives_in_order(self.node)
+        traffic, chunks, in_order = (
+            self.step.traffic,
+            self.step.chunks(self.lane),
+            self.step.arrives_in_order(self.node),
+        )
         tokens, sent_rows = sum(traffic.received_by(self.node)), sum(traffic.sent_by(self.node))
         if self.step.schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())

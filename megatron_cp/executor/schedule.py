@@ -25,7 +25,7 @@ from megatron_cp.layout.bands import area
 from megatron_cp.layout.layout import ranges
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tables import Tables
-from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen, span
+from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen
 
 SCHEDULES = ("p2p", "all_gather", "exact")
 
@@ -115,11 +115,6 @@ class Attend(Tables):
         """What the queries of a node see among the keys that a stage brings."""
         return self.table(("tiles", node, stage), lambda: self._tiles(node, stage))
 
-    def query_rows(self, node: int, stage: int) -> slice:
-        """The `query_rows` of a rotation's tiles, without the tiles, which hold an entry a token."""
-        bands = self._bands_of_stage(node, stage)
-        return span(bands[:, 0], bands[:, 1])
-
     def area(self, node: int) -> int:
         """The number of visible (query, key) pairs of a node's queries."""
         return area(self._bands_of(node))
@@ -137,12 +132,6 @@ class Attend(Tables):
         if self.schedule == "all_gather":
             return Traffic(np.repeat(self.keys.token_counts[:, None], self.num_nodes, axis=1))
         return Traffic(self._seen_rows)
-
-    def arrives_in_order(self, node: int) -> bool:
-        """Whether keys that are gathered for a node, one owner's after another's, arrive in the order of the stream."""
-        edges, owner = self._pieces
-        arriving = _covered_within(edges, *self._gathered(node)) > 0
-        return bool((np.diff(owner[arriving]) >= 0).all())
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""
@@ -191,39 +180,51 @@ class Attend(Tables):
     @property
     def needed_rows(self) -> IntArray:
         """`[nodes, nodes]` keys of each owner that queries of each other reader see."""
-        return self.table(("needed",), lambda: self._seen_rows * (1 - np.eye(self.num_nodes, dtype=np.int64)))
+        return self._seen_rows - np.diag(np.diag(self._seen_rows))
 
     @property
     def _seen_rows(self) -> IntArray:
-        """`[nodes, nodes]` keys of each owner that queries of each reader see, its own on the diagonal."""
+        """Likewise, a node's own keys among them."""
         return self.table(("seen rows",), self._count_seen_rows)
 
     def _count_seen_rows(self) -> IntArray:
-        edges, owner = self._pieces
-        rows = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
+        _, owner = self._pieces
+        counts = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
         for reader in range(self.num_nodes):
-            seen = _covered_within(edges, *ranges_seen(self._bands_of(reader)))
-            rows[:, reader] = np.bincount(owner, weights=seen, minlength=self.num_nodes)
-        return rows
+            taken = self._taken(*ranges_seen(self._bands_of(reader)))
+            counts[:, reader] = np.bincount(owner, weights=taken, minlength=self.num_nodes)
+        return counts
+
+    def _taken(self, starts: IntArray, ends: IntArray) -> IntArray:
+        """How many keys of each piece lie in ranges of the stream."""
+        edges, _ = self._pieces
+        return _covered(edges[1:], starts, ends) - _covered(edges[:-1], starts, ends)
+
+    def arrives_in_order(self, node: int) -> bool:
+        """Whether the keys that are gathered for a node, one owner's after the other's, are in stream order."""
+        owners = self._pieces[1][self._taken(*self._gathered(node)) > 0]
+        return bool((owners[1:] >= owners[:-1]).all())
 
     @property
     def _pieces(self) -> tuple[IntArray, IntArray]:
         """The fragments of all keys in stream order: `[n + 1]` edges, and the node that holds each."""
-        order = np.argsort(self.keys.starts, kind="stable")
-        edges = np.append(self.keys.starts[order], self.keys.packing.total)
-        owner = np.repeat(np.arange(self.num_nodes), np.diff(self.keys.fragment_offsets))[order]
-        return edges, owner
+        return self.table(("pieces",), self._make_pieces)
+
+    def _make_pieces(self) -> tuple[IntArray, IntArray]:
+        starts = np.sort(self.keys.starts)
+        return np.append(starts, self.keys.packing.total), self.keys.located(starts)[0]
 
     def _tiles(self, node: int, stage: int) -> Tiles:
-        q_tokens = self.queries.tokens(node)
-        if self.schedule == "p2p" or self.num_nodes == 1:
-            return Tiles(self._bands_of_stage(node, stage), q_tokens, self.keys.tokens(self.source(node, stage)))
-        bands = bands_of_keys(self._bands_of(node), *self._gathered(node))
-        return Tiles(bands, q_tokens, self.gathering(node).tokens)
+        held = self.schedule == "p2p" or self.num_nodes == 1
+        k_tokens = self.keys.tokens(self.source(node, stage)) if held else self.gathering(node).tokens
+        return Tiles(self.bands(node, stage), self.queries.tokens(node), k_tokens)
 
-    def _bands_of_stage(self, node: int, stage: int) -> IntArray:
-        """What a node's queries see of the keys that a stage of a rotation brings, both in their rows."""
-        return bands_of_held_keys(self._bands_of(node), self.keys, self.source(node, stage))
+    def bands(self, node: int, stage: int = 0) -> IntArray:
+        """The bands of a stage's tiles, without a table of their tokens."""
+        bands = self._bands_of(node)
+        if self.schedule == "p2p" or self.num_nodes == 1:
+            return bands_of_held_keys(bands, self.keys, self.source(node, stage))
+        return bands_of_keys(bands, *self._gathered(node))
 
     def _bands_of(self, node: int) -> IntArray:
         """The mask of a node's queries, in their rows, over the stream of keys."""
@@ -255,7 +256,10 @@ class Attend(Tables):
     def _owners(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """The tokens of ranges of the stream of keys, with the node that holds each and its row there."""
         tokens = ranges(starts, ends)
-        return tokens, *self.keys.located(tokens)
+        places = self.keys.inverse_order[tokens]
+        lasts = np.cumsum(self.keys.token_counts)
+        owners = np.searchsorted(lasts, places, side="right")
+        return tokens, owners, places - (lasts - self.keys.token_counts)[owners]
 
     def _gathering(self, node: int) -> Gathering:
         tokens, owners, _ = self._owners(*self._gathered(node))
@@ -281,11 +285,6 @@ def _covered(places: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
     before = np.concatenate([[0], np.cumsum(ends - starts)])
     index = np.searchsorted(starts, places, side="right")  # ranges that begin at or before the place
     return before[index] - np.maximum(ends[index - 1] - places, 0) * (index > 0)
-
-
-def _covered_within(edges: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
-    """How many tokens of each piece between two edges lie in disjoint ranges that rise."""
-    return np.diff(_covered(edges, starts, ends))
 
 
 def _chunks(deal: HeadDeal, lane: int, count: int) -> list[HeadChunk]:

@@ -258,8 +258,11 @@ class Layout(Tables):
         """For each of some tokens of the packed stream the rank that holds it, and in which of its rows.
 
         By fragments: whole tables such as `owners` take memory for every token of the stream.
+
+        Raises:
+            ArgumentError: tokens that are no integers, or outside of the stream.
         """
-        starts, ranks, rows = self._by_start
+        tokens, (starts, ranks, rows) = self.packing.checked_tokens(tokens), self._by_start
         number = np.searchsorted(starts, tokens, side="right") - 1
         return ranks[number], rows[number] + tokens - starts[number]
 

@@ -93,11 +93,20 @@ class Packing(Tables):
         Raises:
             ArgumentError: tokens that are no integers, or outside of the stream.
         """
+        tokens = self.checked_tokens(tokens)
+        # side="right" steps over documents without tokens, which share their offset with the next one.
+        return np.searchsorted(self.cu_seqlens, tokens, side="right") - 1
+
+    def checked_tokens(self, tokens: IntArray) -> IntArray:
+        """Places of the packed stream, if they are.
+
+        Raises:
+            ArgumentError: tokens that are no integers, or outside of the stream.
+        """
         tokens = host_array("tokens", tokens)
         if not is_integral(tokens) or (tokens.size and not 0 <= tokens.min() <= tokens.max() < self.total):
             raise ArgumentError("tokens", tokens, f"integers from 0 up to but not including {self.total}")
-        # side="right" steps over documents without tokens, which share their offset with the next one.
-        return np.searchsorted(self.cu_seqlens, tokens, side="right") - 1
+        return tokens
 
     def positions(self) -> IntArray:
         """`[total]` position of every token inside its document, counted from 0."""

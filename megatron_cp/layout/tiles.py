@@ -32,12 +32,12 @@ class Tiles(Tables):
     @cached_property
     def query_rows(self) -> slice:
         """The rows from the first query that sees a key to the last."""
-        return span(self.bands[:, 0], self.bands[:, 1])
+        return _span(self.bands[:, 0], self.bands[:, 1])
 
     @cached_property
     def key_rows(self) -> slice:
         """The rows from the first key that is seen to the last."""
-        return span(self.bands[:, 2], self.bands[:, 3])
+        return _span(self.bands[:, 2], self.bands[:, 3])
 
     @cached_property
     def cropped(self) -> Tiles:
@@ -92,6 +92,5 @@ def _in_rows(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool
     return pieces[np.lexsort((pieces[:, 2], pieces[:, 0]))]
 
 
-def span(starts: IntArray, ends: IntArray) -> slice:
-    """From the first start to the last end, of ranges in any order; empty where there is none."""
+def _span(starts: IntArray, ends: IntArray) -> slice:
     return slice(int(starts.min()), int(ends.max())) if starts.size else slice(0, 0)

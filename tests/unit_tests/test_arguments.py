@@ -111,8 +111,10 @@ TABLE = np.ones((3, 3), bool)
 CALLS = {
     "Packing": (cp.Packing, {"lengths": [3]}, {"lengths": NO_LIST}),
     "Packing.from_cu_seqlens": (cp.Packing.from_cu_seqlens, {"cu_seqlens": [0, 5]}, {"cu_seqlens": NO_LIST}),
-    "Packing.documents_of": (P.documents_of, {"tokens": STREAM}, {
-        "tokens": [None, 5, True, "1", {1}, [True], [1.0], [9], [-1], MASKED, torch.ones(2), [BEYOND]]}),
+    **{call: (function, {"tokens": STREAM}, {
+        "tokens": [None, 5, True, "1", {1}, [True], [1.0], [9], [-1], MASKED, torch.ones(2), [BEYOND]]})
+       for call, function in (("Packing.documents_of", P.documents_of), ("Packing.checked_tokens", P.checked_tokens),
+                              ("Layout.located", LAYOUT.located))},
     **{f"Layout.{name}": (getattr(cp.Layout, name), {"packing": P, "cp_size": 2}, {
         "packing": NO_PACKING, "cp_size": [*NO_INTEGER, 0, 1025], "align": [*NO_INTEGER, 0, 2**63 - 1]}
         | ({"mask": NO_MASK} if name == "balanced" else {}))

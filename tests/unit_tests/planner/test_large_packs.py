@@ -9,6 +9,7 @@ import torch
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.memory import buffer_bytes, peak_bytes
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.batch import BatchPlan, LinearSlot
 from megatron_cp.planner.linear import plan_linear
@@ -74,6 +75,8 @@ def test_attention_is_planned(n, name, little_memory):
         assert sum(plan.work_per_rank()) == 8 * whole
         assert sum(plan.bytes_sent(2, forward=True)) > 0
         assert plan.explain().startswith(f"attention by {scheme} over {CP} ranks: 3 documents, {n + 8} tokens")
+        assert peak_bytes(plan, 0, 2, forward=False) > n // CP
+        assert buffer_bytes(plan, 0, 2) > n // CP
 
 
 @pytest.mark.parametrize("name", ["contiguous", "zigzag"])
@@ -87,6 +90,21 @@ def test_linear_layers_are_planned(n, name, little_memory):
             assert f"{n + 8} tokens" in plan.explain()
             assert plan.work_imbalance >= 1
     assert len(BatchPlan(layout, [LinearSlot("mamba", 8, 1, 16, 16, hidden_size=64)]).fingerprint()) == 16
+
+
+@pytest.mark.parametrize("scheme", ["all_gather", "exact"])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "from_fragments"])
+def test_what_is_gathered_is_counted_without_its_tables(name, scheme):
+    packing = Packing([40, 0, 1, 23])
+    fragments = [[[(0, 20), (50, 64)], [], [(20, 25), (30, 50)], [(25, 30)]]]
+    layout = getattr(Layout, name)(packing, *(fragments if name == "from_fragments" else [CP]))
+    attend = plan_attention(packing, layout, heads=2, head_dim=4, scheme=scheme).attend
+    for node in range(CP):
+        gathering = attend.gathering(node)
+        assert attend.traffic.sent_by(node) == gathering.send_counts.tolist()
+        assert attend.traffic.received_by(node) == gathering.recv_counts.tolist()
+        assert attend.arrives_in_order(node) == (gathering.arrange is None)
+        assert attend.bands(node).tolist() == attend.tiles(node).bands.tolist()
 
 
 def test_bytes_of_a_relay_are_those_of_the_tokens_that_move():
