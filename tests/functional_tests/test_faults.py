@@ -25,7 +25,7 @@ from tools.faults.report import line, summary, table
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 NUMBERS = [[1.0, 2.0], [3.0, 4.0]]
-GLOO = "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:2977"
+GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:29"
 
 
 def case_of(kind, **changes):

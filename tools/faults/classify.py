@@ -121,8 +121,8 @@ def names_rank(message: str, rank: int) -> bool:
 
 
 def said(message: str) -> str:
-    """A message without the lines of a traceback in it, which name anything that stands in the source."""
-    kept, inside = [], False
+    """A message without the lines of a traceback and the places of C++ in it, which name whatever is in the source."""
+    message, kept, inside = re.sub(r"\[\S+\.cc:\d+\]", "", message), [], False
     for line in message.splitlines():
         if line.startswith("Traceback (most recent call last)"):
             inside = True
