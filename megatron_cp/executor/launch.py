@@ -36,7 +36,13 @@ _PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its paren
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or ran out of time. Carries the first failing rank's traceback."""
+    """A rank raised, died or ran out of time. Carries the first failing rank's traceback.
+
+    Attributes:
+        in_vain: ranks waited for others in vain, and nothing else is known to have failed.
+    """
+
+    in_vain = False
 
 
 def run_ranks[T](
@@ -111,6 +117,10 @@ def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ..
                 for process in processes:
                     process.start()
             return _collected(processes, answers, size, timeout)
+        except RankError as error:
+            if error.in_vain:
+                _ask_for_stacks(processes)
+            raise
         finally:
             with _interrupts_ignored():  # of a second Ctrl-C, which would leave ranks behind
                 _stop([process for process in processes if process.pid is not None])
@@ -178,7 +188,19 @@ def _first_cause(failures: dict[int, BaseException | str], size: int) -> BaseExc
     texts = {rank: str(text) for rank, text in failures.items()}
     causes = [rank for rank, text in texts.items() if f"{PeerError.__name__}: rank " not in text]
     rank = causes[0] if causes else next(iter(texts))
-    return RankError(f"rank {rank} of {size} failed:\n{texts[rank]}")
+    error = RankError(f"rank {rank} of {size} failed:\n{texts[rank]}")
+    error.in_vain = not causes
+    return error
+
+
+def _ask_for_stacks(processes: list[Any]) -> None:
+    """Has the ranks that still run write what they are at, and gives them a moment to."""
+    running = [process for process in processes if process.is_alive()]
+    for process in running:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGUSR1)
+    if running:
+        time.sleep(_GRACE)
 
 
 def _stop(processes: list[Any]) -> None:
@@ -222,8 +244,10 @@ def _process_main(
                 torch.cuda.set_device(rank % torch.cuda.device_count())
             dist.init_process_group(
                 backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size,
-                timeout=timedelta(seconds=FIRST_STEP),
+                # Within the time limit of all, so that who waits for whom is heard of before that ends them.
+                timeout=timedelta(seconds=FIRST_STEP if timeout is None else min(FIRST_STEP, 0.75 * timeout)),
             )  # fmt: skip
+            faulthandler.register(signal.SIGUSR1, file=stack)
             # Only now, when all ranks have started, so that all of them run out of time together.
             if timeout is not None:
                 faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
@@ -236,6 +260,7 @@ def _process_main(
             _exit_now()
         finally:
             faulthandler.cancel_dump_traceback_later()
+            faulthandler.unregister(signal.SIGUSR1)
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
 
