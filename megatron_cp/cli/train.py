@@ -26,7 +26,7 @@ from megatron_cp.cli.parser import MAX_TOKENS, UsageError, number, whole
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.options import METRICS, Run, TrainingOptions
-from megatron_cp.megatron.run_folder import CHECKPOINTS, LOCK, TRACKER, locked, write_whole, writing
+from megatron_cp.megatron.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.compare:
         _check_comparison(options)
     check_paths(args)
-    if args.run_dir is not None:
+    if args.run_dir is not None and not is_locked(Path(args.run_dir)):  # one under way is refused where it is locked
         _refuse_a_run(Path(args.run_dir), args)
     if not megatron_is_installed():
         raise UsageError("Megatron-Core is not installed here. Run: " + INSTALL_MEGATRON)

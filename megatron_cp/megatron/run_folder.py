@@ -18,6 +18,18 @@ CHECKPOINTS = "checkpoints"
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's name for it, among the checkpoints
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a run is under way in the folder. Any number of ranks may ask at once."""
+    try:
+        with (folder / LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, ValueError):  # nothing is there, or no path: whoever makes the folder says so
+        return False
+    return False
+
+
 @contextlib.contextmanager
 def locked(folder: Path, argument: str) -> Iterator[None]:
     """Keeps every other run out of the folder until the block or this process ends, however it ends.
