@@ -312,8 +312,9 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(dout.device.type, enabled=False):
             dsink = None
             if sink is not None:
-                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse).nan_to_num_(0.0)
-                terms = _per_query(share) * (dout.to(lse.dtype) * out)
+                held = int(place.step.queries.token_counts[place.node])  # a gradient's pad rows may hold anything
+                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :held]).nan_to_num_(0.0)
+                terms = _per_query(share) * (dout[:held].to(lse.dtype) * out[:held])
                 dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
             dq, dk, dv = attend_backward(
                 place.step, place.node, place.lane, place.wire, place.work, dout, q, k, v, out, lse
