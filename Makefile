@@ -34,8 +34,9 @@ check: setup ## parity of both layers at several context-parallel sizes, every s
 	$(RUN)/megatron-cp check --layer attention --lengths 7,1,130,64,2 --all
 	$(RUN)/megatron-cp check --layer gdn --cp 2,3,5 --lengths 7,1,130,64,2 --heads 6 --key-heads 2 --dtype float64
 
-fuzz: setup ## random attention cases against dense attention, for SECONDS=60
-	PYTHONPATH=. $(RUN)/python tools/fuzz.py --seconds $(or $(SECONDS),60)
+fuzz: setup ## random cases of every operation against an oracle, for SECONDS=60 or CASES=n, from a new seed or SEED=n
+	PYTHONPATH=. $(RUN)/python tools/fuzz.py $(if $(CASES),--cases $(CASES),--seconds $(or $(SECONDS),60)) \
+	  $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 faults: setup ## random faults in small jobs of several ranks, for SECONDS=60, or COUNT=n of them; SEED=s
 	$(RUN)/python -m tools.faults $(if $(COUNT),--count $(COUNT),--seconds $(or $(SECONDS),60)) \

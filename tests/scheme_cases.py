@@ -1,4 +1,4 @@
-"""Attention in any scheme against dense softmax attention that is none of ours: what the tests and `make fuzz` draw."""
+"""Attention in any scheme against dense softmax attention that is none of ours: what Hypothesis draws in the tests."""
 
 import contextlib
 import dataclasses

@@ -1,50 +1,138 @@
-"""Draws attention cases for as long as one asks, and checks each against dense attention: `make fuzz SECONDS=600`.
+"""Draws cases of every operation for as long as one asks, and holds each to an oracle of its own.
 
-A failing case is shrunk and printed with what it takes to run it again.
+    make fuzz SECONDS=600            for so long, from a new seed, which is printed
+    make fuzz CASES=20000 SEED=1     the same cases always
+    python tools/fuzz.py --case '{"cp_size":2,...}'     one case, as a failure prints it
+
+What is drawn: `tests/fuzz_draw.py`. What it is compared with: `tests/fuzz_oracle.py`. A failing case is made smaller
+and printed as the line that runs it again. Exit code 1 if any failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import faulthandler
+import shlex
+import signal
+import sys
 import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from hypothesis import HealthCheck, given, seed, settings
 
-from tests.scheme_cases import cases, check
+from tests.fuzz_cases import OPERATIONS, Case, shrunk
+from tests.fuzz_check import check
+from tests.fuzz_draw import case_of
 
-BATCH = 200  # cases between looks at the clock
+SAY_EVERY = 30.0  # seconds
+HUNG = ("did not finish in", "waited", "not finished")  # in the messages of what took too long
 
 
-def main() -> None:
-    """Runs batches from rising seeds until the time is up."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    args = parser.parse_args()
+def main() -> int:
+    """Runs cases until the time or their number is up; 1 if one failed."""
+    args = _arguments()
     torch.set_num_threads(1)
-    started, batches = time.monotonic(), 0
-    while time.monotonic() - started < args.seconds:
-        number = args.seed + batches
-        try:
-            _batch(number)
-        except BaseException:
-            print(f"failed with --seed {number}")
-            raise
-        batches += 1
-        print(f"{batches * BATCH} cases in {time.monotonic() - started:.0f} s", flush=True)
-    print(f"passed: {batches * BATCH} cases from seed {args.seed}")
+    if args.case:
+        error = _failure(Case.read(args.case), args.limit)
+        print("passed" if error is None else "".join(traceback.format_exception(error)))
+        return int(error is not None)
+    print(f"seed {args.seed}", flush=True)
+    started = said = time.monotonic()
+    drawn: collections.Counter[tuple[str, str]] = collections.Counter()
+    failed: collections.Counter[str] = collections.Counter()
+    number = args.first
+    while (number - args.first < args.cases) if args.cases else (time.monotonic() - started < args.seconds):
+        case = case_of(args.seed, number, args.operations)
+        drawn.update((call.operation, call.scheme) for call in case.calls)
+        error = _failure(case, args.limit)
+        number += 1
+        if error is not None:
+            failed[_report(case, number - 1, error, args)] += 1
+            if args.stop:
+                break
+        if time.monotonic() - said > SAY_EVERY:
+            said = time.monotonic()
+            print(f"{number - args.first} cases in {said - started:.0f} s, {failed.total()} failed", flush=True)
+    _summary(drawn, failed, number - args.first, time.monotonic() - started, args.seed)
+    return int(bool(failed))
 
 
-def _batch(number: int) -> None:
-    @seed(number)
-    @settings(max_examples=BATCH, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(case=cases())
-    def equal(case) -> None:  # type: ignore[no-untyped-def]
-        check(case)
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long; the last case is finished")
+    parser.add_argument("--cases", type=int, help="how many instead")
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 10**9, help="of the draws; a new one if left out")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case: draws can be shared out")
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OPERATION",
+                        help=f"draw these alone, of {', '.join(OPERATIONS)}")  # fmt: skip
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds after which a case counts as hung")
+    parser.add_argument("--stop", action="store_true", help="stop at the first failure")
+    parser.add_argument("--as-drawn", action="store_true", help="do not look for smaller cases that fail as well")
+    parser.add_argument("--case", metavar="JSON", help="run this case")
+    return parser.parse_args()
 
-    equal()
+
+def _failure(case: Case, limit: float) -> BaseException | None:
+    """What is wrong with a case. Where it hangs, every thread's stack goes to standard error."""
+    alarms = []
+
+    def alarm(*_: object) -> None:
+        alarms.append(case)
+        if sys.__stderr__ is not None:
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
+        if len(alarms) > 1:  # ranks would have given up: planning hangs, or the oracle
+            raise TimeoutError(f"not finished after {2 * limit:g} s; the stacks are on standard error")
+
+    signal.signal(signal.SIGALRM, alarm)
+    signal.setitimer(signal.ITIMER_REAL, 0.9 * limit, 1.1 * limit)
+    try:
+        check(case, limit)
+    except Exception as error:
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    return None
+
+
+def _report(case: Case, number: int, error: BaseException, args: argparse.Namespace) -> str:
+    """Prints a failure with the line that runs it again, and returns it in short."""
+    what = f"{type(error).__name__}: {error}"
+    hung = any(words in what for words in HUNG)
+    cause = error.__cause__ or error
+    where = traceback.extract_tb(cause.__traceback__)[-1]
+    print(f"\ncase {number} of seed {args.seed} failed: {what}\n  at {where.filename}:{where.lineno} in {where.name}")
+    print(f"  python tools/fuzz.py --case {shlex.quote(case.line())}")
+    if not hung and not args.as_drawn:  # each try of one that hangs would take as long as the limit
+        short = what[:40]
+        smaller = shrunk(case, lambda other: _fails_alike(other, short, args.limit))
+        print(f"  smaller: python tools/fuzz.py --case {shlex.quote(smaller.line())}", flush=True)
+    return " ".join(what.split()[:12])
+
+
+def _fails_alike(case: Case, what: str, limit: float) -> bool:
+    """Whether a case fails for what may be the same reason."""
+    error = _failure(case, limit)
+    return error is not None and f"{type(error).__name__}: {error}"[:12] == what[:12]
+
+
+def _summary(
+    drawn: collections.Counter[tuple[str, str]], failed: collections.Counter[str], cases: int, seconds: float, seed: int
+) -> None:
+    print(f"\n{'calls of':22} by scheme or mode")
+    for operation in OPERATIONS:
+        schemes = ", ".join(f"{name} {n}" for (of, name), n in sorted(drawn.items()) if of == operation)
+        if schemes:
+            print(f"{operation:22} {schemes}")
+    for what, count in failed.most_common():
+        print(f"failed {count} times: {what}")
+    rate = cases / max(seconds, 1e-9)
+    print(f"{cases} cases from seed {seed} in {seconds:.0f} s ({rate:.1f}/s), {drawn.total()} calls: "
+          f"{failed.total() or 'none'} failed")  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,7 +9,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.plan import Plan
-from megatron_cp.linear.share import Share, check_conv
+from megatron_cp.linear.share import Share, check_conv, kept
 
 
 def causal_conv1d(
@@ -53,6 +53,7 @@ def causal_conv1d(
     share.agree("causal_conv1d", {"x": x, "weight": weight, "bias": bias}, activation=activation)
 
     def conv(own: Share, *arrived: Tensor) -> list[Tensor]:
-        return own.convolved(arrived, taps, bias, count=1, silu=activation is not None)
+        (y,) = own.convolved(arrived, taps, bias, count=1, silu=activation is not None)
+        return [kept(y)]
 
     return share.run([x], conv=conv).flatten(1)

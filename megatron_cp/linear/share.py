@@ -283,3 +283,24 @@ class _Connected(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (empty,) = ctx.saved_tensors
         return torch.empty_like(empty), *(empty.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)
+
+
+def kept(result: Tensor) -> Tensor:
+    """The result of a layer whose gradients may need nothing that was saved, such as that of a bias alone.
+
+    With it every rank saves something at the end, as `connected` does where there is no work: so that under a
+    checkpoint all ranks recompute, and all of it.
+    """
+    return _Kept.apply(result)
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor) -> Tensor:
+        ctx.save_for_backward(result.new_empty(0))
+        return result.detach()  # no view, which users could not write to
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _ = ctx.saved_tensors
+        return gradients[0]

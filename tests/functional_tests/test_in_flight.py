@@ -70,7 +70,7 @@ def test_recomputed_activations_give_the_same_bits(layer, use_reentrant):
     assert_same_bits(run_ranks(recomputed, 3, case, use_reentrant), run_ranks(alone, 3, case))
 
 
-def recomputed_rule(group, kind, mode, sizes, lengths):
+def recomputed_rule(group, kind, mode, sizes, lengths, trained=slice(None)):
     packing = cp.Packing(lengths)
     plan = cp.plan_linear(packing, cp.Layout.contiguous(packing, group.size), kind, mode=mode, **sizes)
     rows = int(plan.layout.row_counts[group.rank])
@@ -81,10 +81,10 @@ def recomputed_rule(group, kind, mode, sizes, lengths):
         heads, size = sizes["heads"], sizes["head_dim"]
         tensors = [torch.randn(rows, heads, size) for _ in "qkv"] + [-torch.rand(rows, heads), torch.rand(rows, heads)]
         run = cp.gated_delta_rule
-    for tensor in tensors:
+    for tensor in tensors[trained]:
         tensor.requires_grad_()
     found = [
-        torch.autograd.grad(layer(*tensors, plan, group).square().sum(), tensors)
+        torch.autograd.grad(layer(*tensors, plan, group).square().sum(), tensors[trained])
         for layer in (run, lambda *args: checkpoint(run, *args, use_reentrant=False))
     ]
     return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
@@ -103,6 +103,14 @@ def recomputed_rule(group, kind, mode, sizes, lengths):
 def test_ranks_without_work_recompute_with_the_others(kind, mode, sizes, lengths):
     """Non-reentrant checkpoints recompute only where something was saved."""
     assert run_ranks(recomputed_rule, 3, kind, mode, sizes, lengths, timeout=limit(20)) == [True] * 3
+
+
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
+def test_ranks_with_work_recompute_for_a_bias_alone(mode):
+    """Which is added: autograd keeps nothing for its gradient, and a rank without work must not recompute alone."""
+    case = ("conv1d", mode, {"channels": 2}, (2,), slice(2, 3))
+    assert run_ranks(recomputed_rule, 3, *case, timeout=20) == [True] * 3
 
 
 @pytest.mark.parametrize("backward_order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])

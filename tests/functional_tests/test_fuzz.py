@@ -1,0 +1,213 @@
+"""A fixed part of what `make fuzz` draws, and that the draws are wide, repeat, and see what is broken."""
+
+import time
+
+import pytest
+import torch
+
+from megatron_cp.exchange import pack
+from megatron_cp.executor import exchange, gather, scan, transfers, wire
+from tests import fuzz_check
+from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
+from tests.fuzz_check import check
+from tests.fuzz_draw import case_of
+from tools import fuzz
+
+CASES = 100  # times 4
+
+
+@pytest.mark.parametrize("part", range(4))  # so that two workers share them
+@pytest.mark.timeout(600)
+def test_any_case_is_what_the_oracle_says(part):
+    # The same draws in every run: CI fails for what changed, `make fuzz` looks further.
+    for number in range(part * CASES, (part + 1) * CASES):
+        case = case_of(0, number)
+        try:
+            check(case)
+        except Exception as error:
+            raise AssertionError(f"python tools/fuzz.py --case '{case.line()}'") from error
+
+
+DRAWN = [case_of(1, number) for number in range(3000)]
+
+
+def test_a_case_is_read_from_its_line():
+    assert all(Case.read(case.line()) == case for case in DRAWN)
+    assert DRAWN[:50] == [case_of(1, number) for number in range(50)]
+
+
+def seen(name):
+    return {getattr(call, name) for case in DRAWN for call in case.calls}
+
+
+def test_draws_are_wide():
+    assert seen("operation") == set(OPERATIONS)
+    assert {scheme for scheme in seen("scheme") if scheme != "auto"} == {
+        "a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather", "headwise", "chunkwise", "relay", "same_loss",
+        "own_loss",
+    }  # fmt: skip
+    assert seen("layout") == set(LAYOUTS)
+    assert seen("transport") == {"collective", "pairwise", "hierarchical"}
+    assert seen("codec") == {"none", "fp8", "fp8_e5m2", "int8"}
+    assert seen("dtype") == {"float64", "float32", "bfloat16"}
+    assert seen("checkpoint") == {"", "reentrant", "non-reentrant"}
+    assert seen("twice") == {"", "input", "output", "backward"}
+    assert seen("strides") == {"dense", "last", "turned", "odd"}
+    assert {"=qkv", "+qkv", "=kv", "=qk", "+qk", "=BC", "+BC"} <= seen("shared")
+    assert {mask[0] for mask in seen("mask")} == {
+        "causal", "full", "window", "first", "prefix", "chunk", "shared_question", "slices", "blocks",
+    }  # fmt: skip
+    assert {case.cp_size for case in DRAWN} == {1, 2, 3, 4, 5, 6, 8}
+    assert {(0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)} <= {case.schedule for case in DRAWN}
+    assert max(seen("head_chunks") - {None}) > 2
+    assert 0 in {sum(call.lengths) for case in DRAWN for call in case.calls}
+
+
+# -- a library that is broken ----------------------------------------------------------------------------------------
+
+
+def failures(cases):
+    found = []
+    for case in cases:
+        try:
+            check(case)
+        except Exception as error:
+            found.append(error)
+    return found
+
+
+def calls_of(operation, heads=4, layouts=("random", "zigzag"), **fields):
+    """Calls of one operation with these fields."""
+    return tuple(
+        Call(operation, (9, 5), layout=layout, heads=heads, groups=heads, seed=seed, **fields)
+        for seed, layout in enumerate(layouts)
+    )
+
+
+def cases_of(operation, ranks=4, **fields):
+    """A case of each of them."""
+    return [Case(ranks, (call,)) for call in calls_of(operation, **fields)]
+
+
+def break_sum(patch):
+    patch.setattr(transfers.Rotation, "gradient_type", lambda self: self.k.dtype)
+
+
+def break_pads(patch):
+    patch.setattr(torch.Tensor, "zero_", lambda self: self)
+
+
+def break_codes(patch):
+    decode = pack.decode
+    patch.setattr(pack, "decode", lambda payload, scales, kind: decode(payload, scales.roll(1, -1), kind))
+
+
+def break_fold(patch):
+    applied = scan._applied
+    patch.setattr(scan, "_applied", lambda transition, state, transpose: applied(transition, state, transpose=False))
+
+
+def break_hosts(patch):
+    bundle = wire._TwoHops._bundle
+    turned = lambda self, pieces, ranks=(): bundle(self, pieces if ranks else pieces[::-1], ranks)  # noqa: E731
+    patch.setattr(wire._TwoHops, "_bundle", turned)
+
+
+def break_pool(patch):
+    patch.setattr(exchange, "keeps_message", lambda at: False)
+
+
+def break_losses(patch):
+    backward = gather._Gather.backward
+
+    def own(ctx, gradient):
+        ctx.same_loss = True
+        return backward(ctx, gradient)
+
+    patch.setattr(gather._Gather, "backward", staticmethod(own))
+
+
+BROKEN = {
+    "a ring adds gradients in bfloat16": (
+        break_sum,
+        cases_of("attention", scheme="p2p", dtype="bfloat16", whole=True, mask=("full",)),
+    ),
+    "pad rows hold what they held": (break_pads, cases_of("gated_delta_net", scheme="headwise", align=4)),
+    "scales of other heads": (break_codes, cases_of("attention", heads=8, scheme="a2a", codec="int8")),
+    "maps are not transposed in backward": (break_fold, cases_of("kda", scheme="chunkwise")),
+    "senders of other hosts change places": (
+        break_hosts,
+        cases_of("mamba2", scheme="headwise", ranks=5, transport="hierarchical", hosts=(0, 0, 1, 1, 1)),
+    ),
+    "a message that is kept goes back to the pool": (
+        break_pool,
+        [Case(4, calls_of("attention", layouts=("contiguous", "contiguous"), scheme="a2a"), (0, 1, 0, 1))],
+    ),
+    "a loss of one's own is everybody's": (break_losses, cases_of("gather", scheme="own_loss", batch=2)),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_the_check_sees(broken, monkeypatch):
+    breaking, cases = BROKEN[broken]
+    assert failures(cases) == []
+    breaking(monkeypatch)
+    assert failures(cases)
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+def run_fuzz(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr("sys.argv", ["fuzz.py", *arguments])
+    code = fuzz.main()
+    return code, capsys.readouterr().out
+
+
+def test_a_seed_has_the_same_cases_and_says_so(monkeypatch, capsys):
+    code, said = run_fuzz(monkeypatch, capsys, "--seed", "3", "--cases", "4", "--operations", "relayout", "gather")
+    assert code == 0
+    assert "seed 3\n" in said
+    assert "4 cases from seed 3" in said
+    assert "relayout" in said
+
+
+def test_failures_are_printed_as_lines_that_run_them(monkeypatch, capsys):
+    break_losses(monkeypatch)
+    arguments = ("--seed", "0", "--cases", "40", "--operations", "gather", "--stop")
+    code, said = run_fuzz(monkeypatch, capsys, *arguments)
+    assert code == 1
+    line = next(line for line in said.splitlines() if "smaller" in line)
+    case = line.split("--case ", 1)[1].strip("'")
+    assert len(case) < 250
+    assert run_fuzz(monkeypatch, capsys, "--case", case)[0] == 1
+    monkeypatch.undo()
+    assert run_fuzz(monkeypatch, capsys, "--case", case) == (0, "passed\n")
+
+
+def test_a_rank_that_waits_in_vain_is_a_failure(monkeypatch, capsys):
+    operate = fuzz_check.operate
+    monkeypatch.setattr(fuzz_check, "operate", lambda *call: operate(*call) if call[2].rank else torch.zeros(()))
+    case = cases_of("gather", frozen=("x",))[0].line()
+    code, said = run_fuzz(monkeypatch, capsys, "--case", case, "--limit", "3")
+    assert code == 1
+    assert "waited" in said or "did not finish" in said
+
+
+def test_what_hangs_without_ranks_is_a_failure(monkeypatch, capfd):
+    monkeypatch.setattr(fuzz, "check", lambda case, limit: time.sleep(60))
+    started = time.monotonic()
+    error = fuzz._failure(cases_of("gather")[0], 0.2)
+    assert isinstance(error, TimeoutError)
+    assert time.monotonic() - started < 10
+    assert "in test_what_hangs_without_ranks_is_a_failure" in capfd.readouterr().err
+
+
+def test_a_smaller_case_fails_alike():
+    def fails(case):
+        return sum(case.calls[0].lengths) >= 3 and case.cp_size >= 2
+
+    case = next(case for case in DRAWN if case.cp_size == 6 and fails(case) and case.calls[0].mask[0] != "slices")
+    small = shrunk(case, fails)
+    assert (small.cp_size, sum(small.calls[0].lengths)) == (2, 3)
+    assert len(small.line()) < 150

@@ -1,0 +1,257 @@
+"""What `make fuzz` draws, as data: a case is some operations over some ranks, under way together. One line of JSON."""
+
+import contextlib
+import dataclasses
+import json
+
+import numpy as np
+
+from megatron_cp.executor.transport import Transport
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner.layouts import layout_by_name
+from tests import mask_oracle
+
+KINDS = {
+    "gated_delta_rule": "gdn",
+    "gated_delta_net": "gdn",
+    "kda": "kda",
+    "kda_mixer": "kda",
+    "mamba2": "mamba",
+    "mamba2_mixer": "mamba",
+    "causal_conv1d": "conv1d",
+}
+ATTENTIONS = ("attention", "projected_attention")
+OPERATIONS = (*ATTENTIONS, *KINDS, "gather", "relayout")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One operation on one batch.
+
+    Attributes:
+        operation: one of `OPERATIONS`.
+        lengths: of the documents.
+        layout, align: who holds which tokens; see `layout_named`.
+        scheme: of attention, or the mode of a linear layer. Of gather: "same_loss" or "own_loss".
+        ulysses_degree, head_chunks, codec: as the planning functions take them.
+        transport, hosts: the road; the host of each rank where it is hierarchical.
+        heads, groups: query and key/value heads, value and key heads, heads and groups of B and C.
+        head_dim, value_head_dim: of keys and of values; of mamba of B and C, and of a head of x.
+            conv1d has `heads * value_head_dim` channels.
+        batch: entries of SBHD; 0 for packed THD without one. Of gather and relayout the number of feature axes.
+        mask: a name of `mask_oracle` and its arguments, of attention.
+        kv_lengths, kv_layout: of cross-attention; of relayout the layout that rows go to.
+        sink, softcap, dropout, scale: of attention; scale also of delta rules.
+        width: taps of a convolution.
+        options: of a linear layer, which of "bias", "three" (axes of the taps), "silu", "norm", "softplus", "limit",
+            "bound", "skip", "skips" (one for each feature).
+        kernel: "auto" or "reference".
+        dtype: of all tensors.
+        whole: inputs are whole numbers, and sums of them exact.
+        checkpoint: "", "reentrant" or "non-reentrant".
+        frozen: tensors that need no gradient.
+        shared: tensors, end to end as "qk" or "qkv", that are one tensor ("="), or views of one ("+", as in "+qkv").
+        twice: "", "input" (the operation runs twice on the same tensors), "output" (its result is used twice) or
+            "backward" (through a graph that is kept).
+        strides: how tensors lie in memory: "dense", "last", "turned" or "odd".
+        ones: the gradient is one number, expanded.
+        seed: of all numbers and of random layouts.
+    """
+
+    operation: str
+    lengths: tuple = (7,)
+    layout: str = "contiguous"
+    align: int = 1
+    scheme: str = "auto"
+    ulysses_degree: int | None = None
+    head_chunks: int | None = None
+    codec: str = "none"
+    transport: str = "collective"
+    hosts: tuple = ()
+    heads: int = 1
+    groups: int = 1
+    head_dim: int = 4
+    value_head_dim: int = 4
+    batch: int = 0
+    mask: tuple = ("causal",)
+    kv_lengths: tuple = ()
+    kv_layout: str = "contiguous"
+    sink: bool = False
+    softcap: float = 0.0
+    dropout: float = 0.0
+    scale: float | None = None
+    width: int = 4
+    options: tuple = ()
+    kernel: str = "auto"
+    dtype: str = "float64"
+    whole: bool = False
+    checkpoint: str = ""
+    frozen: tuple = ()
+    shared: str = ""
+    twice: str = ""
+    strides: str = "dense"
+    ones: bool = False
+    seed: int = 0
+
+    @property
+    def packing(self):
+        return Packing(self.lengths)
+
+    @property
+    def kv_packing(self):
+        return Packing(self.kv_lengths) if self.kv_lengths else self.packing
+
+    def mask_and_pairs(self):
+        """The mask, and the pairs that the oracle says are visible."""
+        kind, *arguments = self.mask
+        if kind == "blocks":
+            table, size = arguments
+            cells = -(-self.packing.total // size)
+            arguments = [np.array(table, dtype=bool).reshape(cells, cells), size]
+        of = (self.packing, self.kv_packing) if self.kv_lengths else (self.packing, *arguments)
+        if kind == "first":
+            _, left, right, first = of
+            return tuple(kind.window(self.packing, left, right, first=first) for kind in (Mask, mask_oracle))
+        name = {"slices": "from_slices", "blocks": "from_blocks"}.get(kind, kind)
+        return getattr(Mask, name)(*of), getattr(mask_oracle, kind)(*of)
+
+    def road(self):
+        return Transport("hierarchical", self.hosts) if self.transport == "hierarchical" else self.transport
+
+    def has(self, option):
+        return option in self.options
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Some calls over one group of ranks.
+
+    Attributes:
+        cp_size: the ranks.
+        calls: in the order of their forward passes.
+        schedule: numbers of calls, each twice: first its forward pass, then its backward pass.
+        poison: memory that nobody has written is NaN.
+        own_plans: each rank makes its own plan, as ranks in processes do.
+    """
+
+    cp_size: int
+    calls: tuple
+    schedule: tuple = (0, 0)
+    poison: bool = False
+    own_plans: bool = False
+
+    def line(self):
+        """As JSON on one line, without what is as usual."""
+        return json.dumps(_unusual(self) | {"calls": [_unusual(call) for call in self.calls]}, separators=(",", ":"))
+
+    @classmethod
+    def read(cls, line):
+        fields = json.loads(line)
+        calls = tuple(Call(**{name: _frozen(value) for name, value in call.items()}) for call in fields.pop("calls"))
+        return cls(calls=calls, **{name: _frozen(value) for name, value in fields.items()})
+
+
+def _unusual(thing):
+    found = {}
+    for field in dataclasses.fields(thing):
+        value = getattr(thing, field.name)
+        if value != field.default and field.name != "calls":
+            found[field.name] = value
+    return found
+
+
+def _frozen(value):
+    return tuple(_frozen(entry) for entry in value) if isinstance(value, list) else value
+
+
+# -- who holds which tokens ------------------------------------------------------------------------------------------
+
+LAYOUTS = ("contiguous", "zigzag", "balanced", "random", "edges", "stripes", "one", "pack")
+
+
+def layout_named(name, packing, cp_size, *, align=1, seed=0, mask=None):
+    """A layout of the library, or of fragments that nobody would ask for.
+
+    edges      cuts beside the first and last tokens of documents        stripes    token i on rank i modulo the ranks
+    one        all tokens on one rank, which the others have none of     pack       zigzag of the whole pack at once
+    """
+    if name in ("contiguous", "zigzag", "balanced", "random"):
+        return layout_by_name(name, packing, cp_size, align=align, seed=seed, mask=mask)
+    total, random = packing.total, np.random.default_rng(seed)
+    if name == "pack":
+        whole = Layout.zigzag(Packing([total]), cp_size)
+        fragments = [whole.fragments_of(rank) for rank in range(cp_size)]
+    elif name == "stripes":
+        fragments = [[(token, token + 1) for token in range(rank, total, cp_size)] for rank in range(cp_size)]
+    elif name == "one":
+        fragments = [[] for _ in range(cp_size)]
+        fragments[seed % cp_size] = [(total // 2, total), (0, total // 2)]
+    else:
+        near = (packing.cu_seqlens[:, None] + np.arange(-1, 2)).clip(0, total).ravel()
+        cuts = np.unique([0, total, *random.choice(near, size=2 * cp_size)])
+        fragments = [[] for _ in range(cp_size)]
+        for start, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+            fragments[random.integers(cp_size)].append((start, end))
+    return Layout.from_fragments(packing, fragments, align=align)
+
+
+# -- a failing case made smaller -------------------------------------------------------------------------------------
+
+
+def simpler(case):
+    """Cases that are simpler in one way each, the largest steps first. Some may make no sense."""
+    for number in range(len(case.calls)) if len(case.calls) > 1 else ():
+        yield dataclasses.replace(case, calls=(case.calls[number],), schedule=(0, 0))
+    for ranks in range(1, case.cp_size):
+        calls = tuple(
+            dataclasses.replace(call, hosts=_hosts(call.hosts[:ranks]) if call.hosts else ()) for call in case.calls
+        )
+        yield dataclasses.replace(case, cp_size=ranks, calls=calls)
+    for name in ("poison", "own_plans"):
+        if getattr(case, name):
+            yield dataclasses.replace(case, **{name: False})
+    for number, call in enumerate(case.calls):
+        for other in _simpler_calls(call):
+            calls = (*case.calls[:number], other, *case.calls[number + 1 :])
+            yield dataclasses.replace(case, calls=calls)
+
+
+def _simpler_calls(call):
+    kept = ("operation", "lengths", "kv_lengths", "seed")
+    for field in dataclasses.fields(call):
+        if field.name not in kept and getattr(call, field.name) != field.default:
+            yield dataclasses.replace(call, **{field.name: field.default})
+    for removed in call.frozen:
+        yield dataclasses.replace(call, frozen=tuple(name for name in call.frozen if name != removed))
+    for removed in call.options:
+        yield dataclasses.replace(call, options=tuple(name for name in call.options if name != removed))
+    if call.mask[0] in ("slices", "blocks", "shared_question"):
+        return  # which fit their lengths alone
+    for number, length in enumerate(call.lengths):
+        rest = [(*lengths[:number], *lengths[number + 1 :]) for lengths in (call.lengths, call.kv_lengths)]
+        if len(call.lengths) > 1:
+            yield dataclasses.replace(call, lengths=rest[0], kv_lengths=rest[1])
+        for smaller in {length // 2, length - 1} - {length, -1}:
+            yield dataclasses.replace(call, lengths=(*call.lengths[:number], smaller, *call.lengths[number + 1 :]))
+
+
+def _hosts(hosts):
+    """Hosts numbered from 0 without gaps."""
+    numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
+    return tuple(numbers[host] for host in hosts)
+
+
+def shrunk(case, fails, tries=200):
+    """The simplest case that `fails` still, found by taking whatever simpler one does."""
+    left, found = tries, True
+    while found and left > 0:
+        found = False
+        for other in simpler(case):
+            left -= 1
+            with contextlib.suppress(Exception):  # what makes no sense does not fail
+                if fails(other):
+                    case, found = other, True
+                    break
+            if left <= 0:
+                break
+    return case

@@ -1,0 +1,294 @@
+"""Runs a drawn case on threads as ranks, and holds what every rank has to the oracle: outputs, gradients, pad rows."""
+
+import contextlib
+import warnings
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import megatron_cp as cp
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.testing.poison import poisoned
+from tests.fuzz_cases import ATTENTIONS, KINDS, layout_named
+from tests.fuzz_oracle import evaluate
+from tests.fuzz_problem import arguments, problem_of
+
+# Of the largest entry, which counts as `FLOOR` at least: gradients of few parameters, and sums that cancel, lose most.
+# In bfloat16 that shows what is altogether wrong; whole numbers show the rest.
+TOLERANCES = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 1e-1}
+CODED = 1e-6  # the oracle codes too; arithmetic on codes is in float32
+FLOOR = 0.1
+
+
+class MismatchError(AssertionError):
+    """A tensor that is not what the oracle says."""
+
+
+def check(case, limit=60.0):
+    """Fails unless every rank's tensors of every call are right.
+
+    Args:
+        limit: seconds until ranks that wait for one another count as hung.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # ranks without heads
+        plans = [plan_of(call, case.cp_size) for call in case.calls]
+        problems = [problem_of(call, case.cp_size) for call in case.calls]
+        found = run_ranks(run_rank, case.cp_size, case, plans, problems, timeout=limit)
+        for number, call in enumerate(case.calls):
+            _compare(call, plans[number], problems[number], [rank[number] for rank in found])
+
+
+def plan_of(call, cp_size):
+    """The plan, or where rows are only moved the layouts of before and after."""
+    mask = call.mask_and_pairs()[0] if call.operation in ATTENTIONS else None
+    options = {"align": call.align, "seed": call.seed}
+    is_cross = call.operation in ATTENTIONS and call.kv_lengths
+    layout = layout_named(call.layout, call.packing, cp_size, mask=None if is_cross else mask, **options)
+    wire = {"head_chunks": call.head_chunks, "codec": call.codec, "transport": call.road()}
+    if call.operation not in KINDS:
+        other = layout_named(call.kv_layout, call.kv_packing, cp_size, seed=call.seed + 1, align=call.align)
+        if call.operation not in ATTENTIONS:
+            return layout, other
+        cross = {"kv_packing": call.kv_packing, "kv_layout": other} if is_cross else {}
+        return cp.plan_attention(
+            call.packing, layout, heads=call.heads, kv_heads=call.groups, head_dim=call.head_dim,
+            value_head_dim=call.value_head_dim, mask=mask, scheme=call.scheme, ulysses_degree=call.ulysses_degree,
+            **cross, **wire,
+        )  # fmt: skip
+    kind = KINDS[call.operation]
+    sizes = {"heads": call.heads, "key_heads": call.groups, "head_dim": call.head_dim}
+    sizes |= {"value_head_dim": call.value_head_dim}
+    if kind == "mamba":
+        sizes = {"heads": call.heads, "groups": call.groups, "head_dim": call.value_head_dim, "state": call.head_dim}
+    elif kind == "conv1d":
+        sizes = {"channels": call.heads * call.value_head_dim}
+    hidden_size = 64 if call.scheme == "relay" or call.seed % 2 else None
+    return cp.plan_linear(
+        call.packing, layout, kind, conv_width=call.width, mode=call.scheme, hidden_size=hidden_size, **sizes, **wire
+    )
+
+
+def layouts_of(call, plan):
+    """Who holds the inputs, the keys among them, and the output; None for an output that every rank has whole."""
+    if isinstance(plan, tuple):
+        return plan[0], plan[0], (None if call.operation == "gather" else plan[1])
+    outer = plan.outer or plan.layout
+    return outer, (plan.kv_layout if call.operation in ATTENTIONS else outer), outer
+
+
+# -- one rank --------------------------------------------------------------------------------------------------------
+
+
+def run_rank(group, case, plans, problems):
+    """What this rank has after all calls: for each the result and the gradients by name."""
+    plans = [plan_of(call, case.cp_size) for call in case.calls] if case.own_plans else plans
+    calls = [_Rank(group, *call) for call in zip(case.calls, plans, problems, strict=True)]
+    begun = set()
+    with poisoned() if case.poison else contextlib.nullcontext():
+        for number in case.schedule:
+            calls[number].backward() if number in begun else calls[number].forward()
+            begun.add(number)
+    return [call.results() for call in calls]
+
+
+class _Rank:
+    """One call on one rank."""
+
+    def __init__(self, group, call, plan, problem):
+        self.group, self.call, self.plan = group, call, plan
+        rank = group.rank
+        rows, keys, out = layouts_of(call, plan)
+        # Pad rows hold what must not matter. A projection of NaN would be NaN, in gradients that are the user's.
+        pad = 3.0 if call.operation == "projected_attention" else torch.nan
+        self.leaves = {}
+        for name, x in problem.leaves.items():
+            layout = keys if name in problem.of_keys else rows
+            local = x.clone() if name in problem.whole else layout.shard(x, rank, pad_value=pad)
+            self.leaves[name] = _lying(local, call.strides).requires_grad_(name not in call.frozen)
+        self.gradients = [self._gradient(x, out) for x in problem.gradients]
+        self.before = [x.detach().clone() for x in (*self.leaves.values(), *self.gradients)]
+
+    def _gradient(self, x, layout):
+        """This rank's gradient of the result."""
+        if layout is None:
+            return (x[self.group.rank] if self.call.scheme == "own_loss" else x).clone()
+        if self.call.ones:
+            return torch.ones((), dtype=x.dtype).expand(int(layout.row_counts[self.group.rank]), *x.shape[1:])
+        return _lying(layout.shard(x, self.group.rank, pad_value=torch.nan), self.call.strides)
+
+    def forward(self):
+        self.outs = [self._out() for _ in range(2 if self.call.twice == "input" else 1)]
+
+    def _out(self):
+        names = list(self.leaves)
+
+        def layer(*tensors):
+            return operate(self.call, self.plan, self.group, dict(zip(names, tensors, strict=True)))
+
+        if not self.call.checkpoint:
+            return layer(*self.leaves.values())
+        return checkpoint(layer, *self.leaves.values(), use_reentrant=self.call.checkpoint == "reentrant")
+
+    def backward(self):
+        call, outs = self.call, self.outs
+        if not any(x.requires_grad for x in self.leaves.values()):
+            assert not any(out.requires_grad for out in outs)
+            return
+        if call.twice == "input":
+            torch.autograd.backward(outs, self.gradients)
+        elif call.twice == "output":
+            torch.autograd.backward([outs[0], outs[0].view_as(outs[0])], self.gradients)
+        elif call.twice == "backward":
+            outs[0].backward(self.gradients[0], retain_graph=True)
+            outs[0].backward(self.gradients[0])
+        else:
+            outs[0].backward(self.gradients[0])
+
+    def results(self):
+        after = [x.detach() for x in (*self.leaves.values(), *self.gradients)]
+        if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(self.before, after, strict=True)):
+            raise MismatchError("an input, or a gradient that was given, has changed")
+        found = {f"out {number}": out.detach() for number, out in enumerate(self.outs)}
+        return found | {name: x.grad for name, x in self.leaves.items()}
+
+
+def _lying(x, strides):
+    """The same numbers, not densely: rows in every other place, axes turned round, or off the usual alignment."""
+    if not x.ndim or strides == "dense":
+        return x.clone()
+    if strides == "last":
+        return torch.stack([x, x], -1)[..., 0]
+    if strides == "turned" and x.ndim > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def operate(call, plan, group, leaves):
+    """The operation on this rank's tensors."""
+    tensors = arguments(call, leaves)
+    if call.operation == "gather":
+        return cp.gather(tensors["x"], plan[0], group, same_loss=call.scheme == "same_loss")
+    if call.operation == "relayout":
+        return cp.relayout(tensors["x"], *plan, group)
+    if call.operation in ATTENTIONS:
+        return _attended(call, plan, group, tensors)
+    options = _linear_options(call)
+    if plan.outer is not None:
+        rows = _sharded(call)
+        tensors = {n: cp.relayout(x, plan.outer, plan.layout, group) if n in rows else x for n, x in tensors.items()}
+    if call.operation == "causal_conv1d":
+        tensors.setdefault("bias", None)
+    out = getattr(cp, call.operation)(**tensors, plan=plan, group=group, kernel=call.kernel, **options)
+    return out if plan.outer is None else cp.relayout(out, plan.layout, plan.outer, group)
+
+
+def _attended(call, plan, group, tensors):
+    options = {
+        "softmax_scale": 256.0 if call.whole else call.scale, "softcap": call.softcap, "dropout": call.dropout,
+        "seed": call.seed, "kernel": call.kernel, "sink": tensors.get("sink"),
+    }  # fmt: skip
+    if call.operation == "attention":
+        return cp.attention(tensors["q"], tensors["k"], tensors["v"], plan, group, **options)
+    x, y = tensors["x"], tensors.get("y", tensors["x"])
+
+    def project(heads, kv_heads):
+        made = ((x, "wq", heads), (y, "wk", kv_heads), (y, "wv", kv_heads))
+        return tuple(torch.einsum("t...m,hmd->t...hd", rows, tensors[name][own]) for rows, name, own in made)
+
+    return cp.projected_attention(project, plan, group, **options)
+
+
+def _linear_options(call):
+    options = {}
+    match call.operation:
+        case "causal_conv1d":
+            options = {"activation": "silu" if call.has("silu") else None}
+        case "gated_delta_rule" | "kda":
+            options = {"use_qk_l2norm_in_kernel": call.has("norm"), "scale": call.scale}
+        case "gated_delta_net":
+            options = {"scale": call.scale}
+        case "kda_mixer":
+            options = {"scale": call.scale, "lower_bound": -5.0 if call.has("bound") else None}
+        case "mamba2":
+            options = {"dt_softplus": call.has("softplus")}
+    if call.has("limit"):
+        options["dt_limit"] = (0.1, 1.5)
+    return options
+
+
+def _sharded(call):
+    return {"q", "k", "v", "qkv", "xBC", "x", "dt", "B", "C", "alpha", "beta", "g"}
+
+
+# -- what must hold --------------------------------------------------------------------------------------------------
+
+
+def _compare(call, plan, problem, ranks):
+    expected = expectation(call, plan, problem)
+    rows, keys, out = layouts_of(call, plan)
+    for name, value in expected.items():
+        of_ranks = [rank[name] for rank in ranks]
+        if name in call.frozen:
+            _require(all(x is None for x in of_ranks), call, name, "has a gradient that nobody wanted")
+            continue
+        _require(not any(x is None for x in of_ranks), call, name, "has no gradient on some rank")
+        layout = out if name.startswith("out ") else keys if name in problem.of_keys else rows
+        if name in problem.whole:
+            found = [sum(x.double() for x in of_ranks)]
+        elif layout is None:
+            found = of_ranks
+        else:
+            for rank, x in enumerate(of_ranks):
+                pads = x[int(layout.token_counts[rank]) :]
+                _require(not bool(pads.count_nonzero()), call, name, f"has pad rows that are not zero on rank {rank}")
+            found = [layout.unshard(of_ranks)]
+        for x in found:
+            _close(call, name, x, value)
+
+
+def expectation(call, plan, problem):
+    """The results and gradients over the whole stream, in float64."""
+    leaves = {name: x.double().requires_grad_(name not in call.frozen) for name, x in problem.leaves.items()}
+    gradients = [x.double() for x in problem.gradients]
+    if call.operation == "gather" and call.scheme == "own_loss":
+        gradients = [x.sum(0) for x in gradients]
+    outs = [evaluate(call, plan, leaves) for _ in range(2 if call.twice == "input" else 1)]
+    if call.twice == "output":
+        gradients = [gradients[0] + gradients[1]]
+    if outs[0].requires_grad:  # not of a stream without tokens
+        torch.autograd.backward(outs, gradients)
+    by = 2 if call.twice == "backward" else 1
+    found = {f"out {number}": out.detach() for number, out in enumerate(outs)}
+    for name, x in leaves.items():
+        found[name] = x.grad * by if x.grad is not None else torch.zeros_like(x)
+    return found
+
+
+def _close(call, name, found, value):
+    _require(found.shape == value.shape, call, name, f"is {tuple(found.shape)}, not {tuple(value.shape)}")
+    if not value.numel():
+        return
+    if is_exact(call, name):
+        value = value.to(getattr(torch, call.dtype)).to(found.dtype)
+        wrong = int((found != value).sum())
+        _require(wrong == 0, call, name, f"has {wrong} of {value.numel()} entries that are not the exact sums")
+        return
+    bound = TOLERANCES[call.dtype] if call.codec == "none" else CODED
+    error = float((found.double() - value).abs().max() / value.abs().max().clamp(min=FLOOR))
+    _require(error <= bound, call, name, f"is off by {error:.1e} of its largest entry; allowed {bound:g}")
+
+
+def is_exact(call, name):
+    """Whether every entry is a sum of whole numbers, and rounded once if at all."""
+    if not call.whole or call.has("silu"):
+        return False
+    if call.dtype != "bfloat16" or call.operation == "relayout" or name.startswith("out "):
+        return True
+    # Rounded by whoever adds up the gradients of several uses. What gathers keys rounds each rank's share of theirs.
+    return not call.twice and (call.operation == "gather" or call.scheme == "p2p")
+
+
+def _require(holds, call, name, what):
+    if not holds:
+        raise MismatchError(f"{call.operation} {call.scheme}: {name} {what}")

@@ -1,0 +1,224 @@
+"""Random cases for `make fuzz`: `case_of(seed, number)` is the same case always."""
+
+import dataclasses
+import itertools
+import random
+
+from tests.fuzz_cases import ATTENTIONS, KINDS, LAYOUTS, OPERATIONS, Call, Case
+from tests.fuzz_problem import names_of
+
+HEADS = ((6, 2), (5, 5), (5, 1), (4, 4), (1, 1), (6, 3), (2, 1), (3, 3), (8, 2))
+SIZES = ((8, 8), (24, 16), (5, 3), (2, 9), (1, 1), (8, 4), (16, 16))
+# How often each is drawn: attention has most schemes and masks, and what only moves rows is soon looked through.
+WEIGHTS = {"attention": 8, "projected_attention": 4, "gather": 1, "relayout": 1} | dict.fromkeys(KINDS, 3)
+RANKS = (1, *[2] * 6, *[3] * 6, *[4] * 5, 5, 6, 8)
+PLAIN = ("a2a", "p2p", "all_gather", "exact")
+PRODUCTS = ("a2a+p2p", "a2a+all_gather")
+
+
+def case_of(seed, number, operations=OPERATIONS):
+    """Case `number` of a seed, with calls of some operations alone."""
+    r = random.Random(f"{seed}/{number}")
+    cp_size, weights = r.choice(RANKS), [WEIGHTS[name] for name in operations]
+    calls = [_call(r, cp_size, *r.choices(operations, weights))]
+    for _ in range(r.choice((0, 0, 0, 0, 0, 0, 0, 0, 1, 2))):
+        calls.append(_next(r, calls[0]) if r.random() < 0.5 else _call(r, cp_size, *r.choices(operations, weights)))
+    if r.random() < 0.03:
+        calls = [_without_gradients(r, call) for call in calls]
+    return Case(cp_size, tuple(calls), _schedule(r, len(calls)), poison=r.random() < 0.04, own_plans=r.random() < 0.1)
+
+
+def _schedule(r, count):
+    """Forward passes in order, each call's backward pass somewhere after its own."""
+    events = list(range(count))
+    for number in range(count):
+        events.insert(r.randint(events.index(number) + 1, len(events)), number)
+    return tuple(events)
+
+
+def _next(r, call):
+    """The same layer on another batch."""
+    lengths, fresh = _lengths(r), r.randrange(10**6)
+    if call.operation in ATTENTIONS:
+        mask = call.mask if call.kv_lengths else _mask(r, lengths)
+        kv_lengths = tuple(_length(r) for _ in lengths) if call.kv_lengths else ()
+        return dataclasses.replace(call, lengths=lengths, mask=mask, kv_lengths=kv_lengths, seed=fresh)
+    return dataclasses.replace(call, lengths=lengths, seed=fresh)
+
+
+def _without_gradients(r, call):
+    return dataclasses.replace(call, frozen=names_of(call), checkpoint="", twice="")
+
+
+def _length(r):
+    return r.randint(0, 1) if r.random() < 0.2 else r.randint(2, 16)
+
+
+def _lengths(r):
+    lengths = [_length(r) for _ in range(r.choice((1, 1, 2, 2, 3, 3, 4)))]
+    if r.random() < 0.04:
+        lengths[r.randrange(len(lengths))] = r.randint(60, 140)  # more than a chunk of the chunked kernels
+    return tuple(lengths)
+
+
+def _call(r, cp_size, operation):
+    heads, groups = r.choice(HEADS)
+    head_dim, value_head_dim = r.choice(SIZES)
+    call = Call(
+        operation, _lengths(r), layout=r.choice((*LAYOUTS, "contiguous", "zigzag", "balanced", "random")),
+        align=r.choice((1, 1, 1, 2, 4)), heads=heads, groups=groups, head_dim=head_dim, value_head_dim=value_head_dim,
+        seed=r.randrange(10**6), strides=r.choice(("dense", "dense", "last", "turned", "odd")), ones=r.random() < 0.1,
+    )  # fmt: skip
+    transport = r.choice(("collective", "collective", "pairwise", "hierarchical"))
+    hosts = _hosts(r, cp_size) if transport == "hierarchical" else ()
+    if operation in ATTENTIONS:
+        call = _attention(r, dataclasses.replace(call, transport=transport, hosts=hosts), cp_size)
+    elif operation in KINDS:
+        call = _linear(r, dataclasses.replace(call, transport=transport, hosts=hosts), cp_size)
+    else:
+        call = _moved(r, call)
+    return _used(r, call)
+
+
+def _hosts(r, cp_size):
+    hosts = [r.randrange(r.randint(1, cp_size)) for _ in range(cp_size)]
+    numbers = {host: number for number, host in enumerate(sorted(set(hosts)))}
+    return tuple(numbers[host] for host in hosts)
+
+
+def _attention(r, call, cp_size):
+    scheme = r.choice((*PLAIN, *PRODUCTS)) if cp_size in (4, 6, 8) else r.choice(PLAIN)
+    degrees = [degree for degree in range(2, cp_size) if cp_size % degree == 0]
+    degree = {"a2a": cp_size}.get(scheme, 1) if scheme in PLAIN else r.choice(degrees)
+    cross = r.random() < 0.12
+    exchanges = scheme.startswith("a2a")
+    chunks = None
+    if scheme != "p2p" and r.random() < 0.5:
+        chunks = r.randint(1, _most_groups(call, degree))
+    special = r.choice(("", "", "", "", "sink", "sink", "softcap", "dropout", "scale"))
+    narrow = call.operation == "attention" and r.random() < 0.3
+    call = dataclasses.replace(
+        call, scheme=scheme, ulysses_degree=degree if scheme in PRODUCTS else None, head_chunks=chunks,
+        codec=r.choice(("fp8", "fp8_e5m2", "int8")) if exchanges and not narrow and r.random() < 0.3 else "none",
+        batch=r.choice((0, 0, 0, 1, 2)), mask=(r.choice(("causal", "full")),) if cross else _mask(r, call.lengths),
+        kv_lengths=tuple(_length(r) for _ in call.lengths) if cross else (),
+        kv_layout=r.choice(LAYOUTS) if cross else "contiguous",
+        kernel=r.choice(("auto", "auto", "auto", "reference")),
+    )  # fmt: skip
+    if call.layout == "stripes" and sum(call.lengths) > 24:
+        call = dataclasses.replace(call, layout="random")  # a kernel call for each pair of stripes takes long
+    if narrow:
+        return _narrow(r, call)
+    return dataclasses.replace(
+        call, sink=special == "sink", softcap=1.5 * (special == "softcap"), dropout=0.3 * (special == "dropout"),
+        scale=r.choice((-0.4, 0.0, 2.0)) if special == "scale" else None,
+    )  # fmt: skip
+
+
+def _most_groups(call, degree):
+    """Key heads of the rank that has most."""
+    return max(1, -(-call.groups // degree))
+
+
+def _narrow(r, call):
+    return dataclasses.replace(call, dtype=r.choice(("float32", "bfloat16", "bfloat16")), whole=r.random() < 0.8)
+
+
+def _mask(r, lengths):
+    kinds = ("causal", "causal", "full", "window", "window", "first", "prefix", "chunk", "shared_question", "slices",
+             "blocks")  # fmt: skip
+    kind, total = r.choice(kinds), sum(lengths)
+    if kind in ("slices", "blocks") and total > 70:
+        kind = "window"  # the oracle goes from pair to pair
+    if kind in ("causal", "full"):
+        return (kind,)
+    if kind in ("window", "first"):
+        left, right = r.randint(-1, 9), r.choice((0, 0, 1, 4, -1))
+        return (kind, left, right, *([r.randint(1, 5)] if kind == "first" else []))
+    if kind in ("prefix", "chunk"):
+        return (kind, r.randint(1, 12))
+    if kind == "shared_question":
+        return (kind, tuple(_parts(r, length) for length in lengths))
+    if kind == "slices":
+        return (kind, tuple(_slice(r, total) for _ in range(r.randint(0, 5))))
+    size = r.randint(max(1, total // 12), max(9, total // 8))
+    cells = -(-total // size)
+    return (kind, tuple(tuple(r.randint(0, 1) for _ in range(cells)) for _ in range(cells)), size)
+
+
+def _parts(r, length):
+    cuts = sorted(r.randint(0, length) for _ in range(r.randint(0, 3)))
+    return tuple(end - start for start, end in itertools.pairwise([0, *cuts, length]))
+
+
+def _slice(r, total):
+    q, k = (sorted(r.randint(0, total) for _ in range(2)) for _ in range(2))
+    return (*q, *k, r.choice(("full", "causal", "inverse_causal", "both")))
+
+
+def _linear(r, call, cp_size):
+    kind = KINDS[call.operation]
+    mode = r.choice(("headwise", "headwise", "chunkwise", "chunkwise", "relay", "auto"))
+    exchanges = mode in ("headwise", "auto")
+    groups = call.heads * call.value_head_dim if kind == "conv1d" else call.groups
+    most = _most_groups(dataclasses.replace(call, groups=groups), cp_size)
+    chunks = r.randint(1, most) if exchanges and r.random() < 0.5 else None
+    codec = "none"
+    if exchanges and kind != "conv1d" and r.random() < 0.3:
+        codec = r.choice(("fp8", "fp8_e5m2", "int8"))
+    choices = {
+        "gated_delta_rule": ["norm"],
+        "kda": ["norm"],
+        "mamba2": ["softplus", "limit", "skip", "skips", "bias"],
+        "gated_delta_net": ["bias", "three"],
+        "kda_mixer": ["bias", "three", "bound"],
+        "mamba2_mixer": ["bias", "three", "limit", "skip", "skips"],
+        "causal_conv1d": ["bias", "three", "silu"],
+    }[call.operation]
+    options = tuple(name for name in choices if r.random() < 0.4)
+    if "skips" in options:
+        options = tuple(name for name in options if name != "skip")
+    narrow = codec == "none" and r.random() < 0.15
+    return dataclasses.replace(
+        call, scheme=mode, head_chunks=chunks, codec=codec, width=r.choice((1, 2, 3, 4, 4, 4, 7)), options=options,
+        kernel=r.choice(("auto", "auto", "auto", "reference")),
+        dtype=r.choice(("float32", "bfloat16")) if narrow else "float64",
+        scale=r.choice((None, None, 0.3)) if kind in ("gdn", "kda") else None,
+        whole=narrow and call.operation == "causal_conv1d" and r.random() < 0.7,
+    )  # fmt: skip
+
+
+def _moved(r, call):
+    return dataclasses.replace(
+        call, batch=r.randint(0, 2), scheme=r.choice(("same_loss", "own_loss")), kv_layout=r.choice(LAYOUTS),
+        dtype=r.choice(("float64", "float32", "bfloat16")), whole=True,
+    )  # fmt: skip
+
+
+def _used(r, call):
+    """How tensors come in and what is done with the result."""
+    if r.random() < 0.1 and call.dtype == "float64":
+        call = _sharing(r, call)
+    names = names_of(call)
+    frozen = ()
+    if r.random() < 0.25 and len(names) > 1:
+        frozen = tuple(r.sample(names, r.randint(1, len(names) - 1)))
+    return dataclasses.replace(
+        call, frozen=frozen, checkpoint=r.choice(("", "", "", "", "reentrant", "non-reentrant")),
+        twice=r.choice(("", "", "", "", "", "", "", "input", "output", "backward")),
+    )  # fmt: skip
+
+
+def _sharing(r, call):
+    """The call with tensors that are one, if it has some of one shape."""
+    if call.operation == "attention" and not call.kv_lengths:
+        size = {"value_head_dim": call.head_dim}
+        return dataclasses.replace(
+            call, **size, **r.choice(({"shared": "+qkv"}, {"shared": "=qkv", "groups": call.heads}, {"shared": "=kv"})),
+            head_chunks=None,
+        )  # fmt: skip
+    if call.operation in ("gated_delta_rule", "kda"):
+        return dataclasses.replace(call, shared=r.choice(("=qk", "+qk")))
+    if call.operation == "mamba2":
+        return dataclasses.replace(call, shared=r.choice(("=BC", "+BC")))
+    return call

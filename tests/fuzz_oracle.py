@@ -1,0 +1,228 @@
+"""Every operation over a whole stream in plain torch, differentiated by autograd: what ranks must agree with.
+
+Nothing of the library computes here. Attention is one softmax over all keys of the stream, linear layers go token by
+token (`linear_oracle`), a convolution is torch's own of each document. A codec is written a second time, and applied to
+the heads that the plan says each rank has, since each rank's share of a shared head's gradient is coded apart.
+"""
+
+import numpy as np
+import torch
+
+from megatron_cp.linear.kernels.base import Delta, StateSpace
+from tests import linear_oracle
+from tests.fuzz_cases import ATTENTIONS, KINDS
+from tests.fuzz_problem import arguments
+
+NEXT_ENTRY = 2**31 - 1  # between the dropout seeds of a batch's entries
+
+
+def evaluate(call, plan, leaves):
+    """The output over the whole stream, differentiable."""
+    tensors = arguments(call, leaves)
+    if call.operation in ATTENTIONS:
+        return _attention(call, plan, tensors)
+    if call.operation == "causal_conv1d":
+        return _convolved(call, tensors["x"], tensors["weight"], tensors.get("bias"), silu=call.has("silu"))
+    if call.operation in KINDS:
+        return _recurrence(call, plan, tensors)
+    return tensors["x"] * 1
+
+
+# -- codecs ----------------------------------------------------------------------------------------------------------
+
+
+class _Coded(torch.autograd.Function):
+    """`[..., d]` coded and decoded, with a scale for each row; its gradient likewise, in another format."""
+
+    @staticmethod
+    def forward(ctx, x, way, back):
+        ctx.back = back
+        return _rounded(x, way)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _rounded(gradient, ctx.back), None, None
+
+
+FORMATS = {"fp8": ("e4m3", "e4m3"), "fp8_e5m2": ("e4m3", "e5m2"), "int8": ("int8", "int8")}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "int8": 127.0}
+TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def _rounded(x, kind):
+    if not x.numel():
+        return x.clone()
+    single = x.float()
+    scale = (single.abs().amax(-1, keepdim=True) / LARGEST[kind]).clamp(min=torch.finfo(torch.float32).tiny)
+    codes = single / scale
+    codes = codes.round() if kind == "int8" else codes.to(TYPES[kind]).float()
+    return (codes * scale).to(x.dtype)
+
+
+def _shares(call, plan):
+    """For each rank and chunk its heads and key heads; all at once where nothing is coded."""
+    if not _is_coded(call, plan):
+        return [((0, call.heads), (0, call.groups))]
+    deals = [plan.deal_of(chunk) for chunk in range(plan.head_chunks)]
+    shares = [share for deal in deals for share in zip(deal.heads, deal.groups, strict=True)]
+    return sorted((heads, groups) for heads, groups in shares if heads[1] > heads[0])
+
+
+def _is_coded(call, plan):
+    return call.codec != "none" and any(exchange.codec for exchange, _ in plan.exchanges(forward=True))
+
+
+def _sent(call, plan, x):
+    """What the wire does to `[..., heads, d]`."""
+    return _Coded.apply(x, *FORMATS[call.codec]) if _is_coded(call, plan) else x
+
+
+# -- softmax attention -----------------------------------------------------------------------------------------------
+
+
+def _attention(call, plan, tensors):
+    if call.operation == "projected_attention":
+        x, y = tensors["x"], tensors.get("y", tensors["x"])
+        q, k, v = (
+            torch.einsum("t...m,hmd->t...hd", rows, tensors[weight])
+            for rows, weight in ((x, "wq"), (y, "wk"), (y, "wv"))
+        )
+    else:
+        q, k, v = (tensors[name] for name in "qkv")
+    if not call.batch:
+        q, k, v = (x[:, None] for x in (q, k, v))
+    pairs = torch.from_numpy(np.asarray(call.mask_and_pairs()[1]))
+    ratio, outputs = call.heads // call.groups, []
+    for (first, last), (first_group, last_group) in _shares(call, plan):
+        own = _sent(call, plan, q[:, :, first:last])
+        keys, values = (_sent(call, plan, x[:, :, first_group:last_group]) for x in (k, v))
+        groups = torch.tensor([head // ratio - first_group for head in range(first, last)])
+        sink = tensors["sink"][first:last] if call.sink else None
+        out = _softmax(call, own, keys[:, :, groups], values[:, :, groups], pairs, sink, first)
+        outputs.append(_sent(call, plan, out))
+    out = torch.cat(outputs, 2)
+    return out if call.batch else out[:, 0]
+
+
+def _softmax(call, q, k, v, pairs, sink, first_head):
+    """`[t, b, h, v]`; query head i reads key head i."""
+    scale = call.head_dim**-0.5 if call.scale is None else call.scale
+    scores = torch.einsum("ibhd,jbhd->bhij", q, k) * (256.0 if call.whole else scale)
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    scores = scores.masked_fill(~pairs, -torch.inf)
+    if sink is not None:
+        # -inf would make NaN of 0 * inf in the gradient; so far below the scores it has no weight either.
+        sink = sink.clamp(min=-1e3)
+        scores = torch.cat([scores, sink[:, None, None].expand(len(scores), -1, scores.shape[2], 1)], -1)
+    seen = (scores > -torch.inf).any(-1, keepdim=True)
+    weights = (torch.where(seen, scores, 0).softmax(-1) * seen)[..., : len(k)]
+    if call.dropout:
+        kept = [
+            [
+                _kept(pairs.shape, first_head + head, call.seed + entry * NEXT_ENTRY, call.dropout)
+                for head in range(q.shape[2])
+            ]
+            for entry in range(q.shape[1])
+        ]
+        weights = weights * torch.from_numpy(np.array(kept)) / (1 - call.dropout)
+    return torch.einsum("bhij,jbhd->ibhd", weights, v)
+
+
+def _kept(shape, head, seed, dropout):
+    """`[t, s]` the weights that stay: SplitMix64 of the seed, then of the head, of the query and of the key."""
+    queries, keys = (np.arange(size, dtype=np.uint64) for size in shape)
+    with np.errstate(over="ignore"):
+        stream = np.uint64(seed)
+        for counter in (np.uint64(head), queries[:, None], keys):
+            stream = stream + counter * np.uint64(0x9E3779B97F4A7C15)
+            for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                stream = (stream ^ (stream >> np.uint64(shift))) * np.uint64(factor)
+            stream = stream ^ (stream >> np.uint64(31))
+        return stream.view(np.int64) >= int(dropout * 2**64) - 2**63
+
+
+# -- linear layers ---------------------------------------------------------------------------------------------------
+
+
+def _recurrence(call, plan, tensors):
+    """Bare rules and mixers, section by section of what their heads are."""
+    mamba = KINDS[call.operation] == "mamba"
+    sections, decay = _sections(call, tensors, mamba), _decay(call, tensors)
+    ratio, outputs = call.heads // call.groups, []
+    for (first, last), (first_group, last_group) in _shares(call, plan):
+        own = []
+        for x, weight, bias, wide in sections:
+            heads = slice(first, last) if wide else slice(first_group, last_group)
+            x = _sent(call, plan, x[:, heads])
+            if weight is not None:
+                size = x.shape[1:]
+                flat = weight[heads].flatten(0, 1), None if bias is None else bias[heads].flatten()
+                x = _convolved(call, x.flatten(1), *flat, silu=True).unflatten(1, size)
+            own.append(x)
+        groups = [head // ratio - first_group for head in range(first, last)]
+        of_heads = {name: x[..., first:last] if name == "dt" else x[:, first:last] for name, x in decay.items()}
+        out = _ruled(call, own, of_heads, tensors, groups, slice(first, last))
+        outputs.append(_sent(call, plan, out))
+    return torch.cat(outputs, 1)
+
+
+def _sections(call, tensors, mamba):
+    """For each of q, k, v or x, B, C: `[t, n, d]`, its taps `[n, d, w]` and bias if any, and whether n is the heads."""
+    wide = (True, False, False) if mamba else (False, False, True)
+    sizes = [(call.heads, call.value_head_dim) if is_wide else (call.groups, call.head_dim) for is_wide in wide]
+    widths = [heads * dim for heads, dim in sizes]
+    mixed = tensors.get("xBC" if mamba else "qkv")
+    if mixed is None:
+        return [(tensors[name], None, None, w) for name, w in zip("xBC" if mamba else "qkv", wide, strict=True)]
+    taps = tensors["conv"].flatten(1).split(widths)
+    biases = tensors["conv_bias"].split(widths) if call.has("bias") else [None] * 3
+    return [
+        (x.unflatten(1, size), tap.unflatten(0, size), None if bias is None else bias.unflatten(0, size), is_wide)
+        for x, size, tap, bias, is_wide in zip(mixed.split(widths, 1), sizes, taps, biases, wide, strict=True)
+    ]
+
+
+def _decay(call, tensors):
+    """What each head of each token fades by and writes with, as the recurrences take it."""
+    softplus = torch.nn.functional.softplus
+    match call.operation:
+        case "gated_delta_rule" | "kda":
+            return {"g": tensors["g"], "beta": tensors["beta"]}
+        case "gated_delta_net":
+            g = -tensors["A_log"].exp() * softplus(tensors["alpha"] + tensors["dt_bias"])
+            return {"g": g, "beta": tensors["beta"].sigmoid()}
+        case "kda_mixer":
+            shifted = (tensors["g"] + tensors["dt_bias"]).unflatten(1, (call.heads, call.head_dim))
+            rate = tensors["A_log"].exp()[:, None]
+            g = -5.0 * (rate * shifted).sigmoid() if call.has("bound") else -rate * softplus(shifted)
+            return {"g": g, "beta": tensors["beta"].sigmoid()}
+    step = tensors["dt"] + tensors["dt_bias"] if "dt_bias" in tensors else tensors["dt"]
+    if call.operation == "mamba2_mixer" or call.has("softplus"):
+        step = softplus(step)
+    return {"dt": step.clamp(0.1, 1.5) if call.has("limit") else step}
+
+
+def _ruled(call, sections, decay, tensors, groups, heads):
+    lengths = [length for length in call.lengths if length]
+    if not lengths:
+        return sum(x.sum() for x in (*sections, *decay.values())) + sections[-1].new_zeros(
+            0, len(groups), call.value_head_dim
+        )
+    if "dt" in decay:
+        x, b, c = sections
+        rate = tensors["A"] if "A" in tensors else -tensors["A_log"].exp()
+        out = linear_oracle.state_space(StateSpace(x, decay["dt"], rate[heads], b, c), groups, 1.0, lengths)
+        skip = tensors["D"][heads] if "D" in tensors else None
+        return out if skip is None else out + (skip if skip.ndim == 2 else skip[:, None]) * x
+    q, k, v = sections
+    if call.operation in ("gated_delta_net", "kda_mixer") or call.has("norm"):
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    scale = call.head_dim**-0.5 if call.scale is None else call.scale
+    return linear_oracle.delta_rule(Delta(q, k, v, decay["g"], decay["beta"]), groups, scale, lengths)
+
+
+def _convolved(call, x, weight, bias, *, silu):
+    if not len(x):
+        return x * 1
+    return linear_oracle.convolution(x, weight.flatten(1) if weight.ndim == 3 else weight, bias, call.lengths, silu)
