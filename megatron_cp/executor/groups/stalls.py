@@ -120,10 +120,19 @@ class LastWords(NamedTuple):
 
 
 class Board:
-    """The key-value store of a process group, as a place for reports. All of it may fail without harm."""
+    """The key-value store of a process group, as a place for reports. All of it may fail without harm.
+
+    A job may make its groups anew with the same store, and torch then gives them the same names. So each rank counts
+    how often it has come to this board, and reads only what the others wrote the same time.
+    """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._others = store, rank, [other for other in range(size) if other != rank]
+        self._visit = 0
+        self._safely(self._count_visit)
+
+    def _count_visit(self) -> None:
+        self._visit = self._store.add(f"megatron_cp/visits/{self._rank}", 1)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, rank: int, size: int) -> Board:
@@ -154,15 +163,18 @@ class Board:
         thread.join(_LAST_WORDS)
         return list(found)
 
+    def _key(self, kind: str, rank: int) -> str:
+        return f"megatron_cp/{kind}/{self._visit}/{rank}"
+
     def _set(self, kind: str, value: Any) -> None:
-        self._safely(lambda: self._store.set(f"megatron_cp/{kind}/{self._rank}", pickle.dumps(value)))
+        self._safely(lambda: self._store.set(self._key(kind, self._rank), pickle.dumps(value)))
 
     def _get(self, kind: str) -> dict[int, Any]:
         found: dict[int, Any] = {}
 
         def read() -> None:
             for rank in self._others:
-                key = f"megatron_cp/{kind}/{rank}"
+                key = self._key(kind, rank)
                 if self._store.check([key]):
                     found[rank] = pickle.loads(self._store.get(key))
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 
-from megatron_cp.executor.groups.stalls import Report, Stall, Started, verdict
+from megatron_cp.executor.groups.stalls import Board, LastWords, Report, Stall, Started, verdict
 
 
 def message(number: int, activity: str = "forward") -> Started:
@@ -69,3 +70,22 @@ def test_a_circle_of_others_is_theirs_to_judge():
 def test_a_circle_with_a_rank_that_computes_is_none():
     reports = {0: report("recv", 1, message(0)), 1: report("recv", 2, message(0))}
     assert verdict(0, reports) is None
+
+
+def test_what_was_written_on_a_board_is_not_read_by_the_groups_that_are_made_anew():
+    store = dist.HashStore()
+    first = [Board(store, rank, 2) for rank in range(2)]
+    first[1].leave(LastWords("of the first", None))
+    assert [words.waiting for words in first[0].exchange_last_words(LastWords("", None))] == ["of the first"]
+    again = [Board(store, rank, 2) for rank in range(2)]
+    assert again[0].exchange_last_words(LastWords("", None)) == []
+
+
+def test_a_board_that_is_gone_is_no_error():
+    class Gone:
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError("connection closed")
+
+    board = Board(Gone(), 0, 2)
+    assert board.exchange_last_words(LastWords("", None)) == []
+    assert board.reports() == {}
