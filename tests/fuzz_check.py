@@ -244,7 +244,7 @@ def _compare(call, plan, problem, ranks):
                 _require(not bool(pads.count_nonzero()), call, name, f"has pad rows that are not zero on rank {rank}")
             found = [layout.unshard(of_ranks)]
         for x in found:
-            _close(call, name, x, value)
+            _close(call, name, x, value, exact=is_exact(call, name, len(ranks)))
 
 
 def expectation(call, plan, problem):
@@ -257,7 +257,11 @@ def expectation(call, plan, problem):
     if call.twice == "output":
         gradients = [gradients[0] + gradients[1]]
     if outs[0].requires_grad:  # not of a stream without tokens
-        torch.autograd.backward(outs, gradients)
+        shares = _of_readers(call, plan, gradients[0]) if _gathers(call) else []
+        for share in shares:
+            _add_rounded(leaves, torch.autograd.grad(outs[0], _trained(leaves), share, retain_graph=True))
+        if not shares:
+            torch.autograd.backward(outs, gradients)
     by = 2 if call.twice == "backward" else 1
     found = {f"out {number}": out.detach() for number, out in enumerate(outs)}
     for name, x in leaves.items():
@@ -265,11 +269,38 @@ def expectation(call, plan, problem):
     return found
 
 
-def _close(call, name, found, value):
+def _gathers(call):
+    """Whether each reader of keys returns gradients that are rounded, of which exact sums are known."""
+    return (
+        call.whole
+        and call.dtype == "bfloat16"
+        and not call.twice
+        and call.scheme in ("all_gather", "exact", "a2a+all_gather")
+    )
+
+
+def _of_readers(call, plan, gradient):
+    """The gradient once for each node of ranks, of its queries alone."""
+    degree, nodes = plan.ulysses_degree, plan.cp_size // plan.ulysses_degree
+    owners = torch.tensor(plan.layout.owners // degree).view(-1, *[1] * (gradient.ndim - 1))
+    return [torch.where(owners == node, gradient, 0.0) for node in range(nodes)]
+
+
+def _trained(leaves):
+    return [x for x in leaves.values() if x.requires_grad]
+
+
+def _add_rounded(leaves, gradients):
+    for x, gradient in zip(_trained(leaves), gradients, strict=True):
+        share = gradient.to(torch.bfloat16).double()
+        x.grad = share if x.grad is None else x.grad + share
+
+
+def _close(call, name, found, value, *, exact):
     _require(found.shape == value.shape, call, name, f"is {tuple(found.shape)}, not {tuple(value.shape)}")
     if not value.numel():
         return
-    if is_exact(call, name):
+    if exact:
         value = value.to(getattr(torch, call.dtype)).to(found.dtype)
         wrong = int((found != value).sum())
         _require(wrong == 0, call, name, f"has {wrong} of {value.numel()} entries that are not the exact sums")
@@ -279,14 +310,17 @@ def _close(call, name, found, value):
     _require(error <= bound, call, name, f"is off by {error:.1e} of its largest entry; allowed {bound:g}")
 
 
-def is_exact(call, name):
-    """Whether every entry is a sum of whole numbers, and rounded once if at all."""
-    if not call.whole or call.has("silu"):
+def is_exact(call, name, cp_size):
+    """Whether every entry is a sum of whole numbers, and rounded where `expectation` rounds if at all."""
+    if not call.whole or call.has("silu") or call.dtype == "float64":
         return False
     if call.dtype != "bfloat16" or call.operation == "relayout" or name.startswith("out "):
         return True
-    # Rounded by whoever adds up the gradients of several uses. What gathers keys rounds each rank's share of theirs.
-    return not call.twice and (call.operation == "gather" or call.scheme == "p2p")
+    if call.twice:  # whoever adds up the gradients of several uses rounds as well
+        return False
+    # A key head of several heads may come from several ranks, or from a kernel, that round each share; not in a ring.
+    is_ring = call.scheme == "p2p" and cp_size > 1
+    return call.operation == "gather" or (call.operation == "attention" and (is_ring or call.heads == call.groups))
 
 
 def _require(holds, call, name, what):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
+import re
 import shlex
 import signal
 import sys
@@ -107,16 +108,18 @@ def _report(case: Case, number: int, error: BaseException, args: argparse.Namesp
     print(f"\ncase {number} of seed {args.seed} failed: {what}\n  at {where.filename}:{where.lineno} in {where.name}")
     print(f"  python tools/fuzz.py --case {shlex.quote(case.line())}")
     if not hung and not args.as_drawn:  # each try of one that hangs would take as long as the limit
-        short = what[:40]
-        smaller = shrunk(case, lambda other: _fails_alike(other, short, args.limit))
+        smaller = shrunk(case, lambda other: _alike(_failure(other, args.limit), error))
         print(f"  smaller: python tools/fuzz.py --case {shlex.quote(smaller.line())}", flush=True)
     return " ".join(what.split()[:12])
 
 
-def _fails_alike(case: Case, what: str, limit: float) -> bool:
-    """Whether a case fails for what may be the same reason."""
-    error = _failure(case, limit)
-    return error is not None and f"{type(error).__name__}: {error}"[:12] == what[:12]
+def _alike(error: BaseException | None, other: BaseException) -> bool:
+    """Whether two cases may have failed for the same reason: in the same words, but for operations and numbers."""
+    return error is not None and _words(error) == _words(other)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__} {re.sub(r'[^a-zA-Z ]', '', str(error).split(':')[-1])[:40]}"
 
 
 def _summary(
