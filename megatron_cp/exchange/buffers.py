@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -20,23 +17,6 @@ from megatron_cp.exchange.traffic import SPARE, rounded
 # Takes after which a buffer that was neither taken nor given back is let go: its batch is no more. A step of training
 # has some thousand; a long ring in many layers more.
 _FORGOTTEN = 100_000
-
-
-def _uncompiled[Function: Callable[..., Any]](function: Function) -> Function:
-    """Keeps `torch.compile` out: a compiler believes that whatever it has seen once keeps its size and its owner."""
-
-    @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # which takes seconds to import
-            return function(*args, **kwargs)
-        return _disabled(function)(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-@cache
-def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compiler.disable(function)
 
 
 class Buffers:
@@ -67,7 +47,6 @@ class Buffers:
         with self._lock:
             return sum(kept.room for free in (*self._free.values(), self._taken.values()) for kept in free)
 
-    @_uncompiled
     def take(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """`[size]` unwritten bytes on a device, or on the host where `device` can reach them by itself."""
         # One stream writes a buffer again only after what it has queued before; another would not wait for that.
@@ -86,13 +65,11 @@ class Buffers:
             self._taken[_address(kept.buffer)] = kept
             return kept.buffer.resize_(size)
 
-    @_uncompiled
     def take_like(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """What `like.new_empty(*shape, dtype=dtype)` is, in a buffer."""
         dtype = like.dtype if dtype is None else dtype
         return self.take(math.prod(shape) * dtype.itemsize, like.device).view(dtype).view(shape)
 
-    @_uncompiled
     def give(self, *tensors: Tensor) -> None:
         """Takes back what `take` returned, or views of it, once nothing reads or writes it any more.
 

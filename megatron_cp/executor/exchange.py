@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
@@ -33,6 +32,7 @@ from megatron_cp.exchange.pack import (
     unpack_tokens,
 )
 from megatron_cp.executor.groups import Pending, RankGroup
+from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.wire import Wire, direction, over
 
 
@@ -224,7 +224,7 @@ class _LeaveTokens(torch.autograd.Function):
         return tuple(tensors[0].new_empty(0) for _ in range(journey.num_parts))
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *tickets: Tensor) -> Any:
         return None, None, *ctx.journey.reach_tokens(forward=False)
 
@@ -236,7 +236,7 @@ class _ReachHeads(torch.autograd.Function):
         return tuple(journey.reach_heads(part, forward=True))
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         journey, part = ctx.way
         journey.leave_heads(part, gradients, forward=False)
@@ -251,7 +251,7 @@ class _LeaveHeads(torch.autograd.Function):
         return sections[0].new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *tickets: Tensor) -> Any:
         journey, part = ctx.way
         return None, None, *journey.reach_heads(part, forward=False)
@@ -267,7 +267,7 @@ class _ReachTokens(torch.autograd.Function):
         return tuple(journey.reach_tokens(forward=True))
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if len(ctx.dtypes) > 1:
             _ = ctx.saved_tensors

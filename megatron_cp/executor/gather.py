@@ -9,16 +9,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows
 from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.layout import Layout
 
 
+@opaque
 def gather(
     local: Tensor, layout: Layout, group: RankGroup | dist.ProcessGroup | None, *, same_loss: bool = False
 ) -> Tensor:
@@ -64,7 +65,7 @@ class _Gather(torch.autograd.Function):
         return stream
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, gradient: Tensor) -> Any:
         layout, group = ctx.layout, ctx.group
         held = int(layout.token_counts[group.rank])

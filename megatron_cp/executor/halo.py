@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.chain import Halo
 from megatron_cp.executor.groups import Pending, RankGroup
+from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.wire import Wire, direction, over
 
 
@@ -98,7 +98,7 @@ class _Start(torch.autograd.Function):
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         journey, dx = ctx.journey, gradients[0]
         drows, returned = journey.wait()
@@ -121,7 +121,7 @@ class _Wait(torch.autograd.Function):
         return history.unflatten(0, (journey.tables.num_waiting, journey.step.reach))
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         journey, dhistory = ctx.journey, gradients[0].flatten(0, 1)
         drows, _ = journey.take(dhistory)

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows
 from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.executor.wire import direction
 from megatron_cp.layout import Layout, Route
 
 
+@opaque
 def relayout(
     local: Tensor, source: Layout, target: Layout, group: RankGroup | dist.ProcessGroup | None = None
 ) -> Tensor:
@@ -69,7 +70,7 @@ class _Relayout(torch.autograd.Function):
         return _moved(local, hop, group, forward=True)
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         hop, group = ctx.hop
         return _moved(gradients[0], hop, group, forward=False), None, None

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.executor.chain import Scan
 from megatron_cp.executor.groups import Pending, RankGroup
+from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.wire import Wire, direction, over
 
 
@@ -85,7 +85,7 @@ class _Scan(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         step, group, local, count = ctx.scan
         *saved, transitions = ctx.saved_tensors

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.executor.opaque import opaque
+
 
 def sigmoid(x: Tensor) -> Tensor:
     """`1 / (1 + exp(-x))`."""
@@ -43,6 +45,7 @@ class _Sigmoid(torch.autograd.Function):
         return y
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
         return gradients[0] * (y * (1 - y))
@@ -55,6 +58,7 @@ class _Silu(torch.autograd.Function):
         return _sigmoid(x).mul_(x)
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         y = _sigmoid(x)
@@ -68,6 +72,7 @@ class _Softplus(torch.autograd.Function):
         return x.clamp(min=0) + x.abs().neg_().exp_().log1p_()
 
     @staticmethod
+    @opaque
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return gradients[0] * _sigmoid(x)

@@ -8,10 +8,12 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.opaque import opaque
 from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.share import Share, check_conv, kept
 
 
+@opaque
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,

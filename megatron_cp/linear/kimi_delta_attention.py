@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError, as_number, checked_flag
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.opaque import opaque
 from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.activations import sigmoid, softplus
 from megatron_cp.linear.kernels import Delta
@@ -18,6 +19,7 @@ from megatron_cp.linear.share import Share, check_conv
 _MAKER = 'plan_linear(kind="kda")'
 
 
+@opaque
 def kda(
     q: Tensor,
     k: Tensor,
@@ -83,6 +85,7 @@ def kda(
     )
 
 
+@opaque
 def kda_mixer(
     qkv: Tensor,
     g: Tensor,

@@ -12,6 +12,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.opaque import opaque
 from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.activations import softplus
 from megatron_cp.linear.kernels import StateSpace
@@ -21,6 +22,7 @@ from megatron_cp.linear.share import Share, check_conv
 _MAKER = 'plan_linear(kind="mamba")'
 
 
+@opaque
 def mamba2(
     x: Tensor,
     dt: Tensor,
@@ -93,6 +95,7 @@ def mamba2(
     )
 
 
+@opaque
 def mamba2_mixer(
     xBC: Tensor,  # noqa: N803
     dt: Tensor,

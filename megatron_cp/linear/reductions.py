@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_cp.executor.opaque import opaque_backward
 
 L2_EPS = 1e-6  # as in fla and Megatron
 
@@ -33,6 +34,6 @@ class _ForEachToken(torch.autograd.Function):
         return parameter.expand(tokens, -1)
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return sum_over_tokens(gradients[0]), None

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
@@ -25,6 +24,7 @@ from megatron_cp.executor.arguments import check_dense, check_tensor
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
+from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
@@ -279,7 +279,7 @@ class _Connected(torch.autograd.Function):
         return torch.empty_like(tensors[0])
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (empty,) = ctx.saved_tensors
         return torch.empty_like(empty), *(empty.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.executor.agreement import agree_on_call
@@ -17,6 +16,7 @@ from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
 from megatron_cp.executor.attend import attend, attend_backward, head_by_head
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
+from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.executor.plan import Plan, ToHeads
 from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.executor.schedule import Attend, HeadChunk
@@ -25,6 +25,7 @@ from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 
 
+@opaque
 def attention(
     q: Tensor,
     k: Tensor,
@@ -77,6 +78,7 @@ def attention(
     return own.run(tensors)
 
 
+@opaque
 def projected_attention(
     project: Callable[[list[int], list[int]], tuple[Tensor, Tensor, Tensor]],
     plan: Plan,
@@ -328,7 +330,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         place, (dout,) = ctx.place, gradients
         sink, q, k, v, out, lse = ctx.saved_tensors

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
 from megatron_cp.linear.kernels.chunks import CHUNK, Chunks, PieceClass
@@ -168,7 +168,7 @@ class _Solved(torch.autograd.Function):
         return solved
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         inverse, solved = ctx.saved_tensors
         d_right = inverse.transpose(2, 3) @ gradients[0]
@@ -187,7 +187,7 @@ class _Alone(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         saved = ctx.saved_tensors
         tensors, kept = saved[: ctx.count], list(saved[ctx.count :])

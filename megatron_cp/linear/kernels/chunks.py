@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.linear.kernels.base import LinearCall
 
@@ -119,7 +119,7 @@ class _Rechunk(torch.autograd.Function):
         return _rechunked(x, slots, sources, split)
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         slots, sources, split = ctx.tables
         return _rechunked(gradients[0], slots, sources, not split), None, None, None

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
 from megatron_cp.linear.reductions import for_each_token, sum_over_tokens
@@ -92,7 +92,7 @@ class _CausalConv(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         (dy,) = gradients

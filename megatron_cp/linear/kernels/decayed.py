@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron_cp.executor.opaque import opaque_backward
 
 SUB = 16
 
@@ -46,7 +47,7 @@ class _DecayedProducts(torch.autograd.Function):
         return scores
 
     @staticmethod
-    @once_differentiable
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, g = ctx.saved_tensors
         of_rows = torch.zeros_like(k), torch.zeros_like(q)  # the gradients of k and q where they are x

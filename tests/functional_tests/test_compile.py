@@ -1,0 +1,194 @@
+"""`torch.compile` of functions that hold an operation: one break of the graph, the same numbers, no complaint."""
+
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.exc import Unsupported
+from torch.utils.checkpoint import checkpoint
+
+import megatron_cp as cp
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import run_ranks
+from tests.compile_cases import (
+    FUNCTIONS,
+    OPERATIONS,
+    PACKS,
+    TOLERANCE,
+    Layer,
+    compile_and_compare,
+    complaints,
+    difference,
+    drawn,
+    given,
+    plans,
+    results,
+)
+
+CASES = [(operation, mode) for operation, modes in OPERATIONS.items() for mode in modes]
+# Each operation in each mode on one rank and on two, with the other of two backends.
+BACKENDS = ("eager", "aot_eager")
+ON_RANKS = {ranks: [(*case, BACKENDS[(number + ranks) % 2]) for number, case in enumerate(CASES)] for ranks in (1, 2)}
+RAGGED = [("attention", "exact"), ("projected_attention", "a2a, 2 chunks"), ("mamba2_mixer", "chunkwise")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_remains():
+    yield
+    torch._dynamo.reset()
+
+
+def compare(group, cases, packs=PACKS[:1]):
+    """Runs cases one after the other: starting ranks takes longer."""
+    found = {}
+    for case in cases:
+        try:
+            found[case] = compile_and_compare(group, *case, packs)
+        except Exception as error:
+            error.add_note(f"This was {case}.")
+            raise
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks():
+    return run_ranks(compare, 2, ON_RANKS[2], kind="processes", timeout=240)
+
+
+def assert_as_uncompiled(found):
+    assert found.complaints == ()
+    assert found.breaks == 1
+    assert found.graphs[0] == 2  # what stands before the operation, and what stands after it
+    assert found.difference <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", ON_RANKS[1], ids=str)
+def test_an_operation_is_one_break_of_the_graph(case):
+    assert_as_uncompiled(compare(ThreadGroup.create(1)[0], [case])[case])
+
+
+@pytest.mark.parametrize("case", ON_RANKS[2], ids=str)
+def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ranks):
+    for of_rank in on_two_ranks:
+        assert_as_uncompiled(of_rank[case])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", [("attention", "a2a"), ("gated_delta_net", "chunkwise")], ids=str)
+def test_inductor_compiles_around_an_operation(case):
+    """On one rank: it takes 30 s of the first graph, and processes would take them together."""
+    with torch._inductor.config.patch(compile_threads=1):  # no processes of its own
+        assert_as_uncompiled(compile_and_compare(ThreadGroup.create(1)[0], *case, "inductor"))
+
+
+def test_packs_of_any_lengths_compile_twice_at_most():
+    """For the first lengths, and for any."""
+    cases = [(*case, "eager") for case in RAGGED]
+    for of_rank in run_ranks(compare, 2, cases, PACKS, kind="processes", timeout=240):
+        for found in of_rank.values():
+            assert_as_uncompiled(found)
+            assert found.graphs[1:] == (4, 4, 4, 4)
+
+
+# -- more than a forward and its backward ------------------------------------------------------------------------------
+
+
+def checkpointed(group, operation, mode):
+    """Largest difference of a compiled operation that is computed again in backward, over several packs."""
+    function, layer, found = FUNCTIONS[operation], Layer(operation), []
+    compiled = partial(checkpoint, torch.compile(function, backend="aot_eager"), use_reentrant=False)
+    for number, lengths in enumerate(PACKS[:3]):
+        batch = plans(operation, mode, lengths, group.size)
+        x = drawn(batch, number, group.rank)
+        expected, had = (results(run, layer, x, batch, given(group)) for run in (function, compiled))
+        found.append(difference(had, expected))
+    return max(found)
+
+
+def in_flight(group, operation, mode):
+    """Likewise where every forward comes before the first backward, and the newest goes back first."""
+    function, layer = FUNCTIONS[operation], Layer(operation)
+    compiled, under_way, found = torch.compile(function, backend="aot_eager"), [], []
+    for number, lengths in enumerate(PACKS[:3]):
+        batch = plans(operation, mode, lengths, group.size)
+        x = drawn(batch, number, group.rank)
+        expected = results(function, layer, x, batch, given(group))
+        leaf = x.clone().requires_grad_()
+        under_way.append((compiled(layer, leaf, batch, given(group)), leaf, expected))
+    for out, leaf, expected in reversed(under_way):
+        gradients = torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()], allow_unused=True)
+        had = [out.detach(), *(gradient for gradient in gradients if gradient is not None)]
+        found.append(difference(had, expected))
+    return max(found)
+
+
+def checkpointed_and_in_flight(group, cases):
+    with complaints() as found:
+        worst = [run(group, *case) for run in (checkpointed, in_flight) for case in cases]
+    return worst, found
+
+
+def test_compiled_operations_can_be_checkpointed_and_wait_for_their_backward():
+    cases = [("attention", "a2a, 2 chunks"), ("kda_mixer", "chunkwise"), ("gated_delta_net", "headwise")]
+    for worst, found in run_ranks(checkpointed_and_in_flight, 2, cases, kind="processes", timeout=240):
+        assert max(worst) <= TOLERANCE
+        assert found == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "mode"),
+    [("attention", "p2p"), ("gated_delta_net", "chunkwise"), ("kda_mixer", "headwise"), ("mamba2_mixer", "chunkwise"),
+     ("gather", ""), ("relayout", "")],
+)  # fmt: skip
+def test_a_compiled_step_has_none_of_our_backward_in_its_graphs(operation, mode):
+    """Autograd runs the backward of a CPU on the thread that asked for it, where a compiler looks at every call."""
+    function, layer, (group,) = FUNCTIONS[operation], Layer(operation), ThreadGroup.create(1)
+    batch, graphs = plans(operation, mode, PACKS[0], 1), []
+    x = drawn(batch, 0, 0)
+
+    def backend(graph, inputs):
+        graphs.append(graph.graph)
+        return graph.forward
+
+    @partial(torch.compile, backend=backend)
+    def step(x):
+        function(layer, x, batch, group).square().sum().backward()
+
+    expected = results(function, layer, x, batch, group)[1:]
+    leaf = x.clone().requires_grad_()
+    with complaints() as found:
+        step(leaf)
+    had = [leaf.grad, *(parameter.grad for parameter in layer.parameters() if parameter.grad is not None)]
+    assert difference(had, expected) <= TOLERANCE
+    assert found == []
+    ours = str(Path(cp.__file__).parent)
+    traced = [node.stack_trace or "" for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    assert any("compile_cases" in place for place in traced)
+    assert not any(ours in place for place in traced)
+
+
+def test_rejects_one_whole_graph_with_the_reason():
+    layer, (group,) = Layer("gather"), ThreadGroup.create(1)
+    batch = plans("gather", "", PACKS[0], 1)
+    with pytest.raises(Unsupported, match="operations exchange tensors between ranks"):
+        torch.compile(FUNCTIONS["gather"], backend="eager", fullgraph=True)(layer, drawn(batch, 0, 0), batch, group)
+
+
+def test_who_compiles_nothing_does_not_import_the_compiler():
+    program = """if True:
+        import sys
+        import megatron_cp as cp
+        assert "torch" not in sys.modules
+        packing = cp.Packing([3, 1])
+        layout = cp.Layout.contiguous(packing, cp_size=1)
+        plan = cp.plan_linear(packing, layout, "conv1d", channels=2)
+        import torch
+        x = torch.ones(4, 2, requires_grad=True)
+        cp.gather(cp.causal_conv1d(x, torch.ones(2, 4), None, plan), layout, None).sum().backward()
+        assert "torch._dynamo" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
