@@ -226,6 +226,19 @@ class Attend(Tables):
             return bands_of_held_keys(bands, self.keys, self.source(node, stage))
         return bands_of_keys(bands, *self._gathered(node))
 
+    def count_bands(self, node: int) -> tuple[int, int]:
+        """About how many bands a node computes in all stages, and how many if it had all its keys at once.
+
+        A kernel of the CPU is called for each, one of CUDA has a segment for each. Counted, not made: a ring over
+        fragments of single tokens has one for every pair that is visible.
+        """
+        bands = self._bands_of(node)
+        if self.schedule != "p2p":
+            return len(bands), len(bands)
+        edges, _ = self._pieces
+        met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
+        return int(met.sum()), len(bands)
+
     def _bands_of(self, node: int) -> IntArray:
         """The mask of a node's queries, in their rows, over the stream of keys."""
         return self.table(("bands", node), lambda: bands_of_queries(self.mask.bands, self.queries, node))

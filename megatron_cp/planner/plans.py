@@ -113,7 +113,9 @@ def plan_attention(
         )
         steps = (*inbound, attend, ToTokens(exchange(layout, out, apart=True)))
     transport = checked_transport(transport, layout.cp_size)
-    notes = notes_of(deal, layout, "head", "key/value head", "; exact and p2p use them all")
+    notes = notes_of(deal, layout, "head", "key/value head", "; exact and p2p use them all") + _many_bands(
+        attend, scheme
+    )
     return Plan("attention", scheme, layout, Sections((q, k, v)), deal, mask, steps, notes, transport=transport)
 
 
@@ -250,6 +252,27 @@ def check_layout(packing: Packing, layout: Layout) -> None:
         raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
     if not isinstance(layout, Layout) or layout.packing != packing:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
+
+
+# A ring makes a kernel call for each pair of fragments of two ranks that see one another, of which a document dealt in
+# zigzag has two or three a stage. So many times as many calls as stages is what no such layout comes near.
+_MANY, _AT_LEAST = 8, 1000
+
+
+def _many_bands(attend: Attend, scheme: str) -> tuple[str, ...]:
+    """A warning where a ring computes token by token what other schemes compute at once."""
+    if attend.schedule != "p2p" or attend.num_nodes == 1:
+        return ()
+    in_stages, at_once = attend.count_bands(attend.num_nodes - 1)  # which sees most where ranks follow the stream
+    if in_stages < max(_AT_LEAST, _MANY * attend.num_nodes * at_once):
+        return ()
+    instead = {"p2p": "all_gather or exact", "a2a+p2p": "a2a+all_gather"}[scheme]
+    note = (
+        f"{scheme} computes {in_stages} pieces of attention on a rank, a call of the CPU's kernel each, since "
+        f"fragments are short or the mask cuts them up: take {instead}, which gathers keys and computes {at_once}"
+    )
+    warnings.warn(note, stacklevel=3)
+    return (note,)
 
 
 def notes_of(deal: HeadDeal, layout: Layout, head: str, group: str, remedy: str = "") -> tuple[str, ...]:

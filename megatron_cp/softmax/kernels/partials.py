@@ -38,6 +38,12 @@ class Cover:
             covered[rows] = True
         return cls(tuple(is_first), is_whole and bool(covered.all()))
 
+    def repeated(self, times: int) -> Cover:
+        """The cover in which each part comes so many times in a row."""
+        if times == 1:
+            return self
+        return Cover(tuple(first and n == 0 for first in self.is_first for n in range(times)), self.is_whole)
+
     @property
     def adds(self) -> bool:
         return not all(self.is_first)

@@ -665,3 +665,44 @@ def test_memory_is_counted_without_tables_of_tokens(scheme, monkeypatch):
     plan = plan_attention(packing, Layout.zigzag(packing, 4), heads=8, head_dim=16, scheme=scheme)
     assert peak_bytes(plan, 0, 2, forward=False) > peak_bytes(plan, 0, 2, forward=True) > 10**7
     assert buffer_bytes(plan, 0, 2) > 10**7
+
+
+def calls_of(attend, node):
+    return sum(len(attend.bands(node, stage)) for stage in range(attend.num_stages))
+
+
+@pytest.mark.parametrize("mask", [Mask.causal, Mask.full, lambda packing: Mask.window(packing, 40)])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "striped", "balanced"])
+def test_pieces_of_a_ring_are_counted_without_making_them(name, mask):
+    packing = Packing([130, 1, 69])
+    layout = getattr(Layout, name)(packing, 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        attend = plan_attention(packing, layout, heads=2, head_dim=4, scheme="p2p", mask=mask(packing)).attend
+        gathered = plan_attention(packing, layout, heads=2, head_dim=4, scheme="exact", mask=mask(packing)).attend
+    for node in range(4):
+        assert attend.count_bands(node) == (calls_of(attend, node), calls_of(gathered, node))
+
+
+@pytest.mark.parametrize(("scheme", "instead"), [("p2p", "all_gather or exact"), ("a2a+p2p", "a2a+all_gather")])
+def test_a_ring_over_single_tokens_warns_and_names_what_gathers(scheme, instead):
+    packing = Packing([1500, 548])
+    layout = Layout.striped(packing, 4)
+    if scheme == "a2a+p2p":  # whose nodes would join the stripes of their ranks
+        evens, odds = ([(token, token + 1) for token in range(start, 2048, 2)] for start in (0, 1))
+        layout = Layout.from_fragments(packing, [evens[:512], evens[512:], odds[:512], odds[512:]])
+    with pytest.warns(
+        UserWarning, match=rf"{re.escape(scheme)} computes \d+ pieces .* take {re.escape(instead)}"
+    ) as seen:
+        plan = plan_attention(packing, layout, heads=4, head_dim=4, scheme=scheme)
+    assert len(seen) == 1
+    count = plan.attend.count_bands(plan.attend.num_nodes - 1)[0]
+    assert f"note: {scheme} computes {count} pieces" in plan.explain()
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "balanced", "zigzag_of_pack"])
+def test_a_ring_over_other_layouts_does_not_warn(name):
+    packing = Packing(np.random.default_rng(0).integers(1, 200, 500))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan_attention(packing, getattr(Layout, name)(packing, 16), heads=4, head_dim=4, scheme="p2p")

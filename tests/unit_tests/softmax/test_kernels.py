@@ -137,6 +137,26 @@ def _ranges(total):
     return cuts.map(lambda at: list(pairwise(at))[:: 1 if len(at) % 2 else 2])
 
 
+@pytest.mark.parametrize(("heads", "groups"), [(32, 4), (8, 1), (6, 3)])
+def test_gradients_of_grouped_heads_in_16_bits_are_those_of_keys_that_are_repeated(heads, groups):
+    """Which torch adds up in fp32 by itself, where a key is repeated before its attention."""
+    packing = Packing([192])
+    tiles, call = tiles_of_mask(Mask.causal(packing)), call_for(64, dtype=torch.bfloat16, scale=0.125)
+    drawn = draw(tiles, call, heads, groups, torch.bfloat16)
+    exact = oracle([x.double() for x in drawn], tiles, call)
+    q, k, v, dout = [*drawn[:3], drawn[3]]
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    repeated = [leaves[0], *(x.repeat_interleave(heads // groups, 1) for x in leaves[1:])]
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in repeated), is_causal=True, scale=0.125
+    )
+    out.backward(dout.transpose(0, 1)[None])
+    found = both(BY_NAME["cpu"], drawn, tiles, call)
+    for name, gradient, theirs, right in zip("qkv", found[2:], leaves, exact[2:], strict=True):
+        ours, plain = ((x.double() - right).abs().max() for x in (gradient, theirs.grad))
+        assert ours <= 1.05 * plain, (name, float(ours), float(plain))
+
+
 NAMED = {
     "causal": tiles_of_mask(Mask.causal(Packing([7, 1, 0, 30, 12]))),
     "full": tiles_of_mask(Mask.full(Packing([7, 1, 30, 12]))),
