@@ -7,7 +7,7 @@ import warnings
 
 from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
-from megatron_cp.cli.parser import integers, seconds
+from megatron_cp.cli.parser import integers, minutes, seconds
 from megatron_cp.cli.paths import check_paths
 
 HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", choices=RANK_KINDS, default="threads", help="local ranks; torchrun brings its own")
     parser.add_argument(
         "--distributed-timeout-minutes",
-        type=seconds,
+        type=minutes,
         default=0.75,
         help="wait so long for another rank, after the first case; in it, ten minutes (default: 0.75)",
     )

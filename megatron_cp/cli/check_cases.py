@@ -18,7 +18,7 @@ from megatron_cp.cli.options import MAX_LOCAL_RANKS, case_of, given_axes, hosts_
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout
-from megatron_cp.executor.launch import FIRST_STEP, in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 from megatron_cp.testing.sweep import sweep
 
@@ -26,7 +26,7 @@ from megatron_cp.testing.sweep import sweep
 def report(args: argparse.Namespace) -> Report:
     """Runs every case, on local ranks or on those of torchrun."""
     torch.set_num_threads(1)
-    world = start_torchrun_rank() if in_torchrun() else None
+    world = start_torchrun_rank(args.timeout) if in_torchrun() else None
     try:
         return _report(args, world)
     finally:
@@ -128,7 +128,7 @@ def _run_cases(group: RankGroup, cases: list[Case], wait: float) -> list[dict[st
 
 def _on_torchrun(cases: list[Case], world: TorchGroup, args: argparse.Namespace) -> Iterator[Parity]:
     for number, case in enumerate(cases):
-        wait = timedelta(seconds=60 * args.distributed_timeout_minutes if number else FIRST_STEP)
+        wait = timedelta(seconds=60 * args.distributed_timeout_minutes if number else args.timeout)
         ranks_of_case = list(range(case.cp))
         members = dist.new_group(ranks_of_case, backend=dist.get_backend(), timeout=wait)
         host = dist.new_group(ranks_of_case, backend="gloo", timeout=wait) if world.host_group else None

@@ -84,6 +84,15 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"got {_short(text)}; allowed: numbers, such as 0.001") from None
 
 
+def minutes(text: str) -> float:
+    """argparse type: minutes above 0."""
+    try:
+        return seconds(str(60 * float(text))) / 60
+    except (ValueError, argparse.ArgumentTypeError):
+        message = f"got {_short(text)}; allowed: minutes above 0, at most {MAX_SECONDS / 60:g}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 def seconds(text: str) -> float:
     """argparse type: a time above 0."""
     try:

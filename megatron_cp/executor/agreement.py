@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError, CallMismatchError, PlanMismatchError, checked_flag
+from megatron_cp.errors import ArgumentError, CallMismatchError, PlanMismatchError, checked_flag, checked_integer
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.plan import Plan
 from megatron_cp.layout import Layout
@@ -23,10 +23,11 @@ from megatron_cp.layout import Layout
 
 @runtime_checkable
 class Agreeable(Protocol):
-    """What ranks can compare: a plan, a layout, or the plans of a whole batch."""
+    """What ranks can compare: a plan, or the plans of a whole batch."""
 
     @property
     def cp_size(self) -> int: ...
+    def fingerprint(self) -> bytes: ...
     def describe(self) -> list[str]: ...
 
 
@@ -39,7 +40,7 @@ def check_agreement(plan: Agreeable, group: RankGroup | dist.ProcessGroup | None
     Args:
         plan: a plan, or a `BatchPlan`.
         group: its ranks.
-        seed: any number that must be equal on all ranks too, such as one that stands for the batch's tokens.
+        seed: a number, at least 0, that must be equal on all ranks too, such as one that stands for the batch's tokens.
 
     Raises:
         ArgumentError: the group has another number of ranks than the plan.
@@ -48,6 +49,8 @@ def check_agreement(plan: Agreeable, group: RankGroup | dist.ProcessGroup | None
     if not isinstance(plan, Agreeable) or isinstance(plan, type):
         raise ArgumentError("plan", plan, "a plan, or the plans of a batch")
     ranks = as_rank_group(group, plan.cp_size)
+    if seed is not None:
+        seed = checked_integer("seed", seed, 0)
     lines = [*plan.describe(), *([] if seed is None else [f"tokens and seed: {seed}"])]
     _compare(ranks, lines, "comparison of plans", PlanMismatchError, _DIFFERENT_PLANS)
     _remember(ranks, plan)
@@ -71,8 +74,11 @@ def agree_on_call(
     tensors: Mapping[str, Tensor | None],
     options: Mapping[str, Any],
     once: Callable[[], Mapping[str, Any]] = dict,
-) -> None:
+) -> str:
     """Fails on every rank unless all ranks make the same call. Costs an exchange for a new plan or kind of call only.
+
+    Ranks could mix the kinds of calls that they have compared. So the call's messages should carry its mark, by which
+    they meet only their like where the group can tell.
 
     Args:
         ranks: of the group.
@@ -83,30 +89,37 @@ def agree_on_call(
         once: more of what must be equal, looked at only when ranks compare: what changes from call to call, or has to
             be read from a device.
 
+    Returns:
+        the operation's name with a mark that stands for this kind of call on all ranks.
+
     Raises:
         CallMismatchError: with the lines in which the first differing rank's call departs from rank 0's.
     """
     agreed = ranks.agreed
     if ranks.size == 1 or not agreed.compares_calls:
-        return
+        return operation
     grad = torch.is_grad_enabled()
     of_tensors = tuple((name, x if x is None else _kind(x, grad)) for name, x in tensors.items())
     call = (operation, of_tensors, tuple(options.items()), grad)
     if call in agreed and all(_key(subject) in agreed for subject in subjects):
-        return
-    lines = [
+        return agreed.mark(call)
+    kind_of_call = [
         f"operation: {operation}",
         *(f"{name}: {'None' if kind is None else _words(kind)}" for name, kind in of_tensors),
         *(f"{name}: {value!r}" for name, value in options.items()),
-        *(f"{name}: {value!r}" for name, value in once().items()),
         f"gradients: {'on' if grad else 'off'}",
+    ]
+    lines = [
+        *kind_of_call,
+        *(f"{name}: {value!r}" for name, value in once().items()),
     ]
     ranks.detail = "; ".join([operation, *lines[1:]])
     lines += [line for subject in subjects for line in subject.describe()]
     _compare(ranks, lines, "comparison of calls", CallMismatchError, f"the ranks call {operation} in different ways")
     for subject in subjects:
         _remember(ranks, subject)
-    agreed.add(call)
+    agreed.add(call, f"{operation} [{_digest(kind_of_call).hex()[:8]}]")
+    return agreed.mark(call)
 
 
 def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> None:
@@ -143,7 +156,7 @@ def _key(subject: Plan | Layout) -> bytes:
     return made
 
 
-def _remember(ranks: RankGroup, subject: Agreeable) -> None:
+def _remember(ranks: RankGroup, subject: Agreeable | Layout) -> None:
     """The ranks have compared a plan, so that its layouts need no comparison either."""
     plans = [subject] if isinstance(subject, Plan) else getattr(subject, "plans", [])
     layouts = [subject] if isinstance(subject, Layout) else []

@@ -44,21 +44,21 @@ def gather(
     ranks = as_rank_group(group, layout.cp_size)
     check_rows("local", local, int(layout.row_counts[ranks.rank]), ranks.rank)
     checked_flag("same_loss", same_loss)
-    agree_on_call(ranks, [layout], "gather", {"local": local}, {"same_loss": same_loss})
-    return _Gather.apply(local, layout, ranks, same_loss)
+    mark = agree_on_call(ranks, [layout], "gather", {"local": local}, {"same_loss": same_loss})
+    return _Gather.apply(local, layout, ranks, same_loss, mark)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, group: RankGroup, same_loss: bool) -> Tensor:
-        ctx.layout, ctx.group, ctx.same_loss = layout, group, same_loss
+    def forward(ctx: Any, local: Tensor, layout: Layout, group: RankGroup, same_loss: bool, mark: str) -> Tensor:
+        ctx.layout, ctx.group, ctx.same_loss, ctx.mark = layout, group, same_loss, mark
         ctx.rows = local.shape[0]
         # Backends gather equal shares only, so each share is as long as the longest; `places` skips what was added.
         longest = int(layout.token_counts.max())
         share, shares = (group.buffers.take_like(local, count * longest, *local.shape[1:]) for count in (1, group.size))
         held = int(layout.token_counts[group.rank])
         share[:held], share[held:] = local[:held], 0
-        group.activity = "gather, forward"
+        group.activity = f"{mark}, forward"
         group.all_gather(shares.view(-1), share.view(-1))
         stream = shares.index_select(0, _places(layout, longest, local.device))
         group.buffers.give(share, shares)
@@ -74,11 +74,11 @@ class _Gather(torch.autograd.Function):
         if ctx.same_loss:
             start = int(layout.token_counts[: group.rank].sum())
             local[:held] = gradient.index_select(0, order[start : start + held])
-            return local, None, None, None
+            return local, None, None, None, None
         features = math.prod(gradient.shape[1:])
         sent = group.buffers.take_like(gradient, *gradient.shape)
         torch.index_select(gradient, 0, order, out=sent)
-        group.activity = "gather, backward"
+        group.activity = f"{ctx.mark}, backward"
         received = group.buffers.take_like(gradient, group.size, held, *gradient.shape[1:])
         group.all_to_all(
             received.view(-1),
@@ -90,7 +90,7 @@ class _Gather(torch.autograd.Function):
         wide = torch.promote_types(gradient.dtype, torch.float32)
         local[:held] = received.sum(0, dtype=wide).to(gradient.dtype)
         group.buffers.give(sent, received)
-        return local, None, None, None
+        return local, None, None, None, None
 
 
 def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:

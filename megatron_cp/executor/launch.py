@@ -106,17 +106,16 @@ def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...]
 
 def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ...], timeout: float | None) -> list[T]:
     context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         processes = [
-            context.Process(target=_process_main, args=(rank, size, folder, timeout, answers, function, args))
+            context.Process(target=_process_main, args=(rank, size, folder, timeout, function, args))
             for rank in range(size)
         ]
         try:
             with _interrupts_ignored():
                 for process in processes:
                     process.start()
-            return _collected(processes, answers, size, timeout)
+            return _collected(processes, folder, timeout)
         except RankError as error:
             if error.in_vain:
                 _ask_for_stacks(processes)
@@ -140,21 +139,18 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def _collected(processes: list[Any], answers: Any, size: int, timeout: float | None) -> list[Any]:
+def _collected(processes: list[Any], folder: str, timeout: float | None) -> list[Any]:
+    size = len(processes)
     results: dict[int, Any] = {}
     failures: dict[int, BaseException | str] = {}
     # Starting up included; the ranks give up first, with their stacks.
     deadline = float("inf") if timeout is None else time.monotonic() + timeout + 60
     while len(results) < size:
-        ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]
-        _take_answers(answers, results, failures)
-        silent = [rank for rank in ended if rank not in results and rank not in failures]
+        silent = _take_answers(processes, folder, results, failures)
         if failures and not silent:
             # A rank that ends breaks the others' connections, and their complaints may arrive before its end is seen.
             time.sleep(_GRACE)
-            ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]
-            _take_answers(answers, results, failures)
-            silent = [rank for rank in ended if rank not in results and rank not in failures]
+            silent = _take_answers(processes, folder, results, failures)
         if silent:
             raise _death(silent[0], size, processes[silent[0]].exitcode)
         if failures:
@@ -165,10 +161,32 @@ def _collected(processes: list[Any], answers: Any, size: int, timeout: float | N
     return [results[rank] for rank in range(size)]
 
 
-def _take_answers(answers: Any, results: dict[int, Any], failures: dict[int, BaseException | str]) -> None:
-    while not answers.empty():
-        rank, ok, payload = answers.get()
-        (results if ok else failures)[rank] = pickle.loads(payload)
+def _take_answers(
+    processes: list[Any], folder: str, results: dict[int, Any], failures: dict[int, BaseException | str]
+) -> list[int]:
+    """Reads what ranks have answered since the last look, and returns those that ended without an answer."""
+    ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]
+    for rank in range(len(processes)):
+        answer = _answer_file(folder, rank)
+        if rank not in results and rank not in failures and answer.exists():
+            ok, payload = pickle.loads(answer.read_bytes())
+            (results if ok else failures)[rank] = payload
+    return [rank for rank in ended if rank not in results and rank not in failures]
+
+
+def _answer(folder: str, rank: int, ok: bool, payload: Any) -> None:
+    """Leaves what a rank returns or failed with: whole or not at all, at whatever moment the rank is ended.
+
+    A pipe would keep the caller waiting for the rest of an answer whose rank was killed or stopped within it.
+    """
+    answer = _answer_file(folder, rank)
+    part = answer.with_suffix(".part")
+    part.write_bytes(pickle.dumps((ok, payload)))
+    part.replace(answer)
+
+
+def _answer_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"answer.{rank}"
 
 
 def _death(rank: int, size: int, exit_code: int) -> RankError:
@@ -186,7 +204,9 @@ def _first_cause(failures: dict[int, BaseException | str], size: int) -> BaseExc
         if isinstance(error, ArgumentError):
             return error
     texts = {rank: str(text) for rank, text in failures.items()}
-    causes = [rank for rank, text in texts.items() if f"{PeerError.__name__}: rank " not in text]
+    # Of gloo, which says it of ranks that it loses: what happened to those is the cause.
+    complaints = (f"{PeerError.__name__}: ", "Connection closed by peer", "Timed out waiting", "pair closure")
+    causes = [rank for rank, text in texts.items() if not any(complaint in text for complaint in complaints)]
     rank = causes[0] if causes else next(iter(texts))
     error = RankError(f"rank {rank} of {size} failed:\n{texts[rank]}")
     error.in_vain = not causes
@@ -228,9 +248,7 @@ def _stack_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"stack.{rank}"
 
 
-def _process_main(
-    rank: int, size: int, folder: str, timeout: float | None, answers: Any, function: Any, args: Any
-) -> None:
+def _process_main(rank: int, size: int, folder: str, timeout: float | None, function: Any, args: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # where the parent's main thread did not start us
     _end_with_maker()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -251,12 +269,12 @@ def _process_main(
             # Only now, when all ranks have started, so that all of them run out of time together.
             if timeout is not None:
                 faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
-            answers.put((rank, True, pickle.dumps(function(_world(), *args))))
+            _answer(folder, rank, True, function(_world(), *args))
             _leave_together()
         except ArgumentError as error:
-            answers.put((rank, False, pickle.dumps(error)))
+            _answer(folder, rank, False, error)
         except BaseException:
-            answers.put((rank, False, pickle.dumps(traceback.format_exc())))
+            _answer(folder, rank, False, traceback.format_exc())
             _exit_now()
         finally:
             faulthandler.cancel_dump_traceback_later()

@@ -148,7 +148,7 @@ def kda_mixer(
         "kda_mixer",
         {"qkv": qkv, "g": g, "beta": beta, "conv": conv, "conv_bias": conv_bias, "A_log": A_log, "dt_bias": dt_bias},
         scale=scale,
-        lower_bound=lower_bound,
+        lower_bound=None if lower_bound is None else float(lower_bound),
     )
 
     def gates(own: Share, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:

@@ -79,7 +79,7 @@ def mamba2(
         "mamba2",
         {"x": x, "B": B, "C": C, "dt": dt, "A": A, "D": D, "dt_bias": dt_bias},
         dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
+        dt_limit=tuple(map(float, dt_limit)),
     )
 
     def gates(own: Share, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
@@ -148,7 +148,7 @@ def mamba2_mixer(
     _check_limit(dt_limit)
     share.check_kernels()
     parameters = {"conv": conv, "conv_bias": conv_bias, "A_log": A_log, "D": D, "dt_bias": dt_bias}
-    share.agree("mamba2_mixer", {"xBC": xBC, "dt": dt, **parameters}, dt_limit=dt_limit)
+    share.agree("mamba2_mixer", {"xBC": xBC, "dt": dt, **parameters}, dt_limit=tuple(map(float, dt_limit)))
 
     def gates(own: Share, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
         wide = torch.promote_types(dt.dtype, torch.float32)

@@ -60,7 +60,7 @@ class Share:
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
-        self.wire = Wire(self.ranks, plan.transport, f"{plan.kind} ({plan.scheme})")
+        self.wire = Wire(self.ranks, plan.transport, f"{plan.kind}, {plan.scheme}")
         self._of_chunk(0, values.dtype, values.device)
 
     def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Share:
@@ -90,7 +90,8 @@ class Share:
 
     def agree(self, operation: str, tensors: Mapping[str, Tensor | None], **options: Any) -> None:
         """Raises on every rank if another one calls the operation differently."""
-        agree_on_call(self.ranks, [self.plan], operation, tensors, {**options, "kernel": self.kernel})
+        mark = agree_on_call(self.ranks, [self.plan], operation, tensors, {**options, "kernel": self.kernel})
+        self.wire = Wire(self.ranks, self.plan.transport, f"{mark}, {self.plan.scheme}")
 
     def run(
         self, tensors: list[Tensor], *, conv: Stage, gates: Stage | None = None, rule: Stage | None = None

@@ -90,7 +90,7 @@ class TrainingOptions:
     cp_codec: str = _flag("none", "coding of heads that change places: none, fp8, fp8_e5m2 or int8", "parallelism")
     cp_layout: str = _flag("zigzag", "who holds which tokens: zigzag, contiguous or balanced", "parallelism")
     distributed_timeout_minutes: float = _flag(
-        0.75, "wait so long for another rank, after the first step; in it, ten minutes", "parallelism"
+        0.75, "wait so long for another rank, after the first step; in it and while saving, ten minutes", "parallelism"
     )
     # Data.
     data_path: str | None = _flag(

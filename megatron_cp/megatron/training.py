@@ -20,7 +20,8 @@ from megatron_cp.data.corpus import Corpus, read_corpus
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.data.tokenizer import read_tokenizer
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import TorchGroup, set_timeout
+from megatron_cp.executor.groups import TorchGroup, naming_lost_ranks, set_timeout
+from megatron_cp.executor.launch import FIRST_STEP
 from megatron_cp.megatron import checkpoint
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
 from megatron_cp.megatron.cpu import run_megatron_on_cpu
@@ -88,38 +89,42 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
     log = _Log(run, world.rank, start)
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
     training.model.train()
+    wait = 60 * options.distributed_timeout_minutes
     for step in range(start + 1, options.train_iters + 1):
-        began = time.perf_counter()
-        training.model.zero_grad_buffer()
-        training.optimizer.zero_grad()
-        sums = schedule(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[training.model],
-            num_microbatches=options.global_batch_size // replicas,
-            seq_length=options.seq_length,
-            micro_batch_size=1,
-            forward_only=False,
-        )
-        if step == start + 1:
-            if run.keep_first_gradients and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
-                tp_rank = parallel_state.get_tensor_model_parallel_rank()
-                checkpoint.save_gradients(run.folder / f"{FIRST_GRADIENTS}.{tp_rank}.pt", training)
-            if world.rank == 0:
-                batches.save_picture(run.folder / PLAN_PICTURE)  # a run that is cut short has one too
-        _, grad_norm, _ = training.optimizer.step()
-        lr = training.optimizer.param_groups[0]["lr"]
-        training.scheduler.step(increment=options.global_batch_size)
-        total = torch.stack([entry["lm loss"].double() for entry in sums]).sum(0)
-        dist.all_reduce(total, group=everyone)
-        loss, tokens = (total[0] / total[1]).item(), int(total[1].item())  # waits for the device
-        log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
-        if step == start + 1:  # in which ranks import and compile at different speeds
-            set_timeout(60 * options.distributed_timeout_minutes)
-        due = options.save_interval and step % options.save_interval == 0
-        if run.save and (due or step == options.train_iters):
-            shape = options.shape(stream.corpus.vocab_size)
-            checkpoint.save_checkpoint(run.folder / CHECKPOINTS, training, shape, step)
+        with naming_lost_ranks(f"step {step} of training"):
+            began = time.perf_counter()
+            training.model.zero_grad_buffer()
+            training.optimizer.zero_grad()
+            sums = schedule(
+                forward_step_func=forward_step,
+                data_iterator=batches,
+                model=[training.model],
+                num_microbatches=options.global_batch_size // replicas,
+                seq_length=options.seq_length,
+                micro_batch_size=1,
+                forward_only=False,
+            )
+            if step == start + 1:
+                if run.keep_first_gradients and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0:
+                    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+                    checkpoint.save_gradients(run.folder / f"{FIRST_GRADIENTS}.{tp_rank}.pt", training)
+                if world.rank == 0:
+                    batches.save_picture(run.folder / PLAN_PICTURE)  # a run that is cut short has one too
+            _, grad_norm, _ = training.optimizer.step()
+            lr = training.optimizer.param_groups[0]["lr"]
+            training.scheduler.step(increment=options.global_batch_size)
+            total = torch.stack([entry["lm loss"].double() for entry in sums]).sum(0)
+            dist.all_reduce(total, group=everyone)
+            loss, tokens = (total[0] / total[1]).item(), int(total[1].item())  # waits for the device
+            log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
+            if step == start + 1:  # in which ranks import and compile at different speeds
+                set_timeout(wait)
+            due = options.save_interval and step % options.save_interval == 0
+            if run.save and (due or step == options.train_iters):
+                shape = options.shape(stream.corpus.vocab_size)
+                set_timeout(FIRST_STEP)  # one rank may write, hash or sync for long while others wait
+                checkpoint.save_checkpoint(run.folder / CHECKPOINTS, training, shape, step)
+                set_timeout(wait)
     log.close()
     if world.rank == 0:
         batches.save_picture(run.folder / PLAN_PICTURE)

@@ -164,7 +164,7 @@ def require(argument: str, value: str, *, name: str | None = None) -> str:
     """
     refuse_unbuilt(argument, value, name=name)
     known = working(argument)
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise ArgumentError(name or argument, value, " or ".join(known) or "None", did_you_mean(value, known))
     return value
 

@@ -172,10 +172,11 @@ class _Own:
             values = {} if sink is None else {"values of sink": sink.detach().cpu().double().tolist()}
             return {**values, **({"seed": call.seed} if call.dropout else {})}
 
-        agree_on_call(
+        mark = agree_on_call(
             self.ranks, [self.plan], operation, {"q": q, "k": k, "v": v, "sink": sink},
             {**numbers, "kernel": self.kernel_name}, once,
         )  # fmt: skip
+        self.name = f"{mark}, seed {call.seed}" if call.dropout else mark
 
     def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
         """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""
@@ -194,7 +195,7 @@ class _Own:
 
     def run(self, inputs: Inputs) -> Tensor:
         """The plan's steps. Returns `[t, (b,) heads, value_head_dim]`."""
-        wire = Wire(self.ranks, self.plan.transport, f"attention ({self.plan.scheme})")
+        wire = Wire(self.ranks, self.plan.transport, f"{self.name}, {self.plan.scheme}")
         lanes = self.plan.ulysses_degree
         node, lane = divmod(self.ranks.rank, lanes)
         along = wire.part(range(lane, self.ranks.size, lanes))

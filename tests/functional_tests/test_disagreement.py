@@ -96,5 +96,6 @@ def stop_rank_1(group: RankGroup) -> None:
 
 
 def test_a_stopped_rank_is_named_and_ended():
-    with pytest.raises(RankError, match=r"rank \d of 3, in attention \(a2a\), .*: rank 1 did not answer in \d+ s"):
+    step = r"in attention \[\w+\], a2a, exchange of q, k, v to heads, forward, .*"
+    with pytest.raises(RankError, match=rf"rank \d of 3, {step}: rank 1 did not answer in \d+ s"):
         run_ranks(stop_rank_1, SIZE, kind="processes", timeout=None)

@@ -17,8 +17,8 @@ import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.layouts import layout_by_name
 from tools.faults import operations, saves
-from tools.faults.cases import DISAGREE, FAULTS, Case, deviated, draw
-from tools.faults.classify import CAUSES, FAILURES, classify, names_rank, said
+from tools.faults.cases import BEHAVIOUR, DISAGREE, FAULTS, Case, deviated, draw
+from tools.faults.classify import CAUSES, FAILURES, classify, names_cause, names_rank, said
 from tools.faults.job import Job
 from tools.faults.report import line, summary, table
 
@@ -157,8 +157,8 @@ def test_errors_must_name_what_differs(kind):
         "dtype": "dtype: torch.float32, torch.float64", "batch": "batch: 2, 1", "scale": "softmax_scale: 3.0, 0.35",
         "sink_given": "sink: given, None", "sink_values": "sink: other values", "requires_grad": "requires_grad: q",
         "no_grad": "grad mode: off", "inference_mode": "grad mode: off", "lengths": "document lengths: 3, 4",
-        "chunks": "head_chunks: 1, 2", "skip_layer": "rank 1 calls another layer", "skip_backward": "no backward",
-        "order": "another layer", "checkpoint": "only rank 1 recomputes",
+        "chunks": "head_chunks: 1, 2", "skip_layer": "rank 1 calls another layer",
+        "skip_backward": "rank 1: no backward", "order": "rank 1 is in another layer", "checkpoint": "only rank 1 recomputes",
     }  # fmt: skip
     found = f"PlanMismatchError: {words.get(kind, f'{kind}: a, b')}"
     assert classify(record_of(case, found, found)).outcome == "error"
@@ -168,7 +168,24 @@ def test_errors_must_name_what_differs(kind):
 
 
 def test_every_disagreement_has_words_that_name_it():
-    assert set(CAUSES) == set(DISAGREE)
+    assert set(CAUSES) == set(DISAGREE) - set(BEHAVIOUR)  # of those no rank can tell more than who did
+
+
+@pytest.mark.parametrize("kind", sorted(DISAGREE))
+def test_ranks_that_wait_for_others_than_the_fault_name_no_cause(kind):
+    """Steps, advice and the rank that speaks stand in every error of a wait, and must not pass for the cause."""
+    steps = ("attention [0a1b2c3d], a2a, exchange of q, k, v to tokens, backward", "gradients of keys and values")
+    ranks = {0: (steps[0], 2), 2: (steps[1], 0)}
+    lines = [
+        f"  rank {rank} is in {step}, waiting for 8 bytes from rank {peer}" for rank, (step, peer) in ranks.items()
+    ]
+    text = (
+        f"PeerError: rank 0 of 4, in {steps[0]}, waiting for 8 bytes from rank 2: ranks do different things with the "
+        "same group, so it never arrives; every rank must make the same calls in the same order, forward and "
+        "backward:\n" + "\n".join(lines)
+    )
+    case = case_of(kind, cp_size=3)
+    assert not names_cause(dataclasses.replace(case, fault=dataclasses.replace(case.fault, rank=3)), text)
 
 
 def test_delay_must_end_right():

@@ -35,10 +35,6 @@ CAUSES = {
     "transport": r"transport|collective|pairwise|hierarchical",
     "chunks": r"head_chunks|chunks?\b",
     "codec": r"codec|fp8|int8",
-    "skip_layer": r"another layer|other layer|other operation|different (layer|operation|plan|call)s?",
-    "skip_backward": r"backward",
-    "order": r"\border\b|another layer|other layer|other operation|different (layer|operation|plan|call)s?",
-    "checkpoint": r"checkpoint|recomput",
 }
 _ENDED = ("kill", "kill_outside", "exit", "interrupt", "raise", "kill_in_save")
 # Of these no rank can tell more than whom it waits for in vain.
@@ -104,12 +100,22 @@ def survivors(case: Case) -> list[int]:
 def names_cause(case: Case, message: str) -> bool:
     """Whether an error says what the fault was: what differs, or which rank is lost."""
     kind = case.fault.kind
-    own_words = said(message)
+    own_words = without_routine(said(message))
     if kind not in _ENDED:  # of others the launcher names whoever complained or ran out of time first
         own_words = re.sub(r"\brank \d+ of \d+ (failed|ended|was)\b", "", own_words)
     if kind in CAUSES and re.search(CAUSES[kind], own_words, re.IGNORECASE):
         return True
     return kind in _NAMED_BY_RANK and names_rank(own_words, case.fault.rank)
+
+
+def without_routine(message: str) -> str:
+    """A message without what stands in every one: its own rank, the steps of plans, and advice.
+
+    What a rank compares with the others stays: that is where a difference is shown.
+    """
+    message = re.sub(r"\brank \d+ of \d+(, in\b| stopped)", "", message)
+    message = re.sub(r"every rank must make the same calls in the same order, forward and backward", "", message)
+    return re.sub(r"\b(?:is |was )?in (?!comparison of)[^\n]*?, waiting for", "waiting for", message)
 
 
 def names_rank(message: str, rank: int) -> bool:

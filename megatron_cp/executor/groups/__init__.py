@@ -7,7 +7,7 @@ starts in microseconds. `Part` is some ranks of either.
 
 from megatron_cp.executor.groups.base import Agreed, Message, Part, Pending, RankGroup
 from megatron_cp.executor.groups.thread_group import ThreadGroup
-from megatron_cp.executor.groups.torch_group import TorchGroup, as_rank_group, set_timeout
+from megatron_cp.executor.groups.torch_group import TorchGroup, as_rank_group, naming_lost_ranks, set_timeout
 
 __all__ = [
     "Agreed",
@@ -18,5 +18,6 @@ __all__ = [
     "ThreadGroup",
     "TorchGroup",
     "as_rank_group",
+    "naming_lost_ranks",
     "set_timeout",
 ]

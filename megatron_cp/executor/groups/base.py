@@ -48,20 +48,26 @@ class Agreed:
 
     def __init__(self) -> None:
         self.compares_calls = True
-        self._known: dict[Any, None] = {}
+        self._known: dict[Any, str] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._known
 
-    def add(self, key: object) -> None:
-        """Remembers something that is equal on all ranks."""
-        self._known[key] = None
+    def mark(self, key: object) -> str:
+        """The mark of something that is known."""
+        return self._known[key]
+
+    def add(self, key: object, mark: str = "") -> None:
+        """Remembers something that is equal on all ranks, and a mark that stands for it on all of them."""
+        self._known[key] = mark
         if len(self._known) > self._MOST:
             del self._known[next(iter(self._known))]
 
 
 class RankGroup(ABC):
     """The ranks of one group. Every method is collective: all ranks of the group call it in the same order.
+
+    From one thread at a time: who waits for what is one thing of a rank.
 
     Attributes:
         rank: this rank's place in the group.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -77,20 +77,23 @@ class Report:
     started: Mapping[str, list[tuple[int, list[Started]]]]
 
 
-def verdict(rank: int, reports: Mapping[int, Report]) -> str | None:
+def verdict(rank: int, own: Report, look: Callable[[int], Report | None]) -> str | None:
     """Why the wait of `rank` never ends, or None where it may still end.
 
     Args:
-        rank: whose report is of this moment.
-        reports: of the ranks that wait, `rank` too. One of the others may be old. It is true all the same if the rank
-            still waits, and it does if what it waits for was never sent: so a circle counts if it leads back to `rank`.
+        rank: the rank that asks.
+        own: what it waits for at this moment.
+        look: another rank's report, if it has waited long. It may be old. It is true all the same if that rank still
+            waits, and it does if what it waits for was never sent: so a circle counts if it leads back to `rank`.
     """
+    reports = {rank: own}
     path = [rank]
     while True:
         here = reports[path[-1]].stall
-        there = reports.get(here.peer)
+        there = reports.get(here.peer) or look(here.peer)
         if there is None:
             return None
+        reports[here.peer] = there
         count, latest = there.started[_OTHER_WAY[here.way]][path[-1]]
         if here.message.number < count:
             found = next((one for one in latest if one.number == here.message.number), None)
@@ -123,7 +126,8 @@ class Board:
     """The key-value store of a process group, as a place for reports. All of it may fail without harm.
 
     A job may make its groups anew with the same store, and torch then gives them the same names. So each rank counts
-    how often it has come to this board, and reads only what the others wrote the same time.
+    how often it has come to this board, and reads only what the others wrote the same time. Where a rank left a group
+    unused in between, the counts differ, and waits are ended by their time limit alone.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -141,9 +145,9 @@ class Board:
     def publish(self, report: Report) -> None:
         self._set("stall", report)
 
-    def reports(self) -> dict[int, Report]:
-        """Of the other ranks that have waited; they may have gone on since."""
-        return self._get("stall")
+    def report(self, rank: int) -> Report | None:
+        """Of another rank that has waited; it may have gone on since."""
+        return self._get("stall", [rank]).get(rank)
 
     def leave(self, words: LastWords) -> None:
         """Leaves what this rank ends with."""
@@ -155,7 +159,7 @@ class Board:
 
         def exchange() -> None:
             self.leave(words)
-            found.extend(self._get("end").values())
+            found.extend(self._get("end", self._others).values())
 
         # The store may be on a rank that is stopped.
         thread = threading.Thread(target=exchange, daemon=True)
@@ -169,11 +173,11 @@ class Board:
     def _set(self, kind: str, value: Any) -> None:
         self._safely(lambda: self._store.set(self._key(kind, self._rank), pickle.dumps(value)))
 
-    def _get(self, kind: str) -> dict[int, Any]:
+    def _get(self, kind: str, ranks: Sequence[int]) -> dict[int, Any]:
         found: dict[int, Any] = {}
 
         def read() -> None:
-            for rank in self._others:
+            for rank in ranks:
                 key = self._key(kind, rank)
                 if self._store.check([key]):
                     found[rank] = pickle.loads(self._store.get(key))
@@ -219,8 +223,10 @@ def _look(messages: TaggedMessages) -> None:
     if stall is None or time.monotonic() - stall.since < PATIENCE:
         return
     own = Report(stall, messages.started())
-    messages.board.publish(own)
-    found = verdict(messages.rank, {**messages.board.reports(), messages.rank: own})
+    if messages.told != stall.wait:  # while one waits nothing changes
+        messages.board.publish(own)
+        messages.told = stall.wait
+    found = verdict(messages.rank, own, messages.board.report)
     if found is not None and messages.stall is stall:
         messages.verdict = found
         messages.board.leave(LastWords(f"rank {messages.rank} was {stall.describe()}", found))

@@ -25,8 +25,14 @@ from megatron_cp.errors import PeerError
 from megatron_cp.executor.groups.base import Message, Pending
 from megatron_cp.executor.groups.stalls import Board, LastWords, Stall, Started, Watch
 
-_REMEMBERED = 64  # latest messages of each pair and direction, for what is said of a stall
+_REMEMBERED = 16  # latest messages of each pair and direction, for what is said of a stall
 _IN_VAIN = 2**31 - 1  # a tag that no message has
+_LOST = ("closed by peer", "closure", "Timed out", "timeout", "Connection", "reset", "Broken pipe")  # as gloo says it
+
+
+def says_lost(error: RuntimeError) -> bool:
+    """Whether an error of torch.distributed is about other ranks, and not about what was asked for."""
+    return any(word in str(error) for word in _LOST)
 
 
 @dataclass
@@ -58,6 +64,7 @@ class TaggedMessages:
         timeout: seconds to wait for one message; the group's own limit if None.
         stall: what this rank waits for now.
         verdict: why it would wait for ever, once that is known.
+        told: the number of the wait that the other ranks were told of last.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -66,6 +73,11 @@ class TaggedMessages:
         self.timeout: float | None = None
         self.stall: Stall | None = None
         self.verdict: str | None = None
+        self.told = 0
+        self._failed: PeerError | None = None
+        places = dist.get_process_group_ranks(group)
+        is_whole_job = places == list(range(self.size))
+        self._places = "" if is_whole_job else f" (Ranks 0, 1, ... of this group are ranks {places} of the job.)"
         self.board = Board.of(group, self.rank, self.size)
         self._ways = {way: [_Way() for _ in range(self.size)] for way in ("send", "recv")}
         self._number = 0
@@ -74,6 +86,8 @@ class TaggedMessages:
     def start(self, sends: Sequence[Message], receives: Sequence[Message], activity: str, detail: str) -> Pending:
         """Starts messages; empty ones do not travel."""
         group = self._group()
+        if group is None or self._failed is not None:
+            raise self._failed or PeerError("the process group of these ranks was destroyed", rank=self.rank)
         works = []
         for way, operation, messages in (("recv", dist.irecv, receives), ("send", dist.isend, sends)):
             for message in messages:
@@ -83,7 +97,9 @@ class TaggedMessages:
                 options = {f"group_{'src' if way == 'recv' else 'dst'}": message.peer, "tag": started.tag}
                 try:
                     work = operation(message.tensor, group=group, **options)
-                except RuntimeError as error:  # the group is broken since an earlier wait
+                except RuntimeError as error:
+                    if not says_lost(error):
+                        raise
                     raise self._failure(
                         Stall(0, way, message.peer, started, detail, time.monotonic()), error
                     ) from error
@@ -113,9 +129,11 @@ class TaggedMessages:
 
     def break_off(self, peer: int) -> None:
         """Makes every wait for this group fail: gloo ends all of them where one times out."""
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing, group = torch.empty(1, dtype=torch.uint8), self._group()
+        if group is None:  # torch would take None for all ranks of the job
+            return
         try:
-            work = dist.irecv(nothing, group=self._group(), group_src=peer, tag=_IN_VAIN)
+            work = dist.irecv(nothing, group=group, group_src=peer, tag=_IN_VAIN)
             assert work is not None
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
@@ -136,7 +154,8 @@ class TaggedMessages:
             known = [words.verdict for words in others if words.verdict is not None]
             lines = [f"  {words.waiting}" for words in others]
             text += f" It says: {known[0]}" if known else "".join(f"\n{line}" for line in lines)
-        return PeerError(text, rank=self.rank, peer=stall.peer)
+        self._failed = PeerError(text + self._places, rank=self.rank, peer=stall.peer)
+        return self._failed
 
 
 class _TaggedPending(Pending):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_cp.errors import ArgumentError, PeerError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups.base import Agreed, Message, Pending, RankGroup, check_peers, check_splits
-from megatron_cp.executor.groups.tagged import TaggedMessages
+from megatron_cp.executor.groups.tagged import TaggedMessages, says_lost
 from megatron_cp.executor.groups.thread_group import ThreadGroup
 
 
@@ -49,6 +50,24 @@ def set_timeout(seconds: float) -> None:
         tagged = _kept_of(group).tagged
         if tagged is not None:
             tagged.timeout = seconds  # messages from rank to rank keep the limit that the group was made with
+
+
+@contextlib.contextmanager
+def naming_lost_ranks(doing: str) -> Iterator[None]:
+    """Within it, gloo's and NCCL's errors of collectives that are not ours say what was done, as ours do."""
+    since = time.monotonic()
+    try:
+        yield
+    except PeerError:
+        raise
+    except RuntimeError as error:
+        if not says_lost(error):
+            raise
+        seconds, rank = time.monotonic() - since, dist.get_rank()
+        text = (
+            f"rank {rank} of {dist.get_world_size()}, in {doing}, after {seconds:.0f} s: another rank did not answer, "
+        )
+        raise PeerError(f"{text}has ended, or does something else. {error}", rank=rank) from error
 
 
 class TorchGroup(RankGroup):
@@ -106,7 +125,11 @@ class TorchGroup(RankGroup):
         return self._start_messages_apart(sends, receives)
 
     def _start_messages_apart(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        assert self._tagged is not None
+        if self._tagged is None:
+            backend = dist.get_backend_config(self.group)
+            raise ArgumentError(
+                "group", backend, "a group with gloo for tensors of the host", "Such as cpu:gloo,cuda:nccl."
+            )
         return self._tagged.start(sends, receives, self.activity, self.detail)
 
     def _start_messages_together(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.agreement import compare_calls
 
 pytest.importorskip("megatron.core")
 
@@ -96,7 +97,12 @@ def test_sinks_are_megatrons():
 
 
 def test_rejects_a_product_that_the_ranks_are_not(monkeypatch):
-    monkeypatch.setattr(attention, "cp_ranks", lambda group: ThreadGroup.create(group.size())[0])
+    def one_of(group):
+        rank = ThreadGroup.create(group.size())[0]
+        compare_calls(rank, False)  # there are no others
+        return rank
+
+    monkeypatch.setattr(attention, "cp_ranks", one_of)
 
     def build_on(cp_size, cp_comm_type, **changes):
         groups = Groups(cp=Group(cp_size))
