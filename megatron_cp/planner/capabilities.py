@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from megatron_cp.errors import ArgumentError
 
@@ -136,4 +137,29 @@ def require(argument: str, value: str, *, name: str | None = None) -> str:
             raise ArgumentError(
                 name or argument, value, " or ".join(working(argument)) or "None", f"{value} is {entry.remark}."
             )
-    raise ArgumentError(name or argument, value, " or ".join(working(argument)) or "None")
+    raise ArgumentError(
+        name or argument, value, " or ".join(working(argument)) or "None", _meant(value, working(argument))
+    )
+
+
+def _meant(value: object, known: list[str]) -> str:
+    """A question, where the user may have meant one of the known values."""
+    if not isinstance(value, str):
+        return ""
+    plain = {_plain(name): name for name in known} | {
+        other: name for other, name in _OTHER_NAMES.items() if name in known
+    }
+    near = get_close_matches(_plain(value), plain, n=1, cutoff=0.75)
+    return f"Did you mean {plain[near[0]]}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum() or letter == "+")
+
+
+# As other projects say it, in plain letters.
+_OTHER_NAMES = {
+    "ulysses": "a2a", "alltoall": "a2a", "ring": "p2p", "ringattention": "p2p", "usp": "a2a+p2p", "ag": "all_gather",
+    "gateddeltanet": "gdn", "gateddeltarule": "gdn", "kimideltaattention": "kda", "mamba2": "mamba", "ssd": "mamba",
+    "conv": "conv1d", "causalconv1d": "conv1d", "e4m3": "fp8", "e5m2": "fp8_e5m2", "nccl": "collective",
+}  # fmt: skip
