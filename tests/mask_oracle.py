@@ -34,13 +34,17 @@ def full(packing: Packing, kv_packing: Packing | None = None) -> Pairs:
     return _in_documents(packing, kv_packing, lambda *_: True)
 
 
-def window(packing: Packing, left: int, right: int = 0, *, first: int = 0) -> Pairs:
-    """`left` keys back and `right` ahead, and the first ones of the document, but none further ahead."""
+def window(packing: Packing, left: int, right: int = 0, *, first: int = 0, kv_packing: Packing | None = None) -> Pairs:
+    """`left` keys back and `right` ahead, and the first ones of the document, but none further ahead.
 
-    def sees(_: int, i: int, j: int, *lengths: int) -> bool:
-        return (right < 0 or j <= i + right) and (left < 0 or j >= i - left or j < first)
+    The last query of a document stands at its last key.
+    """
 
-    return _in_documents(packing, None, sees)
+    def sees(_: int, i: int, j: int, queries: int, keys: int) -> bool:
+        own = i + keys - queries
+        return (right < 0 or j <= own + right) and (left < 0 or j >= own - left or j < first)
+
+    return _in_documents(packing, kv_packing, sees)
 
 
 def prefix(packing: Packing, n: int | Sequence[int]) -> Pairs:

@@ -57,10 +57,11 @@ class SchemeCase:
     def mask_and_pairs(self):
         """The mask, and the pairs that the oracle says are visible."""
         kind, *arguments = self.mask
-        of = (self.packing, self.kv_packing) if self.kv_lengths else (self.packing, *arguments)
-        options = {"first": of[-1], **dict(zip(("left", "right"), of[1:-1], strict=False))} if kind == "first" else None
-        if options is not None:
+        if kind in ("window", "first"):
+            options = dict(zip(("left", "right", "first"), arguments, strict=False))
+            options |= {"kv_packing": self.kv_packing} if self.kv_lengths else {}
             return Mask.window(self.packing, **options), mask_oracle.window(self.packing, **options)
+        of = (self.packing, self.kv_packing) if self.kv_lengths else (self.packing, *arguments)
         name = {"slices": "from_slices", "blocks": "from_blocks"}.get(kind, kind)
         return getattr(Mask, name)(*of), getattr(mask_oracle, kind)(*of)
 

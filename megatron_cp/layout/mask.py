@@ -64,7 +64,9 @@ class Mask(Tables):
         return cls._of_documents(packing, kv_packing, FAR, "full")
 
     @classmethod
-    def window(cls, packing: Packing, left: int, right: int = 0, *, first: int = 0) -> Mask:
+    def window(
+        cls, packing: Packing, left: int, right: int = 0, *, first: int = 0, kv_packing: Packing | None = None
+    ) -> Mask:
         """A query sees `left` keys before its own position, its own, and `right` after it; -1 for no limit.
 
         Args:
@@ -72,19 +74,23 @@ class Mask(Tables):
             left, right: how far a query sees.
             first: so many tokens at the start of each document stay visible, though none later than `right` allows:
                 the attention sinks of StreamingLLM (arXiv 2309.17453).
+            kv_packing: the documents of the keys, for cross-attention. Where they have more or fewer keys than queries,
+                the position of the last query is that of the last key, as in flash-attn.
         """
         left, right = checked_integer("left", left, -1), checked_integer("right", right, -1)
         first = checked_integer("first", first, 0)
         name = f"first:{first}+window:{left},{right}" if first else f"window:{left},{right}"
-        documents = _documents(checked_packing(packing), packing)
+        kv_packing = _checked_kv_packing(packing, kv_packing)
+        documents = _documents(packing, kv_packing)
+        own = documents[:, 3] - documents[:, 1]  # from a query to the key at its own position
         window, kept = documents.copy(), documents.copy()
         # Where the first tokens reach the last query's window, every query sees all that came before.
-        bounded = (packing.lengths - 1 - left > first) & (left >= 0)
-        window[:, 4] = np.where(bounded, -min(left, FAR), -FAR)
-        window[:, 5] = FAR if right < 0 else min(right, FAR)
+        bounded = (kv_packing.lengths - 1 - left > first) & (left >= 0)
+        window[:, 4] = np.where(bounded, own - min(left, FAR), -FAR)
+        window[:, 5] = FAR if right < 0 else own + min(right, FAR)
         kept[:, 3] = np.minimum(kept[:, 3], kept[:, 2] + min(first, FAR))
         kept[:, 5] = np.where(bounded, window[:, 4] - 1, -FAR)  # what the window shows is not counted twice
-        return cls(packing, packing, np.concatenate([window, kept]), name)
+        return cls(packing, kv_packing, np.concatenate([window, kept]), name)
 
     @classmethod
     def prefix(cls, packing: Packing, n: int | Sequence[int] | IntArray) -> Mask:
@@ -201,13 +207,18 @@ class Mask(Tables):
             raise ArgumentError("mask", spec, " | ".join(_SPELLINGS), remedy)
         if form in ("causal", "full"):
             return (cls.causal if form == "causal" else cls.full)(packing, kv_packing)
-        if _checked_kv_packing(packing, kv_packing) != packing:
-            raise ArgumentError("mask", spec, "causal or full where keys have a packing of their own")
-        match form.partition(":")[0]:
+        kv_packing = _checked_kv_packing(packing, kv_packing)
+        kind = form.partition(":")[0]
+        if kv_packing != packing and kind not in ("window", "first"):
+            allowed = (
+                "causal, full, window:LEFT,RIGHT or first:N+window:LEFT,RIGHT where keys have a packing of their own"
+            )
+            raise ArgumentError("mask", spec, allowed, "Say which queries see which keys with Mask.from_slices.")
+        match kind:
             case "window":
-                return cls.window(packing, *numbers)
+                return cls.window(packing, *numbers, kv_packing=kv_packing)
             case "first":
-                return cls.window(packing, *numbers[1:], first=numbers[0])
+                return cls.window(packing, *numbers[1:], first=numbers[0], kv_packing=kv_packing)
             case "prefix":
                 return cls.prefix(packing, *numbers)
         return cls.chunk(packing, *numbers)

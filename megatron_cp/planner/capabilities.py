@@ -182,7 +182,25 @@ def refuse_unbuilt(argument: str, value: str, *, name: str | None = None) -> Non
             )
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """A sentence with what was probably meant; "" if nothing resembles it."""
-    found = get_close_matches(given, list(known), n=1) if isinstance(given, str) else []
-    return f"Did you mean {found[0]}?" if found else ""
+def did_you_mean(value: object, known: Iterable[str]) -> str:
+    """A question, where the user may have meant one of the known values; else nothing."""
+    if not isinstance(value, str):
+        return ""
+    known = list(known)
+    plain = {_plain(name): name for name in known} | {
+        other: name for other, name in _OTHER_NAMES.items() if name in known
+    }
+    near = get_close_matches(_plain(value), plain, n=1, cutoff=0.75)
+    return f"Did you mean {plain[near[0]]}?" if near else ""
+
+
+def _plain(name: str) -> str:
+    return "".join(letter for letter in name.lower() if letter.isalnum() or letter == "+")
+
+
+# As other projects say it, in plain letters.
+_OTHER_NAMES = {
+    "ulysses": "a2a", "alltoall": "a2a", "ring": "p2p", "ringattention": "p2p", "usp": "a2a+p2p", "ag": "all_gather",
+    "gateddeltanet": "gdn", "gateddeltarule": "gdn", "kimideltaattention": "kda", "mamba2": "mamba", "ssd": "mamba",
+    "conv": "conv1d", "causalconv1d": "conv1d", "e4m3": "fp8", "e5m2": "fp8_e5m2", "nccl": "collective",
+}  # fmt: skip

@@ -4,25 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError, as_number, checked_integer
+from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor, checked_scale, rows_first
 from megatron_cp.executor.attend import attend, attend_backward, head_by_head
+from megatron_cp.executor.exchange import ToTokensJourney
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.opaque import opaque, opaque_backward
-from megatron_cp.executor.plan import Plan, ToHeads
+from megatron_cp.executor.plan import Plan, ToHeads, ToTokens
 from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.executor.schedule import Attend, HeadChunk
 from megatron_cp.executor.wire import Wire
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: RankGroup | dist.ProcessGroup | None = None, *,
+    softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
+    seed: int = 0, kernel: str = "auto", return_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: RankGroup | dist.ProcessGroup | None = None, *,
+    softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
+    seed: int = 0, kernel: str = "auto", return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @opaque
@@ -39,7 +58,8 @@ def attention(
     dropout: float = 0.0,
     seed: int = 0,
     kernel: str = "auto",
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention within each document, over the ranks of `group`; differentiable.
 
     Args:
@@ -52,14 +72,19 @@ def attention(
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv 2408.00118); 0 for none.
         sink: `[heads]` a learned score without a value, one a head, that takes part in every softmax (gpt-oss; all
             zero is the off-by-one softmax). The same on every rank; its gradient is this rank's share, to be summed.
+            Several sinks a head, `[n, heads]`, are one: `sinks.logsumexp(0)`.
         dropout: the share of weights that become zero after the softmax, the others growing by `1 / (1 - dropout)`.
         seed: of the dropout, at least 0: with the entry of the batch, the head and the places of query and key in the
             packed stream it decides which weights, whatever the number of ranks. The same on every rank; give every
             layer and step another one.
         kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+        return_lse: whether to return the log-sum-exp too. Where heads change places it is one small collective more.
 
     Returns:
-        `[t, heads, value_head_dim]` (or with `b`), zero in pad rows and for queries that see no key.
+        `[t, heads, value_head_dim]` (or with `b`), zero in pad rows and for queries that see no key; and if asked for,
+        `[t, heads]` (or with `b`) in at least fp32 the natural logarithm of each softmax's denominator: of the scores
+        after scale and soft cap, the sink among them, before dropout; -inf in pad rows, and without a sink for
+        queries that see no key. No gradient flows through it.
 
     Raises:
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
@@ -73,9 +98,9 @@ def attention(
     """
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
     own = _Own(plan, group, q, sink, kernel, options)
-    tensors = own.checked(q, k, v)
-    own.agree("attention", q, k, v)
-    return own.run(tensors)
+    inputs, with_lse = own.checked(q, k, v), checked_flag("return_lse", return_lse)
+    own.agree("attention", q, k, v, return_lse=with_lse)
+    return own.run_with_lse(inputs) if with_lse else own.run(inputs)
 
 
 @opaque
@@ -163,7 +188,7 @@ class _Own:
         self.kernel = choose_kernel(KERNELS, kernel, self.call)
         self.exchanged = any(isinstance(step, ToHeads) for step in plan.steps)
 
-    def agree(self, operation: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def agree(self, operation: str, q: Tensor, k: Tensor, v: Tensor, **more: bool) -> None:
         """Raises on every rank if another one calls differently."""
         call, sink = self.call, self.sink
         numbers = {"softmax_scale": call.scale, "softcap": call.softcap, "dropout": call.dropout}
@@ -174,9 +199,10 @@ class _Own:
 
         mark = agree_on_call(
             self.ranks, [self.plan], operation, {"q": q, "k": k, "v": v, "sink": sink},
-            {**numbers, "kernel": self.kernel_name}, once,
+            {**numbers, "kernel": self.kernel_name, **more}, once,
         )  # fmt: skip
-        self.name = f"{mark}, seed {call.seed}" if call.dropout else mark
+        name = f"{mark}, seed {call.seed}" if call.dropout else mark
+        self.wire = Wire(self.ranks, self.plan.transport, f"{name}, {self.plan.scheme}")
 
     def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
         """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""
@@ -193,9 +219,30 @@ class _Own:
             check_tensor(block.name, tensor, shape, like=self.like, same_dtype=True, remedy=remedy)
         return [tensor.flatten(-2) if self.exchanged else tensor for tensor in tensors]
 
-    def run(self, inputs: Inputs) -> Tensor:
-        """The plan's steps. Returns `[t, (b,) heads, value_head_dim]`."""
-        wire = Wire(self.ranks, self.plan.transport, f"{self.name}, {self.plan.scheme}")
+    def run_with_lse(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """`run`, and `[t, (b,) heads]` the log-sum-exp of its queries."""
+        parts: list[Tensor] = []
+        out = self.run(inputs, parts)
+        # As `[T, (b,) h, 1]`, which goes back to the tokens as the output does, part by part of the heads.
+        parts = [lse.movedim(-1, 0).unsqueeze(-1).clone(memory_format=torch.contiguous_format) for lse in parts]
+        if self.exchanged:
+            back = ToTokensJourney(_lse_exchange(self.plan), self.wire)
+            for number, part in enumerate(parts):
+                back.leave(number, part)
+            (lse,) = back.arrive()
+        else:
+            lse = parts[0].squeeze(-1)
+        lse[int(self.plan.layout.token_counts[self.ranks.rank]) :] = -torch.inf
+        return out, lse
+
+    def run(self, inputs: Inputs, lses: list[Tensor] | None = None) -> Tensor:
+        """The plan's steps. Returns `[t, (b,) heads, value_head_dim]`.
+
+        Args:
+            inputs: as the first step takes them.
+            lses: gets the log-sum-exp of each chunk of heads.
+        """
+        wire = self.wire
         lanes = self.plan.ulysses_degree
         node, lane = divmod(self.ranks.rank, lanes)
         along = wire.part(range(lane, self.ranks.size, lanes))
@@ -205,11 +252,28 @@ class _Own:
             first, last = step.deal.heads[lane]
             place = _Place(step, node, lane, along, _Heads(self.kernel, self.call, first))
             sink = self.sink if self.sink is None else self.sink[first:last]
-            return {"attend": lambda *tensors: [_Attention.apply(place, sink, *tensors)]}
+
+            def computed(*tensors: Tensor) -> list[Tensor]:
+                out, lse = _Attention.apply(place, sink, *tensors)
+                if lses is not None:
+                    lses.append(lse)
+                return [out]
+
+            return {"attend": computed}
 
         (out,) = run(self.plan, wire, inputs, local_attention)
         q, _, v = self.plan.sections.blocks
         return out.unflatten(-1, (q.num_heads, v.head_dim)) if self.exchanged else out
+
+
+def _lse_exchange(plan: Plan) -> Exchange:
+    """The plan's way back to the tokens, of one number a head."""
+    back = plan.steps[-1]
+    assert isinstance(back, ToTokens)
+    (out,) = back.exchange.sections.blocks
+    sections, chunks = Sections((replace(out, name="lse", head_dim=1),)), len(back.exchange.chunks)
+    parts = tuple(sections.chunk(plan.deal, number, chunks) for number in range(chunks))
+    return replace(back.exchange, sections=sections, chunks=parts, codec=None)
 
 
 def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
@@ -318,7 +382,7 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, place: _Place, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, place: _Place, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ctx.place = place
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
         out, lse = attend(place.step, place.node, place.lane, place.wire, place.work, q, k, v)
@@ -328,12 +392,14 @@ class _Attention(torch.autograd.Function):
             # Both -inf where a query sees no key and the sink has no weight either.
             out.mul_(_per_query(before.sub_(lse).exp_().nan_to_num_(0.0)).to(out.dtype))
         ctx.save_for_backward(sink, q, k, v, out, lse)
-        return out
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # nor one of zeros for the log-sum-exp
+        return out, lse
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        place, (dout,) = ctx.place, gradients
+        place, dout = ctx.place, gradients[0]
         sink, q, k, v, out, lse = ctx.saved_tensors
         with torch.autocast(dout.device.type, enabled=False):
             dsink = None

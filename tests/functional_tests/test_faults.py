@@ -158,7 +158,8 @@ def test_errors_must_name_what_differs(kind):
         "sink_given": "sink: given, None", "sink_values": "sink: other values", "requires_grad": "requires_grad: q",
         "no_grad": "grad mode: off", "inference_mode": "grad mode: off", "lengths": "document lengths: 3, 4",
         "chunks": "head_chunks: 1, 2", "skip_layer": "rank 1 calls another layer",
-        "skip_backward": "rank 1: no backward", "order": "rank 1 is in another layer", "checkpoint": "only rank 1 recomputes",
+        "skip_backward": "rank 1: no backward", "order": "rank 1 is in another layer",
+        "checkpoint": "only rank 1 recomputes",
     }  # fmt: skip
     found = f"PlanMismatchError: {words.get(kind, f'{kind}: a, b')}"
     assert classify(record_of(case, found, found)).outcome == "error"

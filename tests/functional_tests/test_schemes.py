@@ -28,11 +28,11 @@ def case_of(scheme, **changes):
 # -- cross-attention -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", ["causal", "full"])
+@pytest.mark.parametrize("mask", [("causal",), ("full",), ("window", 4, 1), ("first", 3, 0, 2)], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_cross_attention_with_keys_of_other_lengths_in_another_layout(scheme, mask):
     keys = {"kv_lengths": (3, 5, 17, 2, 0, 1, 30), "kv_layout": "random"}
-    check(case_of(scheme, mask=(mask,), layout="contiguous", heads=4, kv_heads=2, **keys))
+    check(case_of(scheme, mask=mask, layout="contiguous", heads=4, kv_heads=2, **keys))
 
 
 # -- queries that see nothing ----------------------------------------------------------------------------------------
@@ -278,3 +278,68 @@ def test_a_batch_of_sequences_is_each_sequence_alone(scheme):
         return all(torch.allclose(batch[i][:, b], singles[b][i], atol=1e-14) for b in range(3) for i in range(4))
 
     assert run_ranks(rank, 4) == [True] * 4
+
+
+# -- the log-sum-exp -------------------------------------------------------------------------------------------------
+
+LSE_CASES = [
+    SchemeCase("a2a", 3, (9, 1, 17, 0, 4), align=4, sink=True),
+    SchemeCase("a2a", 4, (9, 1, 17, 0, 4), heads=12, kv_heads=12, head_chunks=3, layout="random"),
+    SchemeCase("a2a", 8, (9, 1, 17, 0, 4), align=4, softcap=1.5),  # more ranks than heads
+    SchemeCase("a2a", 1, (9, 1, 17, 0, 4), align=4, sink=True),
+    SchemeCase("p2p", 3, (9, 1, 17, 0, 4), align=4, sink=True, mask=("window", 5, 0)),
+    SchemeCase("all_gather", 3, (9, 1, 17, 0, 4), dropout=0.3),
+    SchemeCase("exact", 4, (9, 1, 17, 0, 4), align=4, mask=("slices", ((3, 9, 3, 20, "full"),))),
+    SchemeCase("a2a+p2p", 4, (9, 1, 17, 0, 4), sink=True),
+    SchemeCase("a2a+all_gather", 6, (9, 1, 17, 0, 4), align=2),
+]
+
+
+def lse_of_rank(group, case, plan, batch):
+    """This rank's log-sum-exp, and whether asking for it changed output or gradients."""
+    inputs, gradient = case.problem()
+    shards = {"q": plan.layout, "k": plan.kv_layout, "v": plan.kv_layout}
+    results = []
+    for asked in (True, False):
+        local = {name: shards[name].shard(inputs[name], group.rank) for name in shards}
+        if batch:
+            local = {name: torch.stack([x, 2 * x], 1) for name, x in local.items()}
+        for x in local.values():
+            x.requires_grad_()
+        found = cp.attention(
+            *local.values(), plan, group, sink=inputs.get("sink"), softcap=case.softcap, dropout=case.dropout,
+            return_lse=asked,
+        )  # fmt: skip
+        out, lse = found if asked else (found, results[0][1])
+        out.backward(
+            plan.layout.shard(gradient, group.rank).view(len(out), *[1] * batch, *out.shape[-2:]).expand_as(out)
+        )
+        results.append((out, lse, *(x.grad for x in local.values())))
+    assert not results[0][1].requires_grad
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    return results[0][1]
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks get no")
+@pytest.mark.parametrize("batch", [False, True], ids=["thd", "sbhd"])
+@pytest.mark.parametrize("case", LSE_CASES, ids=lambda case: f"{case.scheme} over {case.cp_size}")
+def test_the_log_sum_exp_is_that_of_all_scores(case, batch):
+    mask, pairs = case.mask_and_pairs()
+    plan, (inputs, _) = case.plan(mask), case.problem()
+    ranks = run_ranks(lse_of_rank, case.cp_size, case, plan, batch, timeout=60)
+    for rank, lse in enumerate(ranks):
+        assert (lse[plan.layout.token_counts[rank] :] == -torch.inf).all()
+    found = plan.layout.unshard(ranks)
+    ratio = case.heads // case.kv_heads
+    for entry in range(1 + batch):
+        q, k = inputs["q"] * (1 + entry), inputs["k"].repeat_interleave(ratio, 1) * (1 + entry)
+        scores = torch.einsum("ihd,jhd->ihj", q, k) * case.head_dim**-0.5
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        scores = scores.masked_fill(~torch.from_numpy(np.asarray(pairs))[:, None], -torch.inf)
+        if case.sink:
+            scores = torch.cat([scores, inputs["sink"].expand(len(q), -1)[..., None]], -1)
+        expected, own = scores.logsumexp(-1), found[:, entry] if batch else found
+        assert own.shape == expected.shape
+        assert torch.equal(own == -torch.inf, expected == -torch.inf)
+        assert (own - expected).nan_to_num(0).abs().max() <= 1e-12

@@ -140,7 +140,8 @@ CALLS = {
     **{f"Mask.{name}": (getattr(cp.Mask, name), {"packing": P}, {
         "packing": NO_PACKING, "kv_packing": [*optional(NO_PACKING), cp.Packing([3])]}) for name in ("causal", "full")},
     "Mask.window": (cp.Mask.window, {"packing": P, "left": 1}, {
-        "packing": NO_PACKING, "left": NO_INTEGER, "right": NO_INTEGER, "first": NO_INTEGER}),
+        "packing": NO_PACKING, "left": NO_INTEGER, "right": NO_INTEGER, "first": NO_INTEGER,
+        "kv_packing": optional(NO_PACKING)}),
     "Mask.prefix": (cp.Mask.prefix, {"packing": P, "n": 1}, {
         "packing": NO_PACKING, "n": [*NO_INTEGER, *[value for value in NO_LIST if value is not NO_LIST[1]]]}),
     "Mask.chunk": (cp.Mask.chunk, {"packing": P, "size": 1}, {"packing": NO_PACKING, "size": [*NO_INTEGER, 0]}),
@@ -215,7 +216,8 @@ CALLS = {
         "state": [*NO_INTEGER, 0], "groups": optional([*NO_INTEGER, 0, 3])}),
     "plan_linear, conv1d": (cp.plan_linear, {"packing": P, "layout": LAYOUT, "kind": "conv1d", "channels": 4}, {
         "channels": [*NO_INTEGER, 0]}),
-    "attention": (cp.attention, {**QKV, "plan": PLANS["attention"]}, tensors(**QKV) | SOFTMAX),
+    "attention": (cp.attention, {**QKV, "plan": PLANS["attention"]}, tensors(**QKV) | SOFTMAX | {
+        "return_lse": NO_FLAG}),
     "projected_attention": (cp.projected_attention, {
         "project": lambda heads, kv_heads: tuple(QKV.values()), "plan": PLANS["attention"]}, {
         "project": [None, 5, "q", QKV["q"], list(QKV.values()), lambda heads, kv_heads: None,

@@ -1,6 +1,7 @@
 """Errors keep what they say when they are made anew."""
 
 import pickle
+import re
 
 import pytest
 
@@ -20,3 +21,30 @@ def test_an_error_survives_pickling_and_what_megatron_does_to_it():
 def test_a_refusal_names_the_argument_as_the_user_spells_it():
     with pytest.raises(ArgumentError, match=r"^--cp-comm-type: got 'tiled'; allowed: .*\. tiled is not built yet"):
         require("scheme", "tiled", name="--cp-comm-type")
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "meant"),
+    [
+        ("scheme", "allgather", "all_gather"),
+        ("scheme", "All-Gather", "all_gather"),
+        ("scheme", "ring", "p2p"),
+        ("scheme", "Ulysses", "a2a"),
+        ("scheme", "a2a + p2p", "a2a+p2p"),
+        ("layout", "zig-zag", "zigzag"),
+        ("mode", "head_wise", "headwise"),
+        ("kind", "gated_delta_net", "gdn"),
+        ("codec", "e4m3", "fp8"),
+        ("transport", "hierarchic", "hierarchical"),
+    ],
+)
+def test_rejects_what_others_call_it_and_asks_whether_that_was_meant(argument, value, meant):
+    with pytest.raises(ArgumentError, match=re.escape(f"Did you mean {meant}?")):
+        require(argument, value)
+
+
+@pytest.mark.parametrize("value", ["", "nothing", "x", None, 5])
+def test_rejects_what_is_like_nothing_without_asking(value):
+    with pytest.raises(ArgumentError) as caught:
+        require("scheme", value)
+    assert "mean" not in str(caught.value)

@@ -62,6 +62,11 @@ def cross(rng, name):
     return both(name, p, keys_of(rng, p))
 
 
+def cross_window(rng, **first):
+    p = packing(rng)
+    return both("window", p, *rng.integers(-1, 6, 2).tolist(), kv_packing=keys_of(rng, p), **first)
+
+
 def cross_slices(rng):
     p = packing(rng)
     keys = keys_of(rng, p)
@@ -98,6 +103,8 @@ KINDS = {
     "shared question": shared_question,
     "slices": own_slices,
     "cross slices": cross_slices,
+    "cross window": cross_window,
+    "cross first": lambda rng: cross_window(rng, first=int(rng.integers(0, 6))),
     "blocks": blocks,
     "causal blocks": lambda rng: blocks(rng, causal=True),
 }  # fmt: skip
@@ -280,9 +287,20 @@ def test_rejects_an_unknown_name(spec):
     assert caught.value.argument == "mask"
 
 
-@pytest.mark.parametrize("spec", [spec for spec in SPELLED if spec not in ("causal", "full")])
+@pytest.mark.parametrize("spec", [spec for spec in SPELLED if "window" in spec])
+def test_windows_by_name_of_cross_attention(spec):
+    keys = Packing([1, 4])
+    named = Mask.named(P, spec, keys)
+    first, *numbers = [int(n) for n in re.findall(r"-?\d+", spec if "first" in spec else f"0,{spec}")]
+    np.testing.assert_array_equal(
+        oracle.pairs_of(named.bands, P.total, keys.total), oracle.window(P, *numbers, first=first, kv_packing=keys)
+    )
+    assert named.name == spec
+
+
+@pytest.mark.parametrize("spec", ["prefix:4", "chunk:3"])
 def test_rejects_a_name_without_meaning_for_cross_attention(spec):
-    with pytest.raises(ArgumentError, match=r"mask: got .* causal or full where keys have a packing of their own"):
+    with pytest.raises(ArgumentError, match=r"mask: got .* where keys have a packing of their own.*Mask\.from_slices"):
         Mask.named(P, spec, Packing([1, 2]))
     assert Mask.named(P, spec, Packing([5, 2])) == Mask.named(P, spec)
 
