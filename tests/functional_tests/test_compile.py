@@ -78,6 +78,7 @@ def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ra
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [("attention", "a2a"), ("gated_delta_net", "chunkwise")], ids=str)
 def test_inductor_compiles_around_an_operation(case):
     """On one rank: it takes 30 s of the first graph, and processes would take them together."""
