@@ -78,6 +78,7 @@ def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ra
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [("attention", "a2a"), ("gated_delta_net", "chunkwise")], ids=str)
 def test_inductor_compiles_around_an_operation(case):
     """On one rank: it takes 30 s of the first graph, and processes would take them together."""
@@ -169,6 +170,43 @@ def test_a_compiled_step_has_none_of_our_backward_in_its_graphs(operation, mode)
     traced = [node.stack_trace or "" for graph in graphs for node in graph.nodes if node.op == "call_function"]
     assert any("compile_cases" in place for place in traced)
     assert not any(ours in place for place in traced)
+
+
+class Stack(torch.nn.Module):
+    """Layers in a loop, as models have them."""
+
+    def __init__(self, operations):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Within(operation) for operation in operations)
+
+    def forward(self, x, batches, group):
+        for layer in self.layers:
+            x = x + layer(x, batches[layer.operation], group)
+        return x
+
+
+class Within(torch.nn.Module):
+    def __init__(self, operation):
+        super().__init__()
+        self.operation, self.layer = operation, Layer(operation)
+
+    def forward(self, x, batch, group):
+        return FUNCTIONS[self.operation](self.layer, x, batch, group)
+
+
+def test_a_model_is_compiled_once_for_all_of_its_layers():
+    """Twelve layers of two kinds: two graphs each, and one more of the first, whose input needs no gradient."""
+    modes, (group,) = {"attention": "a2a", "kda_mixer": "headwise"}, ThreadGroup.create(1)
+    model, graphs = Stack([*modes] * 6), []
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    with complaints() as found:
+        for number, lengths in enumerate(PACKS):
+            batches = {name: plans(name, mode, lengths, 1) for name, mode in modes.items()}
+            x = drawn(batches["attention"], number, 0)
+            expected, had = (run(x, batches, group) for run in (model, compiled))
+            assert difference([had.detach()], [expected.detach()]) <= TOLERANCE
+            assert len(graphs) == (5 if number == 0 else 10)
+    assert found == []
 
 
 def test_rejects_one_whole_graph_with_the_reason():

@@ -190,7 +190,7 @@ CALLS = {
     "check_agreement": (cp.check_agreement, {"plan": PLANS["gdn"], "group": None}, {
         "plan": NO_PLAN, "group": NO_GROUP, "seed": optional(NO_INTEGER)}),
     "compare_calls": (cp.compare_calls, {"group": ThreadGroup.create(1)[0], "compare": True}, {
-        "group": [*NO_GROUP, None], "compare": NO_FLAG}),
+        "group": [None, *(value for value in NO_GROUP if not isinstance(value, ThreadGroup))], "compare": NO_FLAG}),
     **{f"Plan.{name}": (getattr(PLANS["attention"], name), more, {"item_size": [*NO_INTEGER, 0]})
        for name, more in (("explain", {}), ("bytes_sent", {"item_size": 2, "forward": True}),
                           ("bytes_needed", {"item_size": 2, "forward": True}))},

@@ -1,0 +1,35 @@
+"""What must be kept from compilers is: public operations, and the backward of every autograd function."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import megatron_cp as cp
+
+HOUSE = Path(cp.__file__).parent
+OPERATIONS = (
+    "attention", "projected_attention", "gated_delta_rule", "gated_delta_net", "kda", "kda_mixer", "mamba2",
+    "mamba2_mixer", "causal_conv1d", "gather", "relayout",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_operation_is_opaque(name):
+    operation = getattr(cp, name)
+    assert operation._torchdynamo_disable
+    assert "exchange tensors between ranks" in operation._torchdynamo_disable_msg
+
+
+def test_the_backward_of_every_autograd_function_is_opaque():
+    found = {
+        f"{path.relative_to(HOUSE)}: {function.name}": {ast.unparse(mark) for mark in backward.decorator_list}
+        for path in HOUSE.rglob("*.py")
+        if path.relative_to(HOUSE).parts[0] != "cli"  # benchmarks, which nobody compiles
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.ClassDef) and "torch.autograd.Function" in map(ast.unparse, function.bases)
+        for backward in function.body
+        if isinstance(backward, ast.FunctionDef) and backward.name == "backward"
+    }
+    assert len(found) > 15
+    assert [name for name, marks in found.items() if not marks & {"opaque", "opaque_backward"}] == []
