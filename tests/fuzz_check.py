@@ -18,6 +18,7 @@ from tests.fuzz_problem import arguments, problem_of
 TOLERANCES = {"float64": 1e-11, "float32": 1e-4, "bfloat16": 1e-1}
 CODED = 1e-6  # the oracle codes too; arithmetic on codes is in float32
 FLOOR = 0.1
+HALF_A_UNIT = 2**-8 * 1.001  # of the last place in bfloat16, over the number
 
 
 class MismatchError(AssertionError):
@@ -244,7 +245,7 @@ def _compare(call, plan, problem, ranks):
                 _require(not bool(pads.count_nonzero()), call, name, f"has pad rows that are not zero on rank {rank}")
             found = [layout.unshard(of_ranks)]
         for x in found:
-            _close(call, name, x, value, exact=is_exact(call, name, len(ranks)))
+            _close(call, name, x, value, len(ranks))
 
 
 def expectation(call, plan, problem):
@@ -296,18 +297,27 @@ def _add_rounded(leaves, gradients):
         x.grad = share if x.grad is None else x.grad + share
 
 
-def _close(call, name, found, value, *, exact):
+def _close(call, name, found, value, cp_size):
     _require(found.shape == value.shape, call, name, f"is {tuple(found.shape)}, not {tuple(value.shape)}")
     if not value.numel():
         return
-    if exact:
+    if is_exact(call, name, cp_size):
         value = value.to(getattr(torch, call.dtype)).to(found.dtype)
         wrong = int((found != value).sum())
         _require(wrong == 0, call, name, f"has {wrong} of {value.numel()} entries that are not the exact sums")
         return
     bound = TOLERANCES[call.dtype] if call.codec == "none" else CODED
-    error = float((found.double() - value).abs().max() / value.abs().max().clamp(min=FLOOR))
+    largest, errors = value.abs().max().clamp(min=FLOOR), (found.double() - value).abs()
+    if is_rounded_once(call, name, cp_size):
+        bound, errors = TOLERANCES["float32"], errors - value.abs() * HALF_A_UNIT
+    error = float(errors.max() / largest)
     _require(error <= bound, call, name, f"is off by {error:.1e} of its largest entry; allowed {bound:g}")
+
+
+def is_rounded_once(call, name, cp_size):
+    """Whether every entry is in bfloat16 what float32 arithmetic gives: in rings, but where the output is used."""
+    is_ring = call.operation == "attention" and call.scheme == "p2p" and cp_size > 1
+    return is_ring and call.dtype == "bfloat16" and not call.twice and (name == "v" or name.startswith("out "))
 
 
 def is_exact(call, name, cp_size):

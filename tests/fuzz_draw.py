@@ -96,7 +96,8 @@ def _attention(r, call, cp_size):
     if scheme != "p2p" and r.random() < 0.5:
         chunks = r.randint(1, _most_groups(call, degree))
     special = r.choice(("", "", "", "", "sink", "sink", "softcap", "dropout", "scale"))
-    narrow = call.operation == "attention" and r.random() < 0.3
+    # A ring adds up in float32 what others round, and so shows how it adds.
+    narrow = call.operation == "attention" and r.random() < (0.7 if scheme == "p2p" else 0.2)
     call = dataclasses.replace(
         call, scheme=scheme, ulysses_degree=degree if scheme in PRODUCTS else None, head_chunks=chunks,
         codec=r.choice(("fp8", "fp8_e5m2", "int8")) if exchanges and not narrow and r.random() < 0.3 else "none",
@@ -121,7 +122,9 @@ def _most_groups(call, degree):
 
 
 def _narrow(r, call):
-    return dataclasses.replace(call, dtype=r.choice(("float32", "bfloat16", "bfloat16")), whole=r.random() < 0.8)
+    return dataclasses.replace(
+        call, dtype=r.choice(("float32", "bfloat16", "bfloat16", "bfloat16")), whole=r.random() < 0.65
+    )
 
 
 def _mask(r, lengths):

@@ -80,7 +80,7 @@ class _Numbers:
 
     def gradient(self, *shape):
         if self.whole:  # so large that bfloat16 cannot add them up
-            return torch.randint(-100, 101, shape, generator=self.random).to(self.dtype)
+            return torch.randint(-250, 251, shape, generator=self.random).to(self.dtype)
         return self.normal(*shape)
 
     def one(self, shape):
