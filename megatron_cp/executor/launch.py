@@ -180,7 +180,7 @@ def _answer(folder: str, rank: int, ok: bool, payload: Any) -> None:
     A pipe would keep the caller waiting for the rest of an answer whose rank was killed or stopped within it.
     """
     answer = _answer_file(folder, rank)
-    part = answer.with_suffix(".part")
+    part = answer.with_name(f"{answer.name}.part")
     part.write_bytes(pickle.dumps((ok, payload)))
     part.replace(answer)
 
