@@ -444,7 +444,7 @@ def _time(
 @contextlib.contextmanager
 def watched_wire(watch: Watch) -> Iterator[None]:
     """Within it torch.distributed says how long it takes, whoever calls it."""
-    names = ("all_to_all_single", "batch_isend_irecv")
+    names = ("all_to_all_single", "isend", "irecv")
     had = {name: getattr(dist, name) for name in names}
     for name, function in had.items():
         setattr(dist, name, _watched(function, watch))
@@ -459,8 +459,6 @@ def _watched(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with watch.span("wire"):
             started = function(*args, **kwargs)
-        if isinstance(started, list):
-            return [_WatchedWork(work, watch) for work in started]
         return started and _WatchedWork(started, watch)
 
     return call
@@ -470,9 +468,9 @@ class _WatchedWork:
     def __init__(self, work: Any, watch: Watch) -> None:
         self._work, self._watch = work, watch
 
-    def wait(self) -> None:
+    def wait(self, *limit: Any) -> None:
         with self._watch.span("wire"):
-            self._work.wait()
+            self._work.wait(*limit)
 
 
 # -- the report --------------------------------------------------------------------------------------------------------
