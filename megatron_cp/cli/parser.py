@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"got {word!r}, which is no option and belongs to none")
         known = [option for action in self._actions for option in action.option_strings]
-        self.error(f"{word}: there is no such option. {did_you_mean(word, known)}")
+        self.error(f"{word}: there is no such option. {did_you_mean(word, known, alike=0.6)}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

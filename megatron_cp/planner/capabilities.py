@@ -182,15 +182,15 @@ def refuse_unbuilt(argument: str, value: str, *, name: str | None = None) -> Non
             )
 
 
-def did_you_mean(value: object, known: Iterable[str]) -> str:
-    """A question, where the user may have meant one of the known values; else nothing."""
+def did_you_mean(value: object, known: Iterable[str], alike: float = 0.75) -> str:
+    """A question, where the user may have meant one of the known values, so much alike (of 1); else nothing."""
     if not isinstance(value, str):
         return ""
     known = list(known)
     plain = {_plain(name): name for name in known} | {
         other: name for other, name in _OTHER_NAMES.items() if name in known
     }
-    near = get_close_matches(_plain(value), plain, n=1, cutoff=0.75)
+    near = get_close_matches(_plain(value), plain, n=1, cutoff=alike)
     return f"Did you mean {plain[near[0]]}?" if near else ""
 
 

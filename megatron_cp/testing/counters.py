@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.groups import Message, Pending, RankGroup, TorchGroup
 from megatron_cp.testing.modes import meet_operators
 
 # Operators that write a result without computing anything: each is a pass over memory.
@@ -150,6 +150,7 @@ def _watch_methods(counters: Counters) -> None:
             for name in _SYNC_METHODS:
                 _replaced[name] = torch.Tensor.__dict__.get(name)
                 setattr(torch.Tensor, name, _reporting(name, getattr(torch.Tensor, name)))
+            TorchGroup._start_pieces = _once_each(_START_PIECES)  # type: ignore[method-assign]
 
 
 def _unwatch_methods() -> None:
@@ -163,6 +164,24 @@ def _unwatch_methods() -> None:
                     delattr(torch.Tensor, name)  # it was inherited
                 else:
                     setattr(torch.Tensor, name, own)
+            TorchGroup._start_pieces = _START_PIECES  # type: ignore[method-assign]
+
+
+_START_PIECES = TorchGroup._start_pieces
+
+
+def _once_each(method: Callable[..., Pending]) -> Callable[..., Pending]:
+    """Counts a collective that gloo is given as messages as one."""
+
+    def start(*args: Any) -> Pending:
+        stack: list[Counters] = getattr(_active, "stack", [])
+        seen = [counters.collectives for counters in stack]
+        pending = method(*args)
+        for counters, before in zip(stack, seen, strict=True):
+            counters.collectives = before + 1
+        return pending
+
+    return start
 
 
 def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

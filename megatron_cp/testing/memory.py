@@ -108,6 +108,7 @@ class _WatchedGroup(RankGroup):
     def __init__(self, group: RankGroup) -> None:
         self.group, self.buffers = group, group.buffers
         self.rank, self.size = group.rank, group.size
+        self.agreed.compares_calls = False  # what ranks compare once is no part of a layer
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
