@@ -236,8 +236,8 @@ class Mask(Tables):
             >>> Mask.full(Packing([4, 2])).of_tokens([3, 2]).seen.tolist()
             [3, 3, 3, 0, 2, 2]
         """
-        own, whole = np.asarray(lengths), self.packing.lengths
-        fits = own.shape == whole.shape and np.issubdtype(own.dtype, np.integer)
+        own, whole = host_array("lengths", lengths), self.packing.lengths
+        fits = own.shape == whole.shape and is_integral(own)
         if self.is_cross or not fits or ((own < 0) | (own > whole)).any():
             raise ArgumentError("lengths", own.tolist(), f"numbers up to {whole[:8].tolist()}, of self-attention")
         if np.array_equal(own, whole):

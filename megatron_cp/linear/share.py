@@ -302,6 +302,7 @@ class _Kept(torch.autograd.Function):
         return result.detach()  # no view, which users could not write to
 
     @staticmethod
+    @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         _ = ctx.saved_tensors
         return gradients[0]

@@ -192,6 +192,8 @@ class BatchPlan:
         if not isinstance(slots, Iterable):
             raise ArgumentError("slots", slots, "several of AttentionSlot and LinearSlot")
         slots = [_checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
+        if lengths is not None:
+            Mask.causal(layout.packing).of_tokens(lengths)  # refuses what the documents cannot have
         self.layout, self.lengths = layout, lengths
         self._plans = {slot: self._made(slot) for slot in dict.fromkeys(slots)}
 

@@ -50,6 +50,7 @@ NO_PACKING = [None, 5, True, [5, 0, 4], STREAM, torch.tensor([5, 4]), "5", LAYOU
 NO_LAYOUT = [None, 5, True, "zigzag", [[(0, 9)]], P, cp.Layout, np.arange(9), cp.Layout.contiguous(cp.Packing([3]), 2)]
 NO_MASK = [5, True, "causal", np.ones((9, 9), bool), torch.ones(9, 9), cp.Mask, [cp.Mask.causal(P)],
            cp.Mask.causal(cp.Packing([3]))]  # fmt: skip
+NO_LENGTHS = [5, True, "504", [5, 0], [5, 1, 4], [-1, 0, 4], [5.0, 0.0, 4.0], [True, False, True], object(), {}]
 NO_GROUP = [5, True, "world", [], {}, object(), RankGroup, ThreadGroup.create(3)[0], torch.ones(1)]
 NO_PLAN = [None, 5, True, "a2a", P, ALONE, cp.Plan, [], object()]
 NO_ARRAY = [None, 5, True, "abc", b"123456789", list(range(9)), {}, np.array(3), torch.tensor(3), np.arange(8),
@@ -181,10 +182,13 @@ CALLS = {
         **{name: [*NO_INTEGER, 0]
            for name in ("heads", "key_heads", "head_dim", "value_head_dim", "conv_width", "item_size")},
         **{name: optional(NO_INTEGER) for name in ("hidden_size", "head_chunks")}}),
-    **{f"{type(slot).__name__}.plan": (slot.plan, {"layout": LAYOUT}, {"layout": NO_LAYOUT[:-1]})
-       for slot in (cp.AttentionSlot(2, 2, 4, 4), cp.LinearSlot("gdn", 2, 2, 4, 4))},
+    "AttentionSlot.plan": (cp.AttentionSlot(2, 2, 4, 4).plan, {"layout": LAYOUT}, {
+        "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS}),
+    "LinearSlot.plan": (cp.LinearSlot("gdn", 2, 2, 4, 4).plan, {"layout": LAYOUT}, {"layout": NO_LAYOUT[:-1]}),
+    "Mask.of_tokens": (cp.Mask.causal(P).of_tokens, {"lengths": [5, 0, 3]}, {"lengths": [None, *NO_LENGTHS]}),
     "BatchPlan": (cp.BatchPlan, {"layout": LAYOUT}, {
-        "layout": NO_LAYOUT[:-1], "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]]]}),
+        "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS,
+        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]]]}),
     "BatchPlan.plan": (cp.BatchPlan(LAYOUT).plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
         "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
     "check_agreement": (cp.check_agreement, {"plan": PLANS["gdn"], "group": None}, {
