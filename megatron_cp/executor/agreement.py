@@ -147,7 +147,7 @@ def _kind(tensor: Tensor, grad: bool) -> tuple[torch.dtype, torch.Size, bool]:
 def _words(kind: tuple[torch.dtype, torch.Size, bool]) -> str:
     dtype, features, needs_gradient = kind
     shape = ", ".join(["rows", *map(str, features)])
-    return f"{str(dtype).removeprefix('torch.')} [{shape}], {'needs a' if needs_gradient else 'no'} gradient"
+    return f"{str(dtype).removeprefix('torch.')}, shape [{shape}], {'needs a' if needs_gradient else 'no'} gradient"
 
 
 def _key(subject: Plan | Layout) -> bytes:

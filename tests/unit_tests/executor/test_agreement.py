@@ -157,15 +157,15 @@ def calls(group: RankGroup, odd: dict[str, Any], repeat: int = 1) -> str:
 
 
 ODD_CALLS = {
-    "type": ({"dtype": torch.float64}, "q: float32 [rows, 6, 4], needs a gradient", "q: float64"),
-    "batch": ({"batch": (2,)}, "q: float32 [rows, 6, 4]", "q: float32 [rows, 2, 6, 4]"),
+    "type": ({"dtype": torch.float64}, "q: float32, shape [rows, 6, 4], needs a gradient", "q: float64"),
+    "batch": ({"batch": (2,)}, "q: float32, shape [rows, 6, 4]", "q: float32, shape [rows, 2, 6, 4]"),
     "scale": ({"softmax_scale": 2.0}, "softmax_scale: 0.5", "softmax_scale: 2.0"),
     "cap": ({"softcap": 30.0}, "softcap: 0.0", "softcap: 30.0"),
     "sink": ({"sink": torch.zeros(6)}, "sink: None", "sink: float32"),
     "dropout": ({"dropout": 0.5}, "dropout: 0.0", "dropout: 0.5"),
     "kernel": ({"kernel": "auto"}, "kernel: 'reference'", "kernel: 'auto'"),
     "grad mode": ({"grad": False}, "gradients: on", "gradients: off"),
-    "frozen inputs": ({"needs_gradient": False}, "q: float32 [rows, 6, 4], needs a gradient", "no gradient"),
+    "frozen inputs": ({"needs_gradient": False}, "q: float32, shape [rows, 6, 4], needs a gradient", "no gradient"),
 }
 
 
