@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import naming_lost_ranks
 from megatron_cp.megatron.digests import check_digests, write_digests
 from megatron_cp.megatron.model import Training
 from megatron_cp.megatron.options import TrainingOptions
@@ -47,7 +48,7 @@ def save_checkpoint(folder: Path, training: Training, shape: dict[str, Any], ite
     """
     target, new = _checkpoint(folder, iteration), folder / f"{_checkpoint(folder, iteration).name}.new"
     is_first = dist.get_rank() == 0
-    with writing(folder, target.name):
+    with naming_lost_ranks(f"saving {target.name}"), writing(folder, target.name):
         try:
             if is_first:
                 for left in folder.glob("iter_*.new"):

@@ -105,6 +105,9 @@ def names_cause(case: Case, message: str) -> bool:
         own_words = re.sub(r"\brank \d+ of \d+ (failed|ended|was)\b", "", own_words)
     if kind in CAUSES and re.search(CAUSES[kind], own_words, re.IGNORECASE):
         return True
+    # Whom torch's own collectives have lost no error of theirs says.
+    if kind in SAVING and "another rank did not answer, has ended" in own_words:
+        return True
     return kind in _NAMED_BY_RANK and names_rank(own_words, case.fault.rank)
 
 
