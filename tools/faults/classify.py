@@ -116,9 +116,9 @@ def without_routine(message: str) -> str:
 
     What a rank compares with the others stays: that is where a difference is shown.
     """
-    message = re.sub(r"\brank \d+ of \d+(, in\b| stopped)", "", message)
-    message = re.sub(r"every rank must make the same calls in the same order, forward and backward", "", message)
-    return re.sub(r"\b(?:is |was )?in (?!comparison of)[^\n]*?, waiting for", "waiting for", message)
+    message = re.sub(r"\b(?:is |was )?in (?!comparison of)[^\n]*?, waiting for", "waiting for", message)
+    message = re.sub(r"\brank \d+ of \d+(, in\b|, waiting\b| stopped)", "", message)
+    return re.sub(r"every rank must make the same calls in the same order, forward and backward", "", message)
 
 
 def names_rank(message: str, rank: int) -> bool:
