@@ -90,6 +90,9 @@ def run_rank(group, case, plans, problems):
         for number in case.schedule:
             calls[number].backward() if number in begun else calls[number].forward()
             begun.add(number)
+    left = len(group.buffers._taken)
+    if left:  # a transfer that was started and not waited for, or a buffer that was forgotten
+        raise MismatchError(f"{left} messages are still under way")
     return [call.results() for call in calls]
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_cp.exchange import pack
+from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor import exchange, gather, scan, transfers, wire
 from tests import fuzz_check
 from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
@@ -127,6 +128,10 @@ def break_losses(patch):
     patch.setattr(gather._Gather, "backward", staticmethod(own))
 
 
+def break_buffers(patch):
+    patch.setattr(Buffers, "give", lambda self, *tensors: None)
+
+
 BROKEN = {
     "a ring adds gradients in bfloat16": (
         break_sum,
@@ -143,6 +148,7 @@ BROKEN = {
         break_pool,
         [Case(4, calls_of("attention", layouts=("contiguous", "contiguous"), scheme="a2a"), (0, 1, 0, 1))],
     ),
+    "buffers are not given back": (break_buffers, cases_of("kda_mixer", scheme="chunkwise")),
     "a loss of one's own is everybody's": (break_losses, cases_of("gather", scheme="own_loss", batch=2)),
 }
 
