@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.counters import Counters
 from tests.functional_tests import tiny_megatron as tiny
@@ -285,6 +286,8 @@ def run_cases(group, places):
 
 
 def run_case(case):
+    from megatron.core import parallel_state
+
     from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
 
     lists = ("cp_comm_type", "window_attn_skip_freq")  # which Megatron tells from tuples, and no set can hold
@@ -298,7 +301,10 @@ def run_case(case):
         model = tiny.build(case.kind, config=config)
     align = config.tensor_model_parallel_size if case.sequence_parallel else 1
     batches = tiny.microbatches(model, case.batches, case.layout, case.how, align)
-    with Counters() if dict(case.changes).get("linear_cp_mode") else contextlib.nullcontext() as counters:
+    counted = bool(dict(case.changes).get("linear_cp_mode"))
+    group = parallel_state.get_context_parallel_group()
+    compare_calls(group, not counted)  # what a plan costs once is not counted
+    with Counters() if counted else contextlib.nullcontext() as counters:
         step = tiny.train(model, config, batches)
     return dataclasses.replace(step, collectives=counters.collectives) if counters else step
 
