@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -77,8 +77,8 @@ def agree_on_call(
 ) -> str:
     """Fails on every rank unless all ranks make the same call. Costs an exchange for a new plan or kind of call only.
 
-    Ranks could mix the kinds of calls that they have compared. So the call's messages should carry its mark, by which
-    they meet only their like where the group can tell.
+    Ranks could mix the kinds of calls, and the plans, that they have compared. So the call's messages should carry
+    their marks, by which they meet only their like where the group can tell.
 
     Args:
         ranks: of the group.
@@ -90,7 +90,7 @@ def agree_on_call(
             be read from a device.
 
     Returns:
-        the operation's name with a mark that stands for this kind of call on all ranks.
+        the operation's name with marks that stand for this kind of call and its plan on all ranks.
 
     Raises:
         CallMismatchError: with the lines in which the first differing rank's call departs from rank 0's.
@@ -101,8 +101,9 @@ def agree_on_call(
     grad = torch.is_grad_enabled()
     of_tensors = tuple((name, x if x is None else _kind(x, grad)) for name, x in tensors.items())
     call = (operation, of_tensors, tuple(options.items()), grad)
-    if call in agreed and all(_key(subject) in agreed for subject in subjects):
-        return agreed.mark(call)
+    marks = [agreed.call(call), *(agreed.plan(_digest_and_lines(subject)[0]) for subject in subjects)]
+    if None not in marks:
+        return f"{operation} [{''.join(cast(list[str], marks))}]"
     kind_of_call = [
         f"operation: {operation}",
         *(f"{name}: {'None' if kind is None else _words(kind)}" for name, kind in of_tensors),
@@ -113,13 +114,12 @@ def agree_on_call(
         *kind_of_call,
         *(f"{name}: {value!r}" for name, value in once().items()),
     ]
-    ranks.detail = "; ".join([operation, *lines[1:]])
     lines += [line for subject in subjects for line in subject.describe()]
     _compare(ranks, lines, "comparison of calls", CallMismatchError, f"the ranks call {operation} in different ways")
     for subject in subjects:
         _remember(ranks, subject)
-    agreed.add(call, f"{operation} [{_digest(kind_of_call).hex()[:8]}]")
-    return agreed.mark(call)
+    agreed.add_call(call, _digest(kind_of_call), kind_of_call)
+    return agree_on_call(ranks, subjects, operation, tensors, options)
 
 
 def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> None:
@@ -150,9 +150,14 @@ def _words(kind: tuple[torch.dtype, torch.Size, bool]) -> str:
     return f"{str(dtype).removeprefix('torch.')}, shape [{shape}], {'needs a' if needs_gradient else 'no'} gradient"
 
 
-def _key(subject: Plan | Layout) -> bytes:
-    """16 bytes that stand for a plan or a layout, made once."""
-    made: bytes = subject.table("agreement", lambda: _digest(subject.describe()))
+def _digest_and_lines(subject: Plan | Layout) -> tuple[bytes, tuple[str, ...]]:
+    """16 bytes that stand for a plan or a layout, and the lines that they are made of, made once."""
+
+    def make() -> tuple[bytes, tuple[str, ...]]:
+        lines = tuple(subject.describe())
+        return _digest(lines), lines
+
+    made: tuple[bytes, tuple[str, ...]] = subject.table("agreement", make)
     return made
 
 
@@ -161,10 +166,10 @@ def _remember(ranks: RankGroup, subject: Agreeable | Layout) -> None:
     plans = [subject] if isinstance(subject, Plan) else getattr(subject, "plans", [])
     layouts = [subject] if isinstance(subject, Layout) else []
     for plan in plans:
-        ranks.agreed.add(_key(plan))
+        ranks.agreed.add_plan(*_digest_and_lines(plan))
         layouts += [plan.layout] if plan.outer is None else [plan.layout, plan.outer]
     for layout in layouts:
-        ranks.agreed.add(_key(layout))
+        ranks.agreed.add_plan(*_digest_and_lines(layout))
 
 
 def _digest(lines: Sequence[str]) -> bytes:
@@ -173,7 +178,7 @@ def _digest(lines: Sequence[str]) -> bytes:
 
 def _compare(ranks: RankGroup, lines: list[str], activity: str, error: type[PlanMismatchError], what: str) -> None:
     """Raises `error` on every rank unless `lines` are the same on all."""
-    ranks.activity = activity
+    ranks.activity, ranks.details = activity, tuple(lines)
     digests = ranks.all_gather_bytes(_digest(lines))
     if len(set(digests)) > 1:
         everyones = ranks.all_gather_object(lines)
@@ -184,4 +189,4 @@ def _compare(ranks: RankGroup, lines: list[str], activity: str, error: type[Plan
             if here != there
         ]
         raise error(f"{what.format(other=f'rank {other}')}:\n" + "\n".join(shown))
-    ranks.activity = ranks.detail = ""
+    ranks.activity, ranks.details = "", ()

@@ -208,9 +208,19 @@ def _first_cause(failures: dict[int, BaseException | str], size: int) -> BaseExc
     complaints = (f"{PeerError.__name__}: ", "Connection closed by peer", "Timed out waiting", "pair closure")
     causes = [rank for rank, text in texts.items() if not any(complaint in text for complaint in complaints)]
     rank = causes[0] if causes else next(iter(texts))
-    error = RankError(f"rank {rank} of {size} failed:\n{texts[rank]}")
+    text = f"rank {rank} of {size} failed:\n{texts[rank]}"
+    others = [_complaint(other) for number, other in texts.items() if number != rank]
+    if not causes and others:
+        text = "\n".join([text.rstrip(), "Other ranks failed as well:", *others])
+    error = RankError(text)
     error.in_vain = not causes
     return error
+
+
+def _complaint(text: str) -> str:
+    """What a rank says of the one that it lost, without the way there."""
+    start = text.rfind(f"{PeerError.__name__}: ")
+    return text[start:].rstrip() if start >= 0 else text.rstrip().rsplit("\n", 1)[-1]
 
 
 def _ask_for_stacks(processes: list[Any]) -> None:
@@ -272,7 +282,10 @@ def _process_main(rank: int, size: int, folder: str, timeout: float | None, func
             _answer(folder, rank, True, function(_world(), *args))
             _leave_together()
         except ArgumentError as error:
-            _answer(folder, rank, False, error)
+            try:
+                _answer(folder, rank, False, error)
+            except Exception:  # what was given cannot be pickled, such as a function
+                _answer(folder, rank, False, ArgumentError(str(error)))
         except BaseException:
             _answer(folder, rank, False, traceback.format_exc())
             _exit_now()
@@ -329,10 +342,10 @@ def in_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
-def start_torchrun_rank(timeout: float = FIRST_STEP) -> TorchGroup:
+def start_torchrun_rank(timeout: float | None = None) -> TorchGroup:
     """Joins the job that torchrun started: NCCL where every local rank has a device of its own, gloo elsewhere.
 
-    Waiting for other ranks, now and in any collective, fails after `timeout` seconds.
+    Waiting for other ranks, now and in any collective, fails after `timeout` seconds, or `FIRST_STEP`.
     """
     # Asked of the whole host, so that its ranks cannot choose differently.
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -341,7 +354,7 @@ def start_torchrun_rank(timeout: float = FIRST_STEP) -> TorchGroup:
     else:
         torch.set_num_threads(1)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout))
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout or FIRST_STEP))
     return _world(dist.new_group(backend="gloo") if cuda else None)
 
 

@@ -40,8 +40,8 @@ def relayout(
             raise ArgumentError(name, layout, "a layout", "A plan's outer is None where nothing is relayed.")
     ranks = as_rank_group(group, source.cp_size)
     check_rows("local", local, int(source.row_counts[ranks.rank]), ranks.rank)
-    agree_on_call(ranks, [source, target], "relayout", {"local": local}, {})
-    return _Relayout.apply(local, prepare_relayout(source, target, ranks.rank, local.device), ranks)
+    mark = agree_on_call(ranks, [source, target], "relayout", {"local": local}, {})
+    return _Relayout.apply(local, prepare_relayout(source, target, ranks.rank, local.device), ranks, mark)
 
 
 def prepare_relayout(source: Layout, target: Layout, rank: int, device: torch.device) -> _Hop:
@@ -65,18 +65,17 @@ class _Hop:
 
 class _Relayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, hop: _Hop, group: RankGroup) -> Tensor:
-        ctx.hop = (hop, group)
-        return _moved(local, hop, group, forward=True)
+    def forward(ctx: Any, local: Tensor, hop: _Hop, group: RankGroup, mark: str) -> Tensor:
+        ctx.hop = (hop, group, mark)
+        return _moved(local, hop, group, mark, forward=True)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hop, group = ctx.hop
-        return _moved(gradients[0], hop, group, forward=False), None, None
+        return _moved(gradients[0], *ctx.hop, forward=False), None, None, None
 
 
-def _moved(local: Tensor, hop: _Hop, group: RankGroup, *, forward: bool) -> Tensor:
+def _moved(local: Tensor, hop: _Hop, group: RankGroup, mark: str, *, forward: bool) -> Tensor:
     send, arrive = (hop.send, hop.arrive) if forward else (hop.send_back, hop.arrive_back)
     sent_counts, received_counts = hop.counts if forward else hop.counts[::-1]
     features = math.prod(local.shape[1:])
@@ -84,7 +83,7 @@ def _moved(local: Tensor, hop: _Hop, group: RankGroup, *, forward: bool) -> Tens
         group.buffers.take_like(local, sum(counts), *local.shape[1:]) for counts in (received_counts, sent_counts)
     )
     torch.index_select(local, 0, send, out=sent)
-    group.activity = f"relayout, {direction(forward=forward)}"
+    group.activity = f"{mark}, {direction(forward=forward)}"
     group.all_to_all(
         received.view(-1),
         sent.view(-1),

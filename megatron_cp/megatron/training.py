@@ -20,8 +20,8 @@ from megatron_cp.data.corpus import Corpus, read_corpus
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.data.tokenizer import read_tokenizer
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor import launch
 from megatron_cp.executor.groups import TorchGroup, naming_lost_ranks, set_timeout
-from megatron_cp.executor.launch import FIRST_STEP
 from megatron_cp.megatron import checkpoint
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
 from megatron_cp.megatron.cpu import run_megatron_on_cpu
@@ -78,6 +78,9 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
     stream = PackedStream(load_corpus(options), options.seq_length, options.seed)
     start = checkpoint.check_checkpoint(run.resume, options, stream.corpus.vocab_size) if run.resume else 0
     cp_group = start_model_parallel(options)
+    wait = 60 * options.distributed_timeout_minutes
+    long_wait = max(wait, launch.FIRST_STEP)
+    set_timeout(long_wait)  # Megatron made groups of its own
     replicas = parallel_state.get_data_parallel_world_size()
     if options.global_batch_size % replicas:
         raise ArgumentError("global_batch_size", options.global_batch_size, f"a multiple of the {replicas} replicas")
@@ -89,7 +92,6 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
     log = _Log(run, world.rank, start)
     everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
     training.model.train()
-    wait = 60 * options.distributed_timeout_minutes
     for step in range(start + 1, options.train_iters + 1):
         with naming_lost_ranks(f"step {step} of training"):
             began = time.perf_counter()
@@ -122,7 +124,7 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
             due = options.save_interval and step % options.save_interval == 0
             if run.save and (due or step == options.train_iters):
                 shape = options.shape(stream.corpus.vocab_size)
-                set_timeout(FIRST_STEP)  # one rank may write, hash or sync for long while others wait
+                set_timeout(long_wait)  # one rank may write, hash or sync for long while others wait
                 checkpoint.save_checkpoint(run.folder / CHECKPOINTS, training, shape, step)
                 set_timeout(wait)
     log.close()

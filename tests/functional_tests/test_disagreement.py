@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
+import re
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -17,11 +21,11 @@ SIZE = 3
 LIMIT = 90.0  # of a whole job on a busy machine; what stops within is said, not killed
 
 
-def layer(group: RankGroup, scheme: str = "a2a", **options) -> torch.Tensor:
+def layer(group: RankGroup, scheme: str = "a2a", mask: str = "causal", **options) -> torch.Tensor:
     """One call of attention, the same on every rank unless the options differ."""
     packing = cp.Packing([7, 1, 130])
     layout = cp.Layout.zigzag(packing, SIZE)
-    plan = cp.plan_attention(packing, layout, heads=3, head_dim=4, scheme=scheme)
+    plan = cp.plan_attention(packing, layout, heads=3, head_dim=4, scheme=scheme, mask=cp.Mask.named(packing, mask))
     dtype = options.pop("dtype", torch.float32)
     q = torch.ones(int(layout.row_counts[group.rank]), 3, 4, dtype=dtype, requires_grad=True)
     return cp.attention(q, q, q, plan, group, **options)
@@ -30,6 +34,7 @@ def layer(group: RankGroup, scheme: str = "a2a", **options) -> torch.Tensor:
 def odd_one(group: RankGroup, fault: str) -> str:
     """Runs a step, then another in which rank 1 does something else. Returns what this rank is told."""
     layer(group).sum().backward()
+    layer(group, mask="window:3,0").sum().backward()
     odd = group.rank == 1
     try:
         if fault == "another type, in one rank's call alone":
@@ -38,6 +43,16 @@ def odd_one(group: RankGroup, fault: str) -> str:
             layer(group, softcap=30.0 if odd else 0.0)
         elif fault == "another scheme":
             layer(group, "p2p" if odd else "exact")
+        elif fault == "plans that were both compared":
+            layer(group, mask="window:3,0" if odd else "causal")
+        elif fault == "layouts that were both compared":
+            packing = cp.Packing([6, 6, 12])
+            zigzag, contiguous = cp.Layout.zigzag(packing, SIZE), cp.Layout.contiguous(packing, SIZE)
+            rows = torch.ones(8, 4)
+            for _ in range(2):
+                there = cp.relayout(rows, zigzag, contiguous, group)
+                back = cp.relayout(there, contiguous, zigzag, group)
+            cp.relayout(back, *((contiguous, zigzag) if odd else (zigzag, contiguous)), group)
         elif fault == "no backward":
             out = layer(group)
             if not odd:
@@ -62,8 +77,10 @@ FAULTS = {
     "another type, in one rank's call alone": "float64",
     "another cap, in one rank's call alone": "softcap: 30.0",
     "another scheme": "scheme: p2p",
-    "no backward": "backward",
-    "a layer less": "backward",
+    "no backward": r"rank \d is in attention \[\w+\], a2a, exchange of out to heads, backward, waiting .* rank 1",
+    "a layer less": r"rank 1 is in attention \[\w+\], a2a, exchange of out to heads, backward, waiting",
+    "plans that were both compared": r"rank 1 is in attention \[\w+\], .*\(.*mask: window:3,0.*\), waiting",
+    "layouts that were both compared": r"rank 1 is in relayout \[\w+\], forward, waiting",
     "no gradients": "gradients: off",
 }
 
@@ -72,7 +89,29 @@ FAULTS = {
 def test_rejects_ranks_that_do_different_things_showing_what(fault: str):
     for said in run_ranks(odd_one, SIZE, fault, kind="processes", timeout=LIMIT):
         assert "Error: " in said
-        assert FAULTS[fault] in said
+        assert re.search(FAULTS[fault], said), said
+
+
+def forgets(group: RankGroup) -> bool:
+    """Whether what the failed call worked on is freed when its error is."""
+    x = torch.ones(1000)
+    seen = weakref.ref(x)
+    set_timeout(1.0)
+    if group.rank == 1:
+        time.sleep(4)
+    with contextlib.suppress(cp.PeerError):
+        fail_with(x, group)
+    del x
+    gc.collect()
+    return seen() is None
+
+
+def fail_with(x: torch.Tensor, group: RankGroup) -> None:
+    layer(group).sum().add(x.sum())
+
+
+def test_what_a_failed_call_held_is_freed():
+    assert run_ranks(forgets, SIZE, kind="processes", timeout=LIMIT) == [True] * SIZE
 
 
 def late(group: RankGroup) -> float:

@@ -16,7 +16,7 @@ if not sys.platform.startswith("linux"):
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.layouts import layout_by_name
-from tools.faults import operations, saves
+from tools.faults import operations
 from tools.faults.cases import BEHAVIOUR, DISAGREE, FAULTS, Case, deviated, draw
 from tools.faults.classify import CAUSES, FAILURES, classify, names_cause, names_rank, said
 from tools.faults.job import Job
@@ -189,6 +189,20 @@ def test_ranks_that_wait_for_others_than_the_fault_name_no_cause(kind):
     assert not names_cause(dataclasses.replace(case, fault=dataclasses.replace(case.fault, rank=3)), text)
 
 
+def test_seeds_stand_in_every_step_so_that_two_must_be_shown():
+    waits = "PeerError: rank {} of 2, in attention [0a1b2c3d], seed {}, a2a, waiting for 8 bytes from rank 1"
+    case = case_of("seed")
+    assert not names_cause(case, waits.format(0, 2))
+    assert names_cause(case, waits.format(0, 2) + ":\n" + waits.format(1, 5))
+
+
+def test_last_words_may_follow_a_bar_of_progress():
+    log = "CP=2: 0%|  | 0/4 [00:00<?, ?step/s]megatron-cp train: rank 1 of 2 failed:\nTraceback\nKeyError: 'x'\n\n"
+    launched = case_of("raise", launch="launcher", train=True)
+    verdict = classify(record_of(launched, 1, 1, caller={"ok": False, "exit_codes": []}, log={"-1": log}))
+    assert (verdict.outcome, verdict.messages["caller"][:22]) == ("error", "megatron-cp train: ran")
+
+
 def test_delay_must_end_right():
     case = case_of("delay")
     assert classify(record_of(case, NUMBERS, NUMBERS)).outcome == "right"
@@ -196,7 +210,7 @@ def test_delay_must_end_right():
 
 
 def test_orphans_checkpoints_and_faults_that_never_came_are_failures():
-    case = case_of("kill", save="torch")
+    case = case_of("kill", save="megatron")
     fine = record_of(case, "lost rank 1", -9)
     assert classify(fine).outcome == "error"
     assert classify(fine | {"orphans": ["77 T python"]}).outcome == "orphan"
@@ -261,18 +275,42 @@ def test_report_counts_and_reproduces():
     assert set(FAILURES).isdisjoint({"right", "error"})
 
 
-def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path):
-    import torch
+SAVED = """
+import sys
+from pathlib import Path
+import torch, torch.distributed as dist
+from tools.faults import saves
+folder = Path(sys.argv[1])
 
-    assert saves.problem(tmp_path, "torch") == ""  # nothing was promised
-    torch.save({"step": 1, "weights": {"a": torch.ones(2)}}, tmp_path / saves.RENAMED)
-    saves.note(tmp_path, 1)
-    assert saves.problem(tmp_path, "torch") == ""
-    saves.note(tmp_path, 2)
-    assert "step 1 is there" in saves.problem(tmp_path, "torch")
-    path = tmp_path / saves.RENAMED
-    path.write_bytes(path.read_bytes()[:100])
-    assert "loading ends in" in saves.problem(tmp_path, "torch")
+def problem():
+    found = saves.problem(folder)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return found[:60]
+
+print(problem())  # nothing was promised
+dist.init_process_group("gloo", init_method=f"file://{folder}/saving", rank=0, world_size=1)
+saves.save(folder, {"a": torch.ones(2)}, 1)
+dist.destroy_process_group()
+saves.note(folder, 1)
+print(problem())
+saves.note(folder, 2)
+print(problem())
+for data in folder.glob("checkpoints/*/*.distcp"):
+    data.write_bytes(data.read_bytes()[:100])
+print(problem())
+"""
+
+
+def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", SAVED, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, cwd=ROOT, env=ENVIRONMENT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    nothing, fine, older, damaged = done.stdout.splitlines()
+    assert (nothing, fine, older) == ("", "", "step 2 was saved, and step 1 is there")
+    assert damaged.startswith("step 2 was saved, and loading ends in ")
 
 
 # -- what is seen ----------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ class Case:
         replan: a plan a step; else one for all.
         agree: `check_agreement` of each plan.
         own_reduce: gradients are summed over a process group of their own.
-        save: "none", "torch" (written, then renamed) or "megatron".
+        save: "none" or "megatron": by what `megatron-cp train` saves with.
         timeout: of the process groups, seconds.
         store: who holds the key/value store of independent ranks: "agent" or "rank".
         destroy: independent ranks destroy their process group when they end, whatever ends them.
@@ -150,7 +150,7 @@ def draw(seed: int, number: int, timeout: float = 8.0, *, train_share: float = T
         replan=random.random() < 0.6,
         agree=random.random() < 0.25,
         own_reduce=random.random() < 0.5,
-        save=random.choice(("none", "none", "torch")),
+        save=random.choice(("none", "none", "megatron")),
         timeout=timeout,
         store=random.choice(("agent", "rank")),
         destroy=random.random() < 0.7,
@@ -204,6 +204,15 @@ def _chunkable(layer: Layer) -> Layer:
     return replace(layer, heads=8, groups=8)  # two a rank at four ranks
 
 
+def _that_sends(layer: Layer) -> Layer:
+    """The layer, where it may have nothing to send, in a scheme that has. Nobody can miss what is not sent."""
+    return (
+        replace(layer, scheme={"exact": "all_gather", "chunkwise": "headwise", "relay": "headwise"}[layer.scheme])
+        if layer.scheme in ("exact", "chunkwise", "relay")
+        else layer
+    )
+
+
 def _can_code(layer: Layer) -> bool:
     return layer.kind != "conv1d" and (layer.scheme == "headwise" or layer.scheme.startswith("a2a"))
 
@@ -221,9 +230,8 @@ def _with_fault(random: Random, case: Case, train_share: float) -> Case:
     if kind in PLAN and not case.replan:
         fault = replace(fault, step=0, once=False)
     if kind in SAVING:
-        case = replace(case, save="megatron" if case.train else random.choice(("torch", "torch", "megatron")))
-        rank = 0 if case.save == "torch" else fault.rank  # who writes
-        fault = replace(fault, phase="save", rank=rank, seconds=random.uniform(0, 0.15))
+        case = replace(case, save="megatron")
+        fault = replace(fault, phase="save", seconds=random.uniform(0, 0.15))
     elif kind in LOST | HELD_UP | PARENT:
         phases = ("forward", "before", "save") if case.train else (
             "plan", "before", "forward", "forward", "forward", "backward", "backward", "reduce"
@@ -256,6 +264,8 @@ def _with_layer(random: Random, case: Case) -> Case:
     layer = replace(layer, sink=True) if kind == "sink_values" else layer
     if kind == "seed" and not layer.dropout:
         layer = replace(layer, dropout=0.3)
+    if kind in ("skip_layer", "skip_backward"):
+        layer = _that_sends(layer)
     dtype = "float32" if kind == "codec" else case.dtype
     # All layers of its plan are what it is.
     layers = tuple(replace(layer, checkpoint=other.checkpoint) if other.plan == old.plan else other

@@ -105,8 +105,10 @@ def names_cause(case: Case, message: str) -> bool:
         own_words = re.sub(r"\brank \d+ of \d+ (failed|ended|was)\b", "", own_words)
     if kind in CAUSES and re.search(CAUSES[kind], own_words, re.IGNORECASE):
         return True
+    if kind == "seed":  # which stands among the steps of all that wait, so that two must be shown
+        return len(set(re.findall(r"\bseed (\d+)", said(message)))) > 1
     # Whom torch's own collectives have lost no error of theirs says.
-    if kind in SAVING and "another rank did not answer, has ended" in own_words:
+    if case.fault.phase == "save" and "another rank did not answer, has ended" in own_words:
         return True
     return kind in _NAMED_BY_RANK and names_rank(own_words, case.fault.rank)
 
@@ -216,10 +218,9 @@ def _find_unnamed(
 
 
 def _last_words(log: str) -> str:
-    """What a command says at its end: from its own line on, or the last lines."""
-    lines = log.rstrip().splitlines()
-    own = [number for number, line in enumerate(lines) if line.startswith("megatron-cp ")]
-    return "\n".join(lines[own[-1] :] if own else lines[-1:])
+    """What a command says at its end: from its own name on, which may follow a bar of progress, or the last line."""
+    start = log.rfind("megatron-cp train: ")
+    return log[start:].rstrip() if start >= 0 else log.rstrip().rsplit("\n", 1)[-1]
 
 
 def _name(number: int) -> str:

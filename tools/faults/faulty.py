@@ -71,13 +71,8 @@ class Faulty:
         if self._is_due(phase, step, layer):
             self.act()
 
-    def part_of_save(self, part: int, step: int) -> None:
-        """One of the places at which a rank that saves can be killed."""
-        if self._here and self._fault.kind == "kill_in_save" and step == self._fault.step and part == self.variant(4):
-            self.act()
-
     def start_of_save(self, step: int) -> None:
-        """Where it takes many steps: the signal comes from outside, after a while."""
+        """The signal to kill a rank that saves comes from outside, after a while."""
         if self._here and self._fault.kind == "kill_in_save" and step == self._fault.step:
             self.begin(ask=["SIGKILL", "rank"])
 
@@ -100,7 +95,7 @@ class Faulty:
         self.begin(ask={"kill_outside": ["SIGKILL", "rank"], "kill_parent": ["SIGKILL", "caller"],
                         "stop_and_kill_parent": ["SIGKILL", "caller"]}.get(kind))  # fmt: skip
         match kind:
-            case "kill" | "kill_in_save":
+            case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop" | "stop_and_kill_parent":
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -188,13 +187,8 @@ class Job:
     def _save(self) -> None:
         assert self.folder is not None
         state = {str(number): weight.detach() for number, weight in enumerate(self._all_weights())}
-        if self.case.save == "megatron":
-            self.faulty.start_of_save(self.step)
-            saves.by_megatron(self.folder, state, self.step + 1)
-        elif self.ranks.rank == 0:
-            buffer = io.BytesIO()
-            torch.save({"step": self.step + 1, "weights": state}, buffer)
-            saves.by_renaming(self.folder, buffer.getvalue(), lambda part: self.faulty.part_of_save(part, self.step))
+        self.faulty.start_of_save(self.step)
+        saves.save(self.folder, state, self.step + 1)
         if self.ranks.rank == 0:
             saves.note(self.folder, self.step + 1)
         self.ranks.barrier()

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHECKPOINTS, RENAMED, NOTE = "checkpoints", "last.pt", "saved.txt"
+CHECKPOINTS, NOTE = "checkpoints", "saved.txt"
 
 
-def by_renaming(folder: Path, content: bytes, between: Callable[[int], None]) -> None:
-    """Writes a file beside the last one and renames it. `between` is called at four places."""
-    written = folder / f"{RENAMED}.new"
-    between(0)
-    with written.open("wb") as file:
-        file.write(content[: len(content) // 2])
-        file.flush()
-        between(1)
-        file.write(content[len(content) // 2 :])
-        file.flush()
-        os.fsync(file.fileno())
-    between(2)
-    written.replace(folder / RENAMED)
-    between(3)
-
-
-def by_megatron(folder: Path, state: dict[str, Tensor], step: int) -> None:
+def save(folder: Path, state: dict[str, Tensor], step: int) -> None:
     """By what `megatron-cp train` saves with. Collective."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -60,21 +41,17 @@ def note(folder: Path, step: int) -> None:
     written.replace(folder / NOTE)
 
 
-def problem(folder: Path, save: str) -> str:
+def problem(folder: Path) -> str:
     """What is wrong with the last checkpoint of a job that has ended; empty where nothing is."""
     promised = int((folder / NOTE).read_text()) if (folder / NOTE).exists() else 0
     try:
-        step = _loaded_step(folder, save)
+        step = _loaded_step(folder)
     except BaseException as error:
         return f"step {promised} was saved, and loading ends in {type(error).__name__}: {error}" if promised else ""
     return f"step {promised} was saved, and step {step} is there" if step < promised else ""
 
 
-def _loaded_step(folder: Path, save: str) -> int:
-    if save == "torch":
-        state = torch.load(folder / RENAMED, weights_only=True)
-        _check_finite(state["weights"])
-        return int(state["step"])
+def _loaded_step(folder: Path) -> int:
     from megatron.core import dist_checkpointing
 
     from megatron_cp.megatron.checkpoint import latest_checkpoint

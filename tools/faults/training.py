@@ -20,6 +20,7 @@ _SHAPE = [
     "--global-batch-size", "1", "--lr-warmup-iters", "1", "--train-iters", "4", "--save-interval", "1",
 ]  # fmt: skip
 MASTER_PORT = "master_port"
+_FIRST_STEP = 40.0  # the limit of the first step and of saving is ten minutes, for which no campaign has the time
 
 
 def prepare(folder: Path) -> None:
@@ -58,6 +59,7 @@ def _run(case: Case, folder: Path) -> int:
 
 
 def _put_faults_in(case: Case, folder: Path) -> None:
+    from megatron_cp.executor import launch
     from megatron_cp.megatron import checkpoint, training
 
     step, forward_step, save_checkpoint = [0], training.forward_step, checkpoint.save_checkpoint
@@ -81,3 +83,4 @@ def _put_faults_in(case: Case, folder: Path) -> None:
             saves.note(folder, step[0])
 
     training.forward_step, checkpoint.save_checkpoint = step_with_fault, save_with_fault
+    launch.FIRST_STEP = _FIRST_STEP

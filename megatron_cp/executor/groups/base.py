@@ -7,6 +7,7 @@ in the order of starting, whatever is waited for first.
 from __future__ import annotations
 
 import pickle
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
@@ -38,30 +39,64 @@ class Pending(ABC):
         """
 
 
+class Done(Pending):
+    """A transfer of nothing."""
+
+    def wait(self) -> None:
+        pass
+
+
 class Agreed:
     """What the ranks of a group have compared already: it is not compared again.
 
-    Every rank adds the same at the same time, so that all forget the same, oldest first.
+    Every rank adds the same at the same time, so that all forget the same, oldest first. Calls and plans are forgotten
+    apart: a job has few kinds of calls for all of its time, and new plans for every batch.
     """
 
-    _MOST = 4096
+    _MOST = 4096  # of each
 
     def __init__(self) -> None:
         self.compares_calls = True
-        self._known: dict[Any, str] = {}
+        self._calls: dict[Any, str] = {}
+        self._plans: dict[bytes, str] = {}
+        self._lines: dict[str, tuple[str, ...]] = {}
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._known
+    def call(self, key: object) -> str | None:
+        """The mark of a kind of call, or None if it is not known."""
+        return self._calls.get(key)
 
-    def mark(self, key: object) -> str:
-        """The mark of something that is known."""
-        return self._known[key]
+    def plan(self, key: bytes) -> str | None:
+        """The mark of a plan or a layout, or None if it is not known."""
+        return self._plans.get(key)
 
-    def add(self, key: object, mark: str = "") -> None:
-        """Remembers something that is equal on all ranks, and a mark that stands for it on all of them."""
-        self._known[key] = mark
-        if len(self._known) > self._MOST:
-            del self._known[next(iter(self._known))]
+    def add_call(self, key: object, digest: bytes, lines: Sequence[str]) -> str:
+        """Remembers a kind of call that is equal on all ranks. Returns its mark, 8 letters that stand for it."""
+        return self._add(self._calls, key, digest, lines)
+
+    def add_plan(self, key: bytes, lines: Sequence[str]) -> str:
+        """Remembers a plan or a layout that is equal on all ranks. Returns its mark."""
+        return self._add(self._plans, key, key, lines)
+
+    def _add(self, known: dict[Any, str], key: object, digest: bytes, lines: Sequence[str]) -> str:
+        known[key] = mark = digest.hex()[:8]
+        self._lines[mark] = tuple(lines)
+        if len(known) > self._MOST:
+            self._lines.pop(known.pop(next(iter(known))), None)
+        return mark
+
+    def lines(self, activity: str) -> tuple[str, ...]:
+        """What was compared of the call and the plan whose marks an activity bears, as in `attention [0a1b2c3d...]`."""
+        found = re.search(r"\[((?:[0-9a-f]{8})+)\]", activity)
+        marks = re.findall(".{8}", found[1]) if found else []
+        return tuple(line for mark in marks for line in self._lines.get(mark, ()))
+
+
+def differences(lines: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Of the lines of several ranks, for each those that not all have; of unlike things the first, which names them."""
+    if len({tuple(of_rank[:1]) for of_rank in lines}) > 1:
+        return [list(of_rank[:1]) for of_rank in lines]
+    shared = set(lines[0]).intersection(*lines[1:])
+    return [[line for line in of_rank if line not in shared] for of_rank in lines]
 
 
 class RankGroup(ABC):
@@ -74,13 +109,13 @@ class RankGroup(ABC):
         size: the number of ranks.
         activity: what this rank does with the group now, in words that are the same on every rank. Errors of waits
             show it, and where the backend allows it, messages arrive in the activity that they were sent in, or not.
-        detail: more about it, for errors alone; may differ from rank to rank.
+        details: what is compared now, line by line, for errors alone; may differ from rank to rank.
     """
 
     rank: int
     size: int
     activity: str = ""
-    detail: str = ""
+    details: tuple[str, ...] = ()
 
     @cached_property
     def buffers(self) -> Buffers:
@@ -131,7 +166,8 @@ class RankGroup(ABC):
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """Every rank's `value`, in rank order; all ranks send equally many. For set-up: it synchronises."""
-        everyone = torch.empty(self.size * len(value), dtype=torch.uint8)
+        # On the host whatever torch's default device is: layers are built under others, such as meta.
+        everyone = torch.empty(self.size * len(value), dtype=torch.uint8, device="cpu")
         self.host_all_gather(everyone, torch.frombuffer(bytearray(value), dtype=torch.uint8))
         return [piece.numpy().tobytes() for piece in everyone.split(len(value))]
 

@@ -25,12 +25,15 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from megatron_cp.executor.groups.base import differences
+
 if TYPE_CHECKING:
     from megatron_cp.executor.groups.tagged import TaggedMessages
 
 PATIENCE = 3.0  # seconds of waiting before others are told
 _PAUSE = 1.0  # seconds between two looks
 _LAST_WORDS = 2.0  # seconds for the board, which may be gone, to take and give what ranks ended with
+_FOR_READERS = 1.0  # of them, for the others to read
 _OTHER_WAY = {"send": "recv", "recv": "send"}
 
 
@@ -52,7 +55,7 @@ class Stall:
         way: "send" or "recv".
         peer: the rank waited for.
         message: of those with this peer.
-        detail: more about what is done, from the rank itself.
+        details: what is compared, if this is in a comparison.
         since: of this rank's monotonic clock.
     """
 
@@ -60,21 +63,24 @@ class Stall:
     way: str
     peer: int
     message: Started
-    detail: str
+    details: tuple[str, ...]
     since: float
 
-    def describe(self) -> str:
+    def describe(self, lines: Sequence[str] = ()) -> str:
+        """What the rank does and waits for, with lines that say more about the former."""
         what = f"{self.message.nbytes:,} bytes {'to' if self.way == 'send' else 'from'} rank {self.peer}"
         doing = self.message.activity or "a transfer of the caller"
-        return f"in {doing}{f' ({self.detail})' if self.detail else ''}, waiting for {what}"
+        more = [line for line in lines if line != f"operation: {doing.partition(' [')[0]}"]
+        return f"in {doing}{f' ({"; ".join(more)})' if more else ''}, waiting for {what}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank that waits tells the others: for what, and what it has started with each."""
+    """What a rank that waits tells the others: for what, what it has started with each, and of which call."""
 
     stall: Stall
     started: Mapping[str, list[tuple[int, list[Started]]]]
+    lines: tuple[str, ...] = ()
 
 
 def verdict(rank: int, own: Report, look: Callable[[int], Report | None]) -> str | None:
@@ -108,7 +114,11 @@ def verdict(rank: int, own: Report, look: Callable[[int], Report | None]) -> str
 
 
 def _explained(path: list[int], reports: Mapping[int, Report]) -> str:
-    lines = [f"  rank {rank} is {reports[rank].stall.describe()}" for rank in sorted(set(path))]
+    ranks = sorted(set(path))
+    different = differences([reports[rank].lines for rank in ranks])
+    lines = [
+        f"  rank {rank} is {reports[rank].stall.describe(own)}" for rank, own in zip(ranks, different, strict=True)
+    ]
     return (
         "ranks do different things with the same group, so it never arrives; every rank must make the same calls in "
         "the same order, forward and backward:\n" + "\n".join(lines)
@@ -154,12 +164,21 @@ class Board:
         self._set("end", words)
 
     def exchange_last_words(self, words: LastWords) -> list[LastWords]:
-        """Leaves what this rank ends with, and returns what others ended with. Takes 2 seconds at most."""
+        """Leaves what this rank ends with, and returns what others ended with. Takes 2 seconds at most.
+
+        The board may end with this rank. So, where the reason is known, this rank stays until all have read it, or for
+        a second: some may never come to look.
+        """
         found: list[LastWords] = []
 
         def exchange() -> None:
             self.leave(words)
             found.extend(self._get("end", self._others).values())
+            self._set("read", True)
+            if any(said.verdict is not None for said in (words, *found)):
+                end = time.monotonic() + _FOR_READERS
+                while len(self._get("read", self._others)) < len(self._others) and time.monotonic() < end:
+                    time.sleep(0.02)
 
         # The store may be on a rank that is stopped.
         thread = threading.Thread(target=exchange, daemon=True)
@@ -222,7 +241,7 @@ def _look(messages: TaggedMessages) -> None:
     stall = messages.stall
     if stall is None or time.monotonic() - stall.since < PATIENCE:
         return
-    own = Report(stall, messages.started())
+    own = messages.report(stall)
     if messages.told != stall.wait:  # while one waits nothing changes
         messages.board.publish(own)
         messages.told = stall.wait

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.errors import ArgumentError, PeerError
-from megatron_cp.executor.groups.base import Message, Pending, RankGroup, check_peers, check_splits
+from megatron_cp.executor.groups.base import Agreed, Message, Pending, RankGroup, check_peers, check_splits, differences
 
 
 class ThreadGroup(RankGroup):
@@ -69,18 +69,18 @@ class ThreadGroup(RankGroup):
         return self._arrivals((message.peer, message.tensor) for message in receives)
 
     def barrier(self) -> None:
-        token = torch.zeros(self.size, dtype=torch.uint8)
+        token = torch.zeros(self.size, dtype=torch.uint8, device="cpu")
         self.all_to_all(torch.empty_like(token), token, [1] * self.size, [1] * self.size)
 
     def _put(self, piece: Tensor, peer: int) -> None:
         with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
-            sent = _Sent(piece.detach().clone(), self.activity, self.detail)
+            sent = _Sent(piece.detach().clone(), self.activity, self.details, self.agreed)
         self._mailboxes[self.rank][peer].put(sent)
 
     def _arrivals(self, pieces: Iterable[tuple[int, Tensor]]) -> Pending:
         expected = []
         for peer, piece in pieces:
-            expected.append((peer, _Awaited(piece, self.activity, self.detail)))
+            expected.append((peer, _Awaited(piece, self.activity, self.details, self.agreed)))
             self._awaited[peer].append(expected[-1][1])
         return _Arrivals(self, expected)
 
@@ -92,7 +92,7 @@ class ThreadGroup(RankGroup):
             first.is_here = True
 
     def _take(self, awaited: _Awaited, peer: int) -> None:
-        here = f"rank {self.rank} of {self.size}, in {_words(awaited)}"
+        here = f"rank {self.rank} of {self.size}, in {_words(awaited.activity)}"
         try:
             arrived = None if self._aborted.is_set() else self._mailboxes[peer][self.rank].get(timeout=self._timeout)
         except Empty:
@@ -101,34 +101,39 @@ class ThreadGroup(RankGroup):
             raise PeerError(f"{here}: stopped, since another rank of its group failed", rank=self.rank, peer=peer)
         found, piece = arrived.tensor, awaited.tensor
         if found.shape != piece.shape or found.dtype != piece.dtype or arrived.activity != awaited.activity:
+            own, theirs = differences([awaited.lines(), arrived.lines()])
             raise PeerError(
-                f"{here}: expects {_shown(piece)} from rank {peer}, which sent {_shown(found)} in {_words(arrived)}",
+                f"rank {self.rank} of {self.size}, in {_words(awaited.activity, own)}: expects {_shown(piece)} from "
+                f"rank {peer}, which sent {_shown(found)} in {_words(arrived.activity, theirs)}",
                 rank=self.rank, peer=peer,
             )  # fmt: skip
         with _disable_current_modes():
             piece.detach().copy_(found)
 
 
-class _Sent(NamedTuple):
+@dataclass
+class _Sent:
     """A piece in a mailbox, and what it was sent in."""
 
     tensor: Tensor
     activity: str
-    detail: str
+    details: tuple[str, ...]
+    agreed: Agreed
+
+    def lines(self) -> tuple[str, ...]:
+        """What is known of it."""
+        return self.details or self.agreed.lines(self.activity)
 
 
 @dataclass
-class _Awaited:
+class _Awaited(_Sent):
     """A piece that will come through a mailbox, and what it is waited for in."""
 
-    tensor: Tensor
-    activity: str
-    detail: str
     is_here: bool = False
 
 
-def _words(piece: _Sent | _Awaited) -> str:
-    return f"{piece.activity or 'a transfer of the caller'}{f' ({piece.detail})' if piece.detail else ''}"
+def _words(activity: str, lines: Sequence[str] = ()) -> str:
+    return f"{activity or 'a transfer of the caller'}{f' ({"; ".join(lines)})' if lines else ''}"
 
 
 def _shown(tensor: Tensor) -> str:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.errors import ArgumentError, PeerError
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.executor.groups.base import Agreed, Message, Pending, RankGroup, check_peers, check_splits
+from megatron_cp.executor.groups.base import Agreed, Done, Message, Pending, RankGroup, check_peers, check_splits
 from megatron_cp.executor.groups.tagged import TaggedMessages, says_lost
 from megatron_cp.executor.groups.thread_group import ThreadGroup
 
@@ -27,7 +27,7 @@ class _Kept:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.buffers, self.agreed = Buffers(), Agreed()
         # Of host tensors, where gloo moves them.
-        self.tagged = TaggedMessages(group) if "cpu:gloo" in dist.get_backend_config(group) else None
+        self.tagged = TaggedMessages(group, self.agreed) if "cpu:gloo" in dist.get_backend_config(group) else None
 
 
 _kept: WeakKeyDictionary[dist.ProcessGroup, _Kept] = WeakKeyDictionary()
@@ -118,6 +118,8 @@ class TorchGroup(RankGroup):
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         check_peers((*sends, *receives), self.rank)
+        if not sends and not receives:
+            return Done()
         if any(message.tensor.is_cuda for message in (*sends, *receives)):
             if "cuda:gloo" in dist.get_backend_config(self.group):
                 return self._start_messages_by_host(sends, receives)
@@ -130,7 +132,7 @@ class TorchGroup(RankGroup):
             raise ArgumentError(
                 "group", backend, "a group with gloo for tensors of the host", "Such as cpu:gloo,cuda:nccl."
             )
-        return self._tagged.start(sends, receives, self.activity, self.detail)
+        return self._tagged.start(sends, receives, self.activity, self.details)
 
     def _start_messages_together(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """By one collective of bytes, for NCCL.
@@ -173,15 +175,17 @@ class TorchGroup(RankGroup):
         return self.buffers.take(tensor.nbytes, tensor.device, pinned=tensor.is_cuda)
 
     def barrier(self) -> None:
+        self.activity = "barrier"
         if self._tagged is None:
             dist.barrier(group=self.group)
             return
-        self.all_gather(torch.empty(self.size, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8))
+        token = torch.zeros(1, dtype=torch.uint8, device="cpu")
+        self.all_gather(token.new_empty(self.size), token)
 
     def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
         if self.host_group is not None:
             host = TorchGroup(self.host_group)
-            host.activity, host.detail = self.activity, self.detail
+            host.activity, host.details = self.activity, self.details
             host.all_gather(received, sent)
         elif dist.get_backend(self.group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())

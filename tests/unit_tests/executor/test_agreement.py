@@ -13,6 +13,7 @@ import megatron_cp as cp
 from megatron_cp.errors import PlanMismatchError
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
+from megatron_cp.executor.groups.base import Agreed
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.plan import Plan
 from tests.limits import limit
@@ -238,6 +239,20 @@ def test_a_plan_that_was_compared_costs_nothing_in_a_call_that_was_made_before()
     def prepare(plan: Plan, group: ThreadGroup) -> None:
         q, k, v = (torch.ones(int(plan.layout.row_counts[group.rank]), heads, 4) for heads in (6, 3, 3))
         cp.attention(q, k, v, attention_plan(mask="full"), group)  # the same call of another plan
+        check_agreement(plan, group)
+
+    assert run_ranks(messages_sent, SIZE, prepare) == [[0, 0]] * SIZE
+
+
+def test_plans_are_forgotten_before_calls(monkeypatch):
+    """There are new plans in every batch, and a call that is forgotten would cost a collective within a step."""
+    monkeypatch.setattr(Agreed, "_MOST", 3)
+
+    def prepare(plan: Plan, group: ThreadGroup) -> None:
+        q, k, v = (torch.ones(int(plan.layout.row_counts[group.rank]), heads, 4) for heads in (6, 3, 3))
+        cp.attention(q, k, v, attention_plan(mask="full"), group)  # the same call of another plan
+        for length in range(1, 9):
+            check_agreement(attention_plan((length,)), group)
         check_agreement(plan, group)
 
     assert run_ranks(messages_sent, SIZE, prepare) == [[0, 0]] * SIZE

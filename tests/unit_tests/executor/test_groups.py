@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_cp.errors import ArgumentError, PeerError
 from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, TorchGroup, as_rank_group
+from megatron_cp.executor.groups.tagged import says_lost
 from megatron_cp.executor.launch import RANK_KINDS, run_ranks
 from tests.limits import limit
 
@@ -50,7 +52,18 @@ def _messages(group: RankGroup) -> list[tuple[int, list[float]]]:
 
 
 def _no_messages(group: RankGroup) -> None:
+    """Also where host tensors cannot travel, as over NCCL: a rank may be idle in a round."""
     group.send_and_receive([], [])
+    if isinstance(group, TorchGroup):
+        tagged, group._tagged = group._tagged, None
+        group.send_and_receive([], [])
+        group._tagged = tagged
+
+
+def _under_another_default_device(group: RankGroup) -> list[bytes]:
+    with torch.device("meta"):
+        group.barrier()
+        return group.all_gather_bytes(bytes([group.rank]))
 
 
 def _one_way(group: RankGroup) -> list[float]:
@@ -118,6 +131,7 @@ def conversation(group: RankGroup) -> dict[str, Any]:
         "messages together": _together(group),
         "no messages": _no_messages(group),
         "one way": _one_way(group),
+        "meta": _under_another_default_device(group),
         "barrier": _barrier(group),
         "bytes": group.all_gather_bytes(bytes([0, 255, group.rank])),
         "objects": group.all_gather_object({"rank": group.rank, "text": "é" * 50 * group.rank}),
@@ -178,6 +192,26 @@ def test_all_gather_bytes_and_objects(answers):
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_host_bytes_are_on_the_host_whatever_the_default_device(answers):
+    assert [answer["meta"] for answer in answers] == [[b"\0", b"\1", b"\2"]] * SIZE
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer"), True),
+        (RuntimeError("[/b/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("call torch._dynamo.reset() and mind the timeout"), False),
+        (RuntimeError("step() takes a closure, Connection"), False),
+        (RuntimeError("[enforce fail at /b/gloo/transport/tcp/pair.cc:416] op.preamble.length <= op.nbytes"), False),
+    ],
+)
+def test_only_errors_of_the_transport_are_taken_for_lost_ranks(error, is_lost):
+    assert says_lost(error) is is_lost
 
 
 def test_threads_send_copies():

@@ -17,7 +17,7 @@ import torch
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
-from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.executor.launch import RankError, _first_cause, run_ranks
 from tests.limits import limit
 
 
@@ -181,6 +181,19 @@ def test_process_that_raises_is_named_with_its_traceback():
     assert 'KeyError: "rank one\'s own fault"' in str(caught.value)
 
 
+def test_where_all_ranks_complain_of_others_all_are_heard():
+    complaint = "Traceback\n  way\nmegatron_cp.errors.PeerError: rank {} of 3, in attention, waiting for rank {}"
+    texts = {rank: complaint.format(rank, (rank + 1) % 3) for rank in (2, 0, 1)}
+    error = _first_cause(texts, 3)
+    assert str(error).splitlines()[0] == "rank 2 of 3 failed:"
+    assert str(error).splitlines()[-3:] == [
+        "Other ranks failed as well:",
+        "PeerError: rank 0 of 3, in attention, waiting for rank 1",
+        "PeerError: rank 1 of 3, in attention, waiting for rank 2",
+    ]
+    assert str(_first_cause(texts | {1: "KeyError: 'x'"}, 3)) == "rank 1 of 3 failed:\nKeyError: 'x'"
+
+
 def test_process_that_exits_is_an_error():
     with pytest.raises(RankError, match="rank 1 of 2 ended with exit code 3"):
         run_ranks(exit_on_rank_1, 2, kind="processes", timeout=limit(60))
@@ -204,6 +217,15 @@ def test_a_refusal_of_a_process_arrives_as_itself():
     error = caught.value
     assert str(error) == "heads: got 3; allowed: even numbers. Use 4."
     assert (error.argument, error.given, error.allowed, error.remedy) == ("heads", 3, "even numbers", "Use 4.")
+
+
+def refuse_a_function(group: RankGroup) -> None:
+    raise ArgumentError("mask", lambda: None, "a mask")
+
+
+def test_a_refusal_of_what_cannot_be_pickled_arrives_all_the_same():
+    with pytest.raises(ArgumentError, match=r"mask: got .*lambda.*; allowed: a mask\."):
+        run_ranks(refuse_a_function, 2, kind="processes", timeout=None)
 
 
 def test_process_that_is_killed_is_named():

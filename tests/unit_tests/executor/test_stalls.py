@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from megatron_cp.executor.groups.base import differences
 from megatron_cp.executor.groups.stalls import Board, LastWords, Report, Stall, Started, verdict
 
 
@@ -22,7 +23,7 @@ def report(
         lists = [(started or {}).get(peer, []) for peer in range(size)]
         return [(ones[-1].number + 1 if ones else 0, ones) for ones in lists]
 
-    return Report(Stall(1, way, peer, awaited, "", 0.0), {"send": of(sent), "recv": of(received)})
+    return Report(Stall(1, way, peer, awaited, (), 0.0), {"send": of(sent), "recv": of(received)})
 
 
 def test_a_peer_that_does_not_wait_may_still_come():
@@ -58,6 +59,16 @@ def test_ranks_that_wait_for_one_another_in_a_circle_wait_for_ever(size: int):
     for rank in range(size):
         said = verdict(rank, reports[rank], reports.get)
         assert all(f"call {other}" in said for other in range(size))
+
+
+def test_only_lines_that_differ_are_said():
+    lines = [("operation: attention", "softcap: 0.0", "dropout: 0.0"), ("operation: attention", "softcap: 0.7")]
+    assert differences(lines) == [["softcap: 0.0", "dropout: 0.0"], ["softcap: 0.7"]]
+    assert differences([lines[0], ("operation: kda", "scale: 1.0"), ()]) == [
+        ["operation: attention"],
+        ["operation: kda"],
+        [],
+    ]
 
 
 def test_a_circle_of_others_is_theirs_to_judge():
