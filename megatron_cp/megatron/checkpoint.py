@@ -63,7 +63,7 @@ def save_checkpoint(folder: Path, training: Training, shape: dict[str, Any], ite
             if is_first:
                 shutil.rmtree(new, ignore_errors=True)  # a full disk stays full otherwise
             raise
-    dist.barrier()
+        dist.barrier()
 
 
 def _write(state: dict[str, Any], folder: Path) -> None:

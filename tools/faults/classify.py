@@ -116,8 +116,10 @@ def names_cause(case: Case, message: str) -> bool:
 def without_routine(message: str) -> str:
     """A message without what stands in every one: its own rank, the steps of plans, and advice.
 
-    What a rank compares with the others stays: that is where a difference is shown.
+    In a comparison of calls the lines that differ from another rank's stay, and not the whole of a call, in which every
+    word stands that could be a cause.
     """
+    message = re.sub(r" \((?:operation|layer|kind): [^\n]*?\), waiting for", ", waiting for", message)
     message = re.sub(r"\b(?:is |was )?in (?!comparison of)[^\n]*?, waiting for", "waiting for", message)
     message = re.sub(r"\brank \d+ of \d+(, in\b|, waiting\b| stopped)", "", message)
     return re.sub(r"every rank must make the same calls in the same order, forward and backward", "", message)
@@ -218,9 +220,10 @@ def _find_unnamed(
 
 
 def _last_words(log: str) -> str:
-    """What a command says at its end: from its own name on, which may follow a bar of progress, or the last line."""
+    """What a command says at its end: from its own name on, or the last line. Bars of progress are no words."""
     start = log.rfind("megatron-cp train: ")
-    return log[start:].rstrip() if start >= 0 else log.rstrip().rsplit("\n", 1)[-1]
+    lines = [line for line in re.split(r"[\r\n]+", log) if line.strip() and not re.search(r"\d+%\|", line)]
+    return log[start:].rstrip() if start >= 0 else "".join(lines[-1:])
 
 
 def _name(number: int) -> str:

@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_cp.executor.launch import run_ranks
 from tools.faults import launches, saves, training
 from tools.faults.cases import PARENT, Case
@@ -196,6 +198,7 @@ def adopt(leave: Callable[..., None]) -> None:
 
 
 def _without_fault(case: Case) -> list[list[list[float]]]:
+    torch.set_num_threads(1)  # makes torch's pool before there are threads, which a fork may not do in several
     return run_ranks(_thread, case.cp_size, case)
 
 

@@ -92,9 +92,9 @@ class Agreed:
 
 
 def differences(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Of the lines of several ranks, for each those that not all have; of unlike things the first, which names them."""
+    """Of the lines of several ranks, for each those that not all have: all of them, where the first is not the same."""
     if len({tuple(of_rank[:1]) for of_rank in lines}) > 1:
-        return [list(of_rank[:1]) for of_rank in lines]
+        return [list(of_rank) for of_rank in lines]
     shared = set(lines[0]).intersection(*lines[1:])
     return [[line for line in of_rank if line not in shared] for of_rank in lines]
 

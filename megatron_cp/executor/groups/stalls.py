@@ -70,8 +70,7 @@ class Stall:
         """What the rank does and waits for, with lines that say more about the former."""
         what = f"{self.message.nbytes:,} bytes {'to' if self.way == 'send' else 'from'} rank {self.peer}"
         doing = self.message.activity or "a transfer of the caller"
-        more = [line for line in lines if line != f"operation: {doing.partition(' [')[0]}"]
-        return f"in {doing}{f' ({"; ".join(more)})' if more else ''}, waiting for {what}"
+        return f"in {doing}{f' ({"; ".join(lines)})' if lines else ''}, waiting for {what}"
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,11 @@ def verdict(rank: int, own: Report, look: Callable[[int], Report | None]) -> str
 
 def _explained(path: list[int], reports: Mapping[int, Report]) -> str:
     ranks = sorted(set(path))
-    different = differences([reports[rank].lines for rank in ranks])
-    lines = [
-        f"  rank {rank} is {reports[rank].stall.describe(own)}" for rank, own in zip(ranks, different, strict=True)
-    ]
+    all_lines = [reports[rank].lines for rank in ranks]
+    if len({lines[:1] for lines in all_lines}) > 1:  # of unlike calls only what is new says something: what is compared
+        all_lines = [reports[rank].stall.details for rank in ranks]
+    told = zip(ranks, differences(all_lines), strict=True)
+    lines = [f"  rank {rank} is {reports[rank].stall.describe(own)}" for rank, own in told]
     return (
         "ranks do different things with the same group, so it never arrives; every rank must make the same calls in "
         "the same order, forward and backward:\n" + "\n".join(lines)

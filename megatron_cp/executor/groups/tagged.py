@@ -158,7 +158,7 @@ class TaggedMessages:
             why = f"rank {stall.peer} did not answer in {seconds:.0f} s"
         else:
             why = f"rank {stall.peer} ended, or broke the connection off, after {seconds:.0f} s"
-        doing = stall.describe(stall.details[:1])
+        doing = stall.describe(() if verdict else stall.details)
         self.break_off(stall.peer)  # who waits for this rank need not wait until it has ended
         others = self.board.exchange_last_words(LastWords(f"rank {self.rank} was {doing}", verdict))
         text = f"rank {self.rank} of {self.size}, {doing}: {why}."
