@@ -284,10 +284,10 @@ def _gathers(call):
 
 
 def _of_readers(call, plan, gradient):
-    """The gradient once for each node of ranks, of its queries alone."""
-    degree, nodes = plan.ulysses_degree, plan.cp_size // plan.ulysses_degree
+    """The gradient once for each `kv_rank`, of its queries alone."""
+    degree, kv_ranks = plan.ulysses_degree, plan.cp_size // plan.ulysses_degree
     owners = torch.tensor(plan.layout.owners // degree).view(-1, *[1] * (gradient.ndim - 1))
-    return [torch.where(owners == node, gradient, 0.0) for node in range(nodes)]
+    return [torch.where(owners == kv_rank, gradient, 0.0) for kv_rank in range(kv_ranks)]
 
 
 def _trained(leaves):

@@ -21,8 +21,8 @@ class Exchange:
     is the other's adjoint: going to the head side, a head that several ranks need is sent to each; coming back, what
     they return is summed.
 
-    With sections dealt to fewer ranks than the layout has, that many neighbouring ranks form a *node* and exchange
-    among themselves: "all tokens" are then those of the node.
+    With sections dealt to fewer ranks than the layout has, that many neighbouring ranks, those of one `kv_rank`,
+    exchange among themselves: "all tokens" are then theirs.
 
     Attributes:
         layout: who holds which tokens.
@@ -49,14 +49,14 @@ class Exchange:
 
     @property
     def degree(self) -> int:
-        """The ranks of one node."""
+        """The number of ranks that exchange heads with one another."""
         return self.sections.cp_size
 
-    def of_node(self, node: int) -> Exchange:
-        """The exchange within one node, as one of all ranks of a layout of its own."""
+    def within(self, kv_rank: int) -> Exchange:
+        """The exchange among the ranks of one `kv_rank`, as one of all ranks of a layout of its own."""
         if self.degree == self.layout.cp_size:
             return self
-        return replace(self, layout=part(self.layout, node * self.degree, self.degree))
+        return replace(self, layout=part(self.layout, kv_rank * self.degree, self.degree))
 
     @property
     def parts(self) -> tuple[Sections, ...]:
@@ -89,8 +89,10 @@ class Exchange:
         of_parts = [self.row_format(part, item_sizes, alignment).row_bytes for part in range(len(self.parts))]
         rows = [sum(of_rank) for of_rank in zip(*of_parts, strict=True)]
         sent = []
-        for node in range(self.layout.cp_size // self.degree):
-            tokens = self.layout.token_counts[node * self.degree : (node + 1) * self.degree].tolist()
-            for lane, count in enumerate(tokens):
-                sent.append(count * (sum(rows) - rows[lane]) if to_heads else rows[lane] * (sum(tokens) - count))
+        for kv_rank in range(self.layout.cp_size // self.degree):
+            tokens = self.layout.token_counts[kv_rank * self.degree : (kv_rank + 1) * self.degree].tolist()
+            for head_rank, count in enumerate(tokens):
+                sent.append(
+                    count * (sum(rows) - rows[head_rank]) if to_heads else rows[head_rank] * (sum(tokens) - count)
+                )
         return sent

@@ -2,7 +2,7 @@
 
 One loop for every schedule, forward and backward. What a tile is computed with is given by the caller.
 
-Shapes: `t` own query rows, pad rows included, `b` batch (absent for packed THD), `h` the lane's query heads, `g` its
+Shapes: `t` own query rows, pad rows included, `b` batch (absent for packed THD), `h` this rank's query heads, `g` its
 key/value heads, `d` and `v` their sizes.
 """
 
@@ -36,32 +36,32 @@ class TileWork(Protocol):
 
 
 def attend(
-    step: Attend, node: int, lane: int, group: Wire, work: TileWork, q: Tensor, k: Tensor, v: Tensor
+    step: Attend, kv_rank: int, head_rank: int, group: Wire, work: TileWork, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`out` `[t, (b,) h, v]` in the type of q, zero in pad rows, and `lse` `[(b,) h, t]` in at least fp32.
 
     Partial results are merged in at least fp32 and rounded once.
 
     Args:
-        group: the ranks of the lane, and the road between them.
+        group: the ranks of one `head_rank`, and the road between them.
         q: `[t, (b,) h, d]`.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=wide if step.num_stages > 1 else q.dtype)
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=wide)
-    held = int(step.queries.token_counts[node])
+    held = int(step.queries.token_counts[kv_rank])
     out[held:], lse[..., held:] = 0, -torch.inf
-    for stage, chunk, keys in _transfers(step, node, lane, group, k, v).arrivals():
+    for stage, chunk, keys in _transfers(step, kv_rank, head_rank, group, k, v).arrivals():
         merged, merged_lse = out[:held, ..., chunk.heads, :], lse[..., chunk.heads, :held]
         _attend_stage(
-            work, merged, merged_lse, q[:held, ..., chunk.heads, :], *keys, step.tiles(node, stage), chunk, stage
+            work, merged, merged_lse, q[:held, ..., chunk.heads, :], *keys, step.tiles(kv_rank, stage), chunk, stage
         )
     return out.to(q.dtype), lse
 
 
 def attend_backward(
-    step: Attend, node: int, lane: int, group: Wire, work: TileWork,
+    step: Attend, kv_rank: int, head_rank: int, group: Wire, work: TileWork,
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k and v, each with its own type and shape, zero in pad rows.
@@ -69,11 +69,11 @@ def attend_backward(
     Keys travel again, as forward; nothing but what `attend` was given and returned is kept in between.
     """
     dq, dk, dv = like_rows(q, k, v)
-    held, held_keys = int(step.queries.token_counts[node]), int(step.keys.token_counts[node])
+    held, held_keys = int(step.queries.token_counts[kv_rank]), int(step.keys.token_counts[kv_rank])
     dq[held:], dk[held_keys:], dv[held_keys:] = 0, 0, 0
     wide = torch.promote_types(q.dtype, torch.float32)
     total = dq[:held] if step.num_stages == 1 or dq.dtype == wide else torch.empty_like(dq[:held], dtype=wide)
-    moving = _transfers(step, node, lane, group, k, v)
+    moving = _transfers(step, kv_rank, head_rank, group, k, v)
     for stage, chunk, keys in moving.arrivals():
         packed = None
         gradients = dk[:held_keys, ..., chunk.groups, :], dv[:held_keys, ..., chunk.groups, :]
@@ -83,7 +83,7 @@ def attend_backward(
         do, queries, o = (x[:held, ..., chunk.heads, :] for x in (dout, q, out))
         _attend_stage_backward(
             work, total[..., chunk.heads, :], *gradients, do, queries, o, lse[..., chunk.heads, :held], *keys,
-            step.tiles(node, stage), chunk, stage,
+            step.tiles(kv_rank, stage), chunk, stage,
         )  # fmt: skip
         if packed is not None:
             moving.give_back(stage, chunk, packed)
@@ -163,9 +163,9 @@ def head_by_head(lse: Tensor) -> Tensor:
     return lse.new_empty(*lse.shape[:-1], (queries // 16 + 1) * 16)[..., :queries].copy_(lse)
 
 
-def _transfers(step: Attend, node: int, lane: int, group: Wire, k: Tensor, v: Tensor) -> Transfers:
-    held = int(step.keys.token_counts[node])
-    return transfers(step, node, lane, group, k[:held], v[:held])
+def _transfers(step: Attend, kv_rank: int, head_rank: int, group: Wire, k: Tensor, v: Tensor) -> Transfers:
+    held = int(step.keys.token_counts[kv_rank])
+    return transfers(step, kv_rank, head_rank, group, k[:held], v[:held])
 
 
 def _is_empty(tiles: Tiles, queries: Tensor) -> bool:

@@ -60,7 +60,7 @@ def to_heads(exchange: Exchange, group: RankGroup | Wire, *tensors: Tensor) -> l
 
 def start_to_heads(exchange: Exchange, group: RankGroup | Wire, *tensors: Tensor) -> list[Callable[[], list[Tensor]]]:
     """`to_heads`, part by part: functions that wait for one part each and return it. Call each once, in order."""
-    exchange, wire = _of_node(exchange, over(group))
+    exchange, wire = _within_own_kv_rank(exchange, over(group))
     at = _geometry(exchange, wire, tensors)
     if exchange.is_local:
         return [lambda: _at_home(exchange, tensors)]
@@ -87,7 +87,7 @@ class ToTokensJourney:
     """`to_tokens`, part by part: `leave` for each part in order, then `arrive`, once."""
 
     def __init__(self, exchange: Exchange, group: RankGroup | Wire) -> None:
-        self._exchange, self._wire = _of_node(exchange, over(group))
+        self._exchange, self._wire = _within_own_kv_rank(exchange, over(group))
         self._journey: _Journey | None = None
         self._tickets: list[Tensor] = []
 
@@ -137,12 +137,12 @@ def _at_home(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _of_node(exchange: Exchange, wire: Wire) -> tuple[Exchange, Wire]:
-    """The exchange within this rank's node, and the ranks of that node."""
+def _within_own_kv_rank(exchange: Exchange, wire: Wire) -> tuple[Exchange, Wire]:
+    """The exchange among the ranks of this rank's `kv_rank`, and the transport between them."""
     if wire.size != exchange.layout.cp_size:
         raise ArgumentError("group", f"{wire.size} ranks", f"the {exchange.layout.cp_size} ranks that the plan is for")
     first = wire.rank - wire.rank % exchange.degree
-    return exchange.of_node(first // exchange.degree), wire.part(range(first, first + exchange.degree))
+    return exchange.within(first // exchange.degree), wire.part(range(first, first + exchange.degree))
 
 
 class _Journey:

@@ -119,14 +119,14 @@ def _way(step: Halo | Scan) -> str:
 
 
 def _attend(step: Attend) -> list[str]:
-    if step.num_nodes == 1:
+    if step.num_kv_ranks == 1:
         return ["attention of own heads, all tokens at hand"]
-    among = "" if step.num_lanes == 1 else f", each of {step.num_lanes} ranks with other heads"
+    among = "" if step.num_head_ranks == 1 else f", each of {step.num_head_ranks} ranks with other heads"
     row = step.head_dim + step.value_head_dim
     ways = {
-        "p2p": f"keys pass round a ring of {step.num_nodes} nodes, each computed while the next is under way",
-        "all_gather": f"all keys gathered from {step.num_nodes} nodes, in {step.head_chunks} chunks of heads",
-        "exact": f"the keys that own queries see, from {step.num_nodes} nodes, in {step.head_chunks} chunks of heads",
+        "p2p": f"keys pass round a ring of {step.num_kv_ranks} ranks, each computed while the next is under way",
+        "all_gather": f"all keys gathered from {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads",
+        "exact": f"the keys that own queries see, of {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads",
     }
     return [f"attention: {ways[step.schedule]}{among}; a key and its value are {row} elements a head"]
 

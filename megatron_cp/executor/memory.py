@@ -30,7 +30,7 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     `buffer_bytes`. With a batch axis all of it is as many times as much.
 
     In elements of `item_size` bytes, or of `wide = max(item_size, 4)` where marked `w`; `t` own rows of queries, `s` of
-    keys, `h` query and `g` key/value heads, `d` and `v` their sizes, all of the lane where heads were exchanged:
+    keys, `h` query and `g` key/value heads, `d` and `v` their sizes, all of the rank where heads were exchanged:
 
         out = t h v     lse = h t (w)     dq = t h d     block(n) = n g (d + v)
 
@@ -41,16 +41,16 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
                     backward    out + lse + dq + block(s) + dq (w) if w is wider + the part dq (w)
         gathering   forward     out + lse
                     backward    out + lse + dq + block(s) + block(s) (w) + where w is wider the keys, or the values, of
-                                a chunk that come back from one node (w)
-        a2a         forward     the lane's q, k, v; the above; and out once more, of own tokens
+                                a chunk that come back from one KV rank (w)
+        a2a         forward     the rank's q, k, v; the above; and out once more, of own tokens
                     backward    likewise, with out's gradient on its way in, and dq and block(s) on their way back
 
     Where heads are exchanged in chunks, the above holds for each in turn: its q, k and v are there from the beginning
     if they arrive in stream order, and its gradients to the end if they go in place.
     """
     assert plan.attend is not None
-    node, lane = divmod(rank, plan.ulysses_degree)
-    chunks = [_Local(plan.attend_of(chunk), node, lane, item_size) for chunk in range(plan.head_chunks)]
+    kv_rank, head_rank = divmod(rank, plan.ulysses_degree)
+    chunks = [_Local(plan.attend_of(chunk), kv_rank, head_rank, item_size) for chunk in range(plan.head_chunks)]
     moves = list(_moves(plan, rank, item_size))
     return _forward(chunks, moves) if forward else _backward(chunks, moves)
 
@@ -72,7 +72,7 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
                                 which they go, and those that come back
 
     and of a chunkwise linear layer what is sent and received of its halo and its maps. What is sent in an all-gather is
-    as long as the longest share, what is received that times the number of nodes.
+    as long as the longest share, what is received that times the number of KV ranks.
     """
     messages = _across_heads(plan, rank, item_size)
     return messages + _along_lanes(plan, rank, item_size) + _along_chains(plan, rank, item_size)
@@ -101,18 +101,18 @@ def _across_heads(plan: Plan, rank: int, item_size: int) -> int:
 
 def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool) -> list[int]:
     """Bytes of what a part of an exchange receives and sends in buffers."""
-    node, lane = divmod(rank, exchange.degree)
-    layout, blocks = exchange.of_node(node).layout, exchange.sections.blocks
+    kv_rank, head_rank = divmod(rank, exchange.degree)
+    layout, blocks = exchange.within(kv_rank).layout, exchange.sections.blocks
     sizes = [item_size] * len(blocks)
     rows = exchange.row_format(part, sizes).row_bytes
-    tokens, heads = int(layout.token_counts[lane]) * sum(rows), layout.packing.total * rows[lane]
+    tokens, heads = int(layout.token_counts[head_rank]) * sum(rows), layout.packing.total * rows[head_rank]
     as_it_lies = layout.in_stream_order and not any(exchange.coded(sizes))
     if to_heads:
         return [tokens] if as_it_lies else [heads, tokens]
     # Attention writes the gradients of what came in one message as one, and a section alone lies like a message
     # unless that has gaps.
     (block, *others) = exchange.parts[part].blocks
-    alone = not others and rows[lane] == block.heads_on(lane) * block.head_dim * item_size
+    alone = not others and rows[head_rank] == block.heads_on(head_rank) * block.head_dim * item_size
     as_it_lies &= alone or (plan.attend is not None and not exchange.apart)
     return [tokens] if as_it_lies else [tokens, heads]
 
@@ -145,8 +145,10 @@ class _Pool:
 def _along_lanes(plan: Plan, rank: int, item_size: int) -> int:
     if plan.attend is None:
         return 0
-    node, lane = divmod(rank, plan.ulysses_degree)
-    return max(_Local(plan.attend_of(chunk), node, lane, item_size).messages() for chunk in range(plan.head_chunks))
+    kv_rank, head_rank = divmod(rank, plan.ulysses_degree)
+    return max(
+        _Local(plan.attend_of(chunk), kv_rank, head_rank, item_size).messages() for chunk in range(plan.head_chunks)
+    )
 
 
 def _along_chains(plan: Plan, rank: int, item_size: int) -> int:
@@ -196,15 +198,15 @@ def _moves(plan: Plan, rank: int, item_size: int) -> list[_Move]:
 
 
 def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _Move:
-    node, lane = divmod(rank, exchange.degree)
-    exchange, blocks = exchange.of_node(node), exchange.sections.blocks
+    kv_rank, head_rank = divmod(rank, exchange.degree)
+    exchange, blocks = exchange.within(kv_rank), exchange.sections.blocks
     layout, sizes = exchange.layout, [item_size] * len(blocks)
-    held, shared = int(layout.token_counts[lane]), [block.width for block in blocks if block.replicated]
+    held, shared = int(layout.token_counts[head_rank]), [block.width for block in blocks if block.replicated]
     return _Move(
         to_heads=to_heads,
-        tokens=int(layout.row_counts[lane]) * exchange.sections.width * item_size,
+        tokens=int(layout.row_counts[head_rank]) * exchange.sections.width * item_size,
         summed=held * sum(shared) * LSE if item_size < LSE else 0,
-        heads=tuple(layout.packing.total * part.row_format(sizes).row_bytes[lane] for part in exchange.parts),
+        heads=tuple(layout.packing.total * part.row_format(sizes).row_bytes[head_rank] for part in exchange.parts),
         in_order=layout.in_stream_order and not any(exchange.coded(sizes)),
     )
 
@@ -241,11 +243,11 @@ def _backward(chunks: list[_Local], moves: list[_Move]) -> int:
 
 @dataclass(frozen=True)
 class _Local:
-    """The attention of one lane's heads on one node, in bytes."""
+    """The attention of one rank's heads, in bytes."""
 
     step: Attend
-    node: int
-    lane: int
+    kv_rank: int
+    head_rank: int
     item: int
 
     @property
@@ -254,17 +256,17 @@ class _Local:
 
     @cached_property
     def heads(self) -> int:
-        lo, hi = self.step.deal.heads[self.lane]
+        lo, hi = self.step.deal.heads[self.head_rank]
         return hi - lo
 
     @cached_property
     def groups(self) -> int:
-        lo, hi = self.step.deal.groups[self.lane]
+        lo, hi = self.step.deal.groups[self.head_rank]
         return hi - lo
 
     @cached_property
     def rows(self) -> int:
-        return int(self.step.queries.row_counts[self.node])
+        return int(self.step.queries.row_counts[self.kv_rank])
 
     @property
     def out(self) -> int:
@@ -280,7 +282,7 @@ class _Local:
 
     @property
     def keys(self) -> int:
-        return self.block(int(self.step.keys.row_counts[self.node]), self.groups, self.item)
+        return self.block(int(self.step.keys.row_counts[self.kv_rank]), self.groups, self.item)
 
     def block(self, rows: int, groups: int, item: int) -> int:
         return rows * groups * (self.step.head_dim + self.step.value_head_dim) * item
@@ -295,56 +297,56 @@ class _Local:
 
     def backward(self) -> list[int]:
         """Moments of the loop, beyond the gradients of q, k and v."""
-        if self.step.num_nodes == 1:
+        if self.step.num_kv_ranks == 1:
             return [0]
         row = self.heads * self.step.head_dim * self.wide
         if self.step.num_stages > 1:
-            total = int(self.step.queries.token_counts[self.node]) * row if self.wide > self.item else 0
+            total = int(self.step.queries.token_counts[self.kv_rank]) * row if self.wide > self.item else 0
             return [total + rows * row for rows in self._later_rows]
         # What comes back is added to sums of the own keys' gradients, in their type.
-        most, chunks = max(self.step.traffic.sent_by(self.node)), self.step.chunks(self.lane)
+        most, chunks = max(self.step.traffic.sent_by(self.kv_rank)), self.step.chunks(self.head_rank)
         width = max(self.step.head_dim, self.step.value_head_dim) * self.wide if self.wide > self.item else 0
-        return [self._block_of(self.node, self.wide) + most * chunk.num_groups * width for chunk in chunks]
+        return [self._block_of(self.kv_rank, self.wide) + most * chunk.num_groups * width for chunk in chunks]
 
     def messages(self) -> int:
         """Bytes of the buffers that the loop has at its worst moment."""
-        if self.step.num_nodes == 1:
+        if self.step.num_kv_ranks == 1:
             return 0
         return max(self._rotation() if self.step.schedule == "p2p" else self._gathering())
 
-    def _block_of(self, node: int, item: int) -> int:
-        return self.block(int(self.step.keys.token_counts[node]), self.groups, item)
+    def _block_of(self, kv_rank: int, item: int) -> int:
+        return self.block(int(self.step.keys.token_counts[kv_rank]), self.groups, item)
 
     @property
     def _later_rows(self) -> list[int]:
         """Queries that see a key of each stage after the first."""
-        stages = (self.step.bands(self.node, stage) for stage in range(1, self.step.num_stages))
+        stages = (self.step.bands(self.kv_rank, stage) for stage in range(1, self.step.num_stages))
         return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
     def _rotation(self) -> list[int]:
         """Moments of a ring backward, which forward has no more than."""
-        nodes, moments = self.step.num_nodes, []
-        sources = [self.step.source(self.node, stage) for stage in range(nodes)]
+        kv_ranks, moments = self.step.num_kv_ranks, []
+        sources = [self.step.source(self.kv_rank, stage) for stage in range(kv_ranks)]
         blocks, sums = (
             [rounded(self._block_of(source, item)) for source in sources] for item in (self.item, self.wide)
         )
-        for stage in range(nodes):
-            here = blocks[stage] + (blocks[stage + 1] if stage + 1 < nodes else 0) + sums[stage]
+        for stage in range(kv_ranks):
+            here = blocks[stage] + (blocks[stage + 1] if stage + 1 < kv_ranks else 0) + sums[stage]
             others = sums[stage - 1] + sums[stage] if stage else 0  # on the way on, and on the way here
-            moments += [here + others, here + sums[(stage + 1) % nodes]]
+            moments += [here + others, here + sums[(stage + 1) % kv_ranks]]
         return moments
 
     def _gathering(self) -> list[int]:
         """Moments of gathered head chunks backward, which forward has no more than."""
         traffic, chunks, in_order = (
             self.step.traffic,
-            self.step.chunks(self.lane),
-            self.step.arrives_in_order(self.node),
+            self.step.chunks(self.head_rank),
+            self.step.arrives_in_order(self.kv_rank),
         )
-        tokens, sent_rows = sum(traffic.received_by(self.node)), sum(traffic.sent_by(self.node))
+        tokens, sent_rows = sum(traffic.received_by(self.kv_rank)), sum(traffic.sent_by(self.kv_rank))
         if self.step.schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())
-            sent, received = longest, self.step.num_nodes * longest
+            sent, received = longest, self.step.num_kv_ranks * longest
             ordered = 0 if received == tokens and in_order else tokens
         else:
             sent, received = sent_rows, tokens

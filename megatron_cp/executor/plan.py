@@ -104,7 +104,7 @@ class Plan(Tables):
         kind: the operation: "attention", "gdn", "kda", "mamba" or "conv1d".
         scheme: how it is spread: a value of `--cp-comm-type` for attention, of `--linear-cp-mode` for a linear layer.
         layout: who holds which tokens, before and after.
-        sections: what the operation takes, and which of its heads each lane computes.
+        sections: what the operation takes, and which of its heads each `head_rank` computes.
         deal: the same heads, those that read and those that are shared.
         mask: which keys a query sees; None for a linear layer.
         steps: what happens, in order; backward runs their adjoints in reverse.
@@ -144,7 +144,7 @@ class Plan(Tables):
 
     @property
     def ulysses_degree(self) -> int:
-        """The ranks that exchange heads with one another: the lanes of the grid of ranks."""
+        """The number of ranks that exchange heads with one another."""
         return len(self.deal.heads)
 
     @property
@@ -197,7 +197,7 @@ class Plan(Tables):
         return next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
 
     def deal_of(self, chunk: int) -> HeadDeal:
-        """Which heads each lane computes in one chunk."""
+        """Which heads each `head_rank` computes in one chunk."""
         return self.table(("deal", chunk), lambda: self.deal.chunk(chunk, self.head_chunks))
 
     def numbers_of(self, chunk: int) -> tuple[list[int], list[int]]:
@@ -263,12 +263,12 @@ class Plan(Tables):
 
     def work_per_rank(self) -> list[int]:
         """The local work of each rank: query-key pairs times heads for attention, tokens times heads for a rule."""
-        lanes, tokens = self.ulysses_degree, self.layout.token_counts
+        degree, tokens = self.ulysses_degree, self.layout.token_counts
         areas = [
-            self.attend.area(node) if self.attend else int(tokens[node * lanes : (node + 1) * lanes].sum())
-            for node in range(self.cp_size // lanes)
+            self.attend.area(kv_rank) if self.attend else int(tokens[kv_rank * degree : (kv_rank + 1) * degree].sum())
+            for kv_rank in range(self.cp_size // degree)
         ]
-        return [areas[rank // lanes] * (hi - lo) for rank in range(self.cp_size) for lo, hi in (self.heads_of(rank),)]
+        return [areas[rank // degree] * (hi - lo) for rank in range(self.cp_size) for lo, hi in (self.heads_of(rank),)]
 
     def heads_of(self, rank: int) -> tuple[int, int]:
         """The query (or value) heads that a rank computes, as a range."""

@@ -87,9 +87,9 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
 
     Call it where the batch is sharded: the copies to a device are then long done when the first layer needs them.
     """
-    node = rank // plan.ulysses_degree
+    kv_rank = rank // plan.ulysses_degree
     for exchange, _ in plan.exchanges(forward=True):
-        prepare_tables(exchange.of_node(node).layout, device)
+        prepare_tables(exchange.within(kv_rank).layout, device)
     for step in plan.chain:
         if isinstance(step, Halo):
             if step.reach:
@@ -103,9 +103,9 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
     if plan.attend is None:
         return
     for stage in range(plan.attend.num_stages):
-        tiles = plan.attend.tiles(node, stage)
+        tiles = plan.attend.tiles(kv_rank, stage)
         if len(tiles.bands):
             _ = tiles.cropped if stage else tiles.cropped_keys
-    prepare_gathering(plan.attend, node, device)
-    if plan.attend.num_nodes > 1 and plan.attend.schedule != "p2p":
+    prepare_gathering(plan.attend, kv_rank, device)
+    if plan.attend.num_kv_ranks > 1 and plan.attend.schedule != "p2p":
         _ = plan.attend.traffic

@@ -1,10 +1,10 @@
 """`Attend`: how the keys and values of a softmax attention reach the queries. Pure data; no torch in here.
 
-The ranks of a plan stand in a grid of *nodes* and *lanes*: rank = node * lanes + lane. The ranks of one node have
-exchanged heads, so that each holds a share of the heads of all tokens of the node; the ranks of one lane, one a node,
-hold the same heads of different tokens. Keys and values travel along a lane, in *stages*:
+The ranks of a plan form a grid: rank = kv_rank * ulysses_degree + head_rank. The ranks of one `kv_rank` have exchanged
+heads: each holds its share of the heads, for all tokens of these ranks. The ranks of one `head_rank` hold the same
+heads of different tokens. Keys and values travel between them, from one `kv_rank` to another, in *stages*:
 
-    p2p          stage s brings the keys of the node s places before, passed on from neighbour to neighbour
+    p2p          stage s brings the keys of the KV rank s places before, passed on from neighbour to neighbour
     all_gather   one stage a head chunk: all keys, in one collective
     exact        one stage a head chunk: the keys that the own queries see and no others, in one collective
 
@@ -32,10 +32,10 @@ SCHEDULES = ("p2p", "all_gather", "exact")
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """Some of a lane's heads, whose keys travel together.
+    """Some of a rank's heads, whose keys travel together.
 
     Attributes:
-        heads, groups: the query heads and the key/value heads, as ranges of the lane's own.
+        heads, groups: the query heads and the key/value heads, as ranges of the rank's own.
         runs: query heads and the key/value heads that they read, counted within the chunk, in runs of one ratio.
     """
 
@@ -50,11 +50,11 @@ class HeadChunk:
 
 @dataclass(frozen=True, eq=False)
 class Gathering:
-    """One node's half of bringing keys to where they are seen: rows go out, arrive, and are put in stream order.
+    """One KV rank's half of bringing keys to where they are seen: rows go out, arrive, and are put in stream order.
 
     Attributes:
-        send_rows: rows of the own keys, grouped by the node that they go to, the own node included.
-        send_counts, recv_counts: `[nodes]` rows to and from each node.
+        send_rows: rows of the own keys, grouped by the KV rank that they go to, the own KV rank included.
+        send_counts, recv_counts: `[kv_ranks]` rows to and from each KV rank.
         arrange: the received row that belongs in each place of the stream order; None where they arrive in it.
         returned: its inverse: the place in stream order of each received row; None likewise.
         tokens: `[sum(recv_counts)]` place in the packed stream of the keys, rising.
@@ -74,11 +74,11 @@ class Attend(Tables):
 
     Attributes:
         mask: which keys a query sees.
-        queries, keys: who holds which tokens, a node counting as one rank.
-        deal: the heads of each lane.
-        schedule: one of `SCHEDULES`; on one node all are the same, since nothing travels.
+        queries, keys: who holds which tokens, by `kv_rank`.
+        deal: the heads of each `head_rank`.
+        schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
         head_dim, value_head_dim: features of a key and of a value head.
-        head_chunks: into how many parts the key/value heads of a lane are cut, for `all_gather` and `exact`.
+        head_chunks: into how many parts the key/value heads of a rank are cut, for `all_gather` and `exact`.
     """
 
     mask: Mask
@@ -91,53 +91,55 @@ class Attend(Tables):
     head_chunks: int = 1
 
     @property
-    def num_nodes(self) -> int:
+    def num_kv_ranks(self) -> int:
         return self.queries.cp_size
 
     @property
-    def num_lanes(self) -> int:
+    def num_head_ranks(self) -> int:
         return len(self.deal.heads)
 
     @property
     def num_stages(self) -> int:
         """Partial results that are merged for each head."""
-        return self.num_nodes if self.schedule == "p2p" else 1
+        return self.num_kv_ranks if self.schedule == "p2p" else 1
 
-    def chunks(self, lane: int) -> list[HeadChunk]:
-        """A lane's heads in as many chunks as every other lane has; some may be empty."""
-        return self.table(("chunks", self.deal, lane), lambda: _chunks(self.deal, lane, self.head_chunks))
+    def chunks(self, head_rank: int) -> list[HeadChunk]:
+        """A rank's heads in as many chunks as every other rank has; some may be empty."""
+        return self.table(("chunks", self.deal, head_rank), lambda: _chunks(self.deal, head_rank, self.head_chunks))
 
-    def source(self, node: int, stage: int) -> int:
-        """The node whose keys stage `stage` of a rotation brings to `node`."""
-        return (node - stage) % self.num_nodes
+    def source(self, kv_rank: int, stage: int) -> int:
+        """The KV rank whose keys stage `stage` of a rotation brings to `kv_rank`."""
+        return (kv_rank - stage) % self.num_kv_ranks
 
-    def tiles(self, node: int, stage: int = 0) -> Tiles:
-        """What the queries of a node see among the keys that a stage brings."""
-        return self.table(("tiles", node, stage), lambda: self._tiles(node, stage))
+    def tiles(self, kv_rank: int, stage: int = 0) -> Tiles:
+        """What the queries of a KV rank see among the keys that a stage brings."""
+        return self.table(("tiles", kv_rank, stage), lambda: self._tiles(kv_rank, stage))
 
-    def area(self, node: int) -> int:
-        """The number of visible (query, key) pairs of a node's queries."""
-        return area(self._bands_of(node))
+    def area(self, kv_rank: int) -> int:
+        """The number of visible (query, key) pairs of a KV rank's queries."""
+        return area(self._bands_of(kv_rank))
 
-    def gathering(self, node: int) -> Gathering:
-        """What a node sends and receives where keys are gathered."""
-        return self.table(("gathering", node), lambda: self._gathering(node))
+    def gathering(self, kv_rank: int) -> Gathering:
+        """What a KV rank sends and receives where keys are gathered."""
+        return self.table(("gathering", kv_rank), lambda: self._gathering(kv_rank))
 
     @property
     def traffic(self) -> Traffic:
-        """Where keys are gathered, their rows from each node to each, a node's own among them."""
+        """Where keys are gathered, their rows from each KV rank to each, a KV rank's own among them."""
         return self.table(("traffic",), self._traffic)
 
     def _traffic(self) -> Traffic:
         if self.schedule == "all_gather":
-            return Traffic(np.repeat(self.keys.token_counts[:, None], self.num_nodes, axis=1))
+            return Traffic(np.repeat(self.keys.token_counts[:, None], self.num_kv_ranks, axis=1))
         return Traffic(self._seen_rows)
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""
-        if self.num_nodes == 1:
+        if self.num_kv_ranks == 1:
             return 0
-        keys, gradients = (self.num_nodes - 1, self.num_nodes) if self.schedule == "p2p" else (self.head_chunks,) * 2
+        keys, gradients = (
+            (self.num_kv_ranks - 1, self.num_kv_ranks) if self.schedule == "p2p" else (self.head_chunks,) * 2
+        )
         return keys if forward else keys + gradients
 
     def bytes_sent(self, rank: int, item_size: int, *, forward: bool) -> int:
@@ -145,54 +147,54 @@ class Attend(Tables):
 
         A rotation sends gradients in at least fp32, since it sums on the way.
         """
-        node, row = rank // self.num_lanes, self._row(rank)
-        if self.num_nodes == 1:
+        kv_rank, row = rank // self.num_head_ranks, self._row(rank)
+        if self.num_kv_ranks == 1:
             return 0
         counts = self.keys.token_counts
         if self.schedule == "p2p":
             # Every block but the one that stays here at the end passes; every block's gradients pass on their way home.
-            keys = sum(int(counts[self.source(node, stage)]) for stage in range(self.num_nodes - 1))
+            keys = sum(int(counts[self.source(kv_rank, stage)]) for stage in range(self.num_kv_ranks - 1))
             return row * (keys * item_size + (0 if forward else int(counts.sum()) * max(item_size, 4)))
         if self.schedule == "all_gather":
             # Shares are as long as the longest; gradients go back without what was added.
-            keys, gradients = int(counts.max()) * (self.num_nodes - 1), int(counts.sum() - counts[node])
+            keys, gradients = int(counts.max()) * (self.num_kv_ranks - 1), int(counts.sum() - counts[kv_rank])
         else:
-            keys, gradients = int(self.needed_rows[node].sum()), int(self.needed_rows[:, node].sum())
+            keys, gradients = int(self.needed_rows[kv_rank].sum()), int(self.needed_rows[:, kv_rank].sum())
         return row * item_size * (keys if forward else keys + gradients)
 
     def bytes_needed(self, rank: int, item_size: int, *, forward: bool) -> int:
-        """`bytes_sent` of a schedule that sends each key to the nodes that see it and to no other."""
-        node = rank // self.num_lanes
-        keys, gradients = int(self.needed_rows[node].sum()), int(self.needed_rows[:, node].sum())
+        """`bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other."""
+        kv_rank = rank // self.num_head_ranks
+        keys, gradients = int(self.needed_rows[kv_rank].sum()), int(self.needed_rows[:, kv_rank].sum())
         return self._row(rank) * item_size * (keys if forward else keys + gradients)
 
     def describe(self) -> list[str]:
         """The step's value, but for queries' layout and mask, which are the plan's."""
         keys = [] if self.keys == self.queries else [f"keys {line}" for line in self.keys.describe()]
         shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {self.deal.heads} of {self.deal.groups}"
-        return [f"attend by {self.schedule}, {self.num_nodes} nodes, {self.head_chunks} chunks, {shape}", *keys]
+        return [f"attend by {self.schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}", *keys]
 
     def _row(self, rank: int) -> int:
-        """Elements of one token's keys and values on a rank's lane."""
-        lo, hi = self.deal.groups[rank % self.num_lanes]
+        """Elements of one token's keys and values on a rank."""
+        lo, hi = self.deal.groups[rank % self.num_head_ranks]
         return (hi - lo) * (self.head_dim + self.value_head_dim)
 
     @property
     def needed_rows(self) -> IntArray:
-        """`[nodes, nodes]` keys of each owner that queries of each other reader see."""
+        """`[kv_ranks, kv_ranks]` keys of each owner that queries of each other reader see."""
         return self._seen_rows - np.diag(np.diag(self._seen_rows))
 
     @property
     def _seen_rows(self) -> IntArray:
-        """Likewise, a node's own keys among them."""
+        """Likewise, a KV rank's own keys among them."""
         return self.table(("seen rows",), self._count_seen_rows)
 
     def _count_seen_rows(self) -> IntArray:
         _, owner = self._pieces
-        counts = np.zeros((self.num_nodes, self.num_nodes), dtype=np.int64)
-        for reader in range(self.num_nodes):
+        counts = np.zeros((self.num_kv_ranks, self.num_kv_ranks), dtype=np.int64)
+        for reader in range(self.num_kv_ranks):
             taken = self._taken(*ranges_seen(self._bands_of(reader)))
-            counts[:, reader] = np.bincount(owner, weights=taken, minlength=self.num_nodes)
+            counts[:, reader] = np.bincount(owner, weights=taken, minlength=self.num_kv_ranks)
         return counts
 
     def _taken(self, starts: IntArray, ends: IntArray) -> IntArray:
@@ -200,58 +202,58 @@ class Attend(Tables):
         edges, _ = self._pieces
         return _covered(edges[1:], starts, ends) - _covered(edges[:-1], starts, ends)
 
-    def arrives_in_order(self, node: int) -> bool:
-        """Whether the keys that are gathered for a node, one owner's after the other's, are in stream order."""
-        owners = self._pieces[1][self._taken(*self._gathered(node)) > 0]
+    def arrives_in_order(self, kv_rank: int) -> bool:
+        """Whether the keys that are gathered for a KV rank, one owner's after the other's, are in stream order."""
+        owners = self._pieces[1][self._taken(*self._gathered(kv_rank)) > 0]
         return bool((owners[1:] >= owners[:-1]).all())
 
     @property
     def _pieces(self) -> tuple[IntArray, IntArray]:
-        """The fragments of all keys in stream order: `[n + 1]` edges, and the node that holds each."""
+        """The fragments of all keys in stream order: `[n + 1]` edges, and the KV rank that holds each."""
         return self.table(("pieces",), self._make_pieces)
 
     def _make_pieces(self) -> tuple[IntArray, IntArray]:
         starts = np.sort(self.keys.starts)
         return np.append(starts, self.keys.packing.total), self.keys.located(starts)[0]
 
-    def _tiles(self, node: int, stage: int) -> Tiles:
-        held = self.schedule == "p2p" or self.num_nodes == 1
-        k_tokens = self.keys.tokens(self.source(node, stage)) if held else self.gathering(node).tokens
-        return Tiles(self.bands(node, stage), self.queries.tokens(node), k_tokens)
+    def _tiles(self, kv_rank: int, stage: int) -> Tiles:
+        held = self.schedule == "p2p" or self.num_kv_ranks == 1
+        k_tokens = self.keys.tokens(self.source(kv_rank, stage)) if held else self.gathering(kv_rank).tokens
+        return Tiles(self.bands(kv_rank, stage), self.queries.tokens(kv_rank), k_tokens)
 
-    def bands(self, node: int, stage: int = 0) -> IntArray:
+    def bands(self, kv_rank: int, stage: int = 0) -> IntArray:
         """The bands of a stage's tiles, without a table of their tokens."""
-        bands = self._bands_of(node)
-        if self.schedule == "p2p" or self.num_nodes == 1:
-            return bands_of_held_keys(bands, self.keys, self.source(node, stage))
-        return bands_of_keys(bands, *self._gathered(node))
+        bands = self._bands_of(kv_rank)
+        if self.schedule == "p2p" or self.num_kv_ranks == 1:
+            return bands_of_held_keys(bands, self.keys, self.source(kv_rank, stage))
+        return bands_of_keys(bands, *self._gathered(kv_rank))
 
-    def count_bands(self, node: int) -> tuple[int, int]:
-        """About how many bands a node computes in all stages, and how many if it had all its keys at once.
+    def count_bands(self, kv_rank: int) -> tuple[int, int]:
+        """About how many bands a KV rank computes in all stages, and how many if it had all its keys at once.
 
         A kernel of the CPU is called for each, one of CUDA has a segment for each. Counted, not made: a ring over
         fragments of single tokens has one for every pair that is visible.
         """
-        bands = self._bands_of(node)
+        bands = self._bands_of(kv_rank)
         if self.schedule != "p2p":
             return len(bands), len(bands)
         edges, _ = self._pieces
         met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
         return int(met.sum()), len(bands)
 
-    def _bands_of(self, node: int) -> IntArray:
-        """The mask of a node's queries, in their rows, over the stream of keys."""
-        return self.table(("bands", node), lambda: bands_of_queries(self.mask.bands, self.queries, node))
+    def _bands_of(self, kv_rank: int) -> IntArray:
+        """The mask of a KV rank's queries, in their rows, over the stream of keys."""
+        return self.table(("bands", kv_rank), lambda: bands_of_queries(self.mask.bands, self.queries, kv_rank))
 
-    def _gathered(self, node: int) -> tuple[IntArray, IntArray]:
-        """The keys that are gathered for a node, as ranges of the stream in rising order."""
+    def _gathered(self, kv_rank: int) -> tuple[IntArray, IntArray]:
+        """The keys that are gathered for a KV rank, as ranges of the stream in rising order."""
         if self.schedule == "all_gather":
             return np.array([0]), np.array([self.keys.packing.total])
-        return self.table(("seen", node), lambda: ranges_seen(self._bands_of(node)))
+        return self.table(("seen", kv_rank), lambda: ranges_seen(self._bands_of(kv_rank)))
 
-    def _rows_within(self, node: int, starts: IntArray, ends: IntArray) -> IntArray:
-        """The rows of a node's keys that lie in rising ranges of the stream, in stream order."""
-        lo, hi = self.keys.fragment_offsets[node : node + 2]
+    def _rows_within(self, kv_rank: int, starts: IntArray, ends: IntArray) -> IntArray:
+        """The rows of a KV rank's keys that lie in rising ranges of the stream, in stream order."""
+        lo, hi = self.keys.fragment_offsets[kv_rank : kv_rank + 2]
         own_starts, own_ends = self.keys.starts[lo:hi], self.keys.ends[lo:hi]
         first_rows = np.cumsum(own_ends - own_starts) - (own_ends - own_starts)
         order = np.argsort(own_starts, kind="stable")
@@ -267,24 +269,24 @@ class Attend(Tables):
         )
 
     def _owners(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """The tokens of ranges of the stream of keys, with the node that holds each and its row there."""
+        """The tokens of ranges of the stream of keys, with the KV rank that holds each and its row there."""
         tokens = ranges(starts, ends)
         places = self.keys.inverse_order[tokens]
         lasts = np.cumsum(self.keys.token_counts)
         owners = np.searchsorted(lasts, places, side="right")
         return tokens, owners, places - (lasts - self.keys.token_counts)[owners]
 
-    def _gathering(self, node: int) -> Gathering:
-        tokens, owners, _ = self._owners(*self._gathered(node))
+    def _gathering(self, kv_rank: int) -> Gathering:
+        tokens, owners, _ = self._owners(*self._gathered(kv_rank))
         by_owner = np.argsort(owners, kind="stable")
         in_order = bool((by_owner[1:] > by_owner[:-1]).all())
         arrange = np.empty_like(by_owner)
         arrange[by_owner] = np.arange(by_owner.size)
-        send_rows = [self._rows_within(node, *self._gathered(reader)) for reader in range(self.num_nodes)]
+        send_rows = [self._rows_within(kv_rank, *self._gathered(reader)) for reader in range(self.num_kv_ranks)]
         return Gathering(
             send_rows=np.concatenate(send_rows),
             send_counts=np.array([rows.size for rows in send_rows]),
-            recv_counts=np.bincount(owners, minlength=self.num_nodes),
+            recv_counts=np.bincount(owners, minlength=self.num_kv_ranks),
             arrange=None if in_order else arrange,
             returned=None if in_order else by_owner,
             tokens=tokens,
@@ -300,9 +302,9 @@ def _covered(places: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
     return before[index] - np.maximum(ends[index - 1] - places, 0) * (index > 0)
 
 
-def _chunks(deal: HeadDeal, lane: int, count: int) -> list[HeadChunk]:
-    runs = head_runs(deal, lane)
-    first, last = deal.groups[lane]
+def _chunks(deal: HeadDeal, head_rank: int, count: int) -> list[HeadChunk]:
+    runs = head_runs(deal, head_rank)
+    first, last = deal.groups[head_rank]
     cuts = [(last - first) * chunk // count for chunk in range(count + 1)]
     return [_chunk(runs, lo, hi) for lo, hi in itertools.pairwise(cuts)]
 

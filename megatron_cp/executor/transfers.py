@@ -1,4 +1,4 @@
-"""How the keys and values of one lane get to the queries that see them, and their gradients back.
+"""How the keys and values of one `head_rank` get to the queries that see them, and their gradients back.
 
 Three ways, one interface: iterate over what arrives, stage by stage, the next transfer being under way while a stage
 is computed; in backward, give each stage's gradients back, and collect those of the own keys at the end.
@@ -6,7 +6,7 @@ is computed; in backward, give each stage's gradients back, and collect those of
 What travels, and what is at hand in a stage, is in the group's buffers.
 
 Shapes: `t` own key rows, `s` the rows at hand in a stage, `b` batch (absent for packed THD), `g` key/value heads of the
-lane (of a head chunk, for stages), `d` and `v` their sizes.
+rank (of a head chunk, for stages), `d` and `v` their sizes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Transfers(ABC):
 
     Args:
         step: the schedule.
-        node, lane: of this rank.
-        group: the ranks of the lane, and the road between them.
+        kv_rank, head_rank: of this rank.
+        group: the ranks of one `head_rank`, and the road between them.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` the own keys and values, without pad rows.
     """
 
-    def __init__(self, step: Attend, node: int, lane: int, group: Wire, k: Tensor, v: Tensor) -> None:
-        self.step, self.node, self.group, self.k, self.v = step, node, group, k, v
+    def __init__(self, step: Attend, kv_rank: int, head_rank: int, group: Wire, k: Tensor, v: Tensor) -> None:
+        self.step, self.kv_rank, self.group, self.k, self.v = step, kv_rank, group, k, v
         self.buffers = group.buffers
-        self.chunks = step.chunks(lane)
+        self.chunks = step.chunks(head_rank)
         self.wide = torch.promote_types(k.dtype, torch.float32)
 
     @abstractmethod
@@ -63,10 +63,10 @@ class Transfers(ABC):
         """Writes the gradients of the own keys and values, once every stage has been given back."""
 
 
-def transfers(step: Attend, node: int, lane: int, group: Wire, k: Tensor, v: Tensor) -> Transfers:
+def transfers(step: Attend, kv_rank: int, head_rank: int, group: Wire, k: Tensor, v: Tensor) -> Transfers:
     """The way of a schedule."""
-    kind = AtHome if step.num_nodes == 1 else Rotation if step.schedule == "p2p" else Gather
-    return kind(step, node, lane, group, k, v)
+    kind = AtHome if step.num_kv_ranks == 1 else Rotation if step.schedule == "p2p" else Gather
+    return kind(step, kv_rank, head_rank, group, k, v)
 
 
 def pack(k: Tensor, v: Tensor, buffers: Buffers) -> Tensor:
@@ -91,7 +91,7 @@ def unpack(packed: Tensor, k: Tensor, v: Tensor, heads: int | None = None) -> Ke
 
 
 class AtHome(Transfers):
-    """One node: its keys are all keys, and nothing travels."""
+    """One KV rank: its keys are all keys, and nothing travels."""
 
     def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
         for chunk in self.chunks:
@@ -108,9 +108,9 @@ class AtHome(Transfers):
 
 
 class Rotation(Transfers):
-    """Blocks of keys pass from node to node. In backward their gradients follow one stage behind, and end at home.
+    """Blocks of keys pass from rank to rank. In backward their gradients follow one stage behind, and end at home.
 
-    Gradients are summed on the way, in at least fp32, in the order of the nodes that the block visits.
+    Gradients are summed on the way, in at least fp32, in the order of the KV ranks that the block visits.
     """
 
     _gradient: Tensor  # of the block that is on its way here
@@ -118,7 +118,7 @@ class Rotation(Transfers):
     _on_the_way: Pending
 
     def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
-        (chunk,), last = self.chunks, self.step.num_nodes - 1
+        (chunk,), last = self.chunks, self.step.num_kv_ranks - 1
         block = pack(self.k, self.v, self.buffers)
         for stage in range(last):
             following, ahead = self._pass_on(block, stage, "keys and values")
@@ -150,13 +150,13 @@ class Rotation(Transfers):
         return self._gradient
 
     def _pass_on(self, block: Tensor, stage: int, what: str) -> tuple[Tensor, Pending]:
-        """Sends a stage's block on, and starts to receive the block that the node before has in that stage."""
-        size, source = self.step.num_nodes, self.step.source(self.node, stage + 1)
+        """Sends a stage's block on, and starts to receive the block that the KV rank before has in that stage."""
+        size, source = self.step.num_kv_ranks, self.step.source(self.kv_rank, stage + 1)
         rows = int(self.step.keys.token_counts[source])
         following = self.buffers.take_like(block, rows, *block.shape[1:])
         pending = self.group.start_messages(
-            [Message(block.view(-1), (self.node + 1) % size)],
-            [Message(following.view(-1), (self.node - 1) % size)],
+            [Message(block.view(-1), (self.kv_rank + 1) % size)],
+            [Message(following.view(-1), (self.kv_rank - 1) % size)],
             f"{what} of stage {stage + 1} of {size}",
         )
         return following, pending
@@ -165,7 +165,7 @@ class Rotation(Transfers):
 class Gather(Transfers):
     """The keys that are seen come in one collective a head chunk, and their gradients go back in another.
 
-    The owner sums what comes back in the order of the nodes, in at least fp32.
+    The owner sums what comes back in the order of the KV ranks, in at least fp32.
     """
 
     def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
@@ -208,10 +208,10 @@ class Gather(Transfers):
 
     @property
     def _gathering(self) -> Gathering:
-        return self.step.gathering(self.node)
+        return self.step.gathering(self.kv_rank)
 
     def _index(self, name: str) -> Tensor:
-        return _index(self.step, self.node, name, self.k.device)
+        return _index(self.step, self.kv_rank, name, self.k.device)
 
     def _take(self, rows: int, chunk: HeadChunk) -> Tensor:
         width = chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
@@ -225,7 +225,7 @@ class Gather(Transfers):
             share = self._take(longest, chunk)
             for target, source in zip(unpack(share[: len(self.k)], *own), own, strict=True):
                 target.copy_(source)
-            received = self._take(self.step.num_nodes * longest, chunk)
+            received = self._take(self.step.num_kv_ranks * longest, chunk)
             pending = self.group.start_all_gather(received.view(-1), share.view(-1), _GATHERED)
             return received, share, pending
         gathering = self._gathering
@@ -265,19 +265,19 @@ class Gather(Transfers):
         self._returning = []
 
 
-def prepare_gathering(step: Attend, node: int, device: torch.device) -> None:
+def prepare_gathering(step: Attend, kv_rank: int, device: torch.device) -> None:
     """Makes the index tables of `Gather`, so that no layer has to."""
-    if step.num_nodes == 1 or step.schedule == "p2p":
+    if step.num_kv_ranks == 1 or step.schedule == "p2p":
         return
     for name in ("send_rows", "arrange", "returned"):
-        if getattr(step.gathering(node), name) is not None:
-            _index(step, node, name, device)
+        if getattr(step.gathering(kv_rank), name) is not None:
+            _index(step, kv_rank, name, device)
     if step.schedule == "all_gather":
         _shares(step, device)
 
 
-def _index(step: Attend, node: int, name: str, device: torch.device) -> Tensor:
-    return step.table((name, node, device), lambda: on_device(getattr(step.gathering(node), name), device))
+def _index(step: Attend, kv_rank: int, name: str, device: torch.device) -> Tensor:
+    return step.table((name, kv_rank, device), lambda: on_device(getattr(step.gathering(kv_rank), name), device))
 
 
 def _shares(step: Attend, device: torch.device) -> Tensor:

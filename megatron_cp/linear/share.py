@@ -64,10 +64,10 @@ class Share:
         self._of_chunk(0, values.dtype, values.device)
 
     def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Share:
-        deal, lane = self.plan.deal_of(chunk), self.rank % self.plan.ulysses_degree
+        deal, head_rank = self.plan.deal_of(chunk), self.rank % self.plan.ulysses_degree
         self.blocks = self.plan.sections.chunk(self.plan.deal, chunk, self.plan.head_chunks).blocks
         self.call = linear_call(self.plan, self.blocks, self.rank, dtype, device)
-        (first, last), (first_group, _) = deal.heads[lane], deal.groups[lane]
+        (first, last), (first_group, _) = deal.heads[head_rank], deal.groups[head_rank]
         self.heads = slice(first, last)
         self.groups = [head // deal.heads_per_group - first_group for head in range(first, last)]
         return self
@@ -200,8 +200,10 @@ def linear_call(
     segments = Segments.of(plan.layout).own(rank) if plan.scheme == "chunkwise" else None
     channels: tuple[int, ...] = (sum(block.width for block in convolved),)
     if segments is None:
-        lanes = range(plan.ulysses_degree)
-        channels = tuple({block.heads_on(lane) * block.head_dim for block in convolved for lane in lanes})
+        head_ranks = range(plan.ulysses_degree)
+        channels = tuple(
+            {block.heads_on(head_rank) * block.head_dim for block in convolved for head_rank in head_ranks}
+        )
     packing = plan.packing if segments is None else segments.packing
     return LinearCall(
         plan.kind, packing, dtype, device, keys.head_dim, plan.conv_width, channels, segments=segments

@@ -37,7 +37,7 @@ def plan_attention(
     """How to run softmax attention over a batch.
 
     A scheme is a head exchange among `u` neighbouring ranks (DeepSpeed Ulysses, arXiv 2309.14509) and a schedule by
-    which keys and values reach the other `cp_size / u` nodes:
+    which keys and values travel between the `cp_size / u` groups of such ranks:
 
         a2a              u = cp_size: nothing else travels
         p2p              u = 1, keys pass round a ring (arXiv 2310.01889)
@@ -123,7 +123,7 @@ _PRODUCTS = {"a2a+p2p": "p2p", "a2a+all_gather": "all_gather"}
 
 
 def _grid(scheme: str, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> tuple[int, str]:
-    """The ranks that exchange heads with one another, and how keys travel between such nodes."""
+    """How many ranks exchange heads with one another, and how keys travel between such groups of ranks."""
     if scheme not in _PRODUCTS:
         degree = cp_size if scheme == "a2a" else 1
         if ulysses_degree is not None:
@@ -261,10 +261,10 @@ _MANY, _AT_LEAST = 8, 1000
 
 def _many_bands(attend: Attend, scheme: str) -> tuple[str, ...]:
     """A warning where a ring computes token by token what other schemes compute at once."""
-    if attend.schedule != "p2p" or attend.num_nodes == 1:
+    if attend.schedule != "p2p" or attend.num_kv_ranks == 1:
         return ()
-    in_stages, at_once = attend.count_bands(attend.num_nodes - 1)  # which sees most where ranks follow the stream
-    if in_stages < max(_AT_LEAST, _MANY * attend.num_nodes * at_once):
+    in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # which sees most where ranks follow the stream
+    if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):
         return ()
     instead = {"p2p": "all_gather or exact", "a2a+p2p": "a2a+all_gather"}[scheme]
     note = (

@@ -243,14 +243,14 @@ class _Own:
             lses: gets the log-sum-exp of each chunk of heads.
         """
         wire = self.wire
-        lanes = self.plan.ulysses_degree
-        node, lane = divmod(self.ranks.rank, lanes)
-        along = wire.part(range(lane, self.ranks.size, lanes))
+        degree = self.plan.ulysses_degree
+        kv_rank, head_rank = divmod(self.ranks.rank, degree)
+        along = wire.part(range(head_rank, self.ranks.size, degree))
 
         def local_attention(chunk: int) -> dict[str, LocalWork]:
             step = self.plan.attend_of(chunk)
-            first, last = step.deal.heads[lane]
-            place = _Place(step, node, lane, along, _Heads(self.kernel, self.call, first))
+            first, last = step.deal.heads[head_rank]
+            place = _Place(step, kv_rank, head_rank, along, _Heads(self.kernel, self.call, first))
             sink = self.sink if self.sink is None else self.sink[first:last]
 
             def computed(*tensors: Tensor) -> list[Tensor]:
@@ -285,7 +285,7 @@ def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
     assert step is not None
     kernel = next(kernel for kernel in KERNELS if device.type in kernel.devices)
     for stage in range(step.num_stages):
-        tiles = step.tiles(rank // step.num_lanes, stage)
+        tiles = step.tiles(rank // step.num_head_ranks, stage)
         if len(tiles.bands):
             kernel.prepare(tiles.cropped if stage else tiles.cropped_keys, device)
 
@@ -318,11 +318,11 @@ def attention_call(
 
 @dataclass(frozen=True)
 class _Heads:
-    """One kernel for all heads of a lane: a call for each run of one ratio and each entry of the batch."""
+    """One kernel for all heads of a rank: a call for each run of one ratio and each entry of the batch."""
 
     kernel: AttentionKernel
     call: AttentionCall
-    first_head: int  # of the lane, in the whole layer
+    first_head: int  # of this rank, in the whole layer
 
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
@@ -365,14 +365,16 @@ class _Place:
     """Where one rank stands in an attention, and what it computes with."""
 
     step: Attend
-    node: int
-    lane: int
+    kv_rank: int
+    head_rank: int
     wire: Wire
     work: _Heads
 
 
 class _Attention(torch.autograd.Function):
-    """The attention of a lane's heads of a node's queries. Saved: the inputs, the output and its log-sum-exp.
+    """The attention of this rank's heads, of the queries of its `kv_rank`.
+
+    Saved: the inputs, the output and its log-sum-exp.
 
     A sink is one more key, of score `sink` and of no value: it adds to the denominator alone. So it is added to the
     result, once, whatever computed that, and backward is the one of any other key.
@@ -385,7 +387,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, place: _Place, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ctx.place = place
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
-        out, lse = attend(place.step, place.node, place.lane, place.wire, place.work, q, k, v)
+        out, lse = attend(place.step, place.kv_rank, place.head_rank, place.wire, place.work, q, k, v)
         if sink is not None:
             before = head_by_head(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=head_by_head(lse))
@@ -404,12 +406,12 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(dout.device.type, enabled=False):
             dsink = None
             if sink is not None:
-                held = int(place.step.queries.token_counts[place.node])  # a gradient's pad rows may hold anything
+                held = int(place.step.queries.token_counts[place.kv_rank])  # a gradient's pad rows may hold anything
                 share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :held]).nan_to_num_(0.0)
                 terms = _per_query(share) * (dout[:held].to(lse.dtype) * out[:held])
                 dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
             dq, dk, dv = attend_backward(
-                place.step, place.node, place.lane, place.wire, place.work, dout, q, k, v, out, lse
+                place.step, place.kv_rank, place.head_rank, place.wire, place.work, dout, q, k, v, out, lse
             )
         return None, dsink, dq, dk, dv
 

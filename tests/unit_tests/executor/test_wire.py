@@ -102,7 +102,7 @@ def test_every_road_gathers_the_same(data):
 @pytest.mark.parametrize("name", ["collective", "pairwise", "hierarchical"])
 @pytest.mark.parametrize("ranks", [range(3), range(1, 6, 2), range(4, 6)], ids=str)
 def test_parts_of_a_group_of_any_stride(name, ranks):
-    """Every part talks, as lanes and nodes of a plan do; ranks of two hosts."""
+    """Every part talks, as the rows and columns of a grid of ranks do; ranks of two hosts."""
     whole = Transport.of_nodes(name, 6, 2)
     counts = np.arange(len(ranks) ** 2).reshape(len(ranks), -1) % 5
     parts = {

@@ -99,12 +99,12 @@ def test_what_is_gathered_is_counted_without_its_tables(name, scheme):
     fragments = [[[(0, 20), (50, 64)], [], [(20, 25), (30, 50)], [(25, 30)]]]
     layout = getattr(Layout, name)(packing, *(fragments if name == "from_fragments" else [CP]))
     attend = plan_attention(packing, layout, heads=2, head_dim=4, scheme=scheme).attend
-    for node in range(CP):
-        gathering = attend.gathering(node)
-        assert attend.traffic.sent_by(node) == gathering.send_counts.tolist()
-        assert attend.traffic.received_by(node) == gathering.recv_counts.tolist()
-        assert attend.arrives_in_order(node) == (gathering.arrange is None)
-        assert attend.bands(node).tolist() == attend.tiles(node).bands.tolist()
+    for kv_rank in range(CP):
+        gathering = attend.gathering(kv_rank)
+        assert attend.traffic.sent_by(kv_rank) == gathering.send_counts.tolist()
+        assert attend.traffic.received_by(kv_rank) == gathering.recv_counts.tolist()
+        assert attend.arrives_in_order(kv_rank) == (gathering.arrange is None)
+        assert attend.bands(kv_rank).tolist() == attend.tiles(kv_rank).bands.tolist()
 
 
 def test_bytes_of_a_relay_are_those_of_the_tokens_that_move():

@@ -82,7 +82,7 @@ def test_attention_is_one_exchange_in_and_one_out():
     assert [type(step) for step in plan.steps] == [ToHeads, Attend, ToTokens]
     assert sections_of(plan.steps[0]) == [("q", 6, 8), ("k", 2, 8), ("v", 2, 5)]
     assert sections_of(plan.steps[2]) == [("out", 6, 5)]
-    assert (plan.kind, plan.scheme, plan.attend.num_nodes) == ("attention", "a2a", 1)
+    assert (plan.kind, plan.scheme, plan.attend.num_kv_ranks) == ("attention", "a2a", 1)
     assert (plan.packing, plan.cp_size, plan.ulysses_degree, plan.deal.heads_per_group) == (PACKING, 3, 3, 3)
 
 
@@ -646,12 +646,12 @@ def test_numbers_of_a_gathering_are_those_of_its_tables(scheme, mask, layout):
     plan = plan_attention(
         packing, held, heads=4, head_dim=8, mask=Mask.named(packing, mask), scheme=scheme, head_chunks=2
     )
-    for node in range(5):
-        table = plan.attend.gathering(node)
+    for kv_rank in range(5):
+        table = plan.attend.gathering(kv_rank)
         traffic = plan.attend.traffic
-        assert traffic.sent_by(node) == table.send_counts.tolist()
-        assert traffic.received_by(node) == table.recv_counts.tolist()
-        assert plan.attend.arrives_in_order(node) == (table.arrange is None) == (table.returned is None)
+        assert traffic.sent_by(kv_rank) == table.send_counts.tolist()
+        assert traffic.received_by(kv_rank) == table.recv_counts.tolist()
+        assert plan.attend.arrives_in_order(kv_rank) == (table.arrange is None) == (table.returned is None)
 
 
 @pytest.mark.parametrize("scheme", ["p2p", "a2a+p2p", "all_gather", "exact", "a2a+all_gather"])
@@ -667,8 +667,8 @@ def test_memory_is_counted_without_tables_of_tokens(scheme, monkeypatch):
     assert buffer_bytes(plan, 0, 2) > 10**7
 
 
-def calls_of(attend, node):
-    return sum(len(attend.bands(node, stage)) for stage in range(attend.num_stages))
+def calls_of(attend, kv_rank):
+    return sum(len(attend.bands(kv_rank, stage)) for stage in range(attend.num_stages))
 
 
 @pytest.mark.parametrize("mask", [Mask.causal, Mask.full, lambda packing: Mask.window(packing, 40)])
@@ -680,15 +680,15 @@ def test_pieces_of_a_ring_are_counted_without_making_them(name, mask):
         warnings.simplefilter("ignore", UserWarning)
         attend = plan_attention(packing, layout, heads=2, head_dim=4, scheme="p2p", mask=mask(packing)).attend
         gathered = plan_attention(packing, layout, heads=2, head_dim=4, scheme="exact", mask=mask(packing)).attend
-    for node in range(4):
-        assert attend.count_bands(node) == (calls_of(attend, node), calls_of(gathered, node))
+    for kv_rank in range(4):
+        assert attend.count_bands(kv_rank) == (calls_of(attend, kv_rank), calls_of(gathered, kv_rank))
 
 
 @pytest.mark.parametrize(("scheme", "instead"), [("p2p", "all_gather or exact"), ("a2a+p2p", "a2a+all_gather")])
 def test_a_ring_over_single_tokens_warns_and_names_what_gathers(scheme, instead):
     packing = Packing([1500, 548])
     layout = Layout.striped(packing, 4)
-    if scheme == "a2a+p2p":  # whose nodes would join the stripes of their ranks
+    if scheme == "a2a+p2p":  # whose KV ranks would join the stripes of their ranks
         evens, odds = ([(token, token + 1) for token in range(start, 2048, 2)] for start in (0, 1))
         layout = Layout.from_fragments(packing, [evens[:512], evens[512:], odds[:512], odds[512:]])
     with pytest.warns(
@@ -696,7 +696,7 @@ def test_a_ring_over_single_tokens_warns_and_names_what_gathers(scheme, instead)
     ) as seen:
         plan = plan_attention(packing, layout, heads=4, head_dim=4, scheme=scheme)
     assert len(seen) == 1
-    count = plan.attend.count_bands(plan.attend.num_nodes - 1)[0]
+    count = plan.attend.count_bands(plan.attend.num_kv_ranks - 1)[0]
     assert f"note: {scheme} computes {count} pieces" in plan.explain()
 
 
