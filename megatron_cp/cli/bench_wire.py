@@ -40,7 +40,7 @@ EXCHANGES = ("all_to_all", "all_gather")
 NAIVE, AT_ONCE = "naive loop", "all at once"
 HALVES = ("transfer", "compute", "together")
 CHUNKS = (1, 2, 4, 8)  # where heads allow
-_NODES = 2
+_NUM_HOSTS = 2
 _MAIN = 4  # ranks of codecs and overlap in local runs that name none
 _TOKENS = 2048  # in all
 _HEADS = 4  # of a rank, where chunks are measured
@@ -151,7 +151,7 @@ def _job(
     def case(layer: str, heads: int, groups: int, documents: int | None = None) -> Case:
         asked = argparse.Namespace(**vars(args))
         asked.cp, asked.layer, asked.dtype = cp, layer, args.dtype or "bfloat16"
-        asked.transport, asked.nodes, asked.codec, asked.head_chunks = "collective", None, "none", None
+        asked.transport, asked.hosts, asked.codec, asked.head_chunks = "collective", None, "none", None
         asked.documents = args.documents if args.documents or args.lengths else documents
         if args.lengths is None and args.tokens_per_rank is None:
             asked.tokens_per_rank = -(-_TOKENS // cp)
@@ -170,8 +170,8 @@ def _job(
     replace(coded, transport=args.transport, codec=args.codec, head_chunks=args.head_chunks).refuse_early()
     layers = LAYERS if args.layer is None else (args.layer,)
     # torchrun's hosts, where there are several; else made up.
-    even = Transport.of_nodes("hierarchical", cp, args.nodes or _NODES).hosts
-    hosts = tuple(named) if len(set(named)) > 1 and args.nodes is None else even
+    even = Transport.of_even_hosts("hierarchical", cp, args.hosts or _NUM_HOSTS).hosts
+    hosts = tuple(named) if len(set(named)) > 1 and args.hosts is None else even
     return Job(
         parts=parts,
         repeats=args.repeats,

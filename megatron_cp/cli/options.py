@@ -86,7 +86,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         "--transport", default="collective", metavar="|".join(working("transport")), help="default: collective"
     )
     group.add_argument(
-        "--nodes",
+        "--hosts",
         type=positive,
         metavar="N",
         help="of --transport hierarchical: hosts, each with as many neighbouring ranks "
@@ -161,7 +161,7 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         ulysses_degree=args.ulysses_degree,
         head_chunks=args.head_chunks,
         transport=require("transport", args.transport, name="--transport"),
-        nodes=_nodes(args, cp_size),
+        num_hosts=_num_hosts(args, cp_size),
         codec=require("codec", args.codec, name="--codec"),
         softcap=args.softcap,
         dropout=args.dropout,
@@ -175,11 +175,11 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
 
 
 def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int) -> tuple[int, ...]:
-    """The host of each of the first ranks, for a hierarchical transport of a job on several, if --nodes is not given.
+    """The host of each of the first ranks, for a hierarchical transport of a job on several, if --hosts is not given.
 
     Every rank of the job must ask.
     """
-    if world is None or args.transport != "hierarchical" or args.nodes is not None:
+    if world is None or args.transport != "hierarchical" or args.hosts is not None:
         return ()
     from megatron_cp.executor.launch import hosts_of
 
@@ -187,15 +187,15 @@ def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int
     return hosts if len(set(hosts)) > 1 else ()
 
 
-def _nodes(args: argparse.Namespace, cp_size: int) -> int:
+def _num_hosts(args: argparse.Namespace, cp_size: int) -> int:
     """Hosts of neighbouring ranks; two, or one for a single rank, unless told otherwise."""
-    if args.nodes is None:
+    if args.hosts is None:
         return 2
     if args.transport != "hierarchical":
-        raise ArgumentError("--nodes", args.nodes, "nothing without --transport hierarchical")
-    if args.nodes > cp_size:
-        raise ArgumentError("--nodes", args.nodes, f"at most the {cp_size} ranks of --cp {cp_size}")
-    return int(args.nodes)
+        raise ArgumentError("--hosts", args.hosts, "nothing without --transport hierarchical")
+    if args.hosts > cp_size:
+        raise ArgumentError("--hosts", args.hosts, f"at most the {cp_size} ranks of --cp {cp_size}")
+    return int(args.hosts)
 
 
 def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:

@@ -331,7 +331,7 @@ def _end_with_parent() -> None:
 
 
 def hosts_of(group: RankGroup) -> tuple[int, ...]:
-    """The host of each rank of a group, numbered from 0: torchrun's nodes, or by their names. For set-up."""
+    """The host of each rank of a group, numbered from 0: as torchrun numbers its nodes, or by name. For set-up."""
     names = group.all_gather_object((os.environ.get("GROUP_RANK", ""), socket.gethostname()))
     numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(numbers[name] for name in names)

@@ -258,9 +258,9 @@ class Gather(Transfers):
             sums = [total[..., chunk.groups, :] for total in self._sums]
             rows = self._index("send_rows").split(self._gathering.send_counts.tolist())
             pieces = received.split(self._gathering.send_counts.tolist())
-            for of_node, piece in zip(rows, pieces, strict=True):
+            for of_kv_rank, piece in zip(rows, pieces, strict=True):
                 for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
-                    total.index_add_(0, of_node, part.to(self.wide))
+                    total.index_add_(0, of_kv_rank, part.to(self.wide))
             self.buffers.give(received)
         self._returning = []
 

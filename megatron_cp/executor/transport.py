@@ -29,7 +29,7 @@ class Transport:
     Attributes:
         name: one of these.
         hosts: for hierarchical, the host of each rank, numbered from 0; empty otherwise. `of_hosts` asks the ranks,
-            `of_nodes` numbers neighbours.
+            `of_even_hosts` numbers neighbours.
 
     Raises:
         ArgumentError: another name, or hosts that are not numbered so.
@@ -62,26 +62,26 @@ class Transport:
         return cls(transport)
 
     @classmethod
-    def of_nodes(cls, name: str, cp_size: int, nodes: int) -> Transport:
-        """Over `cp_size` ranks of which neighbours share one of `nodes` hosts, as evenly as they can.
+    def of_even_hosts(cls, name: str, cp_size: int, hosts: int) -> Transport:
+        """Over `cp_size` ranks of which neighbours share one of `hosts` hosts, as evenly as they can.
 
         Raises:
             ArgumentError: another name, or no or more hosts than ranks.
 
         Example:
-            >>> Transport.of_nodes("hierarchical", cp_size=5, nodes=2).hosts
+            >>> Transport.of_even_hosts("hierarchical", cp_size=5, hosts=2).hosts
             (0, 0, 0, 1, 1)
         """
         cp_size = checked_integer("cp_size", cp_size, 1, MAX_CP_SIZE)
-        if checked_integer("nodes", nodes, 1) > cp_size:
-            raise ArgumentError("nodes", nodes, f"1 to the {cp_size} ranks")
+        if checked_integer("hosts", hosts, 1) > cp_size:
+            raise ArgumentError("hosts", hosts, f"1 to the {cp_size} ranks")
         if _checked_name(name) != "hierarchical":
             return cls(name)
-        return cls(name, tuple(rank * nodes // cp_size for rank in range(cp_size)))
+        return cls(name, tuple(rank * hosts // cp_size for rank in range(cp_size)))
 
     @classmethod
     def of_hosts(cls, name: str, group: RankGroup | dist.ProcessGroup | None) -> Transport:
-        """Over the ranks of a group on the hosts that they are on: torchrun's nodes, or as hosts are called.
+        """Over the ranks of a group on the hosts that they are on: as torchrun numbers its nodes, or by host names.
 
         Only hierarchical asks, once, and all ranks of the group must call it: for set-up, not for every batch.
 
@@ -115,7 +115,8 @@ class Transport:
 
 
 _HOW_TO_SAY_HOSTS = (
-    'Use Transport.of_nodes("hierarchical", cp_size, nodes), or Transport.of_hosts("hierarchical", group), which asks.'
+    'Use Transport.of_even_hosts("hierarchical", cp_size, hosts), or Transport.of_hosts("hierarchical", group), which '
+    "asks."
 )
 
 

@@ -81,7 +81,7 @@ class TrainingOptions:
     )
     linear_cp_mode: str = _flag("auto", "linear layers' scheme: headwise, chunkwise, relay or auto", "parallelism")
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _flag(
-        None, "of a2a+...: the ranks of one head exchange, and such nodes", "parallelism", nargs=2, type=int
+        None, "of a2a+...: the ranks of one head exchange, and how many such groups", "parallelism", nargs=2, type=int
     )
     cp_head_chunks: int | None = _flag(None, "parts in which heads change places, or keys are gathered", "parallelism")
     cp_transport: str = _flag(

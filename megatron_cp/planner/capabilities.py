@@ -39,8 +39,10 @@ CAPABILITIES = (
     Capability("scheme", "p2p", True, "keys and values pass round a ring"),
     Capability("scheme", "all_gather", True, "every rank gathers all keys and values, in head chunks"),
     Capability("scheme", "exact", True, "every rank receives the keys that its queries see, in head chunks"),
-    Capability("scheme", "a2a+p2p", True, "heads change places within nodes of ranks, keys pass round a ring of them"),
-    Capability("scheme", "a2a+all_gather", True, "likewise, and keys are gathered from all nodes"),
+    Capability(
+        "scheme", "a2a+p2p", True, "heads change places within groups of ranks, keys pass round a ring of such groups"
+    ),
+    Capability("scheme", "a2a+all_gather", True, "likewise, and keys are gathered from all groups"),
     Capability("scheme", "tiled", False, f"{_LATER}; use exact"),
     Capability("mask", "causal", True, "a query sees its document up to itself"),
     Capability("mask", "full", True, "a query sees all of its document"),
@@ -203,4 +205,5 @@ _OTHER_NAMES = {
     "ulysses": "a2a", "alltoall": "a2a", "ring": "p2p", "ringattention": "p2p", "usp": "a2a+p2p", "ag": "all_gather",
     "gateddeltanet": "gdn", "gateddeltarule": "gdn", "kimideltaattention": "kda", "mamba2": "mamba", "ssd": "mamba",
     "conv": "conv1d", "causalconv1d": "conv1d", "e4m3": "fp8", "e5m2": "fp8_e5m2", "nccl": "collective",
+    "nodes": "--hosts",  # the name before
 }  # fmt: skip

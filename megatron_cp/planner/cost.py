@@ -18,15 +18,15 @@ class Hardware:
     """Rates of one rank. They only have to order the ways of running a layer, not to be met.
 
     Attributes:
-        node_size: ranks with fast links among themselves.
-        node_bandwidth, network_bandwidth: bytes a second that a rank sends within a node and beyond one.
+        host_size: ranks of one host, with fast links among themselves.
+        host_bandwidth, network_bandwidth: bytes a second that a rank sends within a host and beyond it.
         latency: seconds that starting a collective takes.
         products: multiply-adds a second of a linear layer's kernels.
         name: what these rates are of, and where they come from.
     """
 
-    node_size: int
-    node_bandwidth: float
+    host_size: int
+    host_bandwidth: float
     network_bandwidth: float
     latency: float
     products: float
@@ -35,20 +35,20 @@ class Hardware:
     def describe(self) -> str:
         """The rates in words."""
         return (
-            f"{self.name}: {self.node_size} ranks a host, {self.node_bandwidth / 1e9:g} GB/s within it and "
+            f"{self.name}: {self.host_size} ranks a host, {self.host_bandwidth / 1e9:g} GB/s within it and "
             f"{self.network_bandwidth / 1e9:g} GB/s beyond, {self.latency * 1e6:g} us to start a transfer, "
             f"{self.products / 1e12:g}e12 multiply-adds a second"
         )
 
     def bandwidth(self, ranks: int) -> float:
         """Bytes a second that a rank of so many sends."""
-        return self.node_bandwidth if ranks <= self.node_size else self.network_bandwidth
+        return self.host_bandwidth if ranks <= self.host_size else self.network_bandwidth
 
 
 # Taken from data sheets and rounded down.
 H100 = Hardware(
     8,
-    node_bandwidth=2.5e11,
+    host_bandwidth=2.5e11,
     network_bandwidth=4e10,
     latency=3e-5,
     products=1e14,

@@ -58,7 +58,7 @@ class Case:
         ulysses_degree: of attention; see `plan_attention`.
         head_chunks: of attention and of headwise linear layers.
         transport: by which road messages go.
-        nodes: hosts of a hierarchical transport, of neighbouring ranks, unless `hosts` says better.
+        num_hosts: hosts of a hierarchical transport, of neighbouring ranks, unless `hosts` says better.
         hosts: the host of each rank.
         codec: how heads that change places are coded.
         hidden_size: of the model, where hidden states may be relayed around a linear layer; None where not.
@@ -83,7 +83,7 @@ class Case:
     ulysses_degree: int | None = None
     head_chunks: int | None = None
     transport: str = "collective"
-    nodes: int = 2
+    num_hosts: int = 2
     hosts: tuple[int, ...] = ()
     codec: str = "none"
     hidden_size: int | None = None
@@ -147,7 +147,7 @@ class Case:
         require("transport", self.transport)
         if self.transport == "hierarchical" and self.hosts:
             return Transport(self.transport, self.hosts)
-        return Transport.of_nodes(self.transport, self.cp, min(self.nodes, self.cp))
+        return Transport.of_even_hosts(self.transport, self.cp, min(self.num_hosts, self.cp))
 
     def _road(self) -> str:
         hosts = self._transport().hosts

@@ -122,7 +122,7 @@ def test_everything_is_measured_between_threads(capsys):
 
 
 def test_local_runs_have_several_sizes(capsys):
-    assert main(["bench", "wire", "--ranks", "threads", "--only", "transports", "--nodes", "3", *TINY]) == 0
+    assert main(["bench", "wire", "--ranks", "threads", "--only", "transports", "--hosts", "3", *TINY]) == 0
     report = last_json(capsys.readouterr().out)
     check_transports(report, ["3", "4", "5", "8"])
     assert (report["cp"], report["hosts"]) == (4, [0, 0, 1, 2])
@@ -286,7 +286,7 @@ def test_halves_do_what_the_whole_does(layer, chunks):
         (["--layer", "mamba"], "--layer: got 'mamba'; allowed: attention or gdn"),
         (["--scheme", "p2p"], "--scheme: got 'p2p'; allowed: nothing. This benchmark measures a2a and headwise."),
         (["--head-chunks", "9", "--cp", "2"], "--head-chunks: got 9; allowed: 1 to 4"),
-        (["--nodes", "9", "--cp", "4"], "--nodes: got 9; allowed: 1 to the 4 ranks"),
+        (["--hosts", "9", "--cp", "4"], "--hosts: got 9; allowed: 1 to the 4 ranks"),
         (["--cp", "1"], "--cp: got 1; allowed: 2 ranks or more"),
         (["--cp", "1024"], "at most 64 local ranks"),
         (["--kernel", "nonsense"], "--kernel: got 'nonsense'"),

@@ -135,7 +135,7 @@ def assert_steady(size, step, lying):
 ATTENTION = Case("attention", 3, LENGTHS, heads=12, groups=6, head_dim=8, value_head_dim=12)
 LINEAR = Case("gdn", 3, LENGTHS, heads=12, groups=6, head_dim=8, value_head_dim=12)
 CASES = {
-    f"{case} over {case.nodes} hosts" if case.transport == "hierarchical" else f"{case}": case
+    f"{case} over {case.num_hosts} hosts" if case.transport == "hierarchical" else f"{case}": case
     for case in (
         *(
             replace(ATTENTION, scheme=scheme, layout=layout, dtype=dtype)

@@ -48,19 +48,19 @@ def assert_same(actual: list[dict[str, torch.Tensor]], expected: list[dict[str, 
 
 
 CASES = {
-    f"{case} nodes={case.nodes}": case
+    f"{case} num_hosts={case.num_hosts}": case
     for case in (
         Case("attention", 3, LENGTHS, scheme="a2a", heads=12, groups=6),
         Case("attention", 4, LENGTHS, scheme="a2a", layout="contiguous", heads=14, groups=14, learned_sink=True),
-        Case("attention", 5, LENGTHS, scheme="a2a", layout="random", heads=20, groups=10, nodes=3),
-        Case("attention", 8, LENGTHS, scheme="a2a", heads=16, groups=16, dtype=torch.bfloat16, nodes=3),
+        Case("attention", 5, LENGTHS, scheme="a2a", layout="random", heads=20, groups=10, num_hosts=3),
+        Case("attention", 8, LENGTHS, scheme="a2a", heads=16, groups=16, dtype=torch.bfloat16, num_hosts=3),
         Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=16, groups=8, layout="balanced"),
-        Case("attention", 6, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, ulysses_degree=3, nodes=4),
+        Case("attention", 6, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, ulysses_degree=3, num_hosts=4),
         # Key heads that several ranks share, of which each is in a chunk of another number.
         Case("attention", 5, LENGTHS, scheme="a2a", heads=9, groups=9, mask="window:20,0"),
         Case("gdn", 3, LENGTHS, scheme="headwise", heads=12, groups=6),
         Case("gdn", 5, LENGTHS, scheme="headwise", heads=10, groups=10, layout="contiguous"),
-        Case("kda", 4, LENGTHS, scheme="headwise", heads=16, groups=8, nodes=3),
+        Case("kda", 4, LENGTHS, scheme="headwise", heads=16, groups=8, num_hosts=3),
         Case("mamba", 3, LENGTHS, scheme="headwise", heads=12, groups=6, layout="random"),
         Case("conv1d", 3, LENGTHS, scheme="headwise"),
     )
@@ -79,15 +79,15 @@ def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(name):
 
 
 SCHEMES = {
-    f"{case} nodes={case.nodes}": case
+    f"{case} num_hosts={case.num_hosts}": case
     for case in (
         Case("attention", 3, LENGTHS, scheme="all_gather"),
-        Case("attention", 5, LENGTHS, scheme="exact", layout="random", nodes=3),
+        Case("attention", 5, LENGTHS, scheme="exact", layout="random", num_hosts=3),
         Case("attention", 5, LENGTHS, scheme="p2p"),
         Case("attention", 4, LENGTHS, scheme="a2a+all_gather", layout="contiguous"),
-        Case("gdn", 5, LENGTHS, scheme="chunkwise", layout="balanced", nodes=3),
+        Case("gdn", 5, LENGTHS, scheme="chunkwise", layout="balanced", num_hosts=3),
         Case("kda", 3, LENGTHS, scheme="chunkwise"),
-        Case("mamba", 4, LENGTHS, scheme="chunkwise", layout="contiguous", nodes=3),
+        Case("mamba", 4, LENGTHS, scheme="chunkwise", layout="contiguous", num_hosts=3),
         Case("conv1d", 5, LENGTHS, scheme="chunkwise", layout="random"),
     )
 }

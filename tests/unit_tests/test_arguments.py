@@ -169,8 +169,8 @@ CALLS = {
                                    np.ma.array([0, 1]), torch.tensor(0.0), [BEYOND], object(), [0]]}),
     "Transport.named": (cp.Transport.named, {"transport": "collective"}, {
         "transport": [*NO_NAME, "hierarchical", cp.Transport]}),
-    "Transport.of_nodes": (cp.Transport.of_nodes, {"name": "pairwise", "cp_size": 2, "nodes": 1}, {
-        "name": NO_NAME, "cp_size": [*NO_INTEGER, 0, 2**40], "nodes": [*NO_INTEGER, 0, 3]}),
+    "Transport.of_even_hosts": (cp.Transport.of_even_hosts, {"name": "pairwise", "cp_size": 2, "hosts": 1}, {
+        "name": NO_NAME, "cp_size": [*NO_INTEGER, 0, 2**40], "hosts": [*NO_INTEGER, 0, 3]}),
     "Transport.of_hosts": (cp.Transport.of_hosts, {"name": "hierarchical", "group": None}, {
         "name": NO_NAME, "group": NO_GROUP[:-2]}),
     "AttentionSlot": (cp.AttentionSlot, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
@@ -253,7 +253,7 @@ CALLS = {
 NAMES = {
     ("Mask.named", "spec"): "mask",
     ("Transport", "name"): "transport",
-    ("Transport.of_nodes", "name"): "transport",
+    ("Transport.of_even_hosts", "name"): "transport",
     ("Transport.of_hosts", "name"): "transport",
 }
 

@@ -1,4 +1,4 @@
-"""Which ranks share a host: torchrun's nodes, or the hosts' names."""
+"""Which ranks share a host: as torchrun numbers its nodes, or the hosts' names."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_hosts_are_numbered_in_the_order_of_ranks():
 
 
 @pytest.mark.parametrize(
-    ("found", "transport", "nodes", "expected"),
+    ("found", "transport", "hosts", "expected"),
     [
         ((0, 1, 1, 0), "hierarchical", None, (0, 1, 1)),
         ((0, 1, 1, 0), "hierarchical", 2, ()),  # as asked
@@ -43,9 +43,9 @@ def test_hosts_are_numbered_in_the_order_of_ranks():
         ((0, 0, 0, 1), "hierarchical", None, ()),  # of these three, one host: made up
     ],
 )
-def test_commands_know_the_hosts_of_a_job(found, transport, nodes, expected, monkeypatch):
+def test_commands_know_the_hosts_of_a_job(found, transport, hosts, expected, monkeypatch):
     monkeypatch.setattr(launch, "hosts_of", lambda group: found)
-    args = Namespace(transport=transport, nodes=nodes)
+    args = Namespace(transport=transport, hosts=hosts)
     assert options.hosts_of_job(args, ThreadGroup.create(4)[0], 3) == expected
     assert options.hosts_of_job(args, None, 3) == ()
 

@@ -103,7 +103,7 @@ def test_every_road_gathers_the_same(data):
 @pytest.mark.parametrize("ranks", [range(3), range(1, 6, 2), range(4, 6)], ids=str)
 def test_parts_of_a_group_of_any_stride(name, ranks):
     """Every part talks, as the rows and columns of a grid of ranks do; ranks of two hosts."""
-    whole = Transport.of_nodes(name, 6, 2)
+    whole = Transport.of_even_hosts(name, 6, 2)
     counts = np.arange(len(ranks) ** 2).reshape(len(ranks), -1) % 5
     parts = {
         range(3): [range(3), range(3, 6)],
@@ -256,11 +256,11 @@ def test_hosts_may_be_any_sequence(hosts):
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
-@pytest.mark.parametrize("nodes", [0, 5, 99, 2.0])
-def test_rejects_more_nodes_than_ranks(nodes, name):
+@pytest.mark.parametrize("num_hosts", [0, 5, 99, 2.0])
+def test_rejects_more_hosts_than_ranks(num_hosts, name):
     with pytest.raises(ArgumentError) as caught:
-        Transport.of_nodes(name, 4, nodes)
-    assert caught.value.argument == "nodes"
+        Transport.of_even_hosts(name, 4, num_hosts)
+    assert caught.value.argument == "hosts"
 
 
 def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
@@ -282,8 +282,8 @@ def test_one_rank_or_one_road_for_all_hosts_is_not_asked():
 
 
 def test_nodes_share_ranks_as_evenly_as_they_can():
-    assert Transport.of_nodes("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
-    assert Transport.of_nodes("collective", 5, 2) == COLLECTIVE
+    assert Transport.of_even_hosts("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
+    assert Transport.of_even_hosts("collective", 5, 2) == COLLECTIVE
 
 
 def test_rejects_hosts_of_another_number_of_ranks():

@@ -12,9 +12,9 @@ from megatron_cp.planner.linear import contiguous_like, plan_linear
 
 PACKING = Packing([60_000, 500, 5_036])
 SIZES = {"heads": 32, "key_heads": 16, "head_dim": 128}
-SLOW_WIRE = Hardware(8, node_bandwidth=1.0, network_bandwidth=0.5, latency=0.0, products=1e30)
-SLOW_START = Hardware(8, node_bandwidth=1e30, network_bandwidth=1e30, latency=1.0, products=1e30)
-SLOW_PRODUCTS = Hardware(8, node_bandwidth=1e30, network_bandwidth=1e30, latency=0.0, products=1.0)
+SLOW_WIRE = Hardware(8, host_bandwidth=1.0, network_bandwidth=0.5, latency=0.0, products=1e30)
+SLOW_START = Hardware(8, host_bandwidth=1e30, network_bandwidth=1e30, latency=1.0, products=1e30)
+SLOW_PRODUCTS = Hardware(8, host_bandwidth=1e30, network_bandwidth=1e30, latency=0.0, products=1.0)
 
 
 def plan(mode, layout=None, **more):
