@@ -34,7 +34,7 @@ class Call:
         layout, align: who holds which tokens; see `layout_named`.
         scheme: of attention, or the mode of a linear layer. Of gather: "same_loss" or "own_loss".
         ulysses_degree, head_chunks, codec: as the planning functions take them.
-        transport, hosts: the road; the host of each rank where it is hierarchical.
+        transport, hosts: how messages travel; the host of each rank where it is hierarchical.
         heads, groups: query and key/value heads, value and key heads, heads and groups of B and C.
         head_dim, value_head_dim: of keys and of values; of mamba of B and C, and of a head of x.
             conv1d has `heads * value_head_dim` channels.
@@ -115,7 +115,7 @@ class Call:
         name = {"slices": "from_slices", "blocks": "from_blocks"}.get(kind, kind)
         return getattr(Mask, name)(*of), getattr(mask_oracle, kind)(*of)
 
-    def road(self):
+    def transport_of_ranks(self):
         return Transport("hierarchical", self.hosts) if self.transport == "hierarchical" else self.transport
 
     def has(self, option):

@@ -46,7 +46,7 @@ def plan_of(call, cp_size):
     options = {"align": call.align, "seed": call.seed}
     is_cross = call.operation in ATTENTIONS and call.kv_lengths
     layout = layout_named(call.layout, call.packing, cp_size, mask=None if is_cross else mask, **options)
-    wire = {"head_chunks": call.head_chunks, "codec": call.codec, "transport": call.road()}
+    wire = {"head_chunks": call.head_chunks, "codec": call.codec, "transport": call.transport_of_ranks()}
     if call.operation not in KINDS:
         other = layout_named(call.kv_layout, call.kv_packing, cp_size, seed=call.seed + 1, align=call.align)
         if call.operation not in ATTENTIONS:

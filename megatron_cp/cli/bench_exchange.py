@@ -47,10 +47,10 @@ from megatron_cp.cli.measure import DIRECTIONS, Spent, Watch, shown, spread, tur
 from megatron_cp.cli.options import MODELS, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.exchange import ToTokensJourney, start_to_heads
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.wire import Wire
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case
 
@@ -283,7 +283,7 @@ class OnRank:
     syncs_in_checks: dict[str, int] | None = None
 
 
-def ours(batch: Batch, layout: str, wire: Wire) -> list[Contender]:
+def ours(batch: Batch, layout: str, wire: Communicator) -> list[Contender]:
     """Both directions from one layout: with the gate, as Megatron sends it, and without, as the layer does it."""
     rank, case = wire.rank, batch.case
 
@@ -397,7 +397,7 @@ def _measured(group: TorchGroup, case: Case, repeats: int, *, with_megatron: boo
             check_offsets()
         syncs = dict(counters.host_syncs)
     for layout in LAYOUTS:
-        contenders += ours(batch, layout, Wire(group, batch.plans[layout].transport))
+        contenders += ours(batch, layout, Communicator(group, batch.plans[layout].transport))
     for contender in contenders:
         contender.check()
     stages: dict[str, Seen] = {}

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.exchange import start_to_heads
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.plan import Compute, Plan, ToHeads
 from megatron_cp.executor.run import LocalWork
 from megatron_cp.executor.run import run as run_plan
-from megatron_cp.executor.wire import Wire
 from megatron_cp.linear import share
 from megatron_cp.softmax import attention as operation
 from megatron_cp.testing.parity import Case, Problem, run_linear
@@ -36,7 +36,7 @@ class Desk(threading.local):
     def __init__(self) -> None:
         self.is_open = False
 
-    def run(self, plan: Plan, wire: Wire, inputs: Any, work: Callable[[int], Any]) -> list[Tensor]:
+    def run(self, plan: Plan, wire: Communicator, inputs: Any, work: Callable[[int], Any]) -> list[Tensor]:
         """In the place of the executor's `run`."""
         if not self.is_open:
             return run_plan(plan, wire, inputs, work)
@@ -66,7 +66,7 @@ class Overlapped:
 
     def __init__(self, case: Case, problem: Problem, plan: Plan, group: RankGroup, desk: Desk) -> None:
         self._plan = plan
-        self._case, self._group, self._wire = case, group, Wire(group, plan.transport)
+        self._case, self._group, self._wire = case, group, Communicator(group, plan.transport)
 
         def own(stream: Tensor) -> Tensor:
             return plan.layout.shard(stream, group.rank).detach().clone()

@@ -24,14 +24,14 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.traffic import Traffic
-from megatron_cp.executor import wire as roads
+from megatron_cp.executor import communicator
 from megatron_cp.executor.agreement import check_agreement
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.exchange import start_to_heads
 from megatron_cp.executor.groups import Message, Pending, RankGroup, TorchGroup
 from megatron_cp.executor.launch import hosts_of, run_ranks
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.transport import TRANSPORTS, Transport, num_rounds
-from megatron_cp.executor.wire import Wire
 from megatron_cp.testing.parity import Case, draw
 
 PARTS = ("transports", "codecs", "overlap")
@@ -45,7 +45,7 @@ _MAIN = 4  # ranks of codecs and overlap in local runs that name none
 _TOKENS = 2048  # in all
 _HEADS = 4  # of a rank, where chunks are measured
 _IN_FLIGHT = (1, 2, 4)
-_OWN_ROUNDS = roads.ROUNDS_IN_FLIGHT
+_OWN_ROUNDS = communicator.ROUNDS_IN_FLIGHT
 _BOTH = (*DIRECTIONS, "both")
 
 LEGEND = f"""\
@@ -54,7 +54,7 @@ is another in each.
 Transports: one all-to-all of what attention sends to heads, and one all-gather of an average rank's keys and values.
 {NAIVE}: for each peer in rank order isend and irecv, and wait for both. {AT_ONCE}: all of those in that order, and then
 wait. pairwise, n: n rounds in flight, the first of its rows being what the transport does. between hosts: MiB from any
-host to another, counted as they were sent; a backend's own all-gather takes a road that it does not tell.
+host to another, counted as they were sent; a backend's own all-gather takes ways that it does not tell.
 Codecs: q, k and v packed or coded, sent, and unpacked or decoded. share: of what fewer bytes could gain at most.
 Overlap, in half as many repeats: transfer is the exchanges alone, packing included; compute the same kernels alone, on
 data at hand and on all ranks at once; hidden = (transfer + compute - together) / the smaller of the two. gain: the time
@@ -302,7 +302,7 @@ class Counting(RankGroup):
         return self._group.start_all_to_all(received, sent, received_splits, sent_splits)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        return self._group.start_all_gather(received, sent)  # by which road only the backend knows
+        return self._group.start_all_gather(received, sent)  # how, only the backend knows
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         self.sent += sum(message.tensor.nbytes for message in sends if self._is_away[message.peer])
@@ -316,7 +316,7 @@ Call = Callable[[RankGroup], None]
 
 
 class AllToAll:
-    """One all-to-all on one rank, by any road, from and to memory that is there."""
+    """One all-to-all on one rank, by any transport, from and to memory that is there."""
 
     def __init__(self, traffic: Traffic, rank: int, device: str) -> None:
         random = torch.Generator().manual_seed(rank)
@@ -327,15 +327,15 @@ class AllToAll:
         self._pieces = list(zip(self.sent.split(sizes), self.received.split(arriving), strict=True))
 
     def by(self, transport: Transport, group: RankGroup) -> None:
-        Wire(group, transport).start_all_to_all(self.received, self.sent, self.traffic).wait()
+        Communicator(group, transport).start_all_to_all(self.received, self.sent, self.traffic).wait()
 
     def by_rounds(self, in_flight: int, group: RankGroup) -> None:
         # Ranks that share a process set the same, and none is done before all have started.
-        roads.ROUNDS_IN_FLIGHT = in_flight
+        communicator.ROUNDS_IN_FLIGHT = in_flight
         try:
             self.by(Transport("pairwise"), group)
         finally:
-            roads.ROUNDS_IN_FLIGHT = _OWN_ROUNDS
+            communicator.ROUNDS_IN_FLIGHT = _OWN_ROUNDS
 
     def by_loop(self, group: RankGroup) -> None:
         for sent, received in self._messages(group.rank):
@@ -353,7 +353,7 @@ class AllToAll:
 
 
 def _all_gather(received: Tensor, sent: Tensor, transport: Transport, group: RankGroup) -> None:
-    Wire(group, transport).start_all_gather(received, sent).wait()
+    Communicator(group, transport).start_all_gather(received, sent).wait()
 
 
 def _in_flight_of(cp: int) -> list[int]:
@@ -408,7 +408,7 @@ def _codec_steps(group: RankGroup, job: Job) -> dict[Key, Step]:
     layout = job.plan(job.coded).layout
     tensors = [layout.shard(x, group.rank).flatten(1) for x in draw(job.coded).inputs.values()]
 
-    def to_heads(exchange: Exchange, wire: Wire) -> None:
+    def to_heads(exchange: Exchange, wire: Communicator) -> None:
         with torch.no_grad():
             for arrive in start_to_heads(exchange, wire, *tensors):
                 arrive()
@@ -417,7 +417,7 @@ def _codec_steps(group: RankGroup, job: Job) -> dict[Key, Step]:
     for chunks in job.ends:
         for codec in job.codecs:
             plan = job.plan(job.coded, codec=codec, head_chunks=chunks)
-            steps[codec, chunks] = partial(_once, partial(to_heads, inbound(plan), Wire(group, plan.transport)))
+            steps[codec, chunks] = partial(_once, partial(to_heads, inbound(plan), Communicator(group, plan.transport)))
     return steps
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.pack import like_rows
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.schedule import Attend, HeadChunk
 from megatron_cp.executor.transfers import AtHome, Transfers, pack_like, transfers, unpack
-from megatron_cp.executor.wire import Wire
 from megatron_cp.layout.tiles import Tiles
 
 
@@ -36,14 +36,14 @@ class TileWork(Protocol):
 
 
 def attend(
-    step: Attend, kv_rank: int, head_rank: int, group: Wire, work: TileWork, q: Tensor, k: Tensor, v: Tensor
+    step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
     """`out` `[t, (b,) h, v]` in the type of q, zero in pad rows, and `lse` `[(b,) h, t]` in at least fp32.
 
     Partial results are merged in at least fp32 and rounded once.
 
     Args:
-        group: the ranks of one `head_rank`, and the road between them.
+        comm: the ranks of one `head_rank`, and the transport between them.
         q: `[t, (b,) h, d]`.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
     """
@@ -52,7 +52,7 @@ def attend(
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=wide)
     held = int(step.queries.token_counts[kv_rank])
     out[held:], lse[..., held:] = 0, -torch.inf
-    for stage, chunk, keys in _transfers(step, kv_rank, head_rank, group, k, v).arrivals():
+    for stage, chunk, keys in _transfers(step, kv_rank, head_rank, comm, k, v).arrivals():
         merged, merged_lse = out[:held, ..., chunk.heads, :], lse[..., chunk.heads, :held]
         _attend_stage(
             work, merged, merged_lse, q[:held, ..., chunk.heads, :], *keys, step.tiles(kv_rank, stage), chunk, stage
@@ -61,7 +61,7 @@ def attend(
 
 
 def attend_backward(
-    step: Attend, kv_rank: int, head_rank: int, group: Wire, work: TileWork,
+    step: Attend, kv_rank: int, head_rank: int, comm: Communicator, work: TileWork,
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
 ) -> list[Tensor]:  # fmt: skip
     """The gradients of q, k and v, each with its own type and shape, zero in pad rows.
@@ -73,12 +73,12 @@ def attend_backward(
     dq[held:], dk[held_keys:], dv[held_keys:] = 0, 0, 0
     wide = torch.promote_types(q.dtype, torch.float32)
     total = dq[:held] if step.num_stages == 1 or dq.dtype == wide else torch.empty_like(dq[:held], dtype=wide)
-    moving = _transfers(step, kv_rank, head_rank, group, k, v)
+    moving = _transfers(step, kv_rank, head_rank, comm, k, v)
     for stage, chunk, keys in moving.arrivals():
         packed = None
         gradients = dk[:held_keys, ..., chunk.groups, :], dv[:held_keys, ..., chunk.groups, :]
         if not isinstance(moving, AtHome):
-            packed = pack_like(*keys, moving.gradient_type(), group.buffers)
+            packed = pack_like(*keys, moving.gradient_type(), comm.buffers)
             gradients = unpack(packed, *keys)
         do, queries, o = (x[:held, ..., chunk.heads, :] for x in (dout, q, out))
         _attend_stage_backward(
@@ -163,9 +163,9 @@ def head_by_head(lse: Tensor) -> Tensor:
     return lse.new_empty(*lse.shape[:-1], (queries // 16 + 1) * 16)[..., :queries].copy_(lse)
 
 
-def _transfers(step: Attend, kv_rank: int, head_rank: int, group: Wire, k: Tensor, v: Tensor) -> Transfers:
+def _transfers(step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> Transfers:
     held = int(step.keys.token_counts[kv_rank])
-    return transfers(step, kv_rank, head_rank, group, k[:held], v[:held])
+    return transfers(step, kv_rank, head_rank, comm, k[:held], v[:held])
 
 
 def _is_empty(tiles: Tiles, queries: Tensor) -> bool:

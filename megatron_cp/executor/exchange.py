@@ -31,12 +31,12 @@ from megatron_cp.exchange.pack import (
     unpack_heads,
     unpack_tokens,
 )
+from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
-from megatron_cp.executor.wire import Wire, direction, over
 
 
-def to_heads(exchange: Exchange, group: RankGroup | Wire, *tensors: Tensor) -> list[Tensor]:
+def to_heads(exchange: Exchange, group: RankGroup | Communicator, *tensors: Tensor) -> list[Tensor]:
     """From this rank's tokens and all heads to all tokens and this rank's heads.
 
     Args:
@@ -58,18 +58,20 @@ def to_heads(exchange: Exchange, group: RankGroup | Wire, *tensors: Tensor) -> l
     return arrive()
 
 
-def start_to_heads(exchange: Exchange, group: RankGroup | Wire, *tensors: Tensor) -> list[Callable[[], list[Tensor]]]:
+def start_to_heads(
+    exchange: Exchange, group: RankGroup | Communicator, *tensors: Tensor
+) -> list[Callable[[], list[Tensor]]]:
     """`to_heads`, part by part: functions that wait for one part each and return it. Call each once, in order."""
-    exchange, wire = _within_own_kv_rank(exchange, over(group))
-    at = _geometry(exchange, wire, tensors)
+    exchange, comm = _within_own_kv_rank(exchange, over(group))
+    at = _geometry(exchange, comm, tensors)
     if exchange.is_local:
         return [lambda: _at_home(exchange, tensors)]
-    journey = _Journey(at, wire, [tensor.shape[-1] for tensor in tensors])
+    journey = _Journey(at, comm, [tensor.shape[-1] for tensor in tensors])
     tickets = _LeaveTokens.apply(journey, True, *tensors)
     return [partial(_reach_heads, journey, part, ticket) for part, ticket in enumerate(tickets)]
 
 
-def to_tokens(exchange: Exchange, group: RankGroup | Wire, *sections: Tensor) -> list[Tensor]:
+def to_tokens(exchange: Exchange, group: RankGroup | Communicator, *sections: Tensor) -> list[Tensor]:
     """From all tokens and this rank's heads to this rank's tokens and all heads: the adjoint of `to_heads`.
 
     Args:
@@ -86,8 +88,8 @@ def to_tokens(exchange: Exchange, group: RankGroup | Wire, *sections: Tensor) ->
 class ToTokensJourney:
     """`to_tokens`, part by part: `leave` for each part in order, then `arrive`, once."""
 
-    def __init__(self, exchange: Exchange, group: RankGroup | Wire) -> None:
-        self._exchange, self._wire = _within_own_kv_rank(exchange, over(group))
+    def __init__(self, exchange: Exchange, group: RankGroup | Communicator) -> None:
+        self._exchange, self._comm = _within_own_kv_rank(exchange, over(group))
         self._journey: _Journey | None = None
         self._tickets: list[Tensor] = []
 
@@ -100,8 +102,8 @@ class ToTokensJourney:
         if self._journey is None:
             batch = sections[0].shape[1] if sections[0].ndim == 4 else None
             dtypes = tuple(section.dtype for section in sections)
-            at = Geometry(self._exchange, self._wire.rank, dtypes, batch, sections[0].device)
-            self._journey = _Journey(at, self._wire, [block.width for block in self._exchange.sections.blocks])
+            at = Geometry(self._exchange, self._comm.rank, dtypes, batch, sections[0].device)
+            self._journey = _Journey(at, self._comm, [block.width for block in self._exchange.sections.blocks])
         self._tickets.append(_LeaveHeads.apply(self._journey, part, *sections))
 
     def arrive(self) -> list[Tensor]:
@@ -119,7 +121,7 @@ class ToTokensJourney:
         total = self._exchange.layout.packing.total
         lead = (total,) if sections[0].ndim != 4 else (total, sections[0].shape[1])
         for block, section in zip(blocks, sections, strict=True):
-            expected = (*lead, block.heads_on(self._wire.rank), block.head_dim)
+            expected = (*lead, block.heads_on(self._comm.rank), block.head_dim)
             if section.shape != expected:
                 raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{expected}")
 
@@ -137,12 +139,12 @@ def _at_home(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _within_own_kv_rank(exchange: Exchange, wire: Wire) -> tuple[Exchange, Wire]:
+def _within_own_kv_rank(exchange: Exchange, comm: Communicator) -> tuple[Exchange, Communicator]:
     """The exchange among the ranks of this rank's `kv_rank`, and the transport between them."""
-    if wire.size != exchange.layout.cp_size:
-        raise ArgumentError("group", f"{wire.size} ranks", f"the {exchange.layout.cp_size} ranks that the plan is for")
-    first = wire.rank - wire.rank % exchange.degree
-    return exchange.within(first // exchange.degree), wire.part(range(first, first + exchange.degree))
+    if comm.size != exchange.layout.cp_size:
+        raise ArgumentError("group", f"{comm.size} ranks", f"the {exchange.layout.cp_size} ranks that the plan is for")
+    first = comm.rank - comm.rank % exchange.degree
+    return exchange.within(first // exchange.degree), comm.part(range(first, first + exchange.degree))
 
 
 class _Journey:
@@ -150,12 +152,12 @@ class _Journey:
 
     Args:
         at: what messages look like.
-        wire: the road.
+        comm: the ranks, and the transport between them.
         widths: features of the token side's tensors.
     """
 
-    def __init__(self, at: Geometry, wire: Wire, widths: list[int]) -> None:
-        self.wire, self.widths = wire, widths
+    def __init__(self, at: Geometry, comm: Communicator, widths: list[int]) -> None:
+        self.comm, self.widths = comm, widths
         self.at = {forward: replace(at, forward=forward) for forward in (True, False)}
         self.under_way: dict[int, tuple[Pending, Tensor, Tensor]] = {}  # by part: what is sent, and what is received
 
@@ -171,21 +173,21 @@ class _Journey:
             received = (
                 torch.empty(size, dtype=torch.uint8, device=at.device)
                 if keeps_message(at)
-                else self.wire.buffers.take(size, at.device)
+                else self.comm.buffers.take(size, at.device)
             )
-            sent = pack_tokens(tensors, at, self.wire.buffers)
+            sent = pack_tokens(tensors, at, self.comm.buffers)
             self._start(part, received, sent, at, to_heads=True, forward=forward)
 
     def reach_heads(self, part: int, *, forward: bool) -> list[Tensor]:
         """A part, once it has arrived."""
         at, received = self.at[forward].parts[part], self._wait(part)
         sections = unpack_heads(received, at)
-        self.wire.buffers.give(received)
+        self.comm.buffers.give(received)
         return sections
 
     def leave_heads(self, part: int, sections: Sequence[Tensor], *, forward: bool) -> None:
         """Starts one part."""
-        at, buffers = self.at[forward].parts[part], self.wire.buffers
+        at, buffers = self.at[forward].parts[part], self.comm.buffers
         received = buffers.take(at.token_side_bytes, at.device)
         self._start(part, received, pack_heads(sections, at, buffers), at, to_heads=False, forward=forward)
 
@@ -195,7 +197,7 @@ class _Journey:
         received = {part: self._wait(part) for part in order}
         messages = [received[part] for part in range(self.num_parts)]
         tensors = unpack_tokens(messages, self.at[forward], self.widths)
-        self.wire.buffers.give(*messages)
+        self.comm.buffers.give(*messages)
         return tensors
 
     def _start(self, part: int, received: Tensor, sent: Tensor, at: Geometry, *, to_heads: bool, forward: bool) -> None:
@@ -203,13 +205,13 @@ class _Journey:
         step = f"exchange of {names} to {'heads' if to_heads else 'tokens'}, {direction(forward=forward)}"
         if self.num_parts > 1:
             step += f", chunk {part + 1} of {self.num_parts}"
-        pending = self.wire.start_all_to_all(received, sent, at.traffic(to_heads=to_heads), step)
+        pending = self.comm.start_all_to_all(received, sent, at.traffic(to_heads=to_heads), step)
         self.under_way[part] = pending, sent, received
 
     def _wait(self, part: int) -> Tensor:
         pending, sent, received = self.under_way.pop(part)
         pending.wait()
-        self.wire.buffers.give(sent)
+        self.comm.buffers.give(sent)
         return received
 
 
@@ -275,18 +277,18 @@ class _ReachTokens(torch.autograd.Function):
         return None, *(gradients[0].new_empty(0, dtype=dtype) for dtype in ctx.dtypes)
 
 
-def _geometry(exchange: Exchange, wire: Wire, tensors: tuple[Tensor, ...]) -> Geometry:
+def _geometry(exchange: Exchange, comm: Communicator, tensors: tuple[Tensor, ...]) -> Geometry:
     if not tensors:
         raise ArgumentError("tensors", (), "at least one")
-    rows = int(exchange.layout.row_counts[wire.rank])
+    rows = int(exchange.layout.row_counts[comm.rank])
     lead = tensors[0].shape[:-1]
     for number, tensor in enumerate(tensors):
         if tensor.ndim not in (2, 3) or tensor.shape[:-1] != lead or tensor.shape[0] != rows:
             raise ArgumentError(
                 f"tensors[{number}]",
                 f"shape {tuple(tensor.shape)}",
-                f"[{rows}, f] or [{rows}, b, f] on rank {wire.rank}",
+                f"[{rows}, f] or [{rows}, b, f] on rank {comm.rank}",
             )
     starts = [tensor.new_empty(0, tensor.shape[-1]) for tensor in tensors]
     dtypes = tuple(columns.dtype for columns in section_columns(starts, exchange))
-    return Geometry(exchange, wire.rank, dtypes, lead[1] if len(lead) == 2 else None, tensors[0].device)
+    return Geometry(exchange, comm.rank, dtypes, lead[1] if len(lead) == 2 else None, tensors[0].device)

@@ -13,24 +13,24 @@ from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.chain import Halo
+from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
-from megatron_cp.executor.wire import Wire, direction, over
 
 
-def start_halo(step: Halo, group: RankGroup | Wire, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+def start_halo(step: Halo, comm: RankGroup | Communicator, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
     """Sends what others need; differentiable, and what comes back in backward is under way just as long.
 
     Args:
         step: the tables.
-        group: the ranks of the layout, and the road between them.
+        comm: the ranks of the layout, and the transport between them.
         x: `[t, c]`
 
     Returns:
         x, to be used from now on in place of the argument by one operation, and a function that waits and returns the
         history `[n, r, c]` of the segments that continue a document, zero before the document. Call it once.
     """
-    journey = _Journey(step, over(group), x)
+    journey = _Journey(step, over(comm), x)
     x, ticket = _Start.apply(x, journey)
     return x, lambda: _Wait.apply(ticket, journey)
 
@@ -48,19 +48,19 @@ class _Journey:
     _rows: Tensor  # those that the own segments need (in backward, their gradients): first those that cross
     _others: Tensor  # those that other ranks need, likewise
 
-    def __init__(self, step: Halo, group: Wire, x: Tensor) -> None:
-        self.step, self.group = step, group
-        self.tables = step.tables(group.rank)
+    def __init__(self, step: Halo, comm: Communicator, x: Tensor) -> None:
+        self.step, self.comm = step, comm
+        self.tables = step.tables(comm.rank)
         self.crossing, self.channels = int(self.tables.recv_counts.sum()), x.shape[1]
 
     def index(self, name: str, device: torch.device) -> Tensor:
-        return _index(self.step, self.group.rank, name, device)
+        return _index(self.step, self.comm.rank, name, device)
 
     def take(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Room for what is needed here, and for what is needed elsewhere."""
         rows, others = self.tables.places.size, self.tables.send_rows.size
         self._rows, self._others = (
-            self.group.buffers.take_like(like, number, self.channels) for number in (rows, others)
+            self.comm.buffers.take_like(like, number, self.channels) for number in (rows, others)
         )
         return self._rows, self._others
 
@@ -71,7 +71,7 @@ class _Journey:
         here, there = self._rows[: self.crossing].view(-1), self._others.view(-1)
         received, sent = (here, there) if forward else (there, here)
         step_name = f"rows before segments, {direction(forward=forward)}"
-        self._pending = self.group.start_all_to_all(received, sent, traffic, step_name)
+        self._pending = self.comm.start_all_to_all(received, sent, traffic, step_name)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         if self._pending is not None:
@@ -80,7 +80,7 @@ class _Journey:
         return self._rows, self._others
 
     def give(self) -> None:
-        self.group.buffers.give(self._rows, self._others)
+        self.comm.buffers.give(self._rows, self._others)
         del self._rows, self._others
 
 

@@ -112,7 +112,7 @@ class Plan(Tables):
         conv_width: taps of a linear layer's convolution.
         relay: how hidden states come to `layout`, where they are relayed. What a plan says of itself (bytes,
             collectives) is about the layer; the relay, which a run of layers shares, speaks for itself.
-        transport: by which road its messages go.
+        transport: how its messages travel.
         prices: of the ways that were weighed, the chosen one first; not part of a plan's value.
     """
 

@@ -13,9 +13,9 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows
+from megatron_cp.executor.communicator import direction
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
-from megatron_cp.executor.wire import direction
 from megatron_cp.layout import Layout, Route
 
 

@@ -10,34 +10,34 @@ from torch import Tensor
 
 from megatron_cp.exchange.geometry import prepare_tables
 from megatron_cp.executor.chain import Halo, Scan
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.exchange import ToTokensJourney, start_to_heads
 from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.executor.relayout import prepare_relayout
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transfers import prepare_gathering
-from megatron_cp.executor.wire import Wire
 
 LocalWork = Callable[..., list[Tensor]]
 Inputs = list[Tensor] | Callable[[int], list[Tensor]]
 
 
-def run(plan: Plan, wire: Wire, inputs: Inputs, work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
+def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
     """Runs a plan on this rank. Every step is differentiable, and its backward is its adjoint over the same plan.
 
     Heads that go in chunks are computed chunk by chunk: the next one arrives, and the one before leaves, meanwhile.
 
     Args:
         plan: the same on every rank.
-        wire: the plan's ranks, and the road between them.
+        comm: the plan's ranks, and the transport between them.
         inputs: what the first step takes; or a function that makes it for one chunk, of that chunk's heads alone, while
             the chunks before are under way already.
         work: for each chunk of heads the functions that do it: for each `Compute` step by its name, for `Attend` under
             "attend", for `Halo` under "conv" and for `Scan` under "rule".
     """
     last = plan.steps[-1]
-    back = ToTokensJourney(last.exchange, wire) if isinstance(last, ToTokens) else None
-    for chunk, arriving in enumerate(_departed(plan, wire, inputs)):
+    back = ToTokensJourney(last.exchange, comm) if isinstance(last, ToTokens) else None
+    for chunk, arriving in enumerate(_departed(plan, comm, inputs)):
         tensors = [tensor for arrive in arriving for tensor in arrive()]
         # Kernels compute in the types that they are given: autocast would change them behind their backs.
         with torch.autocast(tensors[0].device.type, enabled=False):
@@ -47,18 +47,18 @@ def run(plan: Plan, wire: Wire, inputs: Inputs, work: Callable[[int], Mapping[st
     return tensors if back is None else back.arrive()
 
 
-def _departed(plan: Plan, wire: Wire, inputs: Inputs) -> list[list[Callable[[], list[Tensor]]]]:
+def _departed(plan: Plan, comm: Communicator, inputs: Inputs) -> list[list[Callable[[], list[Tensor]]]]:
     """Starts the exchanges to the head side. For each chunk of heads the functions that wait for it."""
     inbound = [step for step in plan.steps if isinstance(step, ToHeads)]
     if not inbound:
         return [[lambda: inputs(0) if callable(inputs) else inputs]]
     if not callable(inputs):
-        parts = (start_to_heads(step.exchange, wire, *inputs[slice(*step.inputs)]) for step in inbound)
+        parts = (start_to_heads(step.exchange, comm, *inputs[slice(*step.inputs)]) for step in inbound)
         return [list(of_chunk) for of_chunk in zip(*parts, strict=True)]
     arriving = []
     for chunk in range(plan.head_chunks):
         made = inputs(chunk)
-        starts = (start_to_heads(s.exchange.of_chunk(chunk), wire, *made[slice(*s.inputs)]) for s in inbound)
+        starts = (start_to_heads(s.exchange.of_chunk(chunk), comm, *made[slice(*s.inputs)]) for s in inbound)
         arriving.append([arrive for started in starts for arrive in started])
     return arriving
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp.executor.chain import Scan
+from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
-from megatron_cp.executor.wire import Wire, direction, over
 
 
 class LocalScan(ABC):
@@ -61,37 +61,37 @@ class LocalScan(ABC):
         """The gradients of `tensors`, given those of the states after the segments with a future."""
 
 
-def scan(step: Scan, group: RankGroup | Wire, local: LocalScan, *tensors: Tensor) -> Tensor:
+def scan(step: Scan, comm: RankGroup | Communicator, local: LocalScan, *tensors: Tensor) -> Tensor:
     """Runs a recurrence over all ranks of `group`; differentiable.
 
     Args:
         step: whose segments continue whose.
-        group: the ranks of the layout, and the road between them.
+        comm: the ranks of the layout, and the transport between them.
         local: this rank's work.
         tensors: what `local` computes on. On a rank without tokens all of it, and the output, has no element.
     """
-    return _Scan.apply(step, over(group), local, *tensors)
+    return _Scan.apply(step, over(comm), local, *tensors)
 
 
 class _Scan(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: Scan, group: Wire, local: LocalScan, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, step: Scan, comm: Communicator, local: LocalScan, *tensors: Tensor) -> Tensor:
         empty, transitions, begun = local.leave(tensors)
-        maps = _Maps(step, group, empty, transitions, forward=True)
+        maps = _Maps(step, comm, empty, transitions, forward=True)
         begun = local.meanwhile(tensors, begun)
         out, kept = local.finish(tensors, begun, maps.fold())
-        ctx.scan = (step, group, local, len(tensors))
+        ctx.scan = (step, comm, local, len(tensors))
         ctx.save_for_backward(*tensors, *kept, transitions)
         return out
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        step, group, local, count = ctx.scan
+        step, comm, local, count = ctx.scan
         *saved, transitions = ctx.saved_tensors
         tensors, kept = saved[:count], saved[count:]
         wanted, begun = local.leave_backward(tensors, kept, gradients[0])
-        maps = _Maps(step, group, wanted, transitions, forward=False)
+        maps = _Maps(step, comm, wanted, transitions, forward=False)
         begun = local.meanwhile_backward(tensors, kept, begun, gradients[0])
         return None, None, None, *local.finish_backward(tensors, kept, begun, gradients[0], maps.fold())
 
@@ -104,10 +104,12 @@ class _Maps:
         transitions: M of those that both wait and leave, in the order of the rows; transposed in backward.
     """
 
-    def __init__(self, step: Scan, group: Wire, constants: Tensor, transitions: Tensor, *, forward: bool) -> None:
-        self.step, self.group, self.forward = step, group, forward
+    def __init__(
+        self, step: Scan, comm: Communicator, constants: Tensor, transitions: Tensor, *, forward: bool
+    ) -> None:
+        self.step, self.comm, self.forward = step, comm, forward
         self.segments = step.segments
-        self.own = self.segments.own(group.rank)
+        self.own = self.segments.own(comm.rank)
         leaving, waiting = (ids(forward=forward) for ids in (self.own.leaving, self.own.waiting))
         own_transitions = dict(zip(self.own.ids[self.own.past & self.own.future].tolist(), transitions, strict=True))
         self.maps: dict[int, tuple[Tensor, Tensor | None]] = {
@@ -119,22 +121,22 @@ class _Maps:
         self.pending = self._start() if step.crosses else None
 
     def _start(self) -> Pending:
-        size, forward = self.group.size, self.forward
+        size, forward = self.comm.size, self.forward
         messages = [
             part.reshape(-1)
             for target in range(size)
-            for number in self.segments.sent(self.group.rank, target, forward=forward).tolist()
+            for number in self.segments.sent(self.comm.rank, target, forward=forward).tolist()
             for part in self.maps[number]
             if part is not None
         ]
         traffic = self.step.traffic(forward=forward)
         self.sent, self.received = (
-            self.group.buffers.take_like(self.like, sum(counts))
-            for counts in (traffic.sent_by(self.group.rank), traffic.received_by(self.group.rank))
+            self.comm.buffers.take_like(self.like, sum(counts))
+            for counts in (traffic.sent_by(self.comm.rank), traffic.received_by(self.comm.rank))
         )
         if messages:
             torch.cat(messages, out=self.sent)
-        return self.group.start_all_to_all(
+        return self.comm.start_all_to_all(
             self.received, self.sent, traffic, f"maps of segments, {direction(forward=forward)}"
         )
 
@@ -148,7 +150,7 @@ class _Maps:
             self.pending.wait()
             self._sort_arrivals()
         states = self.like.new_zeros(len(self.slots), step.heads, step.key_dim, step.value_dim)
-        needed = self.segments.needed(self.group.rank, forward=self.forward)
+        needed = self.segments.needed(self.comm.rank, forward=self.forward)
         order = needed if self.forward else needed[::-1]
         state: Tensor | None = None
         follows = self.segments.chain_start if self.forward else self.segments.chain_end
@@ -166,13 +168,13 @@ class _Maps:
             if slot is not None:
                 states[slot] = state
         if self.pending is not None:
-            self.group.buffers.give(self.sent, self.received)  # maps that arrived are views of it
+            self.comm.buffers.give(self.sent, self.received)  # maps that arrived are views of it
         return states
 
     def _sort_arrivals(self) -> None:
         step, at = self.step, 0
-        for source in range(self.group.size):
-            for number in self.segments.sent(source, self.group.rank, forward=self.forward).tolist():
+        for source in range(self.comm.size):
+            for number in self.segments.sent(source, self.comm.rank, forward=self.forward).tolist():
                 constant = self.received[at : at + step.state_size].view(step.heads, step.key_dim, step.value_dim)
                 at += step.state_size
                 transition = None

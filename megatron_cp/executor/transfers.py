@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending
 from megatron_cp.executor.schedule import Attend, Gathering, HeadChunk
-from megatron_cp.executor.wire import Wire
 
 _GATHERED = "keys and values of other ranks"  # the step, as errors name it
 
@@ -36,13 +36,13 @@ class Transfers(ABC):
     Args:
         step: the schedule.
         kv_rank, head_rank: of this rank.
-        group: the ranks of one `head_rank`, and the road between them.
+        comm: the ranks of one `head_rank`, and the transport between them.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` the own keys and values, without pad rows.
     """
 
-    def __init__(self, step: Attend, kv_rank: int, head_rank: int, group: Wire, k: Tensor, v: Tensor) -> None:
-        self.step, self.kv_rank, self.group, self.k, self.v = step, kv_rank, group, k, v
-        self.buffers = group.buffers
+    def __init__(self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
+        self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
+        self.buffers = comm.buffers
         self.chunks = step.chunks(head_rank)
         self.wide = torch.promote_types(k.dtype, torch.float32)
 
@@ -63,10 +63,10 @@ class Transfers(ABC):
         """Writes the gradients of the own keys and values, once every stage has been given back."""
 
 
-def transfers(step: Attend, kv_rank: int, head_rank: int, group: Wire, k: Tensor, v: Tensor) -> Transfers:
+def transfers(step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> Transfers:
     """The way of a schedule."""
     kind = AtHome if step.num_kv_ranks == 1 else Rotation if step.schedule == "p2p" else Gather
-    return kind(step, kv_rank, head_rank, group, k, v)
+    return kind(step, kv_rank, head_rank, comm, k, v)
 
 
 def pack(k: Tensor, v: Tensor, buffers: Buffers) -> Tensor:
@@ -154,7 +154,7 @@ class Rotation(Transfers):
         size, source = self.step.num_kv_ranks, self.step.source(self.kv_rank, stage + 1)
         rows = int(self.step.keys.token_counts[source])
         following = self.buffers.take_like(block, rows, *block.shape[1:])
-        pending = self.group.start_messages(
+        pending = self.comm.start_messages(
             [Message(block.view(-1), (self.kv_rank + 1) % size)],
             [Message(following.view(-1), (self.kv_rank - 1) % size)],
             f"{what} of stage {stage + 1} of {size}",
@@ -191,7 +191,7 @@ class Gather(Transfers):
             gradient = self._reordered(gradient, self._index("returned"))
         received = self._take(gathering.send_rows.size, chunk)
         traffic = self.step.traffic.reversed().times(received.shape[1:].numel())
-        pending = self.group.start_all_to_all(
+        pending = self.comm.start_all_to_all(
             received.view(-1), gradient.view(-1), traffic, "gradients of gathered keys and values"
         )
         self._returning.append((chunk, received, gradient, pending))
@@ -226,7 +226,7 @@ class Gather(Transfers):
             for target, source in zip(unpack(share[: len(self.k)], *own), own, strict=True):
                 target.copy_(source)
             received = self._take(self.step.num_kv_ranks * longest, chunk)
-            pending = self.group.start_all_gather(received.view(-1), share.view(-1), _GATHERED)
+            pending = self.comm.start_all_gather(received.view(-1), share.view(-1), _GATHERED)
             return received, share, pending
         gathering = self._gathering
         sent = self._take(gathering.send_rows.size, chunk)
@@ -234,7 +234,7 @@ class Gather(Transfers):
             torch.index_select(source, 0, self._index("send_rows"), out=target)
         received = self._take(gathering.tokens.size, chunk)
         traffic = self.step.traffic.times(sent.shape[1:].numel())
-        return received, sent, self.group.start_all_to_all(received.view(-1), sent.view(-1), traffic, _GATHERED)
+        return received, sent, self.comm.start_all_to_all(received.view(-1), sent.view(-1), traffic, _GATHERED)
 
     def _arranged(self, received: Tensor) -> Tensor:
         """What arrived, in stream order."""

@@ -1,4 +1,4 @@
-"""`Transport`: by which road the messages of a plan go. Pure data; `wire.py` goes it. No torch in here."""
+"""`Transport`: how the messages of a plan travel. Pure data, without torch; `communicator.py` sends them."""
 
 from __future__ import annotations
 

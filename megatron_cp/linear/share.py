@@ -22,13 +22,13 @@ from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_tensor
 from megatron_cp.executor.chain import Halo, Scan
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
-from megatron_cp.executor.wire import Wire
 from megatron_cp.layout.segments import Segments
 from megatron_cp.linear.kernels import Inputs, LinearCall, choose_conv, choose_rule
 
@@ -60,7 +60,7 @@ class Share:
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
-        self.wire = Wire(self.ranks, plan.transport, f"{plan.kind}, {plan.scheme}")
+        self.comm = Communicator(self.ranks, plan.transport, f"{plan.kind}, {plan.scheme}")
         self._of_chunk(0, values.dtype, values.device)
 
     def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Share:
@@ -91,7 +91,7 @@ class Share:
     def agree(self, operation: str, tensors: Mapping[str, Tensor | None], **options: Any) -> None:
         """Raises on every rank if another one calls the operation differently."""
         mark = agree_on_call(self.ranks, [self.plan], operation, tensors, {**options, "kernel": self.kernel})
-        self.wire = Wire(self.ranks, self.plan.transport, f"{mark}, {self.plan.scheme}")
+        self.comm = Communicator(self.ranks, self.plan.transport, f"{mark}, {self.plan.scheme}")
 
     def run(
         self, tensors: list[Tensor], *, conv: Stage, gates: Stage | None = None, rule: Stage | None = None
@@ -113,7 +113,7 @@ class Share:
             own = self.chunk(chunk)
             return {name: partial(stage, own) for name, stage in stages.items() if stage}
 
-        (out,) = run(self.plan, self.wire, tensors, work)
+        (out,) = run(self.plan, self.comm, tensors, work)
         if self.is_chunkwise and self.rows > self.tokens:
             out = F.pad(out, (0, 0) * (out.ndim - 1) + (0, self.rows - self.tokens))
         last = self.plan.out
@@ -147,7 +147,7 @@ class Share:
         halo = next(step for step in self.plan.steps if isinstance(step, Halo))
         history = None
         if halo.reach:
-            x, history = start_halo(halo, self.wire, x)
+            x, history = start_halo(halo, self.comm, x)
         if not len(x):
             others = [weight, *([] if bias is None else [bias]), *([] if history is None else [history()])]
             return connected(x, *others)
@@ -176,9 +176,9 @@ class Share:
             return choose_rule(self.kernel, self.call).rule(inputs, self.groups, scale, self.call)
         step = next(step for step in self.plan.steps if isinstance(step, Scan))
         if not values.numel():
-            return scan(step, self.wire, _Nothing(step, values), *inputs)
+            return scan(step, self.comm, _Nothing(step, values), *inputs)
         work = choose_rule(self.kernel, self.call).work(inputs, self.groups, scale, self.call)
-        return work.finish(scan(step, self.wire, work.local, *work.tensors))
+        return work.finish(scan(step, self.comm, work.local, *work.tensors))
 
     def own_channels(self, parameter: Tensor, blocks: list[Section]) -> list[Tensor]:
         """The channels of this rank's heads in each block of a `[channels, ...]` parameter."""

@@ -25,7 +25,7 @@ class TransformerConfig(MegatronTransformerConfig):
         cp_head_chunks: parts in which heads change places in `a2a` and `a2a+p2p`, and in headwise linear layers (there
             at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact` gather keys, 2 if
             None and there are as many key/value heads.
-        cp_transport: by which road messages go: collective, pairwise or hierarchical.
+        cp_transport: how messages travel: collective, pairwise or hierarchical.
         cp_codec: how heads that change places are coded: none, fp8, fp8_e5m2 or int8.
         cp_packed_order: how packed batches were cut that Megatron's own pipeline sharded: each "document" or the whole
             "pack" in 2 * cp chunks. If None, it is what the next two say; where neither is set, such batches are
@@ -108,8 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     modes = "how linear layers are spread: headwise, chunkwise, relay or auto"
     group.add_argument("--linear-cp-mode", default="auto", help=modes)
     group.add_argument("--cp-head-chunks", type=int, help="parts in which heads change places, or keys are gathered")
-    roads = "by which road messages go: collective, pairwise or hierarchical"
-    group.add_argument("--cp-transport", default="collective", help=roads)
+    ways = "how messages travel: collective, pairwise or hierarchical"
+    group.add_argument("--cp-transport", default="collective", help=ways)
     orders = "how Megatron's own pipeline cut packed batches in 2 * cp chunks: each document, or the whole pack"
     group.add_argument("--cp-packed-order", help=f"{orders}; by default as --sft or its masking says")
     codecs = "how heads that change places are coded: none, fp8, fp8_e5m2 or int8"

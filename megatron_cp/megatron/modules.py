@@ -143,7 +143,7 @@ def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
 
 
 def transport_of(config: Any, ranks: RankGroup) -> Transport:
-    """The road that the configuration names. Every rank of the group asks, once a layer, while the model is built."""
+    """The transport that the configuration names. Collective: once a layer, while the model is built."""
     name = getattr(config, "cp_transport", "collective")
     return Transport.of_hosts(name, ranks)
 

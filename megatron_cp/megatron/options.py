@@ -84,9 +84,7 @@ class TrainingOptions:
         None, "of a2a+...: the ranks of one head exchange, and how many such groups", "parallelism", nargs=2, type=int
     )
     cp_head_chunks: int | None = _flag(None, "parts in which heads change places, or keys are gathered", "parallelism")
-    cp_transport: str = _flag(
-        "collective", "by which road messages go: collective, pairwise or hierarchical", "parallelism"
-    )
+    cp_transport: str = _flag("collective", "how messages travel: collective, pairwise or hierarchical", "parallelism")
     cp_codec: str = _flag("none", "coding of heads that change places: none, fp8, fp8_e5m2 or int8", "parallelism")
     cp_layout: str = _flag("zigzag", "who holds which tokens: zigzag, contiguous or balanced", "parallelism")
     distributed_timeout_minutes: float = _flag(

@@ -43,7 +43,9 @@ class AttentionSlot:
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
         Mask.named(Packing([1]), self.mask)  # as much as can be said of it without a batch
-        object.__setattr__(self, "transport", Transport.named(self.transport))  # one road is one kind of layer
+        object.__setattr__(
+            self, "transport", Transport.named(self.transport)
+        )  # by name or by value, it is one kind of layer
 
     def plan(self, layout: Layout, lengths: Sequence[int] | IntArray | None = None) -> Plan:
         """The plan over a layout; `lengths` are the documents' own where they end in pads, see `BatchPlan`."""

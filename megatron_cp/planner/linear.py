@@ -124,7 +124,7 @@ def plan_linear(
         hardware, item_size: what predictions assume: rates, and the bytes of an activation.
         head_chunks: parts in which headwise's heads travel, each while the one before is computed; at most as many as a
             rank has key heads, 1 if None. Of no other mode: those refuse more than one.
-        transport: by which road messages go; see `plan_attention`.
+        transport: how messages travel; see `plan_attention`.
         codec: how headwise's heads are coded while they change places; see `plan_attention`. Gates, decays and step
             sizes travel as they are. Of no other mode: those refuse one.
 

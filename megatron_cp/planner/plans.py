@@ -61,7 +61,7 @@ def plan_attention(
         head_chunks: parts in which heads travel, each while the one before is computed: keys of all_gather, exact and
             a2a+all_gather, where None is 2 if a rank has as many key/value heads; heads of the exchange in a2a and
             a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
-        transport: by which road messages go: "collective", "pairwise" or a `Transport`, which hierarchical takes.
+        transport: how messages travel: "collective", "pairwise" or a `Transport`, which hierarchical takes.
         codec: how heads are coded while they change places: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2) or
             "int8", each with a scale for each token and head.
 
@@ -201,7 +201,7 @@ def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:
 
 
 def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
-    """The road between so many ranks that was named or given."""
+    """The transport between so many ranks, from its name or as it is."""
     transport = Transport.named(transport)
     if transport.hosts and len(transport.hosts) != cp_size:
         raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")

@@ -16,6 +16,7 @@ from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor, checked_scale, rows_first
 from megatron_cp.executor.attend import attend, attend_backward, head_by_head
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.exchange import ToTokensJourney
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
@@ -23,7 +24,6 @@ from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.executor.plan import Plan, ToHeads, ToTokens
 from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.executor.schedule import Attend, HeadChunk
-from megatron_cp.executor.wire import Wire
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 
@@ -202,7 +202,7 @@ class _Own:
             {**numbers, "kernel": self.kernel_name, **more}, once,
         )  # fmt: skip
         name = f"{mark}, seed {call.seed}" if call.dropout else mark
-        self.wire = Wire(self.ranks, self.plan.transport, f"{name}, {self.plan.scheme}")
+        self.comm = Communicator(self.ranks, self.plan.transport, f"{name}, {self.plan.scheme}")
 
     def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
         """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""
@@ -226,7 +226,7 @@ class _Own:
         # As `[T, (b,) h, 1]`, which goes back to the tokens as the output does, part by part of the heads.
         parts = [lse.movedim(-1, 0).unsqueeze(-1).clone(memory_format=torch.contiguous_format) for lse in parts]
         if self.exchanged:
-            back = ToTokensJourney(_lse_exchange(self.plan), self.wire)
+            back = ToTokensJourney(_lse_exchange(self.plan), self.comm)
             for number, part in enumerate(parts):
                 back.leave(number, part)
             (lse,) = back.arrive()
@@ -242,10 +242,10 @@ class _Own:
             inputs: as the first step takes them.
             lses: gets the log-sum-exp of each chunk of heads.
         """
-        wire = self.wire
+        comm = self.comm
         degree = self.plan.ulysses_degree
         kv_rank, head_rank = divmod(self.ranks.rank, degree)
-        along = wire.part(range(head_rank, self.ranks.size, degree))
+        along = comm.part(range(head_rank, self.ranks.size, degree))
 
         def local_attention(chunk: int) -> dict[str, LocalWork]:
             step = self.plan.attend_of(chunk)
@@ -261,7 +261,7 @@ class _Own:
 
             return {"attend": computed}
 
-        (out,) = run(self.plan, wire, inputs, local_attention)
+        (out,) = run(self.plan, comm, inputs, local_attention)
         q, _, v = self.plan.sections.blocks
         return out.unflatten(-1, (q.num_heads, v.head_dim)) if self.exchanged else out
 
@@ -367,7 +367,7 @@ class _Place:
     step: Attend
     kv_rank: int
     head_rank: int
-    wire: Wire
+    comm: Communicator
     work: _Heads
 
 
@@ -387,7 +387,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, place: _Place, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         ctx.place = place
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
-        out, lse = attend(place.step, place.kv_rank, place.head_rank, place.wire, place.work, q, k, v)
+        out, lse = attend(place.step, place.kv_rank, place.head_rank, place.comm, place.work, q, k, v)
         if sink is not None:
             before = head_by_head(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=head_by_head(lse))
@@ -411,7 +411,7 @@ class _Attention(torch.autograd.Function):
                 terms = _per_query(share) * (dout[:held].to(lse.dtype) * out[:held])
                 dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
             dq, dk, dv = attend_backward(
-                place.step, place.kv_rank, place.head_rank, place.wire, place.work, dout, q, k, v, out, lse
+                place.step, place.kv_rank, place.head_rank, place.comm, place.work, dout, q, k, v, out, lse
             )
         return None, dsink, dq, dk, dv
 

@@ -57,7 +57,7 @@ class Case:
         scheme: of attention, or the mode of a linear layer.
         ulysses_degree: of attention; see `plan_attention`.
         head_chunks: of attention and of headwise linear layers.
-        transport: by which road messages go.
+        transport: how messages travel.
         num_hosts: hosts of a hierarchical transport, of neighbouring ranks, unless `hosts` says better.
         hosts: the host of each rank.
         codec: how heads that change places are coded.
@@ -105,7 +105,7 @@ class Case:
             *([f"softcap {self.softcap:g}"] if self.softcap else []),
             *([f"dropout {self.dropout:g}"] if self.dropout else []),
             *([f"{self.head_chunks} chunks"] if self.head_chunks else []),
-            *([self._road()] if self.transport != "collective" else []),
+            *([self._transport_words()] if self.transport != "collective" else []),
             *([self.codec if self.codes else f"{self.codec} (nothing is coded)"] if self.codec != "none" else []),
         ]
         sizes = f" of {self.head_dim}/{self.value_head_dim}" if self.head_dim != self.value_head_dim else ""
@@ -149,7 +149,7 @@ class Case:
             return Transport(self.transport, self.hosts)
         return Transport.of_even_hosts(self.transport, self.cp, min(self.num_hosts, self.cp))
 
-    def _road(self) -> str:
+    def _transport_words(self) -> str:
         hosts = self._transport().hosts
         ranks = "+".join(str(hosts.count(host)) for host in range(len(set(hosts))))
         return f"{self.transport} over {ranks} ranks" if hosts else self.transport

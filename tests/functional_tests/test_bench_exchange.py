@@ -13,8 +13,8 @@ from megatron_cp.cli import bench_exchange, bench_pack
 from megatron_cp.cli.bench_exchange import LOOP, ours
 from megatron_cp.cli.bench_pack import ALL_SECTIONS, GATES, LAYOUTS, MEGATRON, SENT, WAYS, Batch, local_work
 from megatron_cp.cli.main import main
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.launch import RankError, run_ranks
-from megatron_cp.executor.wire import Wire
 from megatron_cp.testing.parity import Case
 from tests.limits import limit
 
@@ -166,7 +166,7 @@ def test_torchrun_brings_its_ranks():
 def check_all(group, case):
     batch = Batch(case)
     for layout in LAYOUTS:
-        for contender in ours(batch, layout, Wire(group, batch.plans[layout].transport)):
+        for contender in ours(batch, layout, Communicator(group, batch.plans[layout].transport)):
             contender.check()
 
 

@@ -23,7 +23,7 @@ from megatron_cp.cli.bench_wire import (
 )
 from megatron_cp.cli.main import main
 from megatron_cp.exchange.traffic import Traffic
-from megatron_cp.executor import wire
+from megatron_cp.executor import communicator
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.transport import TRANSPORTS, Transport
 from megatron_cp.linear import share
@@ -117,7 +117,7 @@ def test_everything_is_measured_between_threads(capsys):
     )
     assert "| 3 | all-to-all | pairwise, 3 |" in out
     assert "| gdn | 4 | both |" in out
-    assert wire.ROUNDS_IN_FLIGHT == bench_wire._OWN_ROUNDS  # all is as it was
+    assert communicator.ROUNDS_IN_FLIGHT == bench_wire._OWN_ROUNDS  # all is as it was
     assert operation.run is share.run is bench_overlap.run_plan
 
 
@@ -211,8 +211,8 @@ def test_traffic_between_hosts_is_what_the_plan_sends_there():
 
 def sent_on(group, counts, hosts):
     moved, found = AllToAll(Traffic(counts), group.rank, "cpu"), {}
-    roads = {name: Transport(name, hosts if name == "hierarchical" else ()) for name in TRANSPORTS}
-    calls = {name: partial(moved.by, transport) for name, transport in roads.items()}
+    transports = {name: Transport(name, hosts if name == "hierarchical" else ()) for name in TRANSPORTS}
+    calls = {name: partial(moved.by, transport) for name, transport in transports.items()}
     calls |= {"loop": moved.by_loop, "at once": moved.at_once, "rounds": lambda ranks: moved.by_rounds(1, ranks)}
     for name, call in calls.items():
         counting = Counting(group, hosts)

@@ -24,15 +24,15 @@ def address(tensor):
 
 
 class Watched(Buffers):
-    """Fails where a buffer is given back that is on the road, and wipes what it takes back: its views must be dead."""
+    """Fails where a buffer is given back that is under way, and wipes what it takes back: its views must be dead."""
 
     def __init__(self):
         super().__init__()
-        self.on_the_road = Counter()
+        self.under_way = Counter()
 
     def give(self, *tensors):
         for tensor in tensors:
-            assert not self.on_the_road[address(tensor)], "a buffer is given back while it is on the road"
+            assert not self.under_way[address(tensor)], "a buffer is given back while it is under way"
             if (kept := self._taken.get(address(tensor))) is not None:
                 storage = kept.buffer.untyped_storage()
                 torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).fill_(0xFF)
@@ -46,13 +46,13 @@ class OnTheRoad(Pending):
         self.pending, self.buffers, self.sent = pending, buffers, sent
         self.copies = [raw(tensor).clone() for tensor in sent]
         self.addresses = [address(tensor) for tensor in (*sent, *received)]
-        buffers.on_the_road.update(self.addresses)
+        buffers.under_way.update(self.addresses)
 
     def wait(self):
         for tensor, copy in zip(self.sent, self.copies, strict=True):
-            assert torch.equal(raw(tensor), copy), "what is on the road was written"
+            assert torch.equal(raw(tensor), copy), "what is under way was written"
         self.pending.wait()
-        self.buffers.on_the_road.subtract(self.addresses)
+        self.buffers.under_way.subtract(self.addresses)
         self.sent, self.copies, self.addresses = [], [], []
 
 
@@ -121,7 +121,7 @@ def steps(group, step, lying):
             step(checking)
             taken.append(len(checking.buffers._taken))
             made.append(checking.buffers.allocations)
-    assert not any(checking.buffers.on_the_road.values())
+    assert not any(checking.buffers.under_way.values())
     return taken, made, checking.sent
 
 

@@ -65,7 +65,9 @@ def test_a_mamba_slot_speaks_of_keys_and_values():
 
 @pytest.mark.parametrize("slot", [ATTENTION, LINEAR], ids=["attention", "linear"])
 def test_slots_take_transports_by_name(slot):
-    by_name, by_value = (dataclasses.replace(slot, transport=road) for road in ("pairwise", Transport("pairwise")))
+    by_name, by_value = (
+        dataclasses.replace(slot, transport=transport) for transport in ("pairwise", Transport("pairwise"))
+    )
     assert by_name == by_value
     assert len({by_name, by_value, slot}) == 2
     assert by_name.plan(LAYOUT).transport == Transport("pairwise")

@@ -1,4 +1,4 @@
-"""Transports: the same data by every road, in any groups, over any hosts."""
+"""Transports: the same data by every transport, in any groups, over any hosts."""
 
 import socket
 import threading
@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.transport import COLLECTIVE, TRANSPORTS, Transport, num_rounds, partner
-from megatron_cp.executor.wire import Wire
 from megatron_cp.testing.poison import poisoned
 
 
@@ -44,7 +44,7 @@ def piece(source: int, target: int, count: int) -> torch.Tensor:
 
 def exchanged(group: RankGroup, transport: Transport, counts: np.ndarray) -> torch.Tensor:
     """What a rank receives of `piece`s, through two all-to-alls under way at once."""
-    wire, traffic, rank = Wire(group, transport), Traffic(counts), group.rank
+    wire, traffic, rank = Communicator(group, transport), Traffic(counts), group.rank
     with poisoned():
         sent = torch.cat([piece(rank, target, int(count)) for target, count in enumerate(counts[rank])])
         received = [torch.empty(int(counts[:, rank].sum()), dtype=sent.dtype) for _ in range(2)]
@@ -92,7 +92,7 @@ def test_every_road_gathers_the_same(data):
     def rank_main(group: RankGroup) -> torch.Tensor:
         with poisoned():
             received = torch.empty(3 * size)
-            Wire(group, transport).start_all_gather(received, torch.arange(3.0) + 10 * group.rank).wait()
+            Communicator(group, transport).start_all_gather(received, torch.arange(3.0) + 10 * group.rank).wait()
         return received
 
     everything = torch.cat([torch.arange(3.0) + 10 * rank for rank in range(size)])
@@ -113,7 +113,7 @@ def test_parts_of_a_group_of_any_stride(name, ranks):
 
     def rank_main(group: RankGroup) -> torch.Tensor:
         own = next(part for part in parts if group.rank in part)
-        wire = Wire(group, whole).part(own)
+        wire = Communicator(group, whole).part(own)
         received = exchanged(wire.group, wire.transport, counts)
         assert torch.equal(received, expected(counts, wire.rank))
         return received
@@ -164,7 +164,7 @@ def test_one_message_to_each_other_host_and_no_byte_twice_between_them(hosts):
 
     def rank_main(inner: RankGroup) -> list[tuple[int, int]]:
         group = Noting(inner)
-        Wire(group, Transport("hierarchical", hosts)).start_all_to_all(
+        Communicator(group, Transport("hierarchical", hosts)).start_all_to_all(
             torch.empty(int(counts[:, group.rank].sum()), dtype=torch.int64),
             torch.zeros(int(counts[group.rank].sum()), dtype=torch.int64),
             Traffic(counts),
@@ -182,7 +182,7 @@ def test_one_message_to_each_other_host_and_no_byte_twice_between_them(hosts):
 def test_a_share_is_gathered_once_by_each_other_host(hosts):
     def rank_main(inner: RankGroup) -> list[tuple[int, int]]:
         group = Noting(inner)
-        wire = Wire(group, Transport("hierarchical", hosts))
+        wire = Communicator(group, Transport("hierarchical", hosts))
         wire.start_all_gather(torch.empty(5 * group.size), torch.ones(5)).wait()
         return group.sent
 
@@ -289,7 +289,7 @@ def test_nodes_share_ranks_as_evenly_as_they_can():
 def test_rejects_hosts_of_another_number_of_ranks():
     def rank_main(group: RankGroup) -> str:
         with pytest.raises(ArgumentError) as caught:
-            Wire(group, Transport("hierarchical", (0, 1, 1)))
+            Communicator(group, Transport("hierarchical", (0, 1, 1)))
         return caught.value.argument
 
     assert run_ranks(rank_main, 2) == ["hosts"] * 2

@@ -1,7 +1,7 @@
-"""`Wire`: the ranks of a plan and the road between them.
+"""`Communicator`: the ranks of a plan and the transport between them.
 
-Whatever the road, an all-to-all is started, and waited for later; both are collective, and ranks wait in the order of
-starting. The roads that are not the backend's own are made of messages from rank to rank:
+With every transport an all-to-all is started, and waited for later; both are collective, and ranks wait in the order
+of starting. The transports that are not the backend's own are made of messages from rank to rank:
 
     pairwise        start: own piece copied, messages of the first rounds under way   wait: the other rounds
     hierarchical    start: one message to each other host, and direct ones at home    wait: what came for others goes on
@@ -27,12 +27,12 @@ from megatron_cp.executor.transport import COLLECTIVE, Transport, num_rounds, pa
 ROUNDS_IN_FLIGHT = 4  # so that a slow pair holds nobody up; more would be a crowd on one link again
 
 
-class Wire:
+class Communicator:
     """How what a plan sends travels, seen from one rank.
 
     Args:
         group: the ranks.
-        transport: the road.
+        transport: how messages travel.
         operation: what the plan is of, for errors.
     """
 
@@ -47,12 +47,12 @@ class Wire:
     def buffers(self) -> Buffers:
         return self.group.buffers
 
-    def part(self, ranks: range) -> Wire:
-        """The road among some of the ranks, this one among them."""
+    def part(self, ranks: range) -> Communicator:
+        """The communicator of some of the ranks, this one among them."""
         return (
             self
             if len(ranks) == self.size
-            else Wire(self.group.part(ranks), self.transport.part(ranks), self.operation)
+            else Communicator(self.group.part(ranks), self.transport.part(ranks), self.operation)
         )
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, traffic: Traffic, step: str = "") -> Pending:
@@ -77,7 +77,7 @@ class Wire:
         return _SharesByTwoHops(self.group, self.transport, incoming, sent)
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message], step: str = "") -> Pending:
-        """As the group does: a message has one road only."""
+        """As the group does: every transport sends messages alike."""
         self._enter(step)
         return self.group.start_messages(sends, receives)
 
@@ -97,9 +97,9 @@ def direction(*, forward: bool) -> str:
     return "forward" if forward else "backward"
 
 
-def over(group: RankGroup | Wire) -> Wire:
-    """A group with its backend's own road, or a wire as it is."""
-    return group if isinstance(group, Wire) else Wire(group)
+def over(group: RankGroup | Communicator) -> Communicator:
+    """A group with its backend's own transport, or a communicator as it is."""
+    return group if isinstance(group, Communicator) else Communicator(group)
 
 
 class _Rounds(Pending):
