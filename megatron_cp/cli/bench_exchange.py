@@ -48,7 +48,7 @@ from megatron_cp.cli.options import MODELS, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.exchange import ToTokensJourney, start_to_heads
+from megatron_cp.executor.exchange import ToTokensInParts, start_to_heads
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.counters import Counters
@@ -331,10 +331,10 @@ def ours(batch: Batch, layout: str, wire: Communicator) -> list[Contender]:
     outs = [leaf(section) for part in back.parts for section in batch.own(part, rank)]
 
     def leave() -> Outputs:
-        journey = ToTokensJourney(back, wire)
+        in_flight = ToTokensInParts(back, wire)
         for part, out in enumerate(outs):
-            journey.leave(part, out)
-        return journey.arrive()
+            in_flight.start(part, out)
+        return in_flight.finish()
 
     found.append(Contender(
         layout, "outbound", list(outs), sum(out.nbytes for out in outs), leave, {"": separate},

@@ -86,9 +86,9 @@ def attend_backward(
             step.tiles(kv_rank, stage), chunk, stage,
         )  # fmt: skip
         if packed is not None:
-            moving.give_back(stage, chunk, packed)
+            moving.return_gradient(stage, chunk, packed)
     if not isinstance(moving, AtHome):
-        moving.collect(dk[:held_keys], dv[:held_keys])
+        moving.reduce_gradients(dk[:held_keys], dv[:held_keys])
     if total.dtype != dq.dtype:
         dq[:held].copy_(total)
     return [dq, dk, dv]

@@ -7,7 +7,7 @@ is computed:
     to tokens    head side, part by part: pack, start       token side: wait for every part, unpack
 
 Backward is the other direction between the same sides. Autograd runs the newest step first, which mirrors the order:
-the token side starts the gradients of every part at once, and each part's own leave while the next is computed.
+the token side starts the gradients of every part at once, and each part's own start while the next is computed.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def to_heads(exchange: Exchange, group: RankGroup | Communicator, *tensors: Tens
     Raises:
         ArgumentError: tensors that do not fit the layout or the sections.
     """
-    (arrive,) = start_to_heads(exchange, group, *tensors)
-    return arrive()
+    (finish,) = start_to_heads(exchange, group, *tensors)
+    return finish()
 
 
 def start_to_heads(
@@ -65,10 +65,10 @@ def start_to_heads(
     exchange, comm = _within_own_kv_rank(exchange, over(group))
     at = _geometry(exchange, comm, tensors)
     if exchange.is_local:
-        return [lambda: _at_home(exchange, tensors)]
-    journey = _Journey(at, comm, [tensor.shape[-1] for tensor in tensors])
-    tickets = _LeaveTokens.apply(journey, True, *tensors)
-    return [partial(_reach_heads, journey, part, ticket) for part, ticket in enumerate(tickets)]
+        return [lambda: _without_transfer(exchange, tensors)]
+    in_flight = InFlightExchange(at, comm, [tensor.shape[-1] for tensor in tensors])
+    order_tokens = _StartToHeads.apply(in_flight, True, *tensors)
+    return [partial(_finish_to_heads, in_flight, part, order_token) for part, order_token in enumerate(order_tokens)]
 
 
 def to_tokens(exchange: Exchange, group: RankGroup | Communicator, *sections: Tensor) -> list[Tensor]:
@@ -80,37 +80,39 @@ def to_tokens(exchange: Exchange, group: RankGroup | Communicator, *sections: Te
     Returns:
         for each section `[t, f]` or `[t, b, f]`, pad rows zero. A head that several ranks return is summed.
     """
-    back = ToTokensJourney(exchange, group)
-    back.leave(0, *sections)
-    return back.arrive()
+    back = ToTokensInParts(exchange, group)
+    back.start(0, *sections)
+    return back.finish()
 
 
-class ToTokensJourney:
-    """`to_tokens`, part by part: `leave` for each part in order, then `arrive`, once."""
+class ToTokensInParts:
+    """`to_tokens`, part by part: `start` for each part in order, then `finish`, once."""
 
     def __init__(self, exchange: Exchange, group: RankGroup | Communicator) -> None:
         self._exchange, self._comm = _within_own_kv_rank(exchange, over(group))
-        self._journey: _Journey | None = None
-        self._tickets: list[Tensor] = []
+        self._in_flight: InFlightExchange | None = None
+        self._order_tokens: list[Tensor] = []
 
-    def leave(self, part: int, *sections: Tensor) -> None:
+    def start(self, part: int, *sections: Tensor) -> None:
         """Starts one part: for each section `[T, h, d]` or `[T, b, h, d]`, h being this rank's heads in that part."""
         self._check(part, sections)
         if self._exchange.is_local:
-            self._tickets = list(sections)
+            self._order_tokens = list(sections)
             return
-        if self._journey is None:
+        if self._in_flight is None:
             batch = sections[0].shape[1] if sections[0].ndim == 4 else None
             dtypes = tuple(section.dtype for section in sections)
             at = Geometry(self._exchange, self._comm.rank, dtypes, batch, sections[0].device)
-            self._journey = _Journey(at, self._comm, [block.width for block in self._exchange.sections.blocks])
-        self._tickets.append(_LeaveHeads.apply(self._journey, part, *sections))
+            self._in_flight = InFlightExchange(
+                at, self._comm, [block.width for block in self._exchange.sections.blocks]
+            )
+        self._order_tokens.append(_StartToTokens.apply(self._in_flight, part, *sections))
 
-    def arrive(self) -> list[Tensor]:
+    def finish(self) -> list[Tensor]:
         """Waits for every part, and returns what `to_tokens` does."""
         if self._exchange.is_local:
-            return [section.flatten(-2) for section in self._tickets]
-        return list(_ReachTokens.apply(self._journey, *self._tickets))
+            return [section.flatten(-2) for section in self._order_tokens]
+        return list(_FinishToTokens.apply(self._in_flight, *self._order_tokens))
 
     def _check(self, part: int, sections: Sequence[Tensor]) -> None:
         blocks = self._exchange.parts[part].blocks
@@ -126,11 +128,11 @@ class ToTokensJourney:
                 raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{expected}")
 
 
-def _reach_heads(journey: _Journey, part: int, ticket: Tensor) -> list[Tensor]:
-    return list(_ReachHeads.apply(journey, part, ticket))
+def _finish_to_heads(in_flight: InFlightExchange, part: int, order_token: Tensor) -> list[Tensor]:
+    return list(_FinishToHeads.apply(in_flight, part, order_token))
 
 
-def _at_home(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
+def _without_transfer(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Tensor]:
     lead = tensors[0].shape[:-1]
     rows = [tensor.flatten(0, -2) for tensor in tensors]
     return [
@@ -147,7 +149,7 @@ def _within_own_kv_rank(exchange: Exchange, comm: Communicator) -> tuple[Exchang
     return exchange.within(first // exchange.degree), comm.part(range(first, first + exchange.degree))
 
 
-class _Journey:
+class InFlightExchange:
     """One exchange on one rank, forward and later backward: what is under way between its two sides.
 
     Args:
@@ -165,7 +167,7 @@ class _Journey:
     def num_parts(self) -> int:
         return len(self.at[True].exchange.parts)
 
-    def leave_tokens(self, tensors: Sequence[Tensor], *, forward: bool) -> None:
+    def start_to_heads(self, tensors: Sequence[Tensor], *, forward: bool) -> None:
         """Starts every part, in the order in which the head side asks for them."""
         for part in range(self.num_parts) if forward else reversed(range(self.num_parts)):
             at = self.at[forward].parts[part]
@@ -178,20 +180,20 @@ class _Journey:
             sent = pack_tokens(tensors, at, self.comm.buffers)
             self._start(part, received, sent, at, to_heads=True, forward=forward)
 
-    def reach_heads(self, part: int, *, forward: bool) -> list[Tensor]:
+    def finish_to_heads(self, part: int, *, forward: bool) -> list[Tensor]:
         """A part, once it has arrived."""
         at, received = self.at[forward].parts[part], self._wait(part)
         sections = unpack_heads(received, at)
         self.comm.buffers.give(received)
         return sections
 
-    def leave_heads(self, part: int, sections: Sequence[Tensor], *, forward: bool) -> None:
+    def start_to_tokens(self, part: int, sections: Sequence[Tensor], *, forward: bool) -> None:
         """Starts one part."""
         at, buffers = self.at[forward].parts[part], self.comm.buffers
         received = buffers.take(at.token_side_bytes, at.device)
         self._start(part, received, pack_heads(sections, at, buffers), at, to_heads=False, forward=forward)
 
-    def reach_tokens(self, *, forward: bool) -> list[Tensor]:
+    def finish_to_tokens(self, *, forward: bool) -> list[Tensor]:
         """All parts, once they have arrived."""
         order = range(self.num_parts) if forward else reversed(range(self.num_parts))  # as they were started
         received = {part: self._wait(part) for part in order}
@@ -215,65 +217,65 @@ class _Journey:
         return received
 
 
-# Between the two sides autograd sees tickets, one a part: empty tensors that keep the order of steps.
+# Between the two sides autograd sees order tokens, one a part: empty tensors that keep the order of steps.
 
 
-class _LeaveTokens(torch.autograd.Function):
+class _StartToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, forward: bool, *tensors: Tensor) -> Any:
-        ctx.journey = journey
-        journey.leave_tokens(tensors, forward=True)
-        return tuple(tensors[0].new_empty(0) for _ in range(journey.num_parts))
+    def forward(ctx: Any, in_flight: InFlightExchange, forward: bool, *tensors: Tensor) -> Any:
+        ctx.in_flight = in_flight
+        in_flight.start_to_heads(tensors, forward=True)
+        return tuple(tensors[0].new_empty(0) for _ in range(in_flight.num_parts))
 
     @staticmethod
     @opaque_backward
-    def backward(ctx: Any, *tickets: Tensor) -> Any:
-        return None, None, *ctx.journey.reach_tokens(forward=False)
+    def backward(ctx: Any, *order_tokens: Tensor) -> Any:
+        return None, None, *ctx.in_flight.finish_to_tokens(forward=False)
 
 
-class _ReachHeads(torch.autograd.Function):
+class _FinishToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, part: int, ticket: Tensor) -> Any:
-        ctx.way, ctx.ticket = (journey, part), (ticket.dtype, ticket.device)
-        return tuple(journey.reach_heads(part, forward=True))
+    def forward(ctx: Any, in_flight: InFlightExchange, part: int, order_token: Tensor) -> Any:
+        ctx.way, ctx.order_token = (in_flight, part), (order_token.dtype, order_token.device)
+        return tuple(in_flight.finish_to_heads(part, forward=True))
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        journey, part = ctx.way
-        journey.leave_heads(part, gradients, forward=False)
-        return None, None, torch.empty(0, dtype=ctx.ticket[0], device=ctx.ticket[1])
+        in_flight, part = ctx.way
+        in_flight.start_to_tokens(part, gradients, forward=False)
+        return None, None, torch.empty(0, dtype=ctx.order_token[0], device=ctx.order_token[1])
 
 
-class _LeaveHeads(torch.autograd.Function):
+class _StartToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, part: int, *sections: Tensor) -> Any:
-        ctx.way = (journey, part)
-        journey.leave_heads(part, sections, forward=True)
+    def forward(ctx: Any, in_flight: InFlightExchange, part: int, *sections: Tensor) -> Any:
+        ctx.way = (in_flight, part)
+        in_flight.start_to_tokens(part, sections, forward=True)
         return sections[0].new_empty(0)
 
     @staticmethod
     @opaque_backward
-    def backward(ctx: Any, *tickets: Tensor) -> Any:
-        journey, part = ctx.way
-        return None, None, *journey.reach_heads(part, forward=False)
+    def backward(ctx: Any, *order_tokens: Tensor) -> Any:
+        in_flight, part = ctx.way
+        return None, None, *in_flight.finish_to_heads(part, forward=False)
 
 
-class _ReachTokens(torch.autograd.Function):
+class _FinishToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, journey: _Journey, *tickets: Tensor) -> Any:
-        ctx.journey, ctx.dtypes = journey, [ticket.dtype for ticket in tickets]
-        if len(tickets) > 1:
-            # A checkpoint recomputes until it has what was saved: not to leave parts under way, it must come this far.
-            ctx.save_for_backward(*tickets)
-        return tuple(journey.reach_tokens(forward=True))
+    def forward(ctx: Any, in_flight: InFlightExchange, *order_tokens: Tensor) -> Any:
+        ctx.in_flight, ctx.dtypes = in_flight, [order_token.dtype for order_token in order_tokens]
+        if len(order_tokens) > 1:
+            # A checkpoint recomputes until it has what was saved. It must come this far: no part may stay under way.
+            ctx.save_for_backward(*order_tokens)
+        return tuple(in_flight.finish_to_tokens(forward=True))
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if len(ctx.dtypes) > 1:
             _ = ctx.saved_tensors
-        ctx.journey.leave_tokens(gradients, forward=False)
+        ctx.in_flight.start_to_heads(gradients, forward=False)
         return None, *(gradients[0].new_empty(0, dtype=dtype) for dtype in ctx.dtypes)
 
 

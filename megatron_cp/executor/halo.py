@@ -30,9 +30,9 @@ def start_halo(step: Halo, comm: RankGroup | Communicator, x: Tensor) -> tuple[T
         x, to be used from now on in place of the argument by one operation, and a function that waits and returns the
         history `[n, r, c]` of the segments that continue a document, zero before the document. Call it once.
     """
-    journey = _Journey(step, over(comm), x)
-    x, ticket = _Start.apply(x, journey)
-    return x, lambda: _Wait.apply(ticket, journey)
+    in_flight = InFlightHalo(step, over(comm), x)
+    x, order_token = _Start.apply(x, in_flight)
+    return x, lambda: _Wait.apply(order_token, in_flight)
 
 
 def prepare_halo(step: Halo, rank: int, device: torch.device) -> None:
@@ -41,7 +41,7 @@ def prepare_halo(step: Halo, rank: int, device: torch.device) -> None:
         _index(step, rank, name, device)
 
 
-class _Journey:
+class InFlightHalo:
     """One exchange on one rank, forward and later backward, between those that have rows and those that need them."""
 
     _pending: Pending | None = None
@@ -84,49 +84,49 @@ class _Journey:
         del self._rows, self._others
 
 
-# Between the two ends autograd sees a ticket: an empty tensor that keeps the order of steps.
+# Between the two ends autograd sees an order token: an empty tensor that keeps the order of steps.
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, journey: _Journey) -> Any:
-        ctx.journey = journey
-        rows, sent = journey.take(x)
-        torch.index_select(x, 0, journey.index("send_rows", x.device), out=sent)
-        journey.start(forward=True)
-        torch.index_select(x, 0, journey.index("own_rows", x.device), out=rows[journey.crossing :])
+    def forward(ctx: Any, x: Tensor, in_flight: InFlightHalo) -> Any:
+        ctx.in_flight = in_flight
+        rows, sent = in_flight.take(x)
+        torch.index_select(x, 0, in_flight.index("send_rows", x.device), out=sent)
+        in_flight.start(forward=True)
+        torch.index_select(x, 0, in_flight.index("own_rows", x.device), out=rows[in_flight.crossing :])
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        journey, dx = ctx.journey, gradients[0]
-        drows, returned = journey.wait()
+        in_flight, dx = ctx.in_flight, gradients[0]
+        drows, returned = in_flight.wait()
         # In place: the convolution, x's one user, has just made it.
         dx = dx if dx.is_contiguous() else dx.contiguous()
-        dx.index_add_(0, journey.index("own_rows", dx.device), drows[journey.crossing :])
-        dx.index_add_(0, journey.index("send_rows", dx.device), returned)
-        journey.give()
+        dx.index_add_(0, in_flight.index("own_rows", dx.device), drows[in_flight.crossing :])
+        dx.index_add_(0, in_flight.index("send_rows", dx.device), returned)
+        in_flight.give()
         return dx, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ticket: Tensor, journey: _Journey) -> Tensor:
-        ctx.journey = journey
-        rows, _ = journey.wait()
-        history = ticket.new_zeros(journey.tables.num_waiting * journey.step.reach, journey.channels)
-        history.index_copy_(0, journey.index("places", ticket.device), rows)
-        journey.give()
-        return history.unflatten(0, (journey.tables.num_waiting, journey.step.reach))
+    def forward(ctx: Any, order_token: Tensor, in_flight: InFlightHalo) -> Tensor:
+        ctx.in_flight = in_flight
+        rows, _ = in_flight.wait()
+        history = order_token.new_zeros(in_flight.tables.num_waiting * in_flight.step.reach, in_flight.channels)
+        history.index_copy_(0, in_flight.index("places", order_token.device), rows)
+        in_flight.give()
+        return history.unflatten(0, (in_flight.tables.num_waiting, in_flight.step.reach))
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        journey, dhistory = ctx.journey, gradients[0].flatten(0, 1)
-        drows, _ = journey.take(dhistory)
-        torch.index_select(dhistory, 0, journey.index("places", dhistory.device), out=drows)
-        journey.start(forward=False)
+        in_flight, dhistory = ctx.in_flight, gradients[0].flatten(0, 1)
+        drows, _ = in_flight.take(dhistory)
+        torch.index_select(dhistory, 0, in_flight.index("places", dhistory.device), out=drows)
+        in_flight.start(forward=False)
         return dhistory.new_empty(0), None
 
 

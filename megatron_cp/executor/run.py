@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_cp.exchange.geometry import prepare_tables
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.exchange import ToTokensJourney, start_to_heads
+from megatron_cp.executor.exchange import ToTokensInParts, start_to_heads
 from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.executor.relayout import prepare_relayout
@@ -25,7 +25,7 @@ Inputs = list[Tensor] | Callable[[int], list[Tensor]]
 def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
     """Runs a plan on this rank. Every step is differentiable, and its backward is its adjoint over the same plan.
 
-    Heads that go in chunks are computed chunk by chunk: the next one arrives, and the one before leaves, meanwhile.
+    Heads that go in chunks are computed chunk by chunk: the next one arrives, and the one before is sent, meanwhile.
 
     Args:
         plan: the same on every rank.
@@ -36,18 +36,18 @@ def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Ma
             "attend", for `Halo` under "conv" and for `Scan` under "rule".
     """
     last = plan.steps[-1]
-    back = ToTokensJourney(last.exchange, comm) if isinstance(last, ToTokens) else None
-    for chunk, arriving in enumerate(_departed(plan, comm, inputs)):
-        tensors = [tensor for arrive in arriving for tensor in arrive()]
+    back = ToTokensInParts(last.exchange, comm) if isinstance(last, ToTokens) else None
+    for chunk, in_flight in enumerate(_started(plan, comm, inputs)):
+        tensors = [tensor for finish in in_flight for tensor in finish()]
         # Kernels compute in the types that they are given: autocast would change them behind their backs.
         with torch.autocast(tensors[0].device.type, enabled=False):
             tensors = _computed(plan, tensors, work(chunk))
         if back is not None:
-            back.leave(chunk, *tensors)
-    return tensors if back is None else back.arrive()
+            back.start(chunk, *tensors)
+    return tensors if back is None else back.finish()
 
 
-def _departed(plan: Plan, comm: Communicator, inputs: Inputs) -> list[list[Callable[[], list[Tensor]]]]:
+def _started(plan: Plan, comm: Communicator, inputs: Inputs) -> list[list[Callable[[], list[Tensor]]]]:
     """Starts the exchanges to the head side. For each chunk of heads the functions that wait for it."""
     inbound = [step for step in plan.steps if isinstance(step, ToHeads)]
     if not inbound:
@@ -55,12 +55,12 @@ def _departed(plan: Plan, comm: Communicator, inputs: Inputs) -> list[list[Calla
     if not callable(inputs):
         parts = (start_to_heads(step.exchange, comm, *inputs[slice(*step.inputs)]) for step in inbound)
         return [list(of_chunk) for of_chunk in zip(*parts, strict=True)]
-    arriving = []
+    in_flight = []
     for chunk in range(plan.head_chunks):
         made = inputs(chunk)
         starts = (start_to_heads(s.exchange.of_chunk(chunk), comm, *made[slice(*s.inputs)]) for s in inbound)
-        arriving.append([arrive for started in starts for arrive in started])
-    return arriving
+        in_flight.append([finish for started in starts for finish in started])
+    return in_flight
 
 
 def _computed(plan: Plan, tensors: list[Tensor], work: Mapping[str, LocalWork]) -> list[Tensor]:

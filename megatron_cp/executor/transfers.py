@@ -1,7 +1,7 @@
 """How the keys and values of one `head_rank` get to the queries that see them, and their gradients back.
 
 Three ways, one interface: iterate over what arrives, stage by stage, the next transfer being under way while a stage
-is computed; in backward, give each stage's gradients back, and collect those of the own keys at the end.
+is computed; in backward, give each stage's gradients back, and reduce those of the own keys at the end.
 
 What travels, and what is at hand in a stage, is in the group's buffers.
 
@@ -52,14 +52,14 @@ class Transfers(ABC):
 
     @abstractmethod
     def gradient_type(self) -> torch.dtype:
-        """The type in which `give_back` wants gradients."""
+        """The type in which `return_gradient` wants gradients."""
 
     @abstractmethod
-    def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
+    def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
         """A stage's share of the gradients of the keys at hand, in what `pack_like` took: it is given back in there."""
 
     @abstractmethod
-    def collect(self, dk: Tensor, dv: Tensor) -> None:
+    def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         """Writes the gradients of the own keys and values, once every stage has been given back."""
 
 
@@ -100,10 +100,10 @@ class AtHome(Transfers):
     def gradient_type(self) -> torch.dtype:
         raise AssertionError("written in place")
 
-    def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
+    def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
         raise AssertionError("written in place")
 
-    def collect(self, dk: Tensor, dv: Tensor) -> None:
+    def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         raise AssertionError("written in place")
 
 
@@ -132,14 +132,14 @@ class Rotation(Transfers):
     def gradient_type(self) -> torch.dtype:
         return self.wide
 
-    def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
+    def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
         if stage:
             gradient.add_(self._arrived())
             self.buffers.give(self._gradient)  # before there is room for the next
         self._sent = gradient
         self._gradient, self._on_the_way = self._pass_on(gradient, stage, "gradients of keys and values")
 
-    def collect(self, dk: Tensor, dv: Tensor) -> None:
+    def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         for target, source in zip((dk, dv), unpack(self._arrived(), self.k, self.v), strict=True):
             target.copy_(source)
         self.buffers.give(self._gradient)
@@ -184,7 +184,7 @@ class Gather(Transfers):
     def gradient_type(self) -> torch.dtype:
         return self.k.dtype
 
-    def give_back(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
+    def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
         self._finish_returns()
         gathering = self._gathering
         if gathering.returned is not None:
@@ -196,7 +196,7 @@ class Gather(Transfers):
         )
         self._returning.append((chunk, received, gradient, pending))
 
-    def collect(self, dk: Tensor, dv: Tensor) -> None:
+    def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         self._finish_returns()
         for target, total in zip((dk, dv), self._sums, strict=True):
             target.copy_(total)

@@ -17,7 +17,7 @@ from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor, checked_scale, rows_first
 from megatron_cp.executor.attend import attend, attend_backward, head_by_head
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.exchange import ToTokensJourney
+from megatron_cp.executor.exchange import ToTokensInParts
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.opaque import opaque, opaque_backward
@@ -226,10 +226,10 @@ class _Own:
         # As `[T, (b,) h, 1]`, which goes back to the tokens as the output does, part by part of the heads.
         parts = [lse.movedim(-1, 0).unsqueeze(-1).clone(memory_format=torch.contiguous_format) for lse in parts]
         if self.exchanged:
-            back = ToTokensJourney(_lse_exchange(self.plan), self.comm)
+            back = ToTokensInParts(_lse_exchange(self.plan), self.comm)
             for number, part in enumerate(parts):
-                back.leave(number, part)
-            (lse,) = back.arrive()
+                back.start(number, part)
+            (lse,) = back.finish()
         else:
             lse = parts[0].squeeze(-1)
         lse[int(self.plan.layout.token_counts[self.ranks.rank]) :] = -torch.inf

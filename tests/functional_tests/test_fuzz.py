@@ -7,7 +7,7 @@ import torch
 
 from megatron_cp.exchange import pack
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.executor import exchange, gather, scan, transfers, wire
+from megatron_cp.executor import communicator, exchange, gather, scan, transfers
 from tests import fuzz_check
 from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
 from tests.fuzz_check import check
@@ -109,9 +109,9 @@ def break_fold(patch):
 
 
 def break_hosts(patch):
-    bundle = wire._TwoHops._bundle
+    bundle = communicator._TwoHops._bundle
     turned = lambda self, pieces, ranks=(): bundle(self, pieces if ranks else pieces[::-1], ranks)  # noqa: E731
-    patch.setattr(wire._TwoHops, "_bundle", turned)
+    patch.setattr(communicator._TwoHops, "_bundle", turned)
 
 
 def break_pool(patch):

@@ -44,12 +44,12 @@ def piece(source: int, target: int, count: int) -> torch.Tensor:
 
 def exchanged(group: RankGroup, transport: Transport, counts: np.ndarray) -> torch.Tensor:
     """What a rank receives of `piece`s, through two all-to-alls under way at once."""
-    wire, traffic, rank = Communicator(group, transport), Traffic(counts), group.rank
+    comm, traffic, rank = Communicator(group, transport), Traffic(counts), group.rank
     with poisoned():
         sent = torch.cat([piece(rank, target, int(count)) for target, count in enumerate(counts[rank])])
         received = [torch.empty(int(counts[:, rank].sum()), dtype=sent.dtype) for _ in range(2)]
-        under_way = [wire.start_all_to_all(received[0], sent, traffic)]
-        under_way.append(wire.start_all_to_all(received[1], sent + 1, traffic))
+        under_way = [comm.start_all_to_all(received[0], sent, traffic)]
+        under_way.append(comm.start_all_to_all(received[1], sent + 1, traffic))
         for pending in under_way:
             pending.wait()
     assert torch.equal(received[0] + 1, received[1])
@@ -113,9 +113,9 @@ def test_parts_of_a_group_of_any_stride(name, ranks):
 
     def rank_main(group: RankGroup) -> torch.Tensor:
         own = next(part for part in parts if group.rank in part)
-        wire = Communicator(group, whole).part(own)
-        received = exchanged(wire.group, wire.transport, counts)
-        assert torch.equal(received, expected(counts, wire.rank))
+        comm = Communicator(group, whole).part(own)
+        received = exchanged(comm.group, comm.transport, counts)
+        assert torch.equal(received, expected(counts, comm.rank))
         return received
 
     run_ranks(rank_main, 6)
@@ -182,8 +182,8 @@ def test_one_message_to_each_other_host_and_no_byte_twice_between_them(hosts):
 def test_a_share_is_gathered_once_by_each_other_host(hosts):
     def rank_main(inner: RankGroup) -> list[tuple[int, int]]:
         group = Noting(inner)
-        wire = Communicator(group, Transport("hierarchical", hosts))
-        wire.start_all_gather(torch.empty(5 * group.size), torch.ones(5)).wait()
+        comm = Communicator(group, Transport("hierarchical", hosts))
+        comm.start_all_gather(torch.empty(5 * group.size), torch.ones(5)).wait()
         return group.sent
 
     for rank, sent in enumerate(run_ranks(rank_main, len(hosts))):
