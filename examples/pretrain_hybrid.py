@@ -1,6 +1,6 @@
 """A Megatron job (pretraining or SFT) on packed documents, with our layers and batches. See pretrain_hybrid.sh.
 
-Megatron's own `pretrain` with three things of ours: the layer spec that `--spec` names, a `get_batch` that deals
+Megatron's own `pretrain` with three things of ours: the layer spec that `--spec` names, a `get_batch` that shards
 packed documents of any lengths, and the loss per token. Everything else is Megatron's, and so are its flags and
 checkpoints. `docs/moving-a-megatron-job.md` walks through it.
 """

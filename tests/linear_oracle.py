@@ -82,13 +82,13 @@ def conv_errors(kernel, lengths, channels, width, bias, silu, layout="contiguous
     """The same of a convolution; over several ranks with the histories that a halo would bring."""
     shapes = {"x": (sum(lengths), channels), "weight": (channels, width), **({"bias": (channels,)} if bias else {})}
     inputs = {name: torch.randn(shape) for name, shape in shapes.items()}
-    dout, dealt, asked, results = torch.randn(shapes["x"]), getattr(Layout, layout)(Packing(lengths), ranks), [], []
+    dout, assigned, asked, results = torch.randn(shapes["x"]), getattr(Layout, layout)(Packing(lengths), ranks), [], []
     for dtype in (torch.float32, torch.float64):
         own = {name: x.to(dtype, copy=True).requires_grad_() for name, x in inputs.items()}
         if dtype == torch.float64:
             out = convolution(own["x"], own["weight"], own.get("bias"), lengths, silu)
         else:
-            out = _conv_over_ranks(kernel, own["x"], own["weight"], own.get("bias"), silu, dealt, asked)
+            out = _conv_over_ranks(kernel, own["x"], own["weight"], own.get("bias"), silu, assigned, asked)
         out.backward(dout.to(dtype))
         results.append({"out": out.detach(), **{name: x.grad for name, x in own.items()}})
     assert len(asked) == (ranks if ranks > 1 else 0)  # others wait for it, also where no segment waits

@@ -169,7 +169,7 @@ def _cells(given: str | None, ranks: int | None, world: TorchGroup | None) -> li
 
 
 def aligned_lengths(tokens: int, documents: int, multiple: int, name: str = "--cells") -> list[int]:
-    """Documents of very different lengths, always the same, all multiples of what Megatron can deal.
+    """Documents of very different lengths, always the same, all multiples of what Megatron can shard.
 
     Raises:
         ArgumentError: there are not as many multiples as documents in so many tokens.
@@ -196,7 +196,7 @@ def check_is_megatrons(case: Case) -> None:
     _check_ranks(case)
     if any(not length or length % (2 * case.cp) for length in case.lengths):
         allowed = f"multiples of 2 * cp = {2 * case.cp}"
-        raise ArgumentError("--lengths", list(case.lengths), allowed, f"{MEGATRON} deals no others.")
+        raise ArgumentError("--lengths", list(case.lengths), allowed, f"{MEGATRON} shards no others.")
     case.plan()
 
 

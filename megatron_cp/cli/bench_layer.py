@@ -100,7 +100,7 @@ class Work:
 
 
 def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Work:
-    """What was asked for, and for the rest a known model's layer on a batch that Megatron can deal."""
+    """What was asked for, and for the rest a known model's layer on a batch that Megatron can shard."""
     args = argparse.Namespace(**vars(args))
     args.layer, args.scheme, args.layout = layer, "headwise", "zigzag"
     args.dtype = args.dtype or "bfloat16"

@@ -75,7 +75,7 @@ class Batch:
         """To heads, of these sections."""
         plan = self.plans[layout]
         sections = Sections(tuple(self.blocks[name] for names in tensors for name in names))
-        return exchange_of(plan.layout, sections, plan.deal, plan.head_chunks, plan.codec)
+        return exchange_of(plan.layout, sections, plan.partition, plan.head_chunks, plan.codec)
 
     def back(self, layout: str) -> Exchange:
         """To tokens, of what the layer returns."""

@@ -135,7 +135,7 @@ class Job:
 
     def chunks_of(self, case: Case) -> list[int]:
         """The counts into which heads can be cut."""
-        most = case.plan().deal.most_groups
+        most = case.plan().partition.most_groups
         return [count for count in self.chunks if count <= most]
 
     @property

@@ -93,7 +93,7 @@ def _like(case: Case, scheme: str) -> Plan:
     codec = case.codec if exchanges(scheme) else "none"
     degree = case.ulysses_degree if "+" in scheme and "+" in case.scheme else None
     plan = replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=None, codec=codec).plan()
-    chunks = None if case.head_chunks is None or scheme == "p2p" else min(case.head_chunks, plan.deal.most_groups)
+    chunks = None if case.head_chunks is None or scheme == "p2p" else min(case.head_chunks, plan.partition.most_groups)
     if chunks in (None, _head_chunks(plan)):
         return plan
     return replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=chunks, codec=codec).plan()

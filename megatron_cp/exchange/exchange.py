@@ -14,14 +14,14 @@ from megatron_cp.layout.parts import part
 
 @dataclass(frozen=True)
 class Exchange:
-    """Between two ways of dealing one set of rows and columns to the ranks.
+    """Between two ways of assigning one set of rows and columns to the ranks.
 
     On the *token side* a rank holds all heads of its own tokens; on the *head side* it holds its own heads of all
     tokens, in stream order. Both directions are one collective between one local pack and one local unpack, and each
     is the other's adjoint: going to the head side, a head that several ranks need is sent to each; coming back, what
     they return is summed.
 
-    With sections dealt to fewer ranks than the layout has, that many neighbouring ranks, those of one `kv_rank`,
+    With sections assigned to fewer ranks than the layout has, that many neighbouring ranks, those of one `kv_rank`,
     exchange among themselves: "all tokens" are then theirs.
 
     Attributes:
@@ -43,8 +43,8 @@ class Exchange:
         if self.layout.cp_size % self.sections.cp_size:
             raise ArgumentError(
                 "sections",
-                f"heads dealt to {self.sections.cp_size} ranks",
-                f"heads dealt to the layout's {self.layout.cp_size} ranks, or to a divisor of them",
+                f"heads assigned to {self.sections.cp_size} ranks",
+                f"heads assigned to the layout's {self.layout.cp_size} ranks, or to a divisor of them",
             )
 
     @property

@@ -15,7 +15,7 @@ HeadRange = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class HeadDeal:
+class HeadPartition:
     """Which heads each rank computes: consecutive query heads, and the key/value heads that those read.
 
     `heads[r]` and `groups[r]` are half-open ranges. A linear layer reads "value heads" for heads and "key heads" for
@@ -24,19 +24,19 @@ class HeadDeal:
 
     heads: tuple[HeadRange, ...]
     groups: tuple[HeadRange, ...]
-    whole: HeadDeal | None = None
+    whole: HeadPartition | None = None
 
     @property
     def heads_per_group(self) -> int:
-        deal = self.whole or self
-        return max(hi for _, hi in deal.heads) // max(hi for _, hi in deal.groups)
+        partition = self.whole or self
+        return max(hi for _, hi in partition.heads) // max(hi for _, hi in partition.groups)
 
     @property
     def most_groups(self) -> int:
         """Groups of the rank that has most: into as many chunks heads can be cut."""
         return max(hi - lo for lo, hi in self.groups)
 
-    def chunk(self, number: int, count: int) -> HeadDeal:
+    def chunk(self, number: int, count: int) -> HeadPartition:
         """The share of each rank's heads that is chunk `number` of `count`: whole groups, at most one more or less."""
         if count == 1:
             return self
@@ -49,7 +49,7 @@ class HeadDeal:
             (min(max(lo, first * size), hi), min(max(lo, last * size), hi))
             for (lo, hi), (first, last) in zip(self.heads, groups, strict=True)
         )
-        return HeadDeal(heads, groups, whole=self)
+        return HeadPartition(heads, groups, whole=self)
 
     @property
     def idle_ranks(self) -> int:
@@ -61,11 +61,11 @@ class HeadDeal:
         return sum(hi - lo for lo, hi in self.groups) > max(hi for _, hi in self.groups)
 
 
-def deal_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadDeal:
-    """Deals `num_heads` heads, `num_heads / num_groups` to a group, to `cp_size` ranks in order.
+def partition_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadPartition:
+    """Assigns `num_heads` heads, `num_heads / num_groups` to a group, to `cp_size` ranks in order.
 
-    Whole groups where there are at least as many groups as ranks. With fewer groups, ranks are dealt to groups, so
-    that no rank reads two, unless dealing plain heads gives the busiest rank less to do.
+    Whole groups where there are at least as many groups as ranks. With fewer groups, ranks are assigned to groups, so
+    that no rank reads two, unless single heads give the busiest rank less to do.
 
     Raises:
         ArgumentError: a count below 1, or groups that do not divide heads.
@@ -77,7 +77,7 @@ def deal_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadDeal:
     per_group = num_heads // num_groups
     if num_groups >= cp_size:
         groups = _even_cuts(num_groups, cp_size)
-        return HeadDeal(tuple((lo * per_group, hi * per_group) for lo, hi in groups), groups)
+        return HeadPartition(tuple((lo * per_group, hi * per_group) for lo, hi in groups), groups)
 
     plain = _even_cuts(num_heads, cp_size)
     aligned = tuple(
@@ -86,19 +86,19 @@ def deal_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadDeal:
         for lo, hi in _even_cuts(per_group, last - first)
     )
     heads = aligned if _largest(aligned) <= _largest(plain) else plain
-    return HeadDeal(heads, tuple((lo // per_group, -(-hi // per_group)) for lo, hi in heads))
+    return HeadPartition(heads, tuple((lo // per_group, -(-hi // per_group)) for lo, hi in heads))
 
 
 HeadRun = tuple[slice, slice]
 
 
-def head_runs(deal: HeadDeal, rank: int) -> list[HeadRun]:
+def head_runs(partition: HeadPartition, rank: int) -> list[HeadRun]:
     """A rank's query heads and the key/value heads they read, in runs of one ratio, as slices of its own heads.
 
-    One run where whole groups were dealt; several where a rank's heads begin or end inside a group.
+    One run where whole groups were assigned; several where a rank's heads begin or end inside a group.
     """
-    heads_per_group = deal.heads_per_group
-    (first_head, last_head), (first_group, last_group) = deal.heads[rank], deal.groups[rank]
+    heads_per_group = partition.heads_per_group
+    (first_head, last_head), (first_group, last_group) = partition.heads[rank], partition.groups[rank]
     runs: list[HeadRun] = []
     for group in range(first_group, last_group):
         lo = max(group * heads_per_group, first_head) - first_head
@@ -238,12 +238,12 @@ class Sections:
         """True if some head is computed on more than one rank."""
         return any(block.replicated for block in self.blocks)
 
-    def chunk(self, deal: HeadDeal, number: int, count: int) -> Sections:
-        """Chunk `number` of `count` of each rank's heads, cut as `deal`, which dealt these sections, is cut."""
+    def chunk(self, partition: HeadPartition, number: int, count: int) -> Sections:
+        """Chunk `number` of `count` of each rank's heads, cut as the `partition` that made them is cut."""
         if count == 1:
             return self
-        part = deal.chunk(number, count)
-        blocks = (replace(b, ranges=part.groups if b.ranges == deal.groups else part.heads) for b in self.blocks)
+        part = partition.chunk(number, count)
+        blocks = (replace(b, ranges=part.groups if b.ranges == partition.groups else part.heads) for b in self.blocks)
         return Sections(tuple(blocks), whole=self)
 
     def renumbered(self) -> Sections:

@@ -256,12 +256,12 @@ class _Local:
 
     @cached_property
     def heads(self) -> int:
-        lo, hi = self.step.deal.heads[self.head_rank]
+        lo, hi = self.step.partition.heads[self.head_rank]
         return hi - lo
 
     @cached_property
     def groups(self) -> int:
-        lo, hi = self.step.deal.groups[self.head_rank]
+        lo, hi = self.step.partition.groups[self.head_rank]
         return hi - lo
 
     @cached_property

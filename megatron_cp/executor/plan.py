@@ -11,7 +11,7 @@ import numpy as np
 from megatron_cp.errors import checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadDeal, Section, Sections
+from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section, Sections
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transport import COLLECTIVE, Transport
@@ -105,7 +105,7 @@ class Plan(Tables):
         scheme: how it is spread: a value of `--cp-comm-type` for attention, of `--linear-cp-mode` for a linear layer.
         layout: who holds which tokens, before and after.
         sections: what the operation takes, and which of its heads each `head_rank` computes.
-        deal: the same heads, those that read and those that are shared.
+        partition: the same heads, those that read and those that are shared.
         mask: which keys a query sees; None for a linear layer.
         steps: what happens, in order; backward runs their adjoints in reverse.
         notes: what the user should know about this plan.
@@ -120,7 +120,7 @@ class Plan(Tables):
     scheme: str
     layout: Layout
     sections: Sections
-    deal: HeadDeal
+    partition: HeadPartition
     mask: Mask | None
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ class Plan(Tables):
     @property
     def ulysses_degree(self) -> int:
         """The number of ranks that exchange heads with one another."""
-        return len(self.deal.heads)
+        return len(self.partition.heads)
 
     @property
     def kv_layout(self) -> Layout:
@@ -167,7 +167,7 @@ class Plan(Tables):
 
     def _attend_of(self, chunk: int) -> Attend:
         assert self.attend is not None
-        part = replace(self.attend, deal=self.deal_of(chunk))
+        part = replace(self.attend, partition=self.partition_of(chunk))
         part.share_tables(self.attend)
         return part
 
@@ -181,9 +181,9 @@ class Plan(Tables):
                 return Section("out", heads, size, ((0, heads),))
             case Halo(channels=channels):
                 return Section("out", channels, 1, ((0, channels),))
-            case Attend(deal=deal, value_head_dim=size):
-                heads = deal.heads[-1][1]
-                return Section("out", heads, size, deal.heads)
+            case Attend(partition=partition, value_head_dim=size):
+                heads = partition.heads[-1][1]
+                return Section("out", heads, size, partition.heads)
         raise AssertionError(f"a plan that ends in {self.steps[-1]}")
 
     @property
@@ -196,15 +196,16 @@ class Plan(Tables):
         """How activations are coded in a head exchange."""
         return next((exchange.codec for exchange, _ in self.exchanges(forward=True)), None)
 
-    def deal_of(self, chunk: int) -> HeadDeal:
+    def partition_of(self, chunk: int) -> HeadPartition:
         """Which heads each `head_rank` computes in one chunk."""
-        return self.table(("deal", chunk), lambda: self.deal.chunk(chunk, self.head_chunks))
+        return self.table(("partition", chunk), lambda: self.partition.chunk(chunk, self.head_chunks))
 
     def numbers_of(self, chunk: int) -> tuple[list[int], list[int]]:
         """The heads that some rank computes in one chunk, and those that they share; each rising."""
-        deal = self.deal_of(chunk)
+        partition = self.partition_of(chunk)
         heads, groups = (
-            sorted({head for lo, hi in ranges for head in range(lo, hi)}) for ranges in (deal.heads, deal.groups)
+            sorted({head for lo, hi in ranges for head in range(lo, hi)})
+            for ranges in (partition.heads, partition.groups)
         )
         return heads, groups
 
@@ -240,7 +241,7 @@ class Plan(Tables):
     def bytes_needed(self, item_size: int, *, forward: bool) -> list[int]:
         """`bytes_sent` without the alignment of rows and the keys that no query sees.
 
-        What this dealing of tokens and heads cannot do without.
+        What this assignment of tokens and heads cannot do without.
         """
         item_size = checked_integer("item_size", item_size, 1)
         sent = self._along_chains(self._exchanged(item_size, forward=forward, alignment=1), item_size, forward=forward)
@@ -272,11 +273,11 @@ class Plan(Tables):
 
     def heads_of(self, rank: int) -> tuple[int, int]:
         """The query (or value) heads that a rank computes, as a range."""
-        return self.deal.heads[checked_integer("rank", rank, 0, self.cp_size - 1) % self.ulysses_degree]
+        return self.partition.heads[checked_integer("rank", rank, 0, self.cp_size - 1) % self.ulysses_degree]
 
     def groups_of(self, rank: int) -> tuple[int, int]:
         """The key/value (or key) heads that a rank reads, as a range."""
-        return self.deal.groups[checked_integer("rank", rank, 0, self.cp_size - 1) % self.ulysses_degree]
+        return self.partition.groups[checked_integer("rank", rank, 0, self.cp_size - 1) % self.ulysses_degree]
 
     @property
     def work_imbalance(self) -> float:
@@ -329,4 +330,4 @@ class Plan(Tables):
         return explain(self, item_size)
 
     def __hash__(self) -> int:
-        return hash((self.kind, self.scheme, self.layout, self.deal, self.mask, self.steps))
+        return hash((self.kind, self.scheme, self.layout, self.partition, self.mask, self.steps))

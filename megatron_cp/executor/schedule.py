@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.exchange.sections import HeadDeal, head_runs
+from megatron_cp.exchange.sections import HeadPartition, head_runs
 from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.bands import area
@@ -75,7 +75,7 @@ class Attend(Tables):
     Attributes:
         mask: which keys a query sees.
         queries, keys: who holds which tokens, by `kv_rank`.
-        deal: the heads of each `head_rank`.
+        partition: the heads of each `head_rank`.
         schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
         head_dim, value_head_dim: features of a key and of a value head.
         head_chunks: into how many parts the key/value heads of a rank are cut, for `all_gather` and `exact`.
@@ -84,7 +84,7 @@ class Attend(Tables):
     mask: Mask
     queries: Layout
     keys: Layout
-    deal: HeadDeal
+    partition: HeadPartition
     schedule: str
     head_dim: int
     value_head_dim: int
@@ -96,7 +96,7 @@ class Attend(Tables):
 
     @property
     def num_head_ranks(self) -> int:
-        return len(self.deal.heads)
+        return len(self.partition.heads)
 
     @property
     def num_stages(self) -> int:
@@ -105,7 +105,9 @@ class Attend(Tables):
 
     def chunks(self, head_rank: int) -> list[HeadChunk]:
         """A rank's heads in as many chunks as every other rank has; some may be empty."""
-        return self.table(("chunks", self.deal, head_rank), lambda: _chunks(self.deal, head_rank, self.head_chunks))
+        return self.table(
+            ("chunks", self.partition, head_rank), lambda: _chunks(self.partition, head_rank, self.head_chunks)
+        )
 
     def source(self, kv_rank: int, stage: int) -> int:
         """The KV rank whose keys stage `stage` of a rotation brings to `kv_rank`."""
@@ -171,12 +173,13 @@ class Attend(Tables):
     def describe(self) -> list[str]:
         """The step's value, but for queries' layout and mask, which are the plan's."""
         keys = [] if self.keys == self.queries else [f"keys {line}" for line in self.keys.describe()]
-        shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {self.deal.heads} of {self.deal.groups}"
+        heads, groups = self.partition.heads, self.partition.groups
+        shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {heads} of {groups}"
         return [f"attend by {self.schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}", *keys]
 
     def _row(self, rank: int) -> int:
         """Elements of one token's keys and values on a rank."""
-        lo, hi = self.deal.groups[rank % self.num_head_ranks]
+        lo, hi = self.partition.groups[rank % self.num_head_ranks]
         return (hi - lo) * (self.head_dim + self.value_head_dim)
 
     @property
@@ -302,9 +305,9 @@ def _covered(places: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
     return before[index] - np.maximum(ends[index - 1] - places, 0) * (index > 0)
 
 
-def _chunks(deal: HeadDeal, head_rank: int, count: int) -> list[HeadChunk]:
-    runs = head_runs(deal, head_rank)
-    first, last = deal.groups[head_rank]
+def _chunks(partition: HeadPartition, head_rank: int, count: int) -> list[HeadChunk]:
+    runs = head_runs(partition, head_rank)
+    first, last = partition.groups[head_rank]
     cuts = [(last - first) * chunk // count for chunk in range(count + 1)]
     return [_chunk(runs, lo, hi) for lo, hi in itertools.pairwise(cuts)]
 

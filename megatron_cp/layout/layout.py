@@ -74,7 +74,7 @@ class Layout(Tables):
             raise ArgumentError(name, given, f"rows of which {self.cp_size} ranks have fewer than 2**63 in all")
         self.starts, self.ends, self.fragment_offsets = joined_up(starts, ends, fragment_offsets)
 
-    # -- the ways to deal tokens -------------------------------------------------------------------------------------
+    # -- the ways to assign tokens to ranks ------------------------------------------------------------------------
 
     @classmethod
     def contiguous(cls, packing: Packing, cp_size: int, *, align: int = 1) -> Layout:

@@ -64,12 +64,12 @@ class Share:
         self._of_chunk(0, values.dtype, values.device)
 
     def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Share:
-        deal, head_rank = self.plan.deal_of(chunk), self.rank % self.plan.ulysses_degree
-        self.blocks = self.plan.sections.chunk(self.plan.deal, chunk, self.plan.head_chunks).blocks
+        partition, head_rank = self.plan.partition_of(chunk), self.rank % self.plan.ulysses_degree
+        self.blocks = self.plan.sections.chunk(self.plan.partition, chunk, self.plan.head_chunks).blocks
         self.call = linear_call(self.plan, self.blocks, self.rank, dtype, device)
-        (first, last), (first_group, _) = deal.heads[head_rank], deal.groups[head_rank]
+        (first, last), (first_group, _) = partition.heads[head_rank], partition.groups[head_rank]
         self.heads = slice(first, last)
-        self.groups = [head // deal.heads_per_group - first_group for head in range(first, last)]
+        self.groups = [head // partition.heads_per_group - first_group for head in range(first, last)]
         return self
 
     def chunk(self, number: int) -> Share:

@@ -20,7 +20,7 @@ class TransformerConfig(MegatronTransformerConfig):
     (`core_transformer_config_from_args(args, TransformerConfig)`).
 
     Attributes:
-        cp_layout: how `shard_batch` should deal tokens: zigzag, contiguous or balanced.
+        cp_layout: how `shard_batch` should assign tokens: zigzag, contiguous or balanced.
         linear_cp_mode: how linear layers are spread: headwise, chunkwise, relay or auto.
         cp_head_chunks: parts in which heads change places in `a2a` and `a2a+p2p`, and in headwise linear layers (there
             at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact` gather keys, 2 if

@@ -1,4 +1,4 @@
-"""`Pack`: one packed microbatch on the host, before it is dealt to ranks."""
+"""`Pack`: one packed microbatch on the host, before it is assigned to ranks."""
 
 from __future__ import annotations
 

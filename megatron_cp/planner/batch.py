@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.exchange.sections import deal_heads
+from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.executor.plan import Plan, Price
 from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Mask, Packing
@@ -139,7 +139,7 @@ class LinearSlot:
         exchanges = mode in ("headwise", "auto")
         chunks = self.head_chunks if exchanges else None
         if chunks is not None:
-            chunks = min(chunks, deal_heads(self.heads, self.key_heads, layout.cp_size).most_groups)
+            chunks = min(chunks, partition_heads(self.heads, self.key_heads, layout.cp_size).most_groups)
         plan = plan_linear(
             layout.packing, layout, self.kind, heads=self.heads, **of_kind, conv_width=self.conv_width,
             mode=mode, hidden_size=self.hidden_size, layers=max(len(self.run), 1),

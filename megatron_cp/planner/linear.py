@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import Codec
-from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
+from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.plan import Compute, Plan, Price, Relay, Step, ToHeads, ToTokens
 from megatron_cp.executor.transport import COLLECTIVE, Transport
@@ -51,13 +51,13 @@ class LinearShape:
     def is_delta(self) -> bool:
         return self.kind in ("gdn", "kda")
 
-    def sections(self, deal: HeadDeal) -> Sections:
+    def sections(self, partition: HeadPartition) -> Sections:
         """What travels, in the order of the operation's features; the first ones are convolved."""
         if self.kind == "conv1d":
-            return Sections((Section("x", self.heads, 1, deal.heads),))
-        keys = {"head_dim": self.key_dim, "num_heads": self.groups, "ranges": deal.groups}
-        values = {"head_dim": self.value_dim, "num_heads": self.heads, "ranges": deal.heads}
-        each = {"head_dim": 1, "num_heads": self.heads, "ranges": deal.heads, "exact": True}
+            return Sections((Section("x", self.heads, 1, partition.heads),))
+        keys = {"head_dim": self.key_dim, "num_heads": self.groups, "ranges": partition.groups}
+        values = {"head_dim": self.value_dim, "num_heads": self.heads, "ranges": partition.heads}
+        each = {"head_dim": 1, "num_heads": self.heads, "ranges": partition.heads, "exact": True}
         table = {
             "gdn": {"q": keys, "k": keys, "v": values, "beta": each, "alpha": each},
             "kda": {"q": keys, "k": keys, "v": values, "g": {**each, "head_dim": self.key_dim}, "beta": each},
@@ -158,17 +158,17 @@ def plan_linear(
     if kind == "conv1d":
         remedy = "It has single channels, which are no shorter coded: leave the codec out."
     coding = checked_codec(codec, kind if kind == "conv1d" else mode, remedy)
-    deal = deal_heads(shape.heads, shape.groups, layout.cp_size)
+    partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
     chunks = 1
     if head_chunks is not None and exchanges:
-        chunks = checked_chunks(head_chunks, deal, group_name(kind))
+        chunks = checked_chunks(head_chunks, partition, group_name(kind))
         chunks = chunks if layout.cp_size > 1 else 1
     elif head_chunks is not None:
         chunks = no_chunks(head_chunks, mode, "Only heads that change places go in chunks: use headwise.")
     if mode == "relay" and contiguous_like(layout) == layout:
         mode = "chunkwise"  # already there
     makers = {
-        "headwise": lambda: _headwise(layout, shape, deal, chunks, coding),
+        "headwise": lambda: _headwise(layout, shape, partition, chunks, coding),
         "chunkwise": lambda: _chunkwise(layout, shape),
         "relay": lambda: _relayed(layout, shape, hidden_size or 1, layers),
     }
@@ -184,7 +184,7 @@ def plan_linear(
         plans.append((replace(priced(plan, hardware, item_size=item_size), scheme=name), plan))
     plans.sort(key=lambda pair: _total(pair[0]))
     chosen = next(plan for _, plan in plans if plan is not None)
-    if chosen.deal.idle_ranks:
+    if chosen.partition.idle_ranks:
         warnings.warn(chosen.notes[0], stacklevel=2)
     way = "relay" if chosen.relay else chosen.scheme
     notes = (*chosen.notes, *_notes(chosen), *(unused(way, codec, chunks) if way != "headwise" else ()))
@@ -214,28 +214,32 @@ def _total(price: Price) -> float:
     return price.forward + price.backward
 
 
-def _headwise(layout: Layout, shape: LinearShape, deal: HeadDeal, chunks: int, codec: Codec | None) -> Plan:
-    sections = shape.sections(deal)
-    arriving = ToHeads(exchange_of(layout, sections, deal, chunks, codec), (0, len(sections.blocks)))
-    out = Section("out", shape.heads, 1 if shape.kind == "conv1d" else shape.value_dim, deal.heads)
+def _headwise(layout: Layout, shape: LinearShape, partition: HeadPartition, chunks: int, codec: Codec | None) -> Plan:
+    sections = shape.sections(partition)
+    arriving = ToHeads(exchange_of(layout, sections, partition, chunks, codec), (0, len(sections.blocks)))
+    out = Section("out", shape.heads, 1 if shape.kind == "conv1d" else shape.value_dim, partition.heads)
     local = [Compute(name) for name in (("conv",) if shape.kind == "conv1d" else ("conv", "gates", "rule"))]
-    steps: tuple[Step, ...] = (arriving, *local, ToTokens(exchange_of(layout, Sections((out,)), deal, chunks, codec)))
+    steps: tuple[Step, ...] = (
+        arriving,
+        *local,
+        ToTokens(exchange_of(layout, Sections((out,)), partition, chunks, codec)),
+    )
     head = {"conv1d": "channel", "mamba": "head"}.get(shape.kind, "value head")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said where the plan is chosen
-        notes = notes_of(deal, layout, head, group_name(shape.kind), "; chunkwise uses them all")
+        notes = notes_of(partition, layout, head, group_name(shape.kind), "; chunkwise uses them all")
     return Plan(
-        shape.kind, "headwise", layout, sections, deal, None, steps, notes=notes, conv_width=shape.conv_width
+        shape.kind, "headwise", layout, sections, partition, None, steps, notes=notes, conv_width=shape.conv_width
     )  # fmt: skip
 
 
 def _chunkwise(layout: Layout, shape: LinearShape) -> Plan:
-    deal = deal_heads(shape.heads, shape.groups, 1)
+    partition = partition_heads(shape.heads, shape.groups, 1)
     halo = Halo(layout, shape.conv_width, shape.channels)
     scan = Scan(layout, shape.heads, shape.key_dim, shape.value_dim, shape.is_delta)
     steps: tuple[Step, ...] = (halo,) if shape.kind == "conv1d" else (halo, Compute("gates"), scan)
     return Plan(
-        shape.kind, "chunkwise", layout, shape.sections(deal), deal, None, steps, conv_width=shape.conv_width
+        shape.kind, "chunkwise", layout, shape.sections(partition), partition, None, steps, conv_width=shape.conv_width
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import warnings
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import CODECS, Codec
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import HeadDeal, Section, Sections, deal_heads
+from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.executor.plan import Plan, Step, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transport import COLLECTIVE, Transport
@@ -83,28 +83,28 @@ def plan_attention(
     if scheme == "auto":
         scheme = "a2a"
     degree, schedule = _grid(scheme, layout.cp_size, kv_heads, ulysses_degree)
-    deal = deal_heads(heads, kv_heads, degree)
-    q = Section("q", heads, head_dim, deal.heads)
-    k = Section("k", kv_heads, head_dim, deal.groups)
-    v = Section("v", kv_heads, value_head_dim, deal.groups)
-    out = Section("out", heads, value_head_dim, deal.heads)
+    partition = partition_heads(heads, kv_heads, degree)
+    q = Section("q", heads, head_dim, partition.heads)
+    k = Section("k", kv_heads, head_dim, partition.groups)
+    v = Section("v", kv_heads, value_head_dim, partition.groups)
+    out = Section("out", heads, value_head_dim, partition.heads)
     # A head exchange on one rank only puts tokens in order, which gives the bits of several ranks.
     in_order = layout.in_stream_order and kv_layout.in_stream_order
     exchanged = degree > 1 or (scheme == "a2a" and not in_order)
     queries, keys = (
-        Layout.contiguous(dealt.packing, 1) if exchanged and degree == 1 else joined(dealt, degree)
-        for dealt in (layout, kv_layout)
+        Layout.contiguous(each.packing, 1) if exchanged and degree == 1 else joined(each, degree)
+        for each in (layout, kv_layout)
     )
-    chunks = _head_chunks(head_chunks, scheme, deal)
+    chunks = _head_chunks(head_chunks, scheme, partition)
     parts, gathered = (1, chunks) if gathers(scheme) or degree == 1 else (chunks, 1)
-    attend = Attend(mask, queries, keys, deal, schedule, head_dim, value_head_dim, gathered)
+    attend = Attend(mask, queries, keys, partition, schedule, head_dim, value_head_dim, gathered)
     remedy = f"Only heads that change places are coded: use a2a{''.join(f' or {name}' for name in _PRODUCTS)}."
     coding = checked_codec(codec, scheme, remedy if not exchanges(scheme) else "")
     steps: tuple[Step, ...] = (attend,)
     if exchanged:
 
         def exchange(layout: Layout, *blocks: Section, apart: bool = False) -> Exchange:
-            return exchange_of(layout, Sections(blocks), deal, parts, coding, apart=apart)
+            return exchange_of(layout, Sections(blocks), partition, parts, coding, apart=apart)
 
         inbound = (
             (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
@@ -113,10 +113,10 @@ def plan_attention(
         )
         steps = (*inbound, attend, ToTokens(exchange(layout, out, apart=True)))
     transport = checked_transport(transport, layout.cp_size)
-    notes = notes_of(deal, layout, "head", "key/value head", "; exact and p2p use them all") + _many_bands(
+    notes = notes_of(partition, layout, "head", "key/value head", "; exact and p2p use them all") + _many_bands(
         attend, scheme
     )
-    return Plan("attention", scheme, layout, Sections((q, k, v)), deal, mask, steps, notes, transport=transport)
+    return Plan("attention", scheme, layout, Sections((q, k, v)), partition, mask, steps, notes, transport=transport)
 
 
 _PRODUCTS = {"a2a+p2p": "p2p", "a2a+all_gather": "all_gather"}
@@ -158,19 +158,19 @@ def exchanges(scheme: str) -> bool:
     return scheme == "auto" or scheme.startswith("a2a")
 
 
-def _head_chunks(asked: int | None, scheme: str, deal: HeadDeal) -> int:
+def _head_chunks(asked: int | None, scheme: str, partition: HeadPartition) -> int:
     if asked is None:
-        return min(2, deal.most_groups) if gathers(scheme) else 1
+        return min(2, partition.most_groups) if gathers(scheme) else 1
     if scheme == "p2p":
         return no_chunks(asked, scheme, "A ring passes on all heads of a key at once: use a2a, all_gather or exact.")
-    return checked_chunks(asked, deal, "key/value head")
+    return checked_chunks(asked, partition, "key/value head")
 
 
-def checked_chunks(asked: int, deal: HeadDeal, group: str) -> int:
+def checked_chunks(asked: int, partition: HeadPartition, group: str) -> int:
     """Parts of a rank's heads: each at least one of what `group` calls those that heads share."""
-    asked, most, ranks = checked_integer("head_chunks", asked, 1), deal.most_groups, len(deal.groups)
+    asked, most, ranks = checked_integer("head_chunks", asked, 1), partition.most_groups, len(partition.groups)
     if asked > most:
-        count = max(hi for _, hi in deal.groups)
+        count = max(hi for _, hi in partition.groups)
         found = f"{count} {plural(group, count)}" + (f" over {ranks} ranks" if ranks > 1 else "")
         fewer = f" of a rank: use more {plural(group)} or fewer ranks" if ranks > 1 else ""
         allowed = f"{'1' if most == 1 else f'1 to {most}'}, for {found}"
@@ -209,13 +209,19 @@ def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
 
 
 def exchange_of(
-    layout: Layout, sections: Sections, deal: HeadDeal, chunks: int, codec: Codec | None, *, apart: bool = True
+    layout: Layout,
+    sections: Sections,
+    partition: HeadPartition,
+    chunks: int,
+    codec: Codec | None,
+    *,
+    apart: bool = True,
 ) -> Exchange:
-    """Of sections that `deal` dealt, in so many chunks of each rank's heads.
+    """Of sections made by `partition`, in so many chunks of each rank's heads.
 
     Attention writes its gradients where its inputs stood: those leave as rows, not apart.
     """
-    parts = tuple(sections.chunk(deal, number, chunks) for number in range(chunks)) if chunks > 1 else ()
+    parts = tuple(sections.chunk(partition, number, chunks) for number in range(chunks)) if chunks > 1 else ()
     return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None, apart)
 
 
@@ -254,7 +260,7 @@ def check_layout(packing: Packing, layout: Layout) -> None:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
 
 
-# A ring makes a kernel call for each pair of fragments of two ranks that see one another, of which a document dealt in
+# A ring makes a kernel call for each pair of fragments of two ranks that see one another, of which a document cut in
 # zigzag has two or three a stage. So many times as many calls as stages is what no such layout comes near.
 _MANY, _AT_LEAST = 8, 1000
 
@@ -275,16 +281,16 @@ def _many_bands(attend: Attend, scheme: str) -> tuple[str, ...]:
     return (note,)
 
 
-def notes_of(deal: HeadDeal, layout: Layout, head: str, group: str, remedy: str = "") -> tuple[str, ...]:
+def notes_of(partition: HeadPartition, layout: Layout, head: str, group: str, remedy: str = "") -> tuple[str, ...]:
     """What the user should know about a head exchange."""
     notes = []
-    if deal.idle_ranks:
-        idle = deal.idle_ranks * layout.cp_size // len(deal.heads)
+    if partition.idle_ranks:
+        idle = partition.idle_ranks * layout.cp_size // len(partition.heads)
         notes.append(
             f"{idle} of {layout.cp_size} ranks get no {head} and compute nothing here: "
             f"a head exchange uses at most as many ranks as there are heads{remedy}"
         )
         warnings.warn(notes[-1], stacklevel=3)
-    if deal.replicated:
+    if partition.replicated:
         notes.append(f"some ranks share a {group}: it is sent to each of them and its gradient is summed")
     return tuple(notes)

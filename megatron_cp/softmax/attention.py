@@ -249,7 +249,7 @@ class _Own:
 
         def local_attention(chunk: int) -> dict[str, LocalWork]:
             step = self.plan.attend_of(chunk)
-            first, last = step.deal.heads[head_rank]
+            first, last = step.partition.heads[head_rank]
             place = _Place(step, kv_rank, head_rank, along, _Heads(self.kernel, self.call, first))
             sink = self.sink if self.sink is None else self.sink[first:last]
 
@@ -272,7 +272,7 @@ def _lse_exchange(plan: Plan) -> Exchange:
     assert isinstance(back, ToTokens)
     (out,) = back.exchange.sections.blocks
     sections, chunks = Sections((replace(out, name="lse", head_dim=1),)), len(back.exchange.chunks)
-    parts = tuple(sections.chunk(plan.deal, number, chunks) for number in range(chunks))
+    parts = tuple(sections.chunk(plan.partition, number, chunks) for number in range(chunks))
     return replace(back.exchange, sections=sections, chunks=parts, codec=None)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.pack import like_rows
-from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.exchange import to_heads
 from megatron_cp.executor.launch import run_ranks
@@ -92,9 +92,13 @@ def test_a_chunkwise_plan_says_what_is_sent(layer, layout):
 def count_inbound(group, layout, in_place):
     """Copy passes of the inbound exchange of GatedDeltaNet's sections, forward and backward."""
     heads, key_heads, dim = 8, 4, 16
-    deal = deal_heads(heads, key_heads, layout.cp_size)
-    widths = {"q": (key_heads, dim, deal.groups), "k": (key_heads, dim, deal.groups), "v": (heads, dim, deal.heads)}
-    gates = {"beta": (heads, 1, deal.heads), "alpha": (heads, 1, deal.heads)}
+    partition = partition_heads(heads, key_heads, layout.cp_size)
+    widths = {
+        "q": (key_heads, dim, partition.groups),
+        "k": (key_heads, dim, partition.groups),
+        "v": (heads, dim, partition.heads),
+    }
+    gates = {"beta": (heads, 1, partition.heads), "alpha": (heads, 1, partition.heads)}
     exchange = Exchange(layout, Sections(tuple(Section(name, *rest) for name, rest in (widths | gates).items())))
     local = torch.randn(int(layout.row_counts[group.rank]), exchange.sections.width, requires_grad=True)
     torch.autograd.backward([s.sum() for s in to_heads(exchange, group, local)])  # the first makes the batch's tables

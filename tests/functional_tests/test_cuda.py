@@ -13,7 +13,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
-from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
@@ -109,8 +109,8 @@ def test_scheme_equals_float64(scheme, mask):
 
 
 def exchange_over(layout):
-    deal = deal_heads(6, 2, layout.cp_size)  # with 3 ranks, some share a key head
-    return Exchange(layout, Sections((Section("q", 6, 8, deal.heads), Section("k", 2, 24, deal.groups))))
+    partition = partition_heads(6, 2, layout.cp_size)  # with 3 ranks, some share a key head
+    return Exchange(layout, Sections((Section("q", 6, 8, partition.heads), Section("k", 2, 24, partition.groups))))
 
 
 def exchange_on_device(group, layout):

@@ -71,7 +71,7 @@ CASES = {
 def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(name):
     case = CASES[name]
     expected = bits(case)
-    most = case.plan().deal.most_groups
+    most = case.plan().partition.most_groups
     assert most > 1
     for transport, chunks in itertools.product(TRANSPORTS, {1, 2, min(3, most)}):
         if (transport, chunks) != ("collective", 1):
@@ -104,9 +104,9 @@ def test_heads_that_ranks_share_are_summed_in_the_order_of_ranks_in_any_chunks()
     """In float32, where another order of a sum has other bits."""
     case = Case("attention", 7, LENGTHS, scheme="a2a", heads=18, groups=9, dtype=torch.float32, head_dim=8)
     shared = Case("attention", 5, LENGTHS, scheme="a2a", heads=32, groups=2, dtype=torch.float32)
-    assert shared.plan().deal.replicated
+    assert shared.plan().partition.replicated
     for one in (case, shared):
-        for chunks in range(2, one.plan().deal.most_groups + 1):
+        for chunks in range(2, one.plan().partition.most_groups + 1):
             assert_same(bits(one, head_chunks=chunks), bits(one))
 
 

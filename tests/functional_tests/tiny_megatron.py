@@ -1,6 +1,6 @@
 """Small Megatron models over ranks: what the tests of the adapter share. Only ranks call this: it needs the stand-in.
 
-Parameters are drawn by their names, whole, and dealt to tensor-parallel ranks, so that every run has the same model.
+Parameters are drawn by their names, whole, and assigned to tensor-parallel ranks, so that every run has the same model.
 """
 
 import argparse
@@ -268,7 +268,7 @@ def shards(model, lengths, layout, index, how="planned", align=1):
     Args:
         how: "planned" by `shard_batch`; "megatron": Megatron's own sharding and parameters of a packed batch, each
             document in chunks; "pack": likewise, the whole pack, as with `--dataloader-inter-document-masking`;
-            "unpacked": the documents, all of one length, as sequences of a batch, dealt by Megatron.
+            "unpacked": the documents, all of one length, as sequences of a batch, sharded by Megatron.
     """
     from megatron.core import parallel_state
 
@@ -278,8 +278,8 @@ def shards(model, lengths, layout, index, how="planned", align=1):
     group = parallel_state.get_context_parallel_group()
     tokens, mask = stream(index, sum(lengths))
     if how == "planned":
-        dealt = layout_of(layout, lengths, group.size(), align)
-        return shard_batch(tokens, dealt, group, slots=slots_of(model), loss_mask=mask)
+        assigned = layout_of(layout, lengths, group.size(), align)
+        return shard_batch(tokens, assigned, group, slots=slots_of(model), loss_mask=mask)
     return megatron_shards(tokens, mask, lengths, group, how)
 
 

@@ -1,4 +1,4 @@
-"""The head exchange between ranks, against slices of the full tensors, for ragged layouts and any dealing of heads.
+"""The head exchange between ranks, against slices of the full tensors, for ragged layouts and any partition of heads.
 
 All values are exact (whole numbers where sums are taken), so every comparison is for equality. Every uninitialised
 tensor is filled with NaN, and so are pad rows: what equals the expected numbers was never computed from either.
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange import pack
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
@@ -61,9 +61,9 @@ def layouts(draw) -> Layout:
     cuts = sorted({0, packing.total, *draw(st.lists(st.integers(0, packing.total), max_size=8))})
     fragments = draw(st.permutations(list(itertools.pairwise(cuts))))
     holders = draw(st.lists(st.integers(0, cp_size - 1), min_size=len(fragments), max_size=len(fragments)))
-    dealt = [[fragment for fragment, holder in zip(fragments, holders, strict=True) if holder == rank]
+    assigned = [[fragment for fragment, holder in zip(fragments, holders, strict=True) if holder == rank]
              for rank in range(cp_size)]  # fmt: skip
-    return Layout.from_fragments(packing, dealt, align=align)
+    return Layout.from_fragments(packing, assigned, align=align)
 
 
 @st.composite
@@ -81,12 +81,12 @@ def head_ranges(draw, num_heads: int, cp_size: int) -> tuple[tuple[int, int], ..
 @st.composite
 def sections(draw, cp_size: int) -> Sections:
     groups, per_group = draw(st.integers(1, 8)), draw(st.integers(1, 3))
-    deal = deal_heads(groups * per_group, groups, cp_size)
+    partition = partition_heads(groups * per_group, groups, cp_size)
     others = draw(st.integers(1, 5))
     return Sections((
-        Section("q", groups * per_group, draw(st.integers(1, 5)), deal.heads),
-        Section("k", groups, draw(st.integers(1, 5)), deal.groups),
-        Section("beta", groups * per_group, 1, deal.heads),
+        Section("q", groups * per_group, draw(st.integers(1, 5)), partition.heads),
+        Section("k", groups, draw(st.integers(1, 5)), partition.groups),
+        Section("beta", groups * per_group, 1, partition.heads),
         Section("any", others, draw(st.integers(1, 9)), draw(head_ranges(others, cp_size))),
     ))  # fmt: skip
 
@@ -314,8 +314,14 @@ def test_short_gradients_of_a_shared_head_are_summed_in_fp32(dtype: torch.dtype,
 
 
 def _qkv(cp_size: int) -> Sections:
-    deal = deal_heads(6, 2, cp_size)
-    return Sections((Section("q", 6, 4, deal.heads), Section("k", 2, 4, deal.groups), Section("v", 2, 3, deal.groups)))
+    partition = partition_heads(6, 2, cp_size)
+    return Sections(
+        (
+            Section("q", 6, 4, partition.heads),
+            Section("k", 2, 4, partition.groups),
+            Section("v", 2, 3, partition.groups),
+        )
+    )
 
 
 def _round_trip_calls(layout: Layout) -> list[list[Counter[str]]]:

@@ -21,7 +21,7 @@ from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.pack import like_rows, pack_heads, pack_tokens, unpack_heads, unpack_tokens
-from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.testing.poison import poisoned
 
@@ -52,16 +52,16 @@ def test_kernels_move_the_same_bytes_as_torch():
 
 
 def exchange_of(layout: Layout, heads: int, groups: int, chunks: int, codec: str) -> Exchange:
-    deal = deal_heads(heads, groups, 3)
+    partition = partition_heads(heads, groups, 3)
     sections = Sections(
         (
-            Section("q", heads, 8, deal.heads),
-            Section("k", groups, 8, deal.groups),
-            Section("v", groups, 6, deal.groups),
-            Section("beta", heads, 1, deal.heads, exact=True),
+            Section("q", heads, 8, partition.heads),
+            Section("k", groups, 8, partition.groups),
+            Section("v", groups, 6, partition.groups),
+            Section("beta", heads, 1, partition.heads, exact=True),
         )
     )
-    parts = tuple(sections.chunk(deal, number, chunks) for number in range(chunks)) if chunks > 1 else ()
+    parts = tuple(sections.chunk(partition, number, chunks) for number in range(chunks)) if chunks > 1 else ()
     return Exchange(layout, sections, parts, CODECS[codec])
 
 
@@ -118,7 +118,7 @@ def check() -> None:
         for layout, (heads, groups), chunks, codec, batch in itertools.product(
             LAYOUTS, [(6, 3), (6, 2), (5, 5), (4, 1)], [1, 2], ["none", "fp8", "int8"], [None, None, 2]
         )
-        if chunks <= deal_heads(heads, groups, 3).most_groups
+        if chunks <= partition_heads(heads, groups, 3).most_groups
     ]
     for number, (layout, heads, groups, chunks, codec, batch) in enumerate(Random(0).sample(cases, 18)):
         exchange = exchange_of(LAYOUTS[layout], heads, groups, chunks, codec)

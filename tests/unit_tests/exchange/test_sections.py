@@ -1,4 +1,4 @@
-"""`deal_heads`, `Sections` and `RowFormat`, against loops over heads."""
+"""`partition_heads`, `Sections` and `RowFormat`, against loops over heads."""
 
 import itertools
 import re
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
 
 ragged = settings(derandomize=True, deadline=None, max_examples=200)
@@ -38,7 +38,7 @@ def sizes(ranges):
 # -- which heads each rank computes ----------------------------------------------------------------------------------
 
 
-DEALS = {  # (heads, groups, ranks): the heads of each rank, the groups that it reads
+PARTITIONS = {  # (heads, groups, ranks): the heads of each rank, the groups that it reads
     (32, 8, 4): ([(0, 8), (8, 16), (16, 24), (24, 32)], [(0, 2), (2, 4), (4, 6), (6, 8)]),
     (10, 5, 3): ([(0, 4), (4, 8), (8, 10)], [(0, 2), (2, 4), (4, 5)]),
     (6, 2, 3): ([(0, 2), (2, 4), (4, 6)], [(0, 1), (0, 2), (1, 2)]),
@@ -49,19 +49,19 @@ DEALS = {  # (heads, groups, ranks): the heads of each rank, the groups that it 
 }
 
 
-@pytest.mark.parametrize("counts", DEALS, ids=str)
+@pytest.mark.parametrize("counts", PARTITIONS, ids=str)
 def test_deals_heads_and_groups(counts):
-    deal = deal_heads(*counts)
-    assert (list(deal.heads), list(deal.groups)) == DEALS[counts]
+    partition = partition_heads(*counts)
+    assert (list(partition.heads), list(partition.groups)) == PARTITIONS[counts]
 
 
 @ragged
 @given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
 def test_every_head_is_dealt_once_with_exactly_the_groups_it_reads(per_group, groups, cp_size):
-    deal = deal_heads(per_group * groups, groups, cp_size)
-    assert [head for lo, hi in deal.heads for head in range(lo, hi)] == list(range(per_group * groups))
-    assert [list(range(*read)) for read in deal.groups] == [
-        sorted({head // per_group for head in range(lo, hi)}) for lo, hi in deal.heads
+    partition = partition_heads(per_group * groups, groups, cp_size)
+    assert [head for lo, hi in partition.heads for head in range(lo, hi)] == list(range(per_group * groups))
+    assert [list(range(*read)) for read in partition.groups] == [
+        sorted({head // per_group for head in range(lo, hi)}) for lo, hi in partition.heads
     ]
 
 
@@ -69,11 +69,11 @@ def test_every_head_is_dealt_once_with_exactly_the_groups_it_reads(per_group, gr
 @given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
 def test_deals_whole_groups_where_there_is_one_for_each_rank(per_group, groups, cp_size):
     groups = max(groups, cp_size)
-    deal = deal_heads(per_group * groups, groups, cp_size)
-    assert max(sizes(deal.groups)) - min(sizes(deal.groups)) <= 1
-    assert list(deal.heads) == [(lo * per_group, hi * per_group) for lo, hi in deal.groups]
-    assert not deal.replicated
-    assert deal.idle_ranks == 0
+    partition = partition_heads(per_group * groups, groups, cp_size)
+    assert max(sizes(partition.groups)) - min(sizes(partition.groups)) <= 1
+    assert list(partition.heads) == [(lo * per_group, hi * per_group) for lo, hi in partition.groups]
+    assert not partition.replicated
+    assert partition.idle_ranks == 0
 
 
 @ragged
@@ -81,36 +81,36 @@ def test_deals_whole_groups_where_there_is_one_for_each_rank(per_group, groups, 
 def test_with_fewer_groups_than_ranks_no_rank_is_busier_than_plain_dealing_makes_it(per_group, groups, cp_size):
     cp_size = max(cp_size, groups + 1)
     heads = per_group * groups
-    deal = deal_heads(heads, groups, cp_size)
-    assert max(sizes(deal.heads)) == ceil(heads, cp_size)
+    partition = partition_heads(heads, groups, cp_size)
+    assert max(sizes(partition.heads)) == ceil(heads, cp_size)
     if ceil(per_group, cp_size // groups) == ceil(heads, cp_size):
-        assert max(sizes(deal.groups)) == 1
+        assert max(sizes(partition.groups)) == 1
 
 
 @ragged
 @given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
 def test_counts_idle_ranks_and_sees_shared_groups(per_group, groups, cp_size):
-    deal = deal_heads(per_group * groups, groups, cp_size)
-    readers = Counter(group for read in deal.groups for group in range(*read))
-    assert deal.idle_ranks == sizes(deal.heads).count(0)
-    assert deal.replicated == (max(readers.values()) > 1)
+    partition = partition_heads(per_group * groups, groups, cp_size)
+    readers = Counter(group for read in partition.groups for group in range(*read))
+    assert partition.idle_ranks == sizes(partition.heads).count(0)
+    assert partition.replicated == (max(readers.values()) > 1)
 
 
 @pytest.mark.parametrize("count", [0, -4])
 def test_rejects_no_heads(count):
     with refusal_of("num_heads", count):
-        deal_heads(count, 1, 2)
+        partition_heads(count, 1, 2)
 
 
 @pytest.mark.parametrize("count", [0, -4])
 def test_rejects_no_groups(count):
     with refusal_of("num_groups", count):
-        deal_heads(4, count, 2)
+        partition_heads(4, count, 2)
 
 
 def test_rejects_groups_that_do_not_divide_the_heads():
     with refusal_of("num_groups", 3):
-        deal_heads(8, 3, 2)
+        partition_heads(8, 3, 2)
 
 
 # -- the feature axis as sections ------------------------------------------------------------------------------------
@@ -125,8 +125,8 @@ def sections(draw):
         if draw(st.booleans()):
             groups = draw(st.integers(1, 8))
             heads = groups * draw(st.integers(1, 4))
-            deal = deal_heads(heads, groups, cp_size)
-            count, ranges = draw(st.sampled_from([(heads, deal.heads), (groups, deal.groups)]))
+            partition = partition_heads(heads, groups, cp_size)
+            count, ranges = draw(st.sampled_from([(heads, partition.heads), (groups, partition.groups)]))
         else:
             lo, hi, ranges = 0, 0, ()
             for _ in range(cp_size):
@@ -210,8 +210,8 @@ def test_shared_heads_are_those_that_a_lower_rank_also_computes(drawn):
 
 
 def test_ranks_with_equal_messages_share_one_column_for_each_section():
-    deal = deal_heads(32, 8, 4)
-    sections = Sections((Section("q", 32, 128, deal.heads), Section("k", 8, 128, deal.groups)))
+    partition = partition_heads(32, 8, 4)
+    sections = Sections((Section("q", 32, 128, partition.heads), Section("k", 8, 128, partition.groups)))
     columns = sections.row_format([2, 2]).columns
     assert [(c.section, c.first_rank, c.last_rank, c.num_heads) for c in columns] == [(0, 0, 4, 8), (1, 0, 4, 2)]
 
@@ -265,7 +265,7 @@ def test_widths_add_up():
 
 def rejects_ranges(*ranges):
     with refusal_of("ranges", repr(ranges)):
-        Sections((Section("q", 4, 8, deal_heads(4, 4, len(ranges)).heads), Section("k", 4, 8, ranges)))
+        Sections((Section("q", 4, 8, partition_heads(4, 4, len(ranges)).heads), Section("k", 4, 8, ranges)))
 
 
 def test_rejects_ranges_that_start_after_head_0():
@@ -297,7 +297,7 @@ def test_rejects_ranges_that_end_before_they_start():
 
 
 def test_rejects_sections_over_different_numbers_of_ranks():
-    q, k = (Section(name, 4, 8, deal_heads(4, 4, ranks).heads) for name, ranks in (("q", 2), ("k", 3)))
+    q, k = (Section(name, 4, 8, partition_heads(4, 4, ranks).heads) for name, ranks in (("q", 2), ("k", 3)))
     with pytest.raises(ArgumentError, match="'k'"):
         Sections((q, k))
 
@@ -306,7 +306,7 @@ def test_rejects_sections_over_different_numbers_of_ranks():
 
 
 def test_rejects_sections_for_another_number_of_ranks():
-    with refusal_of("sections", "'heads dealt to 2 ranks'"):
+    with refusal_of("sections", "'heads assigned to 2 ranks'"):
         Exchange(Layout.zigzag(Packing([8]), 3), Sections((Section("q", 4, 8, ((0, 2), (2, 4))),)))
 
 
@@ -321,5 +321,5 @@ def test_rejects_sections_for_another_number_of_ranks():
     ids=["one rank", "other order", "pad rows", "two ranks"],
 )
 def test_is_local_where_nothing_moves(layout, local):
-    deal = deal_heads(4, 4, layout.cp_size)
-    assert Exchange(layout, Sections((Section("q", 4, 8, deal.heads),))).is_local == local
+    partition = partition_heads(4, 4, layout.cp_size)
+    assert Exchange(layout, Sections((Section("q", 4, 8, partition.heads),))).is_local == local

@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron_cp.exchange.codec import E4M3, E5M2, INT8, Format
 from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.kernels.pieces import KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, pieces_of
-from megatron_cp.exchange.sections import deal_heads
+from megatron_cp.exchange.sections import partition_heads
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")
@@ -288,9 +288,9 @@ def check(
         assert same(bytes_around(tensor), bytes_around(right)), case
 
 
-def dealt(heads: int, groups: int, ranks: int) -> tuple[tuple, tuple]:
-    deal = deal_heads(heads, groups, ranks)
-    return deal.heads, deal.groups
+def ranges(heads: int, groups: int, ranks: int) -> tuple[tuple, tuple]:
+    partition = partition_heads(heads, groups, ranks)
+    return partition.heads, partition.groups
 
 
 def shuffled(rows: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -303,14 +303,14 @@ def whole(width: int, dtype: torch.dtype, tensor: int = 0) -> Block:
 
 
 def check_copies() -> None:
-    heads, groups = dealt(8, 8, 3)
+    heads, groups = ranges(8, 8, 3)
     joint = Form([Block(heads, 32, BF16), Block(groups, 16, BF16), Block(heads, 1, BF16)])
     for rows in (0, 1, 7, 130):
         check(joint, rows)
     check(joint, 7, first=1)
     check(joint, 7, first=4, gap=4)
     check(joint, 7, gap=3, pad=2)
-    heads, groups = dealt(5, 5, 4)
+    heads, groups = ranges(5, 5, 4)
     mixed = Form([
         Block(heads, 3, FP32), Block(heads, 8, BF16, 1), Block(groups, 5, BF16, 1), Block(heads, 2, FP64, 2),
         Block(heads, 1, torch.uint8, 3), Block(groups, 4, FP16, 4),
@@ -367,14 +367,14 @@ def check_any_pieces() -> None:
 
 
 def check_sums() -> None:
-    heads, groups = dealt(4, 2, 4)
+    heads, groups = ranges(4, 2, 4)
     for dtype in (BF16, FP16, FP32, FP64):
         joint = Form([Block(heads, 16, dtype), Block(groups, 16, dtype), Block(groups, 8, dtype)])
         check(joint, 7)
         check(joint, 3, first=1, pad=1)
-    heads, groups = dealt(10, 2, 5)  # ranks whose heads begin and end inside groups
+    heads, groups = ranges(10, 2, 5)  # ranks whose heads begin and end inside groups
     check(Form([Block(heads, 2, FP32), Block(groups, 3, BF16, 1), Block(groups, 4, FP64, 2)]), 18, gap=2)
-    heads, groups = dealt(5, 1, 5)
+    heads, groups = ranges(5, 1, 5)
     check(Form([Block(groups, 8, BF16), Block(heads, 8, BF16), Block(groups, 1, FP32, 1)]), 7, index=shuffled(7))
     check(Form([Block(((0, 2), (1, 3), (1, 4)), 3, FP16)]), 5)
     check_sums_of_several_messages()
@@ -415,7 +415,7 @@ def check_far_apart() -> None:
 
 
 def check_coded() -> None:
-    heads, groups = dealt(3, 1, 2)
+    heads, groups = ranges(3, 1, 2)
     for coding in (E4M3, E5M2, INT8):
         for dtype in (BF16, FP16, FP32):
             check(Form([Block(heads, 16, dtype, coded=True), Block(groups, 8, dtype, coded=True)]), 5, coding=coding)

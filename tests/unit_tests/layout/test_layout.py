@@ -31,7 +31,7 @@ MEGATRON_CP_SIZES = [2, 3, 4, 5, 8]
 
 @st.composite
 def layouts(draw, aligns=(1,)):
-    """Any layout: one of the named ones, or pieces of the stream dealt to ranks at will, some ranks left empty."""
+    """Any layout: one of the named ones, or pieces of the stream assigned to ranks at will, some ranks left empty."""
     packing, cp_size, align = Packing(draw(LENGTHS)), draw(CP_SIZES), draw(st.sampled_from(aligns))
     named = draw(st.sampled_from([Layout.contiguous, Layout.zigzag, Layout.zigzag_of_pack, Layout.striped, None]))
     if named:
@@ -116,7 +116,7 @@ def test_zigzag_totals_differ_by_at_most_1(lengths, cp_size):
 
 
 def zigzag_by_loop(lengths, cp_size):
-    """For each rank its tokens, the left-over ones dealt one at a time."""
+    """For each rank its tokens, the left-over ones assigned one at a time."""
     held = [[] for _ in range(cp_size)]
     start, turn = 0, 0
     for length in lengths:
@@ -423,10 +423,10 @@ def test_the_examples_in_the_docstrings_run():
 
 
 @pytest.mark.parametrize("cp_size", [0, -1, 1025, 2.0, "4"], ids=repr)
-@pytest.mark.parametrize("deal", [Layout.contiguous, Layout.zigzag], ids=["contiguous", "zigzag"])
-def test_rejects_a_cp_size_out_of_range(deal, cp_size):
+@pytest.mark.parametrize("partition", [Layout.contiguous, Layout.zigzag], ids=["contiguous", "zigzag"])
+def test_rejects_a_cp_size_out_of_range(partition, cp_size):
     with refusal_of("cp_size", repr(cp_size)):
-        deal(Packing([8]), cp_size)
+        partition(Packing([8]), cp_size)
 
 
 def test_rejects_fragments_for_too_many_ranks():

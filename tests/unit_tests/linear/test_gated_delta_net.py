@@ -143,6 +143,6 @@ def test_every_rank_gets_a_gradient_for_every_parameter_even_without_heads():
 
     gradients = run_ranks(rank, 6)
     assert all(gradient is not None for own in gradients for gradient in own)
-    idle = [rank for rank, (lo, hi) in enumerate(plan.deal.heads) if lo == hi]
+    idle = [rank for rank, (lo, hi) in enumerate(plan.partition.heads) if lo == hi]
     assert len(idle) == 2
     assert all(not gradient.any() for rank in idle for gradient in gradients[rank])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import Section, Sections, deal_heads
+from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.executor.memory import buffer_bytes, peak_bytes
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
 from megatron_cp.executor.schedule import Attend
@@ -83,7 +83,7 @@ def test_attention_is_one_exchange_in_and_one_out():
     assert sections_of(plan.steps[0]) == [("q", 6, 8), ("k", 2, 8), ("v", 2, 5)]
     assert sections_of(plan.steps[2]) == [("out", 6, 5)]
     assert (plan.kind, plan.scheme, plan.attend.num_kv_ranks) == ("attention", "a2a", 1)
-    assert (plan.packing, plan.cp_size, plan.ulysses_degree, plan.deal.heads_per_group) == (PACKING, 3, 3, 3)
+    assert (plan.packing, plan.cp_size, plan.ulysses_degree, plan.partition.heads_per_group) == (PACKING, 3, 3, 3)
 
 
 def test_gdn_is_one_exchange_in_and_one_out():
@@ -171,7 +171,7 @@ def test_the_area_of_a_mask_counts_visible_pairs(mask, visible):
 def test_work_imbalance_is_the_busiest_share_over_the_mean(plan):
     work = plan.work_per_rank()
     per_head = plan.mask.area if plan.mask else plan.packing.total
-    assert work == [len(range(*heads)) * per_head for heads in plan.deal.heads]
+    assert work == [len(range(*heads)) * per_head for heads in plan.partition.heads]
     mean = Fraction(sum(work), plan.cp_size)
     assert plan.work_imbalance == pytest.approx(float(max(work) / mean) if mean else 1.0, rel=1e-15)
 
@@ -196,8 +196,8 @@ def test_equal_plans_have_one_fingerprint_and_one_place_in_a_cache(planner, argu
     assert len(plan.fingerprint()) == 16
 
 
-def other_batch(packing, deal=Layout.zigzag, **options):
-    return {"packing": packing, "layout": deal(packing, 3, **options)}
+def other_batch(packing, partition=Layout.zigzag, **options):
+    return {"packing": packing, "layout": partition(packing, 3, **options)}
 
 
 SINGLES = np.stack([np.arange(PACKING.total), np.arange(PACKING.total) + 1], axis=-1)
@@ -251,10 +251,16 @@ def test_fingerprints_differ_by(plan, other):
 
 
 def test_fingerprints_see_which_heads_each_rank_computes():
-    layout, deal = Layout.zigzag(PACKING, 2), deal_heads(4, 4, 2)
+    layout, partition = Layout.zigzag(PACKING, 2), partition_heads(4, 4, 2)
     fingerprints = {
         Plan(
-            "attention", "a2a", layout, Sections((q,)), deal, None, (ToHeads(Exchange(layout, Sections((q,))), (0, 1)),)
+            "attention",
+            "a2a",
+            layout,
+            Sections((q,)),
+            partition,
+            None,
+            (ToHeads(Exchange(layout, Sections((q,))), (0, 1)),),
         ).fingerprint()
         for q in (Section("q", 4, 8, ((0, 2), (2, 4))), Section("q", 4, 8, ((0, 1), (1, 4))))
     }
@@ -492,8 +498,8 @@ def test_the_default_mask_of_cross_attention_does_not_depend_on_the_lengths():
 def test_fingerprints_see_the_layout_of_the_keys(scheme):
     layout, keys = Layout.zigzag(PACKING, 4), Packing([3, 9, 0, 20, 5])
     plan, other = (
-        plan_attention(**{**ATTENTION, "layout": layout}, kv_packing=keys, kv_layout=deal(keys, 4), scheme=scheme)
-        for deal in (Layout.contiguous, Layout.zigzag)
+        plan_attention(**{**ATTENTION, "layout": layout}, kv_packing=keys, kv_layout=partition(keys, 4), scheme=scheme)
+        for partition in (Layout.contiguous, Layout.zigzag)
     )
     assert plan != other
     assert plan.fingerprint() != other.fingerprint()
