@@ -22,7 +22,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.executor.groups import Message, Pending, RankGroup
-from megatron_cp.executor.transport import COLLECTIVE, Transport, num_rounds, partner
+from megatron_cp.executor.transport import COLLECTIVE, Transport, num_rounds, round_robin_peer
 
 ROUNDS_IN_FLIGHT = 4  # so that a slow pair holds nobody up; more would be a crowd on one link again
 
@@ -87,7 +87,7 @@ class Communicator:
 
     def _start_rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Pending:
         incoming[self.rank].copy_(outgoing[self.rank])
-        met = [partner(self.rank, self.size, number) for number in range(num_rounds(self.size))]
+        met = [round_robin_peer(self.rank, self.size, number) for number in range(num_rounds(self.size))]
         pairs = [[] if p is None else [(Message(outgoing[p], p), Message(incoming[p], p))] for p in met]
         return _Rounds(self.group, pairs)
 
@@ -103,7 +103,7 @@ def over(group: RankGroup | Communicator) -> Communicator:
 
 
 class _Rounds(Pending):
-    """Pairs that talk both ways, some rounds at a time; a rank with a bye says nothing in its round."""
+    """Pairs that talk both ways, some rounds at a time; a rank that is idle in a round says nothing in it."""
 
     def __init__(self, group: RankGroup, rounds: list[list[tuple[Message, Message]]]) -> None:
         self._group, self._ahead, self._activity = group, deque(rounds), group.activity
@@ -132,18 +132,18 @@ class _Hosts:
         self.own, self._hosts = hosts[rank], hosts
         self.home = self.members[self.own]
         self.others = [number for number in range(len(self.members)) if number != self.own]
-        self._through: dict[int, list[int]] = {gate: [] for gate in self.home}
+        self._senders: dict[int, list[int]] = {proxy_rank: [] for proxy_rank in self.home}
         for sender in (rank for number in self.others for rank in self.members[number]):
-            self._through[self.gate(sender, self.own)].append(sender)
+            self._senders[self.proxy_rank(sender, self.own)].append(sender)
 
-    def gate(self, sender: int, host: int) -> int:
+    def proxy_rank(self, sender: int, host: int) -> int:
         """The rank of another host that takes in what a rank sends there: its counterpart, counted round."""
         place = self.members[self._hosts[sender]].index(sender)
         return self.members[host][place % len(self.members[host])]
 
-    def through(self, gate: int) -> list[int]:
+    def senders_to(self, proxy_rank: int) -> list[int]:
         """The ranks of other hosts whose messages a rank of this host takes in."""
-        return self._through[gate]
+        return self._senders[proxy_rank]
 
 
 @lru_cache(maxsize=1024)  # ranks that are threads have one each
@@ -169,12 +169,12 @@ class _TwoHops(Pending):
         for number in hosts.others:
             ranks = hosts.members[number]
             bundle = self._bundle([outgoing[rank] for rank in ranks], ranks)
-            sends.append(Message(bundle, hosts.gate(group.rank, number)))
-        self._through = hosts.through(group.rank)
-        sizes = [int(self._counts[rank, hosts.home].sum()) for rank in self._through]
+            sends.append(Message(bundle, hosts.proxy_rank(group.rank, number)))
+        self._senders = hosts.senders_to(group.rank)
+        sizes = [int(self._counts[rank, hosts.home].sum()) for rank in self._senders]
         self._bundles = self._room(sum(sizes)).split(sizes)
         receives = [Message(incoming[peer], peer) for peer in peers]
-        receives += [Message(bundle, rank) for bundle, rank in zip(self._bundles, self._through, strict=True)]
+        receives += [Message(bundle, rank) for bundle, rank in zip(self._bundles, self._senders, strict=True)]
         self._pending = group.start_messages(sends, receives)
 
     def wait(self) -> None:
@@ -183,16 +183,16 @@ class _TwoHops(Pending):
         # What came through here, by the rank of this host that it is for.
         pieces = [
             dict(zip(home, bundle.split(self._counts[source, home].tolist()), strict=True))
-            for source, bundle in zip(self._through, self._bundles, strict=True)
+            for source, bundle in zip(self._senders, self._bundles, strict=True)
         ]
-        for source, of_source in zip(self._through, pieces, strict=True):
+        for source, of_source in zip(self._senders, pieces, strict=True):
             self._incoming[source].copy_(of_source[rank])
         sends, receives, arrived = [], [], []
         for peer in home:
             if peer == rank:
                 continue
             sends.append(Message(self._bundle([of_source[peer] for of_source in pieces]), peer))
-            sources = self._hosts.through(peer)
+            sources = self._hosts.senders_to(peer)
             sizes = self._counts[sources, rank].tolist()
             bundle = self._room(sum(sizes))
             receives.append(Message(bundle, peer))
@@ -230,17 +230,17 @@ class _SharesByTwoHops(Pending):
         self._hosts = hosts = _hosts_of(group.rank, transport.hosts)
         incoming[group.rank].copy_(sent)
         self._peers = [rank for rank in hosts.home if rank != group.rank]
-        targets = [*self._peers, *(hosts.gate(group.rank, number) for number in hosts.others)]
-        self._through = hosts.through(group.rank)
+        targets = [*self._peers, *(hosts.proxy_rank(group.rank, number) for number in hosts.others)]
+        self._senders = hosts.senders_to(group.rank)
         self._pending = group.start_messages(
             [Message(sent, target) for target in targets],
-            [Message(incoming[source], source) for source in (*self._peers, *self._through)],
+            [Message(incoming[source], source) for source in (*self._peers, *self._senders)],
         )
 
     def wait(self) -> None:
         self._pending.wait()
         self._group.activity = self._activity
         self._group.start_messages(
-            [Message(self._incoming[source], peer) for peer in self._peers for source in self._through],
-            [Message(self._incoming[source], peer) for peer in self._peers for source in self._hosts.through(peer)],
+            [Message(self._incoming[source], peer) for peer in self._peers for source in self._senders],
+            [Message(self._incoming[source], peer) for peer in self._peers for source in self._hosts.senders_to(peer)],
         ).wait()

@@ -140,8 +140,8 @@ def _checked_hosts(hosts: Any) -> tuple[int, ...]:
 COLLECTIVE = Transport()
 
 
-def partner(rank: int, size: int, number: int) -> int | None:
-    """Whom a rank meets in round `number` of a tournament in which all meet once; None if it has a bye.
+def round_robin_peer(rank: int, size: int, number: int) -> int | None:
+    """Whom a rank meets in round `number` of a round robin, in which all ranks meet once; None if it is idle.
 
     The circle method: in a round, the places of two that meet add up to one number modulo the rounds, and who would
     meet itself meets the last, or nobody where the ranks are odd. `size - 1` rounds, or `size` where that is odd.
@@ -156,5 +156,5 @@ def partner(rank: int, size: int, number: int) -> int | None:
 
 
 def num_rounds(size: int) -> int:
-    """Rounds of that tournament."""
+    """The number of rounds of that round robin."""
     return size - 1 if size % 2 == 0 else size

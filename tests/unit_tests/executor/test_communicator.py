@@ -15,7 +15,7 @@ from megatron_cp.exchange.traffic import Traffic
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.transport import COLLECTIVE, TRANSPORTS, Transport, num_rounds, partner
+from megatron_cp.executor.transport import COLLECTIVE, TRANSPORTS, Transport, num_rounds, round_robin_peer
 from megatron_cp.testing.poison import poisoned
 
 
@@ -128,12 +128,12 @@ def test_parts_of_a_group_of_any_stride(name, ranks):
 def test_rounds_are_pairs_and_all_meet_once(size):
     met: Counter[tuple[int, int]] = Counter()
     for number in range(num_rounds(size)):
-        partners = [partner(rank, size, number) for rank in range(size)]
-        for rank, other in enumerate(partners):
-            assert other is None or (other != rank and partners[other] == rank)
+        peers = [round_robin_peer(rank, size, number) for rank in range(size)]
+        for rank, other in enumerate(peers):
+            assert other is None or (other != rank and peers[other] == rank)
             if other is not None:
                 met[rank, other] += 1
-        assert partners.count(None) == size % 2
+        assert peers.count(None) == size % 2
     assert met == Counter((a, b) for a in range(size) for b in range(size) if a != b)
 
 
