@@ -64,7 +64,7 @@ def plan_of(call, cp_size):
         sizes = {"heads": call.heads, "groups": call.groups, "head_dim": call.value_head_dim, "state": call.head_dim}
     elif kind == "conv1d":
         sizes = {"channels": call.heads * call.value_head_dim}
-    hidden_size = 64 if call.scheme == "relay" or call.seed % 2 else None
+    hidden_size = 64 if call.scheme == "redistribute" or call.seed % 2 else None
     return cp.plan_linear(
         call.packing, layout, kind, conv_width=call.width, mode=call.scheme, hidden_size=hidden_size, **sizes, **wire
     )
@@ -74,8 +74,8 @@ def layouts_of(call, plan):
     """Who holds the inputs, the keys among them, and the output; None for an output that every rank has whole."""
     if isinstance(plan, tuple):
         return plan[0], plan[0], (None if call.operation == "gather" else plan[1])
-    outer = plan.outer or plan.layout
-    return outer, (plan.kv_layout if call.operation in ATTENTIONS else outer), outer
+    hidden_layout = plan.hidden_layout or plan.layout
+    return hidden_layout, (plan.kv_layout if call.operation in ATTENTIONS else hidden_layout), hidden_layout
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
@@ -178,13 +178,15 @@ def operate(call, plan, group, leaves):
     if call.operation in ATTENTIONS:
         return _attended(call, plan, group, tensors)
     options = _linear_options(call)
-    if plan.outer is not None:
+    if plan.hidden_layout is not None:
         rows = _sharded(call)
-        tensors = {n: cp.relayout(x, plan.outer, plan.layout, group) if n in rows else x for n, x in tensors.items()}
+        tensors = {
+            n: cp.relayout(x, plan.hidden_layout, plan.layout, group) if n in rows else x for n, x in tensors.items()
+        }
     if call.operation == "causal_conv1d":
         tensors.setdefault("bias", None)
     out = getattr(cp, call.operation)(**tensors, plan=plan, group=group, kernel=call.kernel, **options)
-    return out if plan.outer is None else cp.relayout(out, plan.layout, plan.outer, group)
+    return out if plan.hidden_layout is None else cp.relayout(out, plan.layout, plan.hidden_layout, group)
 
 
 def _attended(call, plan, group, tensors):

@@ -161,7 +161,7 @@ def _slice(r, total):
 
 def _linear(r, call, cp_size):
     kind = KINDS[call.operation]
-    mode = r.choice(("headwise", "headwise", "chunkwise", "chunkwise", "relay", "auto"))
+    mode = r.choice(("headwise", "headwise", "chunkwise", "chunkwise", "redistribute", "auto"))
     exchanges = mode in ("headwise", "auto")
     groups = call.heads * call.value_head_dim if kind == "conv1d" else call.groups
     most = _most_groups(dataclasses.replace(call, groups=groups), cp_size)

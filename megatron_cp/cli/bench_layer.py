@@ -110,7 +110,7 @@ def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Wor
         args.lengths = aligned_lengths(tokens, args.documents or _DOCUMENTS, 2 * args.cp, "--tokens-per-rank")
         args.tokens_per_rank = args.documents = None
     hidden_size = args.hidden_size or HIDDEN_SIZES[args.model or _MODELS[layer]]
-    args.hidden_size = None  # nothing is relayed here
+    args.hidden_size = None  # nothing is redistributed here
     known = MODELS[_MODELS[layer]][layer]
     shape = {"heads": known.heads, "key_heads": known.groups, "head_dim": known.head_dim}
     if layer == "mamba":

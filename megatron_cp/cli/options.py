@@ -63,7 +63,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--state", type=size, help="size of mamba's state: features of B and C")
     group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of a linear layer")
     group.add_argument(
-        "--hidden-size", type=size, help="of the model, for relaying around linear layers (default: --model's)"
+        "--hidden-size", type=size, help="of the model, for redistributing around linear layers (default: --model's)"
     )
     group.add_argument("--softmax-scale", type=number, help="what scores are multiplied by (default: head_dim ** -0.5)")
     group.add_argument("--learned-sink", action="store_true", help="a learned score a head in every softmax")
@@ -199,11 +199,11 @@ def _num_hosts(args: argparse.Namespace, cp_size: int) -> int:
 
 
 def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
-    """Of the model; None where nobody says, or where nothing of it can be relayed."""
+    """Of the model; None where nobody says, or where nothing of it can be redistributed."""
     if args.layer == "attention":
         return None
     known = HIDDEN_SIZES[args.model] if args.model else None
-    return args.hidden_size or known or (shape.heads * shape.value_dim if args.scheme == "relay" else None)
+    return args.hidden_size or known or (shape.heads * shape.value_dim if args.scheme == "redistribute" else None)
 
 
 def given_axes(args: argparse.Namespace) -> list[str]:

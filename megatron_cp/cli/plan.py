@@ -152,12 +152,12 @@ def _table(schemes: dict[str, Any]) -> list[str]:
 _BOTH = {"forward": True, "backward": False}
 
 
-def _relay(plan: Plan, item_size: int) -> dict[str, Any] | None:
-    """What moves around a run of linear layers, forward and again backward, where hidden states are relayed."""
-    if plan.relay is None:
+def _redistribution(plan: Plan, item_size: int) -> dict[str, Any] | None:
+    """What moves around a run of linear layers, forward and again backward, where hidden states are redistributed."""
+    if plan.redistribution is None:
         return None
-    sent = plan.relay.bytes_sent(plan.layout, item_size)
-    return {"layers": plan.relay.layers, "collectives": 2, "bytes_sent_per_rank": sent}
+    sent = plan.redistribution.bytes_sent(plan.layout, item_size)
+    return {"layers": plan.redistribution.layers, "collectives": 2, "bytes_sent_per_rank": sent}
 
 
 def _predicted(plan: Plan, *, forward: bool) -> float | None:
@@ -168,7 +168,7 @@ def _predicted(plan: Plan, *, forward: bool) -> float | None:
 def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
     """The plan in numbers. `null` where nothing prices or solves yet."""
     return {
-        "scheme": plan.scheme if plan.outer is None else "relay",
+        "scheme": plan.scheme if plan.hidden_layout is None else "redistribute",
         "cp": plan.cp_size,
         "transport": plan.transport.name,
         "hosts": list(plan.transport.hosts),
@@ -182,7 +182,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "bytes_lower_bound": {name: plan.bytes_needed(item_size, forward=forward) for name, forward in _BOTH.items()},
         "solver": {"optimal": None, "bound": None, "load_cap": None},
         "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
-        "relay": _relay(plan, item_size),
+        "redistribution": _redistribution(plan, item_size),
         "predicted_ms": {name: _predicted(plan, forward=forward) for name, forward in _BOTH.items()},
         "predicted_for": plan.prices[0].hardware if plan.prices else None,
         "plan_ms": milliseconds,

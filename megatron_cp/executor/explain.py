@@ -21,7 +21,7 @@ def explain(plan: Plan, item_size: int) -> str:
     """The text of `Plan.explain`."""
     layout, packing = plan.layout, plan.packing
     about = plan.mask.describe() if plan.mask else "the state starts anew with each document"
-    way = plan.scheme if plan.relay is None else "relay"
+    way = plan.scheme if plan.redistribution is None else "redistribute"
     lines = [
         f"{plan.kind} by {way} over {plan.cp_size} ranks: {packing.num_documents} documents, "
         f"{packing.total} tokens, {about}",
@@ -44,14 +44,14 @@ def explain(plan: Plan, item_size: int) -> str:
     if plan.transport != COLLECTIVE:
         lines.append(f"transport: {plan.transport.describe()}")
     lines.append(f"busiest rank: {plan.work_imbalance:.3f} x the mean work")
-    if plan.relay is not None:
-        layers = f"{plan.relay.layers} linear layers" if plan.relay.layers > 1 else "this layer"
-        most = size(max(plan.relay.bytes_sent(layout, item_size)))
+    if plan.redistribution is not None:
+        layers = f"{plan.redistribution.layers} linear layers" if plan.redistribution.layers > 1 else "this layer"
+        most = size(max(plan.redistribution.bytes_sent(layout, item_size)))
         lines.append(
-            f"around a run of {layers} hidden states are relayed: 2 transfers more forward and 2 backward, of at most "
-            f"{most} a rank together; outside the run tokens are held so:"
+            f"around a run of {layers} hidden states are redistributed: 2 transfers more forward and 2 backward, of at "
+            f"most {most} a rank together; outside the run tokens are held so:"
         )
-        lines.extend(ownership(plan.relay.outer))
+        lines.extend(ownership(plan.redistribution.hidden_layout))
     for number, price in enumerate(plan.prices):
         what = "chosen" if number == 0 else "other "
         least = "at least " if price.is_bound else ""

@@ -70,24 +70,24 @@ class Price:
 
 
 @dataclass(frozen=True)
-class Relay:
+class Redistribution:
     """Hidden states that are moved to a plan's layout around a run of linear layers, and back after it.
 
     Attributes:
-        outer: the layout that they have outside the run.
+        hidden_layout: the layout that they have outside the run.
         hidden_size: features of a token.
         layers: linear layers in the run.
     """
 
-    outer: Layout
+    hidden_layout: Layout
     hidden_size: int
     layers: int
 
     def bytes_sent(self, inner: Layout, item_size: int) -> list[int]:
         """For each rank, in and out together; the same forward and backward."""
-        starts = np.union1d(self.outer.starts, inner.starts)  # pieces that are whole in either layout
+        starts = np.union1d(self.hidden_layout.starts, inner.starts)  # pieces that are whole in either layout
         sizes = np.diff(starts, append=inner.packing.total)
-        before, after = (layout.located(starts)[0] for layout in (self.outer, inner))
+        before, after = (layout.located(starts)[0] for layout in (self.hidden_layout, inner))
         moved, counts = before != after, np.zeros(inner.cp_size, dtype=np.int64)
         for owners in (before, after):
             np.add.at(counts, owners[moved], sizes[moved])
@@ -110,8 +110,8 @@ class Plan(Tables):
         steps: what happens, in order; backward runs their adjoints in reverse.
         notes: what the user should know about this plan.
         conv_width: taps of a linear layer's convolution.
-        relay: how hidden states come to `layout`, where they are relayed. What a plan says of itself (bytes,
-            collectives) is about the layer; the relay, which a run of layers shares, speaks for itself.
+        redistribution: how hidden states come to `layout`, where they are redistributed. A plan's bytes and collectives
+            are the layer's; those of the redistribution, which a run of layers shares, are its own.
         transport: how its messages travel.
         prices: of the ways that were weighed, the chosen one first; not part of a plan's value.
     """
@@ -125,14 +125,14 @@ class Plan(Tables):
     steps: tuple[Step, ...]
     notes: tuple[str, ...] = ()
     conv_width: int = 1
-    relay: Relay | None = None
+    redistribution: Redistribution | None = None
     transport: Transport = COLLECTIVE
     prices: tuple[Price, ...] = field(default=(), compare=False)
 
     @property
-    def outer(self) -> Layout | None:
-        """The layout of hidden states outside the run of layers, where they are relayed; else None."""
-        return None if self.relay is None else self.relay.outer
+    def hidden_layout(self) -> Layout | None:
+        """The layout of hidden states outside the run of layers, where they are redistributed; else None."""
+        return None if self.redistribution is None else self.redistribution.hidden_layout
 
     @property
     def packing(self) -> Packing:
@@ -301,7 +301,7 @@ class Plan(Tables):
             *self.layout.describe(),
             f"mask: {self.mask.describe() if self.mask else 'none'}",
             *([f"conv width: {self.conv_width}"] if self.mask is None else []),
-            *([f"outside the run: {line}" for line in self.outer.describe()] if self.outer else []),
+            *([f"outside the run: {line}" for line in self.hidden_layout.describe()] if self.hidden_layout else []),
         ]
         for number, step in enumerate(self.steps):
             match step:

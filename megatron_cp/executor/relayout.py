@@ -37,7 +37,9 @@ def relayout(
     """
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
-            raise ArgumentError(name, layout, "a layout", "A plan's outer is None where nothing is relayed.")
+            raise ArgumentError(
+                name, layout, "a layout", "A plan's hidden_layout is None where nothing is redistributed."
+            )
     ranks = as_rank_group(group, source.cp_size)
     check_rows("local", local, int(source.row_counts[ranks.rank]), ranks.rank)
     mark = agree_on_call(ranks, [source, target], "relayout", {"local": local}, {})

@@ -97,9 +97,9 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
                 _ = step.traffic
         else:
             _ = step.traffic(forward=True), step.traffic(forward=False)
-    if plan.outer is not None:
-        prepare_relayout(plan.outer, plan.layout, rank, device)
-        prepare_relayout(plan.layout, plan.outer, rank, device)
+    if plan.hidden_layout is not None:
+        prepare_relayout(plan.hidden_layout, plan.layout, rank, device)
+        prepare_relayout(plan.layout, plan.hidden_layout, rank, device)
     if plan.attend is None:
         return
     for stage in range(plan.attend.num_stages):

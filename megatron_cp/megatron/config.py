@@ -21,7 +21,7 @@ class TransformerConfig(MegatronTransformerConfig):
 
     Attributes:
         cp_layout: how `shard_batch` should assign tokens: zigzag, contiguous or balanced.
-        linear_cp_mode: how linear layers are spread: headwise, chunkwise, relay or auto.
+        linear_cp_mode: how linear layers are spread: headwise, chunkwise, redistribute or auto.
         cp_head_chunks: parts in which heads change places in `a2a` and `a2a+p2p`, and in headwise linear layers (there
             at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact` gather keys, 2 if
             None and there are as many key/value heads.
@@ -105,7 +105,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Our flags beside Megatron's: pass this as `extra_args_provider` to Megatron's parser."""
     group = parser.add_argument_group("megatron_cp")
     group.add_argument("--cp-layout", default="zigzag", help="who holds which tokens: zigzag, contiguous or balanced")
-    modes = "how linear layers are spread: headwise, chunkwise, relay or auto"
+    modes = "how linear layers are spread: headwise, chunkwise, redistribute or auto"
     group.add_argument("--linear-cp-mode", default="auto", help=modes)
     group.add_argument("--cp-head-chunks", type=int, help="parts in which heads change places, or keys are gathered")
     ways = "how messages travel: collective, pairwise or hierarchical"

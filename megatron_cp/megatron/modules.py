@@ -117,9 +117,9 @@ class LinearModule(ContextParallelModule):
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
             self.check_rows(rows, plan.layout)
             return plan
-        if self.slot.mode == "relay":
-            refuse("linear_cp_mode", "relay", "headwise, chunkwise or auto for batches that are not packed", "")
-        slot = replace(self.slot, hidden_size=None, run=())  # a layer of its own: only packed batches are relayed
+        if self.slot.mode == "redistribute":
+            refuse("linear_cp_mode", "redistribute", "headwise, chunkwise or auto for batches that are not packed", "")
+        slot = replace(self.slot, hidden_size=None, run=())  # a layer of its own: only packed batches are redistributed
         packing = Packing([rows * self.ranks.size] * batch)
         if self._unpacked is None or self._unpacked.layout.packing != packing:
             self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [slot])

@@ -79,7 +79,9 @@ class TrainingOptions:
     cp_comm_type: tuple[str, ...] = _flag(
         ("auto",), "attention's scheme, one or one for each layer", "parallelism", nargs="+"
     )
-    linear_cp_mode: str = _flag("auto", "linear layers' scheme: headwise, chunkwise, relay or auto", "parallelism")
+    linear_cp_mode: str = _flag(
+        "auto", "linear layers' scheme: headwise, chunkwise, redistribute or auto", "parallelism"
+    )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _flag(
         None, "of a2a+...: the ranks of one head exchange, and how many such groups", "parallelism", nargs=2, type=int
     )
@@ -184,8 +186,10 @@ class TrainingOptions:
         if self.linear_conv_kernel_dim > MAX_CONV_WIDTH:
             allowed = f"an integer from 1 to {MAX_CONV_WIDTH}"
             raise ArgumentError("linear_conv_kernel_dim", self.linear_conv_kernel_dim, allowed)
-        if self.linear_cp_mode == "relay" and self.sequence_parallel and self.context_parallel_size > 1:
-            raise ArgumentError("linear_cp_mode", "relay", "headwise, chunkwise or auto with --sequence-parallel")
+        if self.linear_cp_mode == "redistribute" and self.sequence_parallel and self.context_parallel_size > 1:
+            raise ArgumentError(
+                "linear_cp_mode", "redistribute", "headwise, chunkwise or auto with --sequence-parallel"
+            )
         if self.position_embedding_type == "rope" and self.kv_channels % 2:
             raise ArgumentError("kv_channels", self.kv_channels, "even numbers with --position-embedding-type rope")
         if self.lr_warmup_iters and self.lr_warmup_iters >= (self.lr_decay_iters or self.train_iters):

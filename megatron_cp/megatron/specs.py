@@ -41,7 +41,7 @@ from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.mamba_mixer import MambaMixer
 from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
 from megatron_cp.megatron.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
-from megatron_cp.megatron.relay import arrange_run, arrange_runs
+from megatron_cp.megatron.redistribution import arrange_run, arrange_runs
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
 

@@ -78,13 +78,13 @@ class LinearSlot:
         value_head_dim: features of a value head; of mamba, of a head of x.
         conv_width: taps of the convolution.
         mode: one of `--linear-cp-mode`.
-        hidden_size: of the model, where hidden states can be relayed around the run of linear layers that this is in.
+        hidden_size: of the model, where hidden states can be redistributed around this layer's run of linear layers.
         item_size: bytes of an activation, for predictions.
         head_chunks: of headwise, at most; a rank may have fewer key heads.
         transport, codec: see `plan_attention`; the codec is headwise's alone. Other modes leave codec and head chunks
             unused, which a note of the plan says.
         run: the kinds of the run's layers, this one's among them and each as often as it occurs, without runs of their
-            own; they are relayed together or not at all. Empty for a layer by itself.
+            own; they are redistributed together or not at all. Empty for a layer by itself.
     """
 
     kind: str
@@ -115,13 +115,13 @@ class LinearSlot:
         if self.mode != "auto" or not self.run:
             return self._plan(layout, self.mode)
         own = self._prices(layout)
-        relayed = direct = 0.0
+        redistributed = direct = 0.0
         for slot, count in Counter(self.run).items():
             prices = replace(slot, hidden_size=self.hidden_size, run=self.run)._prices(layout)
             times = {price.scheme: price.forward + price.backward for price in prices}
-            relayed += count * times.pop("relay", math.inf)
+            redistributed += count * times.pop("redistribute", math.inf)
             direct += count * min(times.values())
-        ways = [price for price in own if (price.scheme == "relay") == (relayed < direct)]
+        ways = [price for price in own if (price.scheme == "redistribute") == (redistributed < direct)]
         best = self._plan(layout, ways[0].scheme)
         return replace(best, prices=(ways[0], *(price for price in own if price is not ways[0])))
 

@@ -73,7 +73,9 @@ CAPABILITIES = (
     Capability("kind", "conv1d", True, "the causal convolution alone"),
     Capability("mode", "headwise", True, "whole documents on a share of the heads: an exchange in, one out"),
     Capability("mode", "chunkwise", True, "all heads on own tokens: a halo and one exchange of state maps"),
-    Capability("mode", "relay", True, "chunkwise on contiguous ranges, to which hidden states are relayed"),
+    Capability(
+        "mode", "redistribute", True, "chunkwise on contiguous ranges, to which hidden states are redistributed"
+    ),
     Capability("mode", "auto", True, "the way that is predicted to be fastest"),
     Capability("transport", "collective", True, "the backend's own all-to-all and all-gather"),
     Capability("transport", "pairwise", True, "disjoint pairs of ranks, round by round; any number of ranks"),
@@ -205,5 +207,5 @@ _OTHER_NAMES = {
     "ulysses": "a2a", "alltoall": "a2a", "ring": "p2p", "ringattention": "p2p", "usp": "a2a+p2p", "ag": "all_gather",
     "gateddeltanet": "gdn", "gateddeltarule": "gdn", "kimideltaattention": "kda", "mamba2": "mamba", "ssd": "mamba",
     "conv": "conv1d", "causalconv1d": "conv1d", "e4m3": "fp8", "e5m2": "fp8_e5m2", "nccl": "collective",
-    "nodes": "--hosts",  # the name before
+    "nodes": "--hosts", "relay": "redistribute",  # the names before
 }  # fmt: skip

@@ -64,16 +64,16 @@ def priced(plan: Plan, hardware: Hardware, *, item_size: int) -> Price:
         hardware: the rates.
         item_size: bytes of an activation.
     """
-    relayed = starts_of_relay = 0.0
-    if plan.relay is not None:
-        relayed = max(plan.relay.bytes_sent(plan.layout, item_size)) / plan.relay.layers
-        starts_of_relay = 2 / plan.relay.layers
+    redistributed = starts_of_redistribution = 0.0
+    if plan.redistribution is not None:
+        redistributed = max(plan.redistribution.bytes_sent(plan.layout, item_size)) / plan.redistribution.layers
+        starts_of_redistribution = 2 / plan.redistribution.layers
     times, sent = [], 0
     for forward in (True, False):
-        moved = max(plan.bytes_sent(item_size, forward=forward)) + int(relayed)
+        moved = max(plan.bytes_sent(item_size, forward=forward)) + int(redistributed)
         # Of chunks of heads the first start alone: the others, and much of the wire, hide behind the work of the chunks
         # before. As that overlap is not priced, neither are they, or what is meant to save time would cost it here.
-        starts = plan.collectives(forward=forward) / plan.head_chunks + starts_of_relay
+        starts = plan.collectives(forward=forward) / plan.head_chunks + starts_of_redistribution
         seconds = (
             moved / hardware.bandwidth(plan.cp_size)
             + starts * hardware.latency

@@ -9,7 +9,7 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.executor.chain import Halo, Scan
-from megatron_cp.executor.plan import Compute, Plan, Price, Relay, Step, ToHeads, ToTokens
+from megatron_cp.executor.plan import Compute, Plan, Price, Redistribution, Step, ToHeads, ToTokens
 from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.capabilities import require
@@ -100,9 +100,9 @@ def plan_linear(
 ) -> Plan:
     """How to run a linear layer over a batch.
 
-        headwise    whole documents on a share of the heads: one exchange in, one out
-        chunkwise   all heads on own tokens: a halo for the convolution, one exchange of state maps
-        relay       chunkwise in a layout of few fragments, to which hidden states are relayed around a run of layers
+        headwise      whole documents on a share of the heads: one exchange in, one out
+        chunkwise     all heads on own tokens: a halo for the convolution, one exchange of state maps
+        redistribute  chunkwise in a layout of few fragments, to which hidden states move around a run of layers
 
     Args:
         packing: the documents; the state starts anew with each.
@@ -118,9 +118,10 @@ def plan_linear(
         channels: of conv1d.
         conv_width: taps of the mixer's convolution; nothing of it concerns the bare rules.
         mode: one of the above, or "auto", which takes the way that is predicted to be fastest.
-        hidden_size: features of the hidden states, where they can be relayed: the plan's `layout` may then be another
-            than was given, which is its `outer`, and `relayout` moves hidden states between the two. None where not.
-        layers: how many linear layers share such a relay.
+        hidden_size: features of the hidden states, where they can be redistributed; None where not. The plan's `layout`
+            may then be another than the given one, which is its `hidden_layout`; `relayout` moves hidden states
+            between the two.
+        layers: how many linear layers share such a redistribution.
         hardware, item_size: what predictions assume: rates, and the bytes of an activation.
         head_chunks: parts in which headwise's heads travel, each while the one before is computed; at most as many as a
             rank has key heads, 1 if None. Of no other mode: those refuse more than one.
@@ -143,12 +144,12 @@ def plan_linear(
     layers = checked_integer("layers", layers, 1)
     if hidden_size is not None:
         hidden_size = checked_integer("hidden_size", hidden_size, 1)
-    if layout.cp_size == 1 and mode in ("auto", "relay"):
+    if layout.cp_size == 1 and mode in ("auto", "redistribute"):
         mode = "headwise"  # nothing moves, and a model may be run on one rank with the options of several
-    if mode == "relay" and hidden_size is None:
-        raise ArgumentError("hidden_size", None, "the features of the hidden states", "A relay moves those.")
+    if mode == "redistribute" and hidden_size is None:
+        raise ArgumentError("hidden_size", None, "the features of the hidden states", "A redistribution moves those.")
     if layers > 1 and hidden_size is None:
-        raise ArgumentError("layers", layers, "1 without hidden_size", "They share a relay of hidden states.")
+        raise ArgumentError("layers", layers, "1 without hidden_size", "They share a redistribution of hidden states.")
     if not isinstance(hardware, Hardware):
         raise ArgumentError("hardware", hardware, "rates, as in megatron_cp.planner.cost.H100")
     item_size = checked_integer("item_size", item_size, 1)
@@ -165,16 +166,18 @@ def plan_linear(
         chunks = chunks if layout.cp_size > 1 else 1
     elif head_chunks is not None:
         chunks = no_chunks(head_chunks, mode, "Only heads that change places go in chunks: use headwise.")
-    if mode == "relay" and contiguous_like(layout) == layout:
+    if mode == "redistribute" and contiguous_like(layout) == layout:
         mode = "chunkwise"  # already there
     makers = {
         "headwise": lambda: _headwise(layout, shape, partition, chunks, coding),
         "chunkwise": lambda: _chunkwise(layout, shape),
-        "relay": lambda: _relayed(layout, shape, hidden_size or 1, layers),
+        "redistribute": lambda: _redistributed(layout, shape, hidden_size or 1, layers),
     }
     plans: list[tuple[Price, Plan | None]] = []
     for name, make in makers.items():
-        if mode not in ("auto", name) or (mode == "auto" and name == "relay" and not _can_relay(layout, hidden_size)):
+        if mode not in ("auto", name) or (
+            mode == "auto" and name == "redistribute" and not _can_redistribute(layout, hidden_size)
+        ):
             continue
         bound = lower_bound(layout, shape.state_size, hardware) if mode == "auto" and name == "chunkwise" else None
         if bound is not None and _total(bound) > _total(plans[0][0]):
@@ -186,13 +189,15 @@ def plan_linear(
     chosen = next(plan for _, plan in plans if plan is not None)
     if chosen.partition.idle_ranks:
         warnings.warn(chosen.notes[0], stacklevel=2)
-    way = "relay" if chosen.relay else chosen.scheme
+    way = "redistribute" if chosen.redistribution else chosen.scheme
     notes = (*chosen.notes, *_notes(chosen), *(unused(way, codec, chunks) if way != "headwise" else ()))
     return replace(chosen, notes=notes, prices=tuple(price for price, _ in plans), transport=transport)
 
 
-def _relayed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:
-    return replace(_chunkwise(contiguous_like(layout), shape), relay=Relay(layout, hidden_size, layers))
+def _redistributed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:
+    return replace(
+        _chunkwise(contiguous_like(layout), shape), redistribution=Redistribution(layout, hidden_size, layers)
+    )
 
 
 def contiguous_like(layout: Layout) -> Layout:
@@ -206,7 +211,7 @@ def contiguous_like(layout: Layout) -> Layout:
     return found
 
 
-def _can_relay(layout: Layout, hidden_size: int | None) -> bool:
+def _can_redistribute(layout: Layout, hidden_size: int | None) -> bool:
     return hidden_size is not None and contiguous_like(layout) != layout
 
 
@@ -244,10 +249,14 @@ def _chunkwise(layout: Layout, shape: LinearShape) -> Plan:
 
 
 def _notes(plan: Plan) -> tuple[str, ...]:
-    if plan.relay is None:
+    if plan.redistribution is None:
         return ()
-    run = f"a run of {plan.relay.layers} linear layers" if plan.relay.layers > 1 else "this linear layer"
-    return (f"hidden states are relayed to contiguous ranges around {run}, and back after it",)
+    run = (
+        f"a run of {plan.redistribution.layers} linear layers"
+        if plan.redistribution.layers > 1
+        else "this linear layer"
+    )
+    return (f"hidden states are redistributed to contiguous ranges around {run}, and back after it",)
 
 
 def unused(way: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:

@@ -34,8 +34,8 @@ def check_picture(name: str, path: str) -> None:
 def save_picture(plan: Plan, path: str | Path) -> None:
     """Draws ownership of the stream (a row for each rank) and each rank's tokens and work, and saves it.
 
-    Where hidden states are relayed, two ownerships: the layout that they have outside the run of layers, which is the
-    one that was asked for, and the one that the layers have.
+    Where hidden states are redistributed, two ownerships: the layout that they have outside the run of layers, which is
+    the one that was asked for, and the one that the layers have.
 
     Raises:
         ArgumentError: the folder does not exist or the file cannot be written there.
@@ -47,7 +47,7 @@ def save_picture(plan: Plan, path: str | Path) -> None:
     height = 2.6 + 0.22 * min(plan.cp_size, 32)
     figure = Figure(figsize=(11, height * len(streams)), layout="constrained")
     axes = figure.subplots(len(streams), 2, width_ratios=(4, 1), squeeze=False)
-    way = plan.scheme if plan.relay is None else "relay"
+    way = plan.scheme if plan.redistribution is None else "redistribute"
     figure.suptitle(
         f"{plan.kind} by {way} over {plan.cp_size} ranks: "
         f"{plan.packing.num_documents} document{'s' * (plan.packing.num_documents != 1)}, {plan.packing.total} tokens"
@@ -66,12 +66,12 @@ def save_picture(plan: Plan, path: str | Path) -> None:
 
 
 def streams_of(plan: Plan) -> list[tuple[str, Layout]]:
-    """Who holds the tokens, with a heading: where hidden states are relayed, outside the run of layers and in it."""
-    if plan.outer is None:
+    """Who holds the tokens, with headings: outside a run of layers and in it, if hidden states are redistributed."""
+    if plan.hidden_layout is None:
         return [("", plan.layout)]
     return [
-        ("outside the run of linear layers, as asked for", plan.outer),
-        ("in the layers, to which hidden states are relayed", plan.layout),
+        ("outside the run of linear layers, as asked for", plan.hidden_layout),
+        ("in the layers, to which hidden states are redistributed", plan.layout),
     ]
 
 

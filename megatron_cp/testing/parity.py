@@ -61,7 +61,7 @@ class Case:
         num_hosts: hosts of a hierarchical transport, of neighbouring ranks, unless `hosts` says better.
         hosts: the host of each rank.
         codec: how heads that change places are coded.
-        hidden_size: of the model, where hidden states may be relayed around a linear layer; None where not.
+        hidden_size: of the model, where hidden states may be redistributed around a linear layer; None where not.
         softmax_scale: None for `head_dim ** -0.5`.
         softcap, dropout, learned_sink: of attention; see `attention`.
         align: of the layout.
@@ -257,8 +257,8 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
     """One rank's output and gradients, by name, its rows of each. Parameters' gradients are this rank's share."""
     problem = draw(case) if problem is None else problem
     plan = case.plan()
-    outer = plan.outer or plan.layout
-    inputs = {name: outer.shard(tensor, group.rank).requires_grad_() for name, tensor in problem.inputs.items()}
+    hidden_layout = plan.hidden_layout or plan.layout
+    inputs = {name: hidden_layout.shard(tensor, group.rank).requires_grad_() for name, tensor in problem.inputs.items()}
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in problem.parameters.items()}
     if case.layer == "attention":
         q, k, v = inputs.values()
@@ -267,7 +267,7 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
         )  # fmt: skip
     else:
         out = run_linear(group, case, plan, inputs, parameters)
-    out.backward(outer.shard(problem.output_gradient, group.rank))
+    out.backward(hidden_layout.shard(problem.output_gradient, group.rank))
     gradients = {f"d_{name}": tensor.grad for name, tensor in (inputs | parameters).items()}
     missing = [name for name, gradient in gradients.items() if gradient is None]
     assert not missing, f"no gradient reached {missing} on rank {group.rank}"
@@ -277,10 +277,10 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
 def run_linear(
     group: RankGroup, case: Case, plan: Plan, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
 ) -> Tensor:
-    """The layer's output. What would be hidden states in a model, the layer's inputs here, is relayed if so planned."""
+    """The layer's output. The layer's inputs stand for a model's hidden states, and are redistributed if so planned."""
     tensors = list(inputs.values())
-    if plan.outer is not None:
-        tensors = [relayout(tensor, plan.outer, plan.layout, group) for tensor in tensors]
+    if plan.hidden_layout is not None:
+        tensors = [relayout(tensor, plan.hidden_layout, plan.layout, group) for tensor in tensors]
     if case.layer == "conv1d":
         (x,), (taps, bias) = tensors, parameters.values()
         out = causal_conv1d(x, taps, bias, plan, group, activation="silu", kernel=case.kernel)
@@ -288,13 +288,13 @@ def run_linear(
         mixers: dict[str, Callable[..., Tensor]] = {"gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
         scale = {} if case.layer == "mamba" else {"scale": case.softmax_scale}
         out = mixers[case.layer](*tensors, plan, group, **parameters, **scale, kernel=case.kernel)
-    return out if plan.outer is None else relayout(out, plan.layout, plan.outer, group)
+    return out if plan.hidden_layout is None else relayout(out, plan.layout, plan.hidden_layout, group)
 
 
 def whole(case: Case, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """What the ranks of a case hold together: tokens in stream order, parameters' gradients summed."""
     plan = case.plan()
-    layout = plan.outer or plan.layout
+    layout = plan.hidden_layout or plan.layout
     parameters = {f"d_{name}" for name in draw(replace(case, lengths=(1,))).parameters}
     return {
         name: sum(rank[name] for rank in ranks[1:]) + ranks[0][name]

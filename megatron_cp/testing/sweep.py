@@ -31,10 +31,10 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     """
     layouts = [case.layout] if "layout" in fixed else working("layout")
     if case.layer != "attention":
-        modes = [case.scheme] if "scheme" in fixed else ["headwise", "chunkwise", "relay"]
+        modes = [case.scheme] if "scheme" in fixed else ["headwise", "chunkwise", "redistribute"]
         width = case.heads * case.value_head_dim
         cases = [
-            replace(case, layout=layout, scheme=mode, hidden_size=width if mode == "relay" else case.hidden_size)
+            replace(case, layout=layout, scheme=mode, hidden_size=width if mode == "redistribute" else case.hidden_size)
             for mode, layout in itertools.product(modes, layouts)
         ]
         return [_without_what_it_has_not(one) for one in cases]
@@ -62,7 +62,7 @@ def _without_what_it_has_not(case: Case) -> Case:
     """The case without a degree, head chunks or a codec where its scheme has none."""
     if "+" not in case.scheme:
         case = replace(case, ulysses_degree=None)
-    if case.scheme in ("p2p", "chunkwise", "relay"):
+    if case.scheme in ("p2p", "chunkwise", "redistribute"):
         case = replace(case, head_chunks=None)
     has_codec = case.layer != "conv1d" and (case.scheme == "headwise" or exchanges(case.scheme))
     return case if has_codec else replace(case, codec="none")

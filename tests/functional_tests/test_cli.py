@@ -68,7 +68,7 @@ def test_check_all_runs_every_mode_of_a_linear_layer(capsys):
     assert "ok     cp=3 chunkwise          4 cases" in out
 
 
-@pytest.mark.parametrize(("layout", "scheme"), [("contiguous", "chunkwise"), ("zigzag", "relay")])
+@pytest.mark.parametrize(("layout", "scheme"), [("contiguous", "chunkwise"), ("zigzag", "redistribute")])
 def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme, capsys):
     shape = ["--layer", "gdn", "--model", "qwen3-next", "--tokens-per-rank", "32768", "--cp", "8"]
     assert main(["plan", *shape, "--documents", "64", "--layout", layout, "--json"]) == 0
@@ -146,15 +146,15 @@ def test_plan_reports_every_key(capsys, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_plan_draws_the_layout_that_was_asked_for_beside_the_one_that_it_relays_to(capsys, tmp_path, monkeypatch):
+def test_plan_draws_the_layout_that_was_asked_for_beside_the_one_in_the_layers(capsys, tmp_path, monkeypatch):
     drawn = []
     draw = picture._draw_ownership
     monkeypatch.setattr(picture, "_draw_ownership", lambda axes, layout: drawn.append(layout) or draw(axes, layout))
-    shape = ["--layer", "gdn", "--scheme", "relay", "--cp", "3", "--lengths", "50,7,70", "--layout", "zigzag"]
+    shape = ["--layer", "gdn", "--scheme", "redistribute", "--cp", "3", "--lengths", "50,7,70", "--layout", "zigzag"]
     assert main(["plan", *shape, "--plot", str(tmp_path / "plan.png")]) == 0
     packing = Packing([50, 7, 70])
     assert drawn == [Layout.zigzag(packing, 3), Layout.contiguous(packing, 3)]
-    assert "gdn by relay" in capsys.readouterr().out
+    assert "gdn by redistribute" in capsys.readouterr().out
     drawn.clear()
     assert main(["plan", *shape, "--scheme", "chunkwise", "--plot", str(tmp_path / "plan.png")]) == 0
     assert drawn == [Layout.zigzag(packing, 3)]
@@ -293,6 +293,7 @@ def test_rejects_a_mask_without_a_spelling_with_what_makes_the_same_one(name, ca
         (["plan", "--transport", "hierarchical", "--hosts", "9", "--cp", "4"], "at most the 4 ranks"),
         (["plan", "--hosts", "2"], "nothing without --transport hierarchical"),
         (["plan", "--nodes", "2"], "there is no such option. Did you mean --hosts?"),
+        (["plan", "--layer", "gdn", "--scheme", "relay"], "Did you mean redistribute?"),
         (["plan", "--dropout", "1.5"], "--dropout"),
         (["plan", "--scheme", "exact", "--head-chunks", "3"], "1 to 2"),
         (["check", "--layer", "attention", "--conv-width", "4"], "attention has none"),

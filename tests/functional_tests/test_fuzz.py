@@ -44,8 +44,8 @@ def seen(name):
 def test_draws_are_wide():
     assert seen("operation") == set(OPERATIONS)
     assert {scheme for scheme in seen("scheme") if scheme != "auto"} == {
-        "a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather", "headwise", "chunkwise", "relay", "same_loss",
-        "own_loss",
+        "a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather", "headwise", "chunkwise", "redistribute",
+        "same_loss", "own_loss",
     }  # fmt: skip
     assert seen("layout") == set(LAYOUTS)
     assert seen("transport") == {"collective", "pairwise", "hierarchical"}

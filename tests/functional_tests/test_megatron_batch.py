@@ -299,7 +299,7 @@ OTHER_ROWS = {
     "gdn, 4 more": (("hybrid", 4), {}),
     "mamba, 4 more": (("hybrid_mamba", 4), {}),
     "mla, 4 fewer": (("mla", -4), {}),
-    "relayed, 4 fewer": (("hybrid", -4), {"linear_cp_mode": "relay"}),
+    "redistributed, 4 fewer": (("hybrid", -4), {"linear_cp_mode": "redistribute"}),
 }
 ATTEMPTS = {
     "tiled": lambda: tiny.build("gpt", cp_comm_type="tiled"),

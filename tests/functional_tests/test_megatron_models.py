@@ -103,14 +103,14 @@ CHUNKWISE = [
     *[spread("chunkwise", "hybrid_both", batches="even", how="unpacked")],
     *[spread(mode, "gpt_gdn") for mode in ("headwise", "chunkwise")],
 ]
-RELAYED = [
+REDISTRIBUTED = [
     spread("chunkwise", "hybrid", "contiguous"),  # to compare with
-    *[spread("relay", kind, layout) for kind in (*HYBRIDS, "hybrid_both") for layout in ("zigzag", "balanced")],
-    *[spread("relay", "hybrid_both", **more) for more in ({"layout": "lopsided"}, {"batches": "tiny"})],
-    spread("relay", "hybrid_both", recompute="full"),
-    spread("relay", "hybrid_both", batches="aligned", how="megatron"),
-    spread("relay", "hybrid_both", batches="packs", how="pack"),
-    spread("relay", "gpt_gdn"),
+    *[spread("redistribute", kind, layout) for kind in (*HYBRIDS, "hybrid_both") for layout in ("zigzag", "balanced")],
+    *[spread("redistribute", "hybrid_both", **more) for more in ({"layout": "lopsided"}, {"batches": "tiny"})],
+    spread("redistribute", "hybrid_both", recompute="full"),
+    spread("redistribute", "hybrid_both", batches="aligned", how="megatron"),
+    spread("redistribute", "hybrid_both", batches="packs", how="pack"),
+    spread("redistribute", "gpt_gdn"),
 ]
 # Heads of which two ranks have two groups each, to travel in two chunks.
 GROUPS = (("num_query_groups", 4), ("linear_num_key_heads", 4), ("mamba_num_groups", 4), ("mamba_num_heads", 8))
@@ -229,7 +229,7 @@ PLACES = {
             *RECOMPUTED,
             *BOTH_MODES,
             *CHUNKWISE,
-            *RELAYED,
+            *REDISTRIBUTED,
             Case("gpt_gdn"),
             DETERMINISTIC,
             ONE_KEY_HEAD,
@@ -251,7 +251,7 @@ PLACES = {
             *SINGLE,
             *[case for case in MEGATRONS if case.kind != "gpt_gdn"],
             *BOTH_MODES,
-            *[case for case in (*CHUNKWISE, *RELAYED) if case.kind != "gpt_gdn"],
+            *[case for case in (*CHUNKWISE, *REDISTRIBUTED) if case.kind != "gpt_gdn"],
             *LATENT,
         ],
     ),
@@ -354,10 +354,11 @@ def test_equals_one_rank(place, case, alone, request):
 def test_hidden_states_are_relayed_once_around_a_run(kind, two):
     """Of two layers: in and out, forward and backward, for each of two microbatches."""
     for steps in two:
-        relayed, at_home = (
-            steps["cp2", case].collectives for case in (spread("relay", kind), spread("chunkwise", kind, "contiguous"))
+        redistributed, at_home = (
+            steps["cp2", case].collectives
+            for case in (spread("redistribute", kind), spread("chunkwise", kind, "contiguous"))
         )
-        assert relayed - at_home == 4 * 2
+        assert redistributed - at_home == 4 * 2
 
 
 def test_tensor_parallel_ranks_would_drift_apart_without_the_sum_for_the_norm(alone, four):

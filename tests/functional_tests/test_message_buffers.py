@@ -164,7 +164,7 @@ CASES = {
             replace(LINEAR, layer=layer, scheme=mode, layout=layout, hidden_size=64)
             for layer in ("gdn", "kda", "mamba", "conv1d")
             for mode, layout in (
-                ("headwise", "zigzag"), ("headwise", "contiguous"), ("relay", "zigzag"),
+                ("headwise", "zigzag"), ("headwise", "contiguous"), ("redistribute", "zigzag"),
                 ("chunkwise", "zigzag"), ("chunkwise", "contiguous"),
             )
         ),

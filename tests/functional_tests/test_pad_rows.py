@@ -37,7 +37,7 @@ LINEAR = {
     "chunkwise, balanced": {"scheme": "chunkwise", "layout": "balanced"},
     "chunkwise, reference": {"scheme": "chunkwise", "kernel": "reference"},
     "chunkwise in bf16": {"scheme": "chunkwise", "dtype": torch.bfloat16},
-    "relay": {"scheme": "relay", "hidden_size": 8},
+    "redistribute": {"scheme": "redistribute", "hidden_size": 8},
 }
 CASES = {
     **{f"attention, {name}": Case("attention", lengths=LENGTHS, align=ALIGN, learned_sink=True, **{"cp": 3, **more})
@@ -55,15 +55,17 @@ def padded(layout, stream, rank, pad_value):
 def run_mixer(group, case, pad_value):
     """This rank's output and gradients of a whole layer, its pad rows among them."""
     problem, plan = draw(case), case.plan()
-    outer = plan.outer or plan.layout
-    inputs = {name: padded(outer, x, group.rank, pad_value).requires_grad_() for name, x in problem.inputs.items()}
+    hidden_layout = plan.hidden_layout or plan.layout
+    inputs = {
+        name: padded(hidden_layout, x, group.rank, pad_value).requires_grad_() for name, x in problem.inputs.items()
+    }
     parameters = {name: x.clone().requires_grad_() for name, x in problem.parameters.items()}
     if case.layer == "attention":
         sink = parameters["sink"]
         out = cp.attention(*inputs.values(), plan, group, sink=sink, kernel=case.kernel, softcap=case.softcap)
     else:
         out = run_linear(group, case, plan, inputs, parameters)
-    out.backward(padded(outer, problem.output_gradient, group.rank, pad_value))
+    out.backward(padded(hidden_layout, problem.output_gradient, group.rank, pad_value))
     return {"out": out.detach()} | {name: x.grad for name, x in (inputs | parameters).items()}
 
 

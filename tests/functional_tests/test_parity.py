@@ -117,7 +117,7 @@ def test_any_case_equals_one_rank(groups, ratio, lengths, head_dim, value_head_d
 
 # -- without a head exchange -----------------------------------------------------------------------------------------
 
-WAYS = ("chunkwise", "relay")
+WAYS = ("chunkwise", "redistribute")
 
 
 def segments_case(layer, cp, lengths, layout, **rest):
@@ -139,7 +139,7 @@ def test_segments_continue_one_another(layer, cp, layout):
 @pytest.mark.parametrize("layout", ["zigzag", "random"])
 @pytest.mark.parametrize("layer", LINEAR)
 def test_relayed_layers_equal_one_rank(layer, layout):
-    assert_close(segments_case(layer, 3, RAGGED, layout, scheme="relay"))
+    assert_close(segments_case(layer, 3, RAGGED, layout, scheme="redistribute"))
 
 
 SEGMENTS = [
@@ -177,7 +177,7 @@ def test_processes_continue_segments(layer):
 
 @given(
     layer=st.sampled_from(LINEAR),
-    scheme=st.sampled_from(["chunkwise", "relay", "auto"]),
+    scheme=st.sampled_from(["chunkwise", "redistribute", "auto"]),
     cp=st.integers(1, 6),
     lengths=st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 13, 67, 150]), min_size=1, max_size=6).filter(any),
     layout=st.sampled_from(LAYOUTS),

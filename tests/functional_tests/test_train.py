@@ -706,8 +706,10 @@ def test_rejects_resuming_what_is_done(refused, copied):
 
 def test_rejects_relay_with_sequence_parallelism(refused):
     sizes = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--linear-num-key-heads", "2"]
-    message = refused("--linear-cp-mode", "relay", "--sequence-parallel", *sizes)
-    assert "--linear-cp-mode: got 'relay'; allowed: headwise, chunkwise or auto with --sequence-parallel" in message
+    message = refused("--linear-cp-mode", "redistribute", "--sequence-parallel", *sizes)
+    assert (
+        "--linear-cp-mode: got 'redistribute'; allowed: headwise, chunkwise or auto with --sequence-parallel" in message
+    )
 
 
 def test_rejects_what_only_the_ranks_can_see(data, tmp_path, capsys):

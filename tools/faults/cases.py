@@ -174,7 +174,7 @@ def _layer(random: Random, cp_size: int, plan: int, kind: str = "") -> Layer:
     transport = random.choice(("collective", "collective", "pairwise", "hierarchical"))
     layer = Layer(kind, "", plan, heads, groups, transport=transport, mixer=random.random() < 0.5)
     if kind != "attention":
-        mode = random.choice(("headwise", "chunkwise") + (("relay",) if kind != "conv1d" else ()))
+        mode = random.choice(("headwise", "chunkwise") + (("redistribute",) if kind != "conv1d" else ()))
         layer = replace(layer, scheme=mode)
     else:
         layer = replace(
@@ -197,7 +197,7 @@ def _schemes(cp_size: int) -> tuple[str, ...]:
 
 
 def _can_chunk(layer: Layer) -> bool:
-    return layer.scheme not in ("p2p", "chunkwise", "relay") and layer.kind != "conv1d"
+    return layer.scheme not in ("p2p", "chunkwise", "redistribute") and layer.kind != "conv1d"
 
 
 def _chunkable(layer: Layer) -> Layer:
@@ -207,8 +207,10 @@ def _chunkable(layer: Layer) -> Layer:
 def _that_sends(layer: Layer) -> Layer:
     """The layer, where it may have nothing to send, in a scheme that has. Nobody can miss what is not sent."""
     return (
-        replace(layer, scheme={"exact": "all_gather", "chunkwise": "headwise", "relay": "headwise"}[layer.scheme])
-        if layer.scheme in ("exact", "chunkwise", "relay")
+        replace(
+            layer, scheme={"exact": "all_gather", "chunkwise": "headwise", "redistribute": "headwise"}[layer.scheme]
+        )
+        if layer.scheme in ("exact", "chunkwise", "redistribute")
         else layer
     )
 

@@ -143,8 +143,8 @@ class Job:
                 modes.enter_context(torch.no_grad())
             if self.faulty.differs("inference_mode", step, number):
                 modes.enter_context(torch.inference_mode())
-            if plan.outer is not None:
-                hidden = cp.relayout(hidden, plan.outer, plan.layout, self.group)
+            if plan.hidden_layout is not None:
+                hidden = cp.relayout(hidden, plan.hidden_layout, plan.layout, self.group)
             call = operations.call(layer, self.weights[number], hidden, self._options(number, layer))
             for change in ("dtype", "batch", "requires_grad"):
                 if self.faulty.differs(change, step, number):
@@ -152,8 +152,8 @@ class Job:
             if self.faulty.drops(("requires_grad",), step, number):
                 call = operations.changed(call, "dropped", self.faulty.variant(3))
             out = operations.run(call, plan, self.group)
-            if plan.outer is not None:
-                out = cp.relayout(out, plan.layout, plan.outer, self.group)
+            if plan.hidden_layout is not None:
+                out = cp.relayout(out, plan.layout, plan.hidden_layout, self.group)
         if self.faulty.drops(("no_grad", "inference_mode"), step, number):
             out = operations.without_gradient(out)
         return out.clone()  # which inference mode demands

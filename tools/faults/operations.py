@@ -51,7 +51,7 @@ def plan(layer: Layer, packing: cp.Packing, layout: cp.Layout, hidden: int) -> c
     }.get(layer.kind, {"heads": layer.heads, "key_heads": layer.groups, "head_dim": layer.head_dim})
     return cp.plan_linear(
         packing, layout, layer.kind, **shape, conv_width=CONV_WIDTH, mode=layer.scheme,
-        hidden_size=hidden if layer.scheme == "relay" else None, head_chunks=layer.chunks, transport=transport,
+        hidden_size=hidden if layer.scheme == "redistribute" else None, head_chunks=layer.chunks, transport=transport,
         codec=layer.codec,
     )  # fmt: skip
 

@@ -51,10 +51,10 @@ def test_pads_inside_a_batch_are_seen_by_no_attention():
 
 def test_a_linear_slot_plans_all_it_says():
     expected = plan_linear(
-        PACKING, LAYOUT, "gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16, mode="relay", conv_width=3,
+        PACKING, LAYOUT, "gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16, mode="redistribute", conv_width=3,
         hidden_size=64, layers=2,
     )  # fmt: skip
-    slot = dataclasses.replace(LINEAR, mode="relay", conv_width=3, hidden_size=64, run=(LINEAR, LINEAR))
+    slot = dataclasses.replace(LINEAR, mode="redistribute", conv_width=3, hidden_size=64, run=(LINEAR, LINEAR))
     assert slot.plan(LAYOUT) == expected
 
 
@@ -75,14 +75,14 @@ def test_slots_take_transports_by_name(slot):
         dataclasses.replace(slot, transport="hierarchical")
 
 
-@pytest.mark.parametrize(("mode", "run"), [("chunkwise", False), ("relay", False), ("auto", True)])
+@pytest.mark.parametrize(("mode", "run"), [("chunkwise", False), ("redistribute", False), ("auto", True)])
 def test_a_linear_slot_says_what_its_mode_leaves_unused(mode, run):
     large = LinearSlot("gdn", 32, 16, 128, 128, mode=mode, codec="fp8", head_chunks=2, hidden_size=64)
     slot = dataclasses.replace(large, run=(dataclasses.replace(large, hidden_size=None),) if run else ())
     packing = Packing([60_000, 500, 5_036])
     plan = slot.plan(Layout.zigzag(packing, 8))
-    way = "relay" if plan.relay else plan.scheme
-    assert way == ("relay" if run else mode)
+    way = "redistribute" if plan.redistribution else plan.scheme
+    assert way == ("redistribute" if run else mode)
     note = f"codec fp8 and 2 head chunks are unused: {way} was chosen, which exchanges no heads; headwise uses them"
     assert plan.notes[-1] == note
     assert not dataclasses.replace(slot, mode="headwise").plan(plan.layout).notes

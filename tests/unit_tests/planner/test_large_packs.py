@@ -85,7 +85,7 @@ def test_linear_layers_are_planned(n, name, little_memory):
     packing = Packing([7, n, 1])
     layout = getattr(Layout, name)(packing, CP)
     for kind, sizes in (("gdn", {"heads": 8, "head_dim": 64}), ("conv1d", {"channels": 64})):
-        for mode in ("headwise", "chunkwise", "relay", "auto"):
+        for mode in ("headwise", "chunkwise", "redistribute", "auto"):
             plan = plan_linear(packing, layout, kind, mode=mode, hidden_size=256, **sizes)
             assert f"{n + 8} tokens" in plan.explain()
             assert plan.work_imbalance >= 1
@@ -110,10 +110,10 @@ def test_what_is_gathered_is_counted_without_its_tables(name, scheme):
 def test_bytes_of_a_relay_are_those_of_the_tokens_that_move():
     packing = Packing([700, 1, 300])
     layout, inner = Layout.zigzag(packing, CP), Layout.contiguous(packing, CP)
-    plan = plan_linear(packing, layout, "gdn", heads=8, head_dim=16, mode="relay", hidden_size=24)
+    plan = plan_linear(packing, layout, "gdn", heads=8, head_dim=16, mode="redistribute", hidden_size=24)
     moved = layout.owners != inner.owners
     counts = np.bincount(layout.owners[moved], minlength=CP) + np.bincount(inner.owners[moved], minlength=CP)
-    assert plan.relay.bytes_sent(plan.layout, 2) == (counts * 24 * 2).tolist()
+    assert plan.redistribution.bytes_sent(plan.layout, 2) == (counts * 24 * 2).tolist()
 
 
 def test_located_tokens_are_those_of_the_tables():

@@ -73,24 +73,24 @@ def test_more_ranks_than_a_node_has_are_on_the_network():
 
 
 def test_a_relay_is_shared_by_the_layers_of_its_run():
-    one, four = (plan("relay", layers=layers) for layers in (1, 4))
+    one, four = (plan("redistribute", layers=layers) for layers in (1, 4))
     inside = priced(plan("chunkwise", one.layout), SLOW_WIRE, item_size=2).forward
-    relayed = [priced(made, SLOW_WIRE, item_size=2).forward - inside for made in (one, four)]
-    assert relayed[0] == pytest.approx(1e3 * max(one.relay.bytes_sent(one.layout, 2)))
-    assert relayed[1] == pytest.approx(relayed[0] / 4, rel=1e-6)
+    redistributed = [priced(made, SLOW_WIRE, item_size=2).forward - inside for made in (one, four)]
+    assert redistributed[0] == pytest.approx(1e3 * max(one.redistribution.bytes_sent(one.layout, 2)))
+    assert redistributed[1] == pytest.approx(redistributed[0] / 4, rel=1e-6)
     starts = [priced(made, SLOW_START, item_size=2).forward for made in (one, four)]
-    assert starts == pytest.approx([4e3, 2.5e3])  # a halo, a scan, and two transfers of the relay
+    assert starts == pytest.approx([4e3, 2.5e3])  # a halo, a scan, and two transfers of the redistribution
 
 
 def test_a_relay_says_what_it_sends():
-    made = plan("relay", layers=4)
+    made = plan("redistribute", layers=4)
     moved = [0] * 8
     for token in range(PACKING.total):
-        outside, inside = made.outer.owners[token], made.layout.owners[token]
+        outside, inside = made.hidden_layout.owners[token], made.layout.owners[token]
         if outside != inside:
             moved[outside] += 1
             moved[inside] += 1
-    assert made.relay.bytes_sent(made.layout, 2) == [rows * 2048 * 2 for rows in moved]
+    assert made.redistribution.bytes_sent(made.layout, 2) == [rows * 2048 * 2 for rows in moved]
     assert made.bytes_sent(2, forward=True) == plan("chunkwise", made.layout).bytes_sent(2, forward=True)
     assert "2 transfers more forward and 2 backward" in made.explain()
 
@@ -132,8 +132,8 @@ def test_a_bound_is_no_more_than_the_price():
 
 def test_a_relay_to_where_tokens_are_is_none():
     layout = Layout.contiguous(PACKING, 8)
-    made = plan("relay", layout)
-    assert (made.scheme, made.relay, made.layout) == ("chunkwise", None, layout)
+    made = plan("redistribute", layout)
+    assert (made.scheme, made.redistribution, made.layout) == ("chunkwise", None, layout)
 
 
 def test_contiguous_rows_keep_the_rest_of_a_layout():
@@ -145,7 +145,7 @@ def test_contiguous_rows_keep_the_rest_of_a_layout():
 # -- runs ------------------------------------------------------------------------------------------------------------
 
 GDN = LinearSlot("gdn", 32, 16, 128, 128)
-MAMBA = LinearSlot("mamba", 8, 1, 16, 16)  # so small that a relay of hidden states never pays for it alone
+MAMBA = LinearSlot("mamba", 8, 1, 16, 16)  # so small that a redistribution of hidden states never pays for it alone
 
 
 def in_run(slot, *run):
@@ -154,20 +154,22 @@ def in_run(slot, *run):
 
 def test_a_run_is_relayed_together_or_not_at_all():
     layout = Layout.zigzag(PACKING, 8)
-    assert in_run(GDN, GDN).plan(layout).relay is not None
-    assert in_run(MAMBA, MAMBA).plan(layout).relay is None
+    assert in_run(GDN, GDN).plan(layout).redistribution is not None
+    assert in_run(MAMBA, MAMBA).plan(layout).redistribution is None
     mostly_gdn, mostly_mamba = (GDN, GDN, GDN, MAMBA), (GDN, *(MAMBA,) * 40)
-    for run, relayed in ((mostly_gdn, True), (mostly_mamba, None)):
+    for run, redistributed in ((mostly_gdn, True), (mostly_mamba, None)):
         plans = [in_run(slot, *run).plan(layout) for slot in (GDN, MAMBA)]
-        assert len({made.relay is None for made in plans}) == 1
-        if relayed is not None:
-            assert plans[0].relay is not None
-        assert all(made.prices[0].scheme == (made.scheme if made.relay is None else "relay") for made in plans)
+        assert len({made.redistribution is None for made in plans}) == 1
+        if redistributed is not None:
+            assert plans[0].redistribution is not None
+        assert all(
+            made.prices[0].scheme == (made.scheme if made.redistribution is None else "redistribute") for made in plans
+        )
 
 
 def test_counts_and_other_kinds_decide(monkeypatch):
-    """With prices set by hand: a relay saves gdn 3, and costs mamba 2."""
-    prices = {"gdn": {"headwise": 5.0, "relay": 2.0}, "mamba": {"headwise": 1.0, "relay": 3.0}}
+    """With prices set by hand: a redistribution saves gdn 3, and costs mamba 2."""
+    prices = {"gdn": {"headwise": 5.0, "redistribute": 2.0}, "mamba": {"headwise": 1.0, "redistribute": 3.0}}
 
     def set_by_hand(slot, layout):
         made = [
@@ -179,9 +181,9 @@ def test_counts_and_other_kinds_decide(monkeypatch):
 
     monkeypatch.setattr(LinearSlot, "_prices", set_by_hand)
     layout = Layout.zigzag(PACKING, 8)
-    for run, relayed in (((GDN, MAMBA), True), ((GDN, MAMBA, MAMBA), False), ((GDN, GDN, MAMBA, MAMBA), True)):
+    for run, redistributed in (((GDN, MAMBA), True), ((GDN, MAMBA, MAMBA), False), ((GDN, GDN, MAMBA, MAMBA), True)):
         for slot in (GDN, MAMBA):
-            assert (in_run(slot, *run).plan(layout).relay is not None) == relayed, (run, slot.kind)
+            assert (in_run(slot, *run).plan(layout).redistribution is not None) == redistributed, (run, slot.kind)
 
 
 # -- values and refusals ---------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ def test_counts_and_other_kinds_decide(monkeypatch):
 def test_descriptions_differ_where_plans_do():
     different = [
         plan("headwise"), plan("headwise", conv_width=3), plan("chunkwise"), plan("chunkwise", conv_width=3),
-        plan("chunkwise", Layout.contiguous(PACKING, 8)), plan("relay"),
+        plan("chunkwise", Layout.contiguous(PACKING, 8)), plan("redistribute"),
     ]  # fmt: skip
     assert len({made.fingerprint() for made in different}) == len(different)
     assert len(set(different)) == len(different)

@@ -431,7 +431,7 @@ SIZES = {
 def test_what_the_table_says_works_for_linear_layers_is_planned(kind, mode):
     plan = plan_linear(PACKING, LAYOUT, kind, **SIZES[kind], mode=mode, hidden_size=32)
     assert plan.kind == kind
-    assert mode in ("auto", plan.scheme if plan.outer is None else "relay")
+    assert mode in ("auto", plan.scheme if plan.hidden_layout is None else "redistribute")
 
 
 def test_auto_takes_the_cheapest_way():
@@ -443,11 +443,11 @@ def test_auto_takes_the_cheapest_way():
     assert prices[0].forward + prices[0].backward < prices[1].forward + prices[1].backward
     many = Packing([512] * 128)
     assert plan_linear(many, Layout.zigzag(many, 8), **sizes).scheme == "headwise"  # every document on every rank
-    relayed = plan_linear(packing, zigzag, **sizes, hidden_size=2048, layers=3)
-    assert (relayed.outer, relayed.layout) == (zigzag, contiguous)
-    assert "around a run of 3 linear layers" in relayed.explain()
+    redistributed = plan_linear(packing, zigzag, **sizes, hidden_size=2048, layers=3)
+    assert (redistributed.hidden_layout, redistributed.layout) == (zigzag, contiguous)
+    assert "around a run of 3 linear layers" in redistributed.explain()
     alone = plan_linear(packing, Layout.contiguous(packing, 1), **sizes, hidden_size=2048)
-    assert (alone.scheme, alone.outer) == ("headwise", None)
+    assert (alone.scheme, alone.hidden_layout) == ("headwise", None)
 
 
 @pytest.mark.parametrize(
@@ -460,7 +460,7 @@ def test_auto_takes_the_cheapest_way():
         ("groups", {"groups": 4}),
         ("conv_width", {"conv_width": 65}),
         ("conv_width", {"conv_width": 0}),
-        ("hidden_size", {"mode": "relay"}),
+        ("hidden_size", {"mode": "redistribute"}),
         ("hidden_size", {"hidden_size": 0}),
         ("layers", {"layers": 0}),
     ],
@@ -553,7 +553,7 @@ def test_a_refusal_of_head_chunks_says_why_and_what_to_do(planner, arguments):
 
 def test_rejects_head_chunks_and_codecs_of_modes_that_exchange_no_heads():
     for wish in ({"head_chunks": 2}, {"codec": "fp8"}):
-        for mode in ("chunkwise", "relay"):
+        for mode in ("chunkwise", "redistribute"):
             with pytest.raises(ArgumentError, match=rf"for {mode}\. Only heads .*: use headwise\.$") as caught:
                 plan_linear(**{**LINEAR, "mode": mode}, hidden_size=32, **wish)
             assert caught.value.argument in wish

@@ -1,4 +1,4 @@
-"""Runs of linear layers, and the relay of hidden states around them.
+"""Runs of linear layers, and the redistribution of hidden states around them.
 
 A run is a stretch of a stack's layers in which no token sees another but through linear layers: those and the MLPs
 between them. Where the plan says so, hidden states are moved to contiguous ranges where a run begins and back where it
@@ -21,7 +21,7 @@ from megatron_cp.planner.batch import LinearSlot
 
 
 def arrange_runs(layers: Iterable[nn.Module], config: Any) -> None:
-    """Lets the linear layers of a built stack know of their runs, and has hidden states relayed at the runs' edges."""
+    """Tells the linear layers of a built stack their runs, and redistributes hidden states at the runs' edges."""
     for has_linear, run in itertools.groupby(layers, key=lambda layer: not _attends(layer)):
         if has_linear:
             members = list(run)
@@ -49,9 +49,9 @@ def arrange_run(
     if config.context_parallel_size == 1:
         return
     if config.sequence_parallel and config.tensor_model_parallel_size > 1:
-        if any(slot.mode == "relay" for slot in slots):
+        if any(slot.mode == "redistribute" for slot in slots):
             allowed = "headwise, chunkwise or auto with --sequence-parallel"
-            refuse("linear_cp_mode", "relay", allowed, "Between layers a rank holds a part of its rows alone.")
+            refuse("linear_cp_mode", "redistribute", allowed, "Between layers a rank holds a part of its rows alone.")
         return
     for module in linear:
         module.slot = replace(module.slot, hidden_size=config.hidden_size, run=tuple(slots))
@@ -72,27 +72,30 @@ class _Edges:
         """Moves the hidden states to the run's layout."""
         hidden = args[0] if args else kwargs["hidden_states"]
         plan = self._plan(kwargs, hidden)
-        if plan is None or plan.outer is None:
+        if plan is None or plan.hidden_layout is None:
             return None
         if kwargs.get("padding_mask") is not None:
             refuse(
-                "linear_cp_mode", "relay", "headwise or chunkwise with a padding mask", "Its rows are those outside."
+                "linear_cp_mode",
+                "redistribute",
+                "headwise or chunkwise with a padding mask",
+                "Its rows are those outside.",
             )
-        self.linear.check_rows(len(hidden), plan.outer)
-        hidden = relayout(hidden, plan.outer, plan.layout, self.linear.ranks)
+        self.linear.check_rows(len(hidden), plan.hidden_layout)
+        hidden = relayout(hidden, plan.hidden_layout, plan.layout, self.linear.ranks)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
         """Moves them back."""
         hidden, *rest = (out,) if isinstance(out, Tensor) else out
         plan = self._plan(kwargs, hidden)
-        if plan is None or plan.outer is None:
+        if plan is None or plan.hidden_layout is None:
             return None
-        hidden = relayout(hidden, plan.layout, plan.outer, self.linear.ranks)
+        hidden = relayout(hidden, plan.layout, plan.hidden_layout, self.linear.ranks)
         return hidden if isinstance(out, Tensor) else (hidden, *rest)
 
     def _plan(self, kwargs: dict[str, Any], hidden: Tensor) -> Plan | None:
-        """Of the run's linear layers; None for batches that are not packed, which are never relayed."""
+        """Of the run's linear layers; None for batches that are not packed, which are never redistributed."""
         return self.linear.packed_plan(kwargs.get("packed_seq_params"), hidden.shape[1])
 
 

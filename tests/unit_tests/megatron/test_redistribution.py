@@ -1,4 +1,4 @@
-"""Runs of linear layers in a stack: who is in which, and when they are not relayed."""
+"""Runs of linear layers in a stack: who is in which, and when they are not redistributed."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.megatron.modules import ContextParallelModule, LinearModule
-from megatron_cp.megatron.relay import arrange_runs
+from megatron_cp.megatron.redistribution import arrange_runs
 from megatron_cp.planner.batch import LinearSlot
 
 SLOTS = {"G": LinearSlot("gdn", 8, 8, 16, 16), "M": LinearSlot("mamba", 8, 1, 16, 16)}
@@ -85,14 +85,16 @@ def test_nothing_is_relayed_on_one_rank_or_with_sequence_parallelism(config):
 
 
 def test_rejects_relay_with_sequence_parallelism():
-    with pytest.raises(ArgumentError, match=r"--linear-cp-mode: got 'relay'; allowed: headwise, chunkwise or auto"):
-        arrange_runs(stack("GG*-", "relay"), Config(sequence_parallel=True, tensor_model_parallel_size=2))
+    with pytest.raises(
+        ArgumentError, match=r"--linear-cp-mode: got 'redistribute'; allowed: headwise, chunkwise or auto"
+    ):
+        arrange_runs(stack("GG*-", "redistribute"), Config(sequence_parallel=True, tensor_model_parallel_size=2))
 
 
 def test_rejects_relay_of_batches_that_are_not_packed():
-    layers = stack("GG*-", "relay")
+    layers = stack("GG*-", "redistribute")
     arrange_runs(layers, Config())
-    with pytest.raises(ArgumentError, match=r"--linear-cp-mode: got 'relay'; .* that are not packed"):
+    with pytest.raises(ArgumentError, match=r"--linear-cp-mode: got 'redistribute'; .* that are not packed"):
         layers[0][0].plan_of(16, 1, None)
 
 
@@ -100,17 +102,17 @@ def test_unpacked_batches_are_planned_layer_by_layer():
     layers = stack("GG*-")
     arrange_runs(layers, Config())
     plan = layers[0][0].plan_of(4096, 2, None)
-    assert plan.relay is None
+    assert plan.redistribution is None
     assert plan.packing.lengths.tolist() == [4 * 4096] * 2
 
 
 def test_rejects_a_padding_mask_inside_a_relayed_run(monkeypatch):
-    layers = stack("GG*-", "relay")
+    layers = stack("GG*-", "redistribute")
     arrange_runs(layers, Config())
     from megatron_cp.layout import Layout, Packing
 
     plan = layers[0][0].slot.plan(Layout.zigzag(Packing([4096]), 4))
-    assert plan.relay is not None
+    assert plan.redistribution is not None
     monkeypatch.setattr(Linear, "packed_plan", lambda self, params, batch: plan)
     with pytest.raises(ArgumentError, match="padding mask"):
         layers[0](hidden_states=torch.zeros(4, 1, 64), packed_seq_params=object(), padding_mask=torch.zeros(1, 4))
