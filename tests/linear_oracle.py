@@ -6,9 +6,9 @@ import threading
 import numpy as np
 import torch
 
-from megatron_cp.executor.chain import Scan
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.recurrence import Scan
 from megatron_cp.executor.scan import scan
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.segments import Segments

@@ -6,9 +6,9 @@ from typing import assert_never
 
 import numpy as np
 
-from megatron_cp.executor.chain import Halo, Scan
+from megatron_cp.executor.kv_schedule import Attend
 from megatron_cp.executor.plan import Compute, Plan, Step, ToHeads, ToTokens
-from megatron_cp.executor.schedule import Attend
+from megatron_cp.executor.recurrence import Halo, Scan
 from megatron_cp.executor.transport import COLLECTIVE
 from megatron_cp.layout import Layout
 
@@ -90,7 +90,7 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
 def _step(plan: Plan, step: Step, item_size: int) -> list[str]:
     match step:
         case Compute(name):
-            share = "all heads of own tokens" if plan.chain else "own heads of all tokens"
+            share = "all heads of own tokens" if plan.recurrent_steps else "own heads of all tokens"
             return [f"compute {name} on {share}"]
         case Attend():
             return _attend(step)
@@ -128,7 +128,7 @@ def _attend(step: Attend) -> list[str]:
         "all_gather": f"all keys gathered from {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads",
         "exact": f"the keys that own queries see, of {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads",
     }
-    return [f"attention: {ways[step.schedule]}{among}; a key and its value are {row} elements a head"]
+    return [f"attention: {ways[step.kv_schedule]}{among}; a key and its value are {row} elements a head"]
 
 
 def _table(plan: Plan) -> list[str]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
-from megatron_cp.executor.chain import Halo
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.recurrence import Halo
 
 
 def start_halo(step: Halo, comm: RankGroup | Communicator, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:

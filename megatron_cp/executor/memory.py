@@ -13,9 +13,9 @@ from itertools import pairwise
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.traffic import SPARE, rounded
-from megatron_cp.executor.chain import Halo, Scan
+from megatron_cp.executor.kv_schedule import Attend, HeadChunk
 from megatron_cp.executor.plan import Plan
-from megatron_cp.executor.schedule import Attend, HeadChunk
+from megatron_cp.executor.recurrence import Halo, Scan
 
 MERGING = 4  # numbers for each query and head while partial results are merged
 LSE = 4  # bytes at least of a log-sum-exp, and of whatever is summed
@@ -153,7 +153,7 @@ def _along_lanes(plan: Plan, rank: int, item_size: int) -> int:
 
 def _along_chains(plan: Plan, rank: int, item_size: int) -> int:
     sizes: list[int] = []
-    for step in plan.chain:
+    for step in plan.recurrent_steps:
         match step:
             case Halo(channels=channels):
                 tables = step.tables(rank)
@@ -312,7 +312,7 @@ class _Local:
         """Bytes of the buffers that the loop has at its worst moment."""
         if self.step.num_kv_ranks == 1:
             return 0
-        return max(self._rotation() if self.step.schedule == "p2p" else self._gathering())
+        return max(self._rotation() if self.step.kv_schedule == "p2p" else self._gathering())
 
     def _block_of(self, kv_rank: int, item: int) -> int:
         return self.block(int(self.step.keys.token_counts[kv_rank]), self.groups, item)
@@ -344,7 +344,7 @@ class _Local:
             self.step.arrives_in_order(self.kv_rank),
         )
         tokens, sent_rows = sum(traffic.received_by(self.kv_rank)), sum(traffic.sent_by(self.kv_rank))
-        if self.step.schedule == "all_gather":
+        if self.step.kv_schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())
             sent, received = longest, self.step.num_kv_ranks * longest
             ordered = 0 if received == tokens and in_order else tokens

@@ -12,8 +12,8 @@ from megatron_cp.errors import checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section, Sections
-from megatron_cp.executor.chain import Halo, Scan
-from megatron_cp.executor.schedule import Attend
+from megatron_cp.executor.kv_schedule import Attend
+from megatron_cp.executor.recurrence import Halo, Scan
 from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.tables import Tables
@@ -210,7 +210,7 @@ class Plan(Tables):
         return heads, groups
 
     @property
-    def chain(self) -> tuple[Halo | Scan, ...]:
+    def recurrent_steps(self) -> tuple[Halo | Scan, ...]:
         """The steps by which segments continue one another."""
         return tuple(step for step in self.steps if isinstance(step, Halo | Scan))
 
@@ -224,7 +224,7 @@ class Plan(Tables):
     def collectives(self, *, forward: bool) -> int:
         """What a rank starts: collectives, and the messages to and from its neighbours of a ring."""
         count = sum(len(exchange.parts) for exchange, _ in self.exchanges(forward=forward) if not exchange.is_local)
-        count += sum(step.crosses for step in self.chain)
+        count += sum(step.crosses for step in self.recurrent_steps)
         return count + (self.head_chunks * self.attend.collectives(forward=forward) if self.attend else 0)
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
@@ -251,7 +251,7 @@ class Plan(Tables):
         return sent
 
     def _along_chains(self, sent: list[int], item_size: int, *, forward: bool) -> list[int]:
-        for step in self.chain:
+        for step in self.recurrent_steps:
             sent = [sum(pair) for pair in zip(sent, step.bytes_sent(item_size, forward=forward), strict=True)]
         return sent
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.geometry import prepare_tables
-from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.exchange import ToTokensInParts, start_to_heads
 from megatron_cp.executor.halo import prepare_halo
+from megatron_cp.executor.kv_schedule import Attend
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
+from megatron_cp.executor.recurrence import Halo, Scan
 from megatron_cp.executor.relayout import prepare_relayout
-from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transfers import prepare_gathering
 
 LocalWork = Callable[..., list[Tensor]]
@@ -90,7 +90,7 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
     kv_rank = rank // plan.ulysses_degree
     for exchange, _ in plan.exchanges(forward=True):
         prepare_tables(exchange.within(kv_rank).layout, device)
-    for step in plan.chain:
+    for step in plan.recurrent_steps:
         if isinstance(step, Halo):
             if step.reach:
                 prepare_halo(step, rank, device)
@@ -107,5 +107,5 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
         if len(tiles.bands):
             _ = tiles.cropped if stage else tiles.cropped_keys
     prepare_gathering(plan.attend, kv_rank, device)
-    if plan.attend.num_kv_ranks > 1 and plan.attend.schedule != "p2p":
+    if plan.attend.num_kv_ranks > 1 and plan.attend.kv_schedule != "p2p":
         _ = plan.attend.traffic

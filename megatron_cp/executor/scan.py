@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.chain import Scan
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.recurrence import Scan
 
 
 class LocalScan(ABC):
@@ -154,10 +154,10 @@ class _Maps:
         order = needed if self.forward else needed[::-1]
         state: Tensor | None = None
         follows = self.segments.chain_start if self.forward else self.segments.chain_end
-        chain = None
+        run = None
         for number in order.tolist():
-            if follows[number] != chain:
-                chain, state = follows[number], None
+            if follows[number] != run:
+                run, state = follows[number], None
             constant, transition = self.maps[number]
             if transition is not None:
                 assert state is not None  # a document's first segment has no transition

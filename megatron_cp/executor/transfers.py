@@ -23,7 +23,7 @@ from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending
-from megatron_cp.executor.schedule import Attend, Gathering, HeadChunk
+from megatron_cp.executor.kv_schedule import Attend, Gathering, HeadChunk
 
 _GATHERED = "keys and values of other ranks"  # the step, as errors name it
 
@@ -65,7 +65,7 @@ class Transfers(ABC):
 
 def transfers(step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> Transfers:
     """The way of a schedule."""
-    kind = AtHome if step.num_kv_ranks == 1 else Rotation if step.schedule == "p2p" else Gather
+    kind = AtHome if step.num_kv_ranks == 1 else Rotation if step.kv_schedule == "p2p" else Gather
     return kind(step, kv_rank, head_rank, comm, k, v)
 
 
@@ -220,7 +220,7 @@ class Gather(Transfers):
     def _start(self, chunk: HeadChunk) -> tuple[Tensor, Tensor, Pending]:
         """What is received, what is sent, and the wait for both."""
         own = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
-        if self.step.schedule == "all_gather":
+        if self.step.kv_schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())  # backends gather equal shares only
             share = self._take(longest, chunk)
             for target, source in zip(unpack(share[: len(self.k)], *own), own, strict=True):
@@ -238,7 +238,7 @@ class Gather(Transfers):
 
     def _arranged(self, received: Tensor) -> Tensor:
         """What arrived, in stream order."""
-        if self.step.schedule == "all_gather":
+        if self.step.kv_schedule == "all_gather":
             if len(received) == self._gathering.tokens.size and self._gathering.arrange is None:
                 return received
             return self._reordered(received, _shares(self.step, self.k.device))
@@ -267,12 +267,12 @@ class Gather(Transfers):
 
 def prepare_gathering(step: Attend, kv_rank: int, device: torch.device) -> None:
     """Makes the index tables of `Gather`, so that no layer has to."""
-    if step.num_kv_ranks == 1 or step.schedule == "p2p":
+    if step.num_kv_ranks == 1 or step.kv_schedule == "p2p":
         return
     for name in ("send_rows", "arrange", "returned"):
         if getattr(step.gathering(kv_rank), name) is not None:
             _index(step, kv_rank, name, device)
-    if step.schedule == "all_gather":
+    if step.kv_schedule == "all_gather":
         _shares(step, device)
 
 

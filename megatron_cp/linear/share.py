@@ -21,12 +21,12 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_tensor
-from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.plan import Plan
+from megatron_cp.executor.recurrence import Halo, Scan
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout.segments import Segments

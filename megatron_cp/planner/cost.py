@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.executor.chain import Scan
 from megatron_cp.executor.plan import Plan, Price
+from megatron_cp.executor.recurrence import Scan
 from megatron_cp.layout import Layout
 
 CHUNK = 64  # tokens that a chunked kernel takes at once

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
-from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.plan import Compute, Plan, Price, Redistribution, Step, ToHeads, ToTokens
+from megatron_cp.executor.recurrence import Halo, Scan
 from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.capabilities import require

@@ -8,8 +8,8 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import CODECS, Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
+from megatron_cp.executor.kv_schedule import Attend
 from megatron_cp.executor.plan import Plan, Step, ToHeads, ToTokens
-from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
@@ -82,7 +82,7 @@ def plan_attention(
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
     if scheme == "auto":
         scheme = "a2a"
-    degree, schedule = _grid(scheme, layout.cp_size, kv_heads, ulysses_degree)
+    degree, kv_schedule = _grid(scheme, layout.cp_size, kv_heads, ulysses_degree)
     partition = partition_heads(heads, kv_heads, degree)
     q = Section("q", heads, head_dim, partition.heads)
     k = Section("k", kv_heads, head_dim, partition.groups)
@@ -97,7 +97,7 @@ def plan_attention(
     )
     chunks = _head_chunks(head_chunks, scheme, partition)
     parts, gathered = (1, chunks) if gathers(scheme) or degree == 1 else (chunks, 1)
-    attend = Attend(mask, queries, keys, partition, schedule, head_dim, value_head_dim, gathered)
+    attend = Attend(mask, queries, keys, partition, kv_schedule, head_dim, value_head_dim, gathered)
     remedy = f"Only heads that change places are coded: use a2a{''.join(f' or {name}' for name in _PRODUCTS)}."
     coding = checked_codec(codec, scheme, remedy if not exchanges(scheme) else "")
     steps: tuple[Step, ...] = (attend,)
@@ -267,7 +267,7 @@ _MANY, _AT_LEAST = 8, 1000
 
 def _many_bands(attend: Attend, scheme: str) -> tuple[str, ...]:
     """A warning where a ring computes token by token what other schemes compute at once."""
-    if attend.schedule != "p2p" or attend.num_kv_ranks == 1:
+    if attend.kv_schedule != "p2p" or attend.num_kv_ranks == 1:
         return ()
     in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # which sees most where ranks follow the stream
     if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):

@@ -20,10 +20,10 @@ from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.exchange import ToTokensInParts
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.kernels import choose_kernel
+from megatron_cp.executor.kv_schedule import Attend, HeadChunk
 from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.executor.plan import Plan, ToHeads, ToTokens
 from megatron_cp.executor.run import Inputs, LocalWork, run
-from megatron_cp.executor.schedule import Attend, HeadChunk
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 

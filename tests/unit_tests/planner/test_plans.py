@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
+from megatron_cp.executor.kv_schedule import Attend
 from megatron_cp.executor.memory import buffer_bytes, peak_bytes
 from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
-from megatron_cp.executor.schedule import Attend
 from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask

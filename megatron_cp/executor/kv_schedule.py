@@ -76,7 +76,7 @@ class Attend(Tables):
         mask: which keys a query sees.
         queries, keys: who holds which tokens, by `kv_rank`.
         partition: the heads of each `head_rank`.
-        schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
+        kv_schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
         head_dim, value_head_dim: features of a key and of a value head.
         head_chunks: into how many parts the key/value heads of a rank are cut, for `all_gather` and `exact`.
     """
@@ -85,7 +85,7 @@ class Attend(Tables):
     queries: Layout
     keys: Layout
     partition: HeadPartition
-    schedule: str
+    kv_schedule: str
     head_dim: int
     value_head_dim: int
     head_chunks: int = 1
@@ -101,7 +101,7 @@ class Attend(Tables):
     @property
     def num_stages(self) -> int:
         """Partial results that are merged for each head."""
-        return self.num_kv_ranks if self.schedule == "p2p" else 1
+        return self.num_kv_ranks if self.kv_schedule == "p2p" else 1
 
     def chunks(self, head_rank: int) -> list[HeadChunk]:
         """A rank's heads in as many chunks as every other rank has; some may be empty."""
@@ -131,7 +131,7 @@ class Attend(Tables):
         return self.table(("traffic",), self._traffic)
 
     def _traffic(self) -> Traffic:
-        if self.schedule == "all_gather":
+        if self.kv_schedule == "all_gather":
             return Traffic(np.repeat(self.keys.token_counts[:, None], self.num_kv_ranks, axis=1))
         return Traffic(self._seen_rows)
 
@@ -140,7 +140,7 @@ class Attend(Tables):
         if self.num_kv_ranks == 1:
             return 0
         keys, gradients = (
-            (self.num_kv_ranks - 1, self.num_kv_ranks) if self.schedule == "p2p" else (self.head_chunks,) * 2
+            (self.num_kv_ranks - 1, self.num_kv_ranks) if self.kv_schedule == "p2p" else (self.head_chunks,) * 2
         )
         return keys if forward else keys + gradients
 
@@ -153,11 +153,11 @@ class Attend(Tables):
         if self.num_kv_ranks == 1:
             return 0
         counts = self.keys.token_counts
-        if self.schedule == "p2p":
+        if self.kv_schedule == "p2p":
             # Every block but the one that stays here at the end passes; every block's gradients pass on their way home.
             keys = sum(int(counts[self.source(kv_rank, stage)]) for stage in range(self.num_kv_ranks - 1))
             return row * (keys * item_size + (0 if forward else int(counts.sum()) * max(item_size, 4)))
-        if self.schedule == "all_gather":
+        if self.kv_schedule == "all_gather":
             # Shares are as long as the longest; gradients go back without what was added.
             keys, gradients = int(counts.max()) * (self.num_kv_ranks - 1), int(counts.sum() - counts[kv_rank])
         else:
@@ -175,7 +175,10 @@ class Attend(Tables):
         keys = [] if self.keys == self.queries else [f"keys {line}" for line in self.keys.describe()]
         heads, groups = self.partition.heads, self.partition.groups
         shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {heads} of {groups}"
-        return [f"attend by {self.schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}", *keys]
+        return [
+            f"attend by {self.kv_schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}",
+            *keys,
+        ]
 
     def _row(self, rank: int) -> int:
         """Elements of one token's keys and values on a rank."""
@@ -220,14 +223,14 @@ class Attend(Tables):
         return np.append(starts, self.keys.packing.total), self.keys.located(starts)[0]
 
     def _tiles(self, kv_rank: int, stage: int) -> Tiles:
-        held = self.schedule == "p2p" or self.num_kv_ranks == 1
+        held = self.kv_schedule == "p2p" or self.num_kv_ranks == 1
         k_tokens = self.keys.tokens(self.source(kv_rank, stage)) if held else self.gathering(kv_rank).tokens
         return Tiles(self.bands(kv_rank, stage), self.queries.tokens(kv_rank), k_tokens)
 
     def bands(self, kv_rank: int, stage: int = 0) -> IntArray:
         """The bands of a stage's tiles, without a table of their tokens."""
         bands = self._bands_of(kv_rank)
-        if self.schedule == "p2p" or self.num_kv_ranks == 1:
+        if self.kv_schedule == "p2p" or self.num_kv_ranks == 1:
             return bands_of_held_keys(bands, self.keys, self.source(kv_rank, stage))
         return bands_of_keys(bands, *self._gathered(kv_rank))
 
@@ -238,7 +241,7 @@ class Attend(Tables):
         fragments of single tokens has one for every pair that is visible.
         """
         bands = self._bands_of(kv_rank)
-        if self.schedule != "p2p":
+        if self.kv_schedule != "p2p":
             return len(bands), len(bands)
         edges, _ = self._pieces
         met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
@@ -250,7 +253,7 @@ class Attend(Tables):
 
     def _gathered(self, kv_rank: int) -> tuple[IntArray, IntArray]:
         """The keys that are gathered for a KV rank, as ranges of the stream in rising order."""
-        if self.schedule == "all_gather":
+        if self.kv_schedule == "all_gather":
             return np.array([0]), np.array([self.keys.packing.total])
         return self.table(("seen", kv_rank), lambda: ranges_seen(self._bands_of(kv_rank)))
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp.executor.chain import Halo, Scan
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.recurrence import Halo, Scan
 from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout import Layout, Packing
 
