@@ -197,9 +197,9 @@ def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[
         pieces: list[list[Tensor]] = [[] for _ in range(count)]
         for at, messages in zip(ats, of_ranks, strict=True):
             for number, message in enumerate(messages):
-                splits = at.parts[number].traffic(to_heads=to_heads).sent_by(at.rank)
+                splits = at.parts[number].split_counts(to_heads=to_heads).sent_by(at.rank)
                 pieces[number].append(message.split(splits)[rank].clone())
-            buffers.give(*messages)
+            buffers.release(*messages)
         return [torch.cat(of_part) for of_part in pieces]
 
     everyone = range(batch.size)
@@ -229,16 +229,16 @@ def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[
         messages = [pack_heads(sections, at, buffers) for sections in (table, of_part)]
         if case.codec == "none" and not torch.equal(*(_without_padding(message, at) for message in messages)):
             raise RuntimeError(f"{layout}, {gate}: gradients in place make another message")
-        buffers.give(*messages)
+        buffers.release(*messages)
 
     sent, sizes = sum(tensor.nbytes for tensor in own), sum(x.nbytes for of_part in expected for x in of_part)
     name = f"{layout}, {gate}"
     return {
-        (name, WAYS[0], "pack"): (lambda: buffers.give(*packed_tokens(ats[rank], own)), sent),
+        (name, WAYS[0], "pack"): (lambda: buffers.release(*packed_tokens(ats[rank], own)), sent),
         (name, WAYS[0], "unpack"): (lambda: unpacked_heads(from_tokens), sizes),
-        (name, WAYS[1], "pack"): (lambda: buffers.give(*packed_heads(backs[rank], expected)), sizes),
+        (name, WAYS[1], "pack"): (lambda: buffers.release(*packed_heads(backs[rank], expected)), sizes),
         (name, WAYS[1], "unpack"): (lambda: unpack_tokens(from_heads, backs[rank], widths), sent),
-        (name, WAYS[2], "pack"): (lambda: buffers.give(*packed_heads(rowwise[rank], rows)), sizes),
+        (name, WAYS[2], "pack"): (lambda: buffers.release(*packed_heads(rowwise[rank], rows)), sizes),
         (name, WAYS[2], "unpack"): (lambda: unpack_tokens(in_rows, rowwise[rank], widths), sent),
     }
 

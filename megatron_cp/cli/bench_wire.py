@@ -23,7 +23,7 @@ from megatron_cp.cli.options import case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor import communicator
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.communicator import Communicator
@@ -271,17 +271,17 @@ def _interleaved(
     return times
 
 
-def traffic_of(plan: Plan, case: Case, part: int = 0) -> Traffic:
+def split_counts_of(plan: Plan, case: Case, part: int = 0) -> SplitCounts:
     """Bytes from rank to rank of one part of attention's way to heads."""
     exchange = inbound(plan)
     dtypes = (case.dtype,) * len(exchange.sections.blocks)
-    return Geometry(exchange, 0, dtypes, None, torch.device(case.device), part).traffic(to_heads=True)
+    return Geometry(exchange, 0, dtypes, None, torch.device(case.device), part).split_counts(to_heads=True)
 
 
-def between_hosts(traffic: Traffic, hosts: Sequence[int]) -> int:
-    """Of all that a traffic moves, what crosses hosts."""
+def between_hosts(split_counts: SplitCounts, hosts: Sequence[int]) -> int:
+    """Of all that is moved, what crosses hosts."""
     host = np.array(hosts)
-    return int(traffic.counts[host[:, None] != host].sum())
+    return int(split_counts.counts[host[:, None] != host].sum())
 
 
 # -- transports --------------------------------------------------------------------------------------------------------
@@ -318,16 +318,16 @@ Call = Callable[[RankGroup], None]
 class AllToAll:
     """One all-to-all on one rank, by any transport, from and to memory that is there."""
 
-    def __init__(self, traffic: Traffic, rank: int, device: str) -> None:
+    def __init__(self, split_counts: SplitCounts, rank: int, device: str) -> None:
         random = torch.Generator().manual_seed(rank)
-        sizes, arriving = traffic.sent_by(rank), traffic.received_by(rank)
-        self.traffic = traffic
+        sizes, arriving = split_counts.sent_by(rank), split_counts.received_by(rank)
+        self.split_counts = split_counts
         self.sent = torch.randint(256, (sum(sizes),), generator=random, dtype=torch.uint8).to(device)
         self.received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
         self._pieces = list(zip(self.sent.split(sizes), self.received.split(arriving), strict=True))
 
     def by(self, transport: Transport, group: RankGroup) -> None:
-        Communicator(group, transport).start_all_to_all(self.received, self.sent, self.traffic).wait()
+        Communicator(group, transport).start_all_to_all(self.received, self.sent, self.split_counts).wait()
 
     def by_rounds(self, in_flight: int, group: RankGroup) -> None:
         # Ranks that share a process set the same, and none is done before all have started.
@@ -374,7 +374,7 @@ def share_bytes(case: Case) -> int:
 def _transports(group: RankGroup, job: Job) -> dict[tuple[str, str], tuple[Call, Tensor]]:
     """By kind of exchange and transport how to do it, and what it fills."""
     roads_of = {name: Transport(name, job.hosts if name == "hierarchical" else ()) for name in TRANSPORTS}
-    moved = AllToAll(traffic_of(job.sent.plan(), job.sent), group.rank, job.sent.device)
+    moved = AllToAll(split_counts_of(job.sent.plan(), job.sent), group.rank, job.sent.device)
     exchanges: dict[str, Call] = {name: partial(moved.by, transport) for name, transport in roads_of.items()}
     exchanges |= {NAIVE: moved.by_loop, AT_ONCE: moved.at_once}
     exchanges |= {_pairwise(count): partial(moved.by_rounds, count) for count in _in_flight_of(group.size)}
@@ -424,7 +424,7 @@ def _codec_steps(group: RankGroup, job: Job) -> dict[Key, Step]:
 def coded_bytes(job: Job, codec: str, chunks: int = 1) -> int:
     """That cross hosts on the way to heads."""
     plan = job.plan(job.coded, codec=codec, head_chunks=chunks)
-    return sum(between_hosts(traffic_of(plan, job.coded, part), job.hosts) for part in range(chunks))
+    return sum(between_hosts(split_counts_of(plan, job.coded, part), job.hosts) for part in range(chunks))
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
@@ -495,7 +495,7 @@ def _of_transports(jobs: dict[int, Job], seen: dict[int, list[Seen]]) -> dict[st
         "collective_over": every(lambda cp, kind, name: over(cp, TRANSPORTS[0], name, kind)),
         "bytes_between_hosts": every(counted),
         "bytes_planned_between_hosts": each(
-            lambda cp: between_hosts(traffic_of(jobs[cp].sent.plan(), jobs[cp].sent), jobs[cp].hosts)
+            lambda cp: between_hosts(split_counts_of(jobs[cp].sent.plan(), jobs[cp].sent), jobs[cp].hosts)
         ),
         "transports_ms": every(lambda cp, kind, name: spread(taken(cp, name, kind) * 1e3)),
         "rounds_in_flight": each(lambda cp: min(_OWN_ROUNDS, num_rounds(cp))),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_cp.exchange.traffic import SPARE, rounded
+from megatron_cp.exchange.split_counts import SPARE, rounded
 
 # Takes after which a buffer that was neither taken nor given back is let go: its batch is no more. A step of training
 # has some thousand; a long ring in many layers more.
@@ -45,17 +45,17 @@ class Buffers:
     def size(self) -> int:
         """Bytes of all buffers, taken and free."""
         with self._lock:
-            return sum(kept.room for free in (*self._free.values(), self._taken.values()) for kept in free)
+            return sum(kept.capacity for free in (*self._free.values(), self._taken.values()) for kept in free)
 
-    def take(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
+    def acquire(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """`[size]` unwritten bytes on a device, or on the host where `device` can reach them by itself."""
         # One stream writes a buffer again only after what it has queued before; another would not wait for that.
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        place, room = (device, pinned, stream), rounded(size)
+        place, capacity = (device, pinned, stream), rounded(size)
         with self._lock:
             free = self._free[place]
-            fitting = [kept for kept in free if room <= kept.room <= SPARE * room]
-            kept = min(fitting, key=lambda kept: kept.number) if fitting else self._made(room, place)
+            fitting = [kept for kept in free if capacity <= kept.capacity <= SPARE * capacity]
+            kept = min(fitting, key=lambda kept: kept.number) if fitting else self._made(capacity, place)
             if fitting:
                 free.remove(kept)
             self._takes += 1
@@ -65,13 +65,13 @@ class Buffers:
             self._taken[_address(kept.buffer)] = kept
             return kept.buffer.resize_(size)
 
-    def take_like(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    def acquire_like(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """What `like.new_empty(*shape, dtype=dtype)` is, in a buffer."""
         dtype = like.dtype if dtype is None else dtype
-        return self.take(math.prod(shape) * dtype.itemsize, like.device).view(dtype).view(shape)
+        return self.acquire(math.prod(shape) * dtype.itemsize, like.device).view(dtype).view(shape)
 
-    def give(self, *tensors: Tensor) -> None:
-        """Takes back what `take` returned, or views of it, once nothing reads or writes it any more.
+    def release(self, *tensors: Tensor) -> None:
+        """Takes back what `acquire` returned, or views of it, once nothing reads or writes it any more.
 
         Other tensors are left alone.
         """
@@ -88,12 +88,12 @@ class Buffers:
         # What was under way in a step that failed is never given back. Who holds it after all keeps its memory.
         self._taken = {address: kept for address, kept in self._taken.items() if kept.taken >= oldest}
 
-    def _made(self, room: int, place: Any) -> _Kept:
+    def _made(self, capacity: int, place: Any) -> _Kept:
         self.allocations += 1
         device, pinned, _ = place
         with torch.inference_mode(False), _disable_current_modes():  # kept, whoever counts or poisons
-            buffer = torch.empty(room, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
-        return _Kept(buffer, place, room, self.allocations)
+            buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
+        return _Kept(buffer, place, capacity, self.allocations)
 
 
 @dataclass(eq=False)
@@ -101,14 +101,14 @@ class _Kept:
     """One buffer.
 
     Attributes:
-        room: bytes that it has room for.
+        capacity: bytes that it can hold.
         number: which it was of those that were made.
         taken: by which take it was taken last.
     """
 
     buffer: Tensor
     place: Any
-    room: int
+    capacity: int
     number: int
     taken: int = 0
 

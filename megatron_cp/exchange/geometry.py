@@ -13,7 +13,7 @@ from megatron_cp.exchange.codec import Format
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import RowFormat, Section, Sections
-from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout
 
 
@@ -104,11 +104,11 @@ class Geometry:
         """Of the messages from (or to) every rank, on the side that holds this rank's own heads."""
         return self.layout.packing.total * self.copies * self.format.row_bytes[self.rank]
 
-    def traffic(self, *, to_heads: bool) -> Traffic:
+    def split_counts(self, *, to_heads: bool) -> SplitCounts:
         """Bytes from each rank to each."""
         rows, row_bytes = self.layout.token_counts * self.copies, np.array(self.format.row_bytes)
         counts = np.outer(rows, row_bytes)
-        return Traffic(counts if to_heads else counts.T)
+        return SplitCounts(counts if to_heads else counts.T)
 
     def index(self, name: str) -> Tensor:
         return index_table(self.layout, name, self.device)

@@ -45,7 +45,7 @@ def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
     """Every rank's message, end to end, from `[rows, (b,) f]` tensors whose features are the sections in order."""
     own = [_token_rows(tensor, at) for tensor in tensors]
     sources = section_columns(own, at.exchange)
-    message = buffers.take(at.token_side_bytes, at.device)
+    message = buffers.acquire(at.token_side_bytes, at.device)
     if copies.runs_on(at.device) and copies.pack_tokens(own, message, at):
         return message
     moves: list[tuple[tuple[Tensor, ...], Tensor]] = []
@@ -305,7 +305,7 @@ def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
 
 
 def _packed_apart(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
-    message = buffers.take(at.head_side_bytes, at.device)
+    message = buffers.acquire(at.head_side_bytes, at.device)
     order = None if at.layout.in_stream_order else at.index("order")
     tokens = at.layout.token_counts.tolist()
     row = at.copies * at.format.row_bytes[at.rank]
@@ -356,7 +356,7 @@ def _decoded(rows: Tensor, at: Geometry) -> list[Tensor]:
 
 
 def _encoded(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
-    message = buffers.take(at.head_side_bytes, at.device)
+    message = buffers.acquire(at.head_side_bytes, at.device)
     index = None if at.layout.in_stream_order else at.index("order")
     if copies.runs_on(at.device) and copies.pack_heads(sections, message, at, index):
         return message
@@ -424,7 +424,7 @@ def _gathered(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor
 
 
 def _new_table(at: Geometry, buffers: Buffers) -> Tensor:
-    table = buffers.take(at.head_side_bytes, at.device)
+    table = buffers.acquire(at.head_side_bytes, at.device)
     return table.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.executor.transport import COLLECTIVE, Transport, num_rounds, round_robin_peer
 
@@ -55,16 +55,16 @@ class Communicator:
             else Communicator(self.group.part(ranks), self.transport.part(ranks), self.operation)
         )
 
-    def start_all_to_all(self, received: Tensor, sent: Tensor, traffic: Traffic, step: str = "") -> Pending:
+    def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts, step: str = "") -> Pending:
         """Piece r of flat `sent` goes to rank r, and piece r of flat `received` comes from it."""
         self._enter(step)
-        sent_splits, received_splits = traffic.sent_by(self.rank), traffic.received_by(self.rank)
+        sent_splits, received_splits = split_counts.sent_by(self.rank), split_counts.received_by(self.rank)
         if self.transport.name == "collective":
             return self.group.start_all_to_all(received, sent, received_splits, sent_splits)
         outgoing, incoming = sent.split(sent_splits), received.split(received_splits)
         if self.transport.name == "pairwise":
             return self._start_rounds(incoming, outgoing)
-        return _TwoHops(self.group, self.transport, incoming, outgoing, traffic, sent)
+        return _TwoHops(self.group, self.transport, incoming, outgoing, split_counts, sent)
 
     def start_all_gather(self, received: Tensor, sent: Tensor, step: str = "") -> Pending:
         """Fills flat `received` with every rank's flat `sent`, in rank order; all ranks send equally much."""
@@ -157,9 +157,9 @@ class _TwoHops(Pending):
 
     def __init__(
         self, group: RankGroup, transport: Transport, incoming: Sequence[Tensor], outgoing: Sequence[Tensor],
-        traffic: Traffic, sent: Tensor,
+        split_counts: SplitCounts, sent: Tensor,
     ) -> None:  # fmt: skip
-        self._group, self._incoming, self._counts, self._like = group, incoming, traffic.counts, sent
+        self._group, self._incoming, self._counts, self._like = group, incoming, split_counts.counts, sent
         self._activity = group.activity
         self._hosts = hosts = _hosts_of(group.rank, transport.hosts)
         self._taken: list[Tensor] = []
@@ -201,7 +201,7 @@ class _TwoHops(Pending):
         self._group.start_messages(sends, receives).wait()
         for source, piece in arrived:
             self._incoming[source].copy_(piece)
-        self._group.buffers.give(*self._taken)
+        self._group.buffers.release(*self._taken)
         del self._bundles, self._incoming, self._like
 
     def _bundle(self, pieces: Sequence[Tensor], ranks: Sequence[int] = ()) -> Tensor:
@@ -218,7 +218,7 @@ class _TwoHops(Pending):
         return bundle
 
     def _room(self, size: int) -> Tensor:
-        self._taken.append(self._group.buffers.take_like(self._like, size))
+        self._taken.append(self._group.buffers.acquire_like(self._like, size))
         return self._taken[-1]
 
 

@@ -175,7 +175,7 @@ class InFlightExchange:
             received = (
                 torch.empty(size, dtype=torch.uint8, device=at.device)
                 if keeps_message(at)
-                else self.comm.buffers.take(size, at.device)
+                else self.comm.buffers.acquire(size, at.device)
             )
             sent = pack_tokens(tensors, at, self.comm.buffers)
             self._start(part, received, sent, at, to_heads=True, forward=forward)
@@ -184,13 +184,13 @@ class InFlightExchange:
         """A part, once it has arrived."""
         at, received = self.at[forward].parts[part], self._wait(part)
         sections = unpack_heads(received, at)
-        self.comm.buffers.give(received)
+        self.comm.buffers.release(received)
         return sections
 
     def start_to_tokens(self, part: int, sections: Sequence[Tensor], *, forward: bool) -> None:
         """Starts one part."""
         at, buffers = self.at[forward].parts[part], self.comm.buffers
-        received = buffers.take(at.token_side_bytes, at.device)
+        received = buffers.acquire(at.token_side_bytes, at.device)
         self._start(part, received, pack_heads(sections, at, buffers), at, to_heads=False, forward=forward)
 
     def finish_to_tokens(self, *, forward: bool) -> list[Tensor]:
@@ -199,7 +199,7 @@ class InFlightExchange:
         received = {part: self._wait(part) for part in order}
         messages = [received[part] for part in range(self.num_parts)]
         tensors = unpack_tokens(messages, self.at[forward], self.widths)
-        self.comm.buffers.give(*messages)
+        self.comm.buffers.release(*messages)
         return tensors
 
     def _start(self, part: int, received: Tensor, sent: Tensor, at: Geometry, *, to_heads: bool, forward: bool) -> None:
@@ -207,13 +207,13 @@ class InFlightExchange:
         step = f"exchange of {names} to {'heads' if to_heads else 'tokens'}, {direction(forward=forward)}"
         if self.num_parts > 1:
             step += f", chunk {part + 1} of {self.num_parts}"
-        pending = self.comm.start_all_to_all(received, sent, at.traffic(to_heads=to_heads), step)
+        pending = self.comm.start_all_to_all(received, sent, at.split_counts(to_heads=to_heads), step)
         self.under_way[part] = pending, sent, received
 
     def _wait(self, part: int) -> Tensor:
         pending, sent, received = self.under_way.pop(part)
         pending.wait()
-        self.comm.buffers.give(sent)
+        self.comm.buffers.release(sent)
         return received
 
 

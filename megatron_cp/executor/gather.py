@@ -55,13 +55,15 @@ class _Gather(torch.autograd.Function):
         ctx.rows = local.shape[0]
         # Backends gather equal shares only, so each share is as long as the longest; `places` skips what was added.
         longest = int(layout.token_counts.max())
-        share, shares = (group.buffers.take_like(local, count * longest, *local.shape[1:]) for count in (1, group.size))
+        share, shares = (
+            group.buffers.acquire_like(local, count * longest, *local.shape[1:]) for count in (1, group.size)
+        )
         held = int(layout.token_counts[group.rank])
         share[:held], share[held:] = local[:held], 0
         group.activity = f"{mark}, forward"
         group.all_gather(shares.view(-1), share.view(-1))
         stream = shares.index_select(0, _places(layout, longest, local.device))
-        group.buffers.give(share, shares)
+        group.buffers.release(share, shares)
         return stream
 
     @staticmethod
@@ -76,10 +78,10 @@ class _Gather(torch.autograd.Function):
             local[:held] = gradient.index_select(0, order[start : start + held])
             return local, None, None, None, None
         features = math.prod(gradient.shape[1:])
-        sent = group.buffers.take_like(gradient, *gradient.shape)
+        sent = group.buffers.acquire_like(gradient, *gradient.shape)
         torch.index_select(gradient, 0, order, out=sent)
         group.activity = f"{ctx.mark}, backward"
-        received = group.buffers.take_like(gradient, group.size, held, *gradient.shape[1:])
+        received = group.buffers.acquire_like(gradient, group.size, held, *gradient.shape[1:])
         group.all_to_all(
             received.view(-1),
             sent.view(-1),
@@ -89,7 +91,7 @@ class _Gather(torch.autograd.Function):
         # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         local[:held] = received.sum(0, dtype=wide).to(gradient.dtype)
-        group.buffers.give(sent, received)
+        group.buffers.release(sent, received)
         return local, None, None, None, None
 
 

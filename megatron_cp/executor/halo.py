@@ -56,22 +56,22 @@ class InFlightHalo:
     def index(self, name: str, device: torch.device) -> Tensor:
         return _index(self.step, self.comm.rank, name, device)
 
-    def take(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Room for what is needed here, and for what is needed elsewhere."""
+    def acquire(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Buffers for what is needed here, and for what is needed elsewhere."""
         rows, others = self.tables.places.size, self.tables.send_rows.size
         self._rows, self._others = (
-            self.comm.buffers.take_like(like, number, self.channels) for number in (rows, others)
+            self.comm.buffers.acquire_like(like, number, self.channels) for number in (rows, others)
         )
         return self._rows, self._others
 
     def start(self, *, forward: bool) -> None:
         if not self.step.crosses:
             return
-        traffic = (self.step.traffic if forward else self.step.traffic.reversed()).times(self.channels)
+        split_counts = (self.step.split_counts if forward else self.step.split_counts.reversed()).times(self.channels)
         here, there = self._rows[: self.crossing].view(-1), self._others.view(-1)
         received, sent = (here, there) if forward else (there, here)
         step_name = f"rows before segments, {direction(forward=forward)}"
-        self._pending = self.comm.start_all_to_all(received, sent, traffic, step_name)
+        self._pending = self.comm.start_all_to_all(received, sent, split_counts, step_name)
 
     def wait(self) -> tuple[Tensor, Tensor]:
         if self._pending is not None:
@@ -79,8 +79,8 @@ class InFlightHalo:
         self._pending = None
         return self._rows, self._others
 
-    def give(self) -> None:
-        self.comm.buffers.give(self._rows, self._others)
+    def release(self) -> None:
+        self.comm.buffers.release(self._rows, self._others)
         del self._rows, self._others
 
 
@@ -91,7 +91,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, in_flight: InFlightHalo) -> Any:
         ctx.in_flight = in_flight
-        rows, sent = in_flight.take(x)
+        rows, sent = in_flight.acquire(x)
         torch.index_select(x, 0, in_flight.index("send_rows", x.device), out=sent)
         in_flight.start(forward=True)
         torch.index_select(x, 0, in_flight.index("own_rows", x.device), out=rows[in_flight.crossing :])
@@ -106,7 +106,7 @@ class _Start(torch.autograd.Function):
         dx = dx if dx.is_contiguous() else dx.contiguous()
         dx.index_add_(0, in_flight.index("own_rows", dx.device), drows[in_flight.crossing :])
         dx.index_add_(0, in_flight.index("send_rows", dx.device), returned)
-        in_flight.give()
+        in_flight.release()
         return dx, None
 
 
@@ -117,14 +117,14 @@ class _Wait(torch.autograd.Function):
         rows, _ = in_flight.wait()
         history = order_token.new_zeros(in_flight.tables.num_waiting * in_flight.step.reach, in_flight.channels)
         history.index_copy_(0, in_flight.index("places", order_token.device), rows)
-        in_flight.give()
+        in_flight.release()
         return history.unflatten(0, (in_flight.tables.num_waiting, in_flight.step.reach))
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         in_flight, dhistory = ctx.in_flight, gradients[0].flatten(0, 1)
-        drows, _ = in_flight.take(dhistory)
+        drows, _ = in_flight.acquire(dhistory)
         torch.index_select(dhistory, 0, in_flight.index("places", dhistory.device), out=drows)
         in_flight.start(forward=False)
         return dhistory.new_empty(0), None

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.exchange.sections import HeadPartition, head_runs
-from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.bands import area
 from megatron_cp.layout.layout import ranges
@@ -126,14 +126,14 @@ class Attend(Tables):
         return self.table(("gathering", kv_rank), lambda: self._gathering(kv_rank))
 
     @property
-    def traffic(self) -> Traffic:
+    def split_counts(self) -> SplitCounts:
         """Where keys are gathered, their rows from each KV rank to each, a KV rank's own among them."""
-        return self.table(("traffic",), self._traffic)
+        return self.table(("split counts",), self._make_split_counts)
 
-    def _traffic(self) -> Traffic:
+    def _make_split_counts(self) -> SplitCounts:
         if self.kv_schedule == "all_gather":
-            return Traffic(np.repeat(self.keys.token_counts[:, None], self.num_kv_ranks, axis=1))
-        return Traffic(self._seen_rows)
+            return SplitCounts(np.repeat(self.keys.token_counts[:, None], self.num_kv_ranks, axis=1))
+        return SplitCounts(self._seen_rows)
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""

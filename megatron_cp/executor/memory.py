@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.traffic import SPARE, rounded
+from megatron_cp.exchange.split_counts import SPARE, rounded
 from megatron_cp.executor.kv_schedule import Attend, HeadChunk
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.recurrence import Halo, Scan
@@ -86,17 +86,19 @@ def _across_heads(plan: Plan, rank: int, item_size: int) -> int:
         leading, trailing = ([exchange for exchange, to_heads in moves if to_heads == way] for way in (True, False))
         chunks = list(range(plan.head_chunks) if moves else ())[:: 1 if forward else -1]
         arriving = {
-            chunk: [pool.take(_messages(plan, exchange, chunk, rank, item_size, to_heads=True)) for exchange in leading]
+            chunk: [
+                pool.acquire(_messages(plan, exchange, chunk, rank, item_size, to_heads=True)) for exchange in leading
+            ]
             for chunk in chunks
         }
         leaving = []
         for chunk in chunks:
-            pool.give(arriving[chunk])
+            pool.release(arriving[chunk])
             leaving += [
-                pool.take(_messages(plan, exchange, chunk, rank, item_size, to_heads=False)) for exchange in trailing
+                pool.acquire(_messages(plan, exchange, chunk, rank, item_size, to_heads=False)) for exchange in trailing
             ]
-        pool.give(leaving)
-    return sum(pool.rooms)
+        pool.release(leaving)
+    return sum(pool.capacities)
 
 
 def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool) -> list[int]:
@@ -121,23 +123,23 @@ class _Pool:
     """What `Buffers` does, in numbers."""
 
     def __init__(self) -> None:
-        self.rooms: list[int] = []  # in the order in which they were made
+        self.capacities: list[int] = []  # in the order in which they were made
         self._free: list[int] = []
 
-    def take(self, sizes: list[int]) -> list[int]:
+    def acquire(self, sizes: list[int]) -> list[int]:
         """The numbers of the buffers that messages of these sizes take, one after the other."""
         taken = []
-        for room in map(rounded, sizes):
-            fitting = [number for number in self._free if room <= self.rooms[number] <= SPARE * room]
+        for capacity in map(rounded, sizes):
+            fitting = [number for number in self._free if capacity <= self.capacities[number] <= SPARE * capacity]
             if fitting:
                 self._free.remove(min(fitting))
                 taken.append(min(fitting))
             else:
-                taken.append(len(self.rooms))
-                self.rooms.append(room)
+                taken.append(len(self.capacities))
+                self.capacities.append(capacity)
         return taken
 
-    def give(self, taken: list[list[int]]) -> None:
+    def release(self, taken: list[list[int]]) -> None:
         """Takes them back."""
         self._free += itertools.chain(*taken)
 
@@ -160,7 +162,7 @@ def _along_chains(plan: Plan, rank: int, item_size: int) -> int:
                 sizes += [rounded(rows.size * channels * item_size) for rows in (tables.places, tables.send_rows)]
             case Scan() if step.crosses:
                 # Maps and their adjoints go to other ranks, and a buffer for the ones may be too small for the others.
-                ways = [step.traffic(forward=forward) for forward in (True, False)]
+                ways = [step.split_counts(forward=forward) for forward in (True, False)]
                 sent, back = (
                     Counter(rounded(sum(n) * max(item_size, LSE)) for n in (way.sent_by(rank), way.received_by(rank)))
                     for way in ways
@@ -304,7 +306,7 @@ class _Local:
             total = int(self.step.queries.token_counts[self.kv_rank]) * row if self.wide > self.item else 0
             return [total + rows * row for rows in self._later_rows]
         # What comes back is added to sums of the own keys' gradients, in their type.
-        most, chunks = max(self.step.traffic.sent_by(self.kv_rank)), self.step.chunks(self.head_rank)
+        most, chunks = max(self.step.split_counts.sent_by(self.kv_rank)), self.step.chunks(self.head_rank)
         width = max(self.step.head_dim, self.step.value_head_dim) * self.wide if self.wide > self.item else 0
         return [self._block_of(self.kv_rank, self.wide) + most * chunk.num_groups * width for chunk in chunks]
 
@@ -338,12 +340,12 @@ class _Local:
 
     def _gathering(self) -> list[int]:
         """Moments of gathered head chunks backward, which forward has no more than."""
-        traffic, chunks, in_order = (
-            self.step.traffic,
+        split_counts, chunks, in_order = (
+            self.step.split_counts,
             self.step.chunks(self.head_rank),
             self.step.arrives_in_order(self.kv_rank),
         )
-        tokens, sent_rows = sum(traffic.received_by(self.kv_rank)), sum(traffic.sent_by(self.kv_rank))
+        tokens, sent_rows = sum(split_counts.received_by(self.kv_rank)), sum(split_counts.sent_by(self.kv_rank))
         if self.step.kv_schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())
             sent, received = longest, self.step.num_kv_ranks * longest

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout
 from megatron_cp.layout.layout import ranges
 from megatron_cp.layout.packing import IntArray
@@ -82,16 +82,16 @@ class Halo(Tables):
         return segments.rank[segment], owner, row, segment, tokens
 
     @property
-    def traffic(self) -> Traffic:
+    def split_counts(self) -> SplitCounts:
         """Rows from each rank to each, forward."""
-        return self.layout.table(("halo traffic", self.reach), self._traffic)
+        return self.layout.table(("halo split counts", self.reach), self._make_split_counts)
 
-    def _traffic(self) -> Traffic:
+    def _make_split_counts(self) -> SplitCounts:
         needer, owner, *_ = self._needs
         ranks = self.layout.cp_size
         counts = np.bincount(owner * ranks + needer, minlength=ranks * ranks).reshape(ranks, ranks)
         np.fill_diagonal(counts, 0)
-        return Traffic(counts)
+        return SplitCounts(counts)
 
     def tables(self, rank: int) -> HaloTables:
         """One rank's."""
@@ -178,18 +178,18 @@ class Scan(Tables):
         has_transition = self.segments.past[ids] if forward else self.segments.future[ids]
         return self.state_size + self.transition_size * has_transition.astype(np.int64)
 
-    def traffic(self, *, forward: bool) -> Traffic:
+    def split_counts(self, *, forward: bool) -> SplitCounts:
         """Elements from each rank to each."""
-        return self.table(("traffic", forward), lambda: self._traffic(forward))
+        return self.table(("split counts", forward), lambda: self._make_split_counts(forward))
 
-    def _traffic(self, forward: bool) -> Traffic:
+    def _make_split_counts(self, forward: bool) -> SplitCounts:
         ranks, sizes = self.layout.cp_size, self.sizes(np.arange(self.segments.start.size), forward=forward)
         counts = np.zeros((ranks, ranks), dtype=np.int64)
         for target in range(ranks):
             needed = self.segments.needed(target, forward=forward)
             counts[:, target] = np.bincount(self.segments.rank[needed], weights=sizes[needed], minlength=ranks)
         np.fill_diagonal(counts, 0)
-        return Traffic(counts)
+        return SplitCounts(counts)
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """For each rank the bytes of its maps, in at least 4 bytes an element."""

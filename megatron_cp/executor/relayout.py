@@ -82,7 +82,7 @@ def _moved(local: Tensor, hop: _Hop, group: RankGroup, mark: str, *, forward: bo
     sent_counts, received_counts = hop.counts if forward else hop.counts[::-1]
     features = math.prod(local.shape[1:])
     received, sent = (
-        group.buffers.take_like(local, sum(counts), *local.shape[1:]) for counts in (received_counts, sent_counts)
+        group.buffers.acquire_like(local, sum(counts), *local.shape[1:]) for counts in (received_counts, sent_counts)
     )
     torch.index_select(local, 0, send, out=sent)
     group.activity = f"{mark}, {direction(forward=forward)}"
@@ -94,5 +94,5 @@ def _moved(local: Tensor, hop: _Hop, group: RankGroup, mark: str, *, forward: bo
     )
     moved = local.new_zeros(hop.rows[0 if forward else 1], *local.shape[1:])
     torch.index_select(received, 0, arrive, out=moved[: sum(received_counts)])
-    group.buffers.give(sent, received)
+    group.buffers.release(sent, received)
     return moved

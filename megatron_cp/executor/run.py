@@ -94,9 +94,9 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
         if isinstance(step, Halo):
             if step.reach:
                 prepare_halo(step, rank, device)
-                _ = step.traffic
+                _ = step.split_counts
         else:
-            _ = step.traffic(forward=True), step.traffic(forward=False)
+            _ = step.split_counts(forward=True), step.split_counts(forward=False)
     if plan.hidden_layout is not None:
         prepare_relayout(plan.hidden_layout, plan.layout, rank, device)
         prepare_relayout(plan.layout, plan.hidden_layout, rank, device)
@@ -108,4 +108,4 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
             _ = tiles.cropped if stage else tiles.cropped_keys
     prepare_gathering(plan.attend, kv_rank, device)
     if plan.attend.num_kv_ranks > 1 and plan.attend.kv_schedule != "p2p":
-        _ = plan.attend.traffic
+        _ = plan.attend.split_counts

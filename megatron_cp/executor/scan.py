@@ -129,15 +129,15 @@ class _Maps:
             for part in self.maps[number]
             if part is not None
         ]
-        traffic = self.step.traffic(forward=forward)
+        split_counts = self.step.split_counts(forward=forward)
         self.sent, self.received = (
-            self.comm.buffers.take_like(self.like, sum(counts))
-            for counts in (traffic.sent_by(self.comm.rank), traffic.received_by(self.comm.rank))
+            self.comm.buffers.acquire_like(self.like, sum(counts))
+            for counts in (split_counts.sent_by(self.comm.rank), split_counts.received_by(self.comm.rank))
         )
         if messages:
             torch.cat(messages, out=self.sent)
         return self.comm.start_all_to_all(
-            self.received, self.sent, traffic, f"maps of segments, {direction(forward=forward)}"
+            self.received, self.sent, split_counts, f"maps of segments, {direction(forward=forward)}"
         )
 
     def fold(self) -> Tensor:
@@ -168,7 +168,7 @@ class _Maps:
             if slot is not None:
                 states[slot] = state
         if self.pending is not None:
-            self.comm.buffers.give(self.sent, self.received)  # maps that arrived are views of it
+            self.comm.buffers.release(self.sent, self.received)  # maps that arrived are views of it
         return states
 
     def _sort_arrivals(self) -> None:

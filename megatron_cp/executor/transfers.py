@@ -80,7 +80,7 @@ def pack(k: Tensor, v: Tensor, buffers: Buffers) -> Tensor:
 def pack_like(k: Tensor, v: Tensor, dtype: torch.dtype, buffers: Buffers) -> Tensor:
     """An unwritten buffer that holds what `pack` would, in another type."""
     width = k.shape[-2] * k.shape[-1] + v.shape[-2] * v.shape[-1]
-    return buffers.take_like(k, *k.shape[:-2], width, dtype=dtype)
+    return buffers.acquire_like(k, *k.shape[:-2], width, dtype=dtype)
 
 
 def unpack(packed: Tensor, k: Tensor, v: Tensor, heads: int | None = None) -> Keys:
@@ -124,10 +124,10 @@ class Rotation(Transfers):
             following, ahead = self._pass_on(block, stage, "keys and values")
             yield stage, chunk, unpack(block, self.k, self.v)
             ahead.wait()
-            self.buffers.give(block)
+            self.buffers.release(block)
             block = following
         yield last, chunk, unpack(block, self.k, self.v)
-        self.buffers.give(block)
+        self.buffers.release(block)
 
     def gradient_type(self) -> torch.dtype:
         return self.wide
@@ -135,25 +135,25 @@ class Rotation(Transfers):
     def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
         if stage:
             gradient.add_(self._arrived())
-            self.buffers.give(self._gradient)  # before there is room for the next
+            self.buffers.release(self._gradient)  # before there is room for the next
         self._sent = gradient
         self._gradient, self._on_the_way = self._pass_on(gradient, stage, "gradients of keys and values")
 
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         for target, source in zip((dk, dv), unpack(self._arrived(), self.k, self.v), strict=True):
             target.copy_(source)
-        self.buffers.give(self._gradient)
+        self.buffers.release(self._gradient)
 
     def _arrived(self) -> Tensor:
         self._on_the_way.wait()
-        self.buffers.give(self._sent)
+        self.buffers.release(self._sent)
         return self._gradient
 
     def _pass_on(self, block: Tensor, stage: int, what: str) -> tuple[Tensor, Pending]:
         """Sends a stage's block on, and starts to receive the block that the KV rank before has in that stage."""
         size, source = self.step.num_kv_ranks, self.step.source(self.kv_rank, stage + 1)
         rows = int(self.step.keys.token_counts[source])
-        following = self.buffers.take_like(block, rows, *block.shape[1:])
+        following = self.buffers.acquire_like(block, rows, *block.shape[1:])
         pending = self.comm.start_messages(
             [Message(block.view(-1), (self.kv_rank + 1) % size)],
             [Message(following.view(-1), (self.kv_rank - 1) % size)],
@@ -174,12 +174,12 @@ class Gather(Transfers):
         for number, chunk in enumerate(self.chunks):
             received, sent, pending = ahead.pop()
             pending.wait()
-            self.buffers.give(sent)
+            self.buffers.release(sent)
             if number + 1 < len(self.chunks):
                 ahead.append(self._start(self.chunks[number + 1]))
             received = self._arranged(received)
             yield 0, chunk, unpack(received, self.k, self.v, chunk.num_groups)
-            self.buffers.give(received)
+            self.buffers.release(received)
 
     def gradient_type(self) -> torch.dtype:
         return self.k.dtype
@@ -190,9 +190,9 @@ class Gather(Transfers):
         if gathering.returned is not None:
             gradient = self._reordered(gradient, self._index("returned"))
         received = self._take(gathering.send_rows.size, chunk)
-        traffic = self.step.traffic.reversed().times(received.shape[1:].numel())
+        split_counts = self.step.split_counts.reversed().times(received.shape[1:].numel())
         pending = self.comm.start_all_to_all(
-            received.view(-1), gradient.view(-1), traffic, "gradients of gathered keys and values"
+            received.view(-1), gradient.view(-1), split_counts, "gradients of gathered keys and values"
         )
         self._returning.append((chunk, received, gradient, pending))
 
@@ -215,7 +215,7 @@ class Gather(Transfers):
 
     def _take(self, rows: int, chunk: HeadChunk) -> Tensor:
         width = chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
-        return self.buffers.take_like(self.k, rows, *self.k.shape[1:-2], width)
+        return self.buffers.acquire_like(self.k, rows, *self.k.shape[1:-2], width)
 
     def _start(self, chunk: HeadChunk) -> tuple[Tensor, Tensor, Pending]:
         """What is received, what is sent, and the wait for both."""
@@ -233,8 +233,8 @@ class Gather(Transfers):
         for target, source in zip(unpack(sent, *own), own, strict=True):
             torch.index_select(source, 0, self._index("send_rows"), out=target)
         received = self._take(gathering.tokens.size, chunk)
-        traffic = self.step.traffic.times(sent.shape[1:].numel())
-        return received, sent, self.comm.start_all_to_all(received.view(-1), sent.view(-1), traffic, _GATHERED)
+        split_counts = self.step.split_counts.times(sent.shape[1:].numel())
+        return received, sent, self.comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, _GATHERED)
 
     def _arranged(self, received: Tensor) -> Tensor:
         """What arrived, in stream order."""
@@ -246,22 +246,22 @@ class Gather(Transfers):
 
     def _reordered(self, rows: Tensor, index: Tensor) -> Tensor:
         """The rows of a buffer in another one, which takes its place."""
-        ordered = self.buffers.take_like(rows, len(index), *rows.shape[1:])
+        ordered = self.buffers.acquire_like(rows, len(index), *rows.shape[1:])
         torch.index_select(rows, 0, index, out=ordered)
-        self.buffers.give(rows)
+        self.buffers.release(rows)
         return ordered
 
     def _finish_returns(self) -> None:
         for chunk, received, sent, pending in self._returning:
             pending.wait()
-            self.buffers.give(sent)
+            self.buffers.release(sent)
             sums = [total[..., chunk.groups, :] for total in self._sums]
             rows = self._index("send_rows").split(self._gathering.send_counts.tolist())
             pieces = received.split(self._gathering.send_counts.tolist())
             for of_kv_rank, piece in zip(rows, pieces, strict=True):
                 for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
                     total.index_add_(0, of_kv_rank, part.to(self.wide))
-            self.buffers.give(received)
+            self.buffers.release(received)
         self._returning = []
 
 

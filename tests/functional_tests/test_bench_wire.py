@@ -19,10 +19,10 @@ from megatron_cp.cli.bench_wire import (
     Counting,
     Job,
     between_hosts,
-    traffic_of,
+    split_counts_of,
 )
 from megatron_cp.cli.main import main
-from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor import communicator
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.transport import TRANSPORTS, Transport
@@ -202,15 +202,15 @@ def test_hosts_are_those_of_the_cluster():
 def test_traffic_between_hosts_is_what_the_plan_sends_there():
     case = Case("attention", 4, (70, 1, 130, 64), heads=12, groups=6, dtype=torch.bfloat16)
     plan = case.plan()
-    everyone = between_hosts(traffic_of(plan, case), range(4))
+    everyone = between_hosts(split_counts_of(plan, case), range(4))
     exchange = plan.steps[0].exchange
     assert everyone == sum(exchange.bytes_sent(2, to_heads=True))
-    assert 0 < between_hosts(traffic_of(plan, case), [0, 0, 1, 1]) < everyone
-    assert between_hosts(traffic_of(plan, case), [0] * 4) == 0
+    assert 0 < between_hosts(split_counts_of(plan, case), [0, 0, 1, 1]) < everyone
+    assert between_hosts(split_counts_of(plan, case), [0] * 4) == 0
 
 
 def sent_on(group, counts, hosts):
-    moved, found = AllToAll(Traffic(counts), group.rank, "cpu"), {}
+    moved, found = AllToAll(SplitCounts(counts), group.rank, "cpu"), {}
     transports = {name: Transport(name, hosts if name == "hierarchical" else ()) for name in TRANSPORTS}
     calls = {name: partial(moved.by, transport) for name, transport in transports.items()}
     calls |= {"loop": moved.by_loop, "at once": moved.at_once, "rounds": lambda ranks: moved.by_rounds(1, ranks)}
@@ -227,7 +227,7 @@ def test_every_road_brings_every_piece_and_is_counted(hosts):
     size = len(hosts)
     counts = np.random.default_rng(0).integers(0, 9, (size, size))
     ranks = run_ranks(sent_on, size, counts, hosts)
-    planned = between_hosts(Traffic(counts), hosts)
+    planned = between_hosts(SplitCounts(counts), hosts)
     for name in ranks[0][1]:
         assert sum(found[name][0] for _, found in ranks) == planned
         for rank, (_, found) in enumerate(ranks):

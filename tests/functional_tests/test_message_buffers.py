@@ -30,13 +30,13 @@ class Watched(Buffers):
         super().__init__()
         self.under_way = Counter()
 
-    def give(self, *tensors):
+    def release(self, *tensors):
         for tensor in tensors:
             assert not self.under_way[address(tensor)], "a buffer is given back while it is under way"
             if (kept := self._taken.get(address(tensor))) is not None:
                 storage = kept.buffer.untyped_storage()
                 torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).fill_(0xFF)
-        super().give(*tensors)
+        super().release(*tensors)
 
 
 class OnTheRoad(Pending):

@@ -326,9 +326,9 @@ def test_a_long_step_forgets_no_buffer():
     """A ring over many ranks in many layers takes thousands between two losses."""
     buffers, cpu = Buffers(), torch.device("cpu")
     for _ in range(3):
-        buffers.give(buffers.take(1_000_000, cpu))
+        buffers.release(buffers.acquire(1_000_000, cpu))
         for _ in range(20_000):
-            buffers.give(buffers.take(100, cpu))
+            buffers.release(buffers.acquire(100, cpu))
     assert buffers.allocations == 2
 
 
@@ -348,10 +348,10 @@ def test_packs_of_all_sizes_need_few_times_what_the_largest_needs():
 def test_buffers_that_nobody_wants_are_let_go(monkeypatch):
     monkeypatch.setattr(buffers_module, "_FORGOTTEN", 2000)
     buffers, cpu = Buffers(), torch.device("cpu")
-    large = buffers.take(1_000_000, cpu)
-    buffers.give(large)
+    large = buffers.acquire(1_000_000, cpu)
+    buffers.release(large)
     for _ in range(5000):
-        buffers.give(buffers.take(100, cpu))
+        buffers.release(buffers.acquire(100, cpu))
     assert buffers.size < 10_000
     assert buffers.allocations == 2
 
@@ -359,15 +359,15 @@ def test_buffers_that_nobody_wants_are_let_go(monkeypatch):
 def test_buffers_that_a_failed_step_took_are_let_go(monkeypatch):
     monkeypatch.setattr(buffers_module, "_FORGOTTEN", 2000)
     buffers, cpu = Buffers(), torch.device("cpu")
-    lost, held = buffers.take(1_000_000, cpu), buffers.take(1_000, cpu)
+    lost, held = buffers.acquire(1_000_000, cpu), buffers.acquire(1_000, cpu)
     held.fill_(7)
     del lost
     for _ in range(5000):
-        buffers.give(buffers.take(100, cpu))
+        buffers.release(buffers.acquire(100, cpu))
     assert buffers.size < 1_000
     # Whoever had one after all keeps it: nobody else gets its memory, now or when it is given back.
-    buffers.give(held)
-    others = [buffers.take(1_000, cpu).fill_(8) for _ in range(3)]
+    buffers.release(held)
+    others = [buffers.acquire(1_000, cpu).fill_(8) for _ in range(3)]
     assert bool((held == 7).all())
     assert len({x.data_ptr() for x in (held, *others)}) == 4
 
@@ -384,11 +384,11 @@ def test_a_second_step_like_the_first_takes_the_same_buffers(step):
         under_way, addresses = [], []
         for takes, size, which in step:
             if takes or not under_way:
-                under_way.append(buffers.take(size, cpu))
+                under_way.append(buffers.acquire(size, cpu))
                 addresses.append(under_way[-1].untyped_storage().data_ptr())
             else:
-                buffers.give(under_way.pop(which % len(under_way)))
-        buffers.give(*under_way)
+                buffers.release(under_way.pop(which % len(under_way)))
+        buffers.release(*under_way)
         return addresses
 
     first, made = run(), buffers.allocations
@@ -400,12 +400,12 @@ def test_a_second_step_like_the_first_takes_the_same_buffers(step):
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (5, 7)], ids=str)
 def test_a_buffer_can_be_taken_like_a_tensor(shape, dtype):
     buffers, like = Buffers(), torch.empty(3, dtype=dtype)
-    taken, wide = buffers.take_like(like, *shape), buffers.take_like(like, *shape, dtype=torch.float64)
+    taken, wide = buffers.acquire_like(like, *shape), buffers.acquire_like(like, *shape, dtype=torch.float64)
     assert (taken.shape, taken.dtype, taken.is_contiguous()) == (shape, dtype, True)
     assert (wide.shape, wide.dtype) == (shape, torch.float64)
     assert taken.untyped_storage().data_ptr() % 64 == 0 != wide.untyped_storage().data_ptr()
-    buffers.give(taken.view(-1), wide)
-    buffers.take_like(like, *shape)
+    buffers.release(taken.view(-1), wide)
+    buffers.acquire_like(like, *shape)
     assert buffers.allocations == 2
 
 

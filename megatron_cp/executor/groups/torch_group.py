@@ -147,7 +147,7 @@ class TorchGroup(RankGroup):
         def together(messages: list[Message]) -> Tensor:
             if len(messages) == 1:  # as in a ring: it leaves, or arrives, where it belongs
                 return _bytes_of(messages[0].tensor)
-            taken.append(self.buffers.take(sum(message.tensor.nbytes for message in messages), device))
+            taken.append(self.buffers.acquire(sum(message.tensor.nbytes for message in messages), device))
             return taken[-1]
 
         arrived, outgoing = together(received), together(sent)
@@ -172,7 +172,7 @@ class TorchGroup(RankGroup):
         return _FromHost(pending, receives, staged, self.buffers)
 
     def _staged(self, tensor: Tensor) -> Tensor:
-        return self.buffers.take(tensor.nbytes, tensor.device, pinned=tensor.is_cuda)
+        return self.buffers.acquire(tensor.nbytes, tensor.device, pinned=tensor.is_cuda)
 
     def barrier(self) -> None:
         self.activity = "barrier"
@@ -228,7 +228,7 @@ class _Unpacked(Pending):
             pieces = self._arrived.split([message.tensor.nbytes for message in self._messages])
             for message, piece in zip(self._messages, pieces, strict=True):
                 _bytes_of(message.tensor).copy_(piece)
-        self._buffers.give(*self._taken)
+        self._buffers.release(*self._taken)
 
 
 class _FromHost(Pending):
@@ -243,7 +243,7 @@ class _FromHost(Pending):
         self._pending.wait()
         for message, arrived in zip(self._receives, self._staged[1], strict=True):
             _bytes_of(message.tensor).copy_(arrived.tensor)  # waited for: the buffer is someone else's next
-        self._buffers.give(*(message.tensor for messages in self._staged for message in messages))
+        self._buffers.release(*(message.tensor for messages in self._staged for message in messages))
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

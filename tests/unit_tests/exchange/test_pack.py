@@ -252,7 +252,7 @@ def test_sections_apart_are_joined_by_one_copy_a_tensor(batch: int | None, layou
     rows, lead = int(layout.row_counts[1]), () if batch is None else (batch,)
     tensors = [torch.randn(rows, *lead, block.width).to(x) for block, x in zip(at.blocks, at.dtypes, strict=True)]
     rows_together = pack_tokens(tensors, at, Buffers())
-    splits = at.traffic(to_heads=True).sent_by(at.rank)
+    splits = at.split_counts(to_heads=True).sent_by(at.rank)
     # What rank 1 sent to each rank as rows, each rank sends back with sections apart.
     pieces = []
     for rank, piece in enumerate(rows_together.split(splits)):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.exchange.traffic import Traffic
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
@@ -44,12 +44,12 @@ def piece(source: int, target: int, count: int) -> torch.Tensor:
 
 def exchanged(group: RankGroup, transport: Transport, counts: np.ndarray) -> torch.Tensor:
     """What a rank receives of `piece`s, through two all-to-alls under way at once."""
-    comm, traffic, rank = Communicator(group, transport), Traffic(counts), group.rank
+    comm, split_counts, rank = Communicator(group, transport), SplitCounts(counts), group.rank
     with poisoned():
         sent = torch.cat([piece(rank, target, int(count)) for target, count in enumerate(counts[rank])])
         received = [torch.empty(int(counts[:, rank].sum()), dtype=sent.dtype) for _ in range(2)]
-        under_way = [comm.start_all_to_all(received[0], sent, traffic)]
-        under_way.append(comm.start_all_to_all(received[1], sent + 1, traffic))
+        under_way = [comm.start_all_to_all(received[0], sent, split_counts)]
+        under_way.append(comm.start_all_to_all(received[1], sent + 1, split_counts))
         for pending in under_way:
             pending.wait()
     assert torch.equal(received[0] + 1, received[1])
@@ -167,7 +167,7 @@ def test_one_message_to_each_other_host_and_no_byte_twice_between_them(hosts):
         Communicator(group, Transport("hierarchical", hosts)).start_all_to_all(
             torch.empty(int(counts[:, group.rank].sum()), dtype=torch.int64),
             torch.zeros(int(counts[group.rank].sum()), dtype=torch.int64),
-            Traffic(counts),
+            SplitCounts(counts),
         ).wait()
         return group.sent
 

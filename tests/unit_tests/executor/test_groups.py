@@ -106,13 +106,13 @@ def _together(group: RankGroup) -> list[Any]:
     again = _messages(group)
     made = group.buffers.allocations - before
     # From a buffer, which stays its owner's.
-    block = group.buffers.take_like(torch.empty(0), 3).fill_(group.rank)
+    block = group.buffers.acquire_like(torch.empty(0), 3).fill_(group.rank)
     following = torch.empty(3)
     group.send_and_receive(
         [Message(block, (group.rank + 1) % group.size)], [Message(following, (group.rank - 1) % group.size)]
     )
     assert len(group.buffers._taken) == 1
-    group.buffers.give(block)
+    group.buffers.release(block)
     if isinstance(group, TorchGroup):
         assert before > 0
         del group.start_messages

@@ -101,8 +101,8 @@ def test_what_is_gathered_is_counted_without_its_tables(name, scheme):
     attend = plan_attention(packing, layout, heads=2, head_dim=4, scheme=scheme).attend
     for kv_rank in range(CP):
         gathering = attend.gathering(kv_rank)
-        assert attend.traffic.sent_by(kv_rank) == gathering.send_counts.tolist()
-        assert attend.traffic.received_by(kv_rank) == gathering.recv_counts.tolist()
+        assert attend.split_counts.sent_by(kv_rank) == gathering.send_counts.tolist()
+        assert attend.split_counts.received_by(kv_rank) == gathering.recv_counts.tolist()
         assert attend.arrives_in_order(kv_rank) == (gathering.arrange is None)
         assert attend.bands(kv_rank).tolist() == attend.tiles(kv_rank).bands.tolist()
 

@@ -654,9 +654,9 @@ def test_numbers_of_a_gathering_are_those_of_its_tables(scheme, mask, layout):
     )
     for kv_rank in range(5):
         table = plan.attend.gathering(kv_rank)
-        traffic = plan.attend.traffic
-        assert traffic.sent_by(kv_rank) == table.send_counts.tolist()
-        assert traffic.received_by(kv_rank) == table.recv_counts.tolist()
+        split_counts = plan.attend.split_counts
+        assert split_counts.sent_by(kv_rank) == table.send_counts.tolist()
+        assert split_counts.received_by(kv_rank) == table.recv_counts.tolist()
         assert plan.attend.arrives_in_order(kv_rank) == (table.arrange is None) == (table.returned is None)
 
 

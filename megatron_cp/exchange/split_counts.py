@@ -1,4 +1,4 @@
-"""`Traffic`: who sends how much to whom, and the memory that messages take. No torch in here."""
+"""`SplitCounts`: who sends how much to whom, and the memory that messages take. No torch in here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def rounded(size: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Traffic:
+class SplitCounts:
     """What one all-to-all moves, as every rank of it knows.
 
     Attributes:
@@ -39,10 +39,10 @@ class Traffic:
         """Elements from each rank."""
         return self.counts[:, rank].tolist()
 
-    def reversed(self) -> Traffic:
+    def reversed(self) -> SplitCounts:
         """The way back."""
-        return Traffic(self.counts.T)
+        return SplitCounts(self.counts.T)
 
-    def times(self, elements: int) -> Traffic:
+    def times(self, elements: int) -> SplitCounts:
         """Of rows, each so many elements long."""
-        return Traffic(self.counts * elements)
+        return SplitCounts(self.counts * elements)
