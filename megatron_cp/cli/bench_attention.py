@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_cp.cli.main import Report
 from megatron_cp.cli.measure import (
     DIRECTIONS,
-    Spent,
+    Timing,
     Watch,
     WatchedGroup,
+    formatted,
+    interleaved_order,
     kept_blocks,
-    shown,
     spread,
-    turns,
     with_defaults,
 )
 from megatron_cp.cli.options import case_of, hosts_of_job
@@ -117,7 +117,7 @@ class Seen:
     """
 
     kernel: str
-    spent: dict[tuple[str, str], list[Spent]] = field(default_factory=dict)
+    spent: dict[tuple[str, str], list[Timing]] = field(default_factory=dict)
     peaks: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
 
@@ -194,7 +194,7 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int, watch: Watch
             seen.buffers[name] = group.buffers.size
             without, with_kernel = (each.peaks(watch, group, hides=hides) for hides in (True, False))
             seen.peaks |= {(name, way): (without[way], with_kernel[way]) for way in DIRECTIONS}
-    for name in turns(list(runs), repeats):
+    for name in interleaved_order(list(runs), repeats):
 
         def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
             group.barrier()
@@ -327,8 +327,8 @@ def _text(case: Case, data: dict[str, Any]) -> str:
                 return data[name][scheme][way]
 
             cells = [
-                scheme, way, shown(of("compute_over_ideal")), shown(of("outside_kernel_share"), percent=True),
-                shown(of("wait_share"), percent=True), f"{of('peak_over_formula'):.2f}",
+                scheme, way, formatted(of("compute_over_ideal")), formatted(of("outside_kernel_share"), percent=True),
+                formatted(of("wait_share"), percent=True), f"{of('peak_over_formula'):.2f}",
                 f"{of('peak_with_kernel_over_formula'):.2f}",
                 *(f"{of(name)['median']:.1f}" for name in ("kernel_ms", "busy_ms", "wall_ms")),
                 f"{of('peak_bytes') / 2**20:.1f}", held[scheme], f"{max(of('bytes_sent_per_rank')) / 2**20:.1f}",

@@ -43,7 +43,7 @@ from megatron_cp.cli.bench_pack import (
     megatron_missing,
 )
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.measure import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
+from megatron_cp.cli.measure import DIRECTIONS, Timing, Watch, formatted, interleaved_order, spread, with_defaults
 from megatron_cp.cli.options import MODELS, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
@@ -271,7 +271,7 @@ class Seen:
     written: int = 0
     collectives: int = 0
     host_syncs: int = 0
-    spent: list[Spent] = field(default_factory=list)
+    spent: list[Timing] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)  # a warm copy of `entering` bytes
 
 
@@ -425,7 +425,7 @@ def _time(
     source, target = (torch.zeros(most, dtype=torch.uint8, device=contenders[0].inputs[0].device) for _ in range(2))
     numbers = [str(number) for number in range(len(contenders))]
     with watched_wire(watch):
-        for number in turns(numbers, repeats):
+        for number in interleaved_order(numbers, repeats):
             contender = contenders[int(number)]
             size = contender.entering
             group.barrier()
@@ -640,7 +640,7 @@ def _cells_table(data: dict[str, Any]) -> list[str]:
                     *(f"{row[what]['median']:.1f}" for row in both
                       for what in ("milliseconds", "local_milliseconds")),
                     *(f"{row['over_copy']['median']:.1f}" for row in both),
-                    *(shown(ratio["both"]) if ratio else "" for ratio in ratios),
+                    *(formatted(ratio["both"]) if ratio else "" for ratio in ratios),
                 ]  # fmt: skip
                 lines.append(f"| {' | '.join(cells)} |")
         lines.append("")

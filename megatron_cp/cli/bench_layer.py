@@ -23,7 +23,7 @@ from megatron_cp.cli.bench import RANKS
 from megatron_cp.cli.bench_exchange import aligned_lengths, check_is_megatrons, watched_wire
 from megatron_cp.cli.bench_pack import MEGATRON, keep_freed_memory, megatron_missing
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.measure import DIRECTIONS, Spent, Watch, shown, spread, turns, with_defaults
+from megatron_cp.cli.measure import DIRECTIONS, Timing, Watch, formatted, interleaved_order, spread, with_defaults
 from megatron_cp.cli.options import HIDDEN_SIZES, MODELS, case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
@@ -139,7 +139,7 @@ class Seen:
 
     words: str
     errors: dict[str, float] = field(default_factory=dict)
-    spent: dict[str, dict[str, list[Spent]]] = field(default_factory=dict)
+    spent: dict[str, dict[str, list[Timing]]] = field(default_factory=dict)
 
 
 def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
@@ -183,7 +183,7 @@ def _measured(group: TorchGroup, case: Case, hidden_size: int, repeats: int) -> 
         seen = Seen(pair.words, _compared(found, case, group) if MEGATRON in found else {})
         del found
         seen.spent = {name: {way: [] for way in DIRECTIONS} for name in sides}
-        for name in turns(list(sides), repeats):
+        for name in interleaved_order(list(sides), repeats):
 
             def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
                 group.barrier()
@@ -299,16 +299,16 @@ def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
     """What the ranks found of one layer, ratios first."""
     sides, case, words = list(ranks[0].spent), work.case, ranks[0].words
 
-    def slowest(name: str, way: str, value: Callable[[Spent], float]) -> Any:
+    def slowest(name: str, way: str, value: Callable[[Timing], float]) -> Any:
         ways = DIRECTIONS if way == "both" else (way,)
         return sum(np.array([[value(s) for s in rank.spent[name][one]] for rank in ranks]).max(0) for one in ways)
 
-    def over(value: Callable[[Spent], float]) -> dict[str, Any] | None:
+    def over(value: Callable[[Timing], float]) -> dict[str, Any] | None:
         if MEGATRON not in sides:
             return None
         return {way: spread(slowest(MEGATRON, way, value) / slowest(OURS, way, value)) for way in _BOTH}
 
-    def milliseconds(value: Callable[[Spent], float]) -> dict[str, Any]:
+    def milliseconds(value: Callable[[Timing], float]) -> dict[str, Any]:
         return {name: {way: spread(slowest(name, way, value) * 1e3) for way in _BOTH} for name in sides}
 
     return {
@@ -329,7 +329,7 @@ def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
     }
 
 
-def _rest(spent: Spent) -> float:
+def _rest(spent: Timing) -> float:
     return spent.busy - spent.kernel
 
 
@@ -371,7 +371,7 @@ def _table(layer: dict[str, Any]) -> list[str]:
         ratios = [layer[name] for name in _RATIOS]
         cells = [
             way,
-            *(shown(ratio[way]) if ratio else "" for ratio in ratios),
+            *(formatted(ratio[way]) if ratio else "" for ratio in ratios),
             *(f"{layer[kind][name][way]['median']:.1f}" if name in layer[kind] else ""
               for name in (OURS, MEGATRON) for kind in kinds),
         ]  # fmt: skip

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 from megatron_cp.cli.main import Report
 from megatron_cp.cli.measure import (
     DIRECTIONS,
-    Spent,
+    Timing,
     Watch,
     WatchedGroup,
+    formatted,
+    interleaved_order,
     kept_blocks,
-    shown,
     spread,
-    turns,
     with_defaults,
 )
 from megatron_cp.cli.options import case_of, hosts_of_job
@@ -127,8 +127,8 @@ class Seen:
     """
 
     kernel: str
-    local: dict[tuple[str, str], list[Spent]] = field(default_factory=dict)
-    spent: dict[tuple[str, str], list[Spent]] = field(default_factory=dict)
+    local: dict[tuple[str, str], list[Timing]] = field(default_factory=dict)
+    spent: dict[tuple[str, str], list[Timing]] = field(default_factory=dict)
     saved: dict[str, Saved] = field(default_factory=dict)
     not_run: dict[str, str] = field(default_factory=dict)
 
@@ -193,12 +193,12 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
 
 def _interleaved(
     works: Mapping[str, Work], repeats: int, watch: Watch, barrier: Callable[[], None] = lambda: None
-) -> dict[tuple[str, str], list[Spent]]:
+) -> dict[tuple[str, str], list[Timing]]:
     """What each work took in each direction, one after the other within every repeat."""
-    spent: dict[tuple[str, str], list[Spent]] = {(name, way): [] for name in works for way in DIRECTIONS}
+    spent: dict[tuple[str, str], list[Timing]] = {(name, way): [] for name in works for way in DIRECTIONS}
     for work in works.values():
         work.step(lambda _, call: call(), watch)
-    for name in turns(list(works), repeats):
+    for name in interleaved_order(list(works), repeats):
 
         def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
             barrier()
@@ -553,7 +553,7 @@ def _local_table(data: dict[str, Any]) -> list[str]:
     ratios = {**data["chunkwise_over_plain"], MEGATRON: data["megatron_over_ours"]}
     for name, milliseconds in data["local_ms"].items():
         ratio = ratios.get(name)
-        cells = [shown(ratio[way]) if ratio else "" for way in _BOTH]
+        cells = [formatted(ratio[way]) if ratio else "" for way in _BOTH]
         cells += [f"{milliseconds[way]['median']:.1f}" for way in DIRECTIONS]
         lines.append(f"| {' | '.join([names.get(name, name), *cells])} |")
     return lines
@@ -569,14 +569,14 @@ def _mixer_table(data: dict[str, Any]) -> list[str]:
             cells = [
                 mode, way,
                 *(f"{data[name][mode][way]['median']:.1f}" for name in ("busy_ms", "transfer_ms", "wall_ms")),
-                shown(data["wait_share"][mode][way], percent=True),
+                formatted(data["wait_share"][mode][way], percent=True),
                 f"{max(data['bytes_sent_per_rank'][mode][way]) / 2**20:.2f}",
                 f"{data['saved_bytes_per_token'][mode] / 2**10:.2f}" if way == "forward" else "",
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     ratios = {"local": "headwise_over_chunkwise_local", "wall": "headwise_over_chunkwise"}
     shares = [
-        f"{what} " + ", ".join(f"{way} {shown(data[name][way])}" for way in _BOTH) for what, name in ratios.items()
+        f"{what} " + ", ".join(f"{way} {formatted(data[name][way])}" for way in _BOTH) for what, name in ratios.items()
     ]
     saved = f"saved {data['saved_headwise_over_chunkwise']:.2f}"
     return [*lines, "", f"headwise / chunkwise: {'; '.join([*shares, saved])}."]

@@ -30,7 +30,7 @@ def inbound(plan: Plan) -> Exchange:
     return next(step.exchange for step in plan.steps if isinstance(step, ToHeads))
 
 
-class Desk(threading.local):
+class PlanTap(threading.local):
     """Where a layer hands over its local work instead of running it, if its rank asks for that."""
 
     def __init__(self) -> None:
@@ -54,17 +54,17 @@ class Desk(threading.local):
 
 
 @contextlib.contextmanager
-def handed_over() -> Iterator[Desk]:
-    """Within it, layers run their plans through a desk."""
-    desk = Desk()
-    with mock.patch.object(operation, "run", desk.run), mock.patch.object(share, "run", desk.run):
-        yield desk
+def handed_over() -> Iterator[PlanTap]:
+    """Within it, layers run their plans through a tap."""
+    tap = PlanTap()
+    with mock.patch.object(operation, "run", tap.run), mock.patch.object(share, "run", tap.run):
+        yield tap
 
 
 class Overlapped:
     """A layer on one rank, in the chunks of its plan: together, and each half alone."""
 
-    def __init__(self, case: Case, problem: Problem, plan: Plan, group: RankGroup, desk: Desk) -> None:
+    def __init__(self, case: Case, problem: Problem, plan: Plan, group: RankGroup, tap: PlanTap) -> None:
         self._plan = plan
         self._case, self._group, self._wire = case, group, Communicator(group, plan.transport)
 
@@ -74,7 +74,7 @@ class Overlapped:
         self._inputs = {name: own(x).requires_grad_() for name, x in problem.inputs.items()}
         self._parameters = {name: x.detach().clone().requires_grad_() for name, x in problem.parameters.items()}
         self._gradient = own(problem.output_gradient)
-        tensors, self._work = desk.take(self._forward)
+        tensors, self._work = tap.take(self._forward)
         self._sent = [x.detach().requires_grad_() for x in tensors]
         self._names = ["attend"] if plan.attend else [step.name for step in plan.steps if isinstance(step, Compute)]
         with torch.no_grad():

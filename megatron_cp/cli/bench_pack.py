@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.cli.measure import Watch, shown, spread, turns
+from megatron_cp.cli.measure import Watch, formatted, interleaved_order, spread
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
@@ -157,7 +157,7 @@ def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict
     for work, _ in 2 * list(works.values()):
         work()
     names = {"|".join(key): key for key in works}
-    for name in turns(list(names), repeats):
+    for name in interleaved_order(list(names), repeats):
         key = names[name]
         work, size = works[key]
         _, copied = watch.timed(lambda size=size: target[:size].copy_(source[:size]))  # type: ignore[misc]
@@ -388,7 +388,7 @@ def local_table(data: dict[str, Any]) -> list[str]:
         held = [row for row in both if row]
         cells = [
             name, way,
-            *(shown(ratios[what][name][way]) if row else "" for what, row in zip(LOCAL_TARGETS, both, strict=True)),
+            *(formatted(ratios[what][name][way]) if row else "" for what, row in zip(LOCAL_TARGETS, both, strict=True)),
             *(f"{row['milliseconds']['median']:.2f}" if row else "" for row in both),
             f"{np.mean([row['copy_milliseconds']['median'] for row in held]):.2f}",
             f"{held[0]['bytes'] / 2**20:.1f}",

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_cp.cli.bench import WIRE_RANKS
-from megatron_cp.cli.bench_overlap import Desk, Measure, Overlapped, handed_over, inbound
+from megatron_cp.cli.bench_overlap import Measure, Overlapped, PlanTap, handed_over, inbound
 from megatron_cp.cli.main import Report
-from megatron_cp.cli.measure import DIRECTIONS, kept_blocks, shown, spread, with_defaults
+from megatron_cp.cli.measure import DIRECTIONS, formatted, kept_blocks, spread, with_defaults
 from megatron_cp.cli.options import case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
@@ -210,20 +210,20 @@ def _measured(job: Job, args: argparse.Namespace, world: TorchGroup | None) -> l
         check_agreement(job.plan(job.coded), world)
         return world.all_gather_object(measure_in_process(world, job))
     if args.ranks == "threads":
-        with handed_over() as desk:
-            return run_ranks(measure, job.sent.cp, job, desk, kind="threads", timeout=args.timeout)
+        with handed_over() as tap:
+            return run_ranks(measure, job.sent.cp, job, tap, kind="threads", timeout=args.timeout)
     with kept_blocks():
         return run_ranks(measure_in_process, job.sent.cp, job, kind="processes", timeout=args.timeout)
 
 
 def measure_in_process(group: RankGroup, job: Job) -> Seen:
     """`measure`, on a rank that has its process to itself."""
-    with warnings.catch_warnings(), handed_over() as desk:
+    with warnings.catch_warnings(), handed_over() as tap:
         warnings.simplefilter("ignore", UserWarning)
-        return measure(group, job, desk)
+        return measure(group, job, tap)
 
 
-def measure(group: RankGroup, job: Job, desk: Desk) -> Seen:
+def measure(group: RankGroup, job: Job, tap: PlanTap) -> Seen:
     """Everything on one rank, part by part."""
     seen = Seen()
     if "transports" in job.parts:
@@ -234,7 +234,7 @@ def measure(group: RankGroup, job: Job, desk: Desk) -> Seen:
     if "codecs" in job.parts:
         seen.times |= _interleaved(_codec_steps(group, job), job.repeats, group, job.sent.device)
     if "overlap" in job.parts:
-        steps = _overlap_steps(group, job, desk)
+        steps = _overlap_steps(group, job, tap)
         seen.times |= _interleaved(steps, -(-job.repeats // 2), group, job.sent.device, warm=HALVES[-1:])
     return seen
 
@@ -430,12 +430,12 @@ def coded_bytes(job: Job, codec: str, chunks: int = 1) -> int:
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 
-def _overlap_steps(group: RankGroup, job: Job, desk: Desk) -> dict[Key, Step]:
+def _overlap_steps(group: RankGroup, job: Job, tap: PlanTap) -> dict[Key, Step]:
     steps: dict[Key, Step] = {}
     for case in job.layers:
         problem = draw(case)
         for chunks in job.chunks_of(case):
-            layer = Overlapped(case, problem, job.plan(case, head_chunks=chunks), group, desk)
+            layer = Overlapped(case, problem, job.plan(case, head_chunks=chunks), group, tap)
             steps |= {(case.layer, chunks, half): getattr(layer, half) for half in HALVES}
     return steps
 
@@ -587,8 +587,8 @@ def _transport_table(data: dict[str, Any]) -> list[str]:
             for name, taken in data["transports_ms"][kind][cp].items():
                 count = data["bytes_between_hosts"][kind][cp][name]
                 rows.append([
-                    cp, kind.replace("_", "-"), _pairwise(in_flight) if name == "pairwise" else name, shown(taken),
-                    shown(data["collective_over"][kind][cp][name]), "" if count is None else f"{count / 2**20:.2f}",
+                    cp, kind.replace("_", "-"), _pairwise(in_flight) if name == "pairwise" else name, formatted(taken),
+                    formatted(data["collective_over"][kind][cp][name]), "" if count is None else f"{count / 2**20:.2f}",
                 ])  # fmt: skip
     return _table(("ranks", "", "transport"), ("ms", "collective / this", "between hosts"), rows)
 
@@ -596,10 +596,10 @@ def _transport_table(data: dict[str, Any]) -> list[str]:
 def _verdicts(data: dict[str, Any]) -> list[str]:
     words = {False: "not slower", True: "SLOWER"}
     return [
-        f"{cp} ranks: {NAIVE} / pairwise {shown(ratio)}, {words[data['pairwise_is_slower_than_naive'][cp]]} beyond "
-        f"noise; flat / hierarchical {shown(data['flat_over_hierarchical'][cp])}, "
+        f"{cp} ranks: {NAIVE} / pairwise {formatted(ratio)}, {words[data['pairwise_is_slower_than_naive'][cp]]} beyond "
+        f"noise; flat / hierarchical {formatted(data['flat_over_hierarchical'][cp])}, "
         f"{words[data['hierarchical_is_slower_than_flat'][cp]]} beyond noise; of all-gathers "
-        f"{shown(data['gather_flat_over_hierarchical'][cp])}."
+        f"{formatted(data['gather_flat_over_hierarchical'][cp])}."
         for cp, ratio in data["naive_over_pairwise"].items()
     ]
 
@@ -613,8 +613,8 @@ def _codec_table(job: Job, data: dict[str, Any]) -> list[str]:
                 speedup, fewer, share_of = (
                     data[f"{codec}_{name}"] for name in ("over_none_speedup", "byte_ratio", "share_of_byte_ratio")
                 )
-                gain = [shown(speedup[chunks]), f"{fewer[chunks]:.2f}", shown(share_of[chunks], percent=True)]
-            rows.append([codec, chunks, shown(taken), *gain])
+                gain = [formatted(speedup[chunks]), f"{fewer[chunks]:.2f}", formatted(share_of[chunks], percent=True)]
+            rows.append([codec, chunks, formatted(taken), *gain])
     return _table(("codec", "chunks"), ("ms", "speed-up", "fewer bytes", "share"), rows)
 
 
@@ -623,7 +623,7 @@ def _overlap_table(data: dict[str, Any]) -> list[str]:
         [
             layer, chunks, way,
             *(f"{data[f'{half}_ms'][layer][chunks][way]['median']:.0f}" for half in HALVES),
-            shown(hidden, percent=True), shown(data["one_chunk_over_chunked"][layer][chunks][way]),
+            formatted(hidden, percent=True), formatted(data["one_chunk_over_chunked"][layer][chunks][way]),
         ]
         for layer, of_chunks in data["hidden_share"].items()
         for chunks, ways in of_chunks.items()

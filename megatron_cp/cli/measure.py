@@ -86,7 +86,7 @@ def kept_blocks() -> Iterator[None]:
 
 
 @dataclass
-class Spent:
+class Timing:
     """What one direction took on one rank: seconds of its thread or stream and by the clock on the wall, and bytes.
 
     Attributes:
@@ -125,7 +125,7 @@ class Watch(threading.local):
         finally:
             self.spans.append((name, start, self._now()))
 
-    def timed[T](self, call: Callable[[], T]) -> tuple[T, Spent]:
+    def timed[T](self, call: Callable[[], T]) -> tuple[T, Timing]:
         """What a call returns, and took."""
         self.spans.clear()
         self.sent = 0
@@ -133,12 +133,12 @@ class Watch(threading.local):
             result = call()
         return result, self._taken()
 
-    def _taken(self) -> Spent:
+    def _taken(self) -> Timing:
         sums = {name: np.zeros(2) for name in ("kernel", "wire", "total")}
         for name, start, end in self.spans:
             sums[name] += self._between(start, end)
         (kernel, _), (wire, wall_wire), (total, wall) = (sums[name].tolist() for name in ("kernel", "wire", "total"))
-        return Spent(kernel, wire, total, wall_wire, wall, self.sent)
+        return Timing(kernel, wire, total, wall_wire, wall, self.sent)
 
     def _now(self) -> Any:
         if self.device == "cpu":
@@ -192,7 +192,7 @@ class _WatchedPending(Pending):
             self._pending.wait()
 
 
-def turns(names: Sequence[str], repeats: int) -> Iterator[str]:
+def interleaved_order(names: Sequence[str], repeats: int) -> Iterator[str]:
     """Every name once a round, on every rank in the same order: nobody always comes first, or after the same one."""
     for repeat in range(repeats):
         yield from random.Random(repeat).sample(names, len(names))
@@ -207,7 +207,7 @@ def spread(values: Any) -> dict[str, float]:
     return {"median": float(median), "low": float(low), "high": float(high)}
 
 
-def shown(value: Mapping[str, float], *, percent: bool = False) -> str:
+def formatted(value: Mapping[str, float], *, percent: bool = False) -> str:
     """A spread as text."""
     low, median, high = (value[name] * (100 if percent else 1) for name in ("low", "median", "high"))
     digits, unit = (1, " %") if percent else (2, "")

@@ -82,8 +82,8 @@ def _help(entry: dataclasses.Field[Any], text: str) -> str:
     default = entry.default
     if default is None or default is False:
         return text
-    shown = " ".join(default) if isinstance(default, tuple) else default
-    return f"{text} (default: {shown})"
+    formatted = " ".join(default) if isinstance(default, tuple) else default
+    return f"{text} (default: {formatted})"
 
 
 def run(args: argparse.Namespace) -> Report:

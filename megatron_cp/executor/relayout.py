@@ -46,15 +46,15 @@ def relayout(
     return _Relayout.apply(local, prepare_relayout(source, target, ranks.rank, local.device), ranks, mark)
 
 
-def prepare_relayout(source: Layout, target: Layout, rank: int, device: torch.device) -> _Hop:
+def prepare_relayout(source: Layout, target: Layout, rank: int, device: torch.device) -> _RelayoutTables:
     """Makes the index tables of one rank, once."""
     # By the target's value, not the target: layouts that hold each other's tables would wait for the garbage collector.
-    key = ("hop", target.value, rank, device)
-    found: _Hop = source.table(key, lambda: _Hop(source, target, rank, device))
+    key = ("relayout", target.value, rank, device)
+    found: _RelayoutTables = source.table(key, lambda: _RelayoutTables(source, target, rank, device))
     return found
 
 
-class _Hop:
+class _RelayoutTables:
     """A route's tables on a device, for both directions."""
 
     def __init__(self, source: Layout, target: Layout, rank: int, device: torch.device) -> None:
@@ -67,19 +67,19 @@ class _Hop:
 
 class _Relayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, hop: _Hop, group: RankGroup, mark: str) -> Tensor:
-        ctx.hop = (hop, group, mark)
-        return _moved(local, hop, group, mark, forward=True)
+    def forward(ctx: Any, local: Tensor, tables: _RelayoutTables, group: RankGroup, mark: str) -> Tensor:
+        ctx.tables = (tables, group, mark)
+        return _moved(local, tables, group, mark, forward=True)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _moved(gradients[0], *ctx.hop, forward=False), None, None, None
+        return _moved(gradients[0], *ctx.tables, forward=False), None, None, None
 
 
-def _moved(local: Tensor, hop: _Hop, group: RankGroup, mark: str, *, forward: bool) -> Tensor:
-    send, arrive = (hop.send, hop.arrive) if forward else (hop.send_back, hop.arrive_back)
-    sent_counts, received_counts = hop.counts if forward else hop.counts[::-1]
+def _moved(local: Tensor, tables: _RelayoutTables, group: RankGroup, mark: str, *, forward: bool) -> Tensor:
+    send, arrive = (tables.send, tables.arrive) if forward else (tables.send_back, tables.arrive_back)
+    sent_counts, received_counts = tables.counts if forward else tables.counts[::-1]
     features = math.prod(local.shape[1:])
     received, sent = (
         group.buffers.acquire_like(local, sum(counts), *local.shape[1:]) for counts in (received_counts, sent_counts)
@@ -92,7 +92,7 @@ def _moved(local: Tensor, hop: _Hop, group: RankGroup, mark: str, *, forward: bo
         [count * features for count in received_counts],
         [count * features for count in sent_counts],
     )
-    moved = local.new_zeros(hop.rows[0 if forward else 1], *local.shape[1:])
+    moved = local.new_zeros(tables.rows[0 if forward else 1], *local.shape[1:])
     torch.index_select(received, 0, arrive, out=moved[: sum(received_counts)])
     group.buffers.release(sent, received)
     return moved

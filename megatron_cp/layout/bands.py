@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from megatron_cp.layout.packing import IntArray
 
-FAR = 1 << 40  # a bound that no two tokens reach: `lo <= -FAR` and `hi >= FAR` bound nothing
+UNBOUNDED = 1 << 40  # a bound that no two tokens reach: `lo <= -UNBOUNDED` and `hi >= UNBOUNDED` bound nothing
 NO_BANDS: IntArray = np.empty((0, 6), dtype=np.int64)
-NO_WALLS: IntArray = np.empty(0, dtype=np.int64)
+NO_BARRIERS: IntArray = np.empty(0, dtype=np.int64)
 
 
-def tight(bands: IntArray) -> IntArray:
+def shrink(bands: IntArray) -> IntArray:
     """The same pairs in the smallest boxes, empty bands dropped: every query sees a key and every key a query."""
     boxes = tight_boxes(bands)
     return boxes[_not_empty(boxes)]
@@ -42,7 +42,7 @@ def areas(bands: IntArray) -> IntArray:
 
 
 def tight_boxes(bands: IntArray) -> IntArray:
-    """As `tight`, with empty bands left in as boxes of nothing: row for row the same bands."""
+    """As `shrink`, with empty bands left in as boxes of nothing: row for row the same bands."""
     q0, q1, k0, k1, lo, hi = bands.T
     q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
     k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
@@ -63,7 +63,7 @@ def _sum_of_clipped(first: IntArray, count: IntArray, limit: IntArray) -> IntArr
 
 def keys_seen(bands: IntArray, total: int) -> IntArray:
     """`[total]` the number of keys that each query sees, of disjoint bands."""
-    q0, q1, k0, k1, lo, hi = tight(bands).T
+    q0, q1, k0, k1, lo, hi = shrink(bands).T
     # min(k1, i + hi + 1) rises with i until it stays at k1, max(k0, i + lo) stays at k0 until it rises: each is a
     # constant and a slope that begins or ends once, so two sums of steps hold them all.
     height, slope = np.zeros(total + 1, dtype=np.int64), np.zeros(total + 1, dtype=np.int64)
@@ -108,16 +108,16 @@ def moved(bands: IntArray, queries: IntArray | int, keys: IntArray | int) -> Int
 
 
 def _bound(bound: IntArray, shift: NDArray[np.int64]) -> IntArray:
-    return np.where(np.abs(bound) >= FAR, bound, bound + shift)
+    return np.where(np.abs(bound) >= UNBOUNDED, bound, bound + shift)
 
 
-def pure(bands: IntArray) -> IntArray:
+def canonical(bands: IntArray) -> IntArray:
     """The same pairs in bands whose edges are straight: the first key a query sees is `k_start` or rises with it.
 
     Likewise the last one. Each band is cut where an edge bends, into at most three; a bound that no longer binds is
     put out of reach. What is left is full, causal (ending in its corner), inverse causal or both.
     """
-    pieces = tight(bands)
+    pieces = shrink(bands)
     q0, q1, k0, k1, lo, hi = pieces.T
     bends = np.sort(np.stack([np.clip(k0 - lo, q0, q1), np.clip(k1 - hi, q0, q1)], axis=1), axis=1)
     edges = np.concatenate([q0[:, None], bends, q1[:, None]], axis=1)
@@ -133,19 +133,19 @@ def pure(bands: IntArray) -> IntArray:
 def unbound(bands: IntArray) -> IntArray:
     """Tight bands with the bounds that cut nothing off their boxes put out of reach: equal bands read alike."""
     q0, q1, k0, k1, lo, hi = bands.T
-    lo = np.where(q1 - 1 + lo <= k0, -FAR, lo)
-    hi = np.where(q0 + hi >= k1 - 1, FAR, hi)
+    lo = np.where(q1 - 1 + lo <= k0, -UNBOUNDED, lo)
+    hi = np.where(q0 + hi >= k1 - 1, UNBOUNDED, hi)
     return np.stack([q0, q1, k0, k1, lo, hi], axis=1)
 
 
-# Unions are made of outlines. A band's first key stays, then rises by one a query; its last key rises, then stays: so
+# Unions are made of edges. A band's first key stays, then rises by one a query; its last key rises, then stays: so
 # both edges follow from where they begin and end.
 #
-#     outlines    [n, 6] int64: q_start, q_end, left edge at the first and at the last query, right edge likewise; the
+#     edges       [n, 6] int64: q_start, q_end, left edge at the first and at the last query, right edge likewise; the
 #                               right edge is one past the last key
 
 
-def disjoint(bands: IntArray, walls: IntArray = NO_WALLS) -> IntArray:
+def disjoint(bands: IntArray, barriers: IntArray = NO_BARRIERS) -> IntArray:
     """The pairs of bands that may overlap, in disjoint tight bands, joined as far as they go on from one another.
 
     Bands that share no query with another are left as they are. A group of `n` that do share queries is cut at each
@@ -153,25 +153,25 @@ def disjoint(bands: IntArray, walls: IntArray = NO_WALLS) -> IntArray:
 
     Args:
         bands: `[n, 6]` in any order.
-        walls: queries at which no band may go on, such as the first ones of documents.
+        barriers: queries at which no band may go on, such as the first ones of documents.
     """
-    bands = tight(bands)
+    bands = shrink(bands)
     shared = _sharing_queries(bands)
-    return joined(np.concatenate([bands[~shared], _flattened(bands[shared])]), walls)
+    return joined(np.concatenate([bands[~shared], _flattened(bands[shared])]), barriers)
 
 
-def joined(bands: IntArray, walls: IntArray = NO_WALLS) -> IntArray:
+def joined(bands: IntArray, barriers: IntArray = NO_BARRIERS) -> IntArray:
     """The pairs of disjoint bands in fewer ones: where one ends and another goes on, they become one.
 
     Args:
         bands: `[n, 6]` disjoint.
-        walls: queries at which no band may go on.
+        barriers: queries at which no band may go on.
     """
-    pieces = _outlines(tight(bands))
+    pieces = _edges(shrink(bands))
     while True:
-        heads, tails = _continued(pieces, walls)
+        heads, tails = _continued(pieces, barriers)
         if not heads.size:
-            return _of_outlines(pieces)
+            return _of_edges(pieces)
         # In a chain of pieces every other one takes in the next: chains of any length are short within a few rounds.
         taken = _places_in_chains(heads, tails, len(pieces))[heads] % 2 == 0
         heads, tails = heads[taken], tails[taken]
@@ -179,17 +179,17 @@ def joined(bands: IntArray, walls: IntArray = NO_WALLS) -> IntArray:
         pieces = np.delete(pieces, tails, axis=0)
 
 
-def _outlines(bands: IntArray) -> IntArray:
+def _edges(bands: IntArray) -> IntArray:
     q0, q1, k0, k1, lo, hi = bands.T
     left = np.maximum(k0, q0 + lo), np.maximum(k0, q1 - 1 + lo)
     right = np.minimum(k1, q0 + hi + 1), np.minimum(k1, q1 + hi)
     return np.stack([q0, q1, *left, *right], axis=1)
 
 
-def _of_outlines(outlines: IntArray) -> IntArray:
-    q0, q1, l0, l1, r0, r1 = outlines.T
-    lo = np.where(l1 > l0, l1 - q1 + 1, -FAR)
-    hi = np.where(r1 > r0, r0 - q0 - 1, FAR)
+def _of_edges(edges: IntArray) -> IntArray:
+    q0, q1, l0, l1, r0, r1 = edges.T
+    lo = np.where(l1 > l0, l1 - q1 + 1, -UNBOUNDED)
+    hi = np.where(r1 > r0, r0 - q0 - 1, UNBOUNDED)
     return np.stack([q0, q1, l0, r1, lo, hi], axis=1)
 
 
@@ -206,19 +206,19 @@ def _sharing_queries(bands: IntArray) -> NDArray[np.bool_]:
 
 def _flattened(bands: IntArray) -> IntArray:
     """The union of tight bands, cut into query ranges in which no two edges cross, so that intervals of keys merge."""
-    straight = pure(bands)
+    straight = canonical(bands)
     breaks = np.unique(straight[:, :2])
     pieces, number = cut(straight, breaks[:-1], breaks[1:], queries=True)
-    breaks = np.union1d(breaks, _crossings(_outlines(pieces), number))
+    breaks = np.union1d(breaks, _crossings(_edges(pieces), number))
     pieces, number = cut(pieces, breaks[:-1], breaks[1:], queries=True)
-    return _of_outlines(_merged(_outlines(pieces), number))
+    return _of_edges(_merged(_edges(pieces), number))
 
 
 def _crossings(pieces: IntArray, number: IntArray) -> IntArray:
     """The queries, but for the first of a range, at which a rising edge meets a level one of the same range.
 
     Args:
-        pieces: `[n, 6]` outlines with straight edges.
+        pieces: `[n, 6]` edges that are straight.
         number: `[n]` the query range that each covers.
     """
     q0, _, l0, l1, r0, r1 = pieces.T
@@ -238,7 +238,7 @@ def _crossings(pieces: IntArray, number: IntArray) -> IntArray:
 
 
 def _merged(pieces: IntArray, number: IntArray) -> IntArray:
-    """The union of outlines of which those of one number cover the same queries and cross nowhere."""
+    """The union of edges of which those of one number cover the same queries and cross nowhere."""
     by_right = np.lexsort((pieces[:, 5], pieces[:, 4], number))
     rank = np.empty_like(by_right)
     rank[by_right] = np.arange(by_right.size)
@@ -251,7 +251,7 @@ def _merged(pieces: IntArray, number: IntArray) -> IntArray:
     return np.concatenate([pieces[begins[:-1], :4], reach[begins[1:]]], axis=1)
 
 
-def _continued(pieces: IntArray, walls: IntArray) -> tuple[IntArray, IntArray]:
+def _continued(pieces: IntArray, barriers: IntArray) -> tuple[IntArray, IntArray]:
     """The pairs of a head and the tail that goes on where it ends, each the head and the tail of one pair at most."""
     count = len(pieces)
     query, left = np.concatenate([pieces[:, 1], pieces[:, 0]]), np.concatenate([pieces[:, 3], pieces[:, 2]])
@@ -259,7 +259,7 @@ def _continued(pieces: IntArray, walls: IntArray) -> tuple[IntArray, IntArray]:
     order = np.lexsort((is_tail, left, query))
     fits = ~is_tail[order[:-1]] & is_tail[order[1:]] & (query[order[:-1]] == query[order[1:]])
     heads, tails = order[:-1][fits], order[1:][fits] - count
-    fits = _goes_on(pieces[heads], pieces[tails]) & ~np.isin(pieces[heads, 1], walls)
+    fits = _goes_on(pieces[heads], pieces[tails]) & ~np.isin(pieces[heads, 1], barriers)
     return heads[fits], tails[fits]
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.layout import bands as band
-from megatron_cp.layout.bands import FAR
+from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing, host_array, is_integral
 from megatron_cp.layout.tables import Tables, frozen
 
@@ -44,9 +44,9 @@ class Mask(Tables):
 
     def __init__(self, packing: Packing, kv_packing: Packing, bands: IntArray, name: str) -> None:
         for argument, documents in (("packing", packing), ("kv_packing", kv_packing)):
-            if documents.total > FAR:
+            if documents.total > UNBOUNDED:
                 raise ArgumentError(argument, f"{documents.total} tokens", "at most 2**40 tokens under a mask")
-        bands = band.unbound(band.tight(bands))
+        bands = band.unbound(band.shrink(bands))
         self.packing, self.kv_packing, self.name = packing, kv_packing, name
         self.bands = frozen(bands[np.lexsort((bands[:, 2], bands[:, 0]))])
 
@@ -61,7 +61,7 @@ class Mask(Tables):
     @classmethod
     def full(cls, packing: Packing, kv_packing: Packing | None = None) -> Mask:
         """A query sees every key of its document."""
-        return cls._of_documents(packing, kv_packing, FAR, "full")
+        return cls._of_documents(packing, kv_packing, UNBOUNDED, "full")
 
     @classmethod
     def window(
@@ -86,10 +86,10 @@ class Mask(Tables):
         window, kept = documents.copy(), documents.copy()
         # Where the first tokens reach the last query's window, every query sees all that came before.
         bounded = (kv_packing.lengths - 1 - left > first) & (left >= 0)
-        window[:, 4] = np.where(bounded, own - min(left, FAR), -FAR)
-        window[:, 5] = FAR if right < 0 else own + min(right, FAR)
-        kept[:, 3] = np.minimum(kept[:, 3], kept[:, 2] + min(first, FAR))
-        kept[:, 5] = np.where(bounded, window[:, 4] - 1, -FAR)  # what the window shows is not counted twice
+        window[:, 4] = np.where(bounded, own - min(left, UNBOUNDED), -UNBOUNDED)
+        window[:, 5] = UNBOUNDED if right < 0 else own + min(right, UNBOUNDED)
+        kept[:, 3] = np.minimum(kept[:, 3], kept[:, 2] + min(first, UNBOUNDED))
+        kept[:, 5] = np.where(bounded, window[:, 4] - 1, -UNBOUNDED)  # what the window shows is not counted twice
         return cls(packing, kv_packing, np.concatenate([window, kept]), name)
 
     @classmethod
@@ -118,7 +118,7 @@ class Mask(Tables):
     def chunk(cls, packing: Packing, size: int) -> Mask:
         """Chunked-local attention, as in Llama 4: causal within each chunk of `size` tokens of a document."""
         size = checked_integer("size", size, 1)
-        name, size = f"chunk:{size}", min(size, FAR)
+        name, size = f"chunk:{size}", min(size, UNBOUNDED)
         count = -(-checked_packing(packing).lengths // size)
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         starts = np.repeat(packing.cu_seqlens[:-1], count) + number * size
@@ -252,7 +252,7 @@ class Mask(Tables):
         """One band a document, its bound counted from the corner where the last query meets the last key."""
         kv_packing = _checked_kv_packing(packing, kv_packing)
         bands = _documents(packing, kv_packing)
-        if hi < FAR:
+        if hi < UNBOUNDED:
             bands[:, 5] = bands[:, 3] - bands[:, 1] + hi
         return cls(packing, kv_packing, bands, name)
 
@@ -320,9 +320,9 @@ def _parsed(spec: str) -> tuple[str, list[int]]:
     return "", []
 
 
-def _boxes(q_starts: IntArray, q_ends: IntArray, k_starts: IntArray, k_ends: IntArray, hi: int = FAR) -> IntArray:
+def _boxes(q_starts: IntArray, q_ends: IntArray, k_starts: IntArray, k_ends: IntArray, hi: int = UNBOUNDED) -> IntArray:
     return np.stack(
-        [q_starts, q_ends, k_starts, k_ends, np.full_like(q_starts, -FAR), np.full_like(q_starts, hi)], axis=1
+        [q_starts, q_ends, k_starts, k_ends, np.full_like(q_starts, -UNBOUNDED), np.full_like(q_starts, hi)], axis=1
     )
 
 
@@ -339,7 +339,7 @@ def _within_documents(bands: IntArray, packing: Packing, kv_packing: Packing) ->
     pieces, number = band.cut(bands, documents[:, 0], documents[:, 1], queries=True)
     pieces[:, 2] = np.maximum(pieces[:, 2], documents[number, 2])
     pieces[:, 3] = np.minimum(pieces[:, 3], documents[number, 3])
-    return band.tight(pieces)
+    return band.shrink(pieces)
 
 
 def _runs_of_blocks(table: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
@@ -370,11 +370,11 @@ def _checked_kv_packing(packing: Packing, kv_packing: Packing | None) -> Packing
 def _checked_prefix(packing: Packing, n: int | Sequence[int] | IntArray) -> IntArray:
     documents = checked_packing(packing).num_documents
     if not isinstance(n, Iterable) or getattr(n, "ndim", 1) == 0:
-        return np.full(documents, min(checked_integer("n", n, 0), FAR), dtype=np.int64)
+        return np.full(documents, min(checked_integer("n", n, 0), UNBOUNDED), dtype=np.int64)
     numbers = host_array("n", n)
     if numbers.shape != (documents,) or not is_integral(numbers) or (numbers < 0).any():
         raise ArgumentError("n", n, f"an integer of at least 0, or one for each of {documents} documents")
-    return np.minimum(numbers, FAR).astype(np.int64)
+    return np.minimum(numbers, UNBOUNDED).astype(np.int64)
 
 
 def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
@@ -422,8 +422,8 @@ def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArra
         rows.append((q0, q1, k0, k1, *bounds))
     bands = np.array(rows, dtype=np.int64).reshape(-1, 6)
     from_first, to_last = bands[:, 4:].T.astype(bool)
-    bands[:, 4] = np.where(from_first, bands[:, 2] - bands[:, 0], -FAR)
-    bands[:, 5] = np.where(to_last, bands[:, 3] - bands[:, 1], FAR)
+    bands[:, 4] = np.where(from_first, bands[:, 2] - bands[:, 0], -UNBOUNDED)
+    bands[:, 5] = np.where(to_last, bands[:, 3] - bands[:, 1], UNBOUNDED)
     return bands
 
 

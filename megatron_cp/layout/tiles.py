@@ -25,9 +25,9 @@ class Tiles(Tables):
         self.bands, self.q_tokens, self.k_tokens = bands, q_tokens, k_tokens
 
     @cached_property
-    def pure(self) -> IntArray:
-        """The bands cut up until each is full, causal, inverse causal or both; see `layout.bands.pure`."""
-        return band.pure(self.bands)
+    def canonical(self) -> IntArray:
+        """The bands cut up until each is full, causal, inverse causal or both; see `layout.bands.canonical`."""
+        return band.canonical(self.bands)
 
     @cached_property
     def query_rows(self) -> slice:

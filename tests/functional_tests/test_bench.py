@@ -12,7 +12,7 @@ import torch
 
 from megatron_cp.cli import options
 from megatron_cp.cli.main import main
-from megatron_cp.cli.measure import turns
+from megatron_cp.cli.measure import interleaved_order
 from megatron_cp.executor.launch import RankError
 from megatron_cp.softmax import attention as operation
 from tests.limits import limit
@@ -150,12 +150,12 @@ def test_a_run_out_of_time_ends_with_status_1():
 
 def test_nobody_always_comes_first_or_after_the_same_one():
     names = ["a", "b", "c", "d"]
-    order = list(turns(names, 12))
+    order = list(interleaved_order(names, 12))
     rounds = [order[start : start + 4] for start in range(0, 48, 4)]
     assert all(sorted(one) == names for one in rounds)
     assert {one[0] for one in rounds} == set(names)
     assert {before for before, after in itertools.pairwise(order) if after == "a"} >= {"b", "c", "d"}
-    assert order == list(turns(names, 12))  # on every rank
+    assert order == list(interleaved_order(names, 12))  # on every rank
 
 
 @pytest.mark.parametrize(

@@ -241,11 +241,11 @@ def test_a_road_that_brings_something_else_is_found(capsys, monkeypatch):
     assert "all_to_all by all at once brought rank" in capsys.readouterr().err
 
 
-def halves_on(group, layer, chunks, desk):
+def halves_on(group, layer, chunks, tap):
     case = Case(layer, 2, (40, 23), heads=4, groups=4, scheme="a2a" if layer == "attention" else "headwise")
     job = Job(("overlap",), 1, (0, 1), Transport(), case, case, ("none",), (case,), (chunks,))
     counting, results, counts = Counting(group, job.hosts), {}, {}
-    overlapped = Overlapped(case, draw(case), job.plan(case, head_chunks=chunks), counting, desk)
+    overlapped = Overlapped(case, draw(case), job.plan(case, head_chunks=chunks), counting, tap)
     for half in HALVES:
 
         def remember(way, call, half=half):
@@ -262,8 +262,8 @@ def halves_on(group, layer, chunks, desk):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_halves_do_what_the_whole_does(layer, chunks):
     """Compute sends nothing; transfer sends all that the layer sends, and brings home what was computed."""
-    with handed_over() as desk:
-        ranks = run_ranks(halves_on, 2, layer, chunks, desk)
+    with handed_over() as tap:
+        ranks = run_ranks(halves_on, 2, layer, chunks, tap)
     for results, counts in ranks:
         assert len(results["compute", "forward"]) == chunks
         for way in ("forward", "backward"):

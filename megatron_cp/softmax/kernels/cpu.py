@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.sections import ROW_ALIGNMENT
-from megatron_cp.layout.bands import FAR
+from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
 from megatron_cp.softmax.kernels.partials import Cover, GradientSum, OutputSum, wide_type
 
@@ -119,7 +119,7 @@ class _Piece:
     Attributes:
         queries, keys: rows of q and of k.
         is_causal: as many keys as queries, and query i sees keys up to i.
-        width: query i sees keys i to i + width; FAR for all from i on; None for all.
+        width: query i sees keys i to i + width; UNBOUNDED for all from i on; None for all.
     """
 
     queries: slice
@@ -151,7 +151,7 @@ def _work(tiles: Tiles) -> _Work:
 
 
 def _planned(tiles: Tiles) -> _Work:
-    pieces = [piece for band in tiles.pure.tolist() for piece in _pieces(*band)]
+    pieces = [piece for band in tiles.canonical.tolist() for piece in _pieces(*band)]
     shapes: dict[int, tuple[int, int]] = {}
     for piece in pieces:
         if piece.width is not None:
@@ -168,13 +168,13 @@ def _planned(tiles: Tiles) -> _Work:
 def _pieces(q_start: int, q_end: int, k_start: int, k_end: int, lo: int, hi: int) -> list[_Piece]:
     """The pieces of a band whose edges are straight."""
     queries = slice(q_start, q_end)
-    if lo <= -FAR and hi >= FAR:
+    if lo <= -UNBOUNDED and hi >= UNBOUNDED:
         return [_Piece(queries, slice(k_start, k_end))]
-    if lo <= -FAR:
+    if lo <= -UNBOUNDED:
         corner = k_end - (q_end - q_start)
         square = _Piece(queries, slice(corner, k_end), is_causal=True)
         return [square, _Piece(queries, slice(k_start, corner))] if corner > k_start else [square]
-    width = FAR if hi >= FAR else hi - lo
+    width = UNBOUNDED if hi >= UNBOUNDED else hi - lo
     blocks = [(start, min(start + _BLOCK_ROWS, q_end)) for start in range(q_start, q_end, _BLOCK_ROWS)]
     return [_Piece(slice(start, end), slice(start + lo, min(k_end, end + hi)), width=width) for start, end in blocks]
 

@@ -81,7 +81,7 @@ def _windowed(bands: IntArray) -> IntArray:
     """
     left, right = _limits(bands)
     tall = _is_tall(bands) & ((left >= 0) | (right >= 0))
-    return np.concatenate([bands[~tall], band.pure(bands[tall])])
+    return np.concatenate([bands[~tall], band.canonical(bands[tall])])
 
 
 def _is_tall(bands: IntArray) -> IntArray:

@@ -263,7 +263,7 @@ def test_pads_behind_documents_see_nothing_and_nobody_sees_them(spec):
     mask = Mask.named(documents, spec)
     padded = mask.of_tokens(real)
     total = documents.total
-    expected = oracle.pairs_of(mask.bands, total, total) * np.hidden_layout(tokens, tokens)
+    expected = oracle.pairs_of(mask.bands, total, total) * np.outer(tokens, tokens)
     np.testing.assert_array_equal(oracle.pairs_of(padded.bands, total, total), expected)
     assert mask.of_tokens(documents.lengths) is mask
     # Ranks that compare their plans tell pads apart.

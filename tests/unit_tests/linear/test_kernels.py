@@ -55,9 +55,9 @@ def test_reference_rule_is_the_recurrence_with_its_transition_matrix(kind):
             state = torch.zeros(8, 6, dtype=torch.float64)
             for t in range(start, end):
                 key, query = k[t, head // 2], q[t, head // 2]
-                erase = torch.eye(8, dtype=torch.float64) - beta[t, head] * torch.hidden_layout(key, key)
+                erase = torch.eye(8, dtype=torch.float64) - beta[t, head] * torch.outer(key, key)
                 decay = torch.diag(g[t, head].exp().expand(8))
-                state = erase @ decay @ state + beta[t, head] * torch.hidden_layout(key, v[t, head])
+                state = erase @ decay @ state + beta[t, head] * torch.outer(key, v[t, head])
                 assert torch.allclose(out[t, head], 0.4 * state.T @ query, atol=1e-14)
 
 

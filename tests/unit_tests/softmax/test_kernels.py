@@ -12,7 +12,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
 from megatron_cp.layout import bands as band
-from megatron_cp.layout.bands import FAR
+from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.layout.mask import Mask
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, Tiles, dropout, reference
 from megatron_cp.softmax.kernels.partials import merge
@@ -28,7 +28,7 @@ def call_for(head_dim=8, value_head_dim=None, dtype=torch.float64, device="cpu",
 
 
 def tiles_of(bands, num_queries, num_keys, first_query=0, first_key=0):
-    bands = band.tight(np.array(bands, dtype=np.int64).reshape(-1, 6))
+    bands = band.shrink(np.array(bands, dtype=np.int64).reshape(-1, 6))
     bands = bands[np.lexsort((bands[:, 2], bands[:, 0]))]
     return Tiles(bands, first_query + np.arange(num_queries), first_key + np.arange(num_keys))
 
@@ -119,8 +119,8 @@ def tiles_strategy(draw_one, longest=40):
     bands = []
     for k0, k1 in draw_one(_ranges(num_keys)):
         for q0, q1 in draw_one(_ranges(num_queries)):
-            lo = draw_one(st.sampled_from([-FAR, None]))
-            hi = draw_one(st.sampled_from([FAR, None]))
+            lo = draw_one(st.sampled_from([-UNBOUNDED, None]))
+            hi = draw_one(st.sampled_from([UNBOUNDED, None]))
             near, wide = draw_one(st.integers(-longest, longest)), draw_one(st.integers(0, longest))
             lo, hi = near if lo is None else lo, near + wide if hi is None else hi
             if lo < near + wide // 2 < hi and draw_one(st.booleans()):  # two bands beside each other in one box
@@ -128,7 +128,7 @@ def tiles_strategy(draw_one, longest=40):
             else:
                 bands.append((q0, q1, k0, k1, lo, hi))
     tiles = tiles_of(bands, num_queries, num_keys)
-    return tiles if len(tiles.bands) else tiles_of([(0, 1, 0, 1, -FAR, FAR)], num_queries, num_keys)
+    return tiles if len(tiles.bands) else tiles_of([(0, 1, 0, 1, -UNBOUNDED, UNBOUNDED)], num_queries, num_keys)
 
 
 def _ranges(total):
@@ -163,10 +163,12 @@ NAMED = {
     "cross": tiles_of_mask(Mask.full(Packing([7, 1, 30]), Packing([2, 11, 5]))),
     "window": tiles_of_mask(Mask.window(Packing([7, 1, 300, 12]), 70)),
     "two-sided": tiles_of_mask(Mask.window(Packing([7, 150, 12]), 5, 9)),
-    "more keys": tiles_of([(0, 4, 0, 30, -FAR, 26), (4, 5, 2, 9, -FAR, FAR)], 5, 30),
-    "inverse": tiles_of([(0, 90, 0, 130, 3, FAR), (0, 50, 130, 160, -FAR, FAR)], 100, 160),
-    "two bands": tiles_of([(0, 200, 0, 9, -FAR, FAR), (9, 200, 9, 200, -80, 0), (0, 9, 9, 200, -FAR, 0)], 200, 200),
-    "one pair": tiles_of([(2, 3, 4, 5, -FAR, FAR)], 5, 6),
+    "more keys": tiles_of([(0, 4, 0, 30, -UNBOUNDED, 26), (4, 5, 2, 9, -UNBOUNDED, UNBOUNDED)], 5, 30),
+    "inverse": tiles_of([(0, 90, 0, 130, 3, UNBOUNDED), (0, 50, 130, 160, -UNBOUNDED, UNBOUNDED)], 100, 160),
+    "two bands": tiles_of(
+        [(0, 200, 0, 9, -UNBOUNDED, UNBOUNDED), (9, 200, 9, 200, -80, 0), (0, 9, 9, 200, -UNBOUNDED, 0)], 200, 200
+    ),
+    "one pair": tiles_of([(2, 3, 4, 5, -UNBOUNDED, UNBOUNDED)], 5, 6),
 }
 named = pytest.mark.parametrize("tiles", NAMED.values(), ids=NAMED)
 
@@ -224,7 +226,7 @@ def test_wide_partials_of_short_types_are_not_rounded(name, tiles):
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_parts_of_short_types_are_added_up_before_they_are_rounded(name):
     # Sums over 40 parts cancel here and there, where what each part was rounded by does not.
-    tiles = tiles_of([(5 * n, 5 * n + 5, 0, 8, -FAR, FAR) for n in range(40)], 200, 8)
+    tiles = tiles_of([(5 * n, 5 * n + 5, 0, 8, -UNBOUNDED, UNBOUNDED) for n in range(40)], 200, 8)
     exact, call = call_for(16), call_for(16, dtype=torch.bfloat16)
     tensors = [x.bfloat16() for x in draw(tiles, exact)]
     wide = [x.double() for x in tensors]
@@ -257,7 +259,9 @@ class EmulatedFlash(SegmentedAttention):
         bands = []
         for (q0, q1), (k0, k1) in zip(*(x.offsets.unfold(0, 2, 1).tolist() for x in (queries, keys)), strict=True):
             corner = k1 - q1
-            bands.append((q0, q1, k0, k1, -FAR if left < 0 else corner - left, FAR if right < 0 else corner + right))
+            bands.append(
+                (q0, q1, k0, k1, -UNBOUNDED if left < 0 else corner - left, UNBOUNDED if right < 0 else corner + right)
+            )
         seen = visible(Tiles(np.array(bands), *(np.arange(int(x.offsets[-1])) for x in (queries, keys))))
         assert seen.any(1).all()  # flash-attn answers 0 and inf for a query that sees nothing
         return tiles_of(bands, *seen.shape)
