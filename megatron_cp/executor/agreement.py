@@ -90,7 +90,8 @@ def agree_on_call(
             be read from a device.
 
     Returns:
-        the operation's name with marks that stand for this kind of call and its plan on all ranks.
+        the operation's name with marks that stand for this kind of call and its plan on all ranks, and the number of
+        the call on this rank, which its backward has too: backward passes in another order do not meet either.
 
     Raises:
         CallMismatchError: with the lines in which the first differing rank's call departs from rank 0's.
@@ -103,7 +104,8 @@ def agree_on_call(
     call = (operation, of_tensors, tuple(options.items()), grad)
     marks = [agreed.call(call), *(agreed.plan(_digest_and_lines(subject)[0]) for subject in subjects)]
     if None not in marks:
-        return f"{operation} [{''.join(cast(list[str], marks))}]"
+        agreed.num_calls += 1
+        return f"{operation} [{''.join(cast(list[str], marks))}], call {agreed.num_calls}"
     kind_of_call = [
         f"operation: {operation}",
         *(f"{name}: {'None' if kind is None else _words(kind)}" for name, kind in of_tensors),

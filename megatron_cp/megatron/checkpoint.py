@@ -154,6 +154,11 @@ def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int
         if name not in before or shape.get(name) != before[name]
     ]
     if differences:
+        if any("--padded-vocab-size" in difference for difference in differences):
+            differences.append(
+                "a vocabulary is padded to a multiple of --make-vocab-size-divisible-by times "
+                "--tensor-model-parallel-size: choose the former so that the padded size stays"
+            )
         raise ArgumentError(
             "resume", str(checkpoint), "a checkpoint of the same model and optimizer", f"{'; '.join(differences)}."
         )

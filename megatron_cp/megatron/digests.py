@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron.run_folder import write_whole
+from megatron_cp.megatron.run_folder import TRACKER, write_whole
 
 DIGESTS, _ALGORITHM = "integrity.json", "sha256"  # Megatron's names for them
 
@@ -56,7 +56,9 @@ def check_digests(checkpoint: Path) -> None:
     if found:
         shown = found if len(found) <= 5 else [*found[:5], f"{len(found) - 5} more"]
         allowed = "a checkpoint of this model whose files are as they were saved"
-        raise ArgumentError("resume", str(checkpoint), allowed, f"{'; '.join(shown)}.")
+        older = [path.name for path in checkpoint.parent.glob("iter_*[0-9]") if path.name < checkpoint.name]
+        remedy = f" {max(older)} is there too: {TRACKER} says which is taken." if older else ""
+        raise ArgumentError("resume", str(checkpoint), allowed, f"{'; '.join(shown)}.{remedy}")
 
 
 def _differences(checkpoint: Path) -> list[str]:

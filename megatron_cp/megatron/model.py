@@ -241,7 +241,7 @@ def _model(options: TrainingOptions, config: TransformerConfig, vocab_size: int)
     spec = _layer_spec(options.spec, config)
     common: dict[str, Any] = {
         "config": config,
-        "vocab_size": padded_vocab_size(options, vocab_size),
+        "vocab_size": options.padded_vocab_size(vocab_size),
         "max_sequence_length": options.seq_length,
         "position_embedding_type": options.position_embedding_type,
         "rotary_base": options.rotary_base,
@@ -251,12 +251,6 @@ def _model(options: TrainingOptions, config: TransformerConfig, vocab_size: int)
     if resolve_spec(options.spec)[1]:
         return HybridModel(hybrid_stack_spec=spec, hybrid_layer_pattern=options.hybrid_layer_pattern, **common)
     return GPTModel(transformer_layer_spec=spec, **common)
-
-
-def padded_vocab_size(options: TrainingOptions, vocab_size: int) -> int:
-    """The vocabulary as Megatron pads it, so that tensor-parallel ranks share it evenly."""
-    multiple = options.make_vocab_size_divisible_by * options.tensor_model_parallel_size
-    return -(-vocab_size // multiple) * multiple
 
 
 def _scheduler(options: TrainingOptions, optimizer: Any) -> OptimizerParamScheduler:

@@ -70,7 +70,7 @@ class TrainingOptions:
     position_embedding_type: str = _flag("rope", "rope or none", "model", choices=("rope", "none"), shape=True)
     norm_epsilon: float = _flag(1e-5, "added to the mean square in norms", "model", shape=True)
     rotary_base: int = _flag(10000, "period of the slowest rotary phase", "model", shape=True)
-    make_vocab_size_divisible_by: int = _flag(128, "pads the vocabulary", "model", shape=True)
+    make_vocab_size_divisible_by: int = _flag(128, "pads the vocabulary", "model")
     # Parallelism.
     context_parallel_size: int = _flag(1, "ranks that share the tokens of a pack", "parallelism")
     tensor_model_parallel_size: int = _flag(1, "ranks that share each layer's weights", "parallelism")
@@ -135,8 +135,14 @@ class TrainingOptions:
         """What a checkpoint must have in common with the run that loads it; `vocab_size` is that of the data."""
         fixed = [entry for entry in fields(self) if entry.metadata.get("shape") or entry.metadata.get("kept")]
         shape = {entry.name: getattr(self, entry.name) for entry in fixed}
-        shape["vocab_size"] = vocab_size
+        # Padded entries of the vocabulary are in the softmax too, and more tensor-parallel ranks may pad further.
+        shape |= {"vocab_size": vocab_size, "padded_vocab_size": self.padded_vocab_size(vocab_size)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """The vocabulary as Megatron pads it, so that tensor-parallel ranks share it evenly."""
+        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return -(-vocab_size // multiple) * multiple
 
     def check(self) -> None:
         """Refuses what can be seen to be wrong before anything starts.

@@ -53,6 +53,10 @@ def odd_one(group: RankGroup, fault: str) -> str:
                 there = cp.relayout(rows, zigzag, contiguous, group)
                 back = cp.relayout(there, contiguous, zigzag, group)
             cp.relayout(back, *((contiguous, zigzag) if odd else (zigzag, contiguous)), group)
+        elif fault == "backward passes in another order":
+            first, second = layer(group), layer(group)
+            for out in (second, first) if odd else (first, second):
+                out.sum().backward()
         elif fault == "no backward":
             out = layer(group)
             if not odd:
@@ -72,15 +76,17 @@ def odd_one(group: RankGroup, fault: str) -> str:
     return "nothing"
 
 
+CALL = r"attention \[\w+\], call \d+, a2a"
 # The fault, and what every rank's message shows of it.
 FAULTS = {
     "another type, in one rank's call alone": "float64",
     "another cap, in one rank's call alone": "softcap: 30.0",
     "another scheme": "scheme: p2p",
-    "no backward": r"rank \d is in attention \[\w+\], a2a, exchange of out to heads, backward, waiting .* rank 1",
-    "a layer less": r"rank 1 is in attention \[\w+\], a2a, exchange of out to heads, backward, waiting",
-    "plans that were both compared": r"rank 1 is in attention \[\w+\], .*\(.*mask: window:3,0.*\), waiting",
-    "layouts that were both compared": r"rank 1 is in relayout \[\w+\], forward, waiting",
+    "no backward": rf"rank \d is in {CALL}, exchange of out to heads, backward, waiting .* rank 1",
+    "a layer less": rf"rank 1 is in {CALL}, exchange of out to heads, backward, waiting",
+    "plans that were both compared": r"rank 1 is in attention \[\w+\], call \d+, .*\(.*mask: window:3,0.*\), waiting",
+    "layouts that were both compared": r"rank 1 is in relayout \[\w+\], call \d+, forward, waiting",
+    "backward passes in another order": rf"rank 1 is in {CALL}, exchange of out to heads, backward",
     "no gradients": "gradients: off",
 }
 
@@ -135,6 +141,6 @@ def stop_rank_1(group: RankGroup) -> None:
 
 
 def test_a_stopped_rank_is_named_and_ended():
-    step = r"in attention \[\w+\], a2a, exchange of q, k, v to heads, forward, .*"
+    step = r"in attention \[\w+\], call \d+, a2a, exchange of q, k, v to heads, forward, .*"
     with pytest.raises(RankError, match=rf"rank \d of 3, {step}: rank 1 did not answer in \d+ s"):
         run_ranks(stop_rank_1, SIZE, kind="processes", timeout=None)

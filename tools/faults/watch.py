@@ -179,7 +179,7 @@ def watch(case: Case, folder: Path, limit: float) -> Next:
         record["checkpoint"] = str(_in_fork(partial(saves.problem, folder), folder))
     if any("numbers" in rank for rank in record["ranks"]):
         record["reference"] = _in_fork(partial(_without_fault, case), folder)
-    record["log"] = {path.suffix[1:]: path.read_text(errors="replace")[-4000:] for path in folder.glob(f"{LOG}.*")}
+    record["log"] = {path.suffix[1:]: path.read_text(errors="replace")[-40_000:] for path in folder.glob(f"{LOG}.*")}
     launches.write(folder / RECORD, record)
     os._exit(0)
 

@@ -51,12 +51,17 @@ class Agreed:
 
     Every rank adds the same at the same time, so that all forget the same, oldest first. Calls and plans are forgotten
     apart: a job has few kinds of calls for all of its time, and new plans for every batch.
+
+    Attributes:
+        compares_calls: calls are compared.
+        num_calls: how many this rank has made.
     """
 
     _MOST = 4096  # of each
 
     def __init__(self) -> None:
         self.compares_calls = True
+        self.num_calls = 0
         self._calls: dict[Any, str] = {}
         self._plans: dict[bytes, str] = {}
         self._lines: dict[str, tuple[str, ...]] = {}

@@ -114,14 +114,18 @@ def verdict(rank: int, own: Report, look: Callable[[int], Report | None]) -> str
 
 def _explained(path: list[int], reports: Mapping[int, Report]) -> str:
     ranks = sorted(set(path))
-    all_lines = [reports[rank].lines for rank in ranks]
-    if len({lines[:1] for lines in all_lines}) > 1:  # of unlike calls only what is new says something: what is compared
-        all_lines = [reports[rank].stall.details for rank in ranks]
-    told = zip(ranks, differences(all_lines), strict=True)
-    lines = [f"  rank {rank} is {reports[rank].stall.describe(own)}" for rank, own in told]
+    told: dict[int, Sequence[str]] = {}
+    for first in {reports[rank].lines[:1] for rank in ranks}:
+        alike = [rank for rank in ranks if reports[rank].lines[:1] == first]
+        # Where no other rank is in a call like it, only what is new says something: what is compared.
+        lines = differences([reports[rank].lines for rank in alike]) if len(alike) > 1 else [
+            reports[rank].stall.details for rank in alike
+        ]  # fmt: skip
+        told |= dict(zip(alike, lines, strict=True))
+    lines_of_ranks = [f"  rank {rank} is {reports[rank].stall.describe(told[rank])}" for rank in ranks]
     return (
         "ranks do different things with the same group, so it never arrives; every rank must make the same calls in "
-        "the same order, forward and backward:\n" + "\n".join(lines)
+        "the same order, forward and backward:\n" + "\n".join(lines_of_ranks)
     )
 
 

@@ -60,6 +60,15 @@ def test_a_checkpoint_of_the_same_model_is_taken_at_other_sizes(monkeypatch, tmp
     assert check_checkpoint(tmp_path, TrainingOptions(context_parallel_size=3, train_iters=300), 257) == 7
 
 
+def test_rejects_a_vocabulary_that_is_padded_to_another_size(monkeypatch, tmp_path):
+    """Its additional entries, untrained, would take part in the softmax."""
+    holding(monkeypatch, saved_by(TrainingOptions(), 7))
+    with pytest.raises(ArgumentError, match=r"--padded-vocab-size was 384, is 512.*--make-vocab-size-divisible-by"):
+        check_checkpoint(tmp_path, TrainingOptions(tensor_model_parallel_size=2, train_iters=300), 257)
+    same = TrainingOptions(tensor_model_parallel_size=2, make_vocab_size_divisible_by=64, train_iters=300)
+    assert check_checkpoint(tmp_path, same, 257) == 7
+
+
 def test_rejects_a_checkpoint_of_another_model(monkeypatch, tmp_path):
     holding(monkeypatch, saved_by(TrainingOptions(), 7))
     other = TrainingOptions(hidden_size=64, hybrid_layer_pattern="G", spec=("a", "b"), lr=0.1, adam_beta2=0.5)

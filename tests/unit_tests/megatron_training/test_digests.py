@@ -43,6 +43,16 @@ def test_rejects_a_flipped_bit(name, checkpoint):
     assert rejected(checkpoint) == f"{name} is damaged."
 
 
+def test_an_older_checkpoint_is_named(checkpoint, tmp_path_factory):
+    damaged = checkpoint.rename(tmp_path_factory.mktemp("run") / "iter_0000210")
+    (damaged / ".metadata").write_bytes(b"?")
+    for name in ("iter_0000200", "iter_0000205", "iter_0000205.new", "iter_0000300"):
+        (damaged.parent / name).mkdir()
+    assert rejected(damaged) == (
+        ".metadata is damaged. iter_0000205 is there too: latest_checkpointed_iteration.txt says which is taken."
+    )
+
+
 def test_rejects_a_file_that_is_missing_and_one_that_is_new(checkpoint):
     (checkpoint / "__1_0.distcp").rename(checkpoint / "__2_0.distcp")
     assert rejected(checkpoint) == "__1_0.distcp is missing; __2_0.distcp is not one of its files."

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron.model import _layer_spec, padded_vocab_size, resolve_spec, transformer_config
+from megatron_cp.megatron.model import _layer_spec, resolve_spec, transformer_config
 from megatron_cp.megatron.options import TrainingOptions
 from megatron_cp.megatron.specs import gpt_layer_spec, hybrid_stack_spec
 
@@ -114,4 +114,4 @@ def test_rejects_what_needs_cuda(name):
 
 @pytest.mark.parametrize(("vocab_size", "tp", "padded"), [(257, 1, 384), (384, 1, 384), (385, 2, 512), (1, 3, 384)])
 def test_vocabularies_are_padded_as_megatron_does(vocab_size, tp, padded):
-    assert padded_vocab_size(TrainingOptions(tensor_model_parallel_size=tp), vocab_size) == padded
+    assert TrainingOptions(tensor_model_parallel_size=tp).padded_vocab_size(vocab_size) == padded
