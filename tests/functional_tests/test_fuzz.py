@@ -129,7 +129,7 @@ def break_losses(patch):
 
 
 def break_buffers(patch):
-    patch.setattr(Buffers, "give", lambda self, *tensors: None)
+    patch.setattr(Buffers, "release", lambda self, *tensors: None)
 
 
 BROKEN = {
@@ -148,7 +148,7 @@ BROKEN = {
         break_pool,
         [Case(4, calls_of("attention", layouts=("contiguous", "contiguous"), scheme="a2a"), (0, 1, 0, 1))],
     ),
-    "buffers are not given back": (break_buffers, cases_of("kda_mixer", scheme="chunkwise")),
+    "buffers are not released": (break_buffers, cases_of("kda_mixer", scheme="chunkwise")),
     "a loss of one's own is everybody's": (break_losses, cases_of("gather", scheme="own_loss", batch=2)),
 }
 

@@ -103,7 +103,7 @@ def independent_rank(case: Case, rank: int, folder: Path) -> None:
     )
     try:
         recorded(folder, rank, lambda: _of_case(case, dist.group.WORLD, folder))
-        dist.barrier()  # nobody leaves while others need its store
+        TorchGroup(dist.group.WORLD).barrier()  # nobody leaves while others need its store
     finally:
         if case.destroy:
             dist.destroy_process_group()
