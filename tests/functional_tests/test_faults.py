@@ -204,6 +204,15 @@ def test_seeds_stand_in_every_step_so_that_two_must_be_shown():
     assert names_cause(case, waits.format(0, 2) + ":\n" + waits.format(1, 5))
 
 
+def test_of_a_save_no_error_can_name_the_rank():
+    """Whom torch's own collectives have lost, none of their errors says."""
+    lost = "PeerError: rank 0 of 2, in {}, after 0 s: another rank did not answer, has ended, or does something else."
+    case = case_of("kill_in_save", save="megatron")
+    assert names_cause(case, lost.format("saving iter_0000002"))
+    assert not names_cause(case, lost.format("step 2 of training"))
+    assert not names_cause(case_of("kill"), lost.format("saving iter_0000002"))  # which saves nothing
+
+
 def test_last_words_may_follow_a_bar_of_progress():
     log = "CP=2: 0%|  | 0/4 [00:00<?, ?step/s]megatron-cp train: rank 1 of 2 failed:\nTraceback\nKeyError: 'x'\n\n"
     launched = case_of("raise", launch="launcher", train=True)

@@ -109,7 +109,7 @@ def names_cause(case: Case, message: str) -> bool:
         return len(set(re.findall(r"\bseed (\d+)", said(message)))) > 1
     # Whom torch's own collectives have lost no error of theirs says.
     saves = case.save != "none" and kind in _ENDED
-    if saves and "in saving" in own_words and "another rank did not answer, has ended" in own_words:
+    if saves and "saving iter_" in own_words and "another rank did not answer, has ended" in own_words:
         return True
     return kind in _NAMED_BY_RANK and names_rank(own_words, case.fault.rank)
 
