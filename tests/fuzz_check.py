@@ -307,8 +307,9 @@ def _close(call, name, found, value, cp_size):
     if not value.numel():
         return
     if is_exact(call, name, cp_size):
-        value = value.to(getattr(torch, call.dtype)).to(found.dtype)
-        wrong = int((found != value).sum())
+        rounded = value.to(getattr(torch, call.dtype)).double()
+        # Of two numbers that are equally near a sum, a kernel whose softmax is 1 up to fp32 may take the other one.
+        wrong = int(((found.double() - value).abs() > (rounded - value).abs()).sum())
         _require(wrong == 0, call, name, f"has {wrong} of {value.numel()} entries that are not the exact sums")
         return
     bound = TOLERANCES[call.dtype] if call.codec == "none" else CODED

@@ -102,26 +102,30 @@ def agree_on_call(
     grad = torch.is_grad_enabled()
     of_tensors = tuple((name, x if x is None else _kind(x, grad)) for name, x in tensors.items())
     call = (operation, of_tensors, tuple(options.items()), grad)
-    marks = [agreed.call(call), *(agreed.plan(_digest_and_lines(subject)[0]) for subject in subjects)]
-    if None not in marks:
-        agreed.num_calls += 1
-        return f"{operation} [{''.join(cast(list[str], marks))}], call {agreed.num_calls}"
+    plans = [_digest_and_lines(subject)[0] for subject in subjects]
+    if agreed.call(call) is None or any(agreed.plan(plan) is None for plan in plans):
+        _compare_call(ranks, subjects, call, once())
+    marks = [agreed.call(call), *map(agreed.plan, plans)]
+    agreed.num_calls += 1
+    return f"{operation} [{''.join(cast(list[str], marks))}], call {agreed.num_calls}"
+
+
+def _compare_call(
+    ranks: RankGroup, subjects: Sequence[Plan | Layout], call: tuple[Any, ...], once: Mapping[str, Any]
+) -> None:
+    operation, of_tensors, options, grad = call
     kind_of_call = [
         f"operation: {operation}",
         *(f"{name}: {'None' if kind is None else _words(kind)}" for name, kind in of_tensors),
-        *(f"{name}: {value!r}" for name, value in options.items()),
+        *(f"{name}: {value!r}" for name, value in options),
         f"gradients: {'on' if grad else 'off'}",
     ]
-    lines = [
-        *kind_of_call,
-        *(f"{name}: {value!r}" for name, value in once().items()),
-    ]
-    lines += [line for subject in subjects for line in subject.describe()]
+    lines = [*kind_of_call, *(f"{name}: {value!r}" for name, value in once.items())]
+    lines += [line for subject in subjects for line in _digest_and_lines(subject)[1]]
     _compare(ranks, lines, "comparison of calls", CallMismatchError, f"the ranks call {operation} in different ways")
     for subject in subjects:
         _remember(ranks, subject)
-    agreed.add_call(call, _digest(kind_of_call), kind_of_call)
-    return agree_on_call(ranks, subjects, operation, tensors, options)
+    ranks.agreed.add_call(call, _digest(kind_of_call), kind_of_call)
 
 
 def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> None:

@@ -284,7 +284,7 @@ def _process_main(rank: int, size: int, folder: str, timeout: float | None, func
         except ArgumentError as error:
             try:
                 _answer(folder, rank, False, error)
-            except Exception:  # what was given cannot be pickled, such as a function
+            except (pickle.PicklingError, AttributeError, TypeError):  # of what was given, such as a function
                 _answer(folder, rank, False, ArgumentError(str(error)))
         except BaseException:
             _answer(folder, rank, False, traceback.format_exc())

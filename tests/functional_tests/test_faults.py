@@ -90,9 +90,9 @@ def test_every_case_can_be_planned_with_and_without_its_fault():
         case = draw(1, number)
         packing = cp.Packing(case.lengths)
         layout = layout_by_name(case.layout, packing, case.cp_size)
-        for layer in case.layers:
-            operations.plan(layer, packing, layout, 8)
-        operations.plan(deviated(case.layers[case.fault.layer], case.fault, case.cp_size), packing, layout, 8)
+        planned = (*case.layers, deviated(case.layers[case.fault.layer], case.fault, case.cp_size))
+        plans = [operations.plan(layer, packing, layout, 8) for layer in planned]
+        assert {plan.cp_size for plan in plans} == {case.cp_size}
 
 
 def test_a_fault_about_the_plan_changes_the_layer():

@@ -117,11 +117,10 @@ def _explained(path: list[int], reports: Mapping[int, Report]) -> str:
     told: dict[int, Sequence[str]] = {}
     for first in {reports[rank].lines[:1] for rank in ranks}:
         alike = [rank for rank in ranks if reports[rank].lines[:1] == first]
-        # Where no other rank is in a call like it, only what is new says something: what is compared.
-        lines = differences([reports[rank].lines for rank in alike]) if len(alike) > 1 else [
-            reports[rank].stall.details for rank in alike
-        ]  # fmt: skip
-        told |= dict(zip(alike, lines, strict=True))
+        if len(alike) > 1:
+            told |= dict(zip(alike, differences([reports[rank].lines for rank in alike]), strict=True))
+        else:  # nothing to set it against: only what is new says something, which is what is compared
+            told[alike[0]] = reports[alike[0]].stall.details
     lines_of_ranks = [f"  rank {rank} is {reports[rank].stall.describe(told[rank])}" for rank in ranks]
     return (
         "ranks do different things with the same group, so it never arrives; every rank must make the same calls in "
