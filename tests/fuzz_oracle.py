@@ -170,7 +170,9 @@ def _recurrence(call, plan, tensors):
 def _sections(call, tensors, mamba):
     """For each of q, k, v or x, B, C: `[t, n, d]`, its taps `[n, d, w]` and bias if any, and whether n is the heads."""
     wide = (True, False, False) if mamba else (False, False, True)
-    sizes = [(call.heads, call.value_head_dim) if is_wide else (call.groups, call.head_dim) for is_wide in wide]
+    sizes = [
+        (call.heads, call.value_head_dim) if is_acc_dtype else (call.groups, call.head_dim) for is_acc_dtype in wide
+    ]
     widths = [heads * dim for heads, dim in sizes]
     mixed = tensors.get("xBC" if mamba else "qkv")
     if mixed is None:
@@ -178,8 +180,8 @@ def _sections(call, tensors, mamba):
     taps = tensors["conv"].flatten(1).split(widths)
     biases = tensors["conv_bias"].split(widths) if call.has("bias") else [None] * 3
     return [
-        (x.unflatten(1, size), tap.unflatten(0, size), None if bias is None else bias.unflatten(0, size), is_wide)
-        for x, size, tap, bias, is_wide in zip(mixed.split(widths, 1), sizes, taps, biases, wide, strict=True)
+        (x.unflatten(1, size), tap.unflatten(0, size), None if bias is None else bias.unflatten(0, size), is_acc_dtype)
+        for x, size, tap, bias, is_acc_dtype in zip(mixed.split(widths, 1), sizes, taps, biases, wide, strict=True)
     ]
 
 

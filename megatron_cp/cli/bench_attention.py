@@ -128,7 +128,7 @@ class WatchedKernel(AttentionKernel):
     def __init__(self, kernel: AttentionKernel, watch: Watch) -> None:
         self._kernel, self._watch = kernel, watch
         self.name, self.package, self.devices = kernel.name, kernel.package, kernel.devices
-        self.wide_partials = kernel.wide_partials
+        self.unrounded_partials = kernel.unrounded_partials
 
     def refusal(self, call: AttentionCall) -> str | None:
         return self._kernel.refusal(call)

@@ -29,7 +29,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout
-from megatron_cp.linear import share
+from megatron_cp.linear import on_rank
 from megatron_cp.testing.parity import FLOOR_SHARE, Case, relative_error
 
 LAYERS = ("gdn", "mamba")
@@ -237,14 +237,14 @@ def watched(watch: Watch, function: Callable[..., Any]) -> Callable[..., Any]:
 @contextlib.contextmanager
 def our_kernels_watched(watch: Watch) -> Iterator[None]:
     """Within it our layers' kernels are."""
-    had = {name: getattr(share, name) for name in ("choose_conv", "choose_rule")}
-    share.choose_conv = lambda *args: _Kernel(had["choose_conv"](*args), watch)  # type: ignore[assignment]
-    share.choose_rule = lambda *args: _Kernel(had["choose_rule"](*args), watch)  # type: ignore[assignment]
+    had = {name: getattr(on_rank, name) for name in ("choose_conv", "choose_rule")}
+    on_rank.choose_conv = lambda *args: _Kernel(had["choose_conv"](*args), watch)  # type: ignore[assignment]
+    on_rank.choose_rule = lambda *args: _Kernel(had["choose_rule"](*args), watch)  # type: ignore[assignment]
     try:
         yield
     finally:
         for name, function in had.items():
-            setattr(share, name, function)
+            setattr(on_rank, name, function)
 
 
 class _Kernel:

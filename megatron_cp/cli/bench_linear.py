@@ -35,8 +35,8 @@ from megatron_cp.executor.groups import Message, Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.linear.activations import softplus
 from megatron_cp.linear.kernels import Delta, Inputs, StateSpace, choose_conv, choose_rule
+from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.linear.reductions import l2_normalised
-from megatron_cp.linear.share import Share
 from megatron_cp.testing.memory import PeakMemory
 from megatron_cp.testing.parity import TOLERANCES, Case, Problem, draw, relative_error, run_linear
 
@@ -370,12 +370,12 @@ def _own_part(
     random = torch.Generator().manual_seed(case.seed)
 
     def conv(group: RankGroup) -> Tensor:
-        share = Share(plan, group, case.kernel, "values", inputs[0])
+        share = LinearOnRank(plan, group, case.kernel, "values", inputs[0])
         x = inputs[0] if share.is_chunkwise else inputs[0][..., None]
         return share.convolved([x], *inputs[1:], count=1)[0].flatten(1)
 
     def rule(group: RankGroup) -> Tensor:
-        share = Share(plan, group, case.kernel, "values", inputs[0])
+        share = LinearOnRank(plan, group, case.kernel, "values", inputs[0])
         named = StateSpace(*inputs) if case.layer == "mamba" else Delta(*inputs)
         return share.recurrence(named, 1.0 if case.layer == "mamba" else case.head_dim**-0.5)
 
@@ -411,7 +411,9 @@ def _drawn(case: Case, tokens: int) -> list[Tensor]:
 
 def _kernel_of(case: Case) -> str:
     group = ThreadGroup.create(case.cp)[0]
-    share = Share(case.plan(), group, case.kernel, "values", torch.empty(0, dtype=case.dtype, device=case.device))
+    share = LinearOnRank(
+        case.plan(), group, case.kernel, "values", torch.empty(0, dtype=case.dtype, device=case.device)
+    )
     return (choose_conv if case.layer == "conv1d" else choose_rule)(case.kernel, share.call).name
 
 

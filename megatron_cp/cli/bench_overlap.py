@@ -18,7 +18,7 @@ from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.plan import Compute, Plan, ToHeads
 from megatron_cp.executor.run import LocalWork
 from megatron_cp.executor.run import run as run_plan
-from megatron_cp.linear import share
+from megatron_cp.linear import on_rank
 from megatron_cp.softmax import attention as operation
 from megatron_cp.testing.parity import Case, Problem, run_linear
 
@@ -57,7 +57,7 @@ class PlanTap(threading.local):
 def handed_over() -> Iterator[PlanTap]:
     """Within it, layers run their plans through a tap."""
     tap = PlanTap()
-    with mock.patch.object(operation, "run", tap.run), mock.patch.object(share, "run", tap.run):
+    with mock.patch.object(operation, "run", tap.run), mock.patch.object(on_rank, "run", tap.run):
         yield tap
 
 

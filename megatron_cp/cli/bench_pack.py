@@ -219,7 +219,7 @@ def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[
     )  # fmt: skip
     compare(f"{layout}, {gate}: to tokens", unpack_tokens(from_heads, backs[rank], widths), own, case)
     # As gradients come that a kernel wrote where its inputs stood.
-    rowwise = [replace(at, exchange=replace(exchange, apart=False)) for at in backs]
+    rowwise = [replace(at, exchange=replace(exchange, section_major=False)) for at in backs]
     in_rows = arrived(
         (packed_heads(rowwise[r], [batch.own(part, r) for part in exchange.parts]) for r in everyone),
         rowwise, to_heads=False,

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tables import frozen
 
 
 class Corpus(Protocol):

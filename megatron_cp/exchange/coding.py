@@ -23,11 +23,11 @@ from megatron_cp.exchange.codec import Format
 
 def encode(x: Tensor, to: Format, payload: Tensor, scales: Tensor) -> None:
     """Codes `[n..., h, d]` into bytes `payload` of that shape and float32 `scales` `[n..., h]`."""
-    wide = x.to(torch.float32)
+    full = x.to(torch.float32)
     scale = _largest(x).to(torch.float32).div_(to.largest)
     # A scale below the normal numbers would be rounded too coarsely: codes would overflow. NaN stays.
     scale.clamp_min_(torch.finfo(torch.float32).tiny)
-    coded = torch.div(wide, scale.unsqueeze(-1), out=None if wide is x else wide)
+    coded = torch.div(full, scale.unsqueeze(-1), out=None if full is x else full)
     dtype: torch.dtype = getattr(torch, to.dtype)
     payload.view(dtype).copy_(coded.round_() if dtype == torch.int8 else coded)
     scales.copy_(scale)

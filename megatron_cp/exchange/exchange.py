@@ -9,7 +9,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, RowFormat, Sections
 from megatron_cp.layout import Layout
-from megatron_cp.layout.parts import part
+from megatron_cp.layout.rank_sets import take_ranks
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class Exchange:
         sections: the features, and whose heads they are.
         chunks: parts of every rank's heads that travel one after another; the heads as a whole where there are none.
         codec: how they are coded on the wire, if they are.
-        apart: that sections leave the head side from tensors of their own, and not from where a message put them: so
-            they need not lie token by token in the messages to tokens.
+        section_major: whether messages to tokens may hold one section after another, not token by token: so where
+            sections leave the head side from tensors of their own, and not from where a message put them.
     """
 
     layout: Layout
     sections: Sections
     chunks: tuple[Sections, ...] = ()
     codec: Codec | None = None
-    apart: bool = False
+    section_major: bool = False
 
     def __post_init__(self) -> None:
         if self.layout.cp_size % self.sections.cp_size:
@@ -56,7 +56,7 @@ class Exchange:
         """The exchange among the ranks of one `kv_rank`, as one of all ranks of a layout of its own."""
         if self.degree == self.layout.cp_size:
             return self
-        return replace(self, layout=part(self.layout, kv_rank * self.degree, self.degree))
+        return replace(self, layout=take_ranks(self.layout, kv_rank * self.degree, self.degree))
 
     @property
     def parts(self) -> tuple[Sections, ...]:
@@ -67,7 +67,9 @@ class Exchange:
         """One chunk as an exchange of its own, of tensors that hold its heads alone, in rising order."""
         if not self.chunks:
             return self
-        return Exchange(self.layout, self.chunks[number].renumbered(), codec=self.codec, apart=self.apart)
+        return Exchange(
+            self.layout, self.chunks[number].renumbered(), codec=self.codec, section_major=self.section_major
+        )
 
     def coded(self, item_sizes: Sequence[int]) -> tuple[bool, ...]:
         """For each section whether it is coded, having elements of that size."""

@@ -48,10 +48,10 @@ class Geometry:
         return self.exchange.coded(self._sizes)
 
     @cached_property
-    def apart(self) -> bool:
-        """Whether sections lie apart in messages to tokens."""
+    def section_major(self) -> bool:
+        """Whether messages to tokens are section-major."""
         # A GPU's kernels move pieces that lie in any way, and all ranks' in one launch if rows are whole.
-        return self.exchange.apart and self.device.type == "cpu" and not any(self.coded)
+        return self.exchange.section_major and self.device.type == "cpu" and not any(self.coded)
 
     @property
     def coding(self) -> Format:
@@ -69,14 +69,14 @@ class Geometry:
         """Of the messages."""
         # Kept beside the layout's other tables too: every layer of a batch asks for the same one.
         key = ("row_format", self.sections, self._sizes, self.coded)
-        return self.layout.table(key, lambda: self.sections.row_format(self._sizes, coded=self.coded))
+        return self.layout.memo(key, lambda: self.sections.row_format(self._sizes, coded=self.coded))
 
     @cached_property
     def table_format(self) -> RowFormat:
         """Of the head side's tables, where nothing is coded."""
         if not any(self.coded):
             return self.format
-        return self.layout.table(
+        return self.layout.memo(
             ("row_format", self.sections, self._sizes), lambda: self.sections.row_format(self._sizes)
         )
 
@@ -90,14 +90,14 @@ class Geometry:
         return 1 if self.batch is None else self.batch
 
     @cached_property
-    def own_rows(self) -> int:
+    def local_rows(self) -> int:
         """Message rows of this rank's own tokens."""
         return int(self.layout.token_counts[self.rank]) * self.copies
 
     @property
     def token_side_bytes(self) -> int:
         """Of the messages to (or from) every rank, on the side that holds this rank's own tokens."""
-        return self.own_rows * sum(self.format.row_bytes)
+        return self.local_rows * sum(self.format.row_bytes)
 
     @property
     def head_side_bytes(self) -> int:
@@ -116,7 +116,7 @@ class Geometry:
 
 def index_table(layout: Layout, name: str, device: torch.device) -> Tensor:
     """`layout.order` or `layout.inverse_order` on the device, made once for a batch."""
-    return layout.table((name, device), lambda: on_device(getattr(layout, name), device))
+    return layout.memo((name, device), lambda: on_device(getattr(layout, name), device))
 
 
 def prepare_tables(layout: Layout, device: torch.device) -> None:

@@ -9,9 +9,9 @@ stream order, or viewed where that is the order already. Each direction has one 
 
 With a codec, coding takes the place of the copy on the side that sends, and decoding on the side that receives.
 
-Within a message to heads a token's sections lie together, as one row: rows are viewed, or gathered whole. To tokens
-sections may lie apart, each dense (`Geometry.apart`): they then come from tensors of their own, and a processor copies
-dense blocks into the columns of a tensor in half the time that columns of rows take.
+A message to heads is row-major: a token's sections are one row, and rows are viewed, or gathered whole. A message to
+tokens may be section-major, each section dense (`Geometry.section_major`): sections then come from tensors of their
+own, and a processor copies dense blocks into the columns of a tensor in half the time that columns of rows take.
 
 Shapes: `t` a rank's tokens, `T` all tokens, `b` batch (absent for packed THD input), `f` features, `h` heads, `d` head
 size.
@@ -31,7 +31,7 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
-from megatron_cp.exchange.sections import ROW_ALIGNMENT, SCALE_SIZE, Columns, Section
+from megatron_cp.exchange.sections import ROW_ALIGNMENT, SCALE_SIZE, HeadCopy, Section
 
 # Bytes that are copied, or coded, before the next are. Cutting touches a page for every run, and processors know the
 # addresses of some thousand; coding goes over its numbers several times, and they had better stay in the cache.
@@ -43,20 +43,20 @@ _CUT_AT_A_TIME, _CODED_AT_A_TIME = 2**23, 2**21
 
 def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     """Every rank's message, end to end, from `[rows, (b,) f]` tensors whose features are the sections in order."""
-    own = [_token_rows(tensor, at) for tensor in tensors]
-    sources = section_columns(own, at.exchange)
+    local = [_token_rows(tensor, at) for tensor in tensors]
+    sources = section_columns(local, at.exchange)
     message = buffers.acquire(at.token_side_bytes, at.device)
-    if copies.runs_on(at.device) and copies.pack_tokens(own, message, at):
+    if copies.runs_on(at.device) and copies.pack_tokens(local, message, at):
         return message
     moves: list[tuple[tuple[Tensor, ...], Tensor]] = []
-    for columns in at.format.columns:
-        source = _head_view(sources[columns.section], columns, at)
-        if columns.scales is not None:
-            moves.append((_coded_views(message, columns, at), _by_heads(source, columns, at)))
+    for head_copy in at.format.head_copies:
+        source = _head_view(sources[head_copy.section], head_copy, at)
+        if head_copy.scales is not None:
+            moves.append((_coded_views(message, head_copy, at), _by_heads(source, head_copy, at)))
             continue
-        target = _message_view(message, columns, at)
+        target = _message_view(message, head_copy, at)
         moves.append(((_words(target),), _words(source)) if _has_words(target, source) else ((target,), source))
-    for span in _blocks(at.own_rows, sum(tensor[:1].nbytes for tensor in own), at):
+    for span in _blocks(at.local_rows, sum(tensor[:1].nbytes for tensor in local), at):
         for targets, source in moves:
             if len(targets) == 1:
                 targets[0][:, span].copy_(source[:, span])
@@ -79,40 +79,40 @@ def unpack_tokens(messages: Sequence[Tensor], at: Geometry, widths: Sequence[int
         return tensors
     for tensor in tensors:
         tensor[int(at.layout.token_counts[at.rank]) :].zero_()
-    own = [_token_rows(tensor, at) for tensor in tensors]
-    if at.apart and not at.exchange.sections.replicated:
-        _join(messages, own, at)
+    local = [_token_rows(tensor, at) for tensor in tensors]
+    if at.section_major and not at.exchange.sections.replicated:
+        _join(messages, local, at)
     else:
-        _put_back(messages, own, at)
+        _put_back(messages, local, at)
     return tensors
 
 
-def _put_back(messages: Sequence[Tensor], own: Sequence[Tensor], at: Geometry) -> None:
+def _put_back(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> None:
     """Fills the columns of `[rows, width]` tensors, and sums where a head comes from several ranks."""
-    targets = section_columns(own, at.exchange)
+    targets = section_columns(local, at.exchange)
     sums = {
         index: target.new_empty(target.shape, dtype=torch.float32)
         for index, (block, target) in enumerate(zip(at.exchange.sections.blocks, targets, strict=True))
         if block.replicated and target.dtype.itemsize < 4
     }
     arrived = [
-        (columns, part, message)
+        (head_copy, part, message)
         for part, message in zip(at.parts, messages, strict=True)
-        for columns in part.format.columns
+        for head_copy in part.format.head_copies
     ]
     # By ranks, whatever part a head comes in: a sum has one order, and its first term is the one that is copied.
     arrived.sort(key=lambda each: each[0].first_rank)
     moves: list[tuple[tuple[Tensor, ...], Tensor, int]] = []
-    for columns, part, message in arrived:
-        target = _head_view(sums.get(columns.section, targets[columns.section]), columns, part)
-        shared = columns.shared_heads * part.blocks[columns.section].head_dim
-        if columns.scales is not None:
-            moves.append((_coded_views(message, columns, part), target, shared))
+    for head_copy, part, message in arrived:
+        target = _head_view(sums.get(head_copy.section, targets[head_copy.section]), head_copy, part)
+        shared = head_copy.shared_heads * part.blocks[head_copy.section].head_dim
+        if head_copy.scales is not None:
+            moves.append((_coded_views(message, head_copy, part), target, shared))
             continue
-        source = _message_view(message, columns, part, apart=part.apart)
+        source = _message_view(message, head_copy, part, section_major=part.section_major)
         as_words = not shared and _has_words(source, target)
         moves.append(((_words(source),), _words(target), 0) if as_words else ((source,), target, shared))
-    for span in _blocks(at.own_rows, sum(tensor[:1].nbytes for tensor in own), at):
+    for span in _blocks(at.local_rows, sum(tensor[:1].nbytes for tensor in local), at):
         for sources, target, shared in moves:
             source = sources[0][:, span]
             if len(sources) > 1:
@@ -131,18 +131,18 @@ def _add(source: Tensor, target: Tensor, shared: int) -> None:
     target[..., shared:].copy_(source[..., shared:])
 
 
-def _join(messages: Sequence[Tensor], own: Sequence[Tensor], at: Geometry) -> None:
-    """Fills `[rows, width]` tensors with sections that lie apart, heads in order: row by row, each from end to end."""
-    if not at.own_rows:
+def _join(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> None:
+    """Fills `[rows, width]` tensors from section-major messages, heads in order: row by row, each from end to end."""
+    if not at.local_rows:
         return
     heads: list[dict[int, Tensor]] = [{} for _ in at.exchange.sections.blocks]  # by section and first head
     for part, message in zip(at.parts, messages, strict=True):
-        for columns in part.format.columns:
-            of_ranks = _message_view(message, columns, part, apart=True)
+        for head_copy in part.format.head_copies:
+            of_ranks = _message_view(message, head_copy, part, section_major=True)
             for number, block in enumerate(of_ranks):
-                heads[columns.section][columns.first_head + number * columns.head_step] = block
+                heads[head_copy.section][head_copy.first_head + number * head_copy.head_step] = block
     sections = ([of_section[first] for first in sorted(of_section)] for of_section in heads)
-    for rows in own:
+    for rows in local:
         blocks: list[Tensor] = []
         while sum(block.shape[1] for block in blocks) < rows.shape[1]:
             blocks += next(sections)
@@ -189,55 +189,57 @@ def _type_of_each(widths: Sequence[int], at: Geometry) -> list[torch.dtype]:
 
 def _token_rows(tensor: Tensor, at: Geometry) -> Tensor:
     """`[rows, (b,) f]` as the `[t * b, f]` message rows of this rank's tokens, pad rows left out."""
-    held = tensor[: int(at.layout.token_counts[at.rank])]
-    return held if at.batch is None else held.flatten(0, 1)
+    tokens = tensor[: int(at.layout.token_counts[at.rank])]
+    return tokens if at.batch is None else tokens.flatten(0, 1)
 
 
-def _message_view(message: Tensor, columns: Columns, at: Geometry, *, apart: bool = False) -> Tensor:
+def _message_view(message: Tensor, head_copy: HeadCopy, at: Geometry, *, section_major: bool = False) -> Tensor:
     """`[ranks, rows, features]`: one section's heads in the messages of neighbouring ranks."""
-    block, dtype = at.blocks[columns.section], at.dtypes[columns.section]
-    size = columns.num_heads * block.head_dim * dtype.itemsize
-    if not apart or not at.own_rows:
-        return _message_bytes(message, columns, at)[..., columns.offset : columns.offset + size].view(dtype)
-    of_ranks = _message_bytes(message, columns, at).flatten(1)
-    start = at.own_rows * columns.offset
-    return of_ranks[:, start : start + at.own_rows * size].view(dtype).unflatten(1, (at.own_rows, -1))
+    block, dtype = at.blocks[head_copy.section], at.dtypes[head_copy.section]
+    size = head_copy.num_heads * block.head_dim * dtype.itemsize
+    if not section_major or not at.local_rows:
+        return _message_bytes(message, head_copy, at)[..., head_copy.offset : head_copy.offset + size].view(dtype)
+    of_ranks = _message_bytes(message, head_copy, at).flatten(1)
+    start = at.local_rows * head_copy.offset
+    return of_ranks[:, start : start + at.local_rows * size].view(dtype).unflatten(1, (at.local_rows, -1))
 
 
-def _coded_views(message: Tensor, columns: Columns, at: Geometry) -> tuple[Tensor, Tensor]:
+def _coded_views(message: Tensor, head_copy: HeadCopy, at: Geometry) -> tuple[Tensor, Tensor]:
     """`[ranks, rows, heads, d]` bytes and `[ranks, rows, heads]` scales, likewise."""
-    return _payload_and_scales(_message_bytes(message, columns, at), columns, at.blocks[columns.section])
+    return _payload_and_scales(_message_bytes(message, head_copy, at), head_copy, at.blocks[head_copy.section])
 
 
-def _payload_and_scales(rows: Tensor, columns: Columns, block: Section) -> tuple[Tensor, Tensor]:
-    assert columns.scales is not None
-    size = columns.num_heads * block.head_dim
+def _payload_and_scales(rows: Tensor, head_copy: HeadCopy, block: Section) -> tuple[Tensor, Tensor]:
+    assert head_copy.scales is not None
+    size = head_copy.num_heads * block.head_dim
     if not size or not rows.numel():
-        heads = (*rows.shape[:-1], columns.num_heads)
+        heads = (*rows.shape[:-1], head_copy.num_heads)
         return rows.new_empty(*heads, block.head_dim), rows.new_empty(heads, dtype=torch.float32)
-    payload = rows[..., columns.offset : columns.offset + size].unflatten(-1, (columns.num_heads, block.head_dim))
-    scales = rows[..., columns.scales : columns.scales + columns.num_heads * SCALE_SIZE].view(torch.float32)
+    payload = rows[..., head_copy.offset : head_copy.offset + size].unflatten(-1, (head_copy.num_heads, block.head_dim))
+    scales = rows[..., head_copy.scales : head_copy.scales + head_copy.num_heads * SCALE_SIZE].view(torch.float32)
     return payload, scales
 
 
-def _message_bytes(message: Tensor, columns: Columns, at: Geometry) -> Tensor:
+def _message_bytes(message: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
     """`[ranks, rows, bytes]`: the messages of neighbouring ranks."""
-    start = at.own_rows * at.format.row_starts[columns.first_rank]
-    row = at.format.row_bytes[columns.first_rank]
-    return message[start : start + columns.num_ranks * at.own_rows * row].view(columns.num_ranks, at.own_rows, row)
+    start = at.local_rows * at.format.row_starts[head_copy.first_rank]
+    row = at.format.row_bytes[head_copy.first_rank]
+    return message[start : start + head_copy.num_ranks * at.local_rows * row].view(
+        head_copy.num_ranks, at.local_rows, row
+    )
 
 
-def _head_view(features: Tensor, columns: Columns, at: Geometry) -> Tensor:
+def _head_view(features: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
     """`[ranks, rows, features]`: the same heads where they stand in a `[rows, width]` section."""
-    dim = at.blocks[columns.section].head_dim
-    size, step = columns.num_heads * dim, columns.head_step * dim
-    start = columns.first_head * dim
-    taken = features[:, start : start + (columns.num_ranks - 1) * step + size]
-    return taken.unsqueeze(0) if columns.num_ranks == 1 else taken.unfold(1, size, step).transpose(0, 1)
+    dim = at.blocks[head_copy.section].head_dim
+    size, step = head_copy.num_heads * dim, head_copy.head_step * dim
+    start = head_copy.first_head * dim
+    taken = features[:, start : start + (head_copy.num_ranks - 1) * step + size]
+    return taken.unsqueeze(0) if head_copy.num_ranks == 1 else taken.unfold(1, size, step).transpose(0, 1)
 
 
-def _by_heads(features: Tensor, columns: Columns, at: Geometry) -> Tensor:
-    return features.unflatten(-1, (columns.num_heads, at.blocks[columns.section].head_dim))
+def _by_heads(features: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
+    return features.unflatten(-1, (head_copy.num_heads, at.blocks[head_copy.section].head_dim))
 
 
 def _has_words(*views: Tensor) -> bool:
@@ -284,8 +286,8 @@ def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
     if any(at.coded):
         return _encoded(sections, at, buffers)
     table = _shared_table(sections, at)
-    if at.apart and (table is None or not _is_one_block(at)):
-        return _packed_apart(sections, at, buffers)
+    if at.section_major and (table is None or not _is_one_block(at)):
+        return _pack_section_major(sections, at, buffers)
     if at.layout.in_stream_order:
         if table is None:
             table = _new_table(at, buffers)
@@ -304,7 +306,7 @@ def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
     return ordered.flatten()
 
 
-def _packed_apart(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
+def _pack_section_major(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     message = buffers.acquire(at.head_side_bytes, at.device)
     order = None if at.layout.in_stream_order else at.index("order")
     tokens = at.layout.token_counts.tolist()
@@ -333,7 +335,7 @@ def _select(source: Tensor, index: Tensor, out: Tensor) -> None:
 
 
 def _is_one_block(at: Geometry) -> bool:
-    """Whether a message is the rows of one section, without gaps: then it lies the same way, apart or not."""
+    """Whether a message is the rows of one section, without gaps: row-major and section-major are then the same."""
     block, row = at.blocks[0], at.format.row_bytes[at.rank]
     return len(at.blocks) == 1 and row == block.heads_on(at.rank) * block.head_dim * at.dtypes[0].itemsize
 
@@ -388,7 +390,7 @@ def _wire_views(rows: Tensor, at: Geometry) -> list[Tensor | tuple[Tensor, Tenso
             views.append(_section_view(rows, block, at.dtypes[index], heads, offset))
             continue
         scales = at.format.scales[at.rank][index]
-        views.append(_payload_and_scales(rows, Columns(index, 0, 1, 0, 0, heads, 0, offset, scales), block))
+        views.append(_payload_and_scales(rows, HeadCopy(index, 0, 1, 0, 0, heads, 0, offset, scales), block))
     return views
 
 
@@ -501,5 +503,5 @@ def _are_columns_of_one_table(tensors: Sequence[Tensor]) -> bool:
     if any((start - begin) % tensor.dtype.itemsize for tensor, (start, _) in zip(tensors, ranges, strict=True)):
         return False  # rebased to `begin`, a view would not start on an element
     ranges.sort()
-    apart = all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
-    return apart and ranges[-1][1] - begin <= first.stride(-3) * first.dtype.itemsize
+    disjoint = all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    return disjoint and ranges[-1][1] - begin <= first.stride(-3) * first.dtype.itemsize

@@ -19,16 +19,16 @@ class HeadPartition:
     """Which heads each rank computes: consecutive query heads, and the key/value heads that those read.
 
     `heads[r]` and `groups[r]` are half-open ranges. A linear layer reads "value heads" for heads and "key heads" for
-    groups: the sharing is the same. `whole` is set where these are a chunk of each rank's heads.
+    groups: the sharing is the same. `parent` is set where these are a chunk of each rank's heads.
     """
 
     heads: tuple[HeadRange, ...]
     groups: tuple[HeadRange, ...]
-    whole: HeadPartition | None = None
+    parent: HeadPartition | None = None
 
     @property
     def heads_per_group(self) -> int:
-        partition = self.whole or self
+        partition = self.parent or self
         return max(hi for _, hi in partition.heads) // max(hi for _, hi in partition.groups)
 
     @property
@@ -49,7 +49,7 @@ class HeadPartition:
             (min(max(lo, first * size), hi), min(max(lo, last * size), hi))
             for (lo, hi), (first, last) in zip(self.heads, groups, strict=True)
         )
-        return HeadPartition(heads, groups, whole=self)
+        return HeadPartition(heads, groups, parent=self)
 
     @property
     def idle_ranks(self) -> int:
@@ -163,7 +163,7 @@ class Section:
 
 
 @dataclass(frozen=True)
-class Columns:
+class HeadCopy:
     """Where one section's heads stand in the messages of ranks `first_rank .. last_rank - 1`, all alike.
 
     One strided copy moves them: rank `first_rank + i` takes `num_heads` heads from `first_head + i * head_step` on.
@@ -195,28 +195,28 @@ class RowFormat:
         row_starts: for each rank, the bytes of one token in the messages of all lower ranks.
         offsets: `[rank][section]` byte offset of each section inside the row.
         scales: likewise of its scales, behind all sections; None where it is not coded.
-        columns: the copies that fill or empty the messages of all ranks, in rank order within a section.
+        head_copies: the copies that fill or empty the messages of all ranks, in rank order within a section.
     """
 
     row_bytes: tuple[int, ...]
     row_starts: tuple[int, ...]
     offsets: tuple[tuple[int, ...], ...]
     scales: tuple[tuple[int | None, ...], ...]
-    columns: tuple[Columns, ...]
+    head_copies: tuple[HeadCopy, ...]
 
 
 @dataclass(frozen=True)
 class Sections:
     """The feature axis of a head exchange: blocks of heads that travel together in one message.
 
-    `whole` is set where these are a chunk of each rank's heads: blocks are then as wide, and ranges cover a part.
+    `parent` is set where these are a chunk of each rank's heads: blocks are then as wide, and ranges cover a part.
     """
 
     blocks: tuple[Section, ...]
-    whole: Sections | None = None
+    parent: Sections | None = None
 
     def __post_init__(self) -> None:
-        for block in self.blocks if self.whole is None else ():
+        for block in self.blocks if self.parent is None else ():
             before = (0, 0)
             for lo, hi in block.ranges:
                 if not before[0] <= lo <= before[1] <= hi:
@@ -244,7 +244,7 @@ class Sections:
             return self
         part = partition.chunk(number, count)
         blocks = (replace(b, ranges=part.groups if b.ranges == partition.groups else part.heads) for b in self.blocks)
-        return Sections(tuple(blocks), whole=self)
+        return Sections(tuple(blocks), parent=self)
 
     def renumbered(self) -> Sections:
         """The blocks without the heads that no rank computes: of a chunk, sections of their own."""
@@ -272,40 +272,40 @@ class Sections:
             offsets.append(tuple(starts))
             scales.append(tuple(places))
             row_bytes.append(_round_up(end, alignment))
-        columns = tuple(
-            columns
+        head_copies = tuple(
+            head_copy
             for index, block in enumerate(self.blocks)
-            for columns in _columns(index, block, (self.whole or self).blocks[index], row_bytes, offsets, scales)
+            for head_copy in _head_copies(index, block, (self.parent or self).blocks[index], row_bytes, offsets, scales)
         )
         row_starts = tuple(itertools.accumulate(row_bytes, initial=0))[:-1]
-        return RowFormat(tuple(row_bytes), row_starts, tuple(offsets), tuple(scales), columns)
+        return RowFormat(tuple(row_bytes), row_starts, tuple(offsets), tuple(scales), head_copies)
 
 
-def _columns(
-    index: int, block: Section, whole: Section, row_bytes: list[int], offsets: list[tuple[int, ...]],
+def _head_copies(
+    index: int, block: Section, parent: Section, row_bytes: list[int], offsets: list[tuple[int, ...]],
     scales: list[tuple[int | None, ...]],
-) -> list[Columns]:  # fmt: skip
+) -> list[HeadCopy]:  # fmt: skip
     """The fewest copies for one section: neighbouring ranks whose messages are alike share one.
 
-    `whole` says which heads stand in messages of lower ranks, also in those of other chunks.
+    `parent` says which heads stand in messages of lower ranks, also in those of other chunks.
     """
-    runs: list[Columns] = []
+    runs: list[HeadCopy] = []
     seen = 0  # heads below this one stand in the message of some lower rank
     for rank, (lo, hi) in enumerate(block.ranges):
         if hi > lo:
             shared = min(max(0, seen - lo), hi - lo)
             places = offsets[rank][index], scales[rank][index]
-            alone = Columns(index, rank, rank + 1, lo, 0, hi - lo, shared, *places)
+            alone = HeadCopy(index, rank, rank + 1, lo, 0, hi - lo, shared, *places)
             joined = _extended(runs[-1], alone, row_bytes) if runs else None
             if joined:
                 runs[-1] = joined
             else:
                 runs.append(alone)
-        seen = max(seen, whole.ranges[rank][1])
+        seen = max(seen, parent.ranges[rank][1])
     return runs
 
 
-def _extended(run: Columns, next_rank: Columns, row_bytes: list[int]) -> Columns | None:
+def _extended(run: HeadCopy, next_rank: HeadCopy, row_bytes: list[int]) -> HeadCopy | None:
     """`run` with one more rank, or None where the next rank's message is not like the others."""
     step = next_rank.first_head - run.first_head - (run.num_ranks - 1) * run.head_step
     alike = (

@@ -163,7 +163,7 @@ def _digest_and_lines(subject: Plan | Layout) -> tuple[bytes, tuple[str, ...]]:
         lines = tuple(subject.describe())
         return _digest(lines), lines
 
-    made: tuple[bytes, tuple[str, ...]] = subject.table("agreement", make)
+    made: tuple[bytes, tuple[str, ...]] = subject.memo("agreement", make)
     return made
 
 

@@ -47,15 +47,22 @@ def attend(
         q: `[t, (b,) h, d]`.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=wide if step.num_stages > 1 else q.dtype)
-    lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=wide)
-    held = int(step.queries.token_counts[kv_rank])
-    out[held:], lse[..., held:] = 0, -torch.inf
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=acc_dtype if step.num_stages > 1 else q.dtype)
+    lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=acc_dtype)
+    num_tokens = int(step.queries.token_counts[kv_rank])
+    out[num_tokens:], lse[..., num_tokens:] = 0, -torch.inf
     for stage, chunk, keys in _transfers(step, kv_rank, head_rank, comm, k, v).arrivals():
-        merged, merged_lse = out[:held, ..., chunk.heads, :], lse[..., chunk.heads, :held]
+        merged, merged_lse = out[:num_tokens, ..., chunk.heads, :], lse[..., chunk.heads, :num_tokens]
         _attend_stage(
-            work, merged, merged_lse, q[:held, ..., chunk.heads, :], *keys, step.tiles(kv_rank, stage), chunk, stage
+            work,
+            merged,
+            merged_lse,
+            q[:num_tokens, ..., chunk.heads, :],
+            *keys,
+            step.tiles(kv_rank, stage),
+            chunk,
+            stage,
         )
     return out.to(q.dtype), lse
 
@@ -69,28 +76,32 @@ def attend_backward(
     Keys travel again, as forward; nothing but what `attend` was given and returned is kept in between.
     """
     dq, dk, dv = like_rows(q, k, v)
-    held, held_keys = int(step.queries.token_counts[kv_rank]), int(step.keys.token_counts[kv_rank])
-    dq[held:], dk[held_keys:], dv[held_keys:] = 0, 0, 0
-    wide = torch.promote_types(q.dtype, torch.float32)
-    total = dq[:held] if step.num_stages == 1 or dq.dtype == wide else torch.empty_like(dq[:held], dtype=wide)
+    num_tokens, num_keys = int(step.queries.token_counts[kv_rank]), int(step.keys.token_counts[kv_rank])
+    dq[num_tokens:], dk[num_keys:], dv[num_keys:] = 0, 0, 0
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    total = (
+        dq[:num_tokens]
+        if step.num_stages == 1 or dq.dtype == acc_dtype
+        else torch.empty_like(dq[:num_tokens], dtype=acc_dtype)
+    )
     moving = _transfers(step, kv_rank, head_rank, comm, k, v)
     for stage, chunk, keys in moving.arrivals():
         packed = None
-        gradients = dk[:held_keys, ..., chunk.groups, :], dv[:held_keys, ..., chunk.groups, :]
+        gradients = dk[:num_keys, ..., chunk.groups, :], dv[:num_keys, ..., chunk.groups, :]
         if not isinstance(moving, AtHome):
             packed = pack_like(*keys, moving.gradient_type(), comm.buffers)
             gradients = unpack(packed, *keys)
-        do, queries, o = (x[:held, ..., chunk.heads, :] for x in (dout, q, out))
+        do, queries, o = (x[:num_tokens, ..., chunk.heads, :] for x in (dout, q, out))
         _attend_stage_backward(
-            work, total[..., chunk.heads, :], *gradients, do, queries, o, lse[..., chunk.heads, :held], *keys,
+            work, total[..., chunk.heads, :], *gradients, do, queries, o, lse[..., chunk.heads, :num_tokens], *keys,
             step.tiles(kv_rank, stage), chunk, stage,
         )  # fmt: skip
         if packed is not None:
             moving.return_gradient(stage, chunk, packed)
     if not isinstance(moving, AtHome):
-        moving.reduce_gradients(dk[:held_keys], dv[:held_keys])
+        moving.reduce_gradients(dk[:num_keys], dv[:num_keys])
     if total.dtype != dq.dtype:
-        dq[:held].copy_(total)
+        dq[:num_tokens].copy_(total)
     return [dq, dk, dv]
 
 
@@ -143,8 +154,8 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         out, part: `[t, (b,) h, v]` of one type.
         lse, part_lse: `[(b,) h, t]`, -inf where a query has seen nothing; out is then finite, and part too.
     """
-    before, added = head_by_head(lse), head_by_head(part_lse)
-    share = torch.sub(added, before, out=head_by_head(lse)).sigmoid_()
+    before, added = row_padded_copy(lse), row_padded_copy(part_lse)
+    share = torch.sub(added, before, out=row_padded_copy(lse)).sigmoid_()
     share.nan_to_num_(0.0)  # both -inf: no share to speak of, and no key to take it from
     lse.copy_(torch.logaddexp(before, added, out=before))
     weight = share.movedim(-1, 0).unsqueeze(-1).to(out.dtype)
@@ -152,7 +163,7 @@ def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     out.mul_(1 - weight).add_(part.mul_(weight))
 
 
-def head_by_head(lse: Tensor) -> Tensor:
+def row_padded_copy(lse: Tensor) -> Tensor:
     """A copy of `[(b,) h, t]` through which elementwise functions go head by head.
 
     torch computes exp and its like by vectors and, where those end or elements lie apart, one by one, which rounds
@@ -164,8 +175,8 @@ def head_by_head(lse: Tensor) -> Tensor:
 
 
 def _transfers(step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> Transfers:
-    held = int(step.keys.token_counts[kv_rank])
-    return transfers(step, kv_rank, head_rank, comm, k[:held], v[:held])
+    num_tokens = int(step.keys.token_counts[kv_rank])
+    return transfers(step, kv_rank, head_rank, comm, k[:num_tokens], v[:num_tokens])
 
 
 def _is_empty(tiles: Tiles, queries: Tensor) -> bool:

@@ -129,12 +129,12 @@ class _Hosts:
 
     def __init__(self, rank: int, hosts: tuple[int, ...]) -> None:
         self.members = [[r for r, host in enumerate(hosts) if host == number] for number in range(max(hosts) + 1)]
-        self.own, self._hosts = hosts[rank], hosts
-        self.home = self.members[self.own]
-        self.others = [number for number in range(len(self.members)) if number != self.own]
+        self.local_host, self._hosts = hosts[rank], hosts
+        self.home = self.members[self.local_host]
+        self.others = [number for number in range(len(self.members)) if number != self.local_host]
         self._senders: dict[int, list[int]] = {proxy_rank: [] for proxy_rank in self.home}
         for sender in (rank for number in self.others for rank in self.members[number]):
-            self._senders[self.proxy_rank(sender, self.own)].append(sender)
+            self._senders[self.proxy_rank(sender, self.local_host)].append(sender)
 
     def proxy_rank(self, sender: int, host: int) -> int:
         """The rank of another host that takes in what a rank sends there: its counterpart, counted round."""

@@ -62,7 +62,7 @@ def start_to_heads(
     exchange: Exchange, group: RankGroup | Communicator, *tensors: Tensor
 ) -> list[Callable[[], list[Tensor]]]:
     """`to_heads`, part by part: functions that wait for one part each and return it. Call each once, in order."""
-    exchange, comm = _within_own_kv_rank(exchange, over(group))
+    exchange, comm = _within_kv_rank(exchange, over(group))
     at = _geometry(exchange, comm, tensors)
     if exchange.is_local:
         return [lambda: _without_transfer(exchange, tensors)]
@@ -89,7 +89,7 @@ class ToTokensInParts:
     """`to_tokens`, part by part: `start` for each part in order, then `finish`, once."""
 
     def __init__(self, exchange: Exchange, group: RankGroup | Communicator) -> None:
-        self._exchange, self._comm = _within_own_kv_rank(exchange, over(group))
+        self._exchange, self._comm = _within_kv_rank(exchange, over(group))
         self._in_flight: InFlightExchange | None = None
         self._order_tokens: list[Tensor] = []
 
@@ -141,7 +141,7 @@ def _without_transfer(exchange: Exchange, tensors: Sequence[Tensor]) -> list[Ten
     ]
 
 
-def _within_own_kv_rank(exchange: Exchange, comm: Communicator) -> tuple[Exchange, Communicator]:
+def _within_kv_rank(exchange: Exchange, comm: Communicator) -> tuple[Exchange, Communicator]:
     """The exchange among the ranks of this rank's `kv_rank`, and the transport between them."""
     if comm.size != exchange.layout.cp_size:
         raise ArgumentError("group", f"{comm.size} ranks", f"the {exchange.layout.cp_size} ranks that the plan is for")

@@ -58,8 +58,8 @@ class _Gather(torch.autograd.Function):
         share, shares = (
             group.buffers.acquire_like(local, count * longest, *local.shape[1:]) for count in (1, group.size)
         )
-        held = int(layout.token_counts[group.rank])
-        share[:held], share[held:] = local[:held], 0
+        num_tokens = int(layout.token_counts[group.rank])
+        share[:num_tokens], share[num_tokens:] = local[:num_tokens], 0
         group.activity = f"{mark}, forward"
         group.all_gather(shares.view(-1), share.view(-1))
         stream = shares.index_select(0, _places(layout, longest, local.device))
@@ -70,27 +70,27 @@ class _Gather(torch.autograd.Function):
     @opaque_backward
     def backward(ctx: Any, gradient: Tensor) -> Any:
         layout, group = ctx.layout, ctx.group
-        held = int(layout.token_counts[group.rank])
+        num_tokens = int(layout.token_counts[group.rank])
         local = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
-        order = layout.table(("order", gradient.device), lambda: on_device(layout.order, gradient.device))
+        order = layout.memo(("order", gradient.device), lambda: on_device(layout.order, gradient.device))
         if ctx.same_loss:
             start = int(layout.token_counts[: group.rank].sum())
-            local[:held] = gradient.index_select(0, order[start : start + held])
+            local[:num_tokens] = gradient.index_select(0, order[start : start + num_tokens])
             return local, None, None, None, None
         features = math.prod(gradient.shape[1:])
         sent = group.buffers.acquire_like(gradient, *gradient.shape)
         torch.index_select(gradient, 0, order, out=sent)
         group.activity = f"{ctx.mark}, backward"
-        received = group.buffers.acquire_like(gradient, group.size, held, *gradient.shape[1:])
+        received = group.buffers.acquire_like(gradient, group.size, num_tokens, *gradient.shape[1:])
         group.all_to_all(
             received.view(-1),
             sent.view(-1),
-            [held * features] * group.size,
+            [num_tokens * features] * group.size,
             [n * features for n in layout.token_counts.tolist()],
         )
         # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        local[:held] = received.sum(0, dtype=wide).to(gradient.dtype)
+        acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
+        local[:num_tokens] = received.sum(0, dtype=acc_dtype).to(gradient.dtype)
         group.buffers.release(sent, received)
         return local, None, None, None, None
 
@@ -103,4 +103,4 @@ def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:
         shift = np.repeat(np.arange(layout.cp_size) * longest - (np.cumsum(counts) - counts), counts)
         return on_device((np.arange(layout.packing.total) + shift)[layout.inverse_order], device)
 
-    return layout.table(("gather", device), make)
+    return layout.memo(("gather", device), make)

@@ -37,7 +37,7 @@ def start_halo(step: Halo, comm: RankGroup | Communicator, x: Tensor) -> tuple[T
 
 def prepare_halo(step: Halo, rank: int, device: torch.device) -> None:
     """Makes the index tables, so that no layer has to."""
-    for name in ("send_rows", "own_rows", "places"):
+    for name in ("send_rows", "local_rows", "places"):
         _index(step, rank, name, device)
 
 
@@ -94,7 +94,7 @@ class _Start(torch.autograd.Function):
         rows, sent = in_flight.acquire(x)
         torch.index_select(x, 0, in_flight.index("send_rows", x.device), out=sent)
         in_flight.start(forward=True)
-        torch.index_select(x, 0, in_flight.index("own_rows", x.device), out=rows[in_flight.crossing :])
+        torch.index_select(x, 0, in_flight.index("local_rows", x.device), out=rows[in_flight.crossing :])
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
@@ -104,7 +104,7 @@ class _Start(torch.autograd.Function):
         drows, returned = in_flight.wait()
         # In place: the convolution, x's one user, has just made it.
         dx = dx if dx.is_contiguous() else dx.contiguous()
-        dx.index_add_(0, in_flight.index("own_rows", dx.device), drows[in_flight.crossing :])
+        dx.index_add_(0, in_flight.index("local_rows", dx.device), drows[in_flight.crossing :])
         dx.index_add_(0, in_flight.index("send_rows", dx.device), returned)
         in_flight.release()
         return dx, None
@@ -131,7 +131,7 @@ class _Wait(torch.autograd.Function):
 
 
 def _index(step: Halo, rank: int, name: str, device: torch.device) -> Tensor:
-    return step.layout.table(
+    return step.layout.memo(
         ("halo", step.reach, rank, name, device),
         lambda: on_device(getattr(step.tables(rank), name), device, torch.int64),
     )

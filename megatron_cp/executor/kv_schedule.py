@@ -22,9 +22,9 @@ from megatron_cp.exchange.sections import HeadPartition, head_runs
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.bands import area
-from megatron_cp.layout.layout import ranges
+from megatron_cp.layout.layout import arange_ranges
+from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tables import Tables
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen
 
 SCHEDULES = ("p2p", "all_gather", "exact")
@@ -69,7 +69,7 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class Attend(Tables):
+class Attend(Memo):
     """The tiles of an attention and the transfers that feed them, for every rank.
 
     Attributes:
@@ -105,7 +105,7 @@ class Attend(Tables):
 
     def chunks(self, head_rank: int) -> list[HeadChunk]:
         """A rank's heads in as many chunks as every other rank has; some may be empty."""
-        return self.table(
+        return self.memo(
             ("chunks", self.partition, head_rank), lambda: _chunks(self.partition, head_rank, self.head_chunks)
         )
 
@@ -115,7 +115,7 @@ class Attend(Tables):
 
     def tiles(self, kv_rank: int, stage: int = 0) -> Tiles:
         """What the queries of a KV rank see among the keys that a stage brings."""
-        return self.table(("tiles", kv_rank, stage), lambda: self._tiles(kv_rank, stage))
+        return self.memo(("tiles", kv_rank, stage), lambda: self._tiles(kv_rank, stage))
 
     def area(self, kv_rank: int) -> int:
         """The number of visible (query, key) pairs of a KV rank's queries."""
@@ -123,12 +123,12 @@ class Attend(Tables):
 
     def gathering(self, kv_rank: int) -> Gathering:
         """What a KV rank sends and receives where keys are gathered."""
-        return self.table(("gathering", kv_rank), lambda: self._gathering(kv_rank))
+        return self.memo(("gathering", kv_rank), lambda: self._gathering(kv_rank))
 
     @property
     def split_counts(self) -> SplitCounts:
         """Where keys are gathered, their rows from each KV rank to each, a KV rank's own among them."""
-        return self.table(("split counts",), self._make_split_counts)
+        return self.memo(("split counts",), self._make_split_counts)
 
     def _make_split_counts(self) -> SplitCounts:
         if self.kv_schedule == "all_gather":
@@ -193,7 +193,7 @@ class Attend(Tables):
     @property
     def _seen_rows(self) -> IntArray:
         """Likewise, a KV rank's own keys among them."""
-        return self.table(("seen rows",), self._count_seen_rows)
+        return self.memo(("seen rows",), self._count_seen_rows)
 
     def _count_seen_rows(self) -> IntArray:
         _, owner = self._pieces
@@ -216,15 +216,15 @@ class Attend(Tables):
     @property
     def _pieces(self) -> tuple[IntArray, IntArray]:
         """The fragments of all keys in stream order: `[n + 1]` edges, and the KV rank that holds each."""
-        return self.table(("pieces",), self._make_pieces)
+        return self.memo(("pieces",), self._make_pieces)
 
     def _make_pieces(self) -> tuple[IntArray, IntArray]:
         starts = np.sort(self.keys.starts)
         return np.append(starts, self.keys.packing.total), self.keys.located(starts)[0]
 
     def _tiles(self, kv_rank: int, stage: int) -> Tiles:
-        held = self.kv_schedule == "p2p" or self.num_kv_ranks == 1
-        k_tokens = self.keys.tokens(self.source(kv_rank, stage)) if held else self.gathering(kv_rank).tokens
+        rotates = self.kv_schedule == "p2p" or self.num_kv_ranks == 1
+        k_tokens = self.keys.tokens(self.source(kv_rank, stage)) if rotates else self.gathering(kv_rank).tokens
         return Tiles(self.bands(kv_rank, stage), self.queries.tokens(kv_rank), k_tokens)
 
     def bands(self, kv_rank: int, stage: int = 0) -> IntArray:
@@ -249,34 +249,34 @@ class Attend(Tables):
 
     def _bands_of(self, kv_rank: int) -> IntArray:
         """The mask of a KV rank's queries, in their rows, over the stream of keys."""
-        return self.table(("bands", kv_rank), lambda: bands_of_queries(self.mask.bands, self.queries, kv_rank))
+        return self.memo(("bands", kv_rank), lambda: bands_of_queries(self.mask.bands, self.queries, kv_rank))
 
     def _gathered(self, kv_rank: int) -> tuple[IntArray, IntArray]:
         """The keys that are gathered for a KV rank, as ranges of the stream in rising order."""
         if self.kv_schedule == "all_gather":
             return np.array([0]), np.array([self.keys.packing.total])
-        return self.table(("seen", kv_rank), lambda: ranges_seen(self._bands_of(kv_rank)))
+        return self.memo(("seen", kv_rank), lambda: ranges_seen(self._bands_of(kv_rank)))
 
     def _rows_within(self, kv_rank: int, starts: IntArray, ends: IntArray) -> IntArray:
         """The rows of a KV rank's keys that lie in rising ranges of the stream, in stream order."""
         lo, hi = self.keys.fragment_offsets[kv_rank : kv_rank + 2]
-        own_starts, own_ends = self.keys.starts[lo:hi], self.keys.ends[lo:hi]
-        first_rows = np.cumsum(own_ends - own_starts) - (own_ends - own_starts)
-        order = np.argsort(own_starts, kind="stable")
-        own_starts, own_ends, first_rows = own_starts[order], own_ends[order], first_rows[order]
+        local_starts, local_ends = self.keys.starts[lo:hi], self.keys.ends[lo:hi]
+        first_rows = np.cumsum(local_ends - local_starts) - (local_ends - local_starts)
+        order = np.argsort(local_starts, kind="stable")
+        local_starts, local_ends, first_rows = local_starts[order], local_ends[order], first_rows[order]
         # Every own fragment meets `count` ranges from `lowest` on.
-        lowest = np.searchsorted(ends, own_starts, side="right")
-        count = np.maximum(np.searchsorted(starts, own_ends, side="left") - lowest, 0)
+        lowest = np.searchsorted(ends, local_starts, side="right")
+        count = np.maximum(np.searchsorted(starts, local_ends, side="left") - lowest, 0)
         piece = np.repeat(np.arange(order.size), count)
         met = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(lowest, count)
-        shift = first_rows[piece] - own_starts[piece]
-        return ranges(
-            np.maximum(own_starts[piece], starts[met]) + shift, np.minimum(own_ends[piece], ends[met]) + shift
+        shift = first_rows[piece] - local_starts[piece]
+        return arange_ranges(
+            np.maximum(local_starts[piece], starts[met]) + shift, np.minimum(local_ends[piece], ends[met]) + shift
         )
 
     def _owners(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray, IntArray]:
         """The tokens of ranges of the stream of keys, with the KV rank that holds each and its row there."""
-        tokens = ranges(starts, ends)
+        tokens = arange_ranges(starts, ends)
         places = self.keys.inverse_order[tokens]
         lasts = np.cumsum(self.keys.token_counts)
         owners = np.searchsorted(lasts, places, side="right")

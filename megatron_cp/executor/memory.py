@@ -29,8 +29,8 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     made once a batch, a learned sink, what coding takes, and the group's buffers, which all layers share: see
     `buffer_bytes`. With a batch axis all of it is as many times as much.
 
-    In elements of `item_size` bytes, or of `wide = max(item_size, 4)` where marked `w`; `t` own rows of queries, `s` of
-    keys, `h` query and `g` key/value heads, `d` and `v` their sizes, all of the rank where heads were exchanged:
+    In elements of `item_size` bytes, or of `acc_bytes = max(item_size, 4)` where marked `w`; `t` own rows of queries,
+    `s` of keys, `h` query and `g` key/value heads, `d` and `v` their sizes, all of the rank where heads were exchanged:
 
         out = t h v     lse = h t (w)     dq = t h d     block(n) = n g (d + v)
 
@@ -115,7 +115,7 @@ def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: i
     # unless that has gaps.
     (block, *others) = exchange.parts[part].blocks
     alone = not others and rows[head_rank] == block.heads_on(head_rank) * block.head_dim * item_size
-    as_it_lies &= alone or (plan.attend is not None and not exchange.apart)
+    as_it_lies &= alone or (plan.attend is not None and not exchange.section_major)
     return [tokens] if as_it_lies else [tokens, heads]
 
 
@@ -203,11 +203,11 @@ def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _
     kv_rank, head_rank = divmod(rank, exchange.degree)
     exchange, blocks = exchange.within(kv_rank), exchange.sections.blocks
     layout, sizes = exchange.layout, [item_size] * len(blocks)
-    held, shared = int(layout.token_counts[head_rank]), [block.width for block in blocks if block.replicated]
+    num_tokens, shared = int(layout.token_counts[head_rank]), [block.width for block in blocks if block.replicated]
     return _Move(
         to_heads=to_heads,
         tokens=int(layout.row_counts[head_rank]) * exchange.sections.width * item_size,
-        summed=held * sum(shared) * LSE if item_size < LSE else 0,
+        summed=num_tokens * sum(shared) * LSE if item_size < LSE else 0,
         heads=tuple(layout.packing.total * part.row_format(sizes).row_bytes[head_rank] for part in exchange.parts),
         in_order=layout.in_stream_order and not any(exchange.coded(sizes)),
     )
@@ -253,7 +253,7 @@ class _Local:
     item: int
 
     @property
-    def wide(self) -> int:
+    def acc_bytes(self) -> int:
         return max(self.item, LSE)
 
     @cached_property
@@ -276,7 +276,7 @@ class _Local:
 
     @property
     def lse(self) -> int:
-        return self.rows * self.heads * self.wide
+        return self.rows * self.heads * self.acc_bytes
 
     @property
     def dq(self) -> int:
@@ -293,22 +293,22 @@ class _Local:
         """Moments of the loop, the output and its lse included."""
         if self.step.num_stages == 1:
             return [self.out + self.lse]
-        base, row = self.out // self.item * self.wide + self.lse, self.step.value_head_dim + 1 + MERGING
-        parts = [rows * self.heads * row * self.wide for rows in self._later_rows]
-        return [base + most for most in (*parts, self.out if self.wide > self.item else 0)]
+        base, row = self.out // self.item * self.acc_bytes + self.lse, self.step.value_head_dim + 1 + MERGING
+        parts = [rows * self.heads * row * self.acc_bytes for rows in self._later_rows]
+        return [base + most for most in (*parts, self.out if self.acc_bytes > self.item else 0)]
 
     def backward(self) -> list[int]:
         """Moments of the loop, beyond the gradients of q, k and v."""
         if self.step.num_kv_ranks == 1:
             return [0]
-        row = self.heads * self.step.head_dim * self.wide
+        row = self.heads * self.step.head_dim * self.acc_bytes
         if self.step.num_stages > 1:
-            total = int(self.step.queries.token_counts[self.kv_rank]) * row if self.wide > self.item else 0
+            total = int(self.step.queries.token_counts[self.kv_rank]) * row if self.acc_bytes > self.item else 0
             return [total + rows * row for rows in self._later_rows]
         # What comes back is added to sums of the own keys' gradients, in their type.
         most, chunks = max(self.step.split_counts.sent_by(self.kv_rank)), self.step.chunks(self.head_rank)
-        width = max(self.step.head_dim, self.step.value_head_dim) * self.wide if self.wide > self.item else 0
-        return [self._block_of(self.kv_rank, self.wide) + most * chunk.num_groups * width for chunk in chunks]
+        width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if self.acc_bytes > self.item else 0
+        return [self._block_of(self.kv_rank, self.acc_bytes) + most * chunk.num_groups * width for chunk in chunks]
 
     def messages(self) -> int:
         """Bytes of the buffers that the loop has at its worst moment."""
@@ -330,7 +330,7 @@ class _Local:
         kv_ranks, moments = self.step.num_kv_ranks, []
         sources = [self.step.source(self.kv_rank, stage) for stage in range(kv_ranks)]
         blocks, sums = (
-            [rounded(self._block_of(source, item)) for source in sources] for item in (self.item, self.wide)
+            [rounded(self._block_of(source, item)) for source in sources] for item in (self.item, self.acc_bytes)
         )
         for stage in range(kv_ranks):
             here = blocks[stage] + (blocks[stage + 1] if stage + 1 < kv_ranks else 0) + sums[stage]

@@ -16,7 +16,7 @@ from megatron_cp.executor.kv_schedule import Attend
 from megatron_cp.executor.recurrence import Halo, Scan
 from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Mask, Packing
-from megatron_cp.layout.tables import Tables
+from megatron_cp.layout.memo import Memo
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Redistribution:
 
 
 @dataclass(frozen=True)
-class Plan(Tables):
+class Plan(Memo):
     """The ordered steps of one layer on one batch, with who sends what to whom.
 
     Hashable and compared by value. Made by `plan_attention` and `plan_linear`, run by the operation of its kind.
@@ -163,12 +163,12 @@ class Plan(Tables):
         assert self.attend is not None
         if self.head_chunks == 1:
             return self.attend
-        return self.table(("attend", chunk), lambda: self._attend_of(chunk))
+        return self.memo(("attend", chunk), lambda: self._attend_of(chunk))
 
     def _attend_of(self, chunk: int) -> Attend:
         assert self.attend is not None
         part = replace(self.attend, partition=self.partition_of(chunk))
-        part.share_tables(self.attend)
+        part.share_memo(self.attend)
         return part
 
     @property
@@ -198,7 +198,7 @@ class Plan(Tables):
 
     def partition_of(self, chunk: int) -> HeadPartition:
         """Which heads each `head_rank` computes in one chunk."""
-        return self.table(("partition", chunk), lambda: self.partition.chunk(chunk, self.head_chunks))
+        return self.memo(("partition", chunk), lambda: self.partition.chunk(chunk, self.head_chunks))
 
     def numbers_of(self, chunk: int) -> tuple[list[int], list[int]]:
         """The heads that some rank computes in one chunk, and those that they share; each rising."""

@@ -15,10 +15,10 @@ import numpy as np
 
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout
-from megatron_cp.layout.layout import ranges
+from megatron_cp.layout.layout import arange_ranges
+from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.segments import Segments
-from megatron_cp.layout.tables import Tables
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,13 +39,13 @@ class HaloTables:
     send_rows: IntArray
     send_counts: IntArray
     recv_counts: IntArray
-    own_rows: IntArray
+    local_rows: IntArray
     places: IntArray
     num_waiting: int
 
 
 @dataclass(frozen=True)
-class Halo(Tables):
+class Halo(Memo):
     """The tokens before each segment that a causal convolution of `width` taps reaches: one exchange.
 
     Attributes:
@@ -70,21 +70,21 @@ class Halo(Tables):
     @property
     def _needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
         """For each token that a segment needs: who needs it, who has it, in which row, the segment, and the token."""
-        return self.layout.table(("halo needs", self.reach), self._make_needs)
+        return self.layout.memo(("halo needs", self.reach), self._make_needs)
 
     def _make_needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
         segments, layout = Segments.of(self.layout), self.layout
         ids = np.flatnonzero(segments.past)
         ends = segments.start[ids]
         starts = np.maximum(ends - self.reach, layout.packing.cu_seqlens[segments.document[ids]])
-        tokens, segment = ranges(starts, ends), np.repeat(ids, ends - starts)
+        tokens, segment = arange_ranges(starts, ends), np.repeat(ids, ends - starts)
         owner, row = layout.located(tokens)
         return segments.rank[segment], owner, row, segment, tokens
 
     @property
     def split_counts(self) -> SplitCounts:
         """Rows from each rank to each, forward."""
-        return self.layout.table(("halo split counts", self.reach), self._make_split_counts)
+        return self.layout.memo(("halo split counts", self.reach), self._make_split_counts)
 
     def _make_split_counts(self) -> SplitCounts:
         needer, owner, *_ = self._needs
@@ -96,12 +96,12 @@ class Halo(Tables):
     def tables(self, rank: int) -> HaloTables:
         """One rank's."""
         key = ("halo", self.reach, rank)
-        return self.layout.table(key, lambda: self._tables(rank))
+        return self.layout.memo(key, lambda: self._tables(rank))
 
     def _tables(self, rank: int) -> HaloTables:
         needer, owner, row, segment, token = self._needs
-        own, segments = Segments.of(self.layout).own(rank), Segments.of(self.layout)
-        waiting = own.ids[own.past]
+        local, segments = Segments.of(self.layout).local(rank), Segments.of(self.layout)
+        waiting = local.ids[local.past]
         number = np.zeros(segments.start.size, dtype=np.int64)
         number[waiting] = np.arange(waiting.size)
         sent = np.flatnonzero((owner == rank) & (needer != rank))
@@ -116,7 +116,7 @@ class Halo(Tables):
             send_rows=row[sent],
             send_counts=np.bincount(needer[sent], minlength=self.layout.cp_size),
             recv_counts=np.bincount(owner[needed][foreign], minlength=self.layout.cp_size),
-            own_rows=row[needed][at_home],
+            local_rows=row[needed][at_home],
             places=np.concatenate([places[foreign], places[at_home]]),
             num_waiting=int(waiting.size),
         )
@@ -132,7 +132,7 @@ class Halo(Tables):
 
 
 @dataclass(frozen=True)
-class Scan(Tables):
+class Scan(Memo):
     """The maps of segments that a recurrence exchanges, once in each direction.
 
     Attributes:
@@ -180,7 +180,7 @@ class Scan(Tables):
 
     def split_counts(self, *, forward: bool) -> SplitCounts:
         """Elements from each rank to each."""
-        return self.table(("split counts", forward), lambda: self._make_split_counts(forward))
+        return self.memo(("split counts", forward), lambda: self._make_split_counts(forward))
 
     def _make_split_counts(self, forward: bool) -> SplitCounts:
         ranks, sizes = self.layout.cp_size, self.sizes(np.arange(self.segments.start.size), forward=forward)

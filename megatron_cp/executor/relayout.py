@@ -50,7 +50,7 @@ def prepare_relayout(source: Layout, target: Layout, rank: int, device: torch.de
     """Makes the index tables of one rank, once."""
     # By the target's value, not the target: layouts that hold each other's tables would wait for the garbage collector.
     key = ("relayout", target.value, rank, device)
-    found: _RelayoutTables = source.table(key, lambda: _RelayoutTables(source, target, rank, device))
+    found: _RelayoutTables = source.memo(key, lambda: _RelayoutTables(source, target, rank, device))
     return found
 
 

@@ -109,14 +109,16 @@ class _Maps:
     ) -> None:
         self.step, self.comm, self.forward = step, comm, forward
         self.segments = step.segments
-        self.own = self.segments.own(comm.rank)
-        leaving, waiting = (ids(forward=forward) for ids in (self.own.leaving, self.own.waiting))
-        own_transitions = dict(zip(self.own.ids[self.own.past & self.own.future].tolist(), transitions, strict=True))
+        self.local = self.segments.local(comm.rank)
+        leaving, waiting = (ids(forward=forward) for ids in (self.local.leaving, self.local.waiting))
+        local_transitions = dict(
+            zip(self.local.ids[self.local.past & self.local.future].tolist(), transitions, strict=True)
+        )
         self.maps: dict[int, tuple[Tensor, Tensor | None]] = {
-            number: (constant, own_transitions.get(number))
-            for number, constant in zip(self.own.ids[leaving].tolist(), constants, strict=True)
+            number: (constant, local_transitions.get(number))
+            for number, constant in zip(self.local.ids[leaving].tolist(), constants, strict=True)
         }
-        self.slots = {number: slot for slot, number in enumerate(self.own.ids[waiting].tolist())}
+        self.slots = {number: slot for slot, number in enumerate(self.local.ids[waiting].tolist())}
         self.like = constants
         self.pending = self._start() if step.crosses else None
 

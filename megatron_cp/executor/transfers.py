@@ -44,7 +44,7 @@ class Transfers(ABC):
         self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
         self.buffers = comm.buffers
         self.chunks = step.chunks(head_rank)
-        self.wide = torch.promote_types(k.dtype, torch.float32)
+        self.acc_dtype = torch.promote_types(k.dtype, torch.float32)
 
     @abstractmethod
     def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
@@ -130,7 +130,7 @@ class Rotation(Transfers):
         self.buffers.release(block)
 
     def gradient_type(self) -> torch.dtype:
-        return self.wide
+        return self.acc_dtype
 
     def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
         if stage:
@@ -204,7 +204,7 @@ class Gather(Transfers):
     @cached_property
     def _sums(self) -> list[Tensor]:
         """Of the gradients of the own keys and values."""
-        return [torch.zeros_like(x, dtype=self.wide) for x in (self.k, self.v)]
+        return [torch.zeros_like(x, dtype=self.acc_dtype) for x in (self.k, self.v)]
 
     @property
     def _gathering(self) -> Gathering:
@@ -219,18 +219,18 @@ class Gather(Transfers):
 
     def _start(self, chunk: HeadChunk) -> tuple[Tensor, Tensor, Pending]:
         """What is received, what is sent, and the wait for both."""
-        own = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
+        local = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
         if self.step.kv_schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())  # backends gather equal shares only
             share = self._take(longest, chunk)
-            for target, source in zip(unpack(share[: len(self.k)], *own), own, strict=True):
+            for target, source in zip(unpack(share[: len(self.k)], *local), local, strict=True):
                 target.copy_(source)
             received = self._take(self.step.num_kv_ranks * longest, chunk)
             pending = self.comm.start_all_gather(received.view(-1), share.view(-1), _GATHERED)
             return received, share, pending
         gathering = self._gathering
         sent = self._take(gathering.send_rows.size, chunk)
-        for target, source in zip(unpack(sent, *own), own, strict=True):
+        for target, source in zip(unpack(sent, *local), local, strict=True):
             torch.index_select(source, 0, self._index("send_rows"), out=target)
         received = self._take(gathering.tokens.size, chunk)
         split_counts = self.step.split_counts.times(sent.shape[1:].numel())
@@ -260,7 +260,7 @@ class Gather(Transfers):
             pieces = received.split(self._gathering.send_counts.tolist())
             for of_kv_rank, piece in zip(rows, pieces, strict=True):
                 for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
-                    total.index_add_(0, of_kv_rank, part.to(self.wide))
+                    total.index_add_(0, of_kv_rank, part.to(self.acc_dtype))
             self.buffers.release(received)
         self._returning = []
 
@@ -277,7 +277,7 @@ def prepare_gathering(step: Attend, kv_rank: int, device: torch.device) -> None:
 
 
 def _index(step: Attend, kv_rank: int, name: str, device: torch.device) -> Tensor:
-    return step.table((name, kv_rank, device), lambda: on_device(getattr(step.gathering(kv_rank), name), device))
+    return step.memo((name, kv_rank, device), lambda: on_device(getattr(step.gathering(kv_rank), name), device))
 
 
 def _shares(step: Attend, device: torch.device) -> Tensor:
@@ -289,4 +289,4 @@ def _shares(step: Attend, device: torch.device) -> Tensor:
         owners = np.searchsorted(lasts, places, side="right")
         return on_device(owners * int(counts.max()) + places - (lasts - counts)[owners], device)
 
-    return step.table(("shares", device), make)
+    return step.memo(("shares", device), make)

@@ -23,15 +23,15 @@ from megatron_cp.layout.arrays import (
 from megatron_cp.layout.balance import FEW_TOKENS, even_shares
 from megatron_cp.layout.fragments import MAX_CP_SIZE, Fragment, checked_fragments, joined_up
 from megatron_cp.layout.mask import Mask
+from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
-from megatron_cp.layout.tables import Tables, frozen
 
 IGNORE_INDEX = -100  # the label that torch's cross entropy skips
 
 Array = TypeVar("Array", np.ndarray, Any)  # or a torch tensor
 
 
-class Layout(Tables):
+class Layout(Memo):
     """For each rank, the ordered fragments of the packed stream that it holds.
 
     A rank's *rows* are its tokens in fragment order, followed by `pad_rows[rank]` pad rows where `align` asks for
@@ -235,12 +235,12 @@ class Layout(Tables):
     def tokens(self, rank: int) -> IntArray:
         """`[token_counts[rank]]` place in the packed stream of each of a rank's tokens."""
         lo, hi = self.fragment_offsets[self._checked_rank(rank) : rank + 2]
-        return ranges(self.starts[lo:hi], self.ends[lo:hi])
+        return arange_ranges(self.starts[lo:hi], self.ends[lo:hi])
 
     @cached_property
     def order(self) -> IntArray:
         """`[total]` the packed stream as the ranks hold it: the tokens of rank 0, then of rank 1, and so on."""
-        return frozen(ranges(self.starts, self.ends))
+        return frozen(arange_ranges(self.starts, self.ends))
 
     @cached_property
     def inverse_order(self) -> IntArray:
@@ -400,7 +400,7 @@ def _served_before(rank: NDArray, first: NDArray, count: NDArray, cp_size: int) 
     return np.clip(rank, first, last) - first + np.minimum(rank, np.maximum(last - cp_size, 0))
 
 
-def ranges(starts: IntArray, ends: IntArray) -> IntArray:
+def arange_ranges(starts: IntArray, ends: IntArray) -> IntArray:
     """The integers of each `[start, end)`, one range after another, without a loop."""
     sizes = ends - starts
     stops = np.cumsum(sizes)

@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.bands import UNBOUNDED
+from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing, host_array, is_integral
-from megatron_cp.layout.tables import Tables, frozen
 
 type Slice = tuple[int, int, int, int, str]  # q_start, q_end, k_start, k_end, kind
 # What bounds the keys of a query in a slice besides its box: from the first key on, up to the last one.
 _SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal": (True, False), "both": (True, True)}
 
 
-class Mask(Tables):
+class Mask(Memo):
     """Which keys each query sees, as disjoint bands over the packed streams of queries and keys.
 
     A query sees keys of its own document only, and may see none. Immutable, and compared and hashed by value: by its

@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout.tables import Tables, frozen
+from megatron_cp.layout.memo import Memo, frozen
 
 IntArray = NDArray[np.int64]
 
 
-class Packing(Tables):
+class Packing(Memo):
     """The document lengths of one packed batch, on the host.
 
     The documents lie one after another in the *packed stream* of `total` tokens. Lengths follow no rule: one token,

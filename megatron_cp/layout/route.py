@@ -58,14 +58,14 @@ class Route:
         return inverse
 
 
-def _grouped(own: Layout, other: Layout, rank: int) -> tuple[IntArray, IntArray]:
+def _grouped(local: Layout, other: Layout, rank: int) -> tuple[IntArray, IntArray]:
     """A rank's rows in `own`, grouped by the rank that holds them in `other`, each group in stream order.
 
     Stream order is the one order that sender and receiver can both derive without asking.
     """
-    held = own.tokens(rank)
+    tokens = local.tokens(rank)
     # Position in `other.order` names the rank: rank r holds positions [sum(counts[:r]), sum(counts[:r+1])).
     bounds = np.cumsum(other.token_counts)
-    peer = np.searchsorted(bounds, other.inverse_order[held], side="right")
-    rows = np.lexsort((held, peer))
-    return rows, np.bincount(peer, minlength=own.cp_size)
+    peer = np.searchsorted(bounds, other.inverse_order[tokens], side="right")
+    rows = np.lexsort((tokens, peer))
+    return rows, np.bincount(peer, minlength=local.cp_size)

@@ -13,15 +13,15 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.layout.layout import Layout, ranges
+from megatron_cp.layout.layout import Layout, arange_ranges
+from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray, Packing
-from megatron_cp.layout.tables import Tables
 
 BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class OwnSegments:
+class LocalSegments:
     """One rank's segments, in the order of its rows.
 
     Attributes:
@@ -44,7 +44,7 @@ class OwnSegments:
         return self.future if forward else self.past
 
 
-class Segments(Tables):
+class Segments(Memo):
     """Each fragment of a layout, cut where documents begin; numbered in stream order.
 
     Attributes:
@@ -68,18 +68,18 @@ class Segments(Tables):
     @classmethod
     def of(cls, layout: Layout) -> Segments:
         """Those of a layout, made once."""
-        found: Segments = layout.table(("segments",), lambda: cls(layout))
+        found: Segments = layout.memo(("segments",), lambda: cls(layout))
         return found
 
-    def own(self, rank: int) -> OwnSegments:
+    def local(self, rank: int) -> LocalSegments:
         """One rank's."""
-        return self.table(("own", rank), lambda: self._own(rank))
+        return self.memo(("local", rank), lambda: self._local(rank))
 
-    def _own(self, rank: int) -> OwnSegments:
+    def _local(self, rank: int) -> LocalSegments:
         ids = np.flatnonzero(self.rank == rank)
         ids = ids[np.argsort(self.row[ids], kind="stable")]
         lengths = (self.end - self.start)[ids]
-        return OwnSegments(ids, Packing(lengths if ids.size else [0]), self.past[ids], self.future[ids])
+        return LocalSegments(ids, Packing(lengths if ids.size else [0]), self.past[ids], self.future[ids])
 
     # -- documents as chains of segments -----------------------------------------------------------------------------
 
@@ -99,20 +99,20 @@ class Segments(Tables):
 
         Forward those of a document before the rank's last segment of it, backward those after its first.
         """
-        return self.table(("needed", rank, forward), lambda: self._needed(rank, forward))
+        return self.memo(("needed", rank, forward), lambda: self._needed(rank, forward))
 
     def _needed(self, rank: int, forward: bool) -> IntArray:
         ids = np.flatnonzero(self.rank == rank)
         _, first, counts = np.unique(self.chain_start[ids], return_index=True, return_counts=True)
         if forward:
             last = ids[first + counts - 1]
-            return ranges(self.chain_start[last], last)
+            return arange_ranges(self.chain_start[last], last)
         head = ids[first]
-        return ranges(head + 1, self.chain_end[head])
+        return arange_ranges(head + 1, self.chain_end[head])
 
     def sent(self, source: int, target: int, *, forward: bool) -> IntArray:
         """The segments whose maps one rank sends to another; rising. None to itself."""
-        return self.table(("sent", source, target, forward), lambda: self._sent(source, target, forward))
+        return self.memo(("sent", source, target, forward), lambda: self._sent(source, target, forward))
 
     def _sent(self, source: int, target: int, forward: bool) -> IntArray:
         needed = self.needed(target, forward=forward)
@@ -125,7 +125,7 @@ class Segments(Tables):
 
     def receivers(self, *, forward: bool) -> IntArray:
         """`[n]` to how many other ranks each segment's map goes."""
-        return self.table(("receivers", forward), lambda: self._receivers(forward))
+        return self.memo(("receivers", forward), lambda: self._receivers(forward))
 
     def _receivers(self, forward: bool) -> IntArray:
         # A rank takes part in a document up to its last (backward: from its first) segment of it.
@@ -135,9 +135,9 @@ class Segments(Tables):
         _, extreme = np.unique(pair[order[::-1]], return_index=True)
         _, inverse = np.unique(pair, return_inverse=True)
         bounds = np.sort(order[::-1][extreme])  # for each rank and document, its last (first) segment
-        own_bound = order[::-1][extreme][inverse]
+        local_bound = order[::-1][extreme][inverse]
         if forward:
             others = np.searchsorted(bounds, self.chain_end) - np.searchsorted(bounds, ids, side="right")
-            return others - (own_bound > ids)
+            return others - (local_bound > ids)
         others = np.searchsorted(bounds, ids) - np.searchsorted(bounds, self.chain_start)
-        return others - (own_bound < ids)
+        return others - (local_bound < ids)

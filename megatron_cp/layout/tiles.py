@@ -8,11 +8,11 @@ import numpy as np
 
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.layout import Layout
+from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tables import Tables
 
 
-class Tiles(Tables):
+class Tiles(Memo):
     """The visible pairs of one kernel call: the bands of a mask, counted in the rows of the q and k that are given.
 
     Attributes:

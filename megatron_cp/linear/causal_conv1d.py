@@ -10,7 +10,7 @@ from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.executor.plan import Plan
-from megatron_cp.linear.share import Share, check_conv, kept
+from megatron_cp.linear.on_rank import LinearOnRank, check_conv, kept
 
 
 @opaque
@@ -45,17 +45,17 @@ def causal_conv1d(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "conv1d", 'plan_linear(kind="conv1d")')
-    share = Share(plan, group, kernel, "x", x)
+    layer = LinearOnRank(plan, group, kernel, "x", x)
     (block,) = plan.sections.blocks
-    check_tensor("x", x, (share.rows, block.width), like=x)
+    check_tensor("x", x, (layer.rows, block.width), like=x)
     taps = check_conv(plan, weight, bias, block.width, x, name="weight", bias_name="bias")
     if activation is not None and (not isinstance(activation, str) or activation not in ("silu", "swish")):
         raise ArgumentError("activation", activation, "silu, swish or None")
-    share.check_kernels()
-    share.agree("causal_conv1d", {"x": x, "weight": weight, "bias": bias}, activation=activation)
+    layer.check_kernels()
+    layer.agree("causal_conv1d", {"x": x, "weight": weight, "bias": bias}, activation=activation)
 
-    def conv(own: Share, *arrived: Tensor) -> list[Tensor]:
-        (y,) = own.convolved(arrived, taps, bias, count=1, silu=activation is not None)
+    def conv(layer: LinearOnRank, *arrived: Tensor) -> list[Tensor]:
+        (y,) = layer.convolved(arrived, taps, bias, count=1, silu=activation is not None)
         return [kept(y)]
 
-    return share.run([x], conv=conv).flatten(1)
+    return layer.run([x], conv=conv).flatten(1)

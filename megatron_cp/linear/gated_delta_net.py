@@ -13,8 +13,8 @@ from megatron_cp.executor.opaque import opaque
 from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.activations import sigmoid, softplus
 from megatron_cp.linear.kernels import Delta
+from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.linear.reductions import for_each_token, l2_normalised
-from megatron_cp.linear.share import Share, check_conv
 
 _MAKER = 'plan_linear(kind="gdn")'
 
@@ -57,31 +57,31 @@ def gated_delta_rule(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "gdn", _MAKER)
-    share, blocks = Share(plan, group, kernel, "v", v), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "v", v), plan.sections.blocks
     for name, tensor, block in zip(
         "vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True
     ):  # v first: others are like it
-        check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
+        check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
     for name, tensor in (("g", g), ("beta", beta)):
-        check_tensor(name, tensor, (share.rows, blocks[2].num_heads), like=v)
-    share.check_kernels()
+        check_tensor(name, tensor, (layer.rows, blocks[2].num_heads), like=v)
+    layer.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
     checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    share.agree(
+    layer.agree(
         "gated_delta_rule", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip
 
-    def gates(_: Share, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> list[Tensor]:
+    def gates(_: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
             q, k = l2_normalised(q), l2_normalised(k)
         return [q, k, v, g.squeeze(-1), beta.squeeze(-1)]
 
-    return share.run(
+    return layer.run(
         [q.flatten(1), k.flatten(1), v.flatten(1), beta, g],
-        conv=Share.sections,
+        conv=LinearOnRank.sections,
         gates=gates,
-        rule=lambda own, *inputs: [own.recurrence(Delta(*inputs), scale)],
+        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
     )
 
 
@@ -128,17 +128,17 @@ def gated_delta_net(
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "gdn", _MAKER)
-    share, blocks = Share(plan, group, kernel, "qkv", qkv), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv), plan.sections.blocks
     heads, channels = blocks[2].num_heads, sum(block.width for block in blocks[:3])
-    check_tensor("qkv", qkv, (share.rows, channels), like=qkv)
-    check_tensor("beta", beta, (share.rows, heads), like=qkv)
-    check_tensor("alpha", alpha, (share.rows, heads), like=qkv)
+    check_tensor("qkv", qkv, (layer.rows, channels), like=qkv)
+    check_tensor("beta", beta, (layer.rows, heads), like=qkv)
+    check_tensor("alpha", alpha, (layer.rows, heads), like=qkv)
     taps = check_conv(plan, conv, conv_bias, channels, qkv)
     check_tensor("A_log", A_log, (heads,), like=qkv)
     check_tensor("dt_bias", dt_bias, (heads,), like=qkv)
-    share.check_kernels()
+    layer.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
-    share.agree(
+    layer.agree(
         "gated_delta_net",
         {
             "qkv": qkv,
@@ -152,15 +152,17 @@ def gated_delta_net(
         scale=scale,
     )
 
-    def gates(own: Share, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
-        wide, tokens = torch.promote_types(alpha.dtype, torch.float32), len(alpha)
-        rate = for_each_token(A_log[own.heads].to(wide).exp(), tokens)
-        g = -rate * softplus(alpha.squeeze(-1).to(wide) + for_each_token(dt_bias[own.heads].to(wide), tokens))
-        return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(wide))]
+    def gates(layer: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
+        acc_dtype, tokens = torch.promote_types(alpha.dtype, torch.float32), len(alpha)
+        rate = for_each_token(A_log[layer.heads].to(acc_dtype).exp(), tokens)
+        g = -rate * softplus(
+            alpha.squeeze(-1).to(acc_dtype) + for_each_token(dt_bias[layer.heads].to(acc_dtype), tokens)
+        )
+        return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(acc_dtype))]
 
-    return share.run(
+    return layer.run(
         [qkv, beta, alpha],
-        conv=lambda own, *arrived: own.convolved(arrived, taps, conv_bias, count=3),
+        conv=lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
         gates=gates,
-        rule=lambda own, *inputs: [own.recurrence(Delta(*inputs), scale)],
+        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
     )

@@ -13,8 +13,8 @@ from megatron_cp.executor.opaque import opaque
 from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.activations import sigmoid, softplus
 from megatron_cp.linear.kernels import Delta
+from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.linear.reductions import for_each_token, l2_normalised
-from megatron_cp.linear.share import Share, check_conv
 
 _MAKER = 'plan_linear(kind="kda")'
 
@@ -57,31 +57,31 @@ def kda(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "kda", _MAKER)
-    share, blocks = Share(plan, group, kernel, "v", v), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "v", v), plan.sections.blocks
     for name, tensor, block in zip(
         "vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True
     ):  # v first: others are like it
-        check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
-    check_tensor("g", g, (share.rows, blocks[3].num_heads, blocks[3].head_dim), like=v)
-    check_tensor("beta", beta, (share.rows, blocks[2].num_heads), like=v)
-    share.check_kernels()
+        check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
+    check_tensor("g", g, (layer.rows, blocks[3].num_heads, blocks[3].head_dim), like=v)
+    check_tensor("beta", beta, (layer.rows, blocks[2].num_heads), like=v)
+    layer.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
     checked_flag("use_qk_l2norm_in_kernel", use_qk_l2norm_in_kernel)
-    share.agree(
+    layer.agree(
         "kda", {"q": q, "k": k, "v": v, "g": g, "beta": beta}, scale=scale,
         use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
     )  # fmt: skip
 
-    def gates(_: Share, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+    def gates(_: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
             q, k = l2_normalised(q), l2_normalised(k)
         return [q, k, v, g, beta.squeeze(-1)]
 
-    return share.run(
+    return layer.run(
         [q.flatten(1), k.flatten(1), v.flatten(1), g.flatten(1), beta],
-        conv=Share.sections,
+        conv=LinearOnRank.sections,
         gates=gates,
-        rule=lambda own, *inputs: [own.recurrence(Delta(*inputs), scale)],
+        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
     )
 
 
@@ -132,36 +132,36 @@ def kda_mixer(
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "kda", _MAKER)
-    share, blocks = Share(plan, group, kernel, "qkv", qkv), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv), plan.sections.blocks
     heads, channels, decay = blocks[2].num_heads, sum(block.width for block in blocks[:3]), blocks[3]
-    check_tensor("qkv", qkv, (share.rows, channels), like=qkv)
-    check_tensor("g", g, (share.rows, decay.width), like=qkv)
-    check_tensor("beta", beta, (share.rows, heads), like=qkv)
+    check_tensor("qkv", qkv, (layer.rows, channels), like=qkv)
+    check_tensor("g", g, (layer.rows, decay.width), like=qkv)
+    check_tensor("beta", beta, (layer.rows, heads), like=qkv)
     taps = check_conv(plan, conv, conv_bias, channels, qkv)
     check_tensor("A_log", A_log, (heads,), like=qkv)
     check_tensor("dt_bias", dt_bias, (decay.width,), like=qkv)
     if lower_bound is not None and not -torch.finfo(torch.float32).max <= as_number(lower_bound) < 0:
         raise ArgumentError("lower_bound", lower_bound, "a finite number below 0, or None")
-    share.check_kernels()
+    layer.check_kernels()
     scale = checked_scale("scale", scale, blocks[0].head_dim)
-    share.agree(
+    layer.agree(
         "kda_mixer",
         {"qkv": qkv, "g": g, "beta": beta, "conv": conv, "conv_bias": conv_bias, "A_log": A_log, "dt_bias": dt_bias},
         scale=scale,
         lower_bound=None if lower_bound is None else float(lower_bound),
     )
 
-    def gates(own: Share, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
-        wide, tokens = torch.promote_types(g.dtype, torch.float32), len(g)
-        own_bias = dt_bias.unflatten(0, (heads, decay.head_dim))[own.heads].flatten().to(wide)
-        rate = for_each_token(A_log[own.heads].to(wide).exp(), tokens)[..., None]
-        shifted = g.to(wide) + for_each_token(own_bias, tokens).view(g.shape)
+    def gates(layer: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
+        acc_dtype, tokens = torch.promote_types(g.dtype, torch.float32), len(g)
+        local_bias = dt_bias.unflatten(0, (heads, decay.head_dim))[layer.heads].flatten().to(acc_dtype)
+        rate = for_each_token(A_log[layer.heads].to(acc_dtype).exp(), tokens)[..., None]
+        shifted = g.to(acc_dtype) + for_each_token(local_bias, tokens).view(g.shape)
         g = -rate * softplus(shifted) if lower_bound is None else lower_bound * sigmoid(rate * shifted)
-        return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(wide))]
+        return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(acc_dtype))]
 
-    return share.run(
+    return layer.run(
         [qkv, g, beta],
-        conv=lambda own, *arrived: own.convolved(arrived, taps, conv_bias, count=3),
+        conv=lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
         gates=gates,
-        rule=lambda own, *inputs: [own.recurrence(Delta(*inputs), scale)],
+        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
     )

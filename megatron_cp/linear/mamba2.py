@@ -16,8 +16,8 @@ from megatron_cp.executor.opaque import opaque
 from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.activations import softplus
 from megatron_cp.linear.kernels import StateSpace
+from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.linear.reductions import for_each_token
-from megatron_cp.linear.share import Share, check_conv
 
 _MAKER = 'plan_linear(kind="mamba")'
 
@@ -63,35 +63,35 @@ def mamba2(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "mamba", _MAKER)
-    share, blocks = Share(plan, group, kernel, "x", x), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "x", x), plan.sections.blocks
     for name, tensor, block in zip("xBC", (x, B, C), blocks[:3], strict=True):
-        check_tensor(name, tensor, (share.rows, block.num_heads, block.head_dim), like=x, same_dtype=True)
+        check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=x, same_dtype=True)
     heads = blocks[0].num_heads
-    check_tensor("dt", dt, (share.rows, heads), like=x)
+    check_tensor("dt", dt, (layer.rows, heads), like=x)
     check_tensor("A", A, (heads,), like=x)
     if dt_bias is not None:
         check_tensor("dt_bias", dt_bias, (heads,), like=x)
     skip = _checked_skip(D, blocks[0], x)
     _check_limit(dt_limit)
     checked_flag("dt_softplus", dt_softplus)
-    share.check_kernels()
-    share.agree(
+    layer.check_kernels()
+    layer.agree(
         "mamba2",
         {"x": x, "B": B, "C": C, "dt": dt, "A": A, "D": D, "dt_bias": dt_bias},
         dt_softplus=dt_softplus,
         dt_limit=tuple(map(float, dt_limit)),
     )
 
-    def gates(own: Share, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
-        wide = torch.promote_types(dt.dtype, torch.float32)
-        step = _step(dt.squeeze(-1).to(wide), dt_bias, own, softplus_too=dt_softplus, limit=dt_limit)
-        return [x, step, A[own.heads].to(wide), b, c]
+    def gates(layer: LinearOnRank, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
+        acc_dtype = torch.promote_types(dt.dtype, torch.float32)
+        step = _step(dt.squeeze(-1).to(acc_dtype), dt_bias, layer, softplus_too=dt_softplus, limit=dt_limit)
+        return [x, step, A[layer.heads].to(acc_dtype), b, c]
 
-    return share.run(
+    return layer.run(
         [x.flatten(1), B.flatten(1), C.flatten(1), dt],
-        conv=Share.sections,
+        conv=LinearOnRank.sections,
         gates=gates,
-        rule=lambda own, *inputs: [_with_skip(own.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, own)],
+        rule=lambda layer, *inputs: [_with_skip(layer.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, layer)],
     )
 
 
@@ -137,50 +137,52 @@ def mamba2_mixer(
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "mamba", _MAKER)
-    share, blocks = Share(plan, group, kernel, "xBC", xBC), plan.sections.blocks
+    layer, blocks = LinearOnRank(plan, group, kernel, "xBC", xBC), plan.sections.blocks
     heads, channels = blocks[0].num_heads, sum(block.width for block in blocks[:3])
-    check_tensor("xBC", xBC, (share.rows, channels), like=xBC)
-    check_tensor("dt", dt, (share.rows, heads), like=xBC)
+    check_tensor("xBC", xBC, (layer.rows, channels), like=xBC)
+    check_tensor("dt", dt, (layer.rows, heads), like=xBC)
     taps = check_conv(plan, conv, conv_bias, channels, xBC)
     check_tensor("A_log", A_log, (heads,), like=xBC)
     check_tensor("dt_bias", dt_bias, (heads,), like=xBC)
     skip = _checked_skip(D, blocks[0], xBC)
     _check_limit(dt_limit)
-    share.check_kernels()
+    layer.check_kernels()
     parameters = {"conv": conv, "conv_bias": conv_bias, "A_log": A_log, "D": D, "dt_bias": dt_bias}
-    share.agree("mamba2_mixer", {"xBC": xBC, "dt": dt, **parameters}, dt_limit=tuple(map(float, dt_limit)))
+    layer.agree("mamba2_mixer", {"xBC": xBC, "dt": dt, **parameters}, dt_limit=tuple(map(float, dt_limit)))
 
-    def gates(own: Share, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
-        wide = torch.promote_types(dt.dtype, torch.float32)
-        step = _step(dt.squeeze(-1).to(wide), dt_bias, own, softplus_too=True, limit=dt_limit)
-        return [x, step, -A_log[own.heads].to(wide).exp(), b, c]
+    def gates(layer: LinearOnRank, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
+        acc_dtype = torch.promote_types(dt.dtype, torch.float32)
+        step = _step(dt.squeeze(-1).to(acc_dtype), dt_bias, layer, softplus_too=True, limit=dt_limit)
+        return [x, step, -A_log[layer.heads].to(acc_dtype).exp(), b, c]
 
-    return share.run(
+    return layer.run(
         [xBC, dt],
-        conv=lambda own, *arrived: own.convolved(arrived, taps, conv_bias, count=3),
+        conv=lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
         gates=gates,
-        rule=lambda own, *inputs: [_with_skip(own.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, own)],
+        rule=lambda layer, *inputs: [_with_skip(layer.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, layer)],
     )
 
 
-def _step(dt: Tensor, bias: Tensor | None, share: Share, *, softplus_too: bool, limit: tuple[float, float]) -> Tensor:
+def _step(
+    dt: Tensor, bias: Tensor | None, layer: LinearOnRank, *, softplus_too: bool, limit: tuple[float, float]
+) -> Tensor:
     """dt `[T, h]` as the recurrence takes it."""
     if bias is not None:
-        dt = dt + for_each_token(bias[share.heads].to(dt.dtype), len(dt))
+        dt = dt + for_each_token(bias[layer.heads].to(dt.dtype), len(dt))
     if softplus_too:
         dt = softplus(dt)
     return dt if softplus_too and limit == (0.0, math.inf) else dt.clamp(*limit)
 
 
-def _with_skip(y: Tensor, x: Tensor, skip: Tensor | None, share: Share) -> Tensor:
+def _with_skip(y: Tensor, x: Tensor, skip: Tensor | None, layer: LinearOnRank) -> Tensor:
     """`y + D x`."""
     if skip is None:
         return y
-    wide = torch.promote_types(y.dtype, torch.float32)
-    own = skip[share.heads].to(wide)
-    weights = for_each_token(own.flatten(), len(x)).unflatten(1, own.shape)
+    acc_dtype = torch.promote_types(y.dtype, torch.float32)
+    local_skip = skip[layer.heads].to(acc_dtype)
+    weights = for_each_token(local_skip.flatten(), len(x)).unflatten(1, local_skip.shape)
     weights = weights if weights.ndim == 3 else weights[..., None]
-    return (y.to(wide) + weights * x.to(wide)).to(y.dtype)
+    return (y.to(acc_dtype) + weights * x.to(acc_dtype)).to(y.dtype)
 
 
 def _checked_skip(skip: Tensor | None, block: Section, like: Tensor) -> Tensor | None:

@@ -14,8 +14,8 @@ L2_EPS = 1e-6  # as in fla and Megatron
 
 def l2_normalised(x: Tensor) -> Tensor:
     """`[..., d]` divided by its norms."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * (wide.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(x.dtype)
+    full = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (full * (full.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(x.dtype)
 
 
 def sum_over_tokens(rows: Tensor) -> Tensor:

@@ -131,13 +131,13 @@ def shard_batch(
     assert params.positions is not None
     # A label where nothing is to be learnt must still be in the vocabulary: 0.
     streams = (ids, targets * (weights != 0), weights)
-    own_ids, own_targets, own_weights = (
+    local_ids, local_targets, local_weights = (
         _moved(layout.shard(stream, ranks.rank), device).unsqueeze(0) for stream in streams
     )
     return ShardedBatch(
-        tokens=own_ids,
-        labels=own_targets,
-        loss_mask=own_weights,
+        tokens=local_ids,
+        labels=local_targets,
+        loss_mask=local_weights,
         position_ids=params.positions.unsqueeze(0),
         packed_seq_params=params,
         num_tokens=int(torch.count_nonzero(weights)),

@@ -10,8 +10,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tables import frozen
 
 
 class IndexedCorpus:

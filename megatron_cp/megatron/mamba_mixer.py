@@ -151,8 +151,8 @@ class GatedRMSNorm(nn.Module):
             shape = {"eps": self.eps, "group_size": self.group_size}
             normed: Tensor = fused(x, self.weight, None, z=z, norm_before_gate=False, **shape)
             return normed
-        wide = x.to(_wide(x)) if z is None else _gated(x, z)
-        groups = wide.unflatten(-1, (-1, self.group_size))
+        full = x.to(_acc_dtype(x)) if z is None else _gated(x, z)
+        groups = full.unflatten(-1, (-1, self.group_size))
         groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (groups.flatten(-2) * self.weight).to(x.dtype)
 
@@ -171,10 +171,10 @@ class GatedRMSNorm(nn.Module):
 
 def _gated(x: Tensor, z: Tensor) -> Tensor:
     """`x silu(z)`, in float32 at least."""
-    return x.to(_wide(x)) * silu(z.to(_wide(x)))
+    return x.to(_acc_dtype(x)) * silu(z.to(_acc_dtype(x)))
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _acc_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -80,11 +80,11 @@ class ContextParallelModule:
         Raises:
             ArgumentError: which, by the name of what Megatron is given.
         """
-        own = int(layout.row_counts[self.ranks.rank])
-        if rows != own:
+        local = int(layout.row_counts[self.ranks.rank])
+        if rows != local:
             raise ArgumentError(
                 "packed_seq_params",
-                f"cu_seqlens up to {layout.packing.total}, {own} rows of them on rank {self.ranks.rank}",
+                f"cu_seqlens up to {layout.packing.total}, {local} rows of them on rank {self.ranks.rank}",
                 f"the documents of the rows that the layer is given, {rows} on this rank",
                 "cu_seqlens end at the number of rows on all ranks; pads behind the last document count as one.",
             )

@@ -127,7 +127,7 @@ class LinearSlot:
 
     def _prices(self, layout: Layout) -> tuple[Price, ...]:
         """Of the ways to run a layer of this kind, the cheapest first; found once a layout."""
-        found: tuple[Price, ...] = layout.table(("prices", self), lambda: self._plan(layout, "auto").prices)
+        found: tuple[Price, ...] = layout.memo(("prices", self), lambda: self._plan(layout, "auto").prices)
         return found
 
     def _plan(self, layout: Layout, mode: str) -> Plan:

@@ -207,7 +207,7 @@ def contiguous_like(layout: Layout) -> Layout:
         contiguous = Layout.contiguous(layout.packing, layout.cp_size, align=layout.align)
         return contiguous.padded(align=layout.align, min_rows=layout.min_rows)
 
-    found: Layout = layout.table(("contiguous",), make)
+    found: Layout = layout.memo(("contiguous",), make)
     return found
 
 

@@ -13,7 +13,7 @@ from megatron_cp.executor.plan import Plan, Step, ToHeads, ToTokens
 from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
-from megatron_cp.layout.parts import joined
+from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.planner.capabilities import require
 
 
@@ -92,7 +92,7 @@ def plan_attention(
     in_order = layout.in_stream_order and kv_layout.in_stream_order
     exchanged = degree > 1 or (scheme == "a2a" and not in_order)
     queries, keys = (
-        Layout.contiguous(each.packing, 1) if exchanged and degree == 1 else joined(each, degree)
+        Layout.contiguous(each.packing, 1) if exchanged and degree == 1 else merge_ranks(each, degree)
         for each in (layout, kv_layout)
     )
     chunks = _head_chunks(head_chunks, scheme, partition)
@@ -103,15 +103,15 @@ def plan_attention(
     steps: tuple[Step, ...] = (attend,)
     if exchanged:
 
-        def exchange(layout: Layout, *blocks: Section, apart: bool = False) -> Exchange:
-            return exchange_of(layout, Sections(blocks), partition, parts, coding, apart=apart)
+        def exchange(layout: Layout, *blocks: Section, section_major: bool = False) -> Exchange:
+            return exchange_of(layout, Sections(blocks), partition, parts, coding, section_major=section_major)
 
         inbound = (
             (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
             if kv_layout != layout
             else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
         )
-        steps = (*inbound, attend, ToTokens(exchange(layout, out, apart=True)))
+        steps = (*inbound, attend, ToTokens(exchange(layout, out, section_major=True)))
     transport = checked_transport(transport, layout.cp_size)
     notes = notes_of(partition, layout, "head", "key/value head", "; exact and p2p use them all") + _many_bands(
         attend, scheme
@@ -215,14 +215,14 @@ def exchange_of(
     chunks: int,
     codec: Codec | None,
     *,
-    apart: bool = True,
+    section_major: bool = True,
 ) -> Exchange:
     """Of sections made by `partition`, in so many chunks of each rank's heads.
 
-    Attention writes its gradients where its inputs stood: those leave as rows, not apart.
+    Attention writes its gradients where its inputs stood: those leave row-major.
     """
     parts = tuple(sections.chunk(partition, number, chunks) for number in range(chunks)) if chunks > 1 else ()
-    return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None, apart)
+    return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None, section_major)
 
 
 def _key_side(

@@ -15,7 +15,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor, checked_scale, rows_first
-from megatron_cp.executor.attend import attend, attend_backward, head_by_head
+from megatron_cp.executor.attend import attend, attend_backward, row_padded_copy
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.exchange import ToTokensInParts
 from megatron_cp.executor.groups import RankGroup, as_rank_group
@@ -389,8 +389,8 @@ class _Attention(torch.autograd.Function):
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
         out, lse = attend(place.step, place.kv_rank, place.head_rank, place.comm, place.work, q, k, v)
         if sink is not None:
-            before = head_by_head(lse)
-            lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=head_by_head(lse))
+            before = row_padded_copy(lse)
+            lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=row_padded_copy(lse))
             # Both -inf where a query sees no key and the sink has no weight either.
             out.mul_(_per_query(before.sub_(lse).exp_().nan_to_num_(0.0)).to(out.dtype))
         ctx.save_for_backward(sink, q, k, v, out, lse)
@@ -406,9 +406,11 @@ class _Attention(torch.autograd.Function):
         with torch.autocast(dout.device.type, enabled=False):
             dsink = None
             if sink is not None:
-                held = int(place.step.queries.token_counts[place.kv_rank])  # a gradient's pad rows may hold anything
-                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :held]).nan_to_num_(0.0)
-                terms = _per_query(share) * (dout[:held].to(lse.dtype) * out[:held])
+                num_tokens = int(
+                    place.step.queries.token_counts[place.kv_rank]
+                )  # a gradient's pad rows may hold anything
+                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :num_tokens]).nan_to_num_(0.0)
+                terms = _per_query(share) * (dout[:num_tokens].to(lse.dtype) * out[:num_tokens])
                 dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
             dq, dk, dv = attend_backward(
                 place.step, place.kv_rank, place.head_rank, place.comm, place.work, dout, q, k, v, out, lse

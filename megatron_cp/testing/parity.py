@@ -25,7 +25,7 @@ from megatron_cp.linear.causal_conv1d import causal_conv1d
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
-from megatron_cp.linear.share import Share
+from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
@@ -179,7 +179,7 @@ class Case:
             checked_scale("softmax_scale", self.softmax_scale, self.head_dim)
             group = ThreadGroup.create(self.cp)[0]
             values = torch.empty(0, dtype=self.dtype, device=device)
-            Share(plan, group, self.kernel, "values", values).check_kernels()
+            LinearOnRank(plan, group, self.kernel, "values", values).check_kernels()
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megatron_cp.cli.bench_pack import MEGATRON
 from megatron_cp.cli.main import main
 from megatron_cp.cli.measure import DIRECTIONS, Watch
 from megatron_cp.executor.launch import RankError, run_ranks
-from megatron_cp.linear import share
+from megatron_cp.linear import on_rank
 from megatron_cp.testing.parity import Case
 
 TINY = ["--device", "cpu", "--model", "tiny", "--tokens-per-rank", "32", "--documents", "3", "--repeats", "2"]
@@ -121,11 +121,11 @@ def test_the_time_of_a_watched_function_is_told_from_that_around_it():
 
 
 def test_our_kernels_are_watched_within_and_as_they_were_after():
-    had = share.choose_conv, share.choose_rule
+    had = on_rank.choose_conv, on_rank.choose_rule
     with bench_layer.our_kernels_watched(Watch()):
-        assert share.choose_conv is not had[0]
-        assert share.choose_rule is not had[1]
-    assert (share.choose_conv, share.choose_rule) == had
+        assert on_rank.choose_conv is not had[0]
+        assert on_rank.choose_rule is not had[1]
+    assert (on_rank.choose_conv, on_rank.choose_rule) == had
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor import communicator
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.transport import TRANSPORTS, Transport
-from megatron_cp.linear import share
+from megatron_cp.linear import on_rank
 from megatron_cp.softmax import attention as operation
 from megatron_cp.testing.parity import Case, draw
 from tests.limits import limit
@@ -118,7 +118,7 @@ def test_everything_is_measured_between_threads(capsys):
     assert "| 3 | all-to-all | pairwise, 3 |" in out
     assert "| gdn | 4 | both |" in out
     assert communicator.ROUNDS_IN_FLIGHT == bench_wire._OWN_ROUNDS  # all is as it was
-    assert operation.run is share.run is bench_overlap.run_plan
+    assert operation.run is on_rank.run is bench_overlap.run_plan
 
 
 def test_local_runs_have_several_sizes(capsys):

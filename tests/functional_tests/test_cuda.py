@@ -121,10 +121,10 @@ def exchange_on_device(group, layout):
     # Small integers, so that sums are exact in bfloat16.
     stream = torch.randint(-8, 9, (layout.packing.total, exchange.sections.width), generator=random).bfloat16()
     columns = stream.split([block.width for block in blocks], -1)
-    own_heads, summed = [], []
+    local_heads, summed = [], []
     for block, column in zip(blocks, columns, strict=True):
         heads = column.unflatten(-1, (block.num_heads, block.head_dim))
-        own_heads.append(heads[:, slice(*block.ranges[group.rank])])
+        local_heads.append(heads[:, slice(*block.ranges[group.rank])])
         holders = torch.tensor([sum(lo <= head < hi for lo, hi in block.ranges) for head in range(block.num_heads)])
         summed.append((heads * holders[:, None]).flatten(1))
     own_tokens = layout.shard(torch.cat(summed, -1), group.rank)
@@ -137,10 +137,10 @@ def exchange_on_device(group, layout):
         tokens = to_tokens(exchange, group, *own)
         d_own = torch.autograd.grad(tokens, own, [layout.shard(x.to(DEVICE), group.rank) for x in columns])
     pairs = {
-        "to heads": zip(sections, own_heads, strict=True),
+        "to heads": zip(sections, local_heads, strict=True),
         "backward of to heads": [(d_local, own_tokens)],
         "to tokens": [(torch.cat(tokens, -1), own_tokens)],
-        "backward of to tokens": zip(d_own, own_heads, strict=True),
+        "backward of to tokens": zip(d_own, local_heads, strict=True),
     }
     return [
         name

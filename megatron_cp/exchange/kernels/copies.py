@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.codec import INT8, Format
 from megatron_cp.exchange.kernels.pieces import MOST, TYPES, Piece, Pieces, alignment_of, pieces_of
-from megatron_cp.exchange.sections import Columns, RowFormat, Section
+from megatron_cp.exchange.sections import HeadCopy, RowFormat, Section
 
 if TYPE_CHECKING:
     from megatron_cp.exchange.geometry import Geometry
@@ -44,7 +44,7 @@ def pack_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> boo
         at.blocks, (at.format,), at.dtypes, at.coded, _widths(tensors), _types(tensors),
         alignment_of(tensors, [message]), at.device, _stream(at.device), to_tensors=False,
     )  # fmt: skip
-    copy_to_message(tensors, message, at.own_rows, pieces, coding=_coding(at, pieces))
+    copy_to_message(tensors, message, at.local_rows, pieces, coding=_coding(at, pieces))
     return True
 
 
@@ -58,7 +58,7 @@ def unpack_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geo
         at.blocks, tuple(part.format for part in at.parts), at.dtypes, at.coded, _widths(tensors), _types(tensors),
         alignment_of(tensors, messages), at.device, _stream(at.device), to_tensors=True,
     )  # fmt: skip
-    copy_from_message(messages, tensors, at.own_rows, pieces, coding=_coding(at, pieces))
+    copy_from_message(messages, tensors, at.local_rows, pieces, coding=_coding(at, pieces))
     return True
 
 
@@ -117,10 +117,10 @@ def _token_pieces(
 ) -> Pieces:
     places = list(_places(blocks, widths))
     found = [
-        (rank, _piece(columns, rank, form, blocks, dtypes, coded, *places[columns.section], part))
+        (rank, _piece(head_copy, rank, form, blocks, dtypes, coded, *places[head_copy.section], part))
         for part, form in enumerate(formats)
-        for columns in form.columns
-        for rank in range(columns.first_rank, columns.last_rank)
+        for head_copy in form.head_copies
+        for rank in range(head_copy.first_rank, head_copy.last_rank)
     ]
     found.sort(key=lambda pair: pair[0])  # sums have the order of ranks, whatever part a head comes in
     return pieces_of(
@@ -139,14 +139,14 @@ def _places(blocks: Iterable[Section], widths: Sequence[int]) -> Iterator[tuple[
 
 
 def _piece(
-    columns: Columns, rank: int, form: RowFormat, blocks: Sequence[Section], dtypes: Sequence[torch.dtype],
+    head_copy: HeadCopy, rank: int, form: RowFormat, blocks: Sequence[Section], dtypes: Sequence[torch.dtype],
     coded: Sequence[bool], tensor: int, start: int, part: int,
 ) -> Piece:  # fmt: skip
-    dim, item = blocks[columns.section].head_dim, dtypes[columns.section].itemsize
-    head = columns.first_head + (rank - columns.first_rank) * columns.head_step
+    dim, item = blocks[head_copy.section].head_dim, dtypes[head_copy.section].itemsize
+    head = head_copy.first_head + (rank - head_copy.first_rank) * head_copy.head_step
     return Piece(
-        tensor, (start + head * dim) * item, columns.num_heads * dim * item, form.row_starts[rank],
-        form.row_bytes[rank], columns.offset, part, dim if coded[columns.section] else 0, columns.scales or 0,
+        tensor, (start + head * dim) * item, head_copy.num_heads * dim * item, form.row_starts[rank],
+        form.row_bytes[rank], head_copy.offset, part, dim if coded[head_copy.section] else 0, head_copy.scales or 0,
     )  # fmt: skip
 
 

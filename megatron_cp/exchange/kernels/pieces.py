@@ -274,11 +274,11 @@ def _head_runs(ranges: _Ranges, types: Sequence[torch.dtype], tensors: NDArray, 
     assert not ((in_message | (terms[:, PLACE] + terms[:, SCALE])) % 4).any(), "a scale is not aligned"
     assert not (in_tensor % item).any(), "an element is not aligned"
     # So many elements as one access to the tensor takes are as many bytes of the message.
-    is_wide = _reach(ranges, in_tensor | (in_message | terms[:, PLACE]) * item) == WIDEST
+    is_widest = _reach(ranges, in_tensor | (in_message | terms[:, PLACE]) * item) == WIDEST
     number = _type_numbers(types)[ranges.firsts[:, TENSOR]]
     assert (number >= 0).all(), f"not all of {types} can be coded"
     for of_type, dtype in enumerate(TYPES, 1):
-        for width, chosen in ((WIDEST, is_wide), (dtype.itemsize, ~is_wide)):
+        for width, chosen in ((WIDEST, is_widest), (dtype.itemsize, ~is_widest)):
             index = np.flatnonzero((number == of_type) & chosen)
             if len(index):
                 yield _run(ranges, index, 0 * index, of_type * TYPE_STEP + width, HEADS)

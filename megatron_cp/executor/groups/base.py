@@ -178,9 +178,9 @@ class RankGroup(ABC):
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. For set-up: it pickles and it synchronises."""
-        own = pickle.dumps(value)
-        sizes = [int.from_bytes(size, "little") for size in self.all_gather_bytes(len(own).to_bytes(8, "little"))]
-        padded = self.all_gather_bytes(own.ljust(max(sizes), b"\0"))
+        data = pickle.dumps(value)
+        sizes = [int.from_bytes(size, "little") for size in self.all_gather_bytes(len(data).to_bytes(8, "little"))]
+        padded = self.all_gather_bytes(data.ljust(max(sizes), b"\0"))
         return [pickle.loads(piece[:size]) for piece, size in zip(padded, sizes, strict=True)]
 
     def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
@@ -196,10 +196,10 @@ class Part(RankGroup):
         ranks: of the whole group, this rank among them; rank n of the part is `ranks[n]`.
     """
 
-    def __init__(self, whole: RankGroup, ranks: range) -> None:
-        self._whole, self._ranks = whole, ranks
-        self.buffers = whole.buffers
-        self.rank, self.size = ranks.index(whole.rank), len(ranks)
+    def __init__(self, parent: RankGroup, ranks: range) -> None:
+        self._whole, self._ranks = parent, ranks
+        self.buffers = parent.buffers
+        self.rank, self.size = ranks.index(parent.rank), len(ranks)
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]

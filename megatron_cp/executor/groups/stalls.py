@@ -82,7 +82,7 @@ class Report:
     lines: tuple[str, ...] = ()
 
 
-def verdict(rank: int, own: Report, look: Callable[[int], Report | None]) -> str | None:
+def verdict(rank: int, report: Report, look: Callable[[int], Report | None]) -> str | None:
     """Why the wait of `rank` never ends, or None where it may still end.
 
     Args:
@@ -91,7 +91,7 @@ def verdict(rank: int, own: Report, look: Callable[[int], Report | None]) -> str
         look: another rank's report, if it has waited long. It may be old. It is true all the same if that rank still
             waits, and it does if what it waits for was never sent: so a circle counts if it leads back to `rank`.
     """
-    reports = {rank: own}
+    reports = {rank: report}
     path = [rank]
     while True:
         here = reports[path[-1]].stall
@@ -244,11 +244,11 @@ def _look(messages: TaggedMessages) -> None:
     stall = messages.stall
     if stall is None or time.monotonic() - stall.since < PATIENCE:
         return
-    own = messages.report(stall)
+    report = messages.report(stall)
     if messages.told != stall.wait:  # while one waits nothing changes
-        messages.board.publish(own)
+        messages.board.publish(report)
         messages.told = stall.wait
-    found = verdict(messages.rank, own, messages.board.report)
+    found = verdict(messages.rank, report, messages.board.report)
     if found is not None and messages.stall is stall:
         messages.verdict = found
         messages.board.leave(LastWords(f"rank {messages.rank} was {stall.describe()}", found))

@@ -109,7 +109,7 @@ class TorchGroup(RankGroup):
     def _start_pieces(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
         """A collective over gloo as what it is made of: a message to each rank, the next one's first, and from it."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
-        pending = self._start_messages_apart(
+        pending = self._start_plain_messages(
             [Message(sent[peer], peer) for peer in others], [Message(received[peer], peer) for peer in others]
         )
         with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
@@ -124,9 +124,9 @@ class TorchGroup(RankGroup):
             if "cuda:gloo" in dist.get_backend_config(self.group):
                 return self._start_messages_by_host(sends, receives)
             return self._start_messages_together(sends, receives)
-        return self._start_messages_apart(sends, receives)
+        return self._start_plain_messages(sends, receives)
 
-    def _start_messages_apart(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+    def _start_plain_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         if self._tagged is None:
             backend = dist.get_backend_config(self.group)
             raise ArgumentError(
@@ -168,7 +168,7 @@ class TorchGroup(RankGroup):
             copy.tensor.copy_(_bytes_of(message.tensor), non_blocking=True)
         if any(message.tensor.is_cuda for message in sends):
             torch.cuda.current_stream(sends[0].tensor.device).synchronize()  # gloo reads at once
-        pending = self._start_messages_apart(*staged)
+        pending = self._start_plain_messages(*staged)
         return _FromHost(pending, receives, staged, self.buffers)
 
     def _staged(self, tensor: Tensor) -> Tensor:

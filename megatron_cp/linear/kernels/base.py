@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.layout import Packing
-from megatron_cp.layout.segments import OwnSegments
+from megatron_cp.layout.segments import LocalSegments
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class LinearCall:
     head_dim: int
     conv_width: int = 1
     channels: tuple[int, ...] = ()
-    segments: OwnSegments | None = None
+    segments: LocalSegments | None = None
 
     def segments_table[T](self, key: Any, make: Callable[[], T]) -> T:
         """What a kernel derives from the segments, made once for all layers of a batch."""
         assert self.segments is not None
-        found: T = self.segments.packing.table((key, self.device), make)
+        found: T = self.segments.packing.memo((key, self.device), make)
         return found
 
 

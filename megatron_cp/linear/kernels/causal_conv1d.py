@@ -73,7 +73,7 @@ class CausalConv1dConv(ConvKernel):
 def _documents(call: LinearCall) -> Tensor:
     """`seq_idx` `[1, T]`."""
     lengths = call.packing.lengths
-    return call.packing.table(
+    return call.packing.memo(
         ("causal_conv1d documents", call.device),
         lambda: on_device(np.repeat(np.arange(lengths.size), lengths), call.device)[None],
     )

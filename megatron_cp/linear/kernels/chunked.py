@@ -89,13 +89,15 @@ class _Prepared(NamedTuple):
 
 
 def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> _Prepared:
-    wide = torch.promote_types(inputs[0].dtype if isinstance(inputs, StateSpace) else inputs.v.dtype, torch.float32)
+    acc_dtype = torch.promote_types(
+        inputs[0].dtype if isinstance(inputs, StateSpace) else inputs.v.dtype, torch.float32
+    )
     if isinstance(inputs, StateSpace):
-        return _state_space(inputs, groups, scale, chunks, wide)
-    q, k, v, beta = (chunks.split(x.to(wide)) for x in (inputs.q, inputs.k, inputs.v, inputs.beta[..., None]))
+        return _state_space(inputs, groups, scale, chunks, acc_dtype)
+    q, k, v, beta = (chunks.split(x.to(acc_dtype)) for x in (inputs.q, inputs.k, inputs.v, inputs.beta[..., None]))
     q, k = (_for_heads(x, groups) for x in (q, k))
     by_feature = inputs.g.ndim == 3
-    each = chunks.split(inputs.g.to(wide) if by_feature else inputs.g.to(wide)[..., None])
+    each = chunks.split(inputs.g.to(acc_dtype) if by_feature else inputs.g.to(acc_dtype)[..., None])
     g = each.cumsum(2)  # G
     if by_feature:
         overlap, weights = decayed_products(q, k, g)
@@ -115,15 +117,17 @@ def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -
     )
 
 
-def _state_space(inputs: StateSpace, groups: list[int], scale: float, chunks: Chunks, wide: torch.dtype) -> _Prepared:
-    dt = inputs.dt.to(wide)
-    each = chunks.split((dt * for_each_token(inputs.A.to(wide), len(dt)))[..., None])
+def _state_space(
+    inputs: StateSpace, groups: list[int], scale: float, chunks: Chunks, acc_dtype: torch.dtype
+) -> _Prepared:
+    dt = inputs.dt.to(acc_dtype)
+    each = chunks.split((dt * for_each_token(inputs.A.to(acc_dtype), len(dt)))[..., None])
     g = each.cumsum(2)
-    b, c = (chunks.split(x.to(wide)) for x in (inputs.B, inputs.C))
+    b, c = (chunks.split(x.to(acc_dtype)) for x in (inputs.B, inputs.C))
     weights = _for_heads(c @ b.transpose(2, 3), groups)
     b, c = (_for_heads(x, groups) for x in (b, c))
     return _Prepared(
-        updates=chunks.split(inputs.x.to(wide) * dt[..., None]),
+        updates=chunks.split(inputs.x.to(acc_dtype) * dt[..., None]),
         reads=b[..., :0],
         attention=scale * (_decay(g) * weights),
         queries=scale * g.exp() * c,
@@ -256,14 +260,14 @@ class _ChunkScan(LocalScan):
         if not at.has_delta:
             return self._walk_ends(at, pieces), self._carried(at, pieces)
         # One walk of the state that starts at zero and of the unit matrix that no update is added to.
-        wide = at.updates.new_zeros(len(pieces.pieces), heads, dk, dv + dk)
-        wide[..., dv:] = torch.eye(dk, dtype=wide.dtype, device=wide.device)
+        padded = at.updates.new_zeros(len(pieces.pieces), heads, dk, dv + dk)
+        padded[..., dv:] = torch.eye(dk, dtype=padded.dtype, device=padded.device)
         for start, active in pieces.steps:
-            now, here = slice(start, start + active), wide[:active]
+            now, here = slice(start, start + active), padded[:active]
             update = at.reads[now] @ here
             update.neg_()[..., :dv] += at.updates[now]
             torch.add(at.carry[now] * here, at.keys[now] @ update, out=here)
-        return wide[..., :dv], wide[..., dv:]
+        return padded[..., :dv], padded[..., dv:]
 
     def _walk_ends(self, at: _Prepared, pieces: PieceClass) -> Tensor:
         state = at.updates.new_zeros(len(pieces.pieces), at.keys.shape[1], at.keys.shape[2], at.updates.shape[-1])

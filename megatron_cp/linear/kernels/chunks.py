@@ -81,7 +81,7 @@ class Chunks:
     @classmethod
     def of(cls, call: LinearCall) -> Chunks:
         """Those of a call, made once for all layers of a batch."""
-        found: Chunks = call.packing.table(("chunks", CHUNK, call.device, call.segments is None), lambda: cls(call))
+        found: Chunks = call.packing.memo(("chunks", CHUNK, call.device, call.segments is None), lambda: cls(call))
         return found
 
     def split(self, x: Tensor) -> Tensor:

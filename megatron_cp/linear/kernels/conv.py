@@ -35,12 +35,12 @@ class TorchConv(ConvKernel):
         silu: bool,
         history: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)  # so that the sum of the taps is rounded once
-        y = _CausalConv.apply(x.to(wide), weight.to(wide), _piece_heads(call, weight.shape[1]))
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)  # so that the sum of the taps is rounded once
+        y = _CausalConv.apply(x.to(acc_dtype), weight.to(acc_dtype), _piece_heads(call, weight.shape[1]))
         if history is not None:
-            y = add_history(y, history().to(wide), weight.to(wide), call)
+            y = add_history(y, history().to(acc_dtype), weight.to(acc_dtype), call)
         if bias is not None:
-            y = y + for_each_token(bias.to(wide), len(y))
+            y = y + for_each_token(bias.to(acc_dtype), len(y))
         return apply_silu(y) if silu else y
 
 
@@ -119,4 +119,4 @@ def _piece_heads(call: LinearCall, width: int) -> list[Tensor]:
             for back in range(width)
         ]
 
-    return call.packing.table(("piece heads", width, call.device), make)
+    return call.packing.memo(("piece heads", width, call.device), make)

@@ -143,7 +143,7 @@ def _documents(call: LinearCall) -> dict[str, Tensor]:
 
 def _offsets(packing: Packing, device: torch.device) -> Tensor:
     """`cu_seqlens` without empty documents. Always the same tensor for a packing: fla caches by tensor identity."""
-    return packing.table(("fla offsets", device), lambda: on_device(np.unique(packing.cu_seqlens), device))
+    return packing.memo(("fla offsets", device), lambda: on_device(np.unique(packing.cu_seqlens), device))
 
 
 @dataclass(frozen=True)

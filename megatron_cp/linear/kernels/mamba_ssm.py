@@ -60,7 +60,7 @@ class MambaSsmRule(RuleKernel):
     def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
         assert isinstance(inputs, StateSpace)
         key = ("mamba_ssm documents", call.device)
-        documents = call.packing.table(key, lambda: _numbers(call.packing.lengths, call.device))
+        documents = call.packing.memo(key, lambda: _numbers(call.packing.lengths, call.device))
         return self._scanned(_prepared(inputs, groups, scale), documents)[0]
 
     def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:

@@ -45,14 +45,16 @@ class ReferenceRule(RuleKernel):
 
 def recurrence(inputs: Inputs, groups: list[int], scale: float, state: Tensor) -> tuple[Tensor, Tensor]:
     """One piece of a document, from a state `[h, dk, dv]`: its outputs `[T, h, dv]` and the state after it."""
-    wide = state.dtype
+    acc_dtype = state.dtype
     if isinstance(inputs, StateSpace):
-        q, k, v = inputs.C, inputs.B, inputs.x.to(wide) * inputs.dt.to(wide)[..., None]
-        decay = (inputs.dt.to(wide) * inputs.A.to(wide)).exp()
+        q, k, v = inputs.C, inputs.B, inputs.x.to(acc_dtype) * inputs.dt.to(acc_dtype)[..., None]
+        decay = (inputs.dt.to(acc_dtype) * inputs.A.to(acc_dtype)).exp()
     else:
-        q, k, v = inputs.q, inputs.k, inputs.v.to(wide)
-        decay = inputs.g.to(wide).exp()
-    q, k = (torch.stack([x[:, group] for group in groups], 1).to(wide) for x in (q, k))  # one key head a value head
+        q, k, v = inputs.q, inputs.k, inputs.v.to(acc_dtype)
+        decay = inputs.g.to(acc_dtype).exp()
+    q, k = (
+        torch.stack([x[:, group] for group in groups], 1).to(acc_dtype) for x in (q, k)
+    )  # one key head a value head
     decay = decay.unflatten(-1, (-1, 1)) if decay.ndim == 3 else decay[..., None, None]  # a number, or one a feature
     outputs = []
     for t in range(len(v)):
@@ -60,7 +62,7 @@ def recurrence(inputs: Inputs, groups: list[int], scale: float, state: Tensor) -
         update = v[t, :, None, :]
         if isinstance(inputs, Delta):
             read = torch.bmm(k[t, :, None, :], state)  # S^T k, as rows
-            update = inputs.beta.to(wide)[t, :, None, None] * (update - read)
+            update = inputs.beta.to(acc_dtype)[t, :, None, None] * (update - read)
         state = state + k[t, :, :, None] * update
         outputs.append(torch.bmm(scale * q[t, :, None, :], state).squeeze(1))
     return torch.stack(outputs), state
@@ -142,8 +144,8 @@ def _piece(inputs: Inputs, start: int, end: int) -> Inputs:
 
 def _no_state(inputs: Inputs, groups: list[int]) -> Tensor:
     keys, values = (inputs.B, inputs.x) if isinstance(inputs, StateSpace) else (inputs.k, inputs.v)
-    wide = torch.promote_types(values.dtype, torch.float32)
-    return values.new_zeros(len(groups), keys.shape[-1], values.shape[-1], dtype=wide)
+    acc_dtype = torch.promote_types(values.dtype, torch.float32)
+    return values.new_zeros(len(groups), keys.shape[-1], values.shape[-1], dtype=acc_dtype)
 
 
 class ReferenceConv(ConvKernel):
@@ -165,19 +167,19 @@ class ReferenceConv(ConvKernel):
         silu: bool,
         history: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        wide, width = torch.promote_types(x.dtype, torch.float32), weight.shape[1]
-        before = None if history is None else history().to(wide)
+        acc_dtype, width = torch.promote_types(x.dtype, torch.float32), weight.shape[1]
+        before = None if history is None else history().to(acc_dtype)
         past = [False] * call.packing.num_documents if call.segments is None else call.segments.past.tolist()
         offsets = call.packing.cu_seqlens.tolist()
-        pieces, slot = [x.new_zeros(0, x.shape[1], dtype=wide)], 0
+        pieces, slot = [x.new_zeros(0, x.shape[1], dtype=acc_dtype)], 0
         for (start, end), waits in zip(itertools.pairwise(offsets), past, strict=True):
-            head = x.new_zeros(width - 1, x.shape[1], dtype=wide)
+            head = x.new_zeros(width - 1, x.shape[1], dtype=acc_dtype)
             if waits and before is not None:
                 head, slot = before[slot], slot + 1
-            padded = torch.cat([head, x[start:end].to(wide)])
-            pieces.append(sum(padded[tap : tap + end - start] * weight[:, tap].to(wide) for tap in range(width)))  # type: ignore[arg-type]
+            padded = torch.cat([head, x[start:end].to(acc_dtype)])
+            pieces.append(sum(padded[tap : tap + end - start] * weight[:, tap].to(acc_dtype) for tap in range(width)))  # type: ignore[arg-type]
         y = torch.cat(pieces)
         if before is not None and not slot:
             y = y + before.sum()  # of no element; its gradient must be asked for all the same: other ranks wait for it
-        y = y if bias is None else y + bias.to(wide)
+        y = y if bias is None else y + bias.to(acc_dtype)
         return apply_silu(y) if silu else y

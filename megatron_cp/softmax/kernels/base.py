@@ -45,13 +45,13 @@ class AttentionKernel(Kernel):
     of bands are at least 1.
 
     `out` and the gradients have the type of q, or a wider one, where the call is a part whose results are merged: then
-    a kernel that can writes them unrounded, as `wide_partials` says. lse is at least fp32.
+    a kernel that can writes them unrounded, as `unrounded_partials` says. lse is at least fp32.
 
     Attributes:
-        wide_partials: results are not rounded to the type of q where the caller asks for a wider one.
+        unrounded_partials: results are not rounded to the type of q where the caller asks for a wider one.
     """
 
-    wide_partials: bool
+    unrounded_partials: bool
 
     def prepare(self, tiles: Tiles, device: torch.device) -> None:
         """Makes what calls with these tiles need on the host and on the device, so that no layer has to."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_cp.exchange.sections import ROW_ALIGNMENT
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
-from megatron_cp.softmax.kernels.partials import Cover, GradientSum, OutputSum, wide_type
+from megatron_cp.softmax.kernels.partials import Cover, GradientSum, OutputSum, acc_dtype_of
 
 # The operator behind scaled_dot_product_attention, called by name because only it returns the log-sum-exp. It takes
 # grouped key/value heads as they are. It must not see an empty tensor: it divides by the sizes, and the process dies.
@@ -34,7 +34,7 @@ class CpuFlashAttention(AttentionKernel):
     name = "cpu"
     package = "torch"
     devices = ("cpu",)
-    wide_partials = True
+    unrounded_partials = True
 
     def refusal(self, call: AttentionCall) -> str | None:
         if call.device.type != "cpu":
@@ -57,7 +57,7 @@ class CpuFlashAttention(AttentionKernel):
         first_head: int,
     ) -> None:  # fmt: skip
         work = _work(tiles)
-        dtype = wide_type(out) if work.queries.adds or out.dtype != q.dtype else q.dtype
+        dtype = acc_dtype_of(out) if work.queries.adds or out.dtype != q.dtype else q.dtype
         size = max(call.head_dim, call.value_head_dim)
         queries, keys, values = (_heads_first(x, dtype, size) for x in (q, k, v))
         result = OutputSum(out, lse, work.queries)
@@ -75,7 +75,7 @@ class CpuFlashAttention(AttentionKernel):
     ) -> None:  # fmt: skip
         work = _work(tiles)
         adds = work.queries.adds or work.keys.adds
-        dtype = wide_type(dq) if adds or dq.dtype != q.dtype else q.dtype
+        dtype = acc_dtype_of(dq) if adds or dq.dtype != q.dtype else q.dtype
         size = max(call.head_dim, call.value_head_dim)
         dout, queries, keys, values, out = (_heads_first(x, dtype, size) for x in (dout, q, k, v, out))
         lse = lse[None].to(torch.promote_types(dtype, torch.float32))
@@ -108,8 +108,8 @@ def _head_sets(queries: Tensor, keys: Tensor) -> list[slice]:
     each alone. So what comes from one head of each group is added to the next one's here, in fp32.
     """
     ratio = queries.shape[1] // keys.shape[1]
-    is_wide = wide_type(queries) == queries.dtype
-    return [slice(None)] if is_wide or ratio == 1 else [slice(first, None, ratio) for first in range(ratio)]
+    is_acc_dtype = acc_dtype_of(queries) == queries.dtype
+    return [slice(None)] if is_acc_dtype or ratio == 1 else [slice(first, None, ratio) for first in range(ratio)]
 
 
 @dataclass(frozen=True)
@@ -142,12 +142,12 @@ class _Work:
         width = piece.width
         if width is None:
             return None
-        mask = tiles.table(("cpu", width, dtype), lambda: _additive_mask(*self.mask_shapes[width], width, dtype))
+        mask = tiles.memo(("cpu", width, dtype), lambda: _additive_mask(*self.mask_shapes[width], width, dtype))
         return mask[:, :, : _size(piece.queries), : _size(piece.keys)]
 
 
 def _work(tiles: Tiles) -> _Work:
-    return tiles.table("cpu", lambda: _planned(tiles))
+    return tiles.memo("cpu", lambda: _planned(tiles))
 
 
 def _planned(tiles: Tiles) -> _Work:

@@ -35,7 +35,7 @@ class FlexAttention(AttentionKernel):
     name = "flex"
     package = "torch with CUDA and a compiler"
     devices = ("cuda",)
-    wide_partials = False
+    unrounded_partials = False
 
     def refusal(self, call: AttentionCall) -> str | None:
         if call.device.type != "cuda":
@@ -67,10 +67,10 @@ class FlexAttention(AttentionKernel):
             leaves = [x.detach().requires_grad_() for x in (q, k, v)]
             part, part_lse = self.attend(leaves[0], leaves[1], leaves[2], tiles, call)
         share = torch.exp(part_lse.detach() - lse).nan_to_num_(0.0)  # both -inf where a query sees nothing
-        wide_dout = dout.to(lse.dtype)
-        difference = (wide_dout * (part.detach() - out)).sum(-1).T
+        acc_dout = dout.to(lse.dtype)
+        difference = (acc_dout * (part.detach() - out)).sum(-1).T
         gradients = torch.autograd.grad(
-            [part, part_lse], leaves, [(wide_dout * share.T.unsqueeze(-1)).to(part.dtype), share * difference]
+            [part, part_lse], leaves, [(acc_dout * share.T.unsqueeze(-1)).to(part.dtype), share * difference]
         )
         for target, gradient in zip((dq, dk, dv), gradients, strict=True):
             target.copy_(gradient)
@@ -115,7 +115,7 @@ class _Sight:
 
 
 def _sight(tiles: Tiles, device: torch.device) -> _Sight:
-    return tiles.table(("flex", device), lambda: _placed(tiles, device))
+    return tiles.memo(("flex", device), lambda: _placed(tiles, device))
 
 
 def _placed(tiles: Tiles, device: torch.device) -> _Sight:

@@ -49,7 +49,7 @@ class Cover:
         return not all(self.is_first)
 
 
-def wide_type(x: Tensor) -> torch.dtype:
+def acc_dtype_of(x: Tensor) -> torch.dtype:
     """What parts of results of this type are added up in."""
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -59,7 +59,7 @@ class OutputSum:
 
     def __init__(self, out: Tensor, lse: Tensor, cover: Cover) -> None:
         self.out, self.lse = out, lse
-        self.sum = torch.empty_like(out, dtype=wide_type(out)) if cover.adds else out
+        self.sum = torch.empty_like(out, dtype=acc_dtype_of(out)) if cover.adds else out
         if not cover.is_whole:
             self.sum.zero_()
             lse.fill_(-torch.inf)
@@ -86,7 +86,7 @@ class GradientSum:
 
     def __init__(self, target: Tensor, cover: Cover) -> None:
         self.target = target
-        self.sum = torch.empty_like(target, dtype=wide_type(target)) if cover.adds else target
+        self.sum = torch.empty_like(target, dtype=acc_dtype_of(target)) if cover.adds else target
         if not cover.is_whole:
             self.sum.zero_()
 

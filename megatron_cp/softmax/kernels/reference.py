@@ -33,7 +33,7 @@ class ReferenceAttention(AttentionKernel):
 
     name = "reference"
     package = "torch"
-    wide_partials = True
+    unrounded_partials = True
 
     def refusal(self, call: AttentionCall) -> str | None:
         return None
@@ -44,32 +44,34 @@ class ReferenceAttention(AttentionKernel):
     ) -> None:  # fmt: skip
         out.zero_()
         lse.fill_(-torch.inf)
-        wide = _wide_type(q, out)
+        acc_dtype = _acc_dtype_of(q, out)
         for block, head, group in _heads_of_blocks(q, k, tiles):
-            scores, _ = block.scores(_wide(q, block.queries, head, wide), _wide(k, block.keys, group, wide), call)
+            scores, _ = block.scores(
+                _acc_rows(q, block.queries, head, acc_dtype), _acc_rows(k, block.keys, group, acc_dtype), call
+            )
             head_lse = scores.logsumexp(-1)
             weights = (scores - head_lse[:, None]).exp()
             if call.dropout:
-                weights *= block.dropout_factors(first_head + head, call, wide)
+                weights *= block.dropout_factors(first_head + head, call, acc_dtype)
             lse[head, block.queries] = head_lse.to(lse.dtype)
-            out[block.queries, head] = (weights @ _wide(v, block.keys, group, wide)).to(out.dtype)
+            out[block.queries, head] = (weights @ _acc_rows(v, block.keys, group, acc_dtype)).to(out.dtype)
 
     def backward(
         self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         lse: Tensor, tiles: Tiles, call: AttentionCall, first_head: int,
     ) -> None:  # fmt: skip
-        wide = _wide_type(q, dq)
+        acc_dtype = _acc_dtype_of(q, dq)
         dq.zero_()
-        dk_sum, dv_sum = (torch.zeros_like(x, dtype=wide) for x in (dk, dv))
+        dk_sum, dv_sum = (torch.zeros_like(x, dtype=acc_dtype) for x in (dk, dv))
         for block, head, group in _heads_of_blocks(q, k, tiles):
-            queries, dhead, head_out = (_wide(x, block.queries, head, wide) for x in (q, dout, out))
-            keys, values = (_wide(x, block.keys, group, wide) for x in (k, v))
+            queries, dhead, head_out = (_acc_rows(x, block.queries, head, acc_dtype) for x in (q, dout, out))
+            keys, values = (_acc_rows(x, block.keys, group, acc_dtype) for x in (k, v))
             scores, slopes = block.scores(queries, keys, call)
-            weights = (scores - lse[head, block.queries, None].to(wide)).exp()
+            weights = (scores - lse[head, block.queries, None].to(acc_dtype)).exp()
             dweights = dhead @ values.T
             kept_weights = weights
             if call.dropout:
-                factors = block.dropout_factors(first_head + head, call, wide)
+                factors = block.dropout_factors(first_head + head, call, acc_dtype)
                 kept_weights = weights * factors
                 dweights *= factors
             dscores = weights * (dweights - (dhead * head_out).sum(-1, keepdim=True)) * call.scale
@@ -121,7 +123,7 @@ class _Block:
 def _heads_of_blocks(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[_Block, int, int]]:
     """The block, the query head and the key/value head that it reads, for each head of each block."""
     ratio = q.shape[1] // k.shape[1]
-    for bands in tiles.table("reference", lambda: _blocks(tiles.bands)):
+    for bands in tiles.memo("reference", lambda: _blocks(tiles.bands)):
         block = _block(bands, tiles, q.device)
         for head in range(q.shape[1]):
             yield block, head, head // ratio
@@ -151,7 +153,7 @@ def _block(bands: IntArray, tiles: Tiles, device: torch.device) -> _Block:
         keys.append(torch.arange(k_start, k_end, device=device))
         ahead = keys[-1] - queries[:, None]
         visible.append((ahead >= lo) & (ahead <= hi))
-    q_tokens, k_tokens = tiles.table(
+    q_tokens, k_tokens = tiles.memo(
         ("tokens", device),
         lambda: [on_device(tokens, device, torch.int64) for tokens in (tiles.q_tokens, tiles.k_tokens)],
     )
@@ -164,7 +166,7 @@ def _block(bands: IntArray, tiles: Tiles, device: torch.device) -> _Block:
     )
 
 
-def _wide(x: Tensor, rows: slice | tuple[slice, ...], head: int, dtype: torch.dtype) -> Tensor:
+def _acc_rows(x: Tensor, rows: slice | tuple[slice, ...], head: int, dtype: torch.dtype) -> Tensor:
     """Some rows of one head as `[L, d]`.
 
     A dense copy: matrix products round differently with the stride and alignment of their operands, and those must
@@ -174,5 +176,5 @@ def _wide(x: Tensor, rows: slice | tuple[slice, ...], head: int, dtype: torch.dt
     return torch.cat(parts).to(dtype)
 
 
-def _wide_type(x: Tensor, target: Tensor) -> torch.dtype:
+def _acc_dtype_of(x: Tensor, target: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, target.dtype), torch.float32)

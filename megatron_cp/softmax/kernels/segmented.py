@@ -27,7 +27,7 @@ class SegmentedAttention(AttentionKernel):
     """
 
     devices = ("cuda",)
-    wide_partials = False
+    unrounded_partials = False
 
     def head_sizes(self, call: AttentionCall) -> tuple[int, int]:
         """The sizes of key and value heads that the operator is given."""

@@ -175,7 +175,7 @@ class DeviceCalls:
 
 def on_one_device(tiles: Tiles, device: torch.device) -> DeviceCalls:
     """The calls of `tiles` with their tables on `device`, made once."""
-    return tiles.table(("segments", device), lambda: _placed(tiles, device))
+    return tiles.memo(("segments", device), lambda: _placed(tiles, device))
 
 
 def _placed(tiles: Tiles, device: torch.device) -> DeviceCalls:

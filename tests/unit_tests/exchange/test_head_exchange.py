@@ -167,7 +167,7 @@ class Case:
 @st.composite
 def cases(draw) -> Case:
     layout = draw(layouts())
-    exchange = Exchange(layout, draw(sections(layout.cp_size)), apart=draw(st.booleans()))
+    exchange = Exchange(layout, draw(sections(layout.cp_size)), section_major=draw(st.booleans()))
     dtypes, fused = [draw(st.sampled_from(DTYPES))], [False]
     for _ in exchange.sections.blocks[1:]:
         fused.append(draw(st.booleans()))
@@ -276,7 +276,7 @@ def test_the_drawn_cases_reach_what_they_are_for():
             "mixed types in one message": case.cp_size > 1 and len(set(case.dtypes)) > 1,
             "everything fused": all(case.fused[1:]),
             "columns of several ranks in one copy": any(
-                columns.num_ranks > 1 for columns in case.exchange.sections.row_format([2] * 4).columns
+                columns.num_ranks > 1 for columns in case.exchange.sections.row_format([2] * 4).head_copies
             ),
         })  # fmt: skip
 

@@ -205,11 +205,11 @@ def test_views_that_start_between_elements_of_another_type_are_packed(first_byte
     assert carries(pack_heads(sections, at, Buffers()), sections, at)
 
 
-# -- sections apart --------------------------------------------------------------------------------------------------
+# -- section-major messages ----------------------------------------------------------------------------------------
 
 
-def apart(at: Geometry) -> Geometry:
-    return replace(at, exchange=replace(at.exchange, apart=True))
+def section_major(at: Geometry) -> Geometry:
+    return replace(at, exchange=replace(at.exchange, section_major=True))
 
 
 def one_each(layout: Layout, batch: int | None) -> Geometry:
@@ -221,8 +221,10 @@ def one_each(layout: Layout, batch: int | None) -> Geometry:
 
 @pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_sections_apart_lie_dense_in_the_message_of_each_rank(batch: int | None, strided: bool, layout: Layout):
-    at = apart(geometry(layout, batch=batch))
+def test_sections_of_a_section_major_message_are_dense_in_the_message_of_each_rank(
+    batch: int | None, strided: bool, layout: Layout
+):
+    at = section_major(geometry(layout, batch=batch))
     sections = finished(at) if strided else normal(at)
     message, start = pack_heads(sections, at, Buffers()), 0
     assert message.numel() == at.head_side_bytes
@@ -237,7 +239,7 @@ def test_sections_apart_lie_dense_in_the_message_of_each_rank(batch: int | None,
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
 def test_sections_whose_heads_are_not_dense_are_made_so_once_and_not_for_every_rank(batch: int | None):
-    at = apart(geometry(LAYOUTS["shuffled"], batch=batch))
+    at = section_major(geometry(LAYOUTS["shuffled"], batch=batch))
     sections = [torch.cat([section, section], -1)[..., : section.shape[-1]] for section in normal(at)]
     at.index("order")
     with CountCopies() as moved:
@@ -247,24 +249,24 @@ def test_sections_whose_heads_are_not_dense_are_made_so_once_and_not_for_every_r
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])
-def test_sections_apart_are_joined_by_one_copy_a_tensor(batch: int | None, layout: Layout):
+def test_section_major_messages_are_joined_by_one_copy_a_tensor(batch: int | None, layout: Layout):
     at = one_each(layout, batch)
     rows, lead = int(layout.row_counts[1]), () if batch is None else (batch,)
     tensors = [torch.randn(rows, *lead, block.width).to(x) for block, x in zip(at.blocks, at.dtypes, strict=True)]
     rows_together = pack_tokens(tensors, at, Buffers())
     splits = at.split_counts(to_heads=True).sent_by(at.rank)
-    # What rank 1 sent to each rank as rows, each rank sends back with sections apart.
+    # What rank 1 sent to each rank as rows, each rank sends back section-major.
     pieces = []
     for rank, piece in enumerate(rows_together.split(splits)):
         size = at.format.row_bytes[rank]
         for number, offset in enumerate(at.format.offsets[rank]):
             end = at.format.offsets[rank][number + 1] if number + 1 < len(at.blocks) else size
             width = at.blocks[number].heads_on(rank) * at.blocks[number].head_dim * at.dtypes[number].itemsize
-            block = piece.view(at.own_rows, size)[:, offset : offset + width].flatten()
-            pieces += [block, torch.full((at.own_rows * (end - offset - width),), 255, dtype=torch.uint8)]
+            block = piece.view(at.local_rows, size)[:, offset : offset + width].flatten()
+            pieces += [block, torch.full((at.local_rows * (end - offset - width),), 255, dtype=torch.uint8)]
     message = torch.cat(pieces)
     with CountCopies() as moved:
-        found = unpack_tokens([message], apart(at), [block.width for block in at.blocks])
+        found = unpack_tokens([message], section_major(at), [block.width for block in at.blocks])
     assert moved.counts == Counter(cat=2)
     held = int(layout.token_counts[1])
     for tensor, wanted in zip(found, tensors, strict=True):
@@ -272,9 +274,9 @@ def test_sections_apart_are_joined_by_one_copy_a_tensor(batch: int | None, layou
         assert not tensor[held:].any()
 
 
-def test_one_section_without_gaps_is_sent_as_it_lies_apart_or_not():
+def test_one_section_without_gaps_is_sent_as_it_lies():
     layout, ranges = LAYOUTS["in stream order"], ((0, 4), (4, 8), (8, 12))
-    exchange = Exchange(layout, Sections((Section("out", 12, 2, ranges),)), apart=True)
+    exchange = Exchange(layout, Sections((Section("out", 12, 2, ranges),)), section_major=True)
     at = Geometry(exchange, 1, (torch.bfloat16,), None, torch.device("cpu"))
     out = torch.randn(PACKING.total, 4, 2).bfloat16()
     assert pack_heads([out], at, Buffers()).data_ptr() == out.data_ptr()

@@ -180,7 +180,7 @@ def test_columns_cover_every_head_of_every_rank_exactly_once(drawn):
             columns.first_head + step * columns.head_step + place,
             columns.offset + place * sections.blocks[columns.section].head_dim * item_sizes[columns.section],
         )
-        for columns in sections.row_format(item_sizes).columns
+        for columns in sections.row_format(item_sizes).head_copies
         for step in range(columns.num_ranks)
         for place in range(columns.num_heads)
     ]
@@ -192,7 +192,7 @@ def test_columns_cover_every_head_of_every_rank_exactly_once(drawn):
 def test_one_column_spans_only_rows_of_one_size(drawn):
     sections, item_sizes = drawn
     row_format = sections.row_format(item_sizes)
-    for columns in row_format.columns:
+    for columns in row_format.head_copies:
         assert len(set(row_format.row_bytes[columns.first_rank : columns.last_rank])) == 1
 
 
@@ -200,7 +200,7 @@ def test_one_column_spans_only_rows_of_one_size(drawn):
 @given(drawn=sections_and_item_sizes())
 def test_shared_heads_are_those_that_a_lower_rank_also_computes(drawn):
     sections, item_sizes = drawn
-    for columns in sections.row_format(item_sizes).columns:
+    for columns in sections.row_format(item_sizes).head_copies:
         ranges = sections.blocks[columns.section].ranges
         for step in range(columns.num_ranks):
             lower = {head for lo, hi in ranges[: columns.first_rank + step] for head in range(lo, hi)}
@@ -212,7 +212,7 @@ def test_shared_heads_are_those_that_a_lower_rank_also_computes(drawn):
 def test_ranks_with_equal_messages_share_one_column_for_each_section():
     partition = partition_heads(32, 8, 4)
     sections = Sections((Section("q", 32, 128, partition.heads), Section("k", 8, 128, partition.groups)))
-    columns = sections.row_format([2, 2]).columns
+    columns = sections.row_format([2, 2]).head_copies
     assert [(c.section, c.first_rank, c.last_rank, c.num_heads) for c in columns] == [(0, 0, 4, 8), (1, 0, 4, 2)]
 
 

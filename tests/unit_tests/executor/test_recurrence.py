@@ -118,7 +118,7 @@ class Sums(LocalScan):
 def scan_diary(group):
     step, diary = Scan(LAYOUT, 1, 1, 1, False), Diary(group)
     x = torch.from_numpy(LAYOUT.tokens(group.rank)).double().requires_grad_()
-    out = scan(step, diary, Sums(step.segments.own(group.rank), diary.events), x)
+    out = scan(step, diary, Sums(step.segments.local(group.rank), diary.events), x)
     out.backward(torch.ones_like(out))
     return diary.events, out.detach(), x.grad
 

@@ -235,10 +235,10 @@ def test_layouts_differ_by(other):
 
 def test_pickling_keeps_the_value_and_drops_device_tables():
     layout = Layout.zigzag(Packing([5, 3]), 2)
-    assert layout.table("key", lambda: "device tensor") == layout.table("key", lambda: "made again")
+    assert layout.memo("key", lambda: "device tensor") == layout.memo("key", lambda: "made again")
     copy = pickle.loads(pickle.dumps(layout))
     assert copy == layout
-    assert copy.table("key", lambda: "made again") == "made again"
+    assert copy.memo("key", lambda: "made again") == "made again"
 
 
 def test_a_layout_from_another_process_hashes_like_its_equal():

@@ -84,10 +84,10 @@ def test_does_not_follow_the_array_it_was_made_from():
 
 def test_pickling_keeps_the_value_and_drops_device_tables():
     packing = Packing([3, 1])
-    assert packing.table("key", lambda: "device tensor") == packing.table("key", lambda: "made again")
+    assert packing.memo("key", lambda: "device tensor") == packing.memo("key", lambda: "made again")
     copy = pickle.loads(pickle.dumps(packing))
     assert copy == packing
-    assert copy.table("key", lambda: "made again") == "made again"
+    assert copy.memo("key", lambda: "made again") == "made again"
 
 
 @pytest.mark.parametrize(

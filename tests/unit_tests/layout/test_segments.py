@@ -24,7 +24,7 @@ def layouts(draw):
 def test_a_ranks_segments_are_its_rows_cut_where_documents_begin(layout):
     segments, packing = Segments.of(layout), layout.packing
     for rank in range(layout.cp_size):
-        own = segments.own(rank)
+        own = segments.local(rank)
         rows = [np.arange(segments.start[i], segments.end[i]) for i in own.ids]
         assert np.array_equal(np.concatenate([*rows, []]), layout.tokens(rank))
         assert own.packing.total == layout.token_counts[rank]

@@ -270,11 +270,11 @@ def test_fingerprints_see_which_heads_each_rank_computes():
 @PLANNERS
 def test_pickling_keeps_the_value_and_drops_device_tables(planner, arguments):
     plan = planner(**arguments)
-    assert plan.table("key", lambda: "device tensor") == plan.table("key", lambda: "made again")
+    assert plan.memo("key", lambda: "device tensor") == plan.memo("key", lambda: "made again")
     copy = pickle.loads(pickle.dumps(plan))
     assert copy == plan
     assert copy.fingerprint() == plan.fingerprint()
-    assert copy.table("key", lambda: "made again") == "made again"
+    assert copy.memo("key", lambda: "made again") == "made again"
 
 
 # -- explain ---------------------------------------------------------------------------------------------------------

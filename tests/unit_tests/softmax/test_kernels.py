@@ -192,7 +192,7 @@ def test_reference_in_blocks_is_the_reference_at_once(tiles, monkeypatch):
     monkeypatch.setattr(reference, "_MAX_SCORES", 50)
     blocks = Tiles(tiles.bands, tiles.q_tokens, tiles.k_tokens)
     check(both(BY_NAME["reference"], tensors, blocks, call), whole, 1e-13)
-    assert len(blocks.table("reference", lambda: None)) >= len(tiles.table("reference", lambda: None))
+    assert len(blocks.memo("reference", lambda: None)) >= len(tiles.memo("reference", lambda: None))
 
 
 @given(tiles=tiles_strategy(), sizes=st.sampled_from([(8, 8), (6, 3), (3, 6)]), groups=st.sampled_from([1, 2, 4]))
@@ -219,7 +219,7 @@ def test_wide_partials_of_short_types_are_not_rounded(name, tiles):
     exact, call = call_for(16), call_for(16, dtype=torch.bfloat16)
     tensors = [x.bfloat16() for x in draw(tiles, exact)]
     expected = both(BY_NAME["reference"], [x.double() for x in tensors], tiles, exact)
-    assert BY_NAME[name].wide_partials
+    assert BY_NAME[name].unrounded_partials
     check(both(BY_NAME[name], tensors, tiles, call, out_dtype=torch.float32), expected, 2e-6)
 
 

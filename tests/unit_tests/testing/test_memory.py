@@ -26,7 +26,7 @@ SLACK = 0.03  # rows of messages are padded to 16 bytes, those of numbers that a
 class Zeros(AttentionKernel):
     """Writes what it must and needs no memory to do so."""
 
-    name, package, wide_partials = "zeros", "torch", True
+    name, package, unrounded_partials = "zeros", "torch", True
 
     def refusal(self, call):
         return None

@@ -1,4 +1,4 @@
-"""What host data brings along: things derived from it, kept once for everyone who shares it."""
+"""`Memo`: a value remembers what was derived from it, so that all layers of a batch share that."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 import numpy as np
 
 
-class Tables:
-    """Remembers what was derived from an immutable object, so that all layers of one batch share it.
+class Memo:
+    """An immutable object that remembers what was derived from it.
 
-    `table` holds what cannot be a field because it depends on a device, such as the index tensors of an exchange.
+    `memo` keeps what cannot be a field because it depends on a device, such as the index tensors of an exchange.
     Nothing derived is part of the object's value: pickling drops all of it.
     """
 
-    def table[T](self, key: Any, make: Callable[[], T]) -> T:
+    def memo[T](self, key: Any, make: Callable[[], T]) -> T:
         """`make()`, called once for each key. Safe from several threads: they may all make, one result is kept."""
-        tables = self.__dict__.setdefault("_tables", {})
-        found = tables.get(key)
-        return tables.setdefault(key, make()) if found is None else found
+        memo = self.__dict__.setdefault("_memo", {})
+        found = memo.get(key)
+        return memo.setdefault(key, make()) if found is None else found
 
-    def share_tables(self, other: Tables) -> None:
+    def share_memo(self, other: Memo) -> None:
         """Takes what was and will be derived from `other` for its own; what differs between the two is in the keys."""
-        self.__dict__["_tables"] = other.__dict__.setdefault("_tables", {})
+        self.__dict__["_memo"] = other.__dict__.setdefault("_memo", {})
 
     def __getstate__(self) -> dict[str, Any]:
         # A cached hash above all must stay behind: hashes of bytes differ from process to process.
         derived = {
-            "_tables",
+            "_memo",
             *(name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)),
         }
         return {name: value for name, value in self.__dict__.items() if name not in derived}

@@ -9,7 +9,7 @@ from megatron_cp.layout.layout import Layout
 from megatron_cp.layout.packing import Packing
 
 
-def joined(layout: Layout, count: int) -> Layout:
+def merge_ranks(layout: Layout, count: int) -> Layout:
     """Who holds what once every `count` neighbouring ranks are one, which holds all their tokens in stream order.
 
     With `count` 1 the layout itself, its order and pad rows included; above, no pad rows.
@@ -21,10 +21,10 @@ def joined(layout: Layout, count: int) -> Layout:
         raise ArgumentError("count", count, f"a divisor of the {layout.cp_size} ranks")
     if count == 1:
         return layout
-    return layout.table(("joined", count), lambda: _joined(layout, count))
+    return layout.memo(("merged ranks", count), lambda: _merge_ranks(layout, count))
 
 
-def part(layout: Layout, first: int, count: int) -> Layout:
+def take_ranks(layout: Layout, first: int, count: int) -> Layout:
     """The layout of `count` neighbouring ranks from `first` on, over the stream of their own tokens.
 
     That stream is the packed stream with the tokens of all other ranks left out; its documents do not matter to an
@@ -32,10 +32,10 @@ def part(layout: Layout, first: int, count: int) -> Layout:
     """
     if (first, count) == (0, layout.cp_size):
         return layout
-    return layout.table(("part", first, count), lambda: _part(layout, first, count))
+    return layout.memo(("taken ranks", first, count), lambda: _take_ranks(layout, first, count))
 
 
-def _joined(layout: Layout, count: int) -> Layout:
+def _merge_ranks(layout: Layout, count: int) -> Layout:
     starts, ends, offsets = [], [], [0]
     for first in range(0, layout.cp_size, count):
         lo, hi = layout.fragment_offsets[first], layout.fragment_offsets[first + count]
@@ -46,7 +46,7 @@ def _joined(layout: Layout, count: int) -> Layout:
     return Layout(layout.packing, np.concatenate(starts), np.concatenate(ends), np.array(offsets))
 
 
-def _part(layout: Layout, first: int, count: int) -> Layout:
+def _take_ranks(layout: Layout, first: int, count: int) -> Layout:
     bounds = layout.fragment_offsets[first : first + count + 1]
     starts, ends = (edges[bounds[0] : bounds[-1]] for edges in (layout.starts, layout.ends))
     order = np.argsort(starts, kind="stable")

@@ -1,4 +1,4 @@
-"""`Share`: what one rank computes of a linear layer, whichever way the plan spreads it.
+"""`LinearOnRank`: what one rank computes of a linear layer, whichever way the plan spreads it.
 
 Headwise a rank has all tokens and its own heads, and pieces are whole documents. Chunkwise it has its own tokens and
 all heads, and pieces are segments, whose convolution and state go on from rank to rank. The stages of a layer (its
@@ -35,8 +35,8 @@ from megatron_cp.linear.kernels import Inputs, LinearCall, choose_conv, choose_r
 Stage = Callable[..., list[Tensor]]
 
 
-class Share:
-    """One rank's share of a layer.
+class LinearOnRank:
+    """A linear layer on one rank.
 
     Args:
         plan: from `plan_linear`.
@@ -48,7 +48,7 @@ class Share:
         ranks: the plan's ranks.
         rows: of this rank's local tensors, pad rows included.
         call: what kernels are told.
-        blocks: the sections, with the ranges of heads of the chunk that this share is of.
+        blocks: the sections, with the ranges of heads of this chunk.
         heads: whose parameters are this rank's, as a slice.
         groups: the key head that each own head reads, counted within the own ones.
     """
@@ -63,7 +63,7 @@ class Share:
         self.comm = Communicator(self.ranks, plan.transport, f"{plan.kind}, {plan.scheme}")
         self._of_chunk(0, values.dtype, values.device)
 
-    def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> Share:
+    def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> LinearOnRank:
         partition, head_rank = self.plan.partition_of(chunk), self.rank % self.plan.ulysses_degree
         self.blocks = self.plan.sections.chunk(self.plan.partition, chunk, self.plan.head_chunks).blocks
         self.call = linear_call(self.plan, self.blocks, self.rank, dtype, device)
@@ -72,8 +72,8 @@ class Share:
         self.groups = [head // partition.heads_per_group - first_group for head in range(first, last)]
         return self
 
-    def chunk(self, number: int) -> Share:
-        """This rank's share of one chunk of heads."""
+    def chunk(self, number: int) -> LinearOnRank:
+        """The layer on one chunk of heads."""
         return self if number == 0 else copy.copy(self)._of_chunk(number, self.call.dtype, self.call.device)
 
     @property
@@ -101,7 +101,7 @@ class Share:
         Args:
             tensors: `[rows, f]`, whose features, end to end, are the plan's sections.
             conv: takes what arrives and returns one `[T, h, d]` for each section.
-            gates: from these to what `rule` takes; `rule` returns one `[T, h, dv]`. All three take the share whose
+            gates: from these to what `rule` takes; `rule` returns one `[T, h, dv]`. All three take the layer whose
                 heads these are first: this one's, or a chunk's of them.
 
         Returns:
@@ -110,8 +110,8 @@ class Share:
         stages = {"conv": conv, "gates": gates, "rule": rule}
 
         def work(chunk: int) -> dict[str, LocalWork]:
-            own = self.chunk(chunk)
-            return {name: partial(stage, own) for name, stage in stages.items() if stage}
+            layer = self.chunk(chunk)
+            return {name: partial(stage, layer) for name, stage in stages.items() if stage}
 
         (out,) = run(self.plan, self.comm, tensors, work)
         if self.is_chunkwise and self.rows > self.tokens:
@@ -133,13 +133,13 @@ class Share:
             y = self._convolved_segments(x[: self.tokens], weight, bias, silu=silu)
             return [*self._split([y], blocks[:count], cut=False), *self._split(rest, blocks[count:])]
         kernel = choose_conv(self.kernel, self.call)
-        weights = self.own_channels(weight, blocks[:count])
-        biases: Sequence[Tensor | None] = [None] * count if bias is None else self.own_channels(bias, blocks[:count])
+        weights = self.local_channels(weight, blocks[:count])
+        biases: Sequence[Tensor | None] = [None] * count if bias is None else self.local_channels(bias, blocks[:count])
         done = [
-            kernel.conv(x.flatten(1), own, own_bias, self.call, silu=silu).to(x.dtype).view(x.shape)
+            kernel.conv(x.flatten(1), local_weight, local_bias, self.call, silu=silu).to(x.dtype).view(x.shape)
             if x.numel()
-            else connected(x, own, *([] if own_bias is None else [own_bias]))
-            for x, own, own_bias in zip(arrived[:count], weights, biases, strict=True)
+            else connected(x, local_weight, *([] if local_bias is None else [local_bias]))
+            for x, local_weight, local_bias in zip(arrived[:count], weights, biases, strict=True)
         ]
         return [*done, *arrived[count:]]
 
@@ -158,13 +158,13 @@ class Share:
         """Tensors `[rows, f]` as views `[T, h, d]`, one for each section."""
         found, left = [], iter(blocks)
         for tensor in tensors:
-            own, width = [], 0
+            of_tensor, width = [], 0
             while width < tensor.shape[1]:
-                own.append(next(left))
-                width += own[-1].width
+                of_tensor.append(next(left))
+                width += of_tensor[-1].width
             rows = tensor[: self.tokens] if cut else tensor
-            columns = rows.split([block.width for block in own], 1) if len(own) > 1 else [rows]
-            found += [x.unflatten(1, (b.num_heads, b.head_dim)) for x, b in zip(columns, own, strict=True)]
+            columns = rows.split([block.width for block in of_tensor], 1) if len(of_tensor) > 1 else [rows]
+            found += [x.unflatten(1, (b.num_heads, b.head_dim)) for x, b in zip(columns, of_tensor, strict=True)]
         return found
 
     def recurrence(self, inputs: Inputs, scale: float) -> Tensor:
@@ -180,24 +180,24 @@ class Share:
         work = choose_rule(self.kernel, self.call).work(inputs, self.groups, scale, self.call)
         return work.finish(scan(step, self.comm, work.local, *work.tensors))
 
-    def own_channels(self, parameter: Tensor, blocks: list[Section]) -> list[Tensor]:
+    def local_channels(self, parameter: Tensor, blocks: list[Section]) -> list[Tensor]:
         """The channels of this rank's heads in each block of a `[channels, ...]` parameter."""
-        own, start = [], 0
+        local, start = [], 0
         for block in blocks:
             lo, hi = block.ranges[self.rank % self.plan.ulysses_degree]
-            own.append(parameter[start + lo * block.head_dim : start + hi * block.head_dim])
+            local.append(parameter[start + lo * block.head_dim : start + hi * block.head_dim])
             start += block.width
-        return own
+        return local
 
 
 def linear_call(
     plan: Plan, blocks: Sequence[Section], rank: int, dtype: torch.dtype, device: torch.device
 ) -> LinearCall:
-    """What kernels are told of a rank's share of a plan, of which `blocks` are the heads."""
+    """What kernels are told of a layer on one rank, of which `blocks` are the heads."""
     names = [block.name for block in blocks]
     keys = blocks[names.index("B" if plan.kind == "mamba" else "k")] if len(blocks) > 1 else blocks[0]
     convolved = blocks[: 3 if len(blocks) > 1 else 1]
-    segments = Segments.of(plan.layout).own(rank) if plan.scheme == "chunkwise" else None
+    segments = Segments.of(plan.layout).local(rank) if plan.scheme == "chunkwise" else None
     channels: tuple[int, ...] = (sum(block.width for block in convolved),)
     if segments is None:
         head_ranks = range(plan.ulysses_degree)
@@ -214,8 +214,8 @@ class _Nothing(LocalScan):
     """The work of a rank without tokens."""
 
     def __init__(self, step: Scan, values: Tensor) -> None:
-        wide = torch.promote_types(values.dtype, torch.float32)
-        self.none = values.new_empty(0, step.heads, step.key_dim, step.value_dim, dtype=wide)
+        acc_dtype = torch.promote_types(values.dtype, torch.float32)
+        self.none = values.new_empty(0, step.heads, step.key_dim, step.value_dim, dtype=acc_dtype)
         self.out = values.detach()
 
     def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
