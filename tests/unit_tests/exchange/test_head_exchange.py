@@ -259,7 +259,7 @@ def test_the_drawn_cases_reach_what_they_are_for():
     seen: Counter[str] = Counter()
 
     @given(cases())
-    @repeatable
+    @settings(repeatable, max_examples=300)  # as the three tests above draw together
     def look(case: Case) -> None:
         layout, q = case.layout, case.blocks[0]
         seen.update({
