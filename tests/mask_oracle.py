@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.layout import Packing
+from megatron_cp.testing.parity import Case
 
 Pairs = NDArray[np.bool_]  # [queries, keys]
 
@@ -103,3 +104,23 @@ def _in_documents(packing: Packing, kv_packing: Packing | None, sees: Callable[.
                 seen[q0 + i, k0 + j] = sees(document, i, j, *lengths)
         q0, k0 = q0 + lengths[0], k0 + lengths[1]
     return seen
+
+
+def pairs_of_case(case: Case) -> Pairs:
+    """Of a parity case."""
+    if not isinstance(case.mask, str):
+        name, *arguments = case.mask
+        return _MADE_BY[name](case.packing, *arguments)
+    spec, cross = case.mask, {"kv_packing": case.kv_packing} if case.kv_lengths else {}
+    first, _, rest = spec.partition("+") if spec.startswith("first:") else ("first:0", "", spec)
+    name, _, numbers = rest.partition(":")
+    arguments = [int(number) for number in numbers.split(",") if number]
+    if name == "window":
+        return window(case.packing, *arguments, first=int(first.removeprefix("first:")), **cross)
+    return _MADE_BY[name](case.packing, *arguments, **cross)
+
+
+_MADE_BY: dict[str, Callable[..., Pairs]] = {
+    "causal": causal, "full": full, "prefix": prefix, "chunk": chunk, "shared_question": shared_question,
+    "from_slices": slices, "from_blocks": blocks,
+}  # fmt: skip

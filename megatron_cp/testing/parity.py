@@ -19,7 +19,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.relayout import relayout
 from megatron_cp.executor.transport import Transport
-from megatron_cp.layout import Packing
+from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.linear.causal_conv1d import causal_conv1d
 from megatron_cp.linear.gated_delta_net import gated_delta_net
@@ -53,7 +53,10 @@ class Case:
         head_dim, value_head_dim: features of a key and of a value head; of mamba of B and C, and of a head of x. conv1d
             has `heads * value_head_dim` channels.
         conv_width: taps of a linear layer's convolution.
-        mask: as `Mask.named` spells it, for attention.
+        mask: of attention, as `Mask.named` spells it, or the name of a method that makes one, with its arguments:
+            `("from_slices", slices)`.
+        kv_lengths, kv_layout: of cross-attention, the documents of the keys and their layout; None for those of the
+            queries.
         scheme: of attention, or the mode of a linear layer.
         ulysses_degree: of attention; see `plan_attention`.
         head_chunks: of attention and of headwise linear layers.
@@ -78,7 +81,9 @@ class Case:
     head_dim: int = 16
     value_head_dim: int = 16
     conv_width: int = 4
-    mask: str = "causal"
+    mask: str | tuple[Any, ...] = "causal"
+    kv_lengths: tuple[int, ...] | None = None
+    kv_layout: str = "contiguous"
     scheme: str = "auto"
     ulysses_degree: int | None = None
     head_chunks: int | None = None
@@ -100,7 +105,8 @@ class Case:
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.lengths[:6])) + (",..." if len(self.lengths) > 6 else "")
         extras = [
-            *([self.mask] if self.layer == "attention" else []),
+            *([self.mask if isinstance(self.mask, str) else self.mask[0]] if self.layer == "attention" else []),
+            *([f"keys {self.kv_layout} {list(self.kv_lengths)}"] if self.kv_lengths else []),
             *(["sink"] if self.learned_sink else []),
             *([f"softcap {self.softcap:g}"] if self.softcap else []),
             *([f"dropout {self.dropout:g}"] if self.dropout else []),
@@ -118,17 +124,33 @@ class Case:
     def packing(self) -> Packing:
         return Packing(self.lengths)
 
+    @property
+    def kv_packing(self) -> Packing:
+        return Packing(self.kv_lengths) if self.kv_lengths else self.packing
+
+    def made_mask(self) -> Mask:
+        """The mask of attention."""
+        if isinstance(self.mask, str):
+            return Mask.named(self.packing, self.mask, self.kv_packing if self.kv_lengths else None)
+        name, *arguments = self.mask
+        made: Mask = getattr(Mask, name)(self.packing, *arguments)
+        return made
+
     def plan(self) -> Plan:
         shape: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
-        mask = Mask.named(self.packing, self.mask) if self.layer == "attention" else None
+        mask = self.made_mask() if self.layer == "attention" else None
         wire: dict[str, Any] = {
             "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
         }  # fmt: skip
         layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
         if self.layer == "attention":
+            cross: dict[str, Any] = {}
+            if self.kv_lengths:
+                kv_layout = layout_by_name(self.kv_layout, self.kv_packing, self.cp, seed=self.seed + 1)
+                cross = {"kv_packing": self.kv_packing, "kv_layout": kv_layout}
             return plan_attention(
                 self.packing, layout, kv_heads=self.groups, mask=mask, scheme=self.scheme,
-                ulysses_degree=self.ulysses_degree, **shape, **wire,
+                ulysses_degree=self.ulysses_degree, **shape, **wire, **cross,
             )  # fmt: skip
         kind = require("kind", self.layer)
         sizes: dict[str, Any] = {**shape, "key_heads": self.groups}
@@ -227,8 +249,8 @@ def draw(case: Case) -> Problem:
     if case.layer == "attention":
         inputs = {
             "q": normal(total, case.heads, case.head_dim),
-            "k": normal(total, case.groups, case.head_dim),
-            "v": normal(total, case.groups, case.value_head_dim),
+            "k": normal(case.kv_packing.total, case.groups, case.head_dim),
+            "v": normal(case.kv_packing.total, case.groups, case.value_head_dim),
         }
         parameters = {"sink": normal(case.heads)} if case.learned_sink else {}
         return Problem(inputs, parameters, normal(*gradient_shape))
@@ -258,7 +280,10 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
     problem = draw(case) if problem is None else problem
     plan = case.plan()
     hidden_layout = plan.hidden_layout or plan.layout
-    inputs = {name: hidden_layout.shard(tensor, group.rank).requires_grad_() for name, tensor in problem.inputs.items()}
+    inputs = {
+        name: _layout_of(name, plan).shard(tensor, group.rank).requires_grad_()
+        for name, tensor in problem.inputs.items()
+    }
     parameters = {name: tensor.clone().requires_grad_() for name, tensor in problem.parameters.items()}
     if case.layer == "attention":
         q, k, v = inputs.values()
@@ -272,6 +297,12 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
     missing = [name for name, gradient in gradients.items() if gradient is None]
     assert not missing, f"no gradient reached {missing} on rank {group.rank}"
     return {"out": out.detach(), **{name: gradient for name, gradient in gradients.items() if gradient is not None}}
+
+
+def _layout_of(name: str, plan: Plan) -> Layout:
+    """Who holds the rows of a tensor, or of its gradient: those of k and v are the keys' in cross-attention."""
+    of_keys = plan.attend is not None and name.removeprefix("d_") in ("k", "v")
+    return plan.kv_layout if of_keys else plan.hidden_layout or plan.layout
 
 
 def run_linear(
@@ -292,16 +323,23 @@ def run_linear(
 
 
 def whole(case: Case, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What the ranks of a case hold together: tokens in stream order, parameters' gradients summed."""
-    plan = case.plan()
-    layout = plan.hidden_layout or plan.layout
-    parameters = {f"d_{name}" for name in draw(replace(case, lengths=(1,))).parameters}
-    return {
-        name: sum(rank[name] for rank in ranks[1:]) + ranks[0][name]
-        if name in parameters
-        else layout.unshard([rank[name] for rank in ranks])
-        for name in ranks[0]
-    }
+    """What the ranks of a case hold together: tokens in stream order, parameters' gradients summed.
+
+    Raises:
+        AssertionError: a pad row that is not zero.
+    """
+    plan, together = case.plan(), {}
+    parameters = {f"d_{name}" for name in draw(replace(case, lengths=(1,), kv_lengths=None)).parameters}
+    for name in ranks[0]:
+        shards = [rank[name] for rank in ranks]
+        if name in parameters:
+            together[name] = sum(shards[1:]) + shards[0]
+            continue
+        layout = _layout_of(name, plan)
+        for rank, (shard, count) in enumerate(zip(shards, layout.token_counts.tolist(), strict=True)):
+            assert not shard[count:].any(), f"{name} on rank {rank}: pad rows are not zero"  # NaN is not zero either
+        together[name] = layout.unshard(shards)
+    return together
 
 
 def one_rank(case: Case) -> dict[str, Tensor]:

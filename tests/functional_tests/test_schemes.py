@@ -14,25 +14,28 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
 from megatron_cp.testing.isolation import leaks
 from megatron_cp.testing.parity import Case, compare, draw, run_layer
+from tests import mask_oracle
 from tests.counting_group import CountingGroup
-from tests.scheme_cases import SCHEMES, SchemeCase, check, over_ranks
+from tests.scheme_cases import SCHEMES, check, over_ranks
 
 RAGGED = (7, 1, 40, 0, 13, 2, 11)
-MASKS = (("causal",), ("window", 5, 2), ("first", 4, 0, 3), ("chunk", 6), ("prefix", 5), ("full",))
+MASKS = ("causal", "window:5,2", "first:3+window:4,0", "chunk:6", "prefix:5", "full")
 
 
 def case_of(scheme, **changes):
-    return SchemeCase(scheme, **{"cp_size": 4, "lengths": RAGGED, **changes})
+    return Case(
+        "attention", **{"cp": 4, "lengths": RAGGED, "scheme": scheme, "head_dim": 8, "value_head_dim": 8, **changes}
+    )
 
 
 # -- cross-attention -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", [("causal",), ("full",), ("window", 4, 1), ("first", 3, 0, 2)], ids=str)
+@pytest.mark.parametrize("mask", ["causal", "full", "window:4,1", "first:2+window:3,0"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_cross_attention_with_keys_of_other_lengths_in_another_layout(scheme, mask):
     keys = {"kv_lengths": (3, 5, 17, 2, 0, 1, 30), "kv_layout": "random"}
-    check(case_of(scheme, mask=mask, layout="contiguous", heads=4, kv_heads=2, **keys))
+    check(case_of(scheme, mask=mask, layout="contiguous", heads=4, groups=2, **keys))
 
 
 # -- queries that see nothing ----------------------------------------------------------------------------------------
@@ -42,22 +45,20 @@ def test_cross_attention_with_keys_of_other_lengths_in_another_layout(scheme, ma
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_query_that_sees_no_key_is_zero_and_passes_no_gradient(scheme, sink):
     slices = ((8, 30, 8, 20, "causal"), (50, 60, 48, 55, "full"))
-    case = case_of(scheme, mask=("slices", slices), layout="random", sink=sink)
-    mask, pairs = case.mask_and_pairs()
-    found = over_ranks(case, case.plan(mask))
+    case = case_of(scheme, mask=("from_slices", slices), layout="random", learned_sink=sink)
+    pairs, found = mask_oracle.pairs_of_case(case), over_ranks(case)
     blind, unseen = ~torch.from_numpy(pairs.any(1)), ~torch.from_numpy(pairs.any(0))
     assert 10 < blind.sum() < len(blind)
     assert not found["out"][blind].any()
-    assert not found["q"][blind].any()
-    assert not found["k"][unseen].any()
-    assert not found["v"][unseen].any()
+    assert not found["d_q"][blind].any()
+    assert not found["d_k"][unseen].any()
+    assert not found["d_v"][unseen].any()
     check(case)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_mask_without_a_pair_is_all_zeros(scheme):
-    case = case_of(scheme, mask=("slices", ()), sink=True)
-    found = over_ranks(case, case.plan(case.mask_and_pairs()[0]))
+    found = over_ranks(case_of(scheme, mask=("from_slices", ()), learned_sink=True))
     assert not any(x.any() for x in found.values())
 
 
@@ -68,23 +69,24 @@ def bytes_of_rank(inner, case, plan):
     """What this rank sends forward and backward."""
     compare_calls(inner, False)  # what a plan costs once is not part of it
     group = CountingGroup(inner)
-    inputs, gradient = case.problem()
-    local = [plan.layout.shard(x, group.rank).requires_grad_() for x in inputs.values()]
+    problem = draw(case)
+    local = [plan.layout.shard(x, group.rank).requires_grad_() for x in problem.inputs.values()]
     out = cp.attention(*local, plan, group)
     forward = group.bytes_sent
-    out.backward(plan.layout.shard(gradient, group.rank))
+    out.backward(plan.layout.shard(problem.output_gradient, group.rank))
     return forward, group.bytes_sent - forward
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random", "balanced"])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
-def test_bytes_sent_are_those_that_the_plan_says(scheme, layout):
-    case = case_of(scheme, layout=layout, mask=("window", 5, 0))
-    plan = case.plan(case.mask_and_pairs()[0])
-    sent = run_ranks(bytes_of_rank, case.cp_size, case, plan)
+def test_bytes_sent_are_those_that_the_plan_says(scheme, layout, dtype):
+    case = case_of(scheme, layout=layout, mask="window:5,0", dtype=dtype)
+    plan = case.plan()
+    sent = run_ranks(bytes_of_rank, case.cp, case, plan)
     for way, forward in enumerate((True, False)):
-        assert plan.bytes_sent(8, forward=forward) == [rank[way] for rank in sent]
+        assert plan.bytes_sent(dtype.itemsize, forward=forward) == [rank[way] for rank in sent]
 
 
 def needed_rows(plan, pairs):
@@ -101,10 +103,9 @@ def needed_rows(plan, pairs):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
 def test_exact_sends_what_the_mask_needs_and_nothing_else(layout, mask):
     case = case_of("exact", layout=layout, mask=mask)
-    built, pairs = case.mask_and_pairs()
-    plan = case.plan(built)
-    needed, row = needed_rows(plan, np.asarray(pairs)), case.kv_heads * (case.head_dim + case.value_head_dim) * 8
-    sent = run_ranks(bytes_of_rank, case.cp_size, case, plan)
+    plan, pairs = case.plan(), mask_oracle.pairs_of_case(case)
+    needed, row = needed_rows(plan, np.asarray(pairs)), case.groups * (case.head_dim + case.value_head_dim) * 8
+    sent = run_ranks(bytes_of_rank, case.cp, case, plan)
     assert [rank[0] for rank in sent] == (needed.sum(1) * row).tolist()
     assert [rank[1] for rank in sent] == ((needed.sum(1) + needed.sum(0)) * row).tolist()
     assert plan.bytes_needed(8, forward=True) == [rank[0] for rank in sent]
@@ -113,11 +114,10 @@ def test_exact_sends_what_the_mask_needs_and_nothing_else(layout, mask):
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
 def test_exact_never_sends_more_than_a_ring_or_an_all_gather(layout, mask):
-    case = case_of("exact", layout=layout, mask=mask, cp_size=5)
-    built = case.mask_and_pairs()[0]
+    case = case_of("exact", layout=layout, mask=mask, cp=5)
     for scheme, forward in itertools.product(("p2p", "all_gather"), (True, False)):
         exact, other = (
-            sum(dataclasses.replace(case, scheme=name).plan(built).bytes_sent(2, forward=forward))
+            sum(dataclasses.replace(case, scheme=name).plan().bytes_sent(2, forward=forward))
             for name in ("exact", scheme)
         )
         assert exact <= other
@@ -196,9 +196,8 @@ def test_two_microbatches_in_flight_do_not_mix(scheme, backward_order):
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_run_twice_gives_the_same_bits(scheme):
-    case = case_of(scheme, layout="random", mask=("window", 9, 1), sink=True, heads=7, kv_heads=1)
-    plan = case.plan(case.mask_and_pairs()[0])
-    first, second = over_ranks(case, plan), over_ranks(case, plan)
+    case = case_of(scheme, layout="random", mask="window:9,1", learned_sink=True, heads=7, groups=1)
+    first, second = over_ranks(case), over_ranks(case)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -282,22 +281,24 @@ def test_a_batch_of_sequences_is_each_sequence_alone(scheme):
 
 # -- the log-sum-exp -------------------------------------------------------------------------------------------------
 
+PADDED = {"lengths": (9, 1, 17, 0, 4), "align": 4}
 LSE_CASES = [
-    SchemeCase("a2a", 3, (9, 1, 17, 0, 4), align=4, sink=True),
-    SchemeCase("a2a", 4, (9, 1, 17, 0, 4), heads=12, kv_heads=12, head_chunks=3, layout="random"),
-    SchemeCase("a2a", 8, (9, 1, 17, 0, 4), align=4, softcap=1.5),  # more ranks than heads
-    SchemeCase("a2a", 1, (9, 1, 17, 0, 4), align=4, sink=True),
-    SchemeCase("p2p", 3, (9, 1, 17, 0, 4), align=4, sink=True, mask=("window", 5, 0)),
-    SchemeCase("all_gather", 3, (9, 1, 17, 0, 4), dropout=0.3),
-    SchemeCase("exact", 4, (9, 1, 17, 0, 4), align=4, mask=("slices", ((3, 9, 3, 20, "full"),))),
-    SchemeCase("a2a+p2p", 4, (9, 1, 17, 0, 4), sink=True),
-    SchemeCase("a2a+all_gather", 6, (9, 1, 17, 0, 4), align=2),
+    case_of("a2a", cp=3, **PADDED, learned_sink=True),
+    case_of("a2a", **PADDED, heads=12, groups=12, head_chunks=3, layout="random"),
+    case_of("a2a", cp=8, **PADDED, softcap=1.5),  # more ranks than heads
+    case_of("a2a", cp=1, **PADDED, learned_sink=True),
+    case_of("p2p", cp=3, **PADDED, learned_sink=True, mask="window:5,0"),
+    case_of("all_gather", cp=3, **PADDED, dropout=0.3),
+    case_of("exact", **PADDED, mask=("from_slices", ((3, 9, 3, 20, "full"),))),
+    case_of("a2a+p2p", **PADDED, learned_sink=True),
+    case_of("a2a+all_gather", cp=6, **PADDED),
 ]
 
 
 def lse_of_rank(group, case, plan, batch):
     """This rank's log-sum-exp, and whether asking for it changed output or gradients."""
-    inputs, gradient = case.problem()
+    problem = draw(case)
+    inputs, gradient = problem.inputs | problem.parameters, problem.output_gradient
     shards = {"q": plan.layout, "k": plan.kv_layout, "v": plan.kv_layout}
     results = []
     for asked in (True, False):
@@ -322,22 +323,22 @@ def lse_of_rank(group, case, plan, batch):
 
 @pytest.mark.filterwarnings("ignore:.*ranks get no")
 @pytest.mark.parametrize("batch", [False, True], ids=["thd", "sbhd"])
-@pytest.mark.parametrize("case", LSE_CASES, ids=lambda case: f"{case.scheme} over {case.cp_size}")
+@pytest.mark.parametrize("case", LSE_CASES, ids=lambda case: f"{case.scheme} over {case.cp}")
 def test_the_log_sum_exp_is_that_of_all_scores(case, batch):
-    mask, pairs = case.mask_and_pairs()
-    plan, (inputs, _) = case.plan(mask), case.problem()
-    ranks = run_ranks(lse_of_rank, case.cp_size, case, plan, batch, timeout=60)
+    plan, pairs, problem = case.plan(), mask_oracle.pairs_of_case(case), draw(case)
+    inputs = problem.inputs | problem.parameters
+    ranks = run_ranks(lse_of_rank, case.cp, case, plan, batch, timeout=60)
     for rank, lse in enumerate(ranks):
         assert (lse[plan.layout.token_counts[rank] :] == -torch.inf).all()
     found = plan.layout.unshard(ranks)
-    ratio = case.heads // case.kv_heads
+    ratio = case.heads // case.groups
     for entry in range(1 + batch):
         q, k = inputs["q"] * (1 + entry), inputs["k"].repeat_interleave(ratio, 1) * (1 + entry)
         scores = torch.einsum("ihd,jhd->ihj", q, k) * case.head_dim**-0.5
         if case.softcap:
             scores = case.softcap * torch.tanh(scores / case.softcap)
         scores = scores.masked_fill(~torch.from_numpy(np.asarray(pairs))[:, None], -torch.inf)
-        if case.sink:
+        if case.learned_sink:
             scores = torch.cat([scores, inputs["sink"].expand(len(q), -1)[..., None]], -1)
         expected, own = scores.logsumexp(-1), found[:, entry] if batch else found
         assert own.shape == expected.shape
