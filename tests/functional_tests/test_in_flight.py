@@ -15,7 +15,17 @@ WAYS = {
     "gdn chunkwise": ("gdn", "chunkwise"),
     "mamba chunkwise": ("mamba", "chunkwise"),
 }
+CHUNKS = {"heads": 6, "groups": 6, "head_chunks": 2}
 CASES = {
+    "attention in chunks": [
+        Case("attention", 3, (7, 1, 70), scheme="a2a", **CHUNKS),
+        Case("attention", 3, (2, 33, 5, 1), "random", scheme="a2a", **CHUNKS),
+    ],
+    "gdn in chunks": [
+        Case("gdn", 3, (7, 1, 70), scheme="headwise", **CHUNKS),
+        Case("gdn", 3, (2, 33, 5, 1), "random", scheme="headwise", **CHUNKS),
+    ],
+} | {
     way: [Case(layer, 3, (7, 1, 70), scheme=scheme), Case(layer, 3, (2, 33, 5, 1), "random", scheme=scheme)]
     for way, (layer, scheme) in WAYS.items()
 }

@@ -7,7 +7,7 @@ import pytest
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import LinearSlot
-from megatron_cp.planner.cost import H100, Hardware, lower_bound, priced
+from megatron_cp.planner.cost import H100, Hardware, lower_bound, priced, products
 from megatron_cp.planner.linear import contiguous_like, plan_linear
 
 PACKING = Packing([60_000, 500, 5_036])
@@ -29,6 +29,24 @@ def test_the_wire_costs_its_bytes(mode):
     assert price.forward == pytest.approx(1e3 * max(made.bytes_sent(2, forward=True)))
     assert price.backward == pytest.approx(1e3 * max(made.bytes_sent(2, forward=False)))
     assert price.bytes_sent == max(made.bytes_sent(2, forward=True))
+
+
+@pytest.mark.parametrize(("kind", "maps"), [("gdn", {"key_heads": 4}), ("mamba", {})])
+def test_a_segment_between_others_costs_the_walk_of_its_map(kind, maps):
+    """Only the middle rank's segment has both a past and a future: it walks its state, and its transition forward."""
+    layout = Layout.contiguous(Packing([300]), 3)
+    sizes = {"heads": 4, "head_dim": 16, **({"state": 8} if kind == "mamba" else {"value_head_dim": 8}), **maps}
+    chunkwise, heads, tokens = plan_linear(layout.packing, layout, kind, **sizes, mode="chunkwise"), 4, 100
+    keys, values = (8, 16) if kind == "mamba" else (16, 8)
+    ends = Layout.contiguous(Packing([100] * 3), 3)  # the same work, and no segment waits for another
+    alone = plan_linear(ends.packing, ends, kind, **sizes, mode="chunkwise")
+    # A state [K, V] is multiplied by each token's key and value, of the delta rule by its key once more; the delta
+    # rule's transition is a matrix [K, K], which is multiplied by the same two in the forward pass.
+    walk = {"gdn": 2 * keys * values, "mamba": keys * values}[kind]
+    transition = {"gdn": 2 * keys * keys, "mamba": 0}[kind]
+    for forward in (True, False):
+        more = products(chunkwise, forward=forward) - products(alone, forward=forward)
+        assert more == tokens * heads * (walk + (transition if forward else 0))
 
 
 def test_chunks_and_codecs_do_not_make_headwise_look_slower():

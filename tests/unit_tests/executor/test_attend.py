@@ -1,0 +1,145 @@
+"""The loop of attention by itself: whose keys arrive, what is merged, and in which type sums are kept."""
+
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.executor.attend import merge
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Mask, Packing
+from megatron_cp.planner.layouts import layout_by_name
+from tests.counting_group import CountingGroup
+
+SCHEMES = ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather")
+
+
+# -- merging ---------------------------------------------------------------------------------------------------------
+
+
+def partial_result(scores, values):
+    """`out` `[t, h, v]` and `lse` `[h, t]` of scores `[h, t, k]` and values `[k, h, v]`."""
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+    return torch.einsum("htk,khv->thv", weights, values), lse
+
+
+def test_merging_parts_gives_the_softmax_over_all_keys():
+    random = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 5, 9, generator=random, dtype=torch.float64)
+    values = torch.randn(9, 2, 3, generator=random, dtype=torch.float64)
+    scores[:, 1, :4] = scores[:, 2, 4:] = scores[:, 3] = -torch.inf  # sees the second part, the first, and neither
+    out, lse = partial_result(scores[..., :4], values[:4])
+    merge(out, lse, *partial_result(scores[..., 4:], values[4:]))
+    expected, expected_lse = partial_result(scores, values)
+    assert torch.allclose(out, expected, rtol=0, atol=1e-14)
+    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+    assert torch.allclose(lse.nan_to_num(neginf=0), expected_lse.nan_to_num(neginf=0), rtol=0, atol=1e-14)
+
+
+# -- in which type sums are kept -------------------------------------------------------------------------------------
+
+PACKING = Packing([60, 1, 37])
+HEADS, GROUPS, SIZE = 4, 1, 4
+
+
+def one_hot_problem():
+    """Every query looks at the first key of its document alone, whose value it takes whole; gradients are integers.
+
+    So outputs are values, and the gradient of a value is a sum of integers: exact in fp32, in any order. bf16 has every
+    integer up to 256, and every even one up to 512: no rank adds more than the one, and the sum of the first document
+    is even and below the other. In bf16 the sum would round on its way.
+    """
+    random = torch.Generator().manual_seed(0)
+    firsts = torch.tensor([0, 60, 61])
+    q = torch.ones(PACKING.total, HEADS, SIZE)
+    k = torch.full((PACKING.total, GROUPS, SIZE), -64.0)
+    k[firsts] = 64.0
+    v = torch.randint(-100, 101, (PACKING.total, GROUPS, SIZE), generator=random).float()
+    gradient = torch.randint(1, 3, (PACKING.total, HEADS, SIZE), generator=random).float()
+    gradient[0, 0] += gradient[:60].sum((0, 1)) % 2
+    return q, k, v, gradient
+
+
+def expected_results():
+    q, _, v, gradient = one_hot_problem()
+    firsts = torch.tensor([0] * 60 + [60] + [61] * 37)
+    out = v[firsts].repeat_interleave(HEADS // GROUPS, 1)
+    of_groups = gradient.unflatten(1, (GROUPS, -1)).sum(2)
+    dv = torch.zeros_like(v).index_add_(0, firsts, of_groups)
+    return {"out": out, "dq": torch.zeros_like(q), "dk": torch.zeros_like(v), "dv": dv}
+
+
+def run_bf16(group, plan):
+    *inputs, gradient = (plan.layout.shard(x.bfloat16(), group.rank) for x in one_hot_problem())
+    q, k, v = (x.requires_grad_() for x in inputs)
+    out = cp.attention(q, k, v, plan, group, kernel="reference")
+    out.backward(gradient)
+    return {"out": out.detach(), "dq": q.grad, "dk": k.grad, "dv": v.grad}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_sums_over_ranks_are_kept_in_fp32_and_rounded_once(scheme, layout):
+    made = layout_by_name(layout, PACKING, 4, align=3)
+    plan = cp.plan_attention(PACKING, made, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, scheme=scheme)
+    ranks = run_ranks(run_bf16, 4, plan)
+    for name, value in expected_results().items():
+        found = made.unshard([rank[name] for rank in ranks])
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, value.bfloat16()), name
+        for rank, count in enumerate(made.token_counts.tolist()):
+            assert not ranks[rank][name][count:].any()
+
+
+def test_that_problem_would_show_sums_in_bf16():
+    gradient, dv = one_hot_problem()[3], expected_results()["dv"][0, 0]
+    assert (dv > 256).all()
+    assert torch.equal(dv.bfloat16().float(), dv)
+    total = torch.zeros(SIZE, dtype=torch.bfloat16)
+    for part in gradient[:60].sum(1).split(15):
+        assert part.sum(0).max() <= 256
+        total += part.sum(0).bfloat16()
+    assert not torch.equal(total, dv.bfloat16())
+
+
+# -- what travels ----------------------------------------------------------------------------------------------------
+
+
+def sent_by(group, plan, dtype):
+    counted = CountingGroup(group)
+    q, k, v = (
+        torch.zeros(int(plan.layout.row_counts[group.rank]), heads, SIZE, dtype=dtype, requires_grad=True)
+        for heads in (HEADS, GROUPS, GROUPS)
+    )
+    cp.executor.agreement.compare_calls(group, False)
+    out = cp.attention(q, k, v, plan, counted)
+    forward = counted.bytes_sent
+    out.sum().backward()
+    return forward, counted.bytes_sent - forward
+
+
+def test_a_ring_sends_each_block_to_its_neighbour_and_gradients_in_four_bytes():
+    packing, element = Packing([12]), GROUPS * 2 * SIZE
+    layout = layout_by_name("contiguous", packing, 3)
+    plan = cp.plan_attention(
+        packing, layout, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, scheme="p2p", mask=Mask.full(packing)
+    )
+    for dtype, size in ((torch.bfloat16, 2), (torch.float64, 8)):
+        keys, gradients = 2 * 4 * element * size, 3 * 4 * element * max(size, 4)
+        assert run_ranks(sent_by, 3, plan, dtype) == [(keys, keys + gradients)] * 3
+        assert plan.bytes_sent(size, forward=True) == [keys] * 3
+        assert plan.bytes_sent(size, forward=False) == [keys + gradients] * 3
+
+
+def test_an_exact_exchange_sends_only_the_keys_that_others_see():
+    packing, element = Packing([12]), GROUPS * 2 * SIZE
+    layout = layout_by_name("contiguous", packing, 3)  # four tokens a rank
+    plan = cp.plan_attention(
+        packing, layout, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, scheme="exact", mask=Mask.window(packing, 1)
+    )
+    # Queries 4 and 8 see one key of the rank before; its gradient comes back.
+    keys = [element * 2, element * 2, 0]
+    returned = [0, element * 2, element * 2]
+    both = [a + b for a, b in zip(keys, returned, strict=True)]
+    assert run_ranks(sent_by, 3, plan, torch.bfloat16) == list(zip(keys, both, strict=True))
+    assert plan.bytes_sent(2, forward=False) == both
