@@ -2,32 +2,48 @@
 
 from collections import Counter
 
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import Pending, RankGroup
 
 
 class CountingGroup(RankGroup):
-    """Counts what goes through another group, and the bytes that this rank sends to the others."""
+    """Counts what goes through another group, and the bytes that this rank sends to the others.
+
+    Attributes:
+        calls: what was started, by the method's name.
+        bytes_sent: to other ranks.
+        under_way: what was started and is not awaited yet.
+    """
 
     def __init__(self, inner: RankGroup) -> None:
         self.inner, self.rank, self.size, self.agreed = inner, inner.rank, inner.size, inner.agreed
         self.calls: Counter[str] = Counter()
-        self.bytes_sent = 0
+        self.bytes_sent = self.under_way = 0
 
     def start_all_to_all(self, received, sent, received_splits, sent_splits):
         self.calls["all_to_all"] += 1
         self.bytes_sent += (sum(sent_splits) - sent_splits[self.rank]) * sent.itemsize
-        return self.inner.start_all_to_all(received, sent, received_splits, sent_splits)
+        return _Counted(self, self.inner.start_all_to_all(received, sent, received_splits, sent_splits))
 
     def start_all_gather(self, received, sent):
         self.calls["all_gather"] += 1
         self.bytes_sent += (self.size - 1) * sent.nbytes
-        return self.inner.start_all_gather(received, sent)
+        return _Counted(self, self.inner.start_all_gather(received, sent))
 
     def start_messages(self, sends, receives):
         self.calls["messages"] += 1
         self.bytes_sent += sum(message.tensor.nbytes for message in sends)
-        return self.inner.start_messages(sends, receives)
+        return _Counted(self, self.inner.start_messages(sends, receives))
 
     def barrier(self):
         self.calls["barrier"] += 1
         self.inner.barrier()
+
+
+class _Counted(Pending):
+    def __init__(self, group, pending):
+        self.group, self.pending = group, pending
+        group.under_way += 1
+
+    def wait(self):
+        self.pending.wait()
+        self.group.under_way -= 1

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw
+from tests.counting_group import CountingGroup
 from tests.limits import limit
 
 WAYS = {
@@ -78,6 +79,21 @@ def assert_same_bits(found, expected):
 def test_recomputed_activations_give_the_same_bits(layer, use_reentrant):
     case = CASES[layer][0]
     assert_same_bits(run_ranks(recomputed, 3, case, use_reentrant), run_ranks(alone, 3, case))
+
+
+def left_under_way(group, case, use_reentrant):
+    counted = CountingGroup(group)
+    recomputed(counted, case, use_reentrant)
+    return counted.calls["all_to_all"], counted.under_way
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("layer", CASES)
+def test_recomputing_waits_for_all_that_it_starts(layer, use_reentrant):
+    """A non-reentrant checkpoint stops once it has what was saved: that may be before the last part has arrived."""
+    for started, under_way in run_ranks(left_under_way, 3, CASES[layer][0], use_reentrant):
+        assert started > 0
+        assert under_way == 0
 
 
 def recomputed_rule(group, kind, mode, sizes, lengths, trained=slice(None)):

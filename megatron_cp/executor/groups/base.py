@@ -192,12 +192,12 @@ class Part(RankGroup):
     """Some ranks of a group, talking through it: what they start, all other parts of the group start too.
 
     Args:
-        whole: the group.
-        ranks: of the whole group, this rank among them; rank n of the part is `ranks[n]`.
+        parent: the group.
+        ranks: of the parent, this rank among them; rank n of the part is `ranks[n]`.
     """
 
     def __init__(self, parent: RankGroup, ranks: range) -> None:
-        self._whole, self._ranks = parent, ranks
+        self._parent, self._ranks = parent, ranks
         self.buffers = parent.buffers
         self.rank, self.size = ranks.index(parent.rank), len(ranks)
 
@@ -206,8 +206,8 @@ class Part(RankGroup):
     ) -> Pending:
         check_splits(received, received_splits, "received_splits", self.size)
         check_splits(sent, sent_splits, "sent_splits", self.size)
-        self._whole.activity = self.activity
-        return self._whole.start_all_to_all(received, sent, self._spread(received_splits), self._spread(sent_splits))
+        self._parent.activity = self.activity
+        return self._parent.start_all_to_all(received, sent, self._spread(received_splits), self._spread(sent_splits))
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -218,8 +218,8 @@ class Part(RankGroup):
         )
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        self._whole.activity = self.activity
-        return self._whole.start_messages(
+        self._parent.activity = self.activity
+        return self._parent.start_messages(
             *(
                 [Message(message.tensor, self._ranks[message.peer]) for message in messages]
                 for messages in (sends, receives)
@@ -227,10 +227,10 @@ class Part(RankGroup):
         )
 
     def barrier(self) -> None:
-        self._whole.barrier()
+        self._parent.barrier()
 
     def _spread(self, splits: list[int]) -> list[int]:
-        spread = [0] * self._whole.size
+        spread = [0] * self._parent.size
         for rank, split in zip(self._ranks, splits, strict=True):
             spread[rank] = split
         return spread
