@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from megatron_cp.executor.agreement import check_agreement as check_agreement
     from megatron_cp.executor.agreement import compare_calls as compare_calls
     from megatron_cp.executor.gather import gather as gather
-    from megatron_cp.executor.plan import Plan as Plan
+    from megatron_cp.executor.hosts import hosts_of as hosts_of
     from megatron_cp.executor.relayout import relayout as relayout
-    from megatron_cp.executor.transport import Transport as Transport
     from megatron_cp.layout import Layout as Layout
     from megatron_cp.layout import Packing as Packing
     from megatron_cp.layout import Route as Route
@@ -30,11 +29,13 @@ if TYPE_CHECKING:
     from megatron_cp.linear.kimi_delta_attention import kda_mixer as kda_mixer
     from megatron_cp.linear.mamba2 import mamba2 as mamba2
     from megatron_cp.linear.mamba2 import mamba2_mixer as mamba2_mixer
+    from megatron_cp.plan.plan import Plan as Plan
+    from megatron_cp.plan.transport import Transport as Transport
+    from megatron_cp.planner.attention import plan_attention as plan_attention
     from megatron_cp.planner.batch import AttentionSlot as AttentionSlot
     from megatron_cp.planner.batch import BatchPlan as BatchPlan
     from megatron_cp.planner.batch import LinearSlot as LinearSlot
     from megatron_cp.planner.linear import plan_linear as plan_linear
-    from megatron_cp.planner.plans import plan_attention as plan_attention
     from megatron_cp.softmax.attention import attention as attention
     from megatron_cp.softmax.attention import projected_attention as projected_attention
 
@@ -50,10 +51,10 @@ _HOMES = {
     "Mask": "megatron_cp.layout.mask",
     "Packing": "megatron_cp.layout",
     "PeerError": "megatron_cp.errors",
-    "Plan": "megatron_cp.executor.plan",
+    "Plan": "megatron_cp.plan.plan",
     "PlanMismatchError": "megatron_cp.errors",
     "Route": "megatron_cp.layout",
-    "Transport": "megatron_cp.executor.transport",
+    "Transport": "megatron_cp.plan.transport",
     "attention": "megatron_cp.softmax.attention",
     "causal_conv1d": "megatron_cp.linear.causal_conv1d",
     "check_agreement": "megatron_cp.executor.agreement",
@@ -61,11 +62,12 @@ _HOMES = {
     "gated_delta_net": "megatron_cp.linear.gated_delta_net",
     "gated_delta_rule": "megatron_cp.linear.gated_delta_net",
     "gather": "megatron_cp.executor.gather",
+    "hosts_of": "megatron_cp.executor.hosts",
     "kda": "megatron_cp.linear.kimi_delta_attention",
     "kda_mixer": "megatron_cp.linear.kimi_delta_attention",
     "mamba2": "megatron_cp.linear.mamba2",
     "mamba2_mixer": "megatron_cp.linear.mamba2",
-    "plan_attention": "megatron_cp.planner.plans",
+    "plan_attention": "megatron_cp.planner.attention",
     "plan_linear": "megatron_cp.planner.linear",
     "projected_attention": "megatron_cp.softmax.attention",
     "relayout": "megatron_cp.executor.relayout",

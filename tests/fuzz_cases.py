@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 
-from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.layouts import layout_by_name
 from tests import mask_oracle
 

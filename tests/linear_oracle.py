@@ -8,11 +8,11 @@ import torch
 
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.recurrence import Scan
 from megatron_cp.executor.scan import scan
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.segments import Segments
 from megatron_cp.linear.kernels.base import Delta, LinearCall, StateSpace
+from megatron_cp.plan.recurrence import Scan
 
 
 def delta_rule(inputs, groups, scale, lengths):

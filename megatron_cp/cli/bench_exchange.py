@@ -48,8 +48,8 @@ from megatron_cp.cli.options import MODELS, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.exchange import ToTokensInParts, start_to_heads
 from megatron_cp.executor.groups import TorchGroup
+from megatron_cp.executor.head_exchange import ToTokensInParts, start_to_heads
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.exchange import start_to_heads
 from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.plan import Compute, Plan, ToHeads
+from megatron_cp.executor.head_exchange import start_to_heads
 from megatron_cp.executor.run import LocalWork
 from megatron_cp.executor.run import run as run_plan
 from megatron_cp.linear import on_rank
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.steps import Compute, ToHeads
 from megatron_cp.softmax import attention as operation
 from megatron_cp.testing.parity import Case, Problem, run_linear
 

@@ -25,7 +25,7 @@ from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.pack import like_rows, pack_heads, pack_tokens, unpack_heads, unpack_tokens
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.executor.groups import TorchGroup
-from megatron_cp.planner.plans import exchange_of
+from megatron_cp.planner.checks import exchange_of
 from megatron_cp.testing.parity import Case, relative_error
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 

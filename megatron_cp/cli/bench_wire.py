@@ -27,11 +27,12 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor import communicator
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.exchange import start_to_heads
 from megatron_cp.executor.groups import Message, Pending, RankGroup, TorchGroup
-from megatron_cp.executor.launch import hosts_of, run_ranks
-from megatron_cp.executor.plan import Plan
-from megatron_cp.executor.transport import TRANSPORTS, Transport, num_rounds
+from megatron_cp.executor.head_exchange import start_to_heads
+from megatron_cp.executor.hosts import hosts_of
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.transport import TRANSPORTS, Transport, num_rounds
 from megatron_cp.testing.parity import Case, draw
 
 PARTS = ("transports", "codecs", "overlap")

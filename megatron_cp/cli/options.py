@@ -181,7 +181,7 @@ def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int
     """
     if world is None or args.transport != "hierarchical" or args.hosts is not None:
         return ()
-    from megatron_cp.executor.launch import hosts_of
+    from megatron_cp.executor.hosts import hosts_of
 
     hosts = hosts_of(world)[:cp_size]
     return hosts if len(set(hosts)) > 1 else ()

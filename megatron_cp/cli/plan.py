@@ -16,12 +16,12 @@ from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, ca
 from megatron_cp.cli.parser import positive
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.explain import size
-from megatron_cp.executor.memory import buffer_bytes, peak_bytes
-from megatron_cp.executor.plan import Plan
+from megatron_cp.plan.explain import size
+from megatron_cp.plan.plan import Plan
+from megatron_cp.planner.attention import exchanges
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
-from megatron_cp.planner.plans import exchanges
+from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 
 if TYPE_CHECKING:
     from megatron_cp.testing.parity import Case

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, CallMismatchError, PlanMismatchError, checked_flag, checked_integer
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
-from megatron_cp.executor.plan import Plan
 from megatron_cp.layout import Layout
+from megatron_cp.plan.plan import Plan
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number
-from megatron_cp.executor.plan import Plan
+from megatron_cp.plan.plan import Plan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

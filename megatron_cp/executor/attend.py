@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_cp.exchange.pack import like_rows
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.kv_schedule import Attend, HeadChunk
 from megatron_cp.executor.transfers import AtHome, Transfers, pack_like, transfers, unpack
 from megatron_cp.layout.tiles import Tiles
+from megatron_cp.plan.attention import Attend, HeadChunk
 
 
 class TileWork(Protocol):

@@ -22,7 +22,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups import Message, Pending, RankGroup
-from megatron_cp.executor.transport import COLLECTIVE, Transport, num_rounds, round_robin_peer
+from megatron_cp.plan.transport import COLLECTIVE, Transport, num_rounds, round_robin_peer
 
 ROUNDS_IN_FLIGHT = 4  # so that a slow pair holds nobody up; more would be a crowd on one link again
 

@@ -15,7 +15,7 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
-from megatron_cp.executor.recurrence import Halo
+from megatron_cp.plan.recurrence import Halo
 
 
 def start_halo(step: Halo, comm: RankGroup | Communicator, x: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:

@@ -11,7 +11,6 @@ import faulthandler
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -27,7 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from megatron_cp.errors import ArgumentError, PeerError, checked_integer
-from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
+from megatron_cp.executor.groups import ThreadGroup, TorchGroup
 
 RANK_KINDS = ("threads", "processes")
 FIRST_STEP = 600.0  # seconds that a rank waits for another while they import and compile: until `set_timeout`
@@ -328,13 +327,6 @@ def _end_with_parent() -> None:
     if parent is not None:
         parent.join()  # also when it was killed and could not end us
         os._exit(1)
-
-
-def hosts_of(group: RankGroup) -> tuple[int, ...]:
-    """The host of each rank of a group, numbered from 0: as torchrun numbers its nodes, or by name. For set-up."""
-    names = group.all_gather_object((os.environ.get("GROUP_RANK", ""), socket.gethostname()))
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    return tuple(numbers[name] for name in names)
 
 
 def in_torchrun() -> bool:

@@ -10,13 +10,14 @@ from torch import Tensor
 
 from megatron_cp.exchange.geometry import prepare_tables
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.exchange import ToTokensInParts, start_to_heads
 from megatron_cp.executor.halo import prepare_halo
-from megatron_cp.executor.kv_schedule import Attend
-from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
-from megatron_cp.executor.recurrence import Halo, Scan
+from megatron_cp.executor.head_exchange import ToTokensInParts, start_to_heads
 from megatron_cp.executor.relayout import prepare_relayout
 from megatron_cp.executor.transfers import prepare_gathering
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 
 LocalWork = Callable[..., list[Tensor]]
 Inputs = list[Tensor] | Callable[[int], list[Tensor]]

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
-from megatron_cp.executor.recurrence import Scan
+from megatron_cp.plan.recurrence import Scan
 
 
 class LocalScan(ABC):

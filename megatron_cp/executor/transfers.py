@@ -23,7 +23,7 @@ from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending
-from megatron_cp.executor.kv_schedule import Attend, Gathering, HeadChunk
+from megatron_cp.plan.attention import Attend, Gathering, HeadChunk
 
 _GATHERED = "keys and values of other ranks"  # the step, as errors name it
 

@@ -9,8 +9,8 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
-from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv, kept
+from megatron_cp.plan.plan import Plan
 
 
 @opaque

@@ -10,11 +10,11 @@ from megatron_cp.errors import checked_flag
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
-from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.activations import sigmoid, softplus
 from megatron_cp.linear.kernels import Delta
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.linear.reductions import for_each_token, l2_normalised
+from megatron_cp.plan.plan import Plan
 
 _MAKER = 'plan_linear(kind="gdn")'
 

@@ -13,11 +13,11 @@ from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
-from megatron_cp.executor.plan import Plan
 from megatron_cp.linear.activations import softplus
 from megatron_cp.linear.kernels import StateSpace
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.linear.reductions import for_each_token
+from megatron_cp.plan.plan import Plan
 
 _MAKER = 'plan_linear(kind="mamba")'
 

@@ -25,12 +25,12 @@ from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.opaque import opaque_backward
-from megatron_cp.executor.plan import Plan
-from megatron_cp.executor.recurrence import Halo, Scan
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout.segments import Segments
 from megatron_cp.linear.kernels import Inputs, LinearCall, choose_conv, choose_rule
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.recurrence import Halo, Scan
 
 Stage = Callable[..., list[Tensor]]
 

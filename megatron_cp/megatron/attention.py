@@ -30,9 +30,9 @@ from megatron_cp.megatron.modules import (
     refuse_unsupported,
     transport_of,
 )
+from megatron_cp.planner.attention import exchanges
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.plans import exchanges
 from megatron_cp.softmax.attention import attention
 
 _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True, AttnMaskType.no_mask: False}

@@ -18,11 +18,12 @@ from torch import nn
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import agree_on_layer
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
-from megatron_cp.executor.plan import Plan
-from megatron_cp.executor.transport import Transport
+from megatron_cp.executor.hosts import hosts_of
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.batch import PlannedSeqParams, planned
 from megatron_cp.megatron.documents import is_packed
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.batch import BatchPlan, LinearSlot, Slot
 from megatron_cp.planner.capabilities import remark
 
@@ -145,7 +146,7 @@ def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
 def transport_of(config: Any, ranks: RankGroup) -> Transport:
     """The transport that the configuration names. Collective: once a layer, while the model is built."""
     name = getattr(config, "cp_transport", "collective")
-    return Transport.of_hosts(name, ranks)
+    return Transport(name, hosts_of(ranks)) if name == "hierarchical" else Transport.named(name)
 
 
 def codec_of(config: Any, ranks: RankGroup, *, exchanges: bool, how: str) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.attention import exchanges
 from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import MAX_CONV_WIDTH
-from megatron_cp.planner.plans import exchanges
 
 METRICS = "metrics.jsonl"  # of a run, in its folder: a line a step
 

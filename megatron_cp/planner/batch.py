@@ -11,13 +11,13 @@ from typing import Any
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.sections import partition_heads
-from megatron_cp.executor.plan import Plan, Price
-from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.plan import Plan, Price
+from megatron_cp.plan.transport import COLLECTIVE, Transport
+from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import plan_linear, unused
-from megatron_cp.planner.plans import plan_attention
 
 
 @dataclass(frozen=True)

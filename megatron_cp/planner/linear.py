@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
-from megatron_cp.executor.plan import Compute, Plan, Price, Redistribution, Step, ToHeads, ToTokens
-from megatron_cp.executor.recurrence import Halo, Scan
-from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.plan import Plan, Price, Redistribution
+from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
+from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.cost import H100, Hardware, lower_bound, priced
-from megatron_cp.planner.plans import (
+from megatron_cp.planner.checks import (
     check_layout,
     checked_chunks,
     checked_codec,
@@ -24,6 +24,7 @@ from megatron_cp.planner.plans import (
     no_chunks,
     notes_of,
 )
+from megatron_cp.planner.predict.cost import H100, Hardware, lower_bound, priced
 
 MAX_CONV_WIDTH = 64  # far beyond any model; a halo and its tables grow with it
 
@@ -151,7 +152,7 @@ def plan_linear(
     if layers > 1 and hidden_size is None:
         raise ArgumentError("layers", layers, "1 without hidden_size", "They share a redistribution of hidden states.")
     if not isinstance(hardware, Hardware):
-        raise ArgumentError("hardware", hardware, "rates, as in megatron_cp.planner.cost.H100")
+        raise ArgumentError("hardware", hardware, "rates, as in megatron_cp.planner.predict.cost.H100")
     item_size = checked_integer("item_size", item_size, 1)
     transport = checked_transport(transport, layout.cp_size)
     exchanges = mode in ("headwise", "auto")

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.plan import Plan
 from megatron_cp.layout import Layout
+from megatron_cp.plan.plan import Plan
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel

@@ -17,14 +17,15 @@ from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor, checked_scale, rows_first
 from megatron_cp.executor.attend import attend, attend_backward, row_padded_copy
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.exchange import ToTokensInParts
 from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.head_exchange import ToTokensInParts
 from megatron_cp.executor.kernels import choose_kernel
-from megatron_cp.executor.kv_schedule import Attend, HeadChunk
 from megatron_cp.executor.opaque import opaque, opaque_backward
-from megatron_cp.executor.plan import Plan, ToHeads, ToTokens
 from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.layout.tiles import Tiles
+from megatron_cp.plan.attention import Attend, HeadChunk
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 
 

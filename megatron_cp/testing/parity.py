@@ -16,9 +16,7 @@ from megatron_cp.executor.arguments import checked_scale
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.relayout import relayout
-from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.linear.causal_conv1d import causal_conv1d
@@ -26,10 +24,12 @@ from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.linear.on_rank import LinearOnRank
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.transport import Transport
+from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
-from megatron_cp.planner.plans import plan_attention
 from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.attention import attention, attention_call
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES

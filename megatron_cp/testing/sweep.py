@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from megatron_cp.planner.attention import exchanges
 from megatron_cp.planner.capabilities import working
-from megatron_cp.planner.plans import exchanges
 from megatron_cp.testing.parity import Case
 
 MASKS = ("causal", "full", "window:5,0", "window:4,2", "prefix:5", "chunk:6", "first:2+window:4,0")

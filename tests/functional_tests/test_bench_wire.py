@@ -25,8 +25,8 @@ from megatron_cp.cli.main import main
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor import communicator
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.transport import TRANSPORTS, Transport
 from megatron_cp.linear import on_rank
+from megatron_cp.plan.transport import TRANSPORTS, Transport
 from megatron_cp.softmax import attention as operation
 from megatron_cp.testing.parity import Case, draw
 from tests.limits import limit

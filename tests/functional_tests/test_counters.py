@@ -7,7 +7,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.pack import like_rows
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.executor.agreement import compare_calls
-from megatron_cp.executor.exchange import to_heads
+from megatron_cp.executor.head_exchange import to_heads
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.linear.gated_delta_net import gated_delta_net

@@ -14,8 +14,8 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
-from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.head_exchange import to_heads, to_tokens
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
 from megatron_cp.linear.gated_delta_net import gated_delta_net

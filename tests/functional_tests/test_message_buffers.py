@@ -9,7 +9,7 @@ import torch
 import megatron_cp as cp
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.pack import pack_heads
-from megatron_cp.executor import exchange
+from megatron_cp.executor import head_exchange
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.testing.parity import Case, run_layer
@@ -109,7 +109,7 @@ def lying(monkeypatch):
             found[address(message)] = message
         return message
 
-    monkeypatch.setattr(exchange, "pack_heads", noting)
+    monkeypatch.setattr(head_exchange, "pack_heads", noting)
     return found
 
 

@@ -18,7 +18,7 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.memory import buffer_bytes
+from megatron_cp.planner.predict.memory import buffer_bytes
 from megatron_cp.softmax.attention import attention, projected_attention
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import TOLERANCES, Case, compare, judge, run_layer

@@ -171,8 +171,7 @@ CALLS = {
         "transport": [*NO_NAME, "hierarchical", cp.Transport]}),
     "Transport.of_even_hosts": (cp.Transport.of_even_hosts, {"name": "pairwise", "cp_size": 2, "hosts": 1}, {
         "name": NO_NAME, "cp_size": [*NO_INTEGER, 0, 2**40], "hosts": [*NO_INTEGER, 0, 3]}),
-    "Transport.of_hosts": (cp.Transport.of_hosts, {"name": "hierarchical", "group": None}, {
-        "name": NO_NAME, "group": NO_GROUP[:-2]}),
+    "hosts_of": (cp.hosts_of, {"group": None}, {"group": NO_GROUP[:-2]}),
     "AttentionSlot": (cp.AttentionSlot, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
@@ -254,7 +253,6 @@ NAMES = {
     ("Mask.named", "spec"): "mask",
     ("Transport", "name"): "transport",
     ("Transport.of_even_hosts", "name"): "transport",
-    ("Transport.of_hosts", "name"): "transport",
 }
 
 

@@ -19,8 +19,8 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange import pack
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
-from megatron_cp.executor.exchange import to_heads, to_tokens
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
+from megatron_cp.executor.head_exchange import to_heads, to_tokens
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
 from tests.counting_group import CountingGroup

@@ -15,7 +15,7 @@ from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.groups.base import Agreed
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.plan import Plan
+from megatron_cp.plan.plan import Plan
 from tests.limits import limit
 
 LENGTHS = (7, 1, 13, 2)

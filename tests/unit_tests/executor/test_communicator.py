@@ -14,8 +14,9 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.hosts import hosts_of
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.transport import COLLECTIVE, TRANSPORTS, Transport, num_rounds, round_robin_peer
+from megatron_cp.plan.transport import COLLECTIVE, TRANSPORTS, Transport, num_rounds, round_robin_peer
 from megatron_cp.testing.poison import poisoned
 
 
@@ -265,23 +266,19 @@ def test_rejects_more_hosts_than_ranks(num_hosts, name):
 
 def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
     monkeypatch.delenv("GROUP_RANK", raising=False)
-    assert run_ranks(lambda group: Transport.of_hosts("hierarchical", group).hosts, 3) == [(0, 0, 0)] * 3
+    assert run_ranks(hosts_of, 3) == [(0, 0, 0)] * 3
     names = {f"rank {rank}": name for rank, name in enumerate("babc")}
     monkeypatch.setattr(socket, "gethostname", lambda: names[threading.current_thread().name])
-    assert (
-        run_ranks(lambda group: Transport.of_hosts("hierarchical", group), 4)
-        == [Transport("hierarchical", (0, 1, 0, 2))] * 4
-    )
+    assert run_ranks(hosts_of, 4) == [(0, 1, 0, 2)] * 4
+    assert hosts_of(None) == (0,)
 
 
-def test_one_rank_or_one_road_for_all_hosts_is_not_asked():
-    assert Transport.of_hosts("hierarchical", None).hosts == (0,)
-    assert Transport.of_hosts("pairwise", None) == Transport("pairwise")
+def test_rejects_a_transport_that_is_none():
     with pytest.raises(ArgumentError, match="transport: got 'carrier'"):
-        Transport.of_hosts("carrier", None)
+        Transport("carrier")
 
 
-def test_nodes_share_ranks_as_evenly_as_they_can():
+def test_hosts_share_ranks_as_evenly_as_they_can():
     assert Transport.of_even_hosts("hierarchical", 5, 2).hosts == (0, 0, 0, 1, 1)
     assert Transport.of_even_hosts("collective", 5, 2) == COLLECTIVE
 

@@ -9,9 +9,9 @@ from argparse import Namespace
 import pytest
 
 from megatron_cp.cli import options
-from megatron_cp.executor import launch
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
-from megatron_cp.executor.launch import hosts_of, run_ranks
+from megatron_cp.executor.hosts import hosts_of
+from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case
 from tests.limits import limit
 
@@ -44,7 +44,7 @@ def test_hosts_are_numbered_in_the_order_of_ranks():
     ],
 )
 def test_commands_know_the_hosts_of_a_job(found, transport, hosts, expected, monkeypatch):
-    monkeypatch.setattr(launch, "hosts_of", lambda group: found)
+    monkeypatch.setattr("megatron_cp.executor.hosts.hosts_of", lambda group: found)
     args = Namespace(transport=transport, hosts=hosts)
     assert options.hosts_of_job(args, ThreadGroup.create(4)[0], 3) == expected
     assert options.hosts_of_job(args, None, 3) == ()

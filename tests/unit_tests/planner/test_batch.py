@@ -7,11 +7,11 @@ import pytest
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan.transport import Transport
+from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
 from megatron_cp.planner.linear import plan_linear
-from megatron_cp.planner.plans import plan_attention
 
 PACKING = Packing([7, 1, 0, 130, 2])
 LAYOUT = Layout.zigzag(PACKING, 3)
@@ -71,7 +71,7 @@ def test_slots_take_transports_by_name(slot):
     assert by_name == by_value
     assert len({by_name, by_value, slot}) == 2
     assert by_name.plan(LAYOUT).transport == Transport("pairwise")
-    with pytest.raises(ArgumentError, match="of_hosts"):
+    with pytest.raises(ArgumentError, match="hosts_of"):
         dataclasses.replace(slot, transport="hierarchical")
 
 

@@ -9,11 +9,11 @@ import torch
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
-from megatron_cp.executor.memory import buffer_bytes, peak_bytes
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import BatchPlan, LinearSlot
 from megatron_cp.planner.linear import plan_linear
-from megatron_cp.planner.plans import plan_attention
+from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 
 LARGE = [2**31, 2**33 - 7, 2**39 + 1]
 CP = 4

@@ -7,8 +7,8 @@ import pytest
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import LinearSlot
-from megatron_cp.planner.cost import H100, Hardware, lower_bound, priced, products
 from megatron_cp.planner.linear import contiguous_like, plan_linear
+from megatron_cp.planner.predict.cost import H100, Hardware, lower_bound, priced, products
 
 PACKING = Packing([60_000, 500, 5_036])
 SIZES = {"heads": 32, "key_heads": 16, "head_dim": 128}

@@ -16,16 +16,17 @@ from hypothesis import strategies as st
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
-from megatron_cp.executor.kv_schedule import Attend
-from megatron_cp.executor.memory import buffer_bytes, peak_bytes
-from megatron_cp.executor.plan import Compute, Plan, ToHeads, ToTokens
-from megatron_cp.executor.transport import Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
+from megatron_cp.plan.transport import Transport
+from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import CAPABILITIES, working
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
-from megatron_cp.planner.plans import plan_attention
+from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 
 ragged = settings(derandomize=True, deadline=None, max_examples=60)
 PACKING = Packing([7, 1, 0, 130, 2])
@@ -366,7 +367,7 @@ def test_notes_groups_that_ranks_share(planner, arguments, groups, notes):
 
 
 @pytest.mark.parametrize(
-    ("module", "linear"), [("megatron_cp",) * 2, ("megatron_cp.planner.plans", "megatron_cp.planner.linear")]
+    ("module", "linear"), [("megatron_cp",) * 2, ("megatron_cp.planner.attention", "megatron_cp.planner.linear")]
 )
 def test_planning_a_batch_imports_no_torch(module, linear):
     program = f"""

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.memory import peak_bytes
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.layouts import layout_by_name
-from megatron_cp.planner.plans import plan_attention
+from megatron_cp.planner.predict.memory import peak_bytes
 from megatron_cp.softmax import attention as operation
 from megatron_cp.softmax.kernels import AttentionKernel
 from megatron_cp.testing.memory import PeakMemory

@@ -9,9 +9,9 @@ import torch
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.recurrence import Halo, Scan
 from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.recurrence import Halo, Scan
 
 LAYOUT = Layout.contiguous(Packing([3, 20]), 3)  # the second document is on all ranks
 

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.split_counts import SPARE, rounded
-from megatron_cp.executor.kv_schedule import Attend, HeadChunk
-from megatron_cp.executor.plan import Plan
-from megatron_cp.executor.recurrence import Halo, Scan
+from megatron_cp.plan.attention import Attend, HeadChunk
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.recurrence import Halo, Scan
 
 MERGING = 4  # numbers for each query and head while partial results are merged
 LSE = 4  # bytes at least of a log-sum-exp, and of whatever is summed

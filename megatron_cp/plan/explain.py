@@ -6,11 +6,12 @@ from typing import assert_never
 
 import numpy as np
 
-from megatron_cp.executor.kv_schedule import Attend
-from megatron_cp.executor.plan import Compute, Plan, Step, ToHeads, ToTokens
-from megatron_cp.executor.recurrence import Halo, Scan
-from megatron_cp.executor.transport import COLLECTIVE
 from megatron_cp.layout import Layout
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
+from megatron_cp.plan.transport import COLLECTIVE
 
 STRIP_WIDTH = 96  # characters of the ownership strip
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.executor.plan import Plan, Price
-from megatron_cp.executor.recurrence import Scan
 from megatron_cp.layout import Layout
+from megatron_cp.plan.plan import Plan, Price
+from megatron_cp.plan.recurrence import Scan
 
 CHUNK = 64  # tokens that a chunked kernel takes at once
 

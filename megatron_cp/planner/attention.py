@@ -5,16 +5,26 @@ from __future__ import annotations
 import warnings
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.exchange.codec import CODECS, Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
-from megatron_cp.executor.kv_schedule import Attend
-from megatron_cp.executor.plan import Plan, Step, ToHeads, ToTokens
-from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.rank_sets import merge_ranks
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.steps import Step, ToHeads, ToTokens
+from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.checks import (
+    check_layout,
+    checked_chunks,
+    checked_codec,
+    checked_heads,
+    checked_transport,
+    exchange_of,
+    no_chunks,
+    notes_of,
+)
 
 
 def plan_attention(
@@ -166,65 +176,6 @@ def _head_chunks(asked: int | None, scheme: str, partition: HeadPartition) -> in
     return checked_chunks(asked, partition, "key/value head")
 
 
-def checked_chunks(asked: int, partition: HeadPartition, group: str) -> int:
-    """Parts of a rank's heads: each at least one of what `group` calls those that heads share."""
-    asked, most, ranks = checked_integer("head_chunks", asked, 1), partition.most_groups, len(partition.groups)
-    if asked > most:
-        count = max(hi for _, hi in partition.groups)
-        found = f"{count} {plural(group, count)}" + (f" over {ranks} ranks" if ranks > 1 else "")
-        fewer = f" of a rank: use more {plural(group)} or fewer ranks" if ranks > 1 else ""
-        allowed = f"{'1' if most == 1 else f'1 to {most}'}, for {found}"
-        raise ArgumentError("head_chunks", asked, allowed, f"A chunk is at least one {group}{fewer}.")
-    return asked
-
-
-def no_chunks(asked: int, scheme: str, remedy: str) -> int:
-    """The one part in which a scheme without chunks does all of it."""
-    if checked_integer("head_chunks", asked, 1) > 1:
-        raise ArgumentError("head_chunks", asked, f"1 or None for {scheme}", remedy)
-    return 1
-
-
-def plural(noun: str, count: int = 2) -> str:
-    """Of a noun that another may follow: "groups of B and C"."""
-    if count == 1:
-        return noun
-    first, _, rest = noun.partition(" of ")
-    return f"{first}s of {rest}" if rest else f"{first}s"
-
-
-def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:
-    """The codec of that name, or a refusal that says what to do where nothing can be coded."""
-    if require("codec", name) != "none" and remedy:
-        raise ArgumentError("codec", name, f"none for {scheme}", remedy)
-    return CODECS[name]
-
-
-def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
-    """The transport between so many ranks, from its name or as it is."""
-    transport = Transport.named(transport)
-    if transport.hosts and len(transport.hosts) != cp_size:
-        raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")
-    return transport
-
-
-def exchange_of(
-    layout: Layout,
-    sections: Sections,
-    partition: HeadPartition,
-    chunks: int,
-    codec: Codec | None,
-    *,
-    section_major: bool = True,
-) -> Exchange:
-    """Of sections made by `partition`, in so many chunks of each rank's heads.
-
-    Attention writes its gradients where its inputs stood: those leave row-major.
-    """
-    parts = tuple(sections.chunk(partition, number, chunks) for number in range(chunks)) if chunks > 1 else ()
-    return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None, section_major)
-
-
 def _key_side(
     packing: Packing, layout: Layout, kv_packing: Packing | None, kv_layout: Layout | None
 ) -> tuple[Packing, Layout]:
@@ -240,24 +191,6 @@ def _key_side(
             "kv_layout", kv_layout, f"a layout of {kv_packing!r} over {layout.cp_size} ranks, such as Layout.zigzag"
         )
     return kv_packing, kv_layout
-
-
-def checked_heads(**counts: int) -> tuple[int, int]:
-    """Heads and their groups, with errors that name the arguments of the caller: the heads first."""
-    (heads_name, heads), (groups_name, groups) = (
-        (name, checked_integer(name, count, 1)) for name, count in counts.items()
-    )
-    if heads % groups:
-        raise ArgumentError(groups_name, groups, f"a divisor of {heads_name}, {heads}")
-    return heads, groups
-
-
-def check_layout(packing: Packing, layout: Layout) -> None:
-    """Refuses what is no layout of the packing."""
-    if not isinstance(packing, Packing):
-        raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
-    if not isinstance(layout, Layout) or layout.packing != packing:
-        raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
 
 
 # A ring makes a kernel call for each pair of fragments of two ranks that see one another, of which a document cut in
@@ -279,18 +212,3 @@ def _many_bands(attend: Attend, scheme: str) -> tuple[str, ...]:
     )
     warnings.warn(note, stacklevel=3)
     return (note,)
-
-
-def notes_of(partition: HeadPartition, layout: Layout, head: str, group: str, remedy: str = "") -> tuple[str, ...]:
-    """What the user should know about a head exchange."""
-    notes = []
-    if partition.idle_ranks:
-        idle = partition.idle_ranks * layout.cp_size // len(partition.heads)
-        notes.append(
-            f"{idle} of {layout.cp_size} ranks get no {head} and compute nothing here: "
-            f"a head exchange uses at most as many ranks as there are heads{remedy}"
-        )
-        warnings.warn(notes[-1], stacklevel=3)
-    if partition.replicated:
-        notes.append(f"some ranks share a {group}: it is sent to each of them and its gradient is summed")
-    return tuple(notes)

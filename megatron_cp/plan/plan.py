@@ -12,41 +12,12 @@ from megatron_cp.errors import checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section, Sections
-from megatron_cp.executor.kv_schedule import Attend
-from megatron_cp.executor.recurrence import Halo, Scan
-from megatron_cp.executor.transport import COLLECTIVE, Transport
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.memo import Memo
-
-
-@dataclass(frozen=True)
-class ToHeads:
-    """One collective: all sections of the exchange, from own tokens to own heads.
-
-    Attributes:
-        exchange: what changes places.
-        inputs: which of the tensors at hand it takes, as a range: queries and keys of other documents travel apart.
-    """
-
-    exchange: Exchange
-    inputs: tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Local work between collectives, by the name under which the operation hands it to the executor."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class ToTokens:
-    """One collective: back from own heads to own tokens."""
-
-    exchange: Exchange
-
-
-Step = ToHeads | Compute | Attend | Halo | Scan | ToTokens
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
+from megatron_cp.plan.transport import COLLECTIVE, Transport
 
 
 @dataclass(frozen=True)
@@ -324,7 +295,7 @@ class Plan(Memo):
 
     def explain(self, item_size: int = 2) -> str:
         """Who owns what and what it costs, as text, with elements of `item_size` bytes."""
-        from megatron_cp.executor.explain import explain
+        from megatron_cp.plan.explain import explain
 
         item_size = checked_integer("item_size", item_size, 1)
         return explain(self, item_size)

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.fragments import MAX_CP_SIZE
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-
-    from megatron_cp.executor.groups import RankGroup
 
 TRANSPORTS = ("collective", "pairwise", "hierarchical")
 
@@ -28,8 +23,8 @@ class Transport:
 
     Attributes:
         name: one of these.
-        hosts: for hierarchical, the host of each rank, numbered from 0; empty otherwise. `of_hosts` asks the ranks,
-            `of_even_hosts` numbers neighbours.
+        hosts: for hierarchical, the host of each rank, numbered from 0; empty otherwise. `hosts_of(group)` asks the
+            ranks, `of_even_hosts` numbers neighbours.
 
     Raises:
         ArgumentError: another name, or hosts that are not numbered so.
@@ -79,29 +74,6 @@ class Transport:
             return cls(name)
         return cls(name, tuple(rank * hosts // cp_size for rank in range(cp_size)))
 
-    @classmethod
-    def of_hosts(cls, name: str, group: RankGroup | dist.ProcessGroup | None) -> Transport:
-        """Over the ranks of a group on the hosts that they are on: as torchrun numbers its nodes, or by host names.
-
-        Only hierarchical asks, once, and all ranks of the group must call it: for set-up, not for every batch.
-
-        Args:
-            name: one of these.
-            group: a torch.distributed group, a `RankGroup`, or None for one rank.
-
-        Raises:
-            ArgumentError: another name.
-        """
-        if _checked_name(name) != "hierarchical":
-            return cls(name)
-        import torch.distributed as dist
-
-        from megatron_cp.executor.groups import as_rank_group
-        from megatron_cp.executor.launch import hosts_of
-
-        size = group.size() if isinstance(group, dist.ProcessGroup) else getattr(group, "size", 1)
-        return cls(name, hosts_of(as_rank_group(group, size)))
-
     def part(self, ranks: range) -> Transport:
         """The same among some of the ranks."""
         if not self.hosts:
@@ -115,8 +87,8 @@ class Transport:
 
 
 _HOW_TO_SAY_HOSTS = (
-    'Use Transport.of_even_hosts("hierarchical", cp_size, hosts), or Transport.of_hosts("hierarchical", group), which '
-    "asks."
+    'Use Transport.of_even_hosts("hierarchical", cp_size, hosts), or Transport("hierarchical", hosts_of(group)), which '
+    "asks the ranks."
 )
 
 

@@ -1,0 +1,29 @@
+"""`hosts_of`: which ranks of a group share a host."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch.distributed as dist
+
+from megatron_cp.executor.groups import RankGroup, as_rank_group
+
+
+def hosts_of(group: RankGroup | dist.ProcessGroup | None) -> tuple[int, ...]:
+    """The host of each rank of a group, numbered from 0: as torchrun numbers its nodes, or by host names.
+
+    It asks, so all ranks of the group must call it: for set-up, not for every batch.
+
+    Args:
+        group: a torch.distributed group, a `RankGroup`, or None for one rank.
+
+    Example:
+        >>> hosts_of(None)
+        (0,)
+    """
+    size = group.size() if isinstance(group, dist.ProcessGroup) else getattr(group, "size", 1)
+    ranks = as_rank_group(group, size)
+    names = ranks.all_gather_object((os.environ.get("GROUP_RANK", ""), socket.gethostname()))
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return tuple(numbers[name] for name in names)

@@ -1,0 +1,105 @@
+"""What planning functions ask of their arguments, and what they have in common."""
+
+from __future__ import annotations
+
+import warnings
+
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.exchange.codec import CODECS, Codec
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.sections import HeadPartition, Sections
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.transport import Transport
+from megatron_cp.planner.capabilities import require
+
+
+def check_layout(packing: Packing, layout: Layout) -> None:
+    """Refuses what is no layout of the packing."""
+    if not isinstance(packing, Packing):
+        raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
+    if not isinstance(layout, Layout) or layout.packing != packing:
+        raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
+
+
+def checked_heads(**counts: int) -> tuple[int, int]:
+    """Heads and their groups, with errors that name the arguments of the caller: the heads first."""
+    (heads_name, heads), (groups_name, groups) = (
+        (name, checked_integer(name, count, 1)) for name, count in counts.items()
+    )
+    if heads % groups:
+        raise ArgumentError(groups_name, groups, f"a divisor of {heads_name}, {heads}")
+    return heads, groups
+
+
+def checked_chunks(asked: int, partition: HeadPartition, group: str) -> int:
+    """Parts of a rank's heads: each at least one of what `group` calls those that heads share."""
+    asked, most, ranks = checked_integer("head_chunks", asked, 1), partition.most_groups, len(partition.groups)
+    if asked > most:
+        count = max(hi for _, hi in partition.groups)
+        found = f"{count} {plural(group, count)}" + (f" over {ranks} ranks" if ranks > 1 else "")
+        fewer = f" of a rank: use more {plural(group)} or fewer ranks" if ranks > 1 else ""
+        allowed = f"{'1' if most == 1 else f'1 to {most}'}, for {found}"
+        raise ArgumentError("head_chunks", asked, allowed, f"A chunk is at least one {group}{fewer}.")
+    return asked
+
+
+def no_chunks(asked: int, scheme: str, remedy: str) -> int:
+    """The one part in which a scheme without chunks does all of it."""
+    if checked_integer("head_chunks", asked, 1) > 1:
+        raise ArgumentError("head_chunks", asked, f"1 or None for {scheme}", remedy)
+    return 1
+
+
+def plural(noun: str, count: int = 2) -> str:
+    """Of a noun that another may follow: "groups of B and C"."""
+    if count == 1:
+        return noun
+    first, _, rest = noun.partition(" of ")
+    return f"{first}s of {rest}" if rest else f"{first}s"
+
+
+def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:
+    """The codec of that name, or a refusal that says what to do where nothing can be coded."""
+    if require("codec", name) != "none" and remedy:
+        raise ArgumentError("codec", name, f"none for {scheme}", remedy)
+    return CODECS[name]
+
+
+def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
+    """The transport between so many ranks, from its name or as it is."""
+    transport = Transport.named(transport)
+    if transport.hosts and len(transport.hosts) != cp_size:
+        raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")
+    return transport
+
+
+def exchange_of(
+    layout: Layout,
+    sections: Sections,
+    partition: HeadPartition,
+    chunks: int,
+    codec: Codec | None,
+    *,
+    section_major: bool = True,
+) -> Exchange:
+    """Of sections made by `partition`, in so many chunks of each rank's heads.
+
+    Attention writes its gradients where its inputs stood: those leave row-major.
+    """
+    parts = tuple(sections.chunk(partition, number, chunks) for number in range(chunks)) if chunks > 1 else ()
+    return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None, section_major)
+
+
+def notes_of(partition: HeadPartition, layout: Layout, head: str, group: str, remedy: str = "") -> tuple[str, ...]:
+    """What the user should know about a head exchange."""
+    notes = []
+    if partition.idle_ranks:
+        idle = partition.idle_ranks * layout.cp_size // len(partition.heads)
+        notes.append(
+            f"{idle} of {layout.cp_size} ranks get no {head} and compute nothing here: "
+            f"a head exchange uses at most as many ranks as there are heads{remedy}"
+        )
+        warnings.warn(notes[-1], stacklevel=3)
+    if partition.replicated:
+        notes.append(f"some ranks share a {group}: it is sent to each of them and its gradient is summed")
+    return tuple(notes)
