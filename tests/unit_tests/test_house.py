@@ -14,6 +14,7 @@ FLOORS = [
     {"executor"},
     {"softmax", "linear"},
     {"planner"},
+    {"batch"},
     {"testing"},
     {"megatron"},
     {"cli"},
