@@ -186,7 +186,7 @@ def _numbers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tenso
     if isinstance(values, Tensor):
         weights = values.detach().float()
     else:
-        weights = torch.from_numpy(np.array(values, np.float32, order="C"))
+        weights = torch.from_numpy(np.array(values, np.float64, order="C")).float()
     if not weights.isfinite().all():
         raise ArgumentError(argument, f"{values.dtype} with {weights[~weights.isfinite()][0].item()}", "finite weights")
     return weights
