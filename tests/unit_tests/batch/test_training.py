@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_cp as cp
+from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.layouts import layout_by_name
 from tests.limits import limit
@@ -206,6 +209,22 @@ def by_ddp(group, case):
     return loss.item(), {name: parameter.grad for name, parameter in wrapped.module.named_parameters()}
 
 
+def by_fsdp(group, case):
+    """One step under FSDP2, which shards parameters and averages gradients."""
+    model = fully_shard(model_of(case), mesh=init_device_mesh("cpu", (group.size,)))
+    ((packing, tokens, labels, mask),) = case.batches()
+    layout = cp.Layout.zigzag(packing, group.size)
+    batch = cp.shard_batch(tokens, layout, group.group, labels=labels, loss_mask=mask)
+    loss = cp.token_loss(losses_of(model, batch, group.group), batch, group.group, averaged_gradients=True)
+    loss.backward()
+    with pytest.raises(ArgumentError, match="a DTensor"):
+        cp.reduce_gradients(model, group.group)
+    return loss.item(), {
+        name: parameter.grad if parameter.grad is None else parameter.grad.full_tensor()
+        for name, parameter in model.named_parameters()
+    }
+
+
 def two_replicas(group, case):
     """One step of two replicas of two context-parallel ranks each: each replica has one of two microbatches."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -218,10 +237,11 @@ def two_replicas(group, case):
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_gradients_that_ddp_averages_are_the_same():
+@pytest.mark.parametrize("train", [by_ddp, by_fsdp])
+def test_gradients_that_are_averaged_are_the_same(train):
     case = Case((RAGGED,), mask=True)
     expected = by_torch_alone(case)
-    for found in run_ranks(by_ddp, 2, case, kind="processes", timeout=limit(120)):
+    for found in run_ranks(train, 2, case, kind="processes", timeout=limit(120)):
         assert_equal(found, expected)
 
 
