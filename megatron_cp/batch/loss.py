@@ -75,10 +75,10 @@ def token_loss(
         ranks, [], "token_loss", {"losses": losses.flatten()}, options,
         lambda: {"value of num_tokens": num_tokens},
     )  # fmt: skip
-    if num_tokens is not None:
-        mark = (
-            f"{mark}, num_tokens {num_tokens}"  # another one on another rank does not meet this, where ranks can tell
-        )
+    if (
+        num_tokens is not None
+    ):  # by which messages of ranks with another one do not meet these, where the group can tell
+        mark = f"{mark}, num_tokens {num_tokens}"
     factor = ranks.size if averaged_gradients else 1
     loss: Tensor = _GlobalMean.apply(*weighted_sum(losses, weights), ranks, num_tokens, factor, mark)
     return loss

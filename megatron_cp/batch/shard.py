@@ -17,6 +17,7 @@ from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.opaque import opaque
 from megatron_cp.executor.plan import Plan
 from megatron_cp.executor.run import prepare
 from megatron_cp.layout import Layout, Packing
@@ -60,6 +61,7 @@ class LocalBatch:
         return self.plans.plan(slot)
 
 
+@opaque
 def shard_batch(
     tokens: NDArray[np.integer] | Tensor,
     layout: Layout,
