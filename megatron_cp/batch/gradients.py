@@ -65,7 +65,7 @@ def _reduce(parameters: list[Tensor], ranks: RankGroup) -> None:
     with torch.no_grad():
         sent, received = (ranks.buffers.acquire_like(like, ranks.size * share) for _ in range(2))
         *pieces, present, rest = sent.split([*sizes, len(sizes), len(sent) - sum(sizes) - len(sizes)])
-        rest.zero_()
+        rest.zero_()  # nothing leaves that nobody wrote
         for parameter, piece, here in zip(parameters, pieces, present, strict=True):
             here.fill_(parameter.grad is not None)
             if parameter.grad is None:
@@ -99,7 +99,7 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _checked(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    """Those that need a gradient, each once."""
+    """Those that need a gradient."""
     if isinstance(parameters, DistributedDataParallel):
         given, remedy = (
             "a DistributedDataParallel module",
@@ -114,7 +114,7 @@ def _checked(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
         _check_parameter(f"parameters[{number}]", parameter)
     if not given_ones:
         raise ArgumentError("parameters", "none", "at least one parameter")
-    return [parameter for parameter in dict.fromkeys(given_ones) if parameter.requires_grad]
+    return [parameter for parameter in given_ones if parameter.requires_grad]
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:

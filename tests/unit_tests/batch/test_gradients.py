@@ -9,6 +9,7 @@ from torch import nn
 import megatron_cp as cp
 from megatron_cp.batch import gradients as gradients_module
 from megatron_cp.errors import ArgumentError, CallMismatchError
+from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
 
 SHAPES = [(3,), (), (2, 5), (0, 4), (1,)]
@@ -72,6 +73,19 @@ def test_a_rank_without_a_gradient_has_zeros_and_gets_the_sum(bucket_bytes, monk
                 assert (of_rank[number] - sum(gradient_of(shape, number, rank) for rank in having)).abs().sum() < 1e-14
 
 
+def test_messages_hold_nothing_that_nobody_wrote(monkeypatch):
+    start, sent = ThreadGroup.start_all_to_all, []
+
+    def watched(self, received, message, *splits):
+        sent.append(bool(message.isfinite().all()))
+        return start(self, received, message, *splits)
+
+    monkeypatch.setattr(ThreadGroup, "start_all_to_all", watched)
+    run_ranks(reduced, 3, {(0, 2)}, (torch.float64,))
+    assert len(sent) > 3
+    assert all(sent)
+
+
 def in_bfloat16(group):
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     parameter.grad = torch.full([1], 256.0 if group.rank == 0 else 1.0, dtype=torch.bfloat16)
@@ -86,16 +100,16 @@ def test_sums_of_fewer_bits_are_made_in_fp32():
 def of_module(group):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight  # shared: summed once
-    model[1].bias.requires_grad_(False)
+    model[1].bias.requires_grad_(False).grad = torch.ones(2)
     storage = torch.full((4,), group.rank + 1.0)
     model[0].weight.grad = storage.view(2, 2)
     model[0].bias.grad = torch.ones(2)
     cp.reduce_gradients(model, group)
-    return storage.tolist(), model[0].bias.grad.tolist(), model[1].bias.grad
+    return storage.tolist(), model[0].bias.grad.tolist(), model[1].bias.grad.tolist()
 
 
 def test_a_modules_gradients_are_summed_where_they_are():
-    assert run_ranks(of_module, 3) == [([6.0] * 4, [3.0] * 2, None)] * 3
+    assert run_ranks(of_module, 3) == [([6.0] * 4, [3.0] * 2, [1.0] * 2)] * 3
 
 
 def test_without_a_group_nothing_changes():
