@@ -9,6 +9,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_cp.batch.gradients import reduce_gradients as reduce_gradients
+    from megatron_cp.batch.loss import token_loss as token_loss
+    from megatron_cp.batch.shard import LocalBatch as LocalBatch
+    from megatron_cp.batch.shard import shard_batch as shard_batch
     from megatron_cp.errors import ArgumentError as ArgumentError
     from megatron_cp.errors import CallMismatchError as CallMismatchError
     from megatron_cp.errors import PeerError as PeerError
@@ -48,6 +52,7 @@ _HOMES = {
     "CallMismatchError": "megatron_cp.errors",
     "Layout": "megatron_cp.layout",
     "LinearSlot": "megatron_cp.planner.batch",
+    "LocalBatch": "megatron_cp.batch.shard",
     "Mask": "megatron_cp.layout.mask",
     "Packing": "megatron_cp.layout",
     "PeerError": "megatron_cp.errors",
@@ -70,7 +75,10 @@ _HOMES = {
     "plan_attention": "megatron_cp.planner.attention",
     "plan_linear": "megatron_cp.planner.linear",
     "projected_attention": "megatron_cp.softmax.attention",
+    "reduce_gradients": "megatron_cp.batch.gradients",
     "relayout": "megatron_cp.executor.relayout",
+    "shard_batch": "megatron_cp.batch.shard",
+    "token_loss": "megatron_cp.batch.loss",
 }
 
 __all__ = sorted(_HOMES)

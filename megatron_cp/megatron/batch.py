@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -14,15 +13,13 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.batch.shard import local_positions, prepare_plans
+from megatron_cp.batch.shard import shard_batch as local_batch
 from megatron_cp.exchange.device import on_device
-from megatron_cp.executor.agreement import check_agreement
-from megatron_cp.executor.groups import RankGroup, as_rank_group
-from megatron_cp.executor.run import prepare
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.layout import Layout
 from megatron_cp.megatron.documents import Documents, version_of
 from megatron_cp.planner.batch import BatchPlan, Slot
-from megatron_cp.softmax.attention import prepare_attention
 
 
 @dataclass
@@ -100,6 +97,9 @@ def shard_batch(
 ) -> ShardedBatch:
     """This rank's share of a packed microbatch, with the plans of every layer: host work, once a microbatch.
 
+    `megatron_cp.shard_batch` in Megatron's shapes: with a leading axis of one sequence, at least one row on every rank,
+    and the plans on `packed_seq_params`.
+
     Args:
         tokens: `[total]` token ids of the packed stream, on the host.
         layout: who holds which tokens, over the documents of the batch.
@@ -117,60 +117,31 @@ def shard_batch(
         ArgumentError: tensors that do not fit the layout, or a slot that cannot be planned.
         PlanMismatchError: another rank of the group has another batch or other layers.
     """
-    ranks, packing = as_rank_group(group, layout.cp_size), layout.packing
     layout = layout.padded(align=layout.align, min_rows=1)  # Megatron's reshapes cannot do without a row
-    device = torch.device(device)
-    ids = _stream("tokens", tokens, packing).long()
-    targets, weights = _labels(ids, packing) if labels is None else _given_labels(labels, packing)
-    if loss_mask is not None:
-        weights = weights * _stream("loss_mask", loss_mask, packing).float()
-    plans, batch_seed = BatchPlan(layout, slots), _hash(ids, seed)
-    if agree and layout.cp_size > 1:
-        check_agreement(plans, ranks, seed=batch_seed)
-    params = planned_params(plans, ranks.rank, device, batch_seed)
-    assert params.positions is not None
-    # A label where nothing is to be learnt must still be in the vocabulary: 0.
-    streams = (ids, targets * (weights != 0), weights)
-    local_ids, local_targets, local_weights = (
-        _moved(layout.shard(stream, ranks.rank), device).unsqueeze(0) for stream in streams
-    )
+    batch = local_batch(
+        tokens, layout, group, slots=slots, labels=labels, loss_mask=loss_mask, device=device, seed=seed, agree=agree,
+        ignore_index=0,  # a label where nothing is to be learnt must still be in the vocabulary
+    )  # fmt: skip
     return ShardedBatch(
-        tokens=local_ids,
-        labels=local_targets,
-        loss_mask=local_weights,
-        position_ids=params.positions.unsqueeze(0),
-        packed_seq_params=params,
-        num_tokens=int(torch.count_nonzero(weights)),
-        pad_rows=int(layout.pad_rows.sum()),
+        tokens=batch.tokens.unsqueeze(0),
+        labels=batch.labels.unsqueeze(0),
+        loss_mask=batch.loss_weights.unsqueeze(0),
+        position_ids=batch.position_ids.unsqueeze(0),
+        packed_seq_params=_with_plans(batch.plans, batch.position_ids, batch.seed),
+        num_tokens=batch.num_tokens,
+        pad_rows=batch.pad_rows,
     )
-
-
-def _labels(ids: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """The next token of each token's document, and 0 for the weight of a document's last token."""
-    weights = torch.ones(packing.total)
-    weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0
-    return ids.roll(-1), weights
-
-
-def _given_labels(labels: NDArray[np.int64] | Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    targets = _stream("labels", labels, packing).long()
-    return targets, (targets >= 0).float()
-
-
-def _hash(ids: Tensor, seed: int) -> int:
-    """A number that all ranks make of a batch and a step alike, without asking one another."""
-    digest = hashlib.blake2b(f"{seed}:".encode() + ids.numpy().tobytes(), digest_size=4)
-    return int.from_bytes(digest.digest(), "little")
 
 
 def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int | None = None) -> PlannedSeqParams:
     """The plans as what Megatron's layers are given, with everything a layer needs on the device already."""
-    layout, packing = plans.layout, plans.layout.packing
-    for plan in plans.plans:
-        prepare(plan, rank, device)
-        if plan.attend is not None:
-            prepare_attention(plan, rank, device)
-    cu_seqlens = on_device(packing.cu_seqlens, device)
+    prepare_plans(plans, rank, device)
+    return _with_plans(plans, local_positions(plans.layout, rank, device), seed)
+
+
+def _with_plans(plans: BatchPlan, positions: Tensor, seed: int | None) -> PlannedSeqParams:
+    packing = plans.layout.packing
+    cu_seqlens = on_device(packing.cu_seqlens, positions.device)
     # Megatron keeps a table of rotary angles for each of the last 32 of these. Rounded up, packs share a few.
     max_length = 1 << (max(packing.max_length, 1) - 1).bit_length()
     return PlannedSeqParams(
@@ -180,7 +151,7 @@ def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int 
         max_seqlen_q=max_length,
         max_seqlen_kv=max_length,
         plans=plans,
-        positions=on_device(layout.positions(rank), device, torch.int64),
+        positions=positions,
         seed=seed,
     )
 
@@ -217,19 +188,3 @@ def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None)
     found.positions = found.positions.clamp(max=max(documents.max_length - 1, 0))
     params.__dict__["_megatron_cp"] = key, found
     return found
-
-
-def _stream(name: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
-    if isinstance(values, np.ndarray):  # copied where it is read-only, such as a file: torch warns of those
-        tensor = torch.from_numpy(np.require(values, requirements=["C", "W"]))
-    else:
-        tensor = values
-    if tensor.device.type != "cpu" or tensor.shape != (packing.total,):
-        raise ArgumentError(
-            name, f"{list(tensor.shape)} on {tensor.device}", f"the [{packing.total}] tokens of the batch, on the host"
-        )
-    return tensor
-
-
-def _moved(host: Tensor, device: torch.device) -> Tensor:
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

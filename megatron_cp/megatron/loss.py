@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.batch.loss import weighted_sum
 from megatron_cp.megatron.batch import ShardedBatch
 
 
@@ -42,6 +43,5 @@ def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[
         under the name of the loss in Megatron's logs. Sum these over microbatches and over data- and context-parallel
         ranks, and divide.
     """
-    total = (losses.float() * loss_mask).sum()
-    tokens = torch.count_nonzero(loss_mask)
+    total, tokens = weighted_sum(losses, loss_mask)
     return total, tokens.int(), {"lm loss": torch.stack([total.detach(), tokens.float()])}

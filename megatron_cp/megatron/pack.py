@@ -1,33 +1,19 @@
-"""`Pack`: one packed microbatch on the host, before it is assigned to ranks."""
+"""Packs on the host: from Megatron's samples, and over tensor-parallel ranks."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_cp.batch.pack import Pack as HostPack
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Packing
 
 
-@dataclass(frozen=True)
-class Pack:
-    """Documents end to end. `shard_batch(pack.tokens, layout, ..., labels=pack.labels, loss_mask=pack.loss_mask)`.
-
-    Attributes:
-        packing: their lengths.
-        tokens: `[total]` int64.
-        labels: `[total]` int64 what each token is to predict, or None for the next token of its document.
-        loss_mask: `[total]` float32, or None for all ones.
-    """
-
-    packing: Packing
-    tokens: Tensor
-    labels: Tensor | None = None
-    loss_mask: Tensor | None = None
+class Pack(HostPack):
+    """A pack that Megatron's samples can be read as: see `megatron_cp.batch.pack.Pack`."""
 
     @classmethod
     def from_megatron(cls, sample: dict[str, Tensor], pad_token: int | None = None) -> Pack:
@@ -54,7 +40,7 @@ class Pack:
         return cls(Packing(np.diff(offsets)), tokens[:total], labels[:total], loss_mask[:total])
 
 
-def broadcast_pack(pack: Pack | None, host_group: dist.ProcessGroup) -> Pack:
+def broadcast_pack(pack: HostPack | None, host_group: dist.ProcessGroup) -> HostPack:
     """The pack of the group's first rank, on the host of every rank: lengths never visit a device.
 
     Args:

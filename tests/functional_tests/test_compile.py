@@ -172,6 +172,35 @@ def test_a_compiled_step_has_none_of_our_backward_in_its_graphs(operation, mode)
     assert not any(ours in place for place in traced)
 
 
+def test_a_compiled_step_has_none_of_the_loss_in_its_graphs():
+    batch = cp.shard_batch(torch.arange(9), cp.Layout.contiguous(cp.Packing([5, 4]), 1))
+    graphs = []
+
+    def step(x):
+        losses = torch.tanh(x).square().sum(1)
+        loss = 2 * cp.token_loss(losses, batch)
+        loss.backward()
+        return loss.detach()
+
+    def results(run):
+        x = torch.linspace(-1, 1, 27, dtype=torch.float64).view(9, 3).requires_grad_()
+        return run(x), x.grad
+
+    def backend(graph, inputs):
+        graphs.append(graph.graph)
+        return graph.forward
+
+    expected = results(step)
+    with complaints() as found:
+        had = results(torch.compile(step, backend=backend))
+    assert difference(had, expected) <= TOLERANCE
+    assert found == []
+    ours = str(Path(cp.__file__).parent)
+    traced = [node.stack_trace or "" for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    assert any("tanh" in place for place in traced)
+    assert not any(ours in place for place in traced)
+
+
 class Stack(torch.nn.Module):
     """Layers in a loop, as models have them."""
 

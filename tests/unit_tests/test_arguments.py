@@ -104,6 +104,15 @@ def linear(kind, operation, given, optional_tensors=(), **more):
     return operation, {**given, "plan": plan}, values | more
 
 
+BATCH = cp.shard_batch(STREAM, ALONE)
+NO_WEIGHTS = [None, 5, 1.0, True, "w", [], STREAM * 1.0, torch.tensor(1.0), torch.ones(8), torch.ones(9, 1),
+              torch.ones(9) + 0j, torch.ones(9, device="meta"), torch.ones(9, requires_grad=True), SPARSE, NESTED,
+              object(), cp.LocalBatch]  # fmt: skip
+NO_LOSSES = no_tensor(torch.ones(9))
+NO_PARAMETERS = [None, 5, True, "abc", b"abc", torch.ones(2), {"weight": torch.ones(2)}, {torch.ones(2)}, [], [5],
+                 [None], [SPARSE], [torch.ones(2, requires_grad=True) * 2],
+                 [torch.ones(2, dtype=torch.complex64, requires_grad=True)], torch.nn.Module(), object()]  # fmt: skip
+ANY_GROUP = [group for group in NO_GROUP if not isinstance(group, ThreadGroup)]
 FLAGGED = {"scale": optional(NO_NUMBER), "use_qk_l2norm_in_kernel": NO_FLAG}
 NO_LIMIT = [None, 5, True, "ab", [0.0, 1.0], {0.0, 1.0}, (0.0,), (0.0, 1.0, 2.0), ("a", "b"), (0, None), (True, 2.0),
             (1.0, 0.5), (-1.0, 1.0), (math.nan, 1.0), (math.inf, math.inf), (0, BEYOND**9), np.ones(2),
@@ -228,6 +237,21 @@ CALLS = {
     "gather": (cp.gather, {"local": ones(2), "layout": ALONE, "group": None}, {
         "local": [*NO_ARRAY, STREAM], "layout": NO_LAYOUT[:-1],
         "group": NO_GROUP, "same_loss": NO_FLAG}),
+    "shard_batch": (cp.shard_batch, {"tokens": STREAM, "layout": ALONE}, {
+        "tokens": [*NO_TOKENS, STREAM.reshape(3, 3), STREAM[:, None]], "layout": NO_LAYOUT[:-1], "group": NO_GROUP,
+        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]]],
+        "labels": [*optional(NO_TOKENS), STREAM[:, None]],
+        "loss_mask": [*optional(NO_ARRAY), STREAM[:, None], STREAM * 1j, STREAM.astype(str), STREAM.astype("m8[s]"),
+                      torch.ones(9) * 1j, torch.ones(9) * math.nan, (STREAM + 1) * math.inf, STREAM * 1e300],
+        "ignore_index": [value for value in NO_INTEGER if value is not NEGATIVE], "seed": NO_INTEGER, "agree": NO_FLAG,
+        "device": [None, True, 1.5, "", "gpu", b"cpu", [], {"cpu"}, object(), torch.device]}),
+    "LocalBatch.plan": (BATCH.plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
+        "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
+    "token_loss": (cp.token_loss, {"losses": torch.ones(9), "weights": BATCH}, {
+        "losses": NO_LOSSES, "weights": NO_WEIGHTS, "group": ANY_GROUP, "averaged_gradients": NO_FLAG,
+        "num_tokens": optional(NO_INTEGER)}),
+    "reduce_gradients": (cp.reduce_gradients, {"parameters": [torch.ones(2, requires_grad=True)]}, {
+        "parameters": NO_PARAMETERS, "group": ANY_GROUP}),
     "relayout": (cp.relayout, {"local": ones(2), "source": ALONE, "target": ALONE}, {
         "local": [*NO_ARRAY, STREAM], "source": NO_LAYOUT[:-1], "target": NO_LAYOUT, "group": NO_GROUP}),
     "gated_delta_rule": linear("gdn", cp.gated_delta_rule, {**QKV, "g": -ones(2), "beta": ones(2)}, **FLAGGED),
@@ -289,7 +313,7 @@ def test_numbers_of_numpy_are_numbers():
 
 
 # Their constructors are called with what others have checked; their methods are here.
-NOT_CALLED_BY_USERS = {"Layout", "Mask", "Plan", "Route"}
+NOT_CALLED_BY_USERS = {"Layout", "LocalBatch", "Mask", "Plan", "Route"}
 # Asked of plans and transports by what runs them.
 NOT_CHECKED = {"self", "cls", "forward", "chunk", "ranks"}
 

@@ -14,6 +14,7 @@ FLOORS = [
     {"plan"},
     {"executor", "planner"},
     {"softmax", "linear"},
+    {"batch"},
     {"testing"},
     {"megatron"},
     {"cli"},

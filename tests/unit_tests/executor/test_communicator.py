@@ -266,11 +266,11 @@ def test_rejects_more_hosts_than_ranks(num_hosts, name):
 
 def test_the_ranks_of_a_group_say_which_hosts_they_are_on(monkeypatch):
     monkeypatch.delenv("GROUP_RANK", raising=False)
+    assert hosts_of(None) == (0,)
     assert run_ranks(hosts_of, 3) == [(0, 0, 0)] * 3
     names = {f"rank {rank}": name for rank, name in enumerate("babc")}
     monkeypatch.setattr(socket, "gethostname", lambda: names[threading.current_thread().name])
     assert run_ranks(hosts_of, 4) == [(0, 1, 0, 2)] * 4
-    assert hosts_of(None) == (0,)
 
 
 def test_rejects_a_transport_that_is_none():

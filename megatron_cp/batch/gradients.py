@@ -1,0 +1,132 @@
+"""`reduce_gradients`: every rank's share of each parameter's gradient, summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Set
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_cp.batch.ranks import ranks_of
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.agreement import agree_on_call
+from megatron_cp.executor.arguments import DTYPES, check_dense
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.opaque import opaque
+
+_BUCKET_BYTES = 64 * 2**20  # of one message: it, and what is received for it, are memory beside the gradients
+
+
+@opaque
+def reduce_gradients(
+    parameters: nn.Module | Iterable[Tensor], group: RankGroup | dist.ProcessGroup | None = None
+) -> None:
+    """Sums the gradients of parameters over ranks, in place: for a plain loop, once a step, after its last backward.
+
+    For a loop without DistributedDataParallel or FSDP, which reduce gradients by themselves. Every rank calls it, with
+    the same parameters in the same order. A gradient that this rank lacks counts as zeros, and is there afterwards,
+    unless every rank lacks it. Sums run in rank order, in at least float32: they are the same bits on every rank and
+    in every run. Calling it twice sums twice.
+
+    Args:
+        parameters: a module, or some of its parameters; those that need no gradient are left alone.
+        group: the ranks: the context-parallel group or, with data parallelism too, all ranks of both. None for one.
+
+    Raises:
+        ArgumentError: no parameters, sparse gradients, or parameters whose gradients something else reduces.
+        CallMismatchError: another rank has other parameters.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> (3 * weight).sum().backward()
+        >>> reduce_gradients([weight])
+        >>> weight.grad.tolist()
+        [3.0, 3.0]
+    """
+    chosen, ranks = _checked(parameters), ranks_of(group)
+    kinds = {f"parameter {number}": f"{list(p.shape)} {p.dtype} on {p.device.type}" for number, p in enumerate(chosen)}
+    mark = agree_on_call(ranks, [], "reduce_gradients", {}, kinds)
+    if ranks.size > 1:
+        for number, bucket in enumerate(_buckets(chosen)):
+            ranks.activity = f"{mark}, bucket {number}"
+            _reduce(bucket, ranks)
+
+
+def _reduce(parameters: list[Tensor], ranks: RankGroup) -> None:
+    """Sums the gradients of one bucket: each rank sums a share of it, and gathers the other shares.
+
+    The bucket ends in a number for each parameter, 1 where this rank has a gradient: their sum tells whether any has.
+    """
+    like, sizes = parameters[0], [parameter.numel() for parameter in parameters]
+    share = -(-(sum(sizes) + len(sizes)) // ranks.size)
+    acc_dtype = torch.promote_types(like.dtype, torch.float32)
+    with torch.no_grad():
+        sent, received = (ranks.buffers.acquire_like(like, ranks.size * share) for _ in range(2))
+        *pieces, present, rest = sent.split([*sizes, len(sizes), len(sent) - sum(sizes) - len(sizes)])
+        rest.zero_()  # nothing leaves that nobody wrote
+        for parameter, piece, here in zip(parameters, pieces, present, strict=True):
+            here.fill_(parameter.grad is not None)
+            if parameter.grad is None:
+                piece.zero_()
+            else:
+                piece.view(parameter.shape).copy_(parameter.grad)
+        ranks.all_to_all(received, sent, [share] * ranks.size, [share] * ranks.size)
+        local = received.view(ranks.size, share).sum(0, dtype=acc_dtype).to(like.dtype)
+        ranks.all_gather(sent, local)
+        for parameter, piece, somewhere in zip(parameters, pieces, present, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(piece.view(parameter.shape))
+            elif somewhere:  # looked at, and so waited for, only where this rank lacks it
+                parameter.grad = piece.view(parameter.shape).clone()
+        ranks.buffers.release(sent, received)
+
+
+def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The parameters of each type and device, in order, in buckets of so many bytes or of one parameter."""
+    kinds: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for alike in kinds.values():
+        bucket: list[Tensor] = []
+        for parameter in alike:
+            if bucket and sum(other.nbytes for other in bucket) + parameter.nbytes > _BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(parameter)
+        yield bucket
+
+
+def _checked(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    """Those that need a gradient."""
+    if isinstance(parameters, DistributedDataParallel):
+        given, remedy = (
+            "a DistributedDataParallel module",
+            "It averages in backward: token_loss(averaged_gradients=True).",
+        )
+        raise ArgumentError("parameters", given, "a module whose gradients nothing else reduces", remedy)
+    unordered = isinstance(parameters, Set | Mapping | str | bytes)
+    if isinstance(parameters, Tensor) or unordered or not isinstance(parameters, nn.Module | Iterable):
+        raise ArgumentError("parameters", parameters, "a module, or a list of parameters")
+    given_ones = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    for number, parameter in enumerate(given_ones):
+        _check_parameter(f"parameters[{number}]", parameter)
+    if not given_ones:
+        raise ArgumentError("parameters", "none", "at least one parameter")
+    return [parameter for parameter in given_ones if parameter.requires_grad]
+
+
+def _check_parameter(name: str, parameter: Tensor) -> None:
+    check_dense(name, parameter)
+    if hasattr(parameter, "placements"):
+        remedy = "FSDP averages in backward: token_loss(averaged_gradients=True)."
+        raise ArgumentError(name, "a DTensor", "a parameter whose gradient nothing else reduces", remedy)
+    if parameter.dtype not in DTYPES and parameter.requires_grad:
+        raise ArgumentError(name, f"{parameter.dtype}", "float64, float32, bfloat16 or float16")
+    if not parameter.is_leaf:
+        raise ArgumentError(name, "the result of an operation", "a parameter, which has a gradient")
+    if parameter.grad is not None and parameter.grad.layout != torch.strided:
+        raise ArgumentError(
+            name, f"a gradient that is {parameter.grad.layout}", "a dense gradient", "Embedding(sparse=False)"
+        )

@@ -1,0 +1,152 @@
+"""`token_loss`: the mean over the tokens of all ranks, with each rank's own share of its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_cp.batch.ranks import ranks_of
+from megatron_cp.batch.shard import LocalBatch
+from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
+from megatron_cp.executor.agreement import agree_on_call
+from megatron_cp.executor.arguments import DTYPES, check_dense
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.opaque import opaque, opaque_backward
+
+
+@opaque
+def token_loss(
+    losses: Tensor,
+    weights: LocalBatch | Tensor,
+    group: RankGroup | dist.ProcessGroup | None = None,
+    *,
+    num_tokens: int | None = None,
+    averaged_gradients: bool = False,
+) -> Tensor:
+    """The weighted losses of all ranks' tokens, summed and divided once by the number of tokens that count.
+
+    A token counts if its weight is not 0. That number is summed over ranks like the losses are, so that it does not
+    matter how many tokens each rank has: a mean of the ranks' own means would be another loss. The value is the same
+    on every rank. Its gradient is each rank's own share: that of the weighted sum of *its* losses, over the number of
+    tokens of all ranks. The sum of all ranks' gradients of a parameter is what one process would compute.
+
+        loss = (sum over ranks, tokens of weight * loss) / max(number of tokens with weight != 0, 1)
+
+    So losses without a token that counts are 0, with gradients of 0. The loss of a token of weight 0 is not looked at,
+    and may be anything, NaN too. Every rank calls this, in each microbatch, also a rank without rows.
+
+    Args:
+        losses: `[t]` loss of each of this rank's rows, not reduced: `cross_entropy(..., reduction="none")`. With a
+            tensor of weights, of any shape that these have too.
+        weights: what `shard_batch` returned, or its `loss_weights`, or others: constants.
+        group: the ranks that gradients are summed (or averaged) over: the context-parallel group or, with data
+            parallelism too, the group of all ranks of both. None for one rank.
+        num_tokens: what to divide by, the same on every rank, instead of the number of tokens that count here. For a
+            step of several microbatches: the sum of their `LocalBatch.num_tokens`, over all replicas if there are any.
+        averaged_gradients: the gradients of parameters are averaged over the ranks of `group`, as by
+            DistributedDataParallel and FSDP, and not summed, as by `reduce_gradients`. The gradient of this loss, not
+            its value, is then multiplied by the number of ranks.
+
+    Returns:
+        a scalar, in at least float32.
+
+    Raises:
+        ArgumentError: losses and weights of other shapes or places, weights that need a gradient, or a group that has
+            no multiple of the ranks that the batch was sharded over.
+        CallMismatchError: another rank calls with other types or options.
+
+    Example:
+        >>> losses = torch.tensor([3.0, 1.0, 5.0, 2.0], requires_grad=True)
+        >>> loss = token_loss(losses, torch.tensor([1.0, 0.5, 0.0, 0.0]))
+        >>> loss.backward()
+        >>> loss.item(), losses.grad.tolist()
+        (1.75, [0.5, 0.25, 0.0, 0.0])
+    """
+    ranks = ranks_of(group)
+    weights = _checked_weights(losses, weights, ranks)
+    if num_tokens is not None:
+        num_tokens = checked_integer("num_tokens", num_tokens, 0)
+    checked_flag("averaged_gradients", averaged_gradients)
+    options = {"num_tokens": "given" if num_tokens is not None else None, "averaged_gradients": averaged_gradients}
+    mark = agree_on_call(
+        ranks, [], "token_loss", {"losses": losses.flatten()}, options,
+        lambda: {"value of num_tokens": num_tokens},
+    )  # fmt: skip
+    if (
+        num_tokens is not None
+    ):  # by which messages of ranks with another one do not meet these, where the group can tell
+        mark = f"{mark}, num_tokens {num_tokens}"
+    factor = ranks.size if averaged_gradients else 1
+    loss: Tensor = _GlobalMean.apply(*weighted_sum(losses, weights), ranks, num_tokens, factor, mark)
+    return loss
+
+
+def weighted_sum(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of one rank's weighted losses, and the number of its tokens that count.
+
+    Args:
+        losses: of any shape.
+        weights: of the same.
+
+    Returns:
+        the sum, in at least float32 and differentiable; and how many weights are not 0, in int64.
+    """
+    acc_dtype = torch.promote_types(losses.dtype, torch.float32)
+    # Filled, since 0 times an infinite loss is not 0.
+    counted = losses.to(acc_dtype).masked_fill(weights == 0, 0)
+    return (counted * weights).sum(), torch.count_nonzero(weights)
+
+
+class _GlobalMean(torch.autograd.Function):
+    """From every rank's sum and count to the one mean; backward, each rank's share of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, own_sum: Tensor, own_count: Tensor, ranks: RankGroup, num_tokens: int | None, factor: int, mark: str
+    ) -> Tensor:
+        own = torch.stack([own_sum.double(), own_count.double()])
+        everyones = own.new_empty(2 * ranks.size)
+        ranks.activity = f"{mark}, forward"
+        ranks.all_gather(everyones, own)
+        total, count = everyones.view(ranks.size, 2).sum(0)
+        divisor = (count if num_tokens is None else torch.full_like(count, num_tokens)).clamp(min=1)
+        ctx.share = factor / divisor
+        return (total / divisor).to(own_sum.dtype)
+
+    @staticmethod
+    @opaque_backward
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return (gradient * ctx.share).to(gradient.dtype), None, None, None, None, None
+
+
+def _checked_weights(losses: Tensor, weights: LocalBatch | Tensor, ranks: RankGroup) -> Tensor:
+    """The weights of these losses, which the batch has if one is given."""
+    check_dense("losses", losses)
+    if losses.dtype not in DTYPES or losses.ndim == 0:
+        given = f"{losses.dtype} {list(losses.shape)}"
+        remedy = "Do not reduce them: cross_entropy(..., reduction='none')."
+        raise ArgumentError("losses", given, "one number of a floating type for each row", remedy)
+    if isinstance(weights, LocalBatch):
+        cp_size, weights = weights.layout.cp_size, weights.loss_weights
+        if ranks.size % cp_size:
+            remedy = "With data parallelism too, it is the group of all ranks of both."
+            raise ArgumentError("group", f"{ranks.size} ranks", f"the {cp_size} that the batch is for", remedy)
+        if losses.shape != weights.shape or losses.device != weights.device:
+            given, allowed = f"{list(losses.shape)} on {losses.device}", f"{list(weights.shape)} on {weights.device}"
+            raise ArgumentError(
+                "losses", given, f"{allowed}, the rows of the batch", "Flatten them if they have more axes."
+            )
+        return weights
+    if not isinstance(weights, Tensor):
+        raise ArgumentError("weights", weights, "what shard_batch returned, or a tensor")
+    check_dense("weights", weights)
+    if losses.shape != weights.shape or losses.device != weights.device or weights.is_complex():
+        given = f"{weights.dtype} {list(weights.shape)} on {weights.device}"
+        raise ArgumentError("weights", given, f"real numbers {list(losses.shape)} on {losses.device}, as losses are")
+    if weights.requires_grad:
+        raise ArgumentError("weights", "a tensor that needs a gradient", "constants", "Use weights.detach().")
+    return weights

@@ -1,0 +1,214 @@
+"""`shard_batch`: a pack becomes each rank's tokens, labels, weights and positions, and the plans of every layer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
+from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.agreement import check_agreement
+from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.run import prepare
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.arrays import check_array
+from megatron_cp.layout.layout import IGNORE_INDEX
+from megatron_cp.plan.plan import Plan
+from megatron_cp.planner.batch import BatchPlan, Slot
+from megatron_cp.softmax.attention import prepare_attention
+
+
+@dataclass(frozen=True, eq=False)
+class LocalBatch:
+    """One rank's rows of a packed batch: `t` of them, its tokens in the layout's order and then its pad rows.
+
+    Attributes:
+        tokens: `[t]` int64 token ids; 0 in pad rows.
+        labels: `[t]` int64 what each token is to predict; `ignore_index` where the weight is 0.
+        loss_weights: `[t]` float32 weight of each token's loss; 0 where there is no label, and in pad rows.
+        position_ids: `[t]` int64 place of each row in its document, for rotary phases; 0 in pad rows.
+        plans: of every kind of layer.
+        seed: of dropout in attention: the same on every rank, another one in every batch and step.
+        num_tokens: tokens that count, of the whole batch on all its ranks: those whose weight is not 0.
+        pad_rows: rows on all ranks that are no token.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_weights: Tensor
+    position_ids: Tensor
+    plans: BatchPlan
+    seed: int
+    num_tokens: int
+    pad_rows: int
+
+    @property
+    def layout(self) -> Layout:
+        """Who holds which tokens."""
+        return self.plans.layout
+
+    def plan(self, slot: Slot) -> Plan:
+        """The plan of every layer of this kind. A kind that `shard_batch` was not given is planned when it is asked."""
+        return self.plans.plan(slot)
+
+
+@opaque
+def shard_batch(
+    tokens: NDArray[np.integer] | Tensor,
+    layout: Layout,
+    group: RankGroup | dist.ProcessGroup | None = None,
+    *,
+    slots: Iterable[Slot] = (),
+    labels: NDArray[np.integer] | Tensor | None = None,
+    loss_mask: NDArray | Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    agree: bool = True,
+) -> LocalBatch:
+    """This rank's rows of a packed batch, with the plans of every layer: host work, once a batch.
+
+    Every rank is given the whole batch and keeps its own rows. A rank may have none: its tensors are `[0]`, and it
+    runs its model on them like every other rank. `layout.padded(min_rows=1)` is for models that cannot.
+
+    Args:
+        tokens: `[total]` integers, the token ids of the packed stream, on the host.
+        layout: who holds which tokens, over the documents of the batch.
+        group: the context-parallel ranks, those of the layout; None for one rank.
+        slots: the kinds of layers in the model, planned here; see `AttentionSlot` and `LinearSlot`.
+        labels: `[total]` integers, what each token is to predict, already shifted, and negative where nothing is; None
+            for the next token of its document, which the last one does not have.
+        loss_mask: `[total]` finite weight of each token's loss, such as 1 for answers and 0 for questions; None for
+            all ones. Tokens without a label have weight 0 whatever it says.
+        ignore_index: the label of rows whose weight is 0; torch's cross entropy skips -100.
+        device: where the model is.
+        seed: at least 0, of dropout in attention beside the batch's tokens: the number of the step, so that a batch
+            that comes again has other weights dropped. The same on every rank.
+        agree: compare the plans, the tokens and the seed of all ranks (16 bytes on the host).
+
+    Raises:
+        ArgumentError: tensors that do not fit the layout, a group of other ranks, or a slot that cannot be planned.
+        PlanMismatchError: another rank of the group has another batch or other layers.
+
+    Example:
+        >>> layout = Layout.contiguous(Packing([3, 1, 2]), cp_size=1)
+        >>> batch = shard_batch(np.array([10, 11, 12, 20, 30, 31]), layout)
+        >>> batch.labels.tolist(), batch.loss_weights.tolist(), batch.position_ids.tolist()
+        ([11, 12, -100, -100, 31, -100], [1.0, 1.0, 0.0, 0.0, 1.0, 0.0], [0, 1, 2, 0, 0, 1])
+        >>> batch.num_tokens
+        3
+    """
+    if not isinstance(layout, Layout):
+        raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
+    ranks, packing, device = as_rank_group(group, layout.cp_size), layout.packing, _checked_device(device)
+    seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
+    checked_flag("agree", agree)
+    ids = _integers("tokens", tokens, packing)
+    targets, weights = _next_tokens(ids, packing) if labels is None else _given_labels(labels, packing)
+    if loss_mask is not None:
+        weights *= _numbers("loss_mask", loss_mask, packing)
+    targets = targets.masked_fill(weights == 0, ignore_index)
+    plans, batch_seed = BatchPlan(layout, slots), _hash(ids, seed)
+    if agree and layout.cp_size > 1:
+        check_agreement(plans, ranks, seed=batch_seed)
+    prepare_plans(plans, ranks.rank, device)
+    own_ids, own_targets, own_weights = (
+        _moved(layout.shard(stream, ranks.rank, pad_value=fill), device)
+        for stream, fill in ((ids, 0), (targets, ignore_index), (weights, 0))
+    )
+    return LocalBatch(
+        tokens=own_ids,
+        labels=own_targets,
+        loss_weights=own_weights,
+        position_ids=local_positions(layout, ranks.rank, device),
+        plans=plans,
+        seed=batch_seed,
+        num_tokens=int(torch.count_nonzero(weights)),
+        pad_rows=int(layout.pad_rows.sum()),
+    )
+
+
+def prepare_plans(plans: BatchPlan, rank: int, device: torch.device) -> None:
+    """Makes all that a rank's layers derive from the plans of a batch, on the device, so that no layer has to."""
+    for plan in plans.plans:
+        prepare(plan, rank, device)
+        if plan.attend is not None:
+            prepare_attention(plan, rank, device)
+
+
+def local_positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """`[t]` int64 place of each of a rank's rows in its document, on the device; 0 in pad rows."""
+    return on_device(layout.positions(rank), device, torch.int64)
+
+
+def _next_tokens(ids: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    """The next token of each token's document, and 0 for the weight of a document's last token."""
+    weights = torch.ones(packing.total, device="cpu")
+    weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0
+    return ids.roll(-1), weights
+
+
+def _given_labels(labels: NDArray[np.integer] | Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
+    targets = _integers("labels", labels, packing)
+    return targets, (targets >= 0).float()
+
+
+def _hash(ids: Tensor, seed: int) -> int:
+    """A number that all ranks make of a batch and a step alike, without asking one another."""
+    digest = hashlib.blake2b(f"{seed}:".encode() + ids.numpy().tobytes(), digest_size=4)
+    return int.from_bytes(digest.digest(), "little")
+
+
+# -- what is given ---------------------------------------------------------------------------------------------------
+
+
+def _integers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
+    """`[total]` int64 of a stream of integers."""
+    _check_stream(argument, values, packing, integral=True)
+    if isinstance(values, Tensor):
+        return values.long()
+    return torch.from_numpy(np.array(values, np.int64, order="C"))  # a copy: on disk it may be read-only, or unsigned
+
+
+def _numbers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
+    """`[total]` float32 of a stream of weights, or of truth values."""
+    _check_stream(argument, values, packing)
+    is_real = not values.is_complex() if isinstance(values, Tensor) else values.dtype.kind in "biuf"
+    if not is_real:
+        raise ArgumentError(argument, f"{values.dtype}", "real numbers, or truth values")
+    if isinstance(values, Tensor):
+        weights = values.detach().float()
+    else:
+        weights = torch.from_numpy(np.array(values, np.float64, order="C")).float()
+    if not weights.isfinite().all():
+        raise ArgumentError(argument, f"{values.dtype} with {weights[~weights.isfinite()][0].item()}", "finite weights")
+    return weights
+
+
+def _check_stream(argument: str, values: NDArray | Tensor, packing: Packing, *, integral: bool = False) -> None:
+    allowed = f"the [{packing.total}] tokens of the batch, on the host"
+    check_array(argument, values, packing.total, allowed, integral=integral)
+    on_host = isinstance(values, np.ndarray) or values.device.type == "cpu"
+    if values.ndim != 1 or not on_host:
+        given = f"{list(values.shape)}" if on_host else f"{list(values.shape)} on {values.device}"
+        raise ArgumentError(argument, given, allowed)
+
+
+def _checked_device(device: object) -> torch.device:
+    if isinstance(device, torch.device | str | int) and not isinstance(device, bool):
+        with contextlib.suppress(RuntimeError):
+            return torch.device(device)
+    raise ArgumentError("device", device, "a device of torch, such as 'cpu' or 'cuda'")
+
+
+def _moved(host: Tensor, device: torch.device) -> Tensor:
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -1,0 +1,173 @@
+"""`reduce_gradients`: the sum of every rank's gradients, on every rank."""
+
+import doctest
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_cp as cp
+from megatron_cp.batch import gradients as gradients_module
+from megatron_cp.errors import ArgumentError, CallMismatchError
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import RankError, run_ranks
+
+SHAPES = [(3,), (), (2, 5), (0, 4), (1,)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def gradient_of(shape, number, rank, dtype=torch.float64):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7 * number + rank)).to(dtype)
+
+
+def parameters_of(rank, lacking=(), dtypes=(torch.float64,)):
+    """Parameters with other gradients on every rank, and none where `(rank, number)` is lacking."""
+    found = []
+    for number, shape in enumerate(SHAPES):
+        dtype = dtypes[number % len(dtypes)]
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
+        if (rank, number) not in lacking:
+            parameter.grad = gradient_of(shape, number, rank, dtype)
+        found.append(parameter)
+    return found
+
+
+def reduced(group, lacking, dtypes):
+    parameters = parameters_of(group.rank, lacking, dtypes)
+    cp.reduce_gradients(parameters, group)
+    return [parameter.grad for parameter in parameters]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64,), (torch.float64, torch.float32)])
+@pytest.mark.parametrize("bucket_bytes", [1, 30, 2**20])
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_gradients_are_summed_over_ranks(size, bucket_bytes, dtypes, monkeypatch):
+    monkeypatch.setattr(gradients_module, "_BUCKET_BYTES", bucket_bytes)
+    everyones = run_ranks(reduced, size, (), dtypes)
+    for number, shape in enumerate(SHAPES):
+        dtype = dtypes[number % len(dtypes)]
+        expected = sum(gradient_of(shape, number, rank, dtype) for rank in range(size))
+        for of_rank in everyones:
+            assert of_rank[number].dtype == dtype
+            assert of_rank[number].shape == shape
+            assert torch.allclose(of_rank[number], expected, rtol=0, atol=1e-14 if dtype == torch.float64 else 1e-6)
+            assert torch.equal(of_rank[number], everyones[0][number])
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20])
+def test_a_rank_without_a_gradient_has_zeros_and_gets_the_sum(bucket_bytes, monkeypatch):
+    monkeypatch.setattr(gradients_module, "_BUCKET_BYTES", bucket_bytes)
+    lacking = {(0, number) for number in range(len(SHAPES))} | {(1, 2), (0, 4), (1, 4), (2, 4)}
+    for of_rank in run_ranks(reduced, 3, lacking, (torch.float64,)):
+        for number, shape in enumerate(SHAPES):
+            having = [rank for rank in range(3) if (rank, number) not in lacking]
+            if number == 4:
+                assert of_rank[number] is None  # as on one process: an optimizer leaves it alone
+            else:
+                assert (of_rank[number] - sum(gradient_of(shape, number, rank) for rank in having)).abs().sum() < 1e-14
+
+
+def test_messages_hold_nothing_that_nobody_wrote(monkeypatch):
+    start, sent = ThreadGroup.start_all_to_all, []
+
+    def watched(self, received, message, *splits):
+        sent.append(bool(message.isfinite().all()))
+        return start(self, received, message, *splits)
+
+    monkeypatch.setattr(ThreadGroup, "start_all_to_all", watched)
+    run_ranks(reduced, 3, {(0, 2)}, (torch.float64,))
+    assert len(sent) > 3
+    assert all(sent)
+
+
+def in_bfloat16(group):
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+    parameter.grad = torch.full([1], 256.0 if group.rank == 0 else 1.0, dtype=torch.bfloat16)
+    cp.reduce_gradients([parameter], group)
+    return parameter.grad.item()
+
+
+def test_sums_of_fewer_bits_are_made_in_fp32():
+    assert run_ranks(in_bfloat16, 3) == [258.0] * 3  # 256 + 1 is 256 in bfloat16
+
+
+def of_module(group):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight  # shared: summed once
+    model[1].bias.requires_grad_(False).grad = torch.ones(2)
+    storage = torch.full((4,), group.rank + 1.0)
+    model[0].weight.grad = storage.view(2, 2)
+    model[0].bias.grad = torch.ones(2)
+    cp.reduce_gradients(model, group)
+    return storage.tolist(), model[0].bias.grad.tolist(), model[1].bias.grad.tolist()
+
+
+def test_a_modules_gradients_are_summed_where_they_are():
+    assert run_ranks(of_module, 3) == [([6.0] * 4, [3.0] * 2, [1.0] * 2)] * 3
+
+
+def test_without_a_group_nothing_changes():
+    (weight,) = parameters_of(0)[:1]
+    before = weight.grad.clone()
+    cp.reduce_gradients(iter([weight]))
+    assert torch.equal(weight.grad, before)
+
+
+def test_the_example_of_the_docstring_runs():
+    assert doctest.testmod(gradients_module) == doctest.TestResults(failed=0, attempted=4)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def with_sparse_gradient():
+    layer = nn.Embedding(4, 2, sparse=True)
+    layer(torch.tensor([1])).sum().backward()
+    return layer
+
+
+class Sharded(nn.Parameter):
+    """Looks like a DTensor."""
+
+    placements = ()
+
+
+REFUSED = {
+    "sparse": (with_sparse_gradient, r"parameters\[0\]: got 'a gradient that is torch.sparse_coo'"),
+    "none": (nn.Module, "parameters: got 'none'"),
+    "sharded": (lambda: [Sharded(torch.ones(2))], r"parameters\[0\]: got 'a DTensor'.*averaged_gradients=True"),
+    "result": (lambda: [2 * torch.ones(2, requires_grad=True)], r"parameters\[0\]: got 'the result of an operation'"),
+    "complex": (lambda: [nn.Parameter(torch.ones(2) + 0j)], r"parameters\[0\]: got 'torch.complex64'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_rejects_what_has_no_gradients_to_sum(case):
+    make, message = REFUSED[case]
+    with pytest.raises(ArgumentError, match=message):
+        cp.reduce_gradients(make())
+
+
+def test_rejects_a_module_that_reduces_by_itself(monkeypatch):
+    class Wrapped(nn.Linear):
+        pass
+
+    monkeypatch.setattr(gradients_module, "DistributedDataParallel", Wrapped)  # the real one wants a process group
+    with pytest.raises(ArgumentError, match=r"parameters: got 'a DistributedDataParallel.*averaged_gradients=True"):
+        cp.reduce_gradients(Wrapped(2, 2))
+
+
+def other_parameters(group):
+    cp.reduce_gradients(nn.Linear(2, 3 if group.rank == 1 else 2), group)
+
+
+def test_rejects_other_parameters_on_another_rank():
+    with pytest.raises(RankError, match=r"parameter 0: .*\[3, 2\]") as caught:
+        run_ranks(other_parameters, 2)
+    assert isinstance(caught.value.__cause__, CallMismatchError)

@@ -1,0 +1,215 @@
+"""`token_loss`: one mean on every rank, and each rank's own share of its gradient."""
+
+import doctest
+import math
+import re
+
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.batch import loss as loss_module
+from megatron_cp.errors import ArgumentError, CallMismatchError, PeerError
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import RankError, run_ranks
+
+PACKING = cp.Packing([5, 1, 0, 8, 2])
+WEIGHTS = torch.tensor([1, 0.5, 0, 2, 0, 0, -1, 1, 1, 0, 0, 0.25, 1, 0, 1, 0], dtype=torch.float64)
+NAN = float("nan")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def drawn(dtype=torch.float64):
+    return torch.randn(PACKING.total, dtype=dtype, generator=torch.Generator().manual_seed(3))
+
+
+def on_rank(group, layout, losses, weights, options):
+    """The loss of one rank and the gradient of its losses; pad rows have a loss of NaN, and weight 0."""
+    own = layout.shard(losses, group.rank, pad_value=NAN).requires_grad_()
+    loss = cp.token_loss(own, layout.shard(weights, group.rank), group, **options)
+    loss.backward()
+    return loss.detach(), own.grad
+
+
+def on_ranks(layout, losses, weights=WEIGHTS, **options):
+    """The loss of every rank, and the gradient of the stream of losses; asserts that pad rows have one of 0."""
+    losses, gradients = zip(*run_ranks(on_rank, layout.cp_size, layout, losses, weights, options), strict=True)
+    for gradient, count in zip(gradients, layout.token_counts.tolist(), strict=True):
+        assert not gradient[count:].any()
+    return losses, layout.unshard(gradients)
+
+
+@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 5, 20])
+def test_every_rank_has_the_mean_and_its_share_of_the_gradient(cp_size, align):
+    losses = drawn()
+    values, gradient = on_ranks(cp.Layout.zigzag(PACKING, cp_size, align=align), losses)
+    expected = math.fsum((losses * WEIGHTS).tolist()) / 9
+    assert len({value.item() for value in values}) == 1
+    assert values[0].dtype == torch.float64
+    assert abs(values[0].item() - expected) < 1e-15
+    assert (gradient - WEIGHTS / 9).abs().max() < 1e-16
+
+
+def test_it_is_not_the_mean_of_the_ranks_means():
+    layout = cp.Layout.from_fragments(PACKING, [[(0, 2)], [(2, 16)]])
+    losses = drawn()
+    (value, _), _ = on_ranks(layout, losses)
+    means = [(losses * WEIGHTS)[piece].sum() / WEIGHTS[piece].count_nonzero() for piece in (slice(2), slice(2, 16))]
+    assert abs(value - sum(means) / 2) > 0.001
+
+
+def test_a_step_of_several_microbatches_is_divided_by_the_tokens_of_all():
+    layout, losses = cp.Layout.zigzag(PACKING, 3), drawn()
+    parts = (WEIGHTS * (torch.arange(16) < 4), WEIGHTS * (torch.arange(16) >= 4))  # of 3 tokens, and of 6
+    found = [on_ranks(layout, losses, part, num_tokens=9) for part in parts]
+    assert (sum(values[0] for values, _ in found) - (losses * WEIGHTS).sum() / 9).abs() < 1e-15
+    assert (sum(gradient for _, gradient in found) - WEIGHTS / 9).abs().max() < 1e-16
+
+
+def test_gradients_that_are_averaged_later_are_multiplied_by_the_ranks():
+    layout, losses = cp.Layout.zigzag(PACKING, 3), drawn()
+    values, gradient = on_ranks(layout, losses, averaged_gradients=True)
+    assert values == on_ranks(layout, losses)[0]
+    assert (gradient / 3 - WEIGHTS / 9).abs().max() < 1e-16
+
+
+@pytest.mark.parametrize("num_tokens", [None, 0])
+def test_without_a_token_that_counts_loss_and_gradients_are_0(num_tokens):
+    values, gradient = on_ranks(cp.Layout.zigzag(PACKING, 3), drawn(), WEIGHTS * 0, num_tokens=num_tokens)
+    assert [value.item() for value in values] == [0.0] * 3
+    assert not gradient.any()
+
+
+def test_a_loss_of_weight_0_may_be_anything():
+    losses = drawn().where(WEIGHTS != 0, torch.tensor([NAN, math.inf, -math.inf, NAN] * 4))
+    values, gradient = on_ranks(cp.Layout.zigzag(PACKING, 2), losses)
+    assert values == on_ranks(cp.Layout.zigzag(PACKING, 2), drawn())[0]
+    assert torch.equal(gradient == 0, WEIGHTS == 0)
+
+
+def test_the_backward_scales_with_what_is_done_to_the_loss():
+    losses = drawn().requires_grad_()
+    (3 * cp.token_loss(losses, WEIGHTS)).backward()
+    assert (losses.grad - WEIGHTS / 3).abs().max() < 1e-16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_losses_of_fewer_bits_are_added_in_fp32(dtype):
+    losses = torch.ones(601, dtype=dtype, requires_grad=True)  # bfloat16 has no 601
+    loss = cp.token_loss(losses, torch.ones(601, dtype=torch.bool))
+    loss.backward()
+    assert (loss.item(), loss.dtype) == (1.0, torch.float32)
+    assert losses.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_weights_may_be_a_mask(dtype):
+    mask, losses = WEIGHTS != 0, drawn()
+    assert (cp.token_loss(losses, mask.to(dtype)) - losses[mask].mean()).abs() < 1e-15
+
+
+def test_axes_may_be_more_as_long_as_weights_have_them():
+    losses = drawn()
+    assert torch.equal(cp.token_loss(losses.view(1, 2, 8), WEIGHTS.view(1, 2, 8)), cp.token_loss(losses, WEIGHTS))
+
+
+def test_evaluation_needs_no_gradient():
+    with torch.no_grad():
+        loss = cp.token_loss(drawn(), WEIGHTS)
+    assert not loss.requires_grad
+
+
+def replicas(group, packings):
+    """The loss of two replicas of two context-parallel ranks each, whose batches differ in length."""
+    packing = packings[group.rank // 2]
+    layout, tokens = cp.Layout.zigzag(packing, 2), torch.arange(packing.total)
+    batch = cp.shard_batch(tokens, layout, ThreadGroup.create(2)[group.rank % 2], agree=False)
+    losses = batch.tokens.double().requires_grad_()
+    loss = cp.token_loss(losses, batch, group)
+    loss.backward()
+    return loss.item(), losses.grad.sum().item(), batch.num_tokens
+
+
+def test_a_group_of_data_and_context_parallel_ranks_has_one_mean():
+    found = run_ranks(replicas, 4, [cp.Packing([3, 7]), cp.Packing([30, 1])])
+    assert [batch_tokens for *_, batch_tokens in found] == [8, 8, 29, 29]
+    expected = (sum(range(10)) - 2 - 9 + sum(range(29))) / 37
+    for loss, *_ in found:
+        assert abs(loss - expected) < 1e-12
+    assert abs(sum(share for _, share, _ in found) - 1) < 1e-12
+
+
+def test_the_example_of_the_docstring_runs():
+    assert doctest.testmod(loss_module) == doctest.TestResults(failed=0, attempted=4)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def batch_of(cp_size):
+    layout = cp.Layout.contiguous(PACKING, cp_size)
+    return cp.shard_batch(torch.arange(16), layout, ThreadGroup.create(cp_size)[0], agree=False)
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_rejects_a_group_that_is_not_of_the_batchs_ranks(size):
+    group = None if size is None else ThreadGroup.create(size)[0]
+    given = re.escape(f"group: got '{size or 1} ranks'; allowed: the 2 that the batch is for")
+    with pytest.raises(ArgumentError, match=given):
+        cp.token_loss(torch.ones(8), batch_of(2), group)
+
+
+def test_rejects_losses_of_other_rows_than_the_batch():
+    with pytest.raises(ArgumentError, match=r"losses: got '\[1, 16\] on cpu'; allowed: \[16\] on cpu, the rows of the"):
+        cp.token_loss(torch.ones(1, 16), batch_of(1))
+
+
+def test_rejects_losses_that_are_reduced():
+    with pytest.raises(ArgumentError, match=r"losses: .*reduction='none'"):
+        cp.token_loss(torch.tensor(2.0), batch_of(1))
+
+
+def test_rejects_weights_of_other_rows():
+    with pytest.raises(ArgumentError, match=r"weights: got 'torch.float32 \[15\] on cpu'; allowed: .* \[16\] on cpu"):
+        cp.token_loss(torch.ones(16), torch.ones(15))
+
+
+def test_rejects_weights_that_need_a_gradient():
+    with pytest.raises(ArgumentError, match=r"weights: got 'a tensor that needs a gradient'.*detach"):
+        cp.token_loss(torch.ones(16), torch.ones(16, requires_grad=True))
+
+
+def of_other_type(group):
+    losses = torch.ones(4, dtype=torch.float32 if group.rank == 2 else torch.float64)
+    return cp.token_loss(losses, torch.ones(4), group)
+
+
+def of_another_option(group):
+    return cp.token_loss(torch.ones(4), torch.ones(4), group, averaged_gradients=group.rank == 2)
+
+
+@pytest.mark.parametrize("call", [of_other_type, of_another_option])
+def test_rejects_another_call_on_another_rank(call):
+    with pytest.raises(RankError, match="the ranks call token_loss in different ways") as caught:
+        run_ranks(call, 3)
+    assert isinstance(caught.value.__cause__, CallMismatchError)
+
+
+def of_other_numbers(group, warm):
+    if warm:  # ranks have compared this kind of call
+        cp.token_loss(torch.ones(4), torch.ones(4), group, num_tokens=4)
+    cp.token_loss(torch.ones(4), torch.ones(4), group, num_tokens=group.rank)
+
+
+@pytest.mark.parametrize(("warm", "error"), [(False, CallMismatchError), (True, PeerError)])
+def test_rejects_another_number_of_tokens_on_another_rank(warm, error):
+    with pytest.raises(RankError, match=r"num_tokens:? [01]") as caught:
+        run_ranks(of_other_numbers, 2, warm)
+    assert isinstance(caught.value.__cause__, error)

@@ -1,0 +1,238 @@
+"""`shard_batch`: which rows, labels, weights, positions and plans each rank is given of a pack."""
+
+import dataclasses
+import doctest
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.batch import shard as shard_module
+from megatron_cp.errors import ArgumentError, PlanMismatchError
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.planner.layouts import layout_by_name
+
+RAGGED = cp.Packing([7, 1, 130, 0, 64, 2, 33])
+SLOTS = [cp.AttentionSlot(8, 2, 8, 8), cp.LinearSlot("gdn", heads=8, key_heads=2, head_dim=8, value_head_dim=8)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def uninitialised_memory_is_nan():
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty returns
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def ids(packing=RAGGED):
+    return torch.randint(1, 1000, (packing.total,), generator=torch.Generator().manual_seed(0))
+
+
+def sharded(layout, **arguments):
+    """What every rank is given of the batch."""
+    arguments = {"tokens": ids(layout.packing), "layout": layout} | arguments
+    return run_ranks(lambda group: cp.shard_batch(group=group, **arguments), layout.cp_size)
+
+
+def stream(batches, name, pad=0):
+    """A field of all ranks as the packed stream; asserts what pad rows hold."""
+    layout, rows = batches[0].layout, [getattr(batch, name) for batch in batches]
+    for own, count in zip(rows, layout.token_counts.tolist(), strict=True):
+        assert (own[count:] == pad).all()
+    return layout.unshard(rows)
+
+
+def next_tokens(tokens, packing):
+    """Each token's label, and whether it has one, by a loop."""
+    labels, learnt = torch.full_like(tokens, -100), torch.zeros(packing.total)
+    for start, end in packing.spans():
+        for place in range(start, end - 1):
+            labels[place], learnt[place] = tokens[place + 1], 1
+    return labels, learnt
+
+
+@pytest.mark.parametrize("align", [1, 4])
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "balanced", "random"])
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 5])
+def test_the_ranks_are_given_the_stream(name, cp_size, align):
+    layout = layout_by_name(name, RAGGED, cp_size, align=align)
+    batches = sharded(layout, slots=SLOTS)
+    labels, learnt = next_tokens(ids(), RAGGED)
+    assert torch.equal(stream(batches, "tokens"), ids())
+    assert torch.equal(stream(batches, "labels", pad=-100), labels)
+    assert torch.equal(stream(batches, "loss_weights"), learnt)
+    assert torch.equal(stream(batches, "position_ids"), torch.tensor(RAGGED.positions()))
+    for rank, batch in enumerate(batches):
+        assert batch.num_tokens == RAGGED.total - 6  # documents that are not empty
+        assert (batch.layout, batch.pad_rows) == (layout, layout.pad_rows.sum())
+        for field in (batch.tokens, batch.labels, batch.position_ids, batch.loss_weights):
+            assert field.shape == (layout.row_counts[rank],)
+            assert field.dtype == (torch.float32 if field is batch.loss_weights else torch.int64)
+
+
+def test_its_labels_are_the_layouts():
+    layout = cp.Layout.zigzag(RAGGED, 3, align=4)
+    for rank, batch in enumerate(sharded(layout)):
+        labels, mask = layout.labels(ids(), rank)
+        assert torch.equal(batch.labels, labels)
+        assert torch.equal(batch.loss_weights != 0, torch.from_numpy(mask))
+
+
+def test_a_batch_has_the_plans_of_the_layers_and_makes_those_that_are_asked_for():
+    layout, other = cp.Layout.zigzag(RAGGED, 3), cp.AttentionSlot(4, 4, 8, 8)
+    for batch in sharded(layout, slots=SLOTS):
+        assert [plan.kind for plan in batch.plans.plans] == ["attention", "gdn"]
+        for slot in (*SLOTS, other):
+            assert batch.plan(slot) == slot.plan(layout)
+        assert batch.plan(other) is batch.plan(other)
+
+
+def test_a_rank_without_tokens_has_no_rows():
+    packing = cp.Packing([2, 0])
+    batches = sharded(cp.Layout.contiguous(packing, 5), slots=SLOTS)
+    assert sorted(len(batch.tokens) for batch in batches) == [0, 0, 0, 1, 1]
+    assert torch.equal(stream(batches, "tokens"), ids(packing))
+    assert [(batch.num_tokens, batch.pad_rows) for batch in batches] == [(1, 0)] * 5
+
+
+def test_a_batch_may_have_no_tokens():
+    for batch in sharded(cp.Layout.zigzag(cp.Packing([0, 0]), 2), slots=SLOTS):
+        assert batch.tokens.shape == batch.labels.shape == batch.loss_weights.shape == (0,)
+        assert (batch.num_tokens, batch.pad_rows) == (0, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint16, ">u2"])
+def test_tokens_may_be_as_they_lie_on_disk(dtype):
+    tokens = np.repeat(ids().numpy(), 2).astype(dtype)[::2]
+    tokens.flags.writeable = False  # as a memory-mapped file is
+    batch = cp.shard_batch(tokens, cp.Layout.zigzag(RAGGED, 1))
+    assert torch.equal(batch.tokens, ids())
+    assert torch.equal(batch.labels, next_tokens(ids(), RAGGED)[0])
+
+
+def test_given_labels_are_taken_as_they_are_and_negative_ones_count_nothing():
+    labels = torch.arange(RAGGED.total)
+    labels[3], labels[100:120] = -100, -1
+    for given in (labels, labels.numpy().astype(np.int32)):
+        batches = sharded(cp.Layout.zigzag(RAGGED, 3, align=4), labels=given, ignore_index=-5)
+        assert torch.equal(stream(batches, "labels", pad=-5), labels.where(labels >= 0, torch.tensor(-5)))
+        assert torch.equal(stream(batches, "loss_weights"), (labels >= 0).float())
+        assert {batch.num_tokens for batch in batches} == {RAGGED.total - 21}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64, "numpy"])
+def test_a_loss_mask_weighs_what_has_a_label(dtype):
+    mask = torch.randint(-1, 3, (RAGGED.total,), generator=torch.Generator().manual_seed(1)) / 2
+    given = mask.numpy() if dtype == "numpy" else mask.to(dtype)
+    mask = torch.as_tensor(given).float()
+    before = mask.clone()
+    batches = sharded(cp.Layout.zigzag(RAGGED, 3), loss_mask=given)
+    labels, learnt = next_tokens(ids(), RAGGED)
+    weights = mask * learnt
+    assert torch.equal(stream(batches, "loss_weights"), weights)
+    assert torch.equal(stream(batches, "labels"), labels.where(weights != 0, torch.tensor(-100)))
+    assert {batch.num_tokens for batch in batches} == {int(weights.count_nonzero())}
+    assert torch.equal(torch.as_tensor(given).float(), before)  # the caller's is left alone
+
+
+def test_a_loss_mask_weighs_given_labels():
+    labels, mask = torch.arange(RAGGED.total) - 50, np.ones(RAGGED.total)
+    mask[-50:] = 0
+    batches = sharded(cp.Layout.contiguous(RAGGED, 2), labels=labels, loss_mask=mask)
+    assert torch.equal(stream(batches, "loss_weights"), ((labels >= 0) * torch.tensor(mask)).float())
+
+
+def test_seeds_differ_by_batch_and_step_and_not_by_rank():
+    def seed_of(tokens, step, rank=0):
+        group, layout = ThreadGroup.create(2)[rank], cp.Layout.zigzag(RAGGED, 2)
+        return cp.shard_batch(tokens, layout, group, seed=step, agree=False).seed
+
+    first = seed_of(ids(), 1)
+    assert first == seed_of(ids(), 1) == seed_of(ids(), 1, rank=1)
+    assert len({first, seed_of(ids(), 2), seed_of(ids() + 1, 1)}) == 3
+
+
+def test_what_layers_derive_from_plans_is_made_here(monkeypatch):
+    made = []
+    monkeypatch.setattr(shard_module, "prepare", lambda plan, rank, device: made.append((plan.kind, rank, device.type)))
+    monkeypatch.setattr(shard_module, "prepare_attention", lambda plan, rank, device: made.append(plan.kind))
+    cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 1), slots=SLOTS)
+    assert made == [("attention", 0, "cpu"), "attention", ("gdn", 0, "cpu")]
+
+
+def test_the_examples_of_the_docstring_run():
+    assert doctest.testmod(shard_module) == doctest.TestResults(failed=0, attempted=4)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+ONE_RANK = cp.Layout.zigzag(RAGGED, 1)
+MISFITS = {
+    "too short": torch.zeros(RAGGED.total - 1, dtype=torch.int64),
+    "a batch of one": torch.zeros(1, RAGGED.total, dtype=torch.int64),
+    "with features": torch.zeros(RAGGED.total, 1, dtype=torch.int64),
+    "on a device": torch.zeros(RAGGED.total, dtype=torch.int64, device="meta"),
+    "too long, of numpy": np.zeros(RAGGED.total + 1, dtype=np.int64),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("argument", ["tokens", "labels", "loss_mask"])
+def test_rejects_what_is_not_the_batchs_tokens_on_the_host(argument, misfit):
+    arguments = {"tokens": ids()} | {argument: MISFITS[misfit]}
+    with pytest.raises(ArgumentError, match=re.escape(f"the [{RAGGED.total}] tokens of the batch, on the host")) as e:
+        cp.shard_batch(layout=ONE_RANK, **arguments)
+    assert e.value.argument == argument
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_rejects_weights_that_are_not_finite(weight):
+    mask = torch.ones(RAGGED.total)
+    mask[5] = weight
+    with pytest.raises(ArgumentError, match=f"loss_mask: got 'torch.float32 with {weight}'; allowed: finite weights"):
+        cp.shard_batch(ids(), ONE_RANK, loss_mask=mask)
+
+
+def test_rejects_tokens_that_are_no_integers():
+    with pytest.raises(ArgumentError, match=r"tokens: got 'torch.float32'; allowed: .* integers"):
+        cp.shard_batch(ids().float(), ONE_RANK)
+
+
+def test_rejects_a_group_of_another_size():
+    with pytest.raises(ArgumentError, match="group: got '3 ranks'; allowed: the 2 ranks"):
+        cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 2), ThreadGroup.create(3)[0])
+    with pytest.raises(ArgumentError, match="group: got None"):
+        cp.shard_batch(ids(), cp.Layout.zigzag(RAGGED, 2))
+
+
+def test_rejects_layers_that_cannot_be_planned():
+    slot = dataclasses.replace(SLOTS[0], kv_heads=3)
+    with pytest.raises(ArgumentError, match="kv_heads: got 3; allowed: a divisor of heads, 8"):
+        cp.shard_batch(ids(), ONE_RANK, slots=[slot])
+
+
+def disagreement(group, arguments, agree):
+    given = {"tokens": ids(), "layout": cp.Layout.zigzag(RAGGED, 3)} | arguments[group.rank]
+    try:
+        cp.shard_batch(group=group, agree=agree, **given)
+    except PlanMismatchError as error:
+        return str(error)
+    return "they agree"
+
+
+OTHERS = {
+    "layers": {"slots": SLOTS[:1]},
+    "tokens": {"tokens": ids().flip(0)},
+    "a step": {"seed": 1},
+    "a layout": {"layout": cp.Layout.contiguous(RAGGED, 3)},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_rejects_another_batch_on_another_rank(other):
+    arguments = [{}, {}, OTHERS[other]]
+    for message in run_ranks(disagreement, 3, arguments, True):
+        assert "rank 2 differs from rank 0" in message
+    assert run_ranks(disagreement, 3, arguments, False) == ["they agree"] * 3
