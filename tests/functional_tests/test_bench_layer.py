@@ -142,6 +142,22 @@ def test_our_kernels_are_watched_forward_and_backward(kind):
         assert 0 < spent.kernel < spent.total
 
 
+def seconds_in_handed_kernel(group, kind):
+    from megatron_cp.cli.bench.peers import layers
+
+    layers.start(group.size, on_cpu=True)
+    case, watch = Case(kind, 2, (24, 12), "zigzag", heads=4, scheme="headwise", dtype=torch.float32), Watch()
+    pair = layers.layers(case, 32, lambda function: function, WatchedLinearKernel(watch))
+    _, spent = watch.timed(lambda: pair.ours.forward(torch.ones(18, 1, 32)))
+    return spent.kernel
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_our_layer_computes_with_the_kernel_that_it_is_handed(kind):
+    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    assert min(run_ranks(seconds_in_handed_kernel, 2, kind, kind="processes")) > 0
+
+
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
