@@ -19,7 +19,7 @@ from megatron_cp.linear.share import Share
 from megatron_cp.testing.parity import TOLERANCES, Case, draw, relative_error
 
 PLACES = ("first", "middle", "last", "few")
-RANKS, NUM_PIECES = 3, 32
+RANKS, NUM_PIECES = 3, 32  # ranks that share a document, and at most so many pieces of it
 
 
 def segments(case: Case, tokens: int) -> dict[str, Work]:
