@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import warnings
 
-from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
 from megatron_cp.cli.parser import integers, minutes, seconds
 from megatron_cp.cli.paths import check_paths
+from megatron_cp.cli.report import Report
 
 HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
 

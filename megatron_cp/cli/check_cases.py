@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.cli.main import Report, as_flag
 from megatron_cp.cli.options import MAX_LOCAL_RANKS, case_of, given_axes, hosts_of_job
+from megatron_cp.cli.parser import as_flag
+from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout

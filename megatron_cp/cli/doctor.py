@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from megatron_cp import __version__
-from megatron_cp.cli.main import Report
-from megatron_cp.cli.train import INSTALL_MEGATRON, megatron_is_installed
+from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
+from megatron_cp.cli.report import Report
 from megatron_cp.layout import Packing
 from megatron_cp.planner.capabilities import CAPABILITIES
 

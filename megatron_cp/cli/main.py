@@ -8,44 +8,28 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_cp import __version__
-from megatron_cp.cli.parser import Parser, UsageError
+from megatron_cp.cli import check, doctor, plan, train
+from megatron_cp.cli.bench import command as bench
+from megatron_cp.cli.parser import Parser, UsageError, as_flag
+from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 
-
-@dataclass
-class Report:
-    """What a command has to say.
-
-    Attributes:
-        text: for people.
-        data: for programs, printed by `--json`.
-        ok: False makes the exit status 1.
-        quiet: another rank prints.
-    """
-
-    text: str
-    data: dict[str, Any] = field(default_factory=dict)
-    ok: bool = True
-    quiet: bool = False
+# Light, all of them: what they measure, check or train with is imported when they run.
+COMMANDS: dict[str, Any] = {"train": train, "check": check, "plan": plan, "bench": bench, "doctor": doctor}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0 success, 1 a check failed, 2 bad usage."""
-    # Light, all of them: what they measure, check or train with is imported when they run.
-    from megatron_cp.cli import bench, check, doctor, plan, train
-
     parser = Parser(
         prog="megatron-cp",
         description="Context parallelism for packed batches: check it, plan it, measure it, see what works here.",
     )
     parser.add_argument("--version", action="version", version=f"megatron-cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (train, check, plan, bench, doctor):
-        name = command.__name__.rpartition(".")[2]
+    for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
         sub.add_argument("--json", action="store_true", help="one JSON object on the last line of standard output")
         command.add_arguments(sub)
@@ -83,13 +67,6 @@ def _run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps(report.data))
     return 0 if report.ok else 1
-
-
-def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
-    """The error as the user of the command line spells the argument."""
-    name = {"cp_size": "cp", "mode": "scheme"}.get(error.argument, error.argument)
-    flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument
-    return f"{flag}{str(error).removeprefix(error.argument)}"
 
 
 def console() -> None:

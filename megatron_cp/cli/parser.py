@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.capabilities import did_you_mean
 
 MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry a token
@@ -44,6 +45,13 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(
                 action, f"got {value!r}; allowed: {' or '.join(known)}. {did_you_mean(str(value), known)}"
             )
+
+
+def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
+    """The error as the user of the command line spells the argument."""
+    name = {"cp_size": "cp", "mode": "scheme"}.get(error.argument, error.argument)
+    flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument
+    return f"{flag}{str(error).removeprefix(error.argument)}"
 
 
 def positive(text: str) -> int:

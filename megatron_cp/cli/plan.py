@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_cp.cli.main import Report
 from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of
 from megatron_cp.cli.parser import positive
 from megatron_cp.cli.paths import check_paths
+from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.explain import size
 from megatron_cp.plan.plan import Plan

@@ -14,16 +14,16 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_cp.cli.main import Report
+from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
 from megatron_cp.cli.options import MAX_LOCAL_RANKS
 from megatron_cp.cli.parser import MAX_TOKENS, UsageError, number, whole
 from megatron_cp.cli.paths import check_paths
+from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.options import METRICS, Run, TrainingOptions
 from megatron_cp.megatron.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
@@ -406,14 +406,6 @@ def _loss_figure(stretches: Sequence[tuple[str, dict[int, float]]], reference: d
     axes.set_ylabel("loss, nats per token")
     axes.legend(frameon=False)
     return figure
-
-
-INSTALL_MEGATRON = "pip install 'megatron_cp[megatron]'"
-
-
-def megatron_is_installed() -> bool:
-    """Whether Megatron-Core can be imported here. Another package that is called megatron is not it."""
-    return find_spec("megatron") is not None and find_spec("megatron.core") is not None
 
 
 def _quiet_imports() -> None:

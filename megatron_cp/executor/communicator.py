@@ -34,13 +34,21 @@ class Communicator:
         group: the ranks.
         transport: how messages travel.
         operation: what the plan is of, for errors.
+        rounds_in_flight: how many rounds of the pairwise transport are under way at a time.
     """
 
-    def __init__(self, group: RankGroup, transport: Transport = COLLECTIVE, operation: str = "") -> None:
+    def __init__(
+        self,
+        group: RankGroup,
+        transport: Transport = COLLECTIVE,
+        operation: str = "",
+        *,
+        rounds_in_flight: int = ROUNDS_IN_FLIGHT,
+    ) -> None:
         if transport.hosts and len(transport.hosts) != group.size:
             raise ArgumentError("hosts", transport.hosts, f"the host of each of the {group.size} ranks")
         self.group, self.transport = group, transport
-        self.operation = operation
+        self.operation, self.rounds_in_flight = operation, rounds_in_flight
         self.rank, self.size = group.rank, group.size
 
     @property
@@ -49,11 +57,10 @@ class Communicator:
 
     def part(self, ranks: range) -> Communicator:
         """The communicator of some of the ranks, this one among them."""
-        return (
-            self
-            if len(ranks) == self.size
-            else Communicator(self.group.part(ranks), self.transport.part(ranks), self.operation)
-        )
+        if len(ranks) == self.size:
+            return self
+        group, transport = self.group.part(ranks), self.transport.part(ranks)
+        return Communicator(group, transport, self.operation, rounds_in_flight=self.rounds_in_flight)
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts, step: str = "") -> Pending:
         """Piece r of flat `sent` goes to rank r, and piece r of flat `received` comes from it."""
@@ -89,7 +96,7 @@ class Communicator:
         incoming[self.rank].copy_(outgoing[self.rank])
         met = [round_robin_peer(self.rank, self.size, number) for number in range(num_rounds(self.size))]
         pairs = [[] if p is None else [(Message(outgoing[p], p), Message(incoming[p], p))] for p in met]
-        return _Rounds(self.group, pairs)
+        return _Rounds(self.group, pairs, self.rounds_in_flight)
 
 
 def direction(*, forward: bool) -> str:
@@ -105,10 +112,10 @@ def over(group: RankGroup | Communicator) -> Communicator:
 class _Rounds(Pending):
     """Pairs that talk both ways, some rounds at a time; a rank that is idle in a round says nothing in it."""
 
-    def __init__(self, group: RankGroup, rounds: list[list[tuple[Message, Message]]]) -> None:
+    def __init__(self, group: RankGroup, rounds: list[list[tuple[Message, Message]]], in_flight: int) -> None:
         self._group, self._ahead, self._activity = group, deque(rounds), group.activity
         self._under_way: deque[Pending] = deque()
-        for _ in range(min(ROUNDS_IN_FLIGHT, len(rounds))):
+        for _ in range(min(in_flight, len(rounds))):
             self._start_next()
 
     def _start_next(self) -> None:

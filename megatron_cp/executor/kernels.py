@@ -28,14 +28,22 @@ class Kernel(ABC):
         """Why this kernel cannot run the call, with what would help; None if it can."""
 
 
-def choose_kernel[K: Kernel](kernels: Sequence[K], name: str, call: Any) -> K:
+def kernel_name(kernel: object) -> object:
+    """The name of a kernel, or the name that was given instead of one."""
+    return kernel.name if isinstance(kernel, Kernel) else kernel
+
+
+def choose_kernel[K: Kernel](kernels: Sequence[K], name: str | K, call: Any) -> K:
     """The kernel called `name`, or for "auto" the first of `kernels`, which are fastest first, that can run `call`.
 
-    On CUDA, "auto" warns when it passes a faster kernel over, with that kernel's reason.
+    A kernel that is given instead of a name is the only choice. On CUDA, "auto" warns when it passes a faster kernel
+    over, with that kernel's reason.
 
     Raises:
         ArgumentError: no such kernel, or it cannot run the call, with its reason.
     """
+    if isinstance(name, Kernel):
+        kernels, name = [name], name.name
     if not isinstance(name, str):
         raise ArgumentError("kernel", name, " or ".join(["auto", *(kernel.name for kernel in kernels)]))
     if name == "auto":

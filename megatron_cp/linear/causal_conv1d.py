@@ -9,6 +9,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
+from megatron_cp.linear.kernels import LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv, kept
 from megatron_cp.plan.plan import Plan
 
@@ -22,7 +23,7 @@ def causal_conv1d(
     group: RankGroup | dist.ProcessGroup | None = None,
     *,
     activation: str | None = None,
-    kernel: str = "auto",
+    kernel: str | LinearKernel = "auto",
 ) -> Tensor:
     """The causal depthwise convolution of each document, over the ranks of `group`; differentiable.
 
@@ -35,7 +36,7 @@ def causal_conv1d(
         plan: from `plan_linear(kind="conv1d")`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         activation: "silu" (or "swish"), or None.
-        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
 
     Returns:
         `[t, channels]` in the type of x, zero in pad rows. A parameter's gradient is this rank's share: sum it over the

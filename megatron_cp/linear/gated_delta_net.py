@@ -11,8 +11,8 @@ from megatron_cp.executor.arguments import check_plan, check_tensor, checked_sca
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.activations import sigmoid, softplus
-from megatron_cp.linear.kernels import Delta
-from megatron_cp.linear.on_rank import LinearOnRank, check_conv
+from megatron_cp.linear.kernels import Delta, LinearKernel
+from megatron_cp.linear.on_rank import LinearOnRank, Stage, check_conv
 from megatron_cp.linear.reductions import for_each_token, l2_normalised
 from megatron_cp.plan.plan import Plan
 
@@ -31,7 +31,7 @@ def gated_delta_rule(
     *,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    kernel: str = "auto",
+    kernel: str | LinearKernel = "auto",
 ) -> Tensor:
     """The gated delta rule within each document, over the ranks of `group`; differentiable.
 
@@ -48,7 +48,7 @@ def gated_delta_rule(
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         scale: what queries are multiplied by; `head_dim ** -0.5` if None.
         use_qk_l2norm_in_kernel: divide q and k by their norms first.
-        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -98,7 +98,7 @@ def gated_delta_net(
     A_log: Tensor,  # noqa: N803 - the parameter's name everywhere
     dt_bias: Tensor,
     scale: float | None = None,
-    kernel: str = "auto",
+    kernel: str | LinearKernel = "auto",
 ) -> Tensor:
     """The mixer of a Gated DeltaNet layer between its projections: convolution, gates and rule; differentiable.
 
@@ -118,7 +118,7 @@ def gated_delta_net(
         conv_bias: `[channels]`.
         A_log, dt_bias: `[heads]`, whole on every rank.
         scale: what queries are multiplied by; `head_dim ** -0.5` if None.
-        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's
@@ -151,6 +151,13 @@ def gated_delta_net(
         },
         scale=scale,
     )
+    return layer.run([qkv, beta, alpha], **mixer_stages(taps, conv_bias, A_log, dt_bias, scale))
+
+
+def mixer_stages(
+    taps: Tensor, conv_bias: Tensor | None, A_log: Tensor, dt_bias: Tensor, scale: float  # noqa: N803
+) -> dict[str, Stage]:  # fmt: skip
+    """What a rank computes between the exchanges of `gated_delta_net`, as `LinearOnRank.run` takes it."""
 
     def gates(layer: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
         acc_dtype, tokens = torch.promote_types(alpha.dtype, torch.float32), len(alpha)
@@ -160,9 +167,8 @@ def gated_delta_net(
         )
         return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(acc_dtype))]
 
-    return layer.run(
-        [qkv, beta, alpha],
-        conv=lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
-        gates=gates,
-        rule=lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
-    )
+    return {
+        "conv": lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),
+        "gates": gates,
+        "rule": lambda layer, *inputs: [layer.recurrence(Delta(*inputs), scale)],
+    }

@@ -11,7 +11,7 @@ from megatron_cp.executor.arguments import check_plan, check_tensor, checked_sca
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.activations import sigmoid, softplus
-from megatron_cp.linear.kernels import Delta
+from megatron_cp.linear.kernels import Delta, LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.linear.reductions import for_each_token, l2_normalised
 from megatron_cp.plan.plan import Plan
@@ -31,7 +31,7 @@ def kda(
     *,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
-    kernel: str = "auto",
+    kernel: str | LinearKernel = "auto",
 ) -> Tensor:
     """Kimi Delta Attention's rule within each document, over the ranks of `group`; differentiable.
 
@@ -48,7 +48,7 @@ def kda(
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         scale: what queries are multiplied by; `head_dim ** -0.5` if None.
         use_qk_l2norm_in_kernel: divide q and k by their norms first.
-        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -99,7 +99,7 @@ def kda_mixer(
     dt_bias: Tensor,
     lower_bound: float | None = None,
     scale: float | None = None,
-    kernel: str = "auto",
+    kernel: str | LinearKernel = "auto",
 ) -> Tensor:
     """The mixer of a Kimi Delta Attention layer between its projections; differentiable.
 
@@ -122,7 +122,7 @@ def kda_mixer(
         dt_bias: `[heads * head_dim]`, whole on every rank.
         lower_bound: of the log decay, below 0; None for none.
         scale: what queries are multiplied by; `head_dim ** -0.5` if None.
-        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
 
     Returns:
         `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's

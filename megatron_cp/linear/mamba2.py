@@ -14,7 +14,7 @@ from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.activations import softplus
-from megatron_cp.linear.kernels import StateSpace
+from megatron_cp.linear.kernels import LinearKernel, StateSpace
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.linear.reductions import for_each_token
 from megatron_cp.plan.plan import Plan
@@ -36,7 +36,7 @@ def mamba2(
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, math.inf),
-    kernel: str = "auto",
+    kernel: str | LinearKernel = "auto",
 ) -> Tensor:
     """Mamba-2's recurrence within each document, over the ranks of `group`; differentiable.
 
@@ -54,7 +54,7 @@ def mamba2(
         dt_bias: `[heads]` added to dt, whole on every rank.
         dt_softplus: whether dt goes through softplus.
         dt_limit: what dt is clamped to.
-        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
 
     Returns:
         `[t, heads, head_dim]`, zero in pad rows.
@@ -108,7 +108,7 @@ def mamba2_mixer(
     D: Tensor | None = None,  # noqa: N803
     dt_bias: Tensor,
     dt_limit: tuple[float, float] = (0.0, math.inf),
-    kernel: str = "auto",
+    kernel: str | LinearKernel = "auto",
 ) -> Tensor:
     """The mixer of a Mamba-2 layer between its projections: convolution, steps and recurrence; differentiable.
 
@@ -127,7 +127,7 @@ def mamba2_mixer(
         A_log, dt_bias: `[heads]`, whole on every rank.
         D: `[heads]`, or a number for each feature, `[heads, head_dim]`; whole on every rank.
         dt_limit: what the step sizes are clamped to.
-        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
 
     Returns:
         `[t, heads, head_dim]` in the type of xBC, zero in pad rows. A parameter's gradient is this rank's share: sum it

@@ -24,11 +24,12 @@ from megatron_cp.executor.arguments import check_dense, check_tensor
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
+from megatron_cp.executor.kernels import kernel_name
 from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout.segments import Segments
-from megatron_cp.linear.kernels import Inputs, LinearCall, choose_conv, choose_rule
+from megatron_cp.linear.kernels import Inputs, LinearCall, LinearKernel, choose_conv, choose_rule
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 
@@ -54,8 +55,9 @@ class LinearOnRank:
     """
 
     def __init__(
-        self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, kernel: str, name: str, values: Tensor
-    ) -> None:
+        self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, kernel: str | LinearKernel, name: str,
+        values: Tensor,
+    ) -> None:  # fmt: skip
         check_dense(name, values)
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
@@ -90,7 +92,8 @@ class LinearOnRank:
 
     def agree(self, operation: str, tensors: Mapping[str, Tensor | None], **options: Any) -> None:
         """Raises on every rank if another one calls the operation differently."""
-        mark = agree_on_call(self.ranks, [self.plan], operation, tensors, {**options, "kernel": self.kernel})
+        options["kernel"] = kernel_name(self.kernel)
+        mark = agree_on_call(self.ranks, [self.plan], operation, tensors, options)
         self.comm = Communicator(self.ranks, self.plan.transport, f"{mark}, {self.plan.scheme}")
 
     def run(
@@ -107,17 +110,23 @@ class LinearOnRank:
         Returns:
             `[rows, h, dv]`, zero in pad rows.
         """
-        stages = {"conv": conv, "gates": gates, "rule": rule}
-
-        def work(chunk: int) -> dict[str, LocalWork]:
-            layer = self.chunk(chunk)
-            return {name: partial(stage, layer) for name, stage in stages.items() if stage}
-
-        (out,) = run(self.plan, self.comm, tensors, work)
+        (out,) = run(self.plan, self.comm, tensors, self.work(conv=conv, gates=gates, rule=rule))
         if self.is_chunkwise and self.rows > self.tokens:
             out = F.pad(out, (0, 0) * (out.ndim - 1) + (0, self.rows - self.tokens))
         last = self.plan.out
         return out if out.ndim == 3 else out.unflatten(-1, (last.num_heads, last.head_dim))
+
+    def work(
+        self, *, conv: Stage, gates: Stage | None = None, rule: Stage | None = None
+    ) -> Callable[[int], dict[str, LocalWork]]:
+        """For each chunk of heads, what this rank computes between the exchanges, as the executor's `run` takes it."""
+        stages = {"conv": conv, "gates": gates, "rule": rule}
+
+        def of_chunk(chunk: int) -> dict[str, LocalWork]:
+            own = self.chunk(chunk)
+            return {name: partial(stage, own) for name, stage in stages.items() if stage}
+
+        return of_chunk
 
     def sections(self, *arrived: Tensor) -> list[Tensor]:
         """What arrived, one `[T, h, d]` for each section."""

@@ -94,6 +94,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             conv_bias=self.conv1d.bias,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
+            kernel=self.kernel,
         )
         checkpoint = CheckpointWithoutOutput(fp8=None) if self.recompute_norm_out else None
 

@@ -104,6 +104,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             A_log=self.A_log,
             D=self.D,
             dt_bias=self.dt_bias,
+            kernel=self.kernel,
         ).flatten(1)
         gated = self.norm(out, z) if self.rmsnorm else _gated(out, z).to(out.dtype)
         out, bias = self.out_proj(gated.view(batch, rows, -1).transpose(0, 1).contiguous())

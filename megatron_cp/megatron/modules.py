@@ -20,6 +20,7 @@ from megatron_cp.executor.agreement import agree_on_layer
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.hosts import hosts_of
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.linear.kernels import LinearKernel
 from megatron_cp.megatron.batch import PlannedSeqParams, planned
 from megatron_cp.megatron.documents import is_packed
 from megatron_cp.plan.plan import Plan
@@ -92,9 +93,14 @@ class ContextParallelModule:
 
 
 class LinearModule(ContextParallelModule):
-    """A linear layer, whose rows are those of a packed batch or of whole sequences."""
+    """A linear layer, whose rows are those of a packed batch or of whole sequences.
+
+    Attributes:
+        kernel: what computes it, as the operations of `megatron_cp.linear` take it.
+    """
 
     slot: LinearSlot
+    kernel: str | LinearKernel = "auto"
     _unpacked: BatchPlan | None = None  # of the latest shape of unpacked batches, which rarely changes
 
     def packed_plan(self, packed_seq_params: PackedSeqParams | None, batch: int = 1) -> Plan | None:

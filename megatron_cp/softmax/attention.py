@@ -19,7 +19,7 @@ from megatron_cp.executor.attend import attend, attend_backward, row_padded_copy
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.head_exchange import ToTokensInParts
-from megatron_cp.executor.kernels import choose_kernel
+from megatron_cp.executor.kernels import choose_kernel, kernel_name
 from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.layout.tiles import Tiles
@@ -33,7 +33,7 @@ from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: RankGroup | dist.ProcessGroup | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
-    seed: int = 0, kernel: str = "auto", return_lse: Literal[False] = False,
+    seed: int = 0, kernel: str | AttentionKernel = "auto", return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: RankGroup | dist.ProcessGroup | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
-    seed: int = 0, kernel: str = "auto", return_lse: Literal[True],
+    seed: int = 0, kernel: str | AttentionKernel = "auto", return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def attention(
     sink: Tensor | None = None,
     dropout: float = 0.0,
     seed: int = 0,
-    kernel: str = "auto",
+    kernel: str | AttentionKernel = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention within each document, over the ranks of `group`; differentiable.
@@ -78,7 +78,7 @@ def attention(
         seed: of the dropout, at least 0: with the entry of the batch, the head and the places of query and key in the
             packed stream it decides which weights, whatever the number of ranks. The same on every rank; give every
             layer and step another one.
-        kernel: "auto", or a kernel that `megatron-cp doctor` lists.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
         return_lse: whether to return the log-sum-exp too. Where heads change places it is one small collective more.
 
     Returns:
@@ -115,7 +115,7 @@ def projected_attention(
     sink: Tensor | None = None,
     dropout: float = 0.0,
     seed: int = 0,
-    kernel: str = "auto",
+    kernel: str | AttentionKernel = "auto",
 ) -> Tensor:
     """`attention` of queries, keys and values that are made chunk by chunk, while the chunks before travel.
 
@@ -175,12 +175,12 @@ class _Own:
     """
 
     def __init__(
-        self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, q: Tensor, sink: Tensor | None, kernel: str,
-        options: dict[str, Any],
+        self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, q: Tensor, sink: Tensor | None,
+        kernel: str | AttentionKernel, options: dict[str, Any],
     ) -> None:  # fmt: skip
         check_plan(plan, "attention", "plan_attention")
         self.plan, self.ranks, self.sink = plan, as_rank_group(group, plan.cp_size), sink
-        self.kernel_name = kernel
+        self.kernel_name = kernel_name(kernel)
         check_dense("q", q)
         self.like = q
         self.call = attention_call(plan, q.dtype, q.device, **options)
@@ -243,10 +243,15 @@ class _Own:
             inputs: as the first step takes them.
             lses: gets the log-sum-exp of each chunk of heads.
         """
-        comm = self.comm
+        (out,) = run(self.plan, self.comm, inputs, self.work(lses))
+        q, _, v = self.plan.sections.blocks
+        return out.unflatten(-1, (q.num_heads, v.head_dim)) if self.exchanged else out
+
+    def work(self, lses: list[Tensor] | None = None) -> Callable[[int], dict[str, LocalWork]]:
+        """For each chunk of heads, what this rank computes between the exchanges, as the executor's `run` takes it."""
         degree = self.plan.ulysses_degree
         kv_rank, head_rank = divmod(self.ranks.rank, degree)
-        along = comm.part(range(head_rank, self.ranks.size, degree))
+        along = self.comm.part(range(head_rank, self.ranks.size, degree))
 
         def local_attention(chunk: int) -> dict[str, LocalWork]:
             step = self.plan.attend_of(chunk)
@@ -262,9 +267,7 @@ class _Own:
 
             return {"attend": computed}
 
-        (out,) = run(self.plan, comm, inputs, local_attention)
-        q, _, v = self.plan.sections.blocks
-        return out.unflatten(-1, (q.num_heads, v.head_dim)) if self.exchanged else out
+        return local_attention
 
 
 def _lse_exchange(plan: Plan) -> Exchange:

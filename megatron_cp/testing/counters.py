@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp.executor.groups import Message, Pending, RankGroup, TorchGroup
+from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.testing.modes import meet_operators
 
 # Operators that write a result without computing anything: each is a pass over memory.
@@ -37,7 +37,8 @@ class Counters(TorchDispatchMode):
     Autograd would run the backward of CUDA tensors in a thread of its own, unseen; within the block it does not.
 
     Attributes:
-        collectives: operations on a group that `watch` wrapped, or on torch.distributed behind its back.
+        collectives: operations on a group that `watch` wrapped, and of others each call of torch.distributed: over gloo
+            a collective of ours is a message to each rank and one from it there.
         copied: bytes written by each copy-like operator.
         host_syncs: how often each operator or method that makes the host wait for a device was used. On the CPU
             nothing waits, so this counts what would.
@@ -107,6 +108,7 @@ class _WatchedGroup(RankGroup):
     def __init__(self, group: RankGroup, counters: Counters) -> None:
         self.group, self.counters = group, counters
         self.rank, self.size, self.agreed = group.rank, group.size, group.agreed
+        self.buffers = group.buffers
 
     def _once[T](self, call: Callable[..., T], *args: Any) -> T:
         seen = self.counters.collectives
@@ -150,7 +152,6 @@ def _watch_methods(counters: Counters) -> None:
             for name in _SYNC_METHODS:
                 _replaced[name] = torch.Tensor.__dict__.get(name)
                 setattr(torch.Tensor, name, _reporting(name, getattr(torch.Tensor, name)))
-            TorchGroup._start_pieces = _once_each(_START_PIECES)  # type: ignore[method-assign]
 
 
 def _unwatch_methods() -> None:
@@ -164,24 +165,6 @@ def _unwatch_methods() -> None:
                     delattr(torch.Tensor, name)  # it was inherited
                 else:
                     setattr(torch.Tensor, name, own)
-            TorchGroup._start_pieces = _START_PIECES  # type: ignore[method-assign]
-
-
-_START_PIECES = TorchGroup._start_pieces
-
-
-def _once_each(method: Callable[..., Pending]) -> Callable[..., Pending]:
-    """Counts a collective that gloo is given as messages as one."""
-
-    def start(*args: Any) -> Pending:
-        stack: list[Counters] = getattr(_active, "stack", [])
-        seen = [counters.collectives for counters in stack]
-        pending = method(*args)
-        for counters, before in zip(stack, seen, strict=True):
-            counters.collectives = before + 1
-        return pending
-
-    return start
 
 
 def _reporting(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp.cli import bench_exchange, bench_pack
-from megatron_cp.cli.bench_exchange import LOOP, ours
-from megatron_cp.cli.bench_pack import ALL_SECTIONS, GATES, LAYOUTS, MEGATRON, SENT, WAYS, Batch, local_work
+from megatron_cp.cli.bench import contenders, exchange, local_part
+from megatron_cp.cli.bench.contenders import LOOP, ours
+from megatron_cp.cli.bench.local_part import WAYS, local_work
+from megatron_cp.cli.bench.peer_limits import MEGATRON, aligned_lengths
+from megatron_cp.cli.bench.section_batch import ALL_SECTIONS, GATES, LAYOUTS, SENT, Batch
 from megatron_cp.cli.main import main
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.launch import RankError, run_ranks
@@ -127,7 +129,7 @@ def test_counts_are_what_is_claimed(report):
     ids=lambda options: " ".join(options) or "as it is",
 )
 def test_runs_ours_alone_by_every_road(options, capsys, monkeypatch):
-    monkeypatch.setattr(bench_exchange, "megatron_missing", lambda: {MEGATRON: "it is not installed"})
+    monkeypatch.setattr(exchange, "megatron_missing", lambda: {MEGATRON: "it is not installed"})
     shape = [*SHAPE, "--heads", "8", "--key-heads", "8"]
     assert main(["bench", "exchange", *shape, *options, "--tokens-per-rank", "64", "--cells", "2x64/3", "--json"]) == 0
     out = capsys.readouterr().out
@@ -192,37 +194,37 @@ def shifted(function):
 
 @pytest.mark.parametrize("name", ["unpack_heads", "unpack_tokens"])
 def test_sees_a_local_part_that_delivers_something_else(name, monkeypatch):
-    monkeypatch.setattr(bench_pack, name, shifted(getattr(bench_pack, name)))
+    monkeypatch.setattr(local_part, name, shifted(getattr(local_part, name)))
     with pytest.raises(RuntimeError, match=r"zigzag, with the gate: to .* delivers something else"):
         check_locally(CASE)
 
 
 def test_sees_a_message_of_gradients_in_place_that_is_another(monkeypatch):
-    monkeypatch.setattr(bench_pack, "in_place", shifted(bench_pack.in_place))
+    monkeypatch.setattr(local_part, "in_place", shifted(local_part.in_place))
     with pytest.raises(RuntimeError, match="gradients in place make another message"):
         local_work(Batch(CASE), "zigzag", "without the gate", SENT)
 
 
 def test_sees_an_exchange_that_delivers_something_else(monkeypatch):
-    start = bench_exchange.start_to_heads
+    start = contenders.start_to_heads
     monkeypatch.setattr(
-        bench_exchange, "start_to_heads", lambda *args: [shifted(arrived) for arrived in start(*args)]
+        contenders, "start_to_heads", lambda *args: [shifted(arrived) for arrived in start(*args)]
     )  # fmt: skip
     with pytest.raises(RankError, match="with the gate, inbound delivers something else"):
         run_ranks(check_all, 2, CASE)
 
 
 def test_sees_a_peer_that_delivers_something_else(monkeypatch):
-    peers = pytest.importorskip("megatron_cp.megatron.bench_peers")
-    bench_pack._megatrons_local_work(Batch(CASE))
+    peers = pytest.importorskip("megatron_cp.cli.bench.peers.head_exchange")
+    local_part.megatrons_local_work(Batch(CASE))
     monkeypatch.setattr(peers.StockExchange, "unpack", lambda self, arrived: arrived.clone())
     with pytest.raises(RuntimeError, match="megatron-core: to heads delivers something else"):
-        bench_pack._megatrons_local_work(Batch(CASE))
+        local_part.megatrons_local_work(Batch(CASE))
 
 
 @pytest.mark.parametrize(("tokens", "documents", "multiple"), [(64, 3, 4), (1024, 16, 8), (8192, 64, 8), (16, 4, 4)])
 def test_documents_are_what_megatron_can_deal(tokens, documents, multiple):
-    lengths = bench_exchange.aligned_lengths(tokens, documents, multiple)
+    lengths = aligned_lengths(tokens, documents, multiple)
     assert len(lengths) == documents
     assert sum(lengths) == tokens
     assert min(lengths) >= multiple

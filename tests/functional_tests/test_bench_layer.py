@@ -6,14 +6,17 @@ import time
 import pytest
 import torch
 
-from megatron_cp.cli import bench_layer
-from megatron_cp.cli.bench_layer import LAYERS, OURS
-from megatron_cp.cli.bench_pack import MEGATRON
+from megatron_cp.cli.bench import layer as benchmark
+from megatron_cp.cli.bench.layer import LAYERS, OURS
+from megatron_cp.cli.bench.peer_limits import MEGATRON
+from megatron_cp.cli.bench.timing import DIRECTIONS, Watch
+from megatron_cp.cli.bench.watched_kernels import WatchedLinearKernel, watched
 from megatron_cp.cli.main import main
-from megatron_cp.cli.measure import DIRECTIONS, Watch
+from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
-from megatron_cp.linear import on_rank
-from megatron_cp.testing.parity import Case
+from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.mamba2 import mamba2_mixer
+from megatron_cp.testing.parity import Case, draw
 
 TINY = ["--device", "cpu", "--model", "tiny", "--tokens-per-rank", "32", "--documents", "3", "--repeats", "2"]
 WAYS = [*DIRECTIONS, "both"]
@@ -54,7 +57,7 @@ def test_both_layers_are_measured_ratios_first(printed):
 
 
 def test_needs_megatron_and_says_what_does_not(capsys, monkeypatch):
-    monkeypatch.setattr(bench_layer, "megatron_missing", lambda: {MEGATRON: "it is not installed"})
+    monkeypatch.setattr(benchmark, "megatron_missing", lambda: {MEGATRON: "it is not installed"})
     assert main(["bench", "layer", *TINY]) == 2
     error = capsys.readouterr().err
     assert "allowed: a machine with megatron-core" in error
@@ -69,7 +72,7 @@ def compare(group, factor):
     # Of a parameter, ranks have shares that only together are the same.
     shares = rows * (group.rank + 1), rows * (2 - group.rank)
     found = {OURS: [rows, rows, shares[0]], MEGATRON: [rows, rows, shares[1] * factor]}
-    return bench_layer._compared(found, case, group)
+    return benchmark._compared(found, case, group)
 
 
 def test_sides_that_compute_the_same_are_told_from_others():
@@ -103,7 +106,7 @@ class Slow(torch.autograd.Function):
 
 def test_the_time_of_a_watched_function_is_told_from_that_around_it():
     watch, x, y = Watch(), torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
-    inside = bench_layer.watched(watch, lambda x, *, y: (Slow.apply(x, 0.02, 0.04) + y, None))
+    inside = watched(watch, lambda x, *, y: (Slow.apply(x, 0.02, 0.04) + y, None))
 
     def forward():
         out, nothing = inside(Slow.apply(x, 0.03, 0.05), y=y)
@@ -120,12 +123,39 @@ def test_the_time_of_a_watched_function_is_told_from_that_around_it():
     assert [gradient.tolist() for gradient in gradients] == [[8.0] * 3, [2.0] * 3]
 
 
-def test_our_kernels_are_watched_within_and_as_they_were_after():
-    had = on_rank.choose_conv, on_rank.choose_rule
-    with bench_layer.our_kernels_watched(Watch()):
-        assert on_rank.choose_conv is not had[0]
-        assert on_rank.choose_rule is not had[1]
-    assert (on_rank.choose_conv, on_rank.choose_rule) == had
+@pytest.mark.parametrize("kind", ["gdn", "mamba"])
+def test_our_kernels_are_watched_forward_and_backward(kind):
+    case, watch = Case(kind, 1, (40, 23), "contiguous", scheme="headwise", dtype=torch.float32), Watch()
+    problem, plan, group = draw(case), case.plan(), ThreadGroup.create(1)[0]
+    tensors = [x.requires_grad_() for x in (*problem.inputs.values(), *problem.parameters.values())]
+    count = len(problem.inputs)
+
+    def run(kernel):
+        operation = gated_delta_net if kind == "gdn" else mamba2_mixer
+        return operation(*tensors[:count], plan, group, **problem.parameters, kernel=kernel)
+
+    out, forward = watch.timed(lambda: run(WatchedLinearKernel(watch)))
+    assert torch.equal(out, run("auto"))
+    with torch.autograd.set_multithreading_enabled(False):
+        _, backward = watch.timed(lambda: torch.autograd.grad(out, tensors, problem.output_gradient))
+    for spent in (forward, backward):
+        assert 0 < spent.kernel < spent.total
+
+
+def seconds_in_handed_kernel(group, kind):
+    from megatron_cp.cli.bench.peers import layers
+
+    layers.start(group.size, on_cpu=True)
+    case, watch = Case(kind, 2, (24, 12), "zigzag", heads=4, scheme="headwise", dtype=torch.float32), Watch()
+    pair = layers.layers(case, 32, lambda function: function, WatchedLinearKernel(watch))
+    _, spent = watch.timed(lambda: pair.ours.forward(torch.ones(18, 1, 32)))
+    return spent.kernel
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_our_layer_computes_with_the_kernel_that_it_is_handed(kind):
+    pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
+    assert min(run_ranks(seconds_in_handed_kernel, 2, kind, kind="processes")) > 0
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

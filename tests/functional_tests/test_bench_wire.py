@@ -10,24 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp.cli import bench_overlap, bench_wire
-from megatron_cp.cli.bench_overlap import Overlapped, handed_over
-from megatron_cp.cli.bench_wire import (
-    HALVES,
-    LAYERS,
-    AllToAll,
-    Counting,
-    Job,
-    between_hosts,
-    split_counts_of,
-)
+from megatron_cp.cli.bench.overlap import Overlapped
+from megatron_cp.cli.bench.transports import AllToAll, Counting
+from megatron_cp.cli.bench.wire import LAYERS
+from megatron_cp.cli.bench.wire_job import HALVES, Job, between_hosts, split_counts_of
 from megatron_cp.cli.main import main
 from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor import communicator
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.linear import on_rank
 from megatron_cp.plan.transport import TRANSPORTS, Transport
-from megatron_cp.softmax import attention as operation
 from megatron_cp.testing.parity import Case, draw
 from tests.limits import limit
 
@@ -117,8 +107,6 @@ def test_everything_is_measured_between_threads(capsys):
     )
     assert "| 3 | all-to-all | pairwise, 3 |" in out
     assert "| gdn | 4 | both |" in out
-    assert communicator.ROUNDS_IN_FLIGHT == bench_wire._OWN_ROUNDS  # all is as it was
-    assert operation.run is on_rank.run is bench_overlap.run_plan
 
 
 def test_local_runs_have_several_sizes(capsys):
@@ -241,11 +229,11 @@ def test_a_road_that_brings_something_else_is_found(capsys, monkeypatch):
     assert "all_to_all by all at once brought rank" in capsys.readouterr().err
 
 
-def halves_on(group, layer, chunks, tap):
+def halves_on(group, layer, chunks):
     case = Case(layer, 2, (40, 23), heads=4, groups=4, scheme="a2a" if layer == "attention" else "headwise")
     job = Job(("overlap",), 1, (0, 1), Transport(), case, case, ("none",), (case,), (chunks,))
     counting, results, counts = Counting(group, job.hosts), {}, {}
-    overlapped = Overlapped(case, draw(case), job.plan(case, head_chunks=chunks), counting, tap)
+    overlapped = Overlapped(case, draw(case), job.plan(case, head_chunks=chunks), counting)
     for half in HALVES:
 
         def remember(way, call, half=half):
@@ -262,9 +250,7 @@ def halves_on(group, layer, chunks, tap):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_halves_do_what_the_whole_does(layer, chunks):
     """Compute sends nothing; transfer sends all that the layer sends, and brings home what was computed."""
-    with handed_over() as tap:
-        ranks = run_ranks(halves_on, 2, layer, chunks, tap)
-    for results, counts in ranks:
+    for results, counts in run_ranks(halves_on, 2, layer, chunks):
         assert len(results["compute", "forward"]) == chunks
         for way in ("forward", "backward"):
             assert counts["compute", way] == 0

@@ -201,13 +201,15 @@ def count_work(recompute):
     # GPTModel: Megatron's configuration allows gdn_norm_out there only.
     model = tiny.build("gpt_gdn", **changes)
     batch = tiny.shards(model, MICROBATCHES[0], "zigzag", 0)
-    found, calls = [], []
+    found, calls, counters = [], [], Counters()
+    tiny.watch(model, counters)
 
     def measured(step, *arguments):
         calls.append(Counter())
-        with Counters() as counters:
+        before = counters.collectives
+        with counters:
             result = step(*arguments)
-        found.append((calls[-1]["CoreAttention.forward"], calls[-1][NORM], counters.collectives))
+        found.append((calls[-1]["CoreAttention.forward"], calls[-1][NORM], counters.collectives - before))
         return result
 
     with pytest.MonkeyPatch.context() as patch:

@@ -305,6 +305,8 @@ def run_case(case):
     group = parallel_state.get_context_parallel_group()
     compare_calls(group, not counted)  # what a plan costs once is not counted
     with Counters() if counted else contextlib.nullcontext() as counters:
+        if counters:
+            tiny.watch(model, counters)
         step = tiny.train(model, config, batches)
     return dataclasses.replace(step, collectives=counters.collectives) if counters else step
 

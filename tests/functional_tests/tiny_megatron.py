@@ -373,6 +373,15 @@ def train(model, config, batches):
     return Step(float(sums[0] / sums[1]), int(sums[1]), gradients, drift)
 
 
+def watch(model, counters):
+    """Lets counters see what the model's layers do with their groups."""
+    from megatron_cp.megatron.modules import ContextParallelModule
+
+    for module in model.modules():
+        if isinstance(module, ContextParallelModule):
+            module.ranks = counters.watch(module.ranks)
+
+
 def gathered(own):
     """Whole gradients from all tensor-parallel ranks, and by name how far copies of the same are apart."""
     from megatron.core import parallel_state

@@ -13,6 +13,7 @@ from megatron_cp.linear.kernels.base import (
     Delta,
     Inputs,
     LinearCall,
+    LinearKernel,
     RuleKernel,
     ScanWork,
     StateSpace,
@@ -31,6 +32,7 @@ __all__ = [
     "Delta",
     "Inputs",
     "LinearCall",
+    "LinearKernel",
     "RuleKernel",
     "ScanWork",
     "StateSpace",
@@ -43,12 +45,12 @@ RULES: tuple[RuleKernel, ...] = (FlaRule(), MambaSsmRule(), ChunkedRule(), Refer
 CONVS: tuple[ConvKernel, ...] = (FlaConv(), CausalConv1dConv(), TorchConv(), ReferenceConv())
 
 
-def choose_rule(name: str, call: LinearCall) -> RuleKernel:
+def choose_rule(name: str | RuleKernel, call: LinearCall) -> RuleKernel:
     """The recurrence's kernel for a call; see `choose_kernel`."""
     return choose_kernel([kernel for kernel in RULES if call.kind in kernel.kinds], name, call)
 
 
-def choose_conv(name: str, call: LinearCall) -> ConvKernel:
+def choose_conv(name: str | ConvKernel, call: LinearCall) -> ConvKernel:
     """The convolution's kernel beside a recurrence's of this name: that of the same name, else the fastest."""
     names = {kernel.name for kernel in RULES} - {kernel.name for kernel in CONVS}
     return choose_kernel(CONVS, "auto" if isinstance(name, str) and name in names else name, call)

@@ -143,3 +143,7 @@ class ConvKernel(Kernel):
             history: chunkwise, waits for and returns `[n, width - 1, c]`, what stands before each of the segments that
                 continue a document, in the order of the rows, zero before the document. To be called exactly once.
         """
+
+
+class LinearKernel(RuleKernel, ConvKernel):
+    """Both in one: what an operation takes for its `kernel` instead of a name."""

@@ -153,6 +153,23 @@ def test_pairwise_sends_each_piece_once_and_directly(size):
         )
 
 
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
+def test_as_many_rounds_are_under_way_as_the_caller_says(in_flight):
+    counts = np.ones((6, 6), dtype=int)
+
+    def rank_main(inner: RankGroup) -> tuple[int, int]:
+        group = Noting(inner)
+        comm = Communicator(group, Transport("pairwise"), rounds_in_flight=in_flight)
+        received, sent = torch.zeros(6), torch.ones(6)
+        pending = comm.start_all_to_all(received, sent, SplitCounts(counts))
+        started = len(group.sent)
+        pending.wait()
+        assert received.all()
+        return started, len(group.sent)
+
+    assert run_ranks(rank_main, 6) == [(in_flight, 5)] * 6
+
+
 # -- hierarchical ------------------------------------------------------------------------------------------------------
 
 HOSTS = [(0, 0, 1, 1), (0, 0, 0, 1, 1), (0, 1, 1, 1, 1), (0, 1, 0, 1, 2, 2, 2), (0, 0, 0, 0), (0, 1, 2)]

@@ -5,6 +5,7 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.linear.kernels import LinearKernel, choose_conv, choose_rule
 from megatron_cp.testing.parity import Case, compare
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
@@ -71,6 +72,35 @@ def test_rejects_types_devices_and_convolutions_that_cannot_be(name, change):
     with pytest.raises(cp.ArgumentError) as error:
         cp.gated_delta_net(**inputs, plan=plan_for())
     assert error.value.argument == name
+
+
+class Counting(LinearKernel):
+    """A kernel of the caller's."""
+
+    name = "counting"
+
+    def __init__(self):
+        self.calls = []
+
+    def refusal(self, call):
+        return None
+
+    def conv(self, x, weight, bias, call, **options):
+        self.calls.append("conv")
+        return choose_conv("reference", call).conv(x, weight, bias, call, **options)
+
+    def rule(self, inputs, groups, scale, call):
+        self.calls.append("rule")
+        return choose_rule("reference", call).rule(inputs, groups, scale, call)
+
+    work = None
+
+
+def test_a_kernel_of_the_callers_computes_both():
+    inputs, kernel = mixer_inputs(), Counting()
+    out = cp.gated_delta_net(**inputs, plan=plan_for(), kernel=kernel)
+    assert torch.equal(out, cp.gated_delta_net(**inputs, plan=plan_for(), kernel="reference"))
+    assert kernel.calls == ["conv"] * 3 + ["rule"]
 
 
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")

@@ -8,10 +8,11 @@ import torch
 import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.kernels import choose_kernel
-from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.softmax.attention import attention_call
 from megatron_cp.softmax.kernels import KERNELS
 from megatron_cp.softmax.kernels.cpu import CpuFlashAttention
+from megatron_cp.softmax.kernels.reference import ReferenceAttention
 
 
 def plan_for(lengths=(5, 1, 6), cp_size=1, heads=4, kv_heads=2, head_dim=8, **options):
@@ -90,6 +91,40 @@ def test_rejects_a_group_of_another_size():
         cp.attention(*tensors(), plan_for(cp_size=2), ThreadGroup.create(3)[0])
     with pytest.raises(cp.ArgumentError, match="group"):
         cp.attention(*tensors(), plan_for(cp_size=2))
+
+
+class Counting(ReferenceAttention):
+    """A kernel of the caller's."""
+
+    name, calls = "counting", 0
+
+    def forward(self, *args):
+        self.calls += 1
+        super().forward(*args)
+
+
+def test_a_kernel_of_the_callers_is_the_one_that_runs():
+    kernel = Counting()
+    out = cp.attention(*tensors(), plan_for(), kernel=kernel)
+    assert torch.equal(out, cp.attention(*tensors(), plan_for(), kernel="reference"))
+    assert kernel.calls > 0
+
+
+def test_ranks_that_bring_other_kernels_are_told_apart():
+    def rank(group):
+        kernel = Counting()
+        kernel.name = f"of rank {group.rank}"
+        cp.attention(*tensors(rows=6), plan_for((5, 1, 6), 2), group, kernel=kernel)
+
+    with pytest.raises(RankError, match="kernel: 'of rank 0'"):
+        run_ranks(rank, 2)
+
+
+def test_rejects_a_kernel_of_the_callers_that_cannot_run():
+    kernel = Counting()
+    kernel.refusal = lambda call: "it never runs"
+    with pytest.raises(cp.ArgumentError, match="counting: it never runs"):
+        cp.attention(*tensors(), plan_for(), kernel=kernel)
 
 
 def test_rejects_a_device_without_a_kernel():

@@ -215,7 +215,7 @@ def test_cpu_kernel_agrees_with_the_reference_in_every_type(dtype, tiles):
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 @named
-def test_wide_partials_of_short_types_are_not_rounded(name, tiles):
+def test_unrounded_partials_of_short_types_are_not_rounded(name, tiles):
     exact, call = call_for(16), call_for(16, dtype=torch.bfloat16)
     tensors = [x.bfloat16() for x in draw(tiles, exact)]
     expected = both(BY_NAME["reference"], [x.double() for x in tensors], tiles, exact)

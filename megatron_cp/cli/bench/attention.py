@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_cp.cli.main import Report
-from megatron_cp.cli.measure import (
-    DIRECTIONS,
-    Timing,
-    Watch,
-    WatchedGroup,
-    formatted,
-    interleaved_order,
-    kept_blocks,
-    spread,
-    with_defaults,
-)
+from megatron_cp.cli.bench.allocator import kept_blocks
+from megatron_cp.cli.bench.defaults import with_defaults
+from megatron_cp.cli.bench.spread import formatted, spread
+from megatron_cp.cli.bench.timing import DIRECTIONS, Measure, Timing, Watch, WatchedGroup, interleaved_order
+from megatron_cp.cli.bench.watched_kernels import WatchedAttentionKernel
 from megatron_cp.cli.options import case_of, hosts_of_job
+from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
+from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
-from megatron_cp.softmax import attention as operation
-from megatron_cp.softmax.kernels import AttentionCall, AttentionKernel
+from megatron_cp.softmax.attention import attention, attention_call
+from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
 from megatron_cp.testing.memory import PeakMemory
 from megatron_cp.testing.parity import Case, Problem, draw
 
@@ -102,9 +95,6 @@ def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str
     return cases, not_run
 
 
-# -- measuring ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Seen:
     """What one rank measured.
@@ -122,77 +112,40 @@ class Seen:
     buffers: dict[str, int] = field(default_factory=dict)
 
 
-class WatchedKernel(AttentionKernel):
-    """A kernel that says when it runs."""
-
-    def __init__(self, kernel: AttentionKernel, watch: Watch) -> None:
-        self._kernel, self._watch = kernel, watch
-        self.name, self.package, self.devices = kernel.name, kernel.package, kernel.devices
-        self.unrounded_partials = kernel.unrounded_partials
-
-    def refusal(self, call: AttentionCall) -> str | None:
-        return self._kernel.refusal(call)
-
-    def forward(self, *args: Any) -> None:
-        self._run(self._kernel.forward, *args)
-
-    def backward(self, *args: Any) -> None:
-        self._run(self._kernel.backward, *args)
-
-    def _run(self, call: Callable[..., None], *args: Any) -> None:
-        self._watch.kernel = self.name
-        hidden = _disable_current_modes() if self._watch.hides_kernels else contextlib.nullcontext()
-        with hidden, self._watch.span("kernel"):
-            call(*args)
-
-
-@contextlib.contextmanager
-def watched_kernels() -> Iterator[Watch]:
-    """Within it, whatever kernel `attention` chooses reports to the watch."""
-    watch, own = Watch(), operation.KERNELS
-    operation.KERNELS = tuple(WatchedKernel(kernel, watch) for kernel in own)
-    try:
-        yield watch
-    finally:
-        operation.KERNELS = own
-
-
 def _measured(cases: dict[str, Case], args: argparse.Namespace, world: TorchGroup | None) -> list[Seen]:
     if world is not None:
         for case in cases.values():
             check_agreement(case.plan(), world)
         return world.all_gather_object(measure_in_process(world, cases, args.repeats))
-    if args.ranks == "threads":
-        with watched_kernels() as watch:
-            return run_ranks(measure, args.cp, cases, args.repeats, watch, kind="threads", timeout=args.timeout)
+    function = measure if args.ranks == "threads" else measure_in_process
     with kept_blocks():
-        return run_ranks(measure_in_process, args.cp, cases, args.repeats, kind="processes", timeout=args.timeout)
+        return run_ranks(function, args.cp, cases, args.repeats, kind=args.ranks, timeout=args.timeout)
 
 
 def measure_in_process(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
     """`measure`, on a rank that has its process to itself."""
-    with warnings.catch_warnings(), watched_kernels() as watch:
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return measure(group, cases, repeats, watch)
+        return measure(group, cases, repeats)
 
 
-def measure(group: RankGroup, cases: dict[str, Case], repeats: int, watch: Watch) -> Seen:
+def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
     """Everything on one rank: memory first, which also makes the batch's tables, then times, schemes in turn."""
     whole = replace(
         next(iter(cases.values())),
         cp=1, layout="contiguous", align=1, scheme="a2a", ulysses_degree=None, head_chunks=None,
     )  # fmt: skip
     problem = draw(whole)
-    watch.device = torch.device(whole.device).type
-    runs = {scheme: _Run(case, problem, group) for scheme, case in cases.items()}
-    runs[""] = _Run(whole, problem, ThreadGroup.create(1)[0])
-    seen = Seen("", {(name, way): [] for name in runs for way in DIRECTIONS})
+    watch = Watch(torch.device(whole.device).type)
+    runs = {scheme: _Run(case, problem, group, watch) for scheme, case in cases.items()}
+    runs[""] = _Run(whole, problem, ThreadGroup.create(1)[0], watch)
+    seen = Seen(runs[""].kernel.name, {(name, way): [] for name in runs for way in DIRECTIONS})
     for name, each in runs.items():
         group.buffers = Buffers()
         each.step(lambda _, call: call(), group)
         if name:
             seen.buffers[name] = group.buffers.size
-            without, with_kernel = (each.peaks(watch, group, hides=hides) for hides in (True, False))
+            without, with_kernel = (each.peaks(group, hides=hides) for hides in (True, False))
             seen.peaks |= {(name, way): (without[way], with_kernel[way]) for way in DIRECTIONS}
     for name in interleaved_order(list(runs), repeats):
 
@@ -203,25 +156,28 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int, watch: Watch
             return result
 
         runs[name].step(timed, WatchedGroup(group, watch))
-    return replace(seen, kernel=watch.kernel)
+    return seen
 
 
 class _Run:
     """One case on one rank, which may be run again and again."""
 
-    def __init__(self, case: Case, problem: Problem, group: RankGroup) -> None:
+    def __init__(self, case: Case, problem: Problem, group: RankGroup, watch: Watch) -> None:
         self.case, self.plan, self.alone = case, case.plan(), group if case.cp == 1 else None
         self.inputs = [self._own(x, group.rank).requires_grad_() for x in problem.inputs.values()]
+        call = attention_call(self.plan, case.dtype, torch.device(case.device), **case.softmax_options)
+        self._watch, self._unwatched = watch, choose_kernel(KERNELS, case.kernel, call)
+        self.kernel = WatchedAttentionKernel(self._unwatched, watch)
         self.sink = problem.parameters.get("sink")
         self.gradient = self._own(problem.output_gradient, group.rank)
 
-    def step(self, measure: Callable[[str, Callable[[], Any]], Any], group: RankGroup) -> None:
-        """Forward and backward, each through `measure(direction, call)`."""
+    def step(self, measure: Measure, group: RankGroup, kernel: AttentionKernel | None = None) -> None:
+        """Forward and backward, each through `measure(direction, call)`, by the watched kernel or another."""
         q, k, v = self.inputs
         out = measure(
             "forward",
-            lambda: operation.attention(
-                q, k, v, self.plan, self.alone or group, sink=self.sink, kernel=self.case.kernel,
+            lambda: attention(
+                q, k, v, self.plan, self.alone or group, sink=self.sink, kernel=kernel or self.kernel,
                 **self.case.softmax_options,
             ),
         )  # fmt: skip
@@ -229,9 +185,9 @@ class _Run:
         with torch.autograd.set_multithreading_enabled(False):
             measure("backward", lambda: torch.autograd.grad(out, self.inputs, self.gradient))
 
-    def peaks(self, watch: Watch, group: RankGroup, *, hides: bool) -> dict[str, int]:
+    def peaks(self, group: RankGroup, *, hides: bool) -> dict[str, int]:
         """The most bytes of each direction; those of tensors that kernels make are left out if `hides`."""
-        watch.hides_kernels = hides
+        kernel = WatchedAttentionKernel(self._unwatched, self._watch, hides_tensors=hides)
         memory, peaks = PeakMemory(), {}
 
         def tracked(way: str, call: Callable[[], Any]) -> Any:
@@ -241,15 +197,11 @@ class _Run:
             return result
 
         with memory:
-            self.step(tracked, memory.watch(group))
-        watch.hides_kernels = False
+            self.step(tracked, memory.watch(group), kernel)
         return peaks
 
     def _own(self, stream: Tensor, rank: int) -> Tensor:
         return self.plan.layout.shard(stream, rank).detach().clone()
-
-
-# -- the report --------------------------------------------------------------------------------------------------------
 
 
 def _ratios(cases: dict[str, Case], ranks: list[Seen], cp: int) -> dict[str, Any]:

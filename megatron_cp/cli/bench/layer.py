@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
@@ -17,19 +16,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from megatron_cp.cli.bench import RANKS
-from megatron_cp.cli.bench_exchange import aligned_lengths, check_is_megatrons, watched_wire
-from megatron_cp.cli.bench_pack import MEGATRON, keep_freed_memory, megatron_missing
-from megatron_cp.cli.main import Report
-from megatron_cp.cli.measure import DIRECTIONS, Timing, Watch, formatted, interleaved_order, spread, with_defaults
+from megatron_cp.cli.bench.allocator import keep_freed_memory
+from megatron_cp.cli.bench.defaults import RANKS, with_defaults
+from megatron_cp.cli.bench.peer_limits import MEGATRON, aligned_lengths, check_megatron_takes, megatron_missing
+from megatron_cp.cli.bench.peers.distributed import watched_wire
+from megatron_cp.cli.bench.spread import formatted, spread
+from megatron_cp.cli.bench.timing import BOTH, DIRECTIONS, Timing, Watch, interleaved_order
+from megatron_cp.cli.bench.watched_kernels import WatchedLinearKernel, watched
 from megatron_cp.cli.options import HIDDEN_SIZES, MODELS, case_of
+from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout
-from megatron_cp.linear import on_rank
 from megatron_cp.testing.parity import FLOOR_SHARE, Case, relative_error
 
 LAYERS = ("gdn", "mamba")
@@ -38,7 +38,6 @@ _MODELS = {"gdn": "qwen3-next", "mamba": "nemotron-h"}  # whose shapes layers ha
 _DOCUMENTS, _TOKENS = 8, 1024
 # Of outputs and gradients. Both sides compute with the same kernels, but round at other places in 16 bits.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-4}
-_BOTH = (*DIRECTIONS, "both")
 _RATIOS = ("megatron_over_ours", "megatron_over_ours_local", "megatron_over_ours_rest")
 
 LEGEND = f"""\
@@ -119,12 +118,9 @@ def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Wor
         }  # fmt: skip
     args = with_defaults(args, world, (layer,), {layer: shape})
     case = case_of(args, args.cp, device=args.device)
-    check_is_megatrons(case)
+    check_megatron_takes(case)
     case.refuse_early()
     return Work(case, hidden_size)
-
-
-# -- measuring ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -147,18 +143,18 @@ def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
     keep_freed_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about packages that nothing here uses
-        from megatron_cp.megatron import bench_peers
+        from megatron_cp.cli.bench.peers import layers
 
-        bench_peers.start(group.size, on_cpu=works[0].case.device == "cpu")
+        layers.start(group.size, on_cpu=works[0].case.device == "cpu")
         return [_measured(group, work.case, work.hidden_size, repeats) for work in works]
 
 
 def _measured(group: TorchGroup, case: Case, hidden_size: int, repeats: int) -> Seen:
     """One layer on one rank."""
-    from megatron_cp.megatron import bench_peers
+    from megatron_cp.cli.bench.peers import layers
 
     watch = Watch(torch.device(case.device).type)
-    pair = bench_peers.layers(case, hidden_size, partial(watched, watch))
+    pair = layers.layers(case, hidden_size, partial(watched, watch), WatchedLinearKernel(watch))
     sides = {OURS: pair.ours, **({MEGATRON: pair.stock} if pair.stock else {})}
     random = torch.Generator().manual_seed(case.seed)
     layout = Layout.zigzag(case.packing, case.cp)
@@ -178,7 +174,7 @@ def _measured(group: TorchGroup, case: Case, hidden_size: int, repeats: int) -> 
             gradients = measured("backward", lambda: torch.autograd.grad(out, leaves, gradient))
         return out.detach(), *gradients
 
-    with our_kernels_watched(watch), watched_wire(watch):
+    with watched_wire(watch):
         found = {name: step(name, lambda _, call: call()) for name in sides}
         seen = Seen(pair.words, _compared(found, case, group) if MEGATRON in found else {})
         del found
@@ -218,83 +214,6 @@ def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGro
     return errors
 
 
-# -- what both sides compute alike -------------------------------------------------------------------------------------
-
-
-def watched(watch: Watch, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A differentiable function whose time, forward and backward, counts as a kernel's."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        timer = _Timer(watch)
-        args, kwargs = _marked((args, kwargs), timer.stop)  # backward runs the other way round
-        with watch.span("kernel"):
-            result = function(*args, **kwargs)
-        return _marked(result, timer.start)
-
-    return call
-
-
-@contextlib.contextmanager
-def our_kernels_watched(watch: Watch) -> Iterator[None]:
-    """Within it our layers' kernels are."""
-    had = {name: getattr(on_rank, name) for name in ("choose_conv", "choose_rule")}
-    on_rank.choose_conv = lambda *args: _Kernel(had["choose_conv"](*args), watch)  # type: ignore[assignment]
-    on_rank.choose_rule = lambda *args: _Kernel(had["choose_rule"](*args), watch)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for name, function in had.items():
-            setattr(on_rank, name, function)
-
-
-class _Kernel:
-    """A kernel of a headwise layer."""
-
-    def __init__(self, kernel: Any, watch: Watch) -> None:
-        for name in ("conv", "rule"):
-            if hasattr(kernel, name):
-                setattr(self, name, watched(watch, getattr(kernel, name)))
-
-
-class _Timer:
-    """From the start to the stop of a function's backward."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch, self._span = watch, contextlib.ExitStack()
-
-    def start(self) -> None:
-        self._span.enter_context(self._watch.span("kernel"))
-
-    def stop(self) -> None:
-        self._span.close()
-
-
-def _marked(values: Any, passed: Callable[[], None]) -> Any:
-    """The same values, whose gradients call `passed` when all of them have come by."""
-    leaves, spec = tree_flatten(values)
-    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    if places:
-        for index, tensor in zip(places, _Mark.apply(passed, *(leaves[index] for index in places)), strict=True):
-            leaves[index] = tensor
-    return tree_unflatten(leaves, spec)
-
-
-class _Mark(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, passed: Callable[[], None], *tensors: Tensor) -> Any:
-        ctx.passed = passed
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        ctx.passed()
-        return None, *gradients
-
-
-# -- the report --------------------------------------------------------------------------------------------------------
-
-
 def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
     """What the ranks found of one layer, ratios first."""
     sides, case, words = list(ranks[0].spent), work.case, ranks[0].words
@@ -306,10 +225,10 @@ def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
     def over(value: Callable[[Timing], float]) -> dict[str, Any] | None:
         if MEGATRON not in sides:
             return None
-        return {way: spread(slowest(MEGATRON, way, value) / slowest(OURS, way, value)) for way in _BOTH}
+        return {way: spread(slowest(MEGATRON, way, value) / slowest(OURS, way, value)) for way in BOTH}
 
     def milliseconds(value: Callable[[Timing], float]) -> dict[str, Any]:
-        return {name: {way: spread(slowest(name, way, value) * 1e3) for way in _BOTH} for name in sides}
+        return {name: {way: spread(slowest(name, way, value) * 1e3) for way in BOTH} for name in sides}
 
     return {
         "megatron_over_ours": over(lambda spent: spent.wall),
@@ -367,7 +286,7 @@ def _table(layer: dict[str, Any]) -> list[str]:
         f"|---|{'--:|' * 11}",
     ]
     kinds = ("wall_ms", "alike_ms", "rest_ms", "wire_ms")
-    for way in _BOTH:
+    for way in BOTH:
         ratios = [layer[name] for name in _RATIOS]
         cells = [
             way,

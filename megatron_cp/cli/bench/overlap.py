@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from megatron_cp.cli.bench.timing import Measure
 from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.executor.arguments import checked_scale
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.head_exchange import start_to_heads
 from megatron_cp.executor.run import LocalWork
 from megatron_cp.executor.run import run as run_plan
-from megatron_cp.linear import on_rank
+from megatron_cp.linear.gated_delta_net import mixer_stages
+from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import Compute, ToHeads
-from megatron_cp.softmax import attention as operation
+from megatron_cp.softmax.attention import _Own, attention
 from megatron_cp.testing.parity import Case, Problem, run_linear
-
-Measure = Callable[[str, Callable[[], Any]], Any]  # takes a direction and what to do
 
 
 def inbound(plan: Plan) -> Exchange:
@@ -31,43 +29,12 @@ def inbound(plan: Plan) -> Exchange:
     return next(step.exchange for step in plan.steps if isinstance(step, ToHeads))
 
 
-class PlanTap(threading.local):
-    """Where a layer hands over its local work instead of running it, if its rank asks for that."""
-
-    def __init__(self) -> None:
-        self.is_open = False
-
-    def run(self, plan: Plan, wire: Communicator, inputs: Any, work: Callable[[int], Any]) -> list[Tensor]:
-        """In the place of the executor's `run`."""
-        if not self.is_open:
-            return run_plan(plan, wire, inputs, work)
-        self.handed = inputs, work
-        return [inputs[0].new_empty(len(inputs[0]), plan.out.width)]
-
-    def take(self, layer: Callable[[], Any]) -> tuple[list[Tensor], Callable[[int], Mapping[str, LocalWork]]]:
-        """What a layer would run: what its first step takes, and each chunk's work by name."""
-        self.is_open = True
-        try:
-            layer()
-        finally:
-            self.is_open = False
-        return self.handed
-
-
-@contextlib.contextmanager
-def handed_over() -> Iterator[PlanTap]:
-    """Within it, layers run their plans through a tap."""
-    tap = PlanTap()
-    with mock.patch.object(operation, "run", tap.run), mock.patch.object(on_rank, "run", tap.run):
-        yield tap
-
-
 class Overlapped:
     """A layer on one rank, in the chunks of its plan: together, and each half alone."""
 
-    def __init__(self, case: Case, problem: Problem, plan: Plan, group: RankGroup, tap: PlanTap) -> None:
+    def __init__(self, case: Case, problem: Problem, plan: Plan, group: RankGroup) -> None:
         self._plan = plan
-        self._case, self._group, self._wire = case, group, Communicator(group, plan.transport)
+        self._case, self._group, self._comm = case, group, Communicator(group, plan.transport)
 
         def own(stream: Tensor) -> Tensor:
             return plan.layout.shard(stream, group.rank).detach().clone()
@@ -75,11 +42,11 @@ class Overlapped:
         self._inputs = {name: own(x).requires_grad_() for name, x in problem.inputs.items()}
         self._parameters = {name: x.detach().clone().requires_grad_() for name, x in problem.parameters.items()}
         self._gradient = own(problem.output_gradient)
-        tensors, self._work = tap.take(self._forward)
+        tensors, self._work = _local_work(case, plan, group, self._inputs, self._parameters)
         self._sent = [x.detach().requires_grad_() for x in tensors]
         self._names = ["attend"] if plan.attend else [step.name for step in plan.steps if isinstance(step, Compute)]
         with torch.no_grad():
-            arrivals = start_to_heads(inbound(plan), self._wire, *self._sent)
+            arrivals = start_to_heads(inbound(plan), self._comm, *self._sent)
             self._arrived = [[x.requires_grad_() for x in arrive()] for arrive in arrivals]
         # What exchanges carry when nothing is computed: one output a chunk, and gradients where kernels leave them.
         self._outputs = self._computed()
@@ -103,14 +70,14 @@ class Overlapped:
 
     def transfer(self, measure: Measure) -> None:
         """Its exchanges, with nothing computed in between."""
-        (out,) = measure("forward", lambda: run_plan(self._plan, self._wire, self._sent, self._nothing))
+        (out,) = measure("forward", lambda: run_plan(self._plan, self._comm, self._sent, self._nothing))
         measure("backward", lambda: _gradients([out], self._sent, [self._gradient.view(out.shape)]))
 
     def _forward(self) -> Tensor:
         if self._case.layer == "attention":
             q, k, v = self._inputs.values()
             options = self._case.softmax_options
-            return operation.attention(q, k, v, self._plan, self._group, kernel=self._case.kernel, **options)
+            return attention(q, k, v, self._plan, self._group, kernel=self._case.kernel, **options)
         return run_linear(self._group, self._case, self._plan, self._inputs, self._parameters)
 
     def _computed(self) -> list[Tensor]:
@@ -148,3 +115,19 @@ class _Instead(torch.autograd.Function):
 def _gradients(outputs: list[Tensor], inputs: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
     with torch.autograd.set_multithreading_enabled(False):  # of a device there is one thread, and ranks may be threads
         return torch.autograd.grad(outputs, inputs, gradients)
+
+
+def _local_work(
+    case: Case, plan: Plan, group: RankGroup, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
+) -> tuple[list[Tensor], Callable[[int], dict[str, LocalWork]]]:
+    """What a layer's first step takes, and what this rank computes of each chunk of heads."""
+    if case.layer == "attention":
+        q, k, v = inputs.values()
+        own = _Own(plan, group, q, None, case.kernel, case.softmax_options)
+        tensors = own.checked(q, k, v)
+        own.agree("attention", q, k, v)
+        return tensors, own.work()
+    own_heads = LinearOnRank(plan, group, case.kernel, "qkv", inputs["qkv"])
+    conv, rate, dt_bias = (parameters[name] for name in ("conv", "A_log", "dt_bias"))
+    scale = checked_scale("softmax_scale", case.softmax_scale, case.head_dim)
+    return list(inputs.values()), own_heads.work(**mixer_stages(conv, None, rate, dt_bias, scale))

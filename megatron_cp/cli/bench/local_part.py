@@ -1,116 +1,31 @@
-"""The local part of `megatron-cp bench exchange`: packing and unpacking on one thread, beside a copy of the bytes.
-
-Shapes: `t` a rank's tokens, `T` all tokens, `f` features of all sections, `h` heads, `d` head size.
-"""
+"""The local part of `megatron-cp bench exchange`: packing and unpacking on one thread, beside a copy of the bytes."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import resource
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.cli.measure import Watch, formatted, interleaved_order, spread
+from megatron_cp.cli.bench.allocator import keep_freed_memory, page_faults
+from megatron_cp.cli.bench.peer_limits import MEGATRON
+from megatron_cp.cli.bench.section_batch import ALL, ALL_SECTIONS, GATES, LAYOUTS, Batch, compare, in_place, leaf
+from megatron_cp.cli.bench.spread import formatted, spread
+from megatron_cp.cli.bench.timing import Watch, interleaved_order
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.pack import like_rows, pack_heads, pack_tokens, unpack_heads, unpack_tokens
-from megatron_cp.exchange.sections import Section, Sections
+from megatron_cp.exchange.pack import pack_heads, pack_tokens, unpack_heads, unpack_tokens
 from megatron_cp.executor.groups import TorchGroup
-from megatron_cp.planner.checks import exchange_of
-from megatron_cp.testing.parity import Case, relative_error
-from megatron_cp.testing.tolerances import CODEC_TOLERANCES
+from megatron_cp.testing.parity import Case
 
-MEGATRON = "megatron-core"
-LAYOUTS = ("zigzag", "contiguous")
-ALL = ("q", "k", "v", "z", "beta", "alpha")  # Megatron's order
-SENT = (("q", "k", "v"), ("beta",), ("alpha",))  # the layer's tensors: the gate z stays at home
-GATES = {"with the gate": (ALL,), "without the gate": SENT}
-ALL_SECTIONS = next(iter(GATES))  # what megatron-core sends, and what targets are set for
 WAYS = ("to heads", "to tokens", "to tokens, in place")
 LOCAL_TARGETS = {"pack": 2.0, "unpack": 1.3}  # of a warm copy, at most
-
-
-def megatron_missing() -> dict[str, str]:
-    """Why Megatron's side cannot be run; nothing where it can."""
-    try:
-        version(MEGATRON)  # only the ranks import it: that takes seconds
-    except PackageNotFoundError:
-        return {MEGATRON: "it is not installed; pip install 'megatron_cp[megatron]'"}
-    return {}
-
-
-# -- a batch -----------------------------------------------------------------------------------------------------------
-
-
-class Batch:
-    """A packed batch: the stream of all sections, which every rank draws alike, and each rank's parts of it."""
-
-    def __init__(self, case: Case) -> None:
-        self.case, self.packing, self.size = case, case.packing, case.cp
-        self.plans = {name: replace(case, layout=name).plan() for name in LAYOUTS}
-        first = self.plans["zigzag"].steps[0]
-        blocks = {block.name: block for block in first.exchange.sections.blocks}  # type: ignore[union-attr]
-        blocks["z"] = replace(blocks["v"], name="z")
-        self.blocks: dict[str, Section] = {name: blocks[name] for name in ALL}
-        self.widths = {name: block.width for name, block in self.blocks.items()}
-        random = torch.Generator().manual_seed(case.seed)
-        total = self.packing.total
-        stream = torch.randn(total, sum(self.widths.values()), generator=random).to(case.dtype).to(case.device)
-        self.columns = dict(zip(ALL, stream.split(list(self.widths.values()), -1), strict=True))
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.columns.values())).device
-
-    def exchange(self, layout: str, tensors: Sequence[Sequence[str]]) -> Exchange:
-        """To heads, of these sections."""
-        plan = self.plans[layout]
-        sections = Sections(tuple(self.blocks[name] for names in tensors for name in names))
-        return exchange_of(plan.layout, sections, plan.partition, plan.head_chunks, plan.codec)
-
-    def back(self, layout: str) -> Exchange:
-        """To tokens, of what the layer returns."""
-        step = self.plans[layout].steps[-1]
-        found: Exchange = step.exchange  # type: ignore[union-attr]
-        return found
-
-    def local(self, layout: str, names: Sequence[str], rank: int) -> Tensor:
-        """`[t, f]` a rank's tokens of some sections."""
-        return self.plans[layout].layout.shard(torch.cat([self.columns[name] for name in names], -1), rank)
-
-    def own(self, sections: Sections, rank: int) -> list[Tensor]:
-        """`[T, h, d]` of each section the heads that a rank has of it, in tensors of their own."""
-        found = []
-        for block in sections.blocks:
-            name = "v" if block.name not in self.columns else block.name  # what the layer returns is as wide
-            heads = self.columns[name].unflatten(-1, (block.num_heads, block.head_dim))
-            found.append(heads[:, slice(*block.ranges[rank])].contiguous())
-        return found
-
-
-def in_place(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies that lie to each other as the tensors do."""
-    copies = like_rows(*tensors)
-    for copy, tensor in zip(copies, tensors, strict=True):
-        copy.copy_(tensor)
-    return copies
-
-
-def leaf(tensor: Tensor) -> Tensor:
-    """A dense tensor that gradients are wanted for."""
-    return tensor.detach().contiguous().requires_grad_()
-
-
-# -- the local part ----------------------------------------------------------------------------------------------------
+LocalKey = tuple[str, str, str]  # contender, way, "pack" or "unpack"
+LocalWork = dict[LocalKey, tuple[Callable[[], Any], int]]
 
 
 @dataclass
@@ -129,10 +44,6 @@ class LocalStage:
     faults: list[int] = field(default_factory=list)
 
 
-LocalKey = tuple[str, str, str]  # contender, way, "pack" or "unpack"
-LocalWork = dict[LocalKey, tuple[Callable[[], Any], int]]
-
-
 def measure_alone(_: TorchGroup, case: Case, repeats: int, with_megatron: bool) -> dict[LocalKey, LocalStage]:
     """`measure_local_part`, in a process of its own."""
     keep_freed_memory()
@@ -149,7 +60,7 @@ def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict
         for gate, tensors in GATES.items():
             works |= local_work(batch, layout, gate, tensors)
     if with_megatron:
-        works |= _megatrons_local_work(batch)
+        works |= megatrons_local_work(batch)
     stages = {key: LocalStage(size) for key, (_, size) in works.items()}
     most = max(size for _, size in works.values())
     source, target = (torch.zeros(most, dtype=torch.uint8, device=batch.device) for _ in range(2))
@@ -161,10 +72,10 @@ def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict
         key = names[name]
         work, size = works[key]
         _, copied = watch.timed(lambda size=size: target[:size].copy_(source[:size]))  # type: ignore[misc]
-        before = _page_faults()
+        before = page_faults()
         _, took = watch.timed(work)
         stage = stages[key]
-        stage.faults.append(_page_faults() - before)
+        stage.faults.append(page_faults() - before)
         stage.seconds.append(took.total)
         stage.copy.append(copied.total)
     return stages
@@ -255,9 +166,9 @@ def _without_padding(message: Tensor, at: Geometry) -> Tensor:
     return message.view(-1, row)[:, torch.cat(used).to(message.device)]
 
 
-def _megatrons_local_work(batch: Batch) -> LocalWork:
+def megatrons_local_work(batch: Batch) -> LocalWork:
     """Megatron's packing and unpacking of the same tensors, and autograd's way back through them."""
-    from megatron_cp.megatron.bench_peers import StockExchange
+    from megatron_cp.cli.bench.peers.head_exchange import StockExchange
 
     rank, case = 0, batch.case
     stock = StockExchange(batch.packing, list(batch.widths.values()), batch.size, None, batch.device)
@@ -296,40 +207,6 @@ def _megatrons_local_work(batch: Batch) -> LocalWork:
         (MEGATRON, *key): (lambda call=call: on_this_thread(call), local.nbytes)  # type: ignore[misc]
         for key, call in work.items()
     }
-
-
-def compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor], case: Case) -> None:
-    """Raises unless tensors are the same bits, or close where they were coded on the way."""
-    for actual, wanted in zip(found, expected, strict=True):
-        actual, wanted = actual.detach().reshape(len(actual), -1), wanted.detach().reshape(len(wanted), -1)
-        if case.codec == "none":
-            is_right = torch.equal(actual, wanted)
-        else:
-            is_right = relative_error(actual, wanted, 1e-3) <= CODEC_TOLERANCES[case.codec]
-        if not is_right:
-            raise RuntimeError(f"{name} delivers something else than was sent")
-
-
-def keep_freed_memory() -> None:
-    """Makes the C library keep freed memory of any size: without it a block above 32 MiB is paged in anew each time.
-
-    That would be most of the time of whatever makes one, ours or not. A GPU's caching allocator does the same.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        set_option = ctypes.CDLL(None).mallopt
-        set_option(_M_MMAP_MAX, 0)
-        set_option(_M_TRIM_THRESHOLD, -1)
-
-
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of malloc.h
-
-
-def _page_faults() -> int:
-    who = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
-    return resource.getrusage(who).ru_minflt
-
-
-# -- the report --------------------------------------------------------------------------------------------------------
 
 
 def local_ratios(stages: Mapping[LocalKey, LocalStage]) -> dict[str, Any]:

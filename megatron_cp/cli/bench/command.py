@@ -1,6 +1,6 @@
 """`megatron-cp bench`: how far an operation is from its limits, in ratios that were taken in one run.
 
-Its options, and which benchmark is asked for: `bench_attention` and the others, which stand on `measure`.
+Its options, and which benchmark is asked for. What measures is imported when it runs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_cp.cli.main import Report
+from megatron_cp.cli.bench.defaults import EXCHANGE_RANKS, RANKS, WIRE_RANKS
 from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
 from megatron_cp.cli.parser import positive, seconds
 from megatron_cp.cli.paths import check_paths
+from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ HELP = "measure a layer: local work, waits, memory and bytes, over what each cou
 BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire")
 _LATER = ("planner",)
 DEVICES = ("cpu", "cuda")
-# Of local runs that name no number. Of exchange, its local part: between processes it has sizes of its own.
-RANKS, EXCHANGE_RANKS, WIRE_RANKS = 2, 4, (3, 4, 5, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -76,15 +75,15 @@ def run(args: argparse.Namespace) -> Report:
     import torch
     import torch.distributed as dist
 
-    from megatron_cp.cli import bench_attention, bench_exchange, bench_layer, bench_linear, bench_wire
+    from megatron_cp.cli.bench import attention, exchange, layer, linear, wire
     from megatron_cp.executor.launch import in_torchrun, start_torchrun_rank
 
     reports: dict[str, Callable[[argparse.Namespace, TorchGroup | None], Report]] = {
-        "attention": bench_attention.report,
-        "linear": bench_linear.report,
-        "exchange": bench_exchange.report,
-        "layer": bench_layer.report,
-        "wire": bench_wire.report,
+        "attention": attention.report,
+        "linear": linear.report,
+        "exchange": exchange.report,
+        "layer": layer.report,
+        "wire": wire.report,
     }
     torch.set_num_threads(1)
     world = start_torchrun_rank(args.timeout) if in_torchrun() else None

@@ -1,0 +1,46 @@
+"""What every peer sends with: torch.distributed, with a watch on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_cp.cli.bench.timing import Watch
+
+
+@contextlib.contextmanager
+def watched_wire(watch: Watch) -> Iterator[None]:
+    """Within it torch.distributed says how long it takes, whoever calls it: megatron-core takes no group of ours.
+
+    Where ours stands beside megatron-core both are watched here, so that a transfer is the same thing of either.
+    """
+    names = ("all_to_all_single", "isend", "irecv")
+    had = {name: getattr(dist, name) for name in names}
+    for name, function in had.items():
+        setattr(dist, name, _watched(function, watch))
+    try:
+        yield
+    finally:
+        for name, function in had.items():
+            setattr(dist, name, function)
+
+
+def _watched(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with watch.span("wire"):
+            started = function(*args, **kwargs)
+        return started and _WatchedWork(started, watch)
+
+    return call
+
+
+class _WatchedWork:
+    def __init__(self, work: Any, watch: Watch) -> None:
+        self._work, self._watch = work, watch
+
+    def wait(self, *limit: Any) -> None:
+        with self._watch.span("wire"):
+            self._work.wait(*limit)
