@@ -16,8 +16,8 @@ from megatron_cp.cli.parser import positive
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
-from megatron_cp.plan.explain import size
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.words import size
 from megatron_cp.planner.attention import exchanges
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture

@@ -123,8 +123,8 @@ class LinearOnRank:
         stages = {"conv": conv, "gates": gates, "rule": rule}
 
         def of_chunk(chunk: int) -> dict[str, LocalWork]:
-            own = self.chunk(chunk)
-            return {name: partial(stage, own) for name, stage in stages.items() if stage}
+            layer = self.chunk(chunk)
+            return {name: partial(stage, layer) for name, stage in stages.items() if stage}
 
         return of_chunk
 

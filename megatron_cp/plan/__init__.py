@@ -2,5 +2,5 @@
 
 `Plan` is what the ranks do for one layer on one batch: `steps`, in order. `attention` says which keys meet which
 queries and how they get there, `recurrence` how segments of a linear layer continue one another, `transport` how
-messages travel, and `explain` puts a plan into words. `planner/` makes plans, `executor/` runs them.
+messages travel, and `words` describe all of it. `planner/` makes plans, `executor/` runs them.
 """

@@ -14,6 +14,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section, Sections
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.memo import Memo
+from megatron_cp.plan import words
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
@@ -38,6 +39,15 @@ class Price:
     bytes_sent: int
     is_bound: bool = False
     hardware: str = ""
+
+    def describe(self, which: str) -> str:
+        """A line about it."""
+        least = "at least " if self.is_bound else ""
+        most = "ranks send at least" if self.is_bound else "a rank sends at most"
+        return (
+            f"{which} {self.scheme:<9} predicted {least}{self.forward:.3f} ms forward, {self.backward:.3f} ms "
+            f"backward; {most} {words.size(self.bytes_sent)} forward"
+        )
 
 
 @dataclass(frozen=True)
@@ -295,10 +305,52 @@ class Plan(Memo):
 
     def explain(self, item_size: int = 2) -> str:
         """Who owns what and what it costs, as text, with elements of `item_size` bytes."""
-        from megatron_cp.plan.explain import explain
+        item_size, ranks = checked_integer("item_size", item_size, 1), range(self.cp_size)
+        about = self.mask.describe() if self.mask else "the state starts anew with each document"
+        way = self.scheme if self.redistribution is None else "redistribute"
+        group = {"attention": "kv heads", "mamba": "groups", "conv1d": "channels"}.get(self.kind, "key heads")
+        heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
+        lines = [
+            f"{self.kind} by {way} over {self.cp_size} ranks: {self.packing.num_documents} documents, "
+            f"{self.packing.total} tokens, {about}",
+            "",
+            *words.ownership(self.layout),
+            "",
+            *words.table_of_ranks(self.layout, group, heads, groups, self.work_per_rank()),
+            "",
+        ]
+        for number, step in enumerate(self.steps, start=1):
+            described = words.words_of(step, self.cp_size, item_size, chunkwise=bool(self.recurrent_steps))
+            lines.extend(f"step {number}: {line}" for line in described)
+        lines += ["", *self._explain_costs(item_size), *self._explain_redistribution(item_size)]
+        lines += [price.describe("other " if number else "chosen") for number, price in enumerate(self.prices)]
+        lines.extend(f"predicted for {price.hardware}" for price in self.prices[:1])
+        lines.extend(f"note: {note}" for note in self.notes)
+        return "\n".join(lines)
 
-        item_size = checked_integer("item_size", item_size, 1)
-        return explain(self, item_size)
+    def _explain_costs(self, item_size: int) -> list[str]:
+        lines = []
+        spare = "alignment and keys that nobody sees" if self.attend else "alignment"
+        for name, forward in (("forward", True), ("backward", False)):
+            sent, needed = (f(item_size, forward=forward) for f in (self.bytes_sent, self.bytes_needed))
+            lines.append(
+                f"{name}: a rank starts {self.collectives(forward=forward)} transfers and sends at most "
+                f"{words.size(max(sent))}; {words.size(max(needed))} without {spare}; at {item_size} bytes an element"
+            )
+        if self.transport != COLLECTIVE:
+            lines.append(f"transport: {self.transport.describe()}")
+        return [*lines, f"busiest rank: {self.work_imbalance:.3f} x the mean work"]
+
+    def _explain_redistribution(self, item_size: int) -> list[str]:
+        if self.redistribution is None:
+            return []
+        layers = f"{self.redistribution.layers} linear layers" if self.redistribution.layers > 1 else "this layer"
+        most = words.size(max(self.redistribution.bytes_sent(self.layout, item_size)))
+        return [
+            f"around a run of {layers} hidden states are redistributed: 2 transfers more forward and 2 backward, of at "
+            f"most {most} a rank together; outside the run tokens are held so:",
+            *words.ownership(self.redistribution.hidden_layout),
+        ]
 
     def __hash__(self) -> int:
         return hash((self.kind, self.scheme, self.layout, self.partition, self.mask, self.steps))

@@ -1,6 +1,8 @@
-"""Dependencies point one way, in rooms and in modules; who imports Megatron; benchmarks replace nothing."""
+"""Dependencies point one way, in rooms and in modules; sizes; who imports what; benchmarks replace nothing."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,12 +55,6 @@ def test_imports_point_downward():
 
 # -- no circle of modules ----------------------------------------------------------------------------------------------
 
-# To be emptied: each is two modules that should be one, or three.
-CIRCLES_LEFT = {
-    frozenset({"megatron_cp.plan.explain", "megatron_cp.plan.plan"}),
-    frozenset({"megatron_cp.executor.groups.stalls", "megatron_cp.executor.groups.tagged"}),
-}
-
 
 def imported_modules(source, modules):
     """Those of `modules` that a source imports, anywhere in it: `from a import b` is of a.b where that is a module."""
@@ -97,9 +93,7 @@ def module_name(path):
 
 
 def test_no_modules_import_each_other():
-    found = circles({module_name(path): path.read_text() for path in HOUSE.rglob("*.py")})
-    assert found == CIRCLES_LEFT
-    assert not any(name.startswith("megatron_cp.cli") for circle in found for name in circle)
+    assert circles({module_name(path): path.read_text() for path in HOUSE.rglob("*.py")}) == set()
 
 
 @pytest.mark.parametrize(
@@ -114,6 +108,64 @@ def test_no_modules_import_each_other():
 )
 def test_a_circle_is_seen(sources, expected):
     assert circles(sources) == {frozenset(names) for names in expected}
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+MOST_LINES, LONGEST_FUNCTION = 450, 60
+SHORT_FUNCTIONS = ("plan", "planner", "executor", "exchange", "layout", "softmax", "linear", "batch")
+
+
+def test_modules_fit_a_sitting():
+    """Benchmarks aside, which are read one at a time."""
+    lines = {
+        str(path.relative_to(HOUSE)): len(path.read_text().splitlines())
+        for path in HOUSE.rglob("*.py")
+        if not path.is_relative_to(HOUSE / "cli" / "bench")
+    }
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def length_of(function):
+    """Lines from the name to the end, but for those of the docstring."""
+    first = function.body[0]
+    has_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    return function.end_lineno - function.lineno + 1 - (first.end_lineno - first.lineno + 1 if has_docstring else 0)
+
+
+def test_functions_fit_a_screen():
+    long = {
+        f"{path.relative_to(HOUSE)}: {node.name}": length_of(node)
+        for room in SHORT_FUNCTIONS
+        for path in (HOUSE / room).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and length_of(node) > LONGEST_FUNCTION
+    }
+    assert long == {}
+
+
+# -- who imports torch -------------------------------------------------------------------------------------------------
+
+WITHOUT_TORCH = ("layout", "plan", "planner")
+
+
+def test_plans_import_no_torch():
+    """Neither themselves nor through what they import when they are imported."""
+    names = [
+        module_name(path) for room in WITHOUT_TORCH for path in (HOUSE / room).rglob("*.py") if path.stem != "picture"
+    ]
+    code = (
+        f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    inside = [
+        str(path.relative_to(HOUSE))
+        for room in WITHOUT_TORCH
+        for path in (HOUSE / room).rglob("*.py")
+        for name in imports_of(path)
+        if name.split(".")[0] == "torch" or name.startswith("megatron_cp.executor")
+    ]
+    assert inside == []
 
 
 # -- who imports Megatron ----------------------------------------------------------------------------------------------

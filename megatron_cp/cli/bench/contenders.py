@@ -94,9 +94,8 @@ def ours(batch: Batch, layout: str, comm: Communicator) -> list[Contender]:
         count = len(exchange.sections.blocks)
 
         def gradients(_: Outputs) -> Gradients:
-            outputs = arrive(
-                replace(exchange, section_major=False), *inputs
-            )  # which is what lets them leave as they lie
+            # Row-major is what lets them leave as they lie.
+            outputs = arrive(replace(exchange, section_major=False), *inputs)
             values = [output.detach() for output in outputs]
             parts = [values[start : start + count] for start in range(0, len(values), count)]
             return outputs, [gradient for part in parts for gradient in in_place(part)]

@@ -20,15 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch.distributed as dist
 
 from megatron_cp.executor.groups.base import differences
-
-if TYPE_CHECKING:
-    from megatron_cp.executor.groups.tagged import TaggedMessages
 
 PATIENCE = 3.0  # seconds of waiting before others are told
 _PAUSE = 1.0  # seconds between two looks
@@ -216,10 +213,26 @@ class Board:
             self._store = None
 
 
+class Messages(Protocol):
+    """What a rank sends and receives, as far as its watch knows it; see `TaggedMessages`."""
+
+    rank: int
+    board: Board
+    stall: Stall | None
+    verdict: str | None
+    told: int
+
+    def report(self, stall: Stall) -> Report:
+        """What the others may know of a wait."""
+
+    def break_off(self, peer: int) -> None:
+        """Makes every wait for this group fail."""
+
+
 class Watch:
     """A thread that looks once a second whether this rank has waited long, and then whether in vain."""
 
-    def __init__(self, messages: TaggedMessages) -> None:
+    def __init__(self, messages: Messages) -> None:
         self._messages = ref(messages)
         self._thread: threading.Thread | None = None
 
@@ -230,7 +243,7 @@ class Watch:
             self._thread.start()
 
 
-def _watch(reference: ref[TaggedMessages]) -> None:
+def _watch(reference: ref[Messages]) -> None:
     while True:
         time.sleep(_PAUSE)
         messages = reference()
@@ -240,7 +253,7 @@ def _watch(reference: ref[TaggedMessages]) -> None:
         del messages
 
 
-def _look(messages: TaggedMessages) -> None:
+def _look(messages: Messages) -> None:
     stall = messages.stall
     if stall is None or time.monotonic() - stall.since < PATIENCE:
         return

@@ -1,69 +1,21 @@
-"""A plan in words: who owns what, what travels, and what the user should know. No torch in here."""
+"""Words for the parts of a plan: who owns what, what a step does, what each rank has. No torch in here."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_never
 
 import numpy as np
 
+from megatron_cp.exchange.sections import HeadRange
 from megatron_cp.layout import Layout
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
-from megatron_cp.plan.transport import COLLECTIVE
 
 STRIP_WIDTH = 96  # characters of the ownership strip
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _RANKS_SHOWN = 64
-
-
-def explain(plan: Plan, item_size: int) -> str:
-    """The text of `Plan.explain`."""
-    layout, packing = plan.layout, plan.packing
-    about = plan.mask.describe() if plan.mask else "the state starts anew with each document"
-    way = plan.scheme if plan.redistribution is None else "redistribute"
-    lines = [
-        f"{plan.kind} by {way} over {plan.cp_size} ranks: {packing.num_documents} documents, "
-        f"{packing.total} tokens, {about}",
-        "",
-        *ownership(layout),
-        "",
-        *_table(plan),
-        "",
-    ]
-    for number, step in enumerate(plan.steps, start=1):
-        lines.extend(f"step {number}: {line}" for line in _step(plan, step, item_size))
-    lines.append("")
-    spare = "alignment and keys that nobody sees" if plan.attend else "alignment"
-    for name, forward in (("forward", True), ("backward", False)):
-        sent, needed = (f(item_size, forward=forward) for f in (plan.bytes_sent, plan.bytes_needed))
-        lines.append(
-            f"{name}: a rank starts {plan.collectives(forward=forward)} transfers and sends at most {size(max(sent))}; "
-            f"{size(max(needed))} without {spare}; at {item_size} bytes an element"
-        )
-    if plan.transport != COLLECTIVE:
-        lines.append(f"transport: {plan.transport.describe()}")
-    lines.append(f"busiest rank: {plan.work_imbalance:.3f} x the mean work")
-    if plan.redistribution is not None:
-        layers = f"{plan.redistribution.layers} linear layers" if plan.redistribution.layers > 1 else "this layer"
-        most = size(max(plan.redistribution.bytes_sent(layout, item_size)))
-        lines.append(
-            f"around a run of {layers} hidden states are redistributed: 2 transfers more forward and 2 backward, of at "
-            f"most {most} a rank together; outside the run tokens are held so:"
-        )
-        lines.extend(ownership(plan.redistribution.hidden_layout))
-    for number, price in enumerate(plan.prices):
-        what = "chosen" if number == 0 else "other "
-        least = "at least " if price.is_bound else ""
-        most = "ranks send at least" if price.is_bound else "a rank sends at most"
-        lines.append(
-            f"{what} {price.scheme:<9} predicted {least}{price.forward:.3f} ms forward, {price.backward:.3f} ms "
-            f"backward; {most} {size(price.bytes_sent)} forward"
-        )
-    lines.extend(f"predicted for {price.hardware}" for price in plan.prices[:1])
-    lines.extend(f"note: {note}" for note in plan.notes)
-    return "\n".join(lines)
 
 
 def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
@@ -88,10 +40,11 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
     ]
 
 
-def _step(plan: Plan, step: Step, item_size: int) -> list[str]:
+def words_of(step: Step, cp_size: int, item_size: int, *, chunkwise: bool) -> list[str]:
+    """A line or more for a step of a plan over `cp_size` ranks; chunkwise, local work is on own tokens."""
     match step:
         case Compute(name):
-            share = "all heads of own tokens" if plan.recurrent_steps else "own heads of all tokens"
+            share = "all heads of own tokens" if chunkwise else "own heads of all tokens"
             return [f"compute {name} on {share}"]
         case Attend():
             return _attend(step)
@@ -106,7 +59,7 @@ def _step(plan: Plan, step: Step, item_size: int) -> list[str]:
         case ToHeads(exchange) | ToTokens(exchange):
             blocks = ", ".join(f"{b.name} {b.num_heads} x {b.head_dim}" for b in exchange.sections.blocks)
             way = "own tokens -> own heads" if isinstance(step, ToHeads) else "own heads -> own tokens"
-            among = "" if exchange.degree == plan.cp_size else f" among {exchange.degree} ranks"
+            among = "" if exchange.degree == cp_size else f" among {exchange.degree} ranks"
             parts = len(exchange.parts)
             times = "one collective" if parts == 1 else f"{parts} collectives, each of a chunk of heads"
             if exchange.codec is not None and any(exchange.coded([item_size] * len(exchange.sections.blocks))):
@@ -132,19 +85,20 @@ def _attend(step: Attend) -> list[str]:
     return [f"attention: {ways[step.kv_schedule]}{among}; a key and its value are {row} elements a head"]
 
 
-def _table(plan: Plan) -> list[str]:
-    layout, work = plan.layout, plan.work_per_rank()
-    whole = max(sum(work), 1)
-    group = {"attention": "kv heads", "mamba": "groups", "conv1d": "channels"}.get(plan.kind, "key heads")
+def table_of_ranks(
+    layout: Layout, group: str, heads: Sequence[HeadRange], groups: Sequence[HeadRange], work: Sequence[int]
+) -> list[str]:
+    """A line for each rank: its tokens, its heads, the groups that those share, called `group`, and its work."""
+    total = max(sum(work), 1)
     lines = [f"{'rank':>5} {'tokens':>9} {'pad':>5} {'fragments':>9}  {'heads':<11} {group:<11} {'work':>6}"]
     fragments = np.diff(layout.fragment_offsets)
     lines.extend(
         f"{rank:>5} {layout.token_counts[rank]:>9} {layout.pad_rows[rank]:>5} {fragments[rank]:>9}  "
-        f"{_heads(plan.heads_of(rank)):<11} {_heads(plan.groups_of(rank)):<11} {work[rank] / whole:>6.1%}"
-        for rank in range(min(plan.cp_size, _RANKS_SHOWN))
+        f"{_heads(heads[rank]):<11} {_heads(groups[rank]):<11} {work[rank] / total:>6.1%}"
+        for rank in range(min(layout.cp_size, _RANKS_SHOWN))
     )
-    if plan.cp_size > _RANKS_SHOWN:
-        lines.append(f"{'...':>5} and {plan.cp_size - _RANKS_SHOWN} more ranks")
+    if layout.cp_size > _RANKS_SHOWN:
+        lines.append(f"{'...':>5} and {layout.cp_size - _RANKS_SHOWN} more ranks")
     return lines
 
 
