@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.softmax.kernels.dropout import kept
+from megatron_cp.softmax.kernels.common.dropout import kept
 from megatron_cp.testing import parity
 from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned

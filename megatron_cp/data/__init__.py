@@ -6,7 +6,7 @@ no torch, no ranks, no padding, no labels, nothing of Megatron's.
 """
 
 from megatron_cp.data.corpus import Corpus, TokenCorpus, read_corpus
-from megatron_cp.data.packing import Piece, best_fit
+from megatron_cp.data.pieces import Piece, best_fit
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, read_tokenizer
 

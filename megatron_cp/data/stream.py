@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.data.corpus import Corpus
-from megatron_cp.data.packing import Piece, best_fit, cut
+from megatron_cp.data.pieces import Piece, best_fit, cut
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Packing
 from megatron_cp.layout.packing import IntArray

@@ -1,4 +1,4 @@
-"""`Exchange`: which tokens and heads change places. Pure data; `pack.py` moves the bytes."""
+"""`Exchange`: which tokens and heads change places. Pure data; `token_side` and `head_side` move the bytes."""
 
 from __future__ import annotations
 

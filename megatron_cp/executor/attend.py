@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_cp.exchange.pack import like_rows
+from megatron_cp.exchange.messages import like_rows
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.transfers import AtHome, Transfers, pack_like, transfers, unpack
 from megatron_cp.layout.tiles import Tiles

@@ -23,14 +23,9 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.pack import (
-    keeps_message,
-    pack_heads,
-    pack_tokens,
-    section_columns,
-    unpack_heads,
-    unpack_tokens,
-)
+from megatron_cp.exchange.head_side import keeps_message, pack_heads, unpack_heads
+from megatron_cp.exchange.messages import section_columns
+from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.pack import like_rows
+from megatron_cp.exchange.messages import like_rows
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.head_exchange import to_heads

@@ -8,7 +8,7 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.exchange.pack import pack_heads
+from megatron_cp.exchange.head_side import pack_heads
 from megatron_cp.executor import head_exchange
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks

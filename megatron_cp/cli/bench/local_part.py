@@ -18,7 +18,8 @@ from megatron_cp.cli.bench.spread import formatted, spread
 from megatron_cp.cli.bench.timing import Watch, interleaved_order
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.pack import pack_heads, pack_tokens, unpack_heads, unpack_tokens
+from megatron_cp.exchange.head_side import pack_heads, unpack_heads
+from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.testing.parity import Case
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.pack import like_rows
+from megatron_cp.exchange.messages import like_rows
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.planner.attention import exchange_of
 from megatron_cp.testing.parity import Case, relative_error

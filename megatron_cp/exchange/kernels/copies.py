@@ -1,7 +1,7 @@
-"""The four copies of a head exchange as tables of pieces, each one launch: what `pack.py` does, for CUDA.
+"""The four copies of a head exchange as tables of pieces, each one launch: the work of both sides, for CUDA.
 
-Functions take what those of `pack.py` take, and memory to write to. They return whether they did it: more tensors than
-a launch takes, rows that are not dense and a few other rarities are left to torch.
+Functions take what those of `token_side` and `head_side` take, and memory to write to. They return whether they did
+it: more tensors than a launch takes, rows that are not dense and a few other rarities are left to torch.
 """
 
 from __future__ import annotations

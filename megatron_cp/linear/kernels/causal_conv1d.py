@@ -11,8 +11,8 @@ from torch import Tensor
 from megatron_cp.exchange.device import on_device
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
+from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
 from megatron_cp.linear.kernels.conv import add_history
-from megatron_cp.linear.kernels.installed import import_failure, installed_version
 
 OLDEST = (1, 2)  # the first whose `causal_conv1d_fn` reads as here
 WIDTHS = range(2, 5)

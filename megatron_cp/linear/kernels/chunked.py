@@ -29,8 +29,8 @@ from torch import Tensor
 from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
-from megatron_cp.linear.kernels.chunks import CHUNK, Chunks, PieceClass
-from megatron_cp.linear.kernels.decayed import decayed_products
+from megatron_cp.linear.kernels.common.chunks import CHUNK, Chunks, PieceClass
+from megatron_cp.linear.kernels.common.decayed import decayed_products
 from megatron_cp.linear.reductions import for_each_token
 
 CACHE_LINE = 64  # bytes

@@ -21,7 +21,7 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
-from megatron_cp.linear.kernels.installed import import_failure, installed_version
+from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
 
 OLDEST = (2, 2)  # 2.2.4, 2.2.6, 2.3.0 and 2.3.2 were run, all in Triton's interpreter
 INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_cp.exchange.sections import ROW_ALIGNMENT
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
-from megatron_cp.softmax.kernels.partials import Cover, GradientSum, OutputSum, acc_dtype_of
+from megatron_cp.softmax.kernels.common.partials import Cover, GradientSum, OutputSum, acc_dtype_of
 
 # The operator behind scaled_dot_product_attention, called by name because only it returns the log-sum-exp. It takes
 # grouped key/value heads as they are. It must not see an empty tensor: it divides by the sizes, and the process dies.

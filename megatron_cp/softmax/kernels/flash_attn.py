@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.softmax.kernels.base import AttentionCall
-from megatron_cp.softmax.kernels.segmented import SegmentedAttention, common_refusal, major_version
-from megatron_cp.softmax.kernels.segments import Segments
+from megatron_cp.softmax.kernels.common.varlen_calls import Segments
+from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal, major_version
 
 
 class FlashAttention2(SegmentedAttention):

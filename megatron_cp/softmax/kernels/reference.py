@@ -21,8 +21,8 @@ from torch import Tensor
 from megatron_cp.exchange.device import on_device
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.softmax.kernels import dropout
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
+from megatron_cp.softmax.kernels.common import dropout
 
 # The most scores in memory at a time: a document of 2,048 tokens is one block, and a block 32 MiB in float64.
 _MAX_SCORES = 1 << 22

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.softmax.kernels.base import AttentionCall
-from megatron_cp.softmax.kernels.segmented import SegmentedAttention, common_refusal
-from megatron_cp.softmax.kernels.segments import Segments
+from megatron_cp.softmax.kernels.common.varlen_calls import Segments
+from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal
 
 
 class VarlenAttention(SegmentedAttention):

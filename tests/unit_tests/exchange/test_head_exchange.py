@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.exchange import pack
+from megatron_cp.exchange import messages
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
@@ -44,7 +44,7 @@ def uninitialised_memory_is_nan():
 def few_rows_at_a_time():
     """Else nothing here were large enough to be cut in turns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack, "_CUT_AT_A_TIME", 200)
+        patch.setattr(messages, "_CUT_AT_A_TIME", 200)
         yield
 
 

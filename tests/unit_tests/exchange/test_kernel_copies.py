@@ -20,8 +20,10 @@ from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.pack import like_rows, pack_heads, pack_tokens, unpack_heads, unpack_tokens
+from megatron_cp.exchange.head_side import pack_heads, unpack_heads
+from megatron_cp.exchange.messages import like_rows
 from megatron_cp.exchange.sections import Section, Sections, partition_heads
+from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.testing.poison import poisoned
 
@@ -43,8 +45,8 @@ def test_kernels_move_the_same_bytes_as_torch():
         text=True,
         check=True,  # what fails is on stderr, which pytest shows
     )
-    launches = dict(line.split() for line in done.stdout.splitlines() if line.startswith("_"))
-    assert set(launches) == {"_to_message", "_from_message"}
+    launches = dict(line.split() for line in done.stdout.splitlines() if "_kernel" in line)
+    assert set(launches) == {"to_message_kernel", "from_message_kernel"}
     assert all(int(count) > 50 for count in launches.values())
 
 
@@ -95,7 +97,7 @@ def everything(at: Geometry, widths: list[int]) -> list[Tensor]:
 
 
 def sections_of(table: Tensor, at: Geometry) -> list[Tensor]:
-    from megatron_cp.exchange.pack import section_views
+    from megatron_cp.exchange.messages import section_views
 
     found = section_views(table, at)
     for view in found:  # bits of any table are no numbers
@@ -109,7 +111,7 @@ def check() -> None:
     from megatron_cp.exchange.kernels import triton as kernels
 
     launches: Counter[str] = Counter()
-    for name in ("_to_message", "_from_message"):
+    for name in ("to_message_kernel", "from_message_kernel"):
         kernel = getattr(kernels, name)
         setattr(kernels, name, Counted(kernel, name, launches))
     by_torch = copies.runs_on

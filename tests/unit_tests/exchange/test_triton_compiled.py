@@ -91,8 +91,8 @@ def test_a_call_is_one_launch_and_no_number_makes_another_kernel(made):
     assert drawn["launches"] == drawn["calls"] == 200
     # One for each type of index and, on the way back, each set of kinds of sums: whether aligned, not, or both.
     assert drawn["compiled"] == drawn["variants"]
-    assert drawn["variants"]["_to_message"] == 3
-    assert drawn["variants"]["_from_message"] <= 3 * 4
+    assert drawn["variants"]["to_message_kernel"] == 3
+    assert drawn["variants"]["from_message_kernel"] <= 3 * 4
 
 
 # -- in a process of its own -----------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def draw_calls(driver: Driver, compiled: list[Any]) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     driver.launches, calls, variants = 0, 0, set()
     compiled.clear()
-    for kernel in (kernels._to_message, kernels._from_message):
+    for kernel in (kernels.to_message_kernel, kernels.from_message_kernel):
         kernel.device_caches.clear()
     for number in range(100):
         rows = int(draw.choice([1, 2, 16, 17, 128, draw.integers(1, 4000)]))
@@ -209,13 +209,13 @@ def draw_calls(driver: Driver, compiled: list[Any]) -> dict[str, Any]:
             start += 2 * width + 16
         message = empty(rows * start, int(draw.choice([0, 0, 2, 8])))
         launch(pieces, tensors, message, rows, back=False, index=index)
-        variants.add(("_to_message", str(index is None or index.dtype)))
+        variants.add(("to_message_kernel", str(index is None or index.dtype)))
         if number % 2:  # what stands several times is summed
             copies = range(int(draw.choice([2, 3, 17])))
             pieces = [piece._replace(start=piece.start + start * copy) for piece in pieces for copy in copies]
             message = empty(rows * start * len(copies))
         table = launch(pieces, tensors, message, rows, back=True, index=index)
-        variants.add(("_from_message", str(index is None or index.dtype), table.sum_kinds))
+        variants.add(("from_message_kernel", str(index is None or index.dtype), table.sum_kinds))
         calls += 2
     return {
         "calls": calls,

@@ -8,9 +8,10 @@ import torch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
-from megatron_cp.linear.kernels import fla, installed
+from megatron_cp.linear.kernels import fla
 from megatron_cp.linear.kernels.base import LinearCall
 from megatron_cp.linear.kernels.chunked import ChunkedRule
+from megatron_cp.linear.kernels.common import installed
 
 RULE, CONV = fla.FlaRule(), fla.FlaConv()
 KINDS = [(RULE, "gdn"), (RULE, "kda"), (CONV, "conv1d")]

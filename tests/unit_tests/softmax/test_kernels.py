@@ -15,9 +15,9 @@ from megatron_cp.layout import bands as band
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.layout.mask import Mask
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, Tiles, dropout, reference
-from megatron_cp.softmax.kernels.partials import merge
-from megatron_cp.softmax.kernels.segmented import SegmentedAttention
-from megatron_cp.softmax.kernels.segments import segment_calls
+from megatron_cp.softmax.kernels.common.partials import merge
+from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
+from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
 DRAWN = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
-from megatron_cp.softmax.kernels.partials import GradientSum, OutputSum, Rows
-from megatron_cp.softmax.kernels.segments import Segments, on_one_device
+from megatron_cp.softmax.kernels.common.partials import GradientSum, OutputSum, Rows
+from megatron_cp.softmax.kernels.common.varlen_calls import Segments, on_one_device
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8

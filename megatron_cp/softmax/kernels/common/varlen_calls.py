@@ -20,7 +20,7 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.softmax.kernels.base import Tiles
-from megatron_cp.softmax.kernels.partials import Cover, Rows
+from megatron_cp.softmax.kernels.common.partials import Cover, Rows
 
 Window = tuple[int, int]  # left, right
 

@@ -17,15 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.pack import (
-    like_rows,
-    pack_heads,
-    pack_tokens,
-    section_views,
-    unpack_heads,
-    unpack_tokens,
-)
+from megatron_cp.exchange.head_side import pack_heads, unpack_heads
+from megatron_cp.exchange.messages import like_rows, section_views
 from megatron_cp.exchange.sections import Section, Sections
+from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
 
 PACKING = Packing([7, 1, 13, 0, 2])

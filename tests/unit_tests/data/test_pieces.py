@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import megatron_cp.data.packing as packing_module
+import megatron_cp.data.pieces as packing_module
 from megatron_cp.data import Piece, best_fit
-from megatron_cp.data.packing import cut
+from megatron_cp.data.pieces import cut
 from megatron_cp.errors import ArgumentError
 
 ragged = settings(derandomize=True, deadline=None, max_examples=300)

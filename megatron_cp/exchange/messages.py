@@ -1,0 +1,165 @@
+"""Messages of a head exchange: what they hold, and views of the sections in them.
+
+A message is bytes, so that sections of different types share it. The token side cuts features: for each rank the
+columns of its heads, copied by slices. The head side orders tokens: rows arrive rank after rank and are gathered into
+stream order, or viewed where that is the order already. Each direction has one pack and one unpack, in `token_side`
+and `head_side`:
+
+    to heads    token side --copy columns--> message ==transport==> message --gather rows--> head side (views)
+    to tokens   head side --gather rows--> message ==transport==> message --copy columns--> token side
+
+With a codec, coding takes the place of the copy on the side that sends, and decoding on the side that receives.
+
+A message to heads is row-major: a token's sections are one row, and rows are viewed, or gathered whole. A message to
+tokens may be section-major, each section dense (`Geometry.section_major`): sections then come from tensors of their
+own, and a processor copies dense blocks into the columns of a tensor in half the time that columns of rows take.
+
+Shapes: `t` a rank's tokens, `T` all tokens, `b` batch (absent for packed THD input), `f` features, `h` heads, `d` head
+size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.geometry import Geometry
+from megatron_cp.exchange.sections import SCALE_SIZE, HeadCopy, Section
+
+# Bytes that are copied, or coded, before the next are. Cutting touches a page for every run, and processors know the
+# addresses of some thousand; coding goes over its numbers several times, and they had better stay in the cache.
+_CUT_AT_A_TIME, _CODED_AT_A_TIME = 2**23, 2**21
+
+
+def section_columns(rows: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
+    """`[n, f]` tensors, laid end to end along the features, as one `[n, width]` view for each section.
+
+    Raises:
+        ArgumentError: the features are not the sections, whole and in order.
+    """
+    views, blocks = [], iter(exchange.sections.blocks)
+    for tensor in rows:
+        start = 0
+        while start < tensor.shape[1] and (block := next(blocks, None)):
+            views.append(tensor[:, start : start + block.width])
+            start += block.width
+        if start != tensor.shape[1]:
+            break
+    if len(views) != len(exchange.sections.blocks) or start != tensor.shape[1]:
+        names = ", ".join(f"{block.name} ({block.width})" for block in exchange.sections.blocks)
+        raise ArgumentError("tensors", f"{[row.shape[1] for row in rows]} features", f"the sections in order: {names}")
+    return views
+
+
+def section_views(table: Tensor, at: Geometry) -> list[Tensor]:
+    """`[T, (b,) h, d]` views of a `[T, b * row]` byte table, one for each section."""
+    total, row = at.layout.packing.total, at.table_format.row_bytes[at.rank]
+    lead = (total,) if at.batch is None else (total, at.batch)
+    rows, offsets = table.view(*lead, row), at.table_format.offsets[at.rank]
+    return [
+        section_view(rows, block, dtype, block.heads_on(at.rank), offset)
+        for block, dtype, offset in zip(at.blocks, at.dtypes, offsets, strict=True)
+    ]
+
+
+def section_view(rows: Tensor, block: Section, dtype: torch.dtype, heads: int, offset: int) -> Tensor:
+    """`[..., h, d]`: the section that begins `offset` bytes from the start of each row of bytes."""
+    lead = rows.shape[:-1]
+    if heads == 0 or lead.numel() == 0:
+        return rows.new_empty(*lead, heads, block.head_dim, dtype=dtype)
+    size = heads * block.head_dim * dtype.itemsize
+    return rows[..., offset : offset + size].view(dtype).unflatten(-1, (heads, block.head_dim))
+
+
+def payload_and_scales(rows: Tensor, head_copy: HeadCopy, block: Section) -> tuple[Tensor, Tensor]:
+    """`[..., heads, d]` bytes and `[..., heads]` scales of coded heads in rows of bytes."""
+    assert head_copy.scales is not None
+    size = head_copy.num_heads * block.head_dim
+    if not size or not rows.numel():
+        heads = (*rows.shape[:-1], head_copy.num_heads)
+        return rows.new_empty(*heads, block.head_dim), rows.new_empty(heads, dtype=torch.float32)
+    payload = rows[..., head_copy.offset : head_copy.offset + size].unflatten(-1, (head_copy.num_heads, block.head_dim))
+    scales = rows[..., head_copy.scales : head_copy.scales + head_copy.num_heads * SCALE_SIZE].view(torch.float32)
+    return payload, scales
+
+
+def row_blocks(rows: int, row_bytes: int, at: Geometry) -> list[slice]:
+    """All rows, in turns of as many as a processor moves best."""
+    if at.device.type != "cpu":
+        return [slice(0, rows)]
+    step = max(1, (_CODED_AT_A_TIME if any(at.coded) else _CUT_AT_A_TIME) // max(row_bytes, 1))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def has_words(*views: Tensor) -> bool:
+    """Whether views of one shape and type can be copied in words of 8 bytes: torch does that faster than in 2."""
+    if views[0].dtype.itemsize >= 8 or any(view.dtype != views[0].dtype or not view.numel() for view in views):
+        return False
+    size = views[0].dtype.itemsize
+    return all(
+        view.stride(-1) == 1
+        and (view.shape[-1] * size) % 8 == 0
+        and view.data_ptr() % 8 == 0
+        and all(stride * size % 8 == 0 for stride in view.stride()[:-1])
+        for view in views
+    )
+
+
+def words(view: Tensor) -> Tensor:
+    """The same in words of 8 bytes, where `has_words`."""
+    return view.view(torch.int64)
+
+
+def byte_offset(tensor: Tensor) -> int:
+    """Where a tensor begins in its storage."""
+    return int(tensor.storage_offset()) * tensor.dtype.itemsize
+
+
+def like_rows(*tensors: Tensor) -> list[Tensor]:
+    """Uninitialised tensors that lie to each other as `tensors` do: `empty_like` for the sections of one table.
+
+    A kernel that writes gradients into them hands the exchange a message that needs no packing. Tensors that are not
+    separate columns of one table come back as plain `empty_like`.
+    """
+    if not _are_columns_of_one_table(tensors):
+        return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
+    rows, first = tensors[0].shape[:-2].numel(), min(byte_offset(tensor) for tensor in tensors)
+    size = rows * tensors[0].stride(-3) * tensors[0].dtype.itemsize
+    buffer = torch.empty(size, dtype=torch.uint8, device=tensors[0].device).untyped_storage()
+    return [
+        tensor.new_empty(0).set_(
+            buffer, (byte_offset(tensor) - first) // tensor.dtype.itemsize, tensor.shape, tensor.stride()
+        )
+        for tensor in tensors
+    ]
+
+
+def _are_columns_of_one_table(tensors: Sequence[Tensor]) -> bool:
+    """True if `[T, (b,) h, d]` tensors are dense column ranges of one table's rows, and no two share a byte."""
+    if any(tensor.ndim not in (3, 4) for tensor in tensors):
+        return False
+    first, ranges = tensors[0], []
+    for tensor in tensors:
+        row, *inner = tensor.stride()[-3:]
+        if (
+            tensor.numel() == 0
+            or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or tensor.shape[:-2] != first.shape[:-2]
+            or row * tensor.dtype.itemsize != first.stride(-3) * first.dtype.itemsize
+            or inner != [tensor.shape[-1], 1]
+            or (tensor.ndim == 4 and tensor.stride(0) != tensor.shape[1] * row)
+        ):
+            return False
+        start = byte_offset(tensor)
+        ranges.append((start, start + tensor.shape[-2:].numel() * tensor.dtype.itemsize))
+    begin = min(ranges)[0]
+    if any((start - begin) % tensor.dtype.itemsize for tensor, (start, _) in zip(tensors, ranges, strict=True)):
+        return False  # rebased to `begin`, a view would not start on an element
+    ranges.sort()
+    disjoint = all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    return disjoint and ranges[-1][1] - begin <= first.stride(-3) * first.dtype.itemsize

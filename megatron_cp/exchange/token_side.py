@@ -1,0 +1,181 @@
+"""The token side of a head exchange: features are cut into each rank's message, and put together again.
+
+See `messages`. Shapes: `t` a rank's tokens, `T` all tokens, `b` batch (absent for packed THD input), `f` features, `h`
+heads, `d` head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_cp.exchange.buffers import Buffers
+from megatron_cp.exchange.coding import decode, encode
+from megatron_cp.exchange.geometry import Geometry
+from megatron_cp.exchange.kernels import copies
+from megatron_cp.exchange.messages import has_words, payload_and_scales, row_blocks, section_columns, words
+from megatron_cp.exchange.sections import HeadCopy
+
+
+def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
+    """Every rank's message, end to end, from `[rows, (b,) f]` tensors whose features are the sections in order."""
+    local = [_token_rows(tensor, at) for tensor in tensors]
+    sources = section_columns(local, at.exchange)
+    message = buffers.acquire(at.token_side_bytes, at.device)
+    if copies.runs_on(at.device) and copies.pack_tokens(local, message, at):
+        return message
+    moves: list[tuple[tuple[Tensor, ...], Tensor]] = []
+    for head_copy in at.format.head_copies:
+        source = _head_view(sources[head_copy.section], head_copy, at)
+        if head_copy.scales is not None:
+            moves.append((_coded_views(message, head_copy, at), _by_heads(source, head_copy, at)))
+            continue
+        target = _message_view(message, head_copy, at)
+        moves.append(((words(target),), words(source)) if has_words(target, source) else ((target,), source))
+    for span in row_blocks(at.local_rows, sum(tensor[:1].nbytes for tensor in local), at):
+        for targets, source in moves:
+            if len(targets) == 1:
+                targets[0][:, span].copy_(source[:, span])
+            else:
+                encode(source[:, span], at.coding, targets[0][:, span], targets[1][:, span])
+    return message
+
+
+def unpack_tokens(messages: Sequence[Tensor], at: Geometry, widths: Sequence[int]) -> list[Tensor]:
+    """The inverse of `pack_tokens`, from the messages of every part: `[rows, (b,) width]` tensors.
+
+    What several ranks return for one head is summed, in rank order, in fp32 where the type is shorter; pad rows are
+    zero.
+    """
+    rows = int(at.layout.row_counts[at.rank])
+    lead = (rows,) if at.batch is None else (rows, at.batch)
+    dtypes = iter(_type_of_each(widths, at))
+    tensors = [torch.empty(*lead, width, dtype=next(dtypes), device=at.device) for width in widths]
+    if copies.runs_on(at.device) and copies.unpack_tokens(messages, [x.flatten(0, -2) for x in tensors], at):
+        return tensors
+    for tensor in tensors:
+        tensor[int(at.layout.token_counts[at.rank]) :].zero_()
+    local = [_token_rows(tensor, at) for tensor in tensors]
+    if at.section_major and not at.exchange.sections.replicated:
+        _join(messages, local, at)
+    else:
+        _put_back(messages, local, at)
+    return tensors
+
+
+def _put_back(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> None:
+    """Fills the columns of `[rows, width]` tensors, and sums where a head comes from several ranks."""
+    targets = section_columns(local, at.exchange)
+    sums = {
+        index: target.new_empty(target.shape, dtype=torch.float32)
+        for index, (block, target) in enumerate(zip(at.exchange.sections.blocks, targets, strict=True))
+        if block.replicated and target.dtype.itemsize < 4
+    }
+    arrived = [
+        (head_copy, part, message)
+        for part, message in zip(at.parts, messages, strict=True)
+        for head_copy in part.format.head_copies
+    ]
+    # By ranks, whatever part a head comes in: a sum has one order, and its first term is the one that is copied.
+    arrived.sort(key=lambda each: each[0].first_rank)
+    moves: list[tuple[tuple[Tensor, ...], Tensor, int]] = []
+    for head_copy, part, message in arrived:
+        target = _head_view(sums.get(head_copy.section, targets[head_copy.section]), head_copy, part)
+        shared = head_copy.shared_heads * part.blocks[head_copy.section].head_dim
+        if head_copy.scales is not None:
+            moves.append((_coded_views(message, head_copy, part), target, shared))
+            continue
+        source = _message_view(message, head_copy, part, section_major=part.section_major)
+        as_words = not shared and has_words(source, target)
+        moves.append(((words(source),), words(target), 0) if as_words else ((source,), target, shared))
+    for span in row_blocks(at.local_rows, sum(tensor[:1].nbytes for tensor in local), at):
+        for sources, target, shared in moves:
+            source = sources[0][:, span]
+            if len(sources) > 1:
+                source = decode(source, sources[1][:, span], at.coding).flatten(-2)
+            _add(source, target[:, span], shared)
+    for index, total in sums.items():
+        targets[index].copy_(total)
+
+
+def _add(source: Tensor, target: Tensor, shared: int) -> None:
+    """Fills `[ranks, rows, features]`, and adds to the first `shared` features, of heads that came before."""
+    if not shared:
+        target.copy_(source)
+        return
+    target[..., :shared].add_(source[..., :shared])
+    target[..., shared:].copy_(source[..., shared:])
+
+
+def _join(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> None:
+    """Fills `[rows, width]` tensors from section-major messages, heads in order: row by row, each from end to end."""
+    if not at.local_rows:
+        return
+    heads: list[dict[int, Tensor]] = [{} for _ in at.exchange.sections.blocks]  # by section and first head
+    for part, message in zip(at.parts, messages, strict=True):
+        for head_copy in part.format.head_copies:
+            of_ranks = _message_view(message, head_copy, part, section_major=True)
+            for number, block in enumerate(of_ranks):
+                heads[head_copy.section][head_copy.first_head + number * head_copy.head_step] = block
+    sections = ([of_section[first] for first in sorted(of_section)] for of_section in heads)
+    for rows in local:
+        blocks: list[Tensor] = []
+        while sum(block.shape[1] for block in blocks) < rows.shape[1]:
+            blocks += next(sections)
+        torch.cat(blocks, 1, out=rows)
+
+
+def _type_of_each(widths: Sequence[int], at: Geometry) -> list[torch.dtype]:
+    """The type of each token-side tensor: that of the first section in it."""
+    types, blocks = [], list(zip(at.exchange.sections.blocks, at.dtypes, strict=True))
+    for width in widths:
+        types.append(blocks[0][1])
+        while blocks and width > 0:
+            width -= blocks.pop(0)[0].width
+    return types
+
+
+def _token_rows(tensor: Tensor, at: Geometry) -> Tensor:
+    """`[rows, (b,) f]` as the `[t * b, f]` message rows of this rank's tokens, pad rows left out."""
+    tokens = tensor[: int(at.layout.token_counts[at.rank])]
+    return tokens if at.batch is None else tokens.flatten(0, 1)
+
+
+def _message_view(message: Tensor, head_copy: HeadCopy, at: Geometry, *, section_major: bool = False) -> Tensor:
+    """`[ranks, rows, features]`: one section's heads in the messages of neighbouring ranks."""
+    block, dtype = at.blocks[head_copy.section], at.dtypes[head_copy.section]
+    size = head_copy.num_heads * block.head_dim * dtype.itemsize
+    if not section_major or not at.local_rows:
+        return _message_bytes(message, head_copy, at)[..., head_copy.offset : head_copy.offset + size].view(dtype)
+    of_ranks = _message_bytes(message, head_copy, at).flatten(1)
+    start = at.local_rows * head_copy.offset
+    return of_ranks[:, start : start + at.local_rows * size].view(dtype).unflatten(1, (at.local_rows, -1))
+
+
+def _coded_views(message: Tensor, head_copy: HeadCopy, at: Geometry) -> tuple[Tensor, Tensor]:
+    """`[ranks, rows, heads, d]` bytes and `[ranks, rows, heads]` scales, likewise."""
+    return payload_and_scales(_message_bytes(message, head_copy, at), head_copy, at.blocks[head_copy.section])
+
+
+def _message_bytes(message: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
+    """`[ranks, rows, bytes]`: the messages of neighbouring ranks."""
+    start = at.local_rows * at.format.row_starts[head_copy.first_rank]
+    row = at.format.row_bytes[head_copy.first_rank]
+    return message[start : start + head_copy.num_ranks * at.local_rows * row].view(
+        head_copy.num_ranks, at.local_rows, row
+    )
+
+
+def _head_view(features: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
+    """`[ranks, rows, features]`: the same heads where they stand in a `[rows, width]` section."""
+    dim = at.blocks[head_copy.section].head_dim
+    size, step = head_copy.num_heads * dim, head_copy.head_step * dim
+    start = head_copy.first_head * dim
+    taken = features[:, start : start + (head_copy.num_ranks - 1) * step + size]
+    return taken.unsqueeze(0) if head_copy.num_ranks == 1 else taken.unfold(1, size, step).transpose(0, 1)
+
+
+def _by_heads(features: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
+    return features.unflatten(-1, (head_copy.num_heads, at.blocks[head_copy.section].head_dim))
