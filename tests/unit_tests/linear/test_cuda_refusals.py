@@ -8,8 +8,9 @@ import torch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.layout import Packing
-from megatron_cp.linear.kernels import causal_conv1d, installed, mamba_ssm
+from megatron_cp.linear.kernels import causal_conv1d, mamba_ssm
 from megatron_cp.linear.kernels.base import LinearCall
+from megatron_cp.linear.kernels.common import installed
 
 RULE, CONV = mamba_ssm.MambaSsmRule(), causal_conv1d.CausalConv1dConv()
 PAIRS = [(RULE, mamba_ssm, "mamba"), (CONV, causal_conv1d, "conv1d")]

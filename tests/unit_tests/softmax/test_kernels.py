@@ -14,7 +14,8 @@ from megatron_cp.layout import Packing
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.layout.mask import Mask
-from megatron_cp.softmax.kernels import KERNELS, AttentionCall, Tiles, dropout, reference
+from megatron_cp.softmax.kernels import KERNELS, AttentionCall, Tiles, reference
+from megatron_cp.softmax.kernels.common import dropout
 from megatron_cp.softmax.kernels.common.partials import merge
 from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention
