@@ -24,7 +24,7 @@ from megatron_cp.layout.arrays import check_array
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.batch import BatchPlan, Slot
-from megatron_cp.softmax.attention import prepare_attention
+from megatron_cp.softmax.on_rank import prepare_attention
 
 
 @dataclass(frozen=True, eq=False)

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> Report:
     if case.layer == "attention":
         import torch
 
-        from megatron_cp.softmax.attention import attention_call
+        from megatron_cp.softmax.on_rank import attention_call
 
         attention_call(plan, case.dtype, torch.device("cpu"), **case.softmax_options)  # for what it refuses
     item_size = case.dtype.itemsize

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_cp.exchange.messages import like_rows
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.transfers import AtHome, Transfers, pack_like, transfers, unpack
+from megatron_cp.executor.transfers import KeyTransfers, unpack
 from megatron_cp.layout.tiles import Tiles
-from megatron_cp.plan.attention import Attend, HeadChunk
+from megatron_cp.plan.attention import Attend, HeadChunk, Stage
 
 
 class TileWork(Protocol):
@@ -53,17 +53,9 @@ def attend(
     num_tokens = int(step.queries.token_counts[kv_rank])
     out[num_tokens:], lse[..., num_tokens:] = 0, -torch.inf
     for stage, chunk, keys in _transfers(step, kv_rank, head_rank, comm, k, v).arrivals():
-        merged, merged_lse = out[:num_tokens, ..., chunk.heads, :], lse[..., chunk.heads, :num_tokens]
-        _attend_stage(
-            work,
-            merged,
-            merged_lse,
-            q[:num_tokens, ..., chunk.heads, :],
-            *keys,
-            step.tiles(kv_rank, stage),
-            chunk,
-            stage,
-        )
+        queries, merged = (x[:num_tokens, ..., chunk.heads, :] for x in (q, out))
+        merged_lse = lse[..., chunk.heads, :num_tokens]
+        _attend_stage(work, merged, merged_lse, queries, *keys, step.tiles(kv_rank, stage), chunk, stage)
     return out.to(q.dtype), lse
 
 
@@ -79,27 +71,25 @@ def attend_backward(
     num_tokens, num_keys = int(step.queries.token_counts[kv_rank]), int(step.keys.token_counts[kv_rank])
     dq[num_tokens:], dk[num_keys:], dv[num_keys:] = 0, 0, 0
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
-    total = (
-        dq[:num_tokens]
-        if step.num_stages == 1 or dq.dtype == acc_dtype
-        else torch.empty_like(dq[:num_tokens], dtype=acc_dtype)
-    )
-    moving = _transfers(step, kv_rank, head_rank, comm, k, v)
-    for stage, chunk, keys in moving.arrivals():
-        packed = None
-        gradients = dk[:num_keys, ..., chunk.groups, :], dv[:num_keys, ..., chunk.groups, :]
-        if not isinstance(moving, AtHome):
-            packed = pack_like(*keys, moving.gradient_type(), comm.buffers)
+    in_place = step.num_stages == 1 or dq.dtype == acc_dtype
+    total = dq[:num_tokens] if in_place else torch.empty_like(dq[:num_tokens], dtype=acc_dtype)
+    transfers, travels = _transfers(step, kv_rank, head_rank, comm, k, v), False
+    for stage, chunk, keys in transfers.arrivals():
+        packed, travels = None, stage.gradients is not None
+        if travels:
+            packed = transfers.gradients_like(keys)
             gradients = unpack(packed, *keys)
+        else:
+            gradients = dk[:num_keys, ..., chunk.groups, :], dv[:num_keys, ..., chunk.groups, :]
         do, queries, o = (x[:num_tokens, ..., chunk.heads, :] for x in (dout, q, out))
         _attend_stage_backward(
             work, total[..., chunk.heads, :], *gradients, do, queries, o, lse[..., chunk.heads, :num_tokens], *keys,
             step.tiles(kv_rank, stage), chunk, stage,
         )  # fmt: skip
         if packed is not None:
-            moving.return_gradient(stage, chunk, packed)
-    if not isinstance(moving, AtHome):
-        moving.reduce_gradients(dk[:num_keys], dv[:num_keys])
+            transfers.return_gradient(stage, chunk, packed)
+    if travels:
+        transfers.reduce_gradients(dk[:num_keys], dv[:num_keys])
     if total.dtype != dq.dtype:
         dq[:num_tokens].copy_(total)
     return [dq, dk, dv]
@@ -107,15 +97,15 @@ def attend_backward(
 
 def _attend_stage(
     work: TileWork, merged: Tensor, merged_lse: Tensor, queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles,
-    chunk: HeadChunk, stage: int,
+    chunk: HeadChunk, stage: Stage,
 ) -> None:  # fmt: skip
     """Adds what the queries of some heads see among a stage's keys. A function, so that its tensors end with it."""
     if _is_empty(tiles, queries):
-        if stage == 0:
+        if stage.is_first:
             merged.zero_(), merged_lse.fill_(-torch.inf)
         return
     seen = tiles.key_rows
-    if stage == 0:
+    if stage.is_first:
         work.forward(merged, merged_lse, queries, keys[seen], values[seen], tiles.cropped_keys, chunk)
         return
     rows = tiles.query_rows
@@ -126,22 +116,22 @@ def _attend_stage(
 
 def _attend_stage_backward(
     work: TileWork, target: Tensor, dkeys: Tensor, dvalues: Tensor, dout: Tensor, queries: Tensor, out: Tensor,
-    lse: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, stage: int,
+    lse: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, stage: Stage,
 ) -> None:  # fmt: skip
     """Adds to `target` the queries' gradients from a stage's keys, and writes those of the keys."""
     if _is_empty(tiles, queries):
-        for unseen in (*([target] if stage == 0 else []), dkeys, dvalues):
+        for unseen in (*([target] if stage.is_first else []), dkeys, dvalues):
             unseen.zero_()
         return
-    rows, seen = tiles.query_rows if stage else slice(0, len(queries)), tiles.key_rows
+    rows, seen = slice(0, len(queries)) if stage.is_first else tiles.query_rows, tiles.key_rows
     for x in (dkeys, dvalues):
         x[: seen.start].zero_(), x[seen.stop :].zero_()
-    part = torch.empty_like(target[rows]) if stage else target
+    part = target if stage.is_first else torch.empty_like(target[rows])
     work.backward(
         part, dkeys[seen], dvalues[seen], dout[rows], queries[rows], keys[seen], values[seen], out[rows],
-        lse[..., rows], tiles.cropped if stage else tiles.cropped_keys, chunk,
+        lse[..., rows], tiles.cropped_keys if stage.is_first else tiles.cropped, chunk,
     )  # fmt: skip
-    if stage:
+    if not stage.is_first:
         target[rows].add_(part)
 
 
@@ -174,9 +164,9 @@ def row_padded_copy(lse: Tensor) -> Tensor:
     return lse.new_empty(*lse.shape[:-1], (queries // 16 + 1) * 16)[..., :queries].copy_(lse)
 
 
-def _transfers(step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> Transfers:
-    num_tokens = int(step.keys.token_counts[kv_rank])
-    return transfers(step, kv_rank, head_rank, comm, k[:num_tokens], v[:num_tokens])
+def _transfers(step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> KeyTransfers:
+    num_keys = int(step.keys.token_counts[kv_rank])
+    return KeyTransfers(step, kv_rank, head_rank, comm, k[:num_keys], v[:num_keys])
 
 
 def _is_empty(tiles: Tiles, queries: Tensor) -> bool:

@@ -13,7 +13,7 @@ from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.head_exchange import ToTokensInParts, start_to_heads
 from megatron_cp.executor.relayout import prepare_relayout
-from megatron_cp.executor.transfers import prepare_gathering
+from megatron_cp.executor.transfers import prepare_transfers
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
@@ -103,10 +103,7 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
         prepare_relayout(plan.layout, plan.hidden_layout, rank, device)
     if plan.attend is None:
         return
-    for stage in range(plan.attend.num_stages):
-        tiles = plan.attend.tiles(kv_rank, stage)
-        if len(tiles.bands):
-            _ = tiles.cropped if stage else tiles.cropped_keys
-    prepare_gathering(plan.attend, kv_rank, device)
-    if plan.attend.num_kv_ranks > 1 and plan.attend.kv_schedule != "p2p":
-        _ = plan.attend.split_counts
+    for stage in plan.attend.stages:
+        if len(plan.attend.tiles(kv_rank, stage).bands):
+            _ = plan.attend.call_tiles(kv_rank, stage)
+    prepare_transfers(plan.attend, kv_rank, device)

@@ -1,7 +1,10 @@
 """How the keys and values of one `head_rank` get to the queries that see them, and their gradients back.
 
-Three ways, one interface: iterate over what arrives, stage by stage, the next transfer being under way while a stage
-is computed; in backward, give each stage's gradients back, and reduce those of the own keys at the end.
+`KeyTransfers` walks over the stages of an attention: the next flow is under way while a stage is computed. A flow is
+carried by the class of its kind, in both directions: rows come, and in backward their gradients go on.
+
+    Fetch     rows come in one collective a head chunk; gradients go back in another, and their owner sums them
+    PassOn    blocks pass from rank to rank; gradients follow one stage behind, are summed on the way and end at home
 
 What travels, and what is at hand in a stage, is in the group's buffers.
 
@@ -11,11 +14,12 @@ rank (of a head chunk, for stages), `d` and `v` their sizes.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,50 +27,12 @@ from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending
-from megatron_cp.plan.attention import Attend, Gathering, HeadChunk
-
-_GATHERED = "keys and values of other ranks"  # the step, as errors name it
+from megatron_cp.plan.attention import Attend, HeadChunk, Stage
+from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn
 
 Keys = tuple[Tensor, Tensor]  # `[s, (b,) g, d]` keys and `[s, (b,) g, v]` values of a chunk's heads
 
-
-class Transfers(ABC):
-    """The keys of one attention on one rank, on their way.
-
-    Args:
-        step: the schedule.
-        kv_rank, head_rank: of this rank.
-        comm: the ranks of one `head_rank`, and the transport between them.
-        k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` the own keys and values, without pad rows.
-    """
-
-    def __init__(self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
-        self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
-        self.buffers = comm.buffers
-        self.chunks = step.chunks(head_rank)
-        self.acc_dtype = torch.promote_types(k.dtype, torch.float32)
-
-    @abstractmethod
-    def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
-        """Each stage, with its number, its heads and the keys at hand: good until the next is asked for."""
-
-    @abstractmethod
-    def gradient_type(self) -> torch.dtype:
-        """The type in which `return_gradient` wants gradients."""
-
-    @abstractmethod
-    def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
-        """A stage's share of the gradients of the keys at hand, in what `pack_like` took: it is given back in there."""
-
-    @abstractmethod
-    def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        """Writes the gradients of the own keys and values, once every stage has been given back."""
-
-
-def transfers(step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> Transfers:
-    """The way of a schedule."""
-    kind = AtHome if step.num_kv_ranks == 1 else Rotation if step.kv_schedule == "p2p" else Gather
-    return kind(step, kv_rank, head_rank, comm, k, v)
+_GATHERED = "keys and values of other ranks"  # the step, as errors name it
 
 
 def pack(k: Tensor, v: Tensor, buffers: Buffers) -> Tensor:
@@ -90,111 +56,193 @@ def unpack(packed: Tensor, k: Tensor, v: Tensor, heads: int | None = None) -> Ke
     return keys.unflatten(-1, (heads, k.shape[-1])), values.unflatten(-1, (heads, v.shape[-1]))
 
 
-class AtHome(Transfers):
-    """One KV rank: its keys are all keys, and nothing travels."""
+class KeyTransfers:
+    """The keys of one attention on one rank, on their way.
 
-    def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
-        for chunk in self.chunks:
-            yield 0, chunk, (self.k[..., chunk.groups, :], self.v[..., chunk.groups, :])
-
-    def gradient_type(self) -> torch.dtype:
-        raise AssertionError("written in place")
-
-    def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
-        raise AssertionError("written in place")
-
-    def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        raise AssertionError("written in place")
-
-
-class Rotation(Transfers):
-    """Blocks of keys pass from rank to rank. In backward their gradients follow one stage behind, and end at home.
-
-    Gradients are summed on the way, in at least fp32, in the order of the KV ranks that the block visits.
+    Args:
+        step: the stages.
+        kv_rank, head_rank: of this rank.
+        comm: the ranks of one `head_rank`, and the transport between them.
+        k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` the own keys and values, without pad rows.
     """
 
-    _gradient: Tensor  # of the block that is on its way here
-    _sent: Tensor  # that of the block before, on its way on
-    _on_the_way: Pending
+    def __init__(self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
+        self._step, self._head_rank, self._comm, self._k, self._v = step, head_rank, comm, k, v
+        flow = next((stage.keys for stage in step.stages if stage.keys is not None), None)
+        self._carrier = None if flow is None else _CARRIERS[type(flow)](step, kv_rank, comm, k, v)
 
-    def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
-        (chunk,), last = self.chunks, self.step.num_kv_ranks - 1
-        block = pack(self.k, self.v, self.buffers)
-        for stage in range(last):
-            following, ahead = self._pass_on(block, stage, "keys and values")
-            yield stage, chunk, unpack(block, self.k, self.v)
-            ahead.wait()
-            self.buffers.release(block)
-            block = following
-        yield last, chunk, unpack(block, self.k, self.v)
-        self.buffers.release(block)
+    def arrivals(self) -> Iterator[tuple[Stage, HeadChunk, Keys]]:
+        """Each stage of each head chunk, and the keys at hand: good until the next is asked for."""
+        chunks = self._step.chunks(self._head_rank)
+        if self._carrier is None:
+            for chunk in chunks:
+                yield self._step.stages[0], chunk, (self._k[..., chunk.groups, :], self._v[..., chunk.groups, :])
+            return
+        order = [(stage, chunk) for chunk in chunks for stage in self._step.stages]
+        coming: _Arrival | None = self._carrier.start(*order[0], None)
+        for (stage, chunk), following in itertools.pairwise([*order, None]):  # type: ignore[misc]
+            assert coming is not None
+            block = coming.wait(self._comm.buffers)
+            coming = None if following is None else self._carrier.start(*following, block)
+            block = self._carrier.in_order(block)
+            yield stage, chunk, unpack(block, self._k, self._v, chunk.num_groups)
+            if coming is None or coming.sent is not block:
+                self._comm.buffers.release(block)
 
+    def gradients_like(self, keys: Keys) -> Tensor:
+        """An unwritten buffer for the gradients of the keys at hand, of the type in which they travel."""
+        assert self._carrier is not None
+        return pack_like(*keys, self._carrier.gradient_type, self._comm.buffers)
+
+    def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
+        """A stage's part of the gradients of the keys at hand, in what `gradients_like` gave: it is given back."""
+        assert self._carrier is not None
+        self._carrier.return_gradient(stage, chunk, gradient)
+
+    def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
+        """Writes the gradients of the own keys and values, once every stage's have been returned."""
+        assert self._carrier is not None
+        self._carrier.reduce_gradients(dk, dv)
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrival:
+    """A block of keys on its way here, or here already.
+
+    Attributes:
+        block: it.
+        sent: what this rank sends for it; of a ring the block before, which is in use meanwhile.
+    """
+
+    block: Tensor
+    sent: Tensor | None = None
+    pending: Pending | None = None
+
+    def wait(self, buffers: Buffers) -> Tensor:
+        if self.pending is not None:
+            self.pending.wait()
+        if self.sent is not None:
+            buffers.release(self.sent)
+        return self.block
+
+
+class _Carrier(ABC):
+    """Carries the flows of one kind."""
+
+    def __init__(self, step: Attend, kv_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
+        self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
+        self.buffers = comm.buffers
+        self.acc_dtype = torch.promote_types(k.dtype, torch.float32)
+
+    @property
+    @abstractmethod
+    def gradient_type(self) -> torch.dtype:
+        """The type in which gradients travel."""
+
+    @abstractmethod
+    def start(self, stage: Stage, chunk: HeadChunk, block: Tensor | None) -> _Arrival:
+        """Starts the flow of a stage; `block` is what the stage before has at hand."""
+
+    def in_order(self, block: Tensor) -> Tensor:
+        """A block that has arrived, its rows as the stage wants them."""
+        return block
+
+    @abstractmethod
+    def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
+        """See `KeyTransfers`."""
+
+    @abstractmethod
+    def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
+        """See `KeyTransfers`."""
+
+
+class _PassesOn(_Carrier):
+    """Gradients are summed on the way, in at least fp32, in the order of the KV ranks that the block visits."""
+
+    _gradient: _Arrival | None = None  # of the block that is on its way here
+
+    @property
     def gradient_type(self) -> torch.dtype:
         return self.acc_dtype
 
-    def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
-        if stage:
-            gradient.add_(self._arrived())
-            self.buffers.release(self._gradient)  # before there is room for the next
-        self._sent = gradient
-        self._gradient, self._on_the_way = self._pass_on(gradient, stage, "gradients of keys and values")
+    def start(self, stage: Stage, chunk: HeadChunk, block: Tensor | None) -> _Arrival:
+        if stage.keys is None:
+            return _Arrival(pack(self.k, self.v, self.buffers))
+        assert isinstance(stage.keys, PassOn)
+        assert block is not None
+        return self._pass_on(stage.keys, block, "keys and values")
+
+    def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
+        if self._gradient is not None:
+            arrived = self._gradient.wait(self.buffers)
+            gradient.add_(arrived)
+            self.buffers.release(arrived)  # before there is room for the next
+        assert isinstance(stage.gradients, PassOn)
+        self._gradient = self._pass_on(stage.gradients, gradient, "gradients of keys and values")
 
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
-        for target, source in zip((dk, dv), unpack(self._arrived(), self.k, self.v), strict=True):
+        assert self._gradient is not None
+        arrived = self._gradient.wait(self.buffers)
+        for target, source in zip((dk, dv), unpack(arrived, self.k, self.v), strict=True):
             target.copy_(source)
-        self.buffers.release(self._gradient)
+        self.buffers.release(arrived)
 
-    def _arrived(self) -> Tensor:
-        self._on_the_way.wait()
-        self.buffers.release(self._sent)
-        return self._gradient
-
-    def _pass_on(self, block: Tensor, stage: int, what: str) -> tuple[Tensor, Pending]:
-        """Sends a stage's block on, and starts to receive the block that the KV rank before has in that stage."""
-        size, source = self.step.num_kv_ranks, self.step.source(self.kv_rank, stage + 1)
-        rows = int(self.step.keys.token_counts[source])
-        following = self.buffers.acquire_like(block, rows, *block.shape[1:])
+    def _pass_on(self, flow: PassOn, block: Tensor, what: str) -> _Arrival:
+        received = self.buffers.acquire_like(block, flow.rows_received(self.kv_rank), *block.shape[1:])
         pending = self.comm.start_messages(
-            [Message(block.view(-1), (self.kv_rank + 1) % size)],
-            [Message(following.view(-1), (self.kv_rank - 1) % size)],
-            f"{what} of stage {stage + 1} of {size}",
+            [Message(block.view(-1), (self.kv_rank + 1) % flow.size)],
+            [Message(received.view(-1), (self.kv_rank - 1) % flow.size)],
+            f"{what} of stage {flow.hops} of {flow.size}",
         )
-        return following, pending
+        return _Arrival(received, block, pending)
 
 
-class Gather(Transfers):
-    """The keys that are seen come in one collective a head chunk, and their gradients go back in another.
+class _Fetches(_Carrier):
+    """The owner sums what comes back in the order of the KV ranks, in at least fp32."""
 
-    The owner sums what comes back in the order of the KV ranks, in at least fp32.
-    """
+    def __init__(self, step: Attend, kv_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
+        super().__init__(step, kv_rank, comm, k, v)
+        (stage,) = step.stages
+        assert isinstance(stage.keys, Fetch)
+        self.flow = stage.keys
+        self.tables = self.flow.tables(kv_rank)
+        self._returning: list[tuple[HeadChunk, _Arrival]] = []
 
-    def arrivals(self) -> Iterator[tuple[int, HeadChunk, Keys]]:
-        self._returning: list[tuple[HeadChunk, Tensor, Tensor, Pending]] = []
-        ahead = [self._start(self.chunks[0])]
-        for number, chunk in enumerate(self.chunks):
-            received, sent, pending = ahead.pop()
-            pending.wait()
-            self.buffers.release(sent)
-            if number + 1 < len(self.chunks):
-                ahead.append(self._start(self.chunks[number + 1]))
-            received = self._arranged(received)
-            yield 0, chunk, unpack(received, self.k, self.v, chunk.num_groups)
-            self.buffers.release(received)
-
+    @property
     def gradient_type(self) -> torch.dtype:
         return self.k.dtype
 
-    def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
+    def start(self, stage: Stage, chunk: HeadChunk, block: Tensor | None) -> _Arrival:
+        own = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
+        rows = self.flow.message_rows(self.kv_rank)
+        assert rows.sent is not None
+        sent, received = self._acquire(rows.sent, chunk), self._acquire(rows.received, chunk)
+        if self.flow.equal_shares:  # backends gather equal shares only
+            for target, source in zip(unpack(sent[: len(self.k)], *own), own, strict=True):
+                target.copy_(source)
+            pending = self.comm.start_all_gather(received.view(-1), sent.view(-1), _GATHERED)
+            return _Arrival(received, sent, pending)
+        for target, source in zip(unpack(sent, *own), own, strict=True):
+            torch.index_select(source, 0, self._index("send_rows"), out=target)
+        split_counts = self.flow.split_counts.times(sent.shape[1:].numel())
+        pending = self.comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, _GATHERED)
+        return _Arrival(received, sent, pending)
+
+    def in_order(self, block: Tensor) -> Tensor:
+        if self.flow.message_rows(self.kv_rank).ordered is None:
+            return block
+        return self._reordered(block, self._index("shares" if self.flow.equal_shares else "order"))
+
+    def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
         self._finish_returns()
-        gathering = self._gathering
-        if gathering.returned is not None:
-            gradient = self._reordered(gradient, self._index("returned"))
-        received = self._take(gathering.send_rows.size, chunk)
-        split_counts = self.step.split_counts.reversed().times(received.shape[1:].numel())
+        if self.tables.inverse is not None:
+            gradient = self._reordered(gradient, self._index("inverse"))
+        received = self._acquire(self.tables.send_rows.size, chunk)
+        split_counts = self.flow.split_counts.reversed().times(received.shape[1:].numel())
         pending = self.comm.start_all_to_all(
             received.view(-1), gradient.view(-1), split_counts, "gradients of gathered keys and values"
         )
-        self._returning.append((chunk, received, gradient, pending))
+        self._returning.append((chunk, _Arrival(received, gradient, pending)))
 
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         self._finish_returns()
@@ -206,43 +254,12 @@ class Gather(Transfers):
         """Of the gradients of the own keys and values."""
         return [torch.zeros_like(x, dtype=self.acc_dtype) for x in (self.k, self.v)]
 
-    @property
-    def _gathering(self) -> Gathering:
-        return self.step.gathering(self.kv_rank)
-
     def _index(self, name: str) -> Tensor:
-        return _index(self.step, self.kv_rank, name, self.k.device)
+        return _index(self.flow, self.kv_rank, name, self.k.device)
 
-    def _take(self, rows: int, chunk: HeadChunk) -> Tensor:
+    def _acquire(self, rows: int, chunk: HeadChunk) -> Tensor:
         width = chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
         return self.buffers.acquire_like(self.k, rows, *self.k.shape[1:-2], width)
-
-    def _start(self, chunk: HeadChunk) -> tuple[Tensor, Tensor, Pending]:
-        """What is received, what is sent, and the wait for both."""
-        local = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
-        if self.step.kv_schedule == "all_gather":
-            longest = int(self.step.keys.token_counts.max())  # backends gather equal shares only
-            share = self._take(longest, chunk)
-            for target, source in zip(unpack(share[: len(self.k)], *local), local, strict=True):
-                target.copy_(source)
-            received = self._take(self.step.num_kv_ranks * longest, chunk)
-            pending = self.comm.start_all_gather(received.view(-1), share.view(-1), _GATHERED)
-            return received, share, pending
-        gathering = self._gathering
-        sent = self._take(gathering.send_rows.size, chunk)
-        for target, source in zip(unpack(sent, *local), local, strict=True):
-            torch.index_select(source, 0, self._index("send_rows"), out=target)
-        received = self._take(gathering.tokens.size, chunk)
-        split_counts = self.step.split_counts.times(sent.shape[1:].numel())
-        return received, sent, self.comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, _GATHERED)
-
-    def _arranged(self, received: Tensor) -> Tensor:
-        """What arrived, in stream order."""
-        if self.step.kv_schedule == "all_gather":
-            if len(received) == self._gathering.tokens.size and self._gathering.arrange is None:
-                return received
-            return self._reordered(received, _shares(self.step, self.k.device))
-        return received if self._gathering.arrange is None else self._reordered(received, self._index("arrange"))
 
     def _reordered(self, rows: Tensor, index: Tensor) -> Tensor:
         """The rows of a buffer in another one, which takes its place."""
@@ -252,41 +269,36 @@ class Gather(Transfers):
         return ordered
 
     def _finish_returns(self) -> None:
-        for chunk, received, sent, pending in self._returning:
-            pending.wait()
-            self.buffers.release(sent)
+        for chunk, returned in self._returning:
+            received = returned.wait(self.buffers)
             sums = [total[..., chunk.groups, :] for total in self._sums]
-            rows = self._index("send_rows").split(self._gathering.send_counts.tolist())
-            pieces = received.split(self._gathering.send_counts.tolist())
-            for of_kv_rank, piece in zip(rows, pieces, strict=True):
+            counts = self.tables.send_counts.tolist()
+            for rows, piece in zip(self._index("send_rows").split(counts), received.split(counts), strict=True):
                 for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
-                    total.index_add_(0, of_kv_rank, part.to(self.acc_dtype))
+                    total.index_add_(0, rows, part.to(self.acc_dtype))
             self.buffers.release(received)
         self._returning = []
 
 
-def prepare_gathering(step: Attend, kv_rank: int, device: torch.device) -> None:
-    """Makes the index tables of `Gather`, so that no layer has to."""
-    if step.num_kv_ranks == 1 or step.kv_schedule == "p2p":
-        return
-    for name in ("send_rows", "arrange", "returned"):
-        if getattr(step.gathering(kv_rank), name) is not None:
-            _index(step, kv_rank, name, device)
-    if step.kv_schedule == "all_gather":
-        _shares(step, device)
+_CARRIERS: dict[type[KeyFlow], type[_Carrier]] = {PassOn: _PassesOn, Fetch: _Fetches}
 
 
-def _index(step: Attend, kv_rank: int, name: str, device: torch.device) -> Tensor:
-    return step.memo((name, kv_rank, device), lambda: on_device(getattr(step.gathering(kv_rank), name), device))
+def prepare_transfers(step: Attend, kv_rank: int, device: torch.device) -> None:
+    """Makes the tables that transfers use, so that no layer has to."""
+    for stage in step.stages:
+        if not isinstance(stage.keys, Fetch):
+            continue
+        flow, tables = stage.keys, stage.keys.tables(kv_rank)
+        _ = flow.split_counts
+        _index(flow, kv_rank, "send_rows", device)
+        if tables.inverse is not None:
+            _index(flow, kv_rank, "inverse", device)
+        if flow.message_rows(kv_rank).ordered is not None:
+            _index(flow, kv_rank, "shares" if flow.equal_shares else "order", device)
 
 
-def _shares(step: Attend, device: torch.device) -> Tensor:
-    """Where each token of the stream stands among the shares of an all-gather, all as long as the longest."""
-
-    def make() -> Tensor:
-        counts, places = step.keys.token_counts, step.keys.inverse_order
-        lasts = np.cumsum(counts)
-        owners = np.searchsorted(lasts, places, side="right")
-        return on_device(owners * int(counts.max()) + places - (lasts - counts)[owners], device)
-
-    return step.memo(("shares", device), make)
+def _index(flow: Fetch, kv_rank: int, name: str, device: torch.device) -> Tensor:
+    """A table of a fetch on a device; where rows stand among equal shares is the same for every rank."""
+    if name == "shares":
+        return flow.memo((name, device), lambda: on_device(flow.shares(), device))
+    return flow.memo((name, kv_rank, device), lambda: on_device(getattr(flow.tables(kv_rank), name), device))

@@ -211,7 +211,7 @@ class Plan(Memo):
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
         """For each rank the bytes that it sends to others in one direction, every element `item_size` bytes long."""
         item_size = checked_integer("item_size", item_size, 1)
-        sent = self._along_chains(
+        sent = self._along_segments(
             self._exchanged(item_size, forward=forward, alignment=ROW_ALIGNMENT), item_size, forward=forward
         )
         if self.attend is not None:
@@ -225,13 +225,15 @@ class Plan(Memo):
         What this assignment of tokens and heads cannot do without.
         """
         item_size = checked_integer("item_size", item_size, 1)
-        sent = self._along_chains(self._exchanged(item_size, forward=forward, alignment=1), item_size, forward=forward)
+        sent = self._along_segments(
+            self._exchanged(item_size, forward=forward, alignment=1), item_size, forward=forward
+        )
         if self.attend is not None:
             along = [self.attend.bytes_needed(rank, item_size, forward=forward) for rank in range(self.cp_size)]
             sent = [sum(pair) for pair in zip(sent, along, strict=True)]
         return sent
 
-    def _along_chains(self, sent: list[int], item_size: int, *, forward: bool) -> list[int]:
+    def _along_segments(self, sent: list[int], item_size: int, *, forward: bool) -> list[int]:
         for step in self.recurrent_steps:
             sent = [sum(pair) for pair in zip(sent, step.bytes_sent(item_size, forward=forward), strict=True)]
         return sent

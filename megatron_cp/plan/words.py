@@ -77,12 +77,8 @@ def _attend(step: Attend) -> list[str]:
         return ["attention of own heads, all tokens at hand"]
     among = "" if step.num_head_ranks == 1 else f", each of {step.num_head_ranks} ranks with other heads"
     row = step.head_dim + step.value_head_dim
-    ways = {
-        "p2p": f"keys pass round a ring of {step.num_kv_ranks} ranks, each computed while the next is under way",
-        "all_gather": f"all keys gathered from {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads",
-        "exact": f"the keys that own queries see, of {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads",
-    }
-    return [f"attention: {ways[step.kv_schedule]}{among}; a key and its value are {row} elements a head"]
+    way = next(stage.keys.describe() for stage in step.stages if stage.keys is not None)
+    return [f"attention: {way}{among}; a key and its value are {row} elements a head"]
 
 
 def table_of_ranks(

@@ -200,7 +200,7 @@ _MANY, _AT_LEAST = 8, 1000
 
 def _many_bands(attend: Attend, scheme: str) -> tuple[str, ...]:
     """A warning where a ring computes token by token what other schemes compute at once."""
-    if attend.kv_schedule != "p2p" or attend.num_kv_ranks == 1:
+    if attend.num_stages == 1:
         return ()
     in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # which sees most where ranks follow the stream
     if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from collections.abc import Callable
+from typing import Literal, overload
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
-from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.sections import Sections
-from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor, checked_scale, rows_first
-from megatron_cp.executor.attend import attend, attend_backward, row_padded_copy
-from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import RankGroup, as_rank_group
-from megatron_cp.executor.head_exchange import ToTokensInParts
-from megatron_cp.executor.kernels import choose_kernel, kernel_name
-from megatron_cp.executor.opaque import opaque, opaque_backward
-from megatron_cp.executor.run import Inputs, LocalWork, run
-from megatron_cp.layout.tiles import Tiles
-from megatron_cp.plan.attention import Attend, HeadChunk
+from megatron_cp.errors import ArgumentError, checked_flag
+from megatron_cp.executor.arguments import check_plan
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.opaque import opaque
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.steps import ToHeads, ToTokens
-from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
+from megatron_cp.softmax.kernels import AttentionKernel
+from megatron_cp.softmax.on_rank import AttentionOnRank
 
 
 @overload
@@ -98,10 +86,10 @@ def attention(
         torch.Size([4, 2, 4])
     """
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
-    own = _Own(plan, group, q, sink, kernel, options)
-    inputs, with_lse = own.checked(q, k, v), checked_flag("return_lse", return_lse)
-    own.agree("attention", q, k, v, return_lse=with_lse)
-    return own.run_with_lse(inputs) if with_lse else own.run(inputs)
+    layer = AttentionOnRank(plan, group, q, sink, kernel, options)
+    inputs, with_lse = layer.checked(q, k, v), checked_flag("return_lse", return_lse)
+    layer.agree("attention", q, k, v, return_lse=with_lse)
+    return layer.run_with_lse(inputs) if with_lse else layer.run(inputs)
 
 
 @opaque
@@ -157,271 +145,11 @@ def projected_attention(
 
     first = projected(0)
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
-    own = _Own(plan, group, first[0], sink, kernel, options)
-    made = own.checked(*first, chunk=0)
-    own.agree("projected_attention", *first)
+    layer = AttentionOnRank(plan, group, first[0], sink, kernel, options)
+    made = layer.checked(*first, chunk=0)
+    layer.agree("projected_attention", *first)
 
     def inputs(chunk: int) -> list[Tensor]:
-        return own.checked(*projected(chunk), chunk=chunk) if chunk else made
+        return layer.checked(*projected(chunk), chunk=chunk) if chunk else made
 
-    return own.run(inputs)
-
-
-class _Own:
-    """One rank's part of an attention.
-
-    Args:
-        q: its queries, or some heads of them: tensors have its type, device and batch.
-    """
-
-    def __init__(
-        self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, q: Tensor, sink: Tensor | None,
-        kernel: str | AttentionKernel, options: dict[str, Any],
-    ) -> None:  # fmt: skip
-        check_plan(plan, "attention", "plan_attention")
-        self.plan, self.ranks, self.sink = plan, as_rank_group(group, plan.cp_size), sink
-        self.kernel_name = kernel_name(kernel)
-        check_dense("q", q)
-        self.like = q
-        self.call = attention_call(plan, q.dtype, q.device, **options)
-        if sink is not None:
-            check_tensor("sink", sink, (plan.sections.blocks[0].num_heads,), like=q)
-        self.kernel = choose_kernel(KERNELS, kernel, self.call)
-        self.exchanged = any(isinstance(step, ToHeads) for step in plan.steps)
-
-    def agree(self, operation: str, q: Tensor, k: Tensor, v: Tensor, **more: bool) -> None:
-        """Raises on every rank if another one calls differently."""
-        call, sink = self.call, self.sink
-        numbers = {"softmax_scale": call.scale, "softcap": call.softcap, "dropout": call.dropout}
-
-        def once() -> dict[str, Any]:
-            values = {} if sink is None else {"values of sink": sink.detach().cpu().double().tolist()}
-            return {**values, **({"seed": call.seed} if call.dropout else {})}
-
-        mark = agree_on_call(
-            self.ranks, [self.plan], operation, {"q": q, "k": k, "v": v, "sink": sink},
-            {**numbers, "kernel": self.kernel_name, **more}, once,
-        )  # fmt: skip
-        name = f"{mark}, seed {call.seed}" if call.dropout else mark
-        self.comm = Communicator(self.ranks, self.plan.transport, f"{name}, {self.plan.scheme}")
-
-    def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
-        """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""
-        rank, blocks = self.ranks.rank, self.plan.sections.blocks
-        rows = int(self.plan.kv_layout.row_counts[rank])
-        of_each = (int(self.plan.layout.row_counts[rank]), rows, rows)
-        heads, groups = (blocks[0].num_heads, blocks[1].num_heads) if chunk is None else (
-            len(numbers) for numbers in self.plan.numbers_of(chunk)
-        )  # fmt: skip
-        batch, _ = rows_first(self.like, of_each[0], heads)
-        for block, tensor, own, count in zip(blocks, tensors, of_each, (heads, groups, groups), strict=True):
-            check_dense(block.name, tensor)
-            shape, remedy = (own, *batch, count, block.head_dim), rows_first(tensor, own, count)[1]
-            check_tensor(block.name, tensor, shape, like=self.like, same_dtype=True, remedy=remedy)
-        return [tensor.flatten(-2) if self.exchanged else tensor for tensor in tensors]
-
-    def run_with_lse(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """`run`, and `[t, (b,) heads]` the log-sum-exp of its queries."""
-        parts: list[Tensor] = []
-        out = self.run(inputs, parts)
-        # As `[T, (b,) h, 1]`, which goes back to the tokens as the output does, part by part of the heads.
-        parts = [lse.movedim(-1, 0).unsqueeze(-1).clone(memory_format=torch.contiguous_format) for lse in parts]
-        if self.exchanged:
-            back = ToTokensInParts(_lse_exchange(self.plan), self.comm)
-            for number, part in enumerate(parts):
-                back.start(number, part)
-            (lse,) = back.finish()
-        else:
-            lse = parts[0].squeeze(-1)
-        lse[int(self.plan.layout.token_counts[self.ranks.rank]) :] = -torch.inf
-        return out, lse
-
-    def run(self, inputs: Inputs, lses: list[Tensor] | None = None) -> Tensor:
-        """The plan's steps. Returns `[t, (b,) heads, value_head_dim]`.
-
-        Args:
-            inputs: as the first step takes them.
-            lses: gets the log-sum-exp of each chunk of heads.
-        """
-        (out,) = run(self.plan, self.comm, inputs, self.work(lses))
-        q, _, v = self.plan.sections.blocks
-        return out.unflatten(-1, (q.num_heads, v.head_dim)) if self.exchanged else out
-
-    def work(self, lses: list[Tensor] | None = None) -> Callable[[int], dict[str, LocalWork]]:
-        """For each chunk of heads, what this rank computes between the exchanges, as the executor's `run` takes it."""
-        degree = self.plan.ulysses_degree
-        kv_rank, head_rank = divmod(self.ranks.rank, degree)
-        along = self.comm.part(range(head_rank, self.ranks.size, degree))
-
-        def local_attention(chunk: int) -> dict[str, LocalWork]:
-            step = self.plan.attend_of(chunk)
-            first, last = step.partition.heads[head_rank]
-            place = _Place(step, kv_rank, head_rank, along, _Heads(self.kernel, self.call, first))
-            sink = self.sink if self.sink is None else self.sink[first:last]
-
-            def computed(*tensors: Tensor) -> list[Tensor]:
-                out, lse = _Attention.apply(place, sink, *tensors)
-                if lses is not None:
-                    lses.append(lse)
-                return [out]
-
-            return {"attend": computed}
-
-        return local_attention
-
-
-def _lse_exchange(plan: Plan) -> Exchange:
-    """The plan's way back to the tokens, of one number a head."""
-    back = plan.steps[-1]
-    assert isinstance(back, ToTokens)
-    (out,) = back.exchange.sections.blocks
-    sections, chunks = Sections((replace(out, name="lse", head_dim=1),)), len(back.exchange.chunks)
-    parts = tuple(sections.chunk(plan.partition, number, chunks) for number in range(chunks))
-    return replace(back.exchange, sections=sections, chunks=parts, codec=None)
-
-
-def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
-    """Makes what the device's first kernel derives from a plan's tiles, so that no layer has to.
-
-    Call it where the batch is sharded, after `executor.run.prepare`. Another kernel makes its own in its first layer.
-    """
-    step = plan.attend
-    assert step is not None
-    kernel = next(kernel for kernel in KERNELS if device.type in kernel.devices)
-    for stage in range(step.num_stages):
-        tiles = step.tiles(rank // step.num_head_ranks, stage)
-        if len(tiles.bands):
-            kernel.prepare(tiles.cropped if stage else tiles.cropped_keys, device)
-
-
-def attention_call(
-    plan: Plan,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    dropout: float = 0.0,
-    seed: int = 0,
-) -> AttentionCall:
-    """What a kernel would be asked to do for a plan, its numbers checked.
-
-    Raises:
-        ArgumentError: a scale, cap or share of dropout that is no such thing.
-    """
-    assert plan.mask is not None
-    q, _, v = plan.sections.blocks
-    if not 0 <= as_number(softcap) < float("inf"):
-        raise ArgumentError("softcap", softcap, "a finite number of at least 0, 0 for none")
-    if not 0 <= as_number(dropout) < 1:
-        raise ArgumentError("dropout", dropout, "a share from 0 up to but not including 1")
-    scale = checked_scale("softmax_scale", softmax_scale, q.head_dim)
-    seed = checked_integer("seed", seed, 0, 2**64 - 1)
-    return AttentionCall(scale, q.head_dim, v.head_dim, dtype, device, float(softcap), float(dropout), seed)
-
-
-@dataclass(frozen=True)
-class _Heads:
-    """One kernel for all heads of a rank: a call for each run of one ratio and each entry of the batch."""
-
-    kernel: AttentionKernel
-    call: AttentionCall
-    first_head: int  # of this rank, in the whole layer
-
-    def forward(
-        self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
-    ) -> None:
-        for heads, groups, batch, call in self._parts(chunk, q):
-            self.kernel.forward(
-                out[batch][:, heads], lse[batch[1:]][heads],
-                q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
-                tiles, call, self.first_head + chunk.heads.start + heads.start,
-            )  # fmt: skip
-
-    def backward(
-        self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
-        lse: Tensor, tiles: Tiles, chunk: HeadChunk,
-    ) -> None:  # fmt: skip
-        for heads, groups, batch, call in self._parts(chunk, q):
-            self.kernel.backward(
-                dq[batch][:, heads], dk[batch][:, groups], dv[batch][:, groups],
-                dout[batch][:, heads], q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
-                out[batch][:, heads], lse[batch[1:]][heads],
-                tiles, call, self.first_head + chunk.heads.start + heads.start,
-            )  # fmt: skip
-
-    def _parts(self, chunk: HeadChunk, q: Tensor) -> Iterator[tuple[slice, slice, tuple[Any, ...], AttentionCall]]:
-        """The kernel calls of one stage: each run of heads of each entry of the batch, which has dropout of its own."""
-        for heads, groups in chunk.runs:
-            if q.ndim == 3:
-                yield heads, groups, (slice(None),), self.call
-                continue
-            for entry in range(q.shape[1]):
-                call = replace(self.call, seed=self.call.seed + entry * _NEXT_ENTRY) if self.call.dropout else self.call
-                yield heads, groups, (slice(None), entry), call
-
-
-_NEXT_ENTRY = 2**31 - 1  # between the seeds of a batch's entries: farther apart than callers number layers and steps
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where one rank stands in an attention, and what it computes with."""
-
-    step: Attend
-    kv_rank: int
-    head_rank: int
-    comm: Communicator
-    work: _Heads
-
-
-class _Attention(torch.autograd.Function):
-    """The attention of this rank's heads, of the queries of its `kv_rank`.
-
-    Saved: the inputs, the output and its log-sum-exp.
-
-    A sink is one more key, of score `sink` and of no value: it adds to the denominator alone. So it is added to the
-    result, once, whatever computed that, and backward is the one of any other key.
-
-        lse' = log(exp(lse) + exp(sink))        O' = O exp(lse - lse')
-        dsink = -sum over queries of exp(sink - lse') rowsum(dO' * O')
-    """
-
-    @staticmethod
-    def forward(ctx: Any, place: _Place, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.place = place
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
-        out, lse = attend(place.step, place.kv_rank, place.head_rank, place.comm, place.work, q, k, v)
-        if sink is not None:
-            before = row_padded_copy(lse)
-            lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=row_padded_copy(lse))
-            # Both -inf where a query sees no key and the sink has no weight either.
-            out.mul_(_per_query(before.sub_(lse).exp_().nan_to_num_(0.0)).to(out.dtype))
-        ctx.save_for_backward(sink, q, k, v, out, lse)
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # nor one of zeros for the log-sum-exp
-        return out, lse
-
-    @staticmethod
-    @opaque_backward
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        place, dout = ctx.place, gradients[0]
-        sink, q, k, v, out, lse = ctx.saved_tensors
-        with torch.autocast(dout.device.type, enabled=False):
-            dsink = None
-            if sink is not None:
-                num_tokens = int(
-                    place.step.queries.token_counts[place.kv_rank]
-                )  # a gradient's pad rows may hold anything
-                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :num_tokens]).nan_to_num_(0.0)
-                terms = _per_query(share) * (dout[:num_tokens].to(lse.dtype) * out[:num_tokens])
-                dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
-            dq, dk, dv = attend_backward(
-                place.step, place.kv_rank, place.head_rank, place.comm, place.work, dout, q, k, v, out, lse
-            )
-        return None, dsink, dq, dk, dv
-
-
-def _per_query(x: Tensor) -> Tensor:
-    """`[(b,) h, t]` as `[t, (b,) h, 1]`."""
-    return x.movedim(-1, 0).unsqueeze(-1)
+    return layer.run(inputs)

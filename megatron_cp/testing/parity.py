@@ -31,7 +31,8 @@ from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.softmax import kernels as softmax_kernels
-from megatron_cp.softmax.attention import attention, attention_call
+from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax.on_rank import attention_call
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}

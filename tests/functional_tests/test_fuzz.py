@@ -5,9 +5,9 @@ import time
 import pytest
 import torch
 
-from megatron_cp.exchange import pack
+from megatron_cp.exchange import head_side, token_side
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.executor import communicator, exchange, gather, scan, transfers
+from megatron_cp.executor import communicator, gather, head_exchange, scan, transfers
 from tests import fuzz_check
 from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
 from tests.fuzz_check import check
@@ -91,7 +91,7 @@ def cases_of(operation, ranks=4, **fields):
 
 
 def break_sum(patch):
-    patch.setattr(transfers.Rotation, "gradient_type", lambda self: self.k.dtype)
+    patch.setattr(transfers._PassesOn, "gradient_type", property(lambda self: self.k.dtype))
 
 
 def break_pads(patch):
@@ -99,8 +99,9 @@ def break_pads(patch):
 
 
 def break_codes(patch):
-    decode = pack.decode
-    patch.setattr(pack, "decode", lambda payload, scales, kind: decode(payload, scales.roll(1, -1), kind))
+    decode = token_side.decode
+    for side in (token_side, head_side):
+        patch.setattr(side, "decode", lambda payload, scales, kind: decode(payload, scales.roll(1, -1), kind))
 
 
 def break_fold(patch):
@@ -115,7 +116,7 @@ def break_hosts(patch):
 
 
 def break_pool(patch):
-    patch.setattr(exchange, "keeps_message", lambda at: False)
+    patch.setattr(head_exchange, "keeps_message", lambda at: False)
 
 
 def break_losses(patch):

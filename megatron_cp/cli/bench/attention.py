@@ -29,8 +29,9 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
-from megatron_cp.softmax.attention import attention, attention_call
+from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
+from megatron_cp.softmax.on_rank import attention_call
 from megatron_cp.testing.memory import PeakMemory
 from megatron_cp.testing.parity import Case, Problem, draw
 

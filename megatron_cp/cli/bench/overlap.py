@@ -20,7 +20,8 @@ from megatron_cp.linear.gated_delta_net import mixer_stages
 from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import Compute, ToHeads
-from megatron_cp.softmax.attention import _Own, attention
+from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax.on_rank import AttentionOnRank
 from megatron_cp.testing.parity import Case, Problem, run_linear
 
 
@@ -123,10 +124,10 @@ def _local_work(
     """What a layer's first step takes, and what this rank computes of each chunk of heads."""
     if case.layer == "attention":
         q, k, v = inputs.values()
-        own = _Own(plan, group, q, None, case.kernel, case.softmax_options)
-        tensors = own.checked(q, k, v)
-        own.agree("attention", q, k, v)
-        return tensors, own.work()
+        layer = AttentionOnRank(plan, group, q, None, case.kernel, case.softmax_options)
+        tensors = layer.checked(q, k, v)
+        layer.agree("attention", q, k, v)
+        return tensors, layer.work()
     own_heads = LinearOnRank(plan, group, case.kernel, "qkv", inputs["qkv"])
     conv, rate, dt_bias = (parameters[name] for name in ("conv", "A_log", "dt_bias"))
     scale = checked_scale("softmax_scale", case.softmax_scale, case.head_dim)

@@ -9,11 +9,11 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.split_counts import SPARE, rounded
-from megatron_cp.plan.attention import Attend, HeadChunk
+from megatron_cp.plan.attention import Attend, HeadChunk, Stage
+from megatron_cp.plan.flows import MessageRows, Return
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 
@@ -75,7 +75,7 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
     as long as the longest share, what is received that times the number of KV ranks.
     """
     messages = _across_heads(plan, rank, item_size)
-    return messages + _along_lanes(plan, rank, item_size) + _along_chains(plan, rank, item_size)
+    return messages + _along_keys(plan, rank, item_size) + _along_segments(plan, rank, item_size)
 
 
 def _across_heads(plan: Plan, rank: int, item_size: int) -> int:
@@ -144,7 +144,7 @@ class _Pool:
         self._free += itertools.chain(*taken)
 
 
-def _along_lanes(plan: Plan, rank: int, item_size: int) -> int:
+def _along_keys(plan: Plan, rank: int, item_size: int) -> int:
     if plan.attend is None:
         return 0
     kv_rank, head_rank = divmod(rank, plan.ulysses_degree)
@@ -153,7 +153,7 @@ def _along_lanes(plan: Plan, rank: int, item_size: int) -> int:
     )
 
 
-def _along_chains(plan: Plan, rank: int, item_size: int) -> int:
+def _along_segments(plan: Plan, rank: int, item_size: int) -> int:
     sizes: list[int] = []
     for step in plan.recurrent_steps:
         match step:
@@ -299,22 +299,19 @@ class _Local:
 
     def backward(self) -> list[int]:
         """Moments of the loop, beyond the gradients of q, k and v."""
-        if self.step.num_kv_ranks == 1:
-            return [0]
         row = self.heads * self.step.head_dim * self.acc_bytes
+        is_wider, moments = self.acc_bytes > self.item, [0]
         if self.step.num_stages > 1:
-            total = int(self.step.queries.token_counts[self.kv_rank]) * row if self.acc_bytes > self.item else 0
-            return [total + rows * row for rows in self._later_rows]
-        # What comes back is added to sums of the own keys' gradients, in their type.
-        most, chunks = max(self.step.split_counts.sent_by(self.kv_rank)), self.step.chunks(self.head_rank)
-        width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if self.acc_bytes > self.item else 0
-        return [self._block_of(self.kv_rank, self.acc_bytes) + most * chunk.num_groups * width for chunk in chunks]
-
-    def messages(self) -> int:
-        """Bytes of the buffers that the loop has at its worst moment."""
-        if self.step.num_kv_ranks == 1:
-            return 0
-        return max(self._rotation() if self.step.kv_schedule == "p2p" else self._gathering())
+            total = int(self.step.queries.token_counts[self.kv_rank]) * row if is_wider else 0
+            moments += [total + rows * row for rows in self._later_rows]
+        for flow in (stage.gradients for stage in self.step.stages):
+            if isinstance(flow, Return):
+                # What comes back is added to sums of the own keys' gradients, in their type.
+                sums = self._block_of(self.kv_rank, self.acc_bytes)
+                most, chunks = max(flow.fetch.split_counts.sent_by(self.kv_rank)), self.step.chunks(self.head_rank)
+                width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if is_wider else 0
+                moments += [sums + most * chunk.num_groups * width for chunk in chunks]
+        return moments
 
     def _block_of(self, kv_rank: int, item: int) -> int:
         return self.block(int(self.step.keys.token_counts[kv_rank]), self.groups, item)
@@ -322,48 +319,89 @@ class _Local:
     @property
     def _later_rows(self) -> list[int]:
         """Queries that see a key of each stage after the first."""
-        stages = (self.step.bands(self.kv_rank, stage) for stage in range(1, self.step.num_stages))
+        stages = (self.step.bands(self.kv_rank, stage) for stage in self.step.stages[1:])
         return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
-    def _rotation(self) -> list[int]:
-        """Moments of a ring backward, which forward has no more than."""
-        kv_ranks, moments = self.step.num_kv_ranks, []
-        sources = [self.step.source(self.kv_rank, stage) for stage in range(kv_ranks)]
-        blocks, sums = (
-            [rounded(self._block_of(source, item)) for source in sources] for item in (self.item, self.acc_bytes)
-        )
-        for stage in range(kv_ranks):
-            here = blocks[stage] + (blocks[stage + 1] if stage + 1 < kv_ranks else 0) + sums[stage]
-            others = sums[stage - 1] + sums[stage] if stage else 0  # on the way on, and on the way here
-            moments += [here + others, here + sums[(stage + 1) % kv_ranks]]
-        return moments
+    def messages(self) -> int:
+        """Bytes of the buffers that the loop has at its worst moment: in backward, than which forward has no more.
 
-    def _gathering(self) -> list[int]:
-        """Moments of gathered head chunks backward, which forward has no more than."""
-        split_counts, chunks, in_order = (
-            self.step.split_counts,
-            self.step.chunks(self.head_rank),
-            self.step.arrives_in_order(self.kv_rank),
-        )
-        tokens, sent_rows = sum(split_counts.received_by(self.kv_rank)), sum(split_counts.sent_by(self.kv_rank))
-        if self.step.kv_schedule == "all_gather":
-            longest = int(self.step.keys.token_counts.max())
-            sent, received = longest, self.step.num_kv_ranks * longest
-            ordered = 0 if received == tokens and in_order else tokens
-        else:
-            sent, received = sent_rows, tokens
-            ordered = 0 if in_order else tokens
-        returned = 0 if in_order else tokens
+        A walk in the order of `KeyTransfers`: while a stage is computed, the next one's rows and the gradients of the
+        one before are under way.
+        """
+        order = [(stage, chunk) for chunk in self.step.chunks(self.head_rank) for stage in self.step.stages]
+        if order[0][0].gradients is None:
+            return 0
+        live = _Live()
+        coming = self._coming(*order[0])
+        live.take(coming.sent + coming.received)
+        passed_on = returning = 0
+        for number, (stage, chunk) in enumerate(order):
+            live.free(coming.sent + passed_on)
+            here, is_last = coming, number + 1 == len(order)
+            if not is_last:
+                coming = self._coming(*order[number + 1])
+                live.take(coming.sent + coming.received)
+            if here.ordered:
+                live.take(here.ordered)
+                live.free(here.received)
+            made, ordered, received = self._gradients(stage, chunk)
+            live.take(made)
+            live.free(returning)
+            if ordered:
+                live.take(ordered)
+                live.free(made)
+            live.take(received)
+            returning = (ordered or made) + received
+            passed_on = 0 if is_last or not coming.passes_on else here.at_hand
+            live.free(here.at_hand - passed_on)
+        return live.most
 
-        def size(chunk: HeadChunk | None, *messages: int) -> int:
-            return 0 if chunk is None else sum(rounded(self.block(n, chunk.num_groups, self.item)) for n in messages)
+    def _coming(self, stage: Stage, chunk: HeadChunk) -> _Coming:
+        """What brings the keys of a stage. Own rows are packed, to be passed on."""
+        local = MessageRows(None, int(self.step.keys.token_counts[self.kv_rank]), None)
+        rows = local if stage.keys is None else stage.keys.message_rows(self.kv_rank)
+        sent, received, ordered = (self._buffer(count, chunk, self.item) for count in rows)
+        return _Coming(sent, received, ordered, passes_on=rows.sent is None)
 
-        moments, before = [size(chunks[0], sent, received)], None
-        for chunk, following in pairwise([*chunks, None]):
-            ahead, at_hand = size(following, sent, received), size(chunk, ordered or received)
-            back = size(before, tokens, sent_rows)
-            moments.append(ahead + back + (size(chunk, received, ordered) if ordered else at_hand))
-            moments.append(ahead + back + at_hand + size(chunk, tokens))
-            moments.append(ahead + at_hand + size(chunk, tokens, max(returned, sent_rows)))
-            before = chunk
-        return moments
+    def _gradients(self, stage: Stage, chunk: HeadChunk) -> tuple[int, int, int]:
+        """Bytes of a stage's gradients: as they are made, in the order in which they go, and of what comes for them."""
+        assert stage.gradients is not None
+        local = int(self.step.keys.token_counts[self.kv_rank])
+        keys = MessageRows(None, local, None) if stage.keys is None else stage.keys.message_rows(self.kv_rank)
+        made = keys.received if keys.ordered is None else keys.ordered
+        rows, item = stage.gradients.message_rows(self.kv_rank), stage.gradients.item_size(self.item)
+        made, ordered, received = (self._buffer(count, chunk, item) for count in (made, rows.sent, rows.received))
+        return made, ordered, received
+
+    def _buffer(self, rows: int | None, chunk: HeadChunk, item: int) -> int:
+        return 0 if rows is None else rounded(self.block(rows, chunk.num_groups, item))
+
+
+@dataclass(frozen=True)
+class _Coming:
+    """Bytes of the buffers that bring the keys of a stage, as `MessageRows` has them."""
+
+    sent: int
+    received: int
+    ordered: int
+    passes_on: bool
+
+    @property
+    def at_hand(self) -> int:
+        return self.ordered or self.received
+
+
+class _Live:
+    """Bytes alive now, and at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def take(self, size: int) -> None:
+        """More is alive."""
+        self.now += size
+        self.most = max(self.most, self.now)
+
+    def free(self, size: int) -> None:
+        """Less is alive."""
+        self.now -= size

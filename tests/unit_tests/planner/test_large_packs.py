@@ -99,12 +99,13 @@ def test_what_is_gathered_is_counted_without_its_tables(name, scheme):
     fragments = [[[(0, 20), (50, 64)], [], [(20, 25), (30, 50)], [(25, 30)]]]
     layout = getattr(Layout, name)(packing, *(fragments if name == "from_fragments" else [CP]))
     attend = plan_attention(packing, layout, heads=2, head_dim=4, scheme=scheme).attend
+    (stage,) = attend.stages
     for kv_rank in range(CP):
-        gathering = attend.gathering(kv_rank)
-        assert attend.split_counts.sent_by(kv_rank) == gathering.send_counts.tolist()
-        assert attend.split_counts.received_by(kv_rank) == gathering.recv_counts.tolist()
-        assert attend.arrives_in_order(kv_rank) == (gathering.arrange is None)
-        assert attend.bands(kv_rank).tolist() == attend.tiles(kv_rank).bands.tolist()
+        tables = stage.keys.tables(kv_rank)
+        assert stage.keys.split_counts.sent_by(kv_rank) == tables.send_counts.tolist()
+        assert stage.keys.split_counts.received_by(kv_rank) == tables.recv_counts.tolist()
+        assert stage.keys.arrives_in_order(kv_rank) == (tables.order is None)
+        assert attend.bands(kv_rank, stage).tolist() == attend.tiles(kv_rank, stage).bands.tolist()
 
 
 def test_bytes_of_a_relay_are_those_of_the_tokens_that_move():

@@ -19,6 +19,7 @@ from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.flows import Fetch
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.plan.transport import Transport
@@ -654,11 +655,11 @@ def test_numbers_of_a_gathering_are_those_of_its_tables(scheme, mask, layout):
         packing, held, heads=4, head_dim=8, mask=Mask.named(packing, mask), scheme=scheme, head_chunks=2
     )
     for kv_rank in range(5):
-        table = plan.attend.gathering(kv_rank)
-        split_counts = plan.attend.split_counts
+        (stage,) = plan.attend.stages
+        table, split_counts = stage.keys.tables(kv_rank), stage.keys.split_counts
         assert split_counts.sent_by(kv_rank) == table.send_counts.tolist()
         assert split_counts.received_by(kv_rank) == table.recv_counts.tolist()
-        assert plan.attend.arrives_in_order(kv_rank) == (table.arrange is None) == (table.returned is None)
+        assert stage.keys.arrives_in_order(kv_rank) == (table.order is None) == (table.inverse is None)
 
 
 @pytest.mark.parametrize("scheme", ["p2p", "a2a+p2p", "all_gather", "exact", "a2a+all_gather"])
@@ -666,8 +667,8 @@ def test_memory_is_counted_without_tables_of_tokens(scheme, monkeypatch):
     def made(*args):
         raise AssertionError("a table with an entry a token was made")
 
-    for name in ("_gathering", "_rows_within", "_owners", "_tiles"):
-        monkeypatch.setattr(Attend, name, made)
+    for owner, name in ((Fetch, "_make_tables"), (Fetch, "_rows_within"), (Fetch, "_owners"), (Attend, "_tiles")):
+        monkeypatch.setattr(owner, name, made)
     packing = Packing([10**7])
     plan = plan_attention(packing, Layout.zigzag(packing, 4), heads=8, head_dim=16, scheme=scheme)
     assert peak_bytes(plan, 0, 2, forward=False) > peak_bytes(plan, 0, 2, forward=True) > 10**7
@@ -675,7 +676,7 @@ def test_memory_is_counted_without_tables_of_tokens(scheme, monkeypatch):
 
 
 def calls_of(attend, kv_rank):
-    return sum(len(attend.bands(kv_rank, stage)) for stage in range(attend.num_stages))
+    return sum(len(attend.bands(kv_rank, stage)) for stage in attend.stages)
 
 
 @pytest.mark.parametrize("mask", [Mask.causal, Mask.full, lambda packing: Mask.window(packing, 40)])

@@ -9,10 +9,10 @@ import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import RankError, run_ranks
-from megatron_cp.softmax.attention import attention_call
 from megatron_cp.softmax.kernels import KERNELS
 from megatron_cp.softmax.kernels.cpu import CpuFlashAttention
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
+from megatron_cp.softmax.on_rank import attention_call
 
 
 def plan_for(lengths=(5, 1, 6), cp_size=1, heads=4, kv_heads=2, head_dim=8, **options):

@@ -1,0 +1,154 @@
+"""Flows by themselves: whose rows a rank then has, in which order, and how many it sends for them."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_cp.exchange.sections import partition_heads
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan.attention import SCHEDULES, Attend
+from megatron_cp.plan.flows import Fetch, PassOn, Return
+from megatron_cp.planner.layouts import layout_by_name
+from tests.mask_oracle import causal, pairs_of, window
+
+RAGGED = Packing([5, 1, 9, 0, 4])
+
+
+@st.composite
+def fetches(draw):
+    """A layout, and for each rank some ranges of the stream that rise and do not touch."""
+    size = draw(st.integers(1, 4))
+    layout = layout_by_name("random", RAGGED, size, seed=draw(st.integers(0, 9)))
+    wanted = []
+    for _ in range(size):
+        edges = sorted(draw(st.sets(st.integers(0, RAGGED.total), max_size=6)))
+        edges = np.array(edges[: len(edges) // 2 * 2], dtype=np.int64).reshape(-1, 2)
+        wanted.append((edges[:, 0], edges[:, 1]))
+    return Fetch(layout, wanted.__getitem__, "some rows"), wanted
+
+
+@given(fetches())
+def test_a_fetch_brings_the_wanted_rows_in_stream_order(drawn):
+    """Rows are moved as the executor moves them, with numbers that say which token each is."""
+    fetch, wanted = drawn
+    size, layout = fetch.size, fetch.layout
+    sent = []
+    for rank in range(size):
+        tables = fetch.tables(rank)
+        rows = layout.tokens(rank)[tables.send_rows]
+        sent.append(np.split(rows, np.cumsum(tables.send_counts)[:-1]))
+    for rank in range(size):
+        tables = fetch.tables(rank)
+        received = np.concatenate([sent[other][rank] for other in range(size)])
+        ordered = received if tables.order is None else received[tables.order]
+        expected = [token for start, end in zip(*wanted[rank], strict=True) for token in range(start, end)]
+        assert ordered.tolist() == tables.tokens.tolist() == expected
+        back = ordered if tables.inverse is None else ordered[tables.inverse]
+        assert back.tolist() == received.tolist()
+
+
+@given(fetches())
+def test_a_fetch_counts_what_its_tables_hold(drawn):
+    fetch, _ = drawn
+    back = Return(fetch)
+    for rank in range(fetch.size):
+        tables, local = fetch.tables(rank), fetch.split_counts.counts[rank, rank]
+        assert fetch.split_counts.sent_by(rank) == tables.send_counts.tolist()
+        assert fetch.split_counts.received_by(rank) == tables.recv_counts.tolist()
+        assert fetch.arrives_in_order(rank) == (tables.order is None) == (tables.inverse is None)
+        assert fetch.rows_sent(rank) == len(tables.send_rows) - local
+        assert back.rows_sent(rank) == len(tables.tokens) - local
+        ordered = None if tables.order is None else len(tables.tokens)
+        assert fetch.message_rows(rank) == (len(tables.send_rows), len(tables.tokens), ordered)
+        assert back.message_rows(rank) == (ordered, len(tables.send_rows), None)
+    assert sum(fetch.rows_sent(rank) for rank in range(fetch.size)) == sum(
+        back.rows_sent(rank) for rank in range(fetch.size)
+    )
+
+
+def test_equal_shares_are_as_long_as_the_longest():
+    layout = Layout.from_fragments(Packing([10]), [[(4, 10)], [(0, 3)], [(3, 4)]])  # 6, 3 and 1 rows
+    everything = np.array([0]), np.array([10])
+    fetch = Fetch(layout, lambda _: everything, "all", equal_shares=True)
+    assert [fetch.rows_sent(rank) for rank in range(3)] == [12, 12, 12]
+    assert [Return(fetch).rows_sent(rank) for rank in range(3)] == [4, 7, 9]
+    assert fetch.message_rows(1) == (6, 18, 10)
+    # Shares stand one after the other, 6 rows each; the stream begins with rank 1's.
+    assert fetch.shares().tolist() == [6, 7, 8, 12, 0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_ring_brings_every_block_once_and_its_gradient_home(size):
+    layout = layout_by_name("random", RAGGED, size, seed=3)
+    counts = layout.token_counts.tolist()
+    for rank in range(size):
+        met = [PassOn(layout, hops).source(rank) for hops in range(size)]
+        assert sorted(met) == list(range(size))
+        assert met[0] == PassOn(layout, size).source(rank) == rank
+        for hops in range(1, size):
+            flow = PassOn(layout, hops)
+            # What a rank sends is what the next one then has.
+            assert flow.rows_sent(rank) == flow.rows_received((rank + 1) % size) == counts[flow.source(rank + 1)]
+            assert flow.tokens(rank).tolist() == layout.tokens(flow.source(rank)).tolist()
+
+
+def test_sums_travel_in_at_least_four_bytes():
+    layout = Layout.contiguous(RAGGED, 2)
+    assert [PassOn(layout, 1).item_size(item) for item in (1, 2, 4, 8)] == [1, 2, 4, 8]
+    assert [PassOn(layout, 1, sums=True).item_size(item) for item in (1, 2, 4, 8)] == [4, 4, 4, 8]
+
+
+# -- stages ----------------------------------------------------------------------------------------------------------
+
+MASKS = {
+    "causal": (Mask.causal(RAGGED), causal(RAGGED)),
+    "window": (Mask.window(RAGGED, 2, 1), window(RAGGED, 2, 1)),
+}
+
+
+@given(
+    schedule=st.sampled_from(sorted(SCHEDULES)), mask=st.sampled_from(sorted(MASKS)), size=st.integers(1, 4),
+    seed=st.integers(0, 9), chunks=st.integers(1, 2),
+)  # fmt: skip
+def test_the_stages_of_every_schedule_meet_each_visible_pair_once(schedule, mask, size, seed, chunks):
+    made, pairs = MASKS[mask]
+    layout = layout_by_name("random", RAGGED, size, seed=seed)
+    step = Attend(made, layout, layout, partition_heads(4, 2, 1), schedule, 8, 8, 1 if schedule == "p2p" else chunks)
+    met = np.zeros_like(pairs, dtype=np.int64)
+    for rank in range(size):
+        for stage in step.stages:
+            tiles = step.tiles(rank, stage)
+            seen = pairs_of(tiles.bands, len(tiles.q_tokens), len(tiles.k_tokens))
+            np.add.at(met, np.ix_(tiles.q_tokens, tiles.k_tokens), seen)
+    assert np.array_equal(met, pairs)
+    # Forward and backward are sums over the flows.
+    row = 2 * (8 + 8)
+    for rank in range(size):
+        for forward in (True, False):
+            flows = step.flows(forward=forward)
+            assert step.collectives(forward=forward) == step.head_chunks * len(flows)
+            sent = sum(flow.rows_sent(rank) * row * flow.item_size(2) for flow in flows)
+            assert step.bytes_sent(rank, 2, forward=forward) == sent
+        if schedule == "exact":
+            assert step.bytes_sent(rank, 2, forward=True) == step.bytes_needed(rank, 2, forward=True)
+
+
+@pytest.mark.parametrize(("schedule", "forward", "backward"), [("p2p", 3, 7), ("all_gather", 1, 2), ("exact", 1, 2)])
+def test_flows_of_every_schedule(schedule, forward, backward):
+    layout = Layout.contiguous(RAGGED, 4)
+    step = Attend(Mask.causal(RAGGED), layout, layout, partition_heads(4, 2, 1), schedule, 8, 8)
+    assert len(step.flows(forward=True)) == forward
+    assert len(step.flows(forward=False)) == backward
+    alone = Layout.contiguous(RAGGED, 1)
+    one = Attend(Mask.causal(RAGGED), alone, alone, partition_heads(4, 2, 1), schedule, 8, 8)
+    assert one.flows(forward=False) == []
+    assert one.bytes_sent(0, 2, forward=False) == 0
+
+
+def test_chunks_know_which_heads_of_the_layer_they_are():
+    layout, partition = Layout.contiguous(RAGGED, 1), partition_heads(12, 6, 2)
+    step = Attend(Mask.causal(RAGGED), layout, layout, partition, "exact", 8, 8, 3)
+    assert [chunk.first_head for chunk in step.chunks(0)] == [0, 2, 4]
+    assert [chunk.first_head for chunk in step.chunks(1)] == [6, 8, 10]
+    assert [chunk.heads for chunk in step.chunks(1)] == [slice(0, 2), slice(2, 4), slice(4, 6)]
