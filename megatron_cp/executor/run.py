@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 import torch
@@ -17,16 +17,20 @@ from megatron_cp.executor.transfers import prepare_transfers
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
-from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
+from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
 
 LocalWork = Callable[..., list[Tensor]]
 Inputs = list[Tensor] | Callable[[int], list[Tensor]]
+Finish = Callable[[], list[Tensor]]
 
 
 def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Mapping[str, LocalWork]]) -> list[Tensor]:
     """Runs a plan on this rank. Every step is differentiable, and its backward is its adjoint over the same plan.
 
-    Heads that go in chunks are computed chunk by chunk: the next one arrives, and the one before is sent, meanwhile.
+    The steps are a program. Those up to the last exchange to the head side are on own tokens: an exchange starts as
+    soon as the steps before it are done, and others go on meanwhile; local work between them takes and returns all
+    tensors at hand. The steps after it take what has arrived. Heads that go in chunks are computed chunk by chunk: the
+    next one arrives, and the one before is sent, meanwhile.
 
     Args:
         plan: the same on every rank.
@@ -34,53 +38,71 @@ def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Ma
         inputs: what the first step takes; or a function that makes it for one chunk, of that chunk's heads alone, while
             the chunks before are under way already.
         work: for each chunk of heads the functions that do it: for each `Compute` step by its name, for `Attend` under
-            "attend", for `Halo` under "conv" and for `Scan` under "rule".
+            "attend", for `Halo` under "conv" and for `Scan` under "rule". Work between exchanges to the head side is
+            done for all chunks together, as of chunk 0, unless `inputs` makes each by itself.
     """
-    last = plan.steps[-1]
-    back = ToTokensInParts(last.exchange, comm) if isinstance(last, ToTokens) else None
-    for chunk, in_flight in enumerate(_started(plan, comm, inputs)):
+    count = max((number + 1 for number, step in enumerate(plan.steps) if isinstance(step, ToHeads)), default=0)
+    on_tokens, on_heads = plan.steps[:count], plan.steps[count:]
+    back = ToTokensInParts(plan.steps[-1].exchange, comm) if isinstance(plan.steps[-1], ToTokens) else None
+    for chunk, in_flight in enumerate(_started(plan, on_tokens, comm, inputs, work)):
         tensors = [tensor for finish in in_flight for tensor in finish()]
         # Kernels compute in the types that they are given: autocast would change them behind their backs.
         with torch.autocast(tensors[0].device.type, enabled=False):
-            tensors = _computed(plan, tensors, work(chunk))
+            of_chunk = work(chunk)
+            for step in on_heads:
+                if not isinstance(step, ToTokens):
+                    tensors = _computed(step, tensors, of_chunk)
         if back is not None:
             back.start(chunk, *tensors)
     return tensors if back is None else back.finish()
 
 
-def _started(plan: Plan, comm: Communicator, inputs: Inputs) -> list[list[Callable[[], list[Tensor]]]]:
-    """Starts the exchanges to the head side. For each chunk of heads the functions that wait for it."""
-    inbound = [step for step in plan.steps if isinstance(step, ToHeads)]
-    if not inbound:
+def _started(
+    plan: Plan, steps: Sequence[Step], comm: Communicator, inputs: Inputs,
+    work: Callable[[int], Mapping[str, LocalWork]],
+) -> list[list[Finish]]:  # fmt: skip
+    """Runs the steps on own tokens. For each chunk of heads the functions that wait for what arrives."""
+    if not steps:
         return [[lambda: inputs(0) if callable(inputs) else inputs]]
     if not callable(inputs):
-        parts = (start_to_heads(step.exchange, comm, *inputs[slice(*step.inputs)]) for step in inbound)
-        return [list(of_chunk) for of_chunk in zip(*parts, strict=True)]
+        arriving = _on_tokens(steps, comm, inputs, work(0), None)
+        return [list(of_chunk) for of_chunk in zip(*arriving, strict=True)]
     in_flight = []
     for chunk in range(plan.head_chunks):
-        made = inputs(chunk)
-        starts = (start_to_heads(s.exchange.of_chunk(chunk), comm, *made[slice(*s.inputs)]) for s in inbound)
-        in_flight.append([finish for started in starts for finish in started])
+        arriving = _on_tokens(steps, comm, inputs(chunk), work(chunk), chunk)
+        in_flight.append([finish for parts in arriving for finish in parts])
     return in_flight
 
 
-def _computed(plan: Plan, tensors: list[Tensor], work: Mapping[str, LocalWork]) -> list[Tensor]:
-    """The local steps of one chunk."""
-    for step in plan.steps:
-        match step:
-            case Attend():
-                tensors = work["attend"](*tensors)
-            case Compute(name):
-                tensors = work[name](*tensors)
-            case Halo():
-                tensors = work["conv"](*tensors)
-            case Scan():
-                tensors = work["rule"](*tensors)
-            case ToHeads() | ToTokens():
-                pass
-            case _:
-                assert_never(step)
-    return tensors
+def _on_tokens(
+    steps: Sequence[Step], comm: Communicator, tensors: list[Tensor], work: Mapping[str, LocalWork], chunk: int | None
+) -> list[list[Finish]]:
+    """Of each exchange among the steps, for each of its parts (for one, where a chunk is named) the wait for it."""
+    arriving = []
+    for step in steps:
+        if isinstance(step, ToHeads):
+            exchange = step.exchange if chunk is None else step.exchange.of_chunk(chunk)
+            arriving.append(start_to_heads(exchange, comm, *tensors[slice(*step.inputs)]))
+        else:
+            with torch.autocast(tensors[0].device.type, enabled=False):
+                tensors = _computed(step, tensors, work)
+    return arriving
+
+
+def _computed(step: Step, tensors: list[Tensor], work: Mapping[str, LocalWork]) -> list[Tensor]:
+    """One local step."""
+    match step:
+        case Attend():
+            return work["attend"](*tensors)
+        case Compute(name):
+            return work[name](*tensors)
+        case Halo():
+            return work["conv"](*tensors)
+        case Scan():
+            return work["rule"](*tensors)
+        case ToHeads() | ToTokens():
+            raise AssertionError(f"{step} is an exchange")
+    assert_never(step)
 
 
 def prepare(plan: Plan, rank: int, device: torch.device) -> None:
