@@ -16,7 +16,7 @@ from tests import mask_oracle
 from tests.limits import limit
 
 TOLERANCE = 1e-12
-SCHEMES = ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather")
+SCHEMES = ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather", "a2a+exact")
 
 
 def draw_problem(case):

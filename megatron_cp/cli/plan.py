@@ -17,8 +17,8 @@ from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, scheme_named
 from megatron_cp.plan.words import size
-from megatron_cp.planner.attention import exchanges
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
@@ -67,7 +67,7 @@ def _schemes(case: Case, chosen: Plan, item_size: int) -> dict[str, Any]:
     """What each scheme would send for the same batch, layout and options, and how even its work would be."""
     found = {}
     for scheme in working("scheme"):
-        if scheme == "auto":
+        if scheme == AUTO:
             continue
         with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # of products that the ranks are not
             warnings.simplefilter("ignore", UserWarning)
@@ -90,10 +90,12 @@ def _schemes(case: Case, chosen: Plan, item_size: int) -> dict[str, Any]:
 
 def _like(case: Case, scheme: str) -> Plan:
     """The plan of another scheme, with as much of what was asked for as it can do."""
-    codec = case.codec if exchanges(scheme) else "none"
-    degree = case.ulysses_degree if "+" in scheme and "+" in case.scheme else None
+    way = scheme_named(scheme)
+    codec = case.codec if way.takes_codec else "none"
+    degree = case.ulysses_degree if way.is_product and scheme_named(case.scheme).is_product else None
     plan = replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=None, codec=codec).plan()
-    chunks = None if case.head_chunks is None or scheme == "p2p" else min(case.head_chunks, plan.partition.most_groups)
+    most = plan.partition.most_groups
+    chunks = min(case.head_chunks, most) if case.head_chunks is not None and way.takes_chunks else None
     if chunks in (None, _head_chunks(plan)):
         return plan
     return replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=chunks, codec=codec).plan()
@@ -135,7 +137,7 @@ def _table(schemes: dict[str, Any]) -> list[str]:
             f"{scheme['work_imbalance']:.3f}",
         )
         row = "".join(f"{cell:>{len(head) + 3}}" for head, cell in zip(heads, cells, strict=True))
-        degree = f" (u = {scheme['ulysses_degree']})" if "+" in name else ""
+        degree = f" (u = {scheme['ulysses_degree']})" if scheme_named(name).is_product else ""
         lines.append(f"{name + degree:<24}{row}")
     total = {name: sum(scheme["bytes_sent"].values()) for name, scheme in schemes.items()}
     fewest, most_even = (
@@ -168,7 +170,7 @@ def _predicted(plan: Plan, *, forward: bool) -> float | None:
 def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
     """The plan in numbers. `null` where nothing prices or solves yet."""
     return {
-        "scheme": plan.scheme if plan.hidden_layout is None else "redistribute",
+        "scheme": plan.scheme if plan.hidden_layout is None else REDISTRIBUTE.name,
         "cp": plan.cp_size,
         "transport": plan.transport.name,
         "hosts": list(plan.transport.hosts),

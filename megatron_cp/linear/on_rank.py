@@ -30,6 +30,7 @@ from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
 from megatron_cp.layout.segments import Segments
 from megatron_cp.linear.kernels import Inputs, LinearCall, LinearKernel, choose_conv, choose_rule
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 
@@ -86,7 +87,7 @@ class LinearOnRank:
         """Raises what choosing kernels would raise: before anything is sent."""
         for number in range(self.plan.head_chunks):
             call = self.chunk(number).call
-            if self.plan.kind != "conv1d":
+            if KINDS[self.plan.kind].has_state:
                 choose_rule(self.kernel, call)
             choose_conv(self.kernel, call)
 
@@ -178,7 +179,7 @@ class LinearOnRank:
 
     def recurrence(self, inputs: Inputs, scale: float) -> Tensor:
         """The rule over own pieces, `[T, h, dv]`."""
-        values = inputs[0] if self.plan.kind == "mamba" else inputs[2]
+        values = inputs.values
         if not self.is_chunkwise:
             if not values.numel():
                 return connected(values, *inputs)
@@ -204,9 +205,9 @@ def linear_call(
 ) -> LinearCall:
     """What kernels are told of a layer on one rank, of which `blocks` are the heads."""
     names = [block.name for block in blocks]
-    keys = blocks[names.index("B" if plan.kind == "mamba" else "k")] if len(blocks) > 1 else blocks[0]
-    convolved = blocks[: 3 if len(blocks) > 1 else 1]
-    segments = Segments.of(plan.layout).local(rank) if plan.scheme == "chunkwise" else None
+    kind = KINDS[plan.kind]
+    keys, convolved = blocks[names.index(kind.keys)], blocks[: kind.convolved]
+    segments = Segments.of(plan.layout).local(rank) if plan.recurrent_steps else None
     channels: tuple[int, ...] = (sum(block.width for block in convolved),)
     if segments is None:
         head_ranks = range(plan.ulysses_degree)

@@ -30,7 +30,7 @@ from megatron_cp.megatron.modules import (
     refuse_unsupported,
     transport_of,
 )
-from megatron_cp.planner.attention import exchanges
+from megatron_cp.plan.schemes import may_exchange_heads, scheme_named
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
 from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.attention import attention
@@ -85,9 +85,9 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             mask=_mask(config, attn_mask_type, layer_number),
             scheme=scheme,
             ulysses_degree=_ulysses_degree(config, scheme),
-            head_chunks=getattr(config, "cp_head_chunks", None) if scheme != "p2p" else None,
+            head_chunks=getattr(config, "cp_head_chunks", None) if scheme_named(scheme).takes_chunks else None,
             transport=transport_of(config, self.ranks),
-            codec=codec_of(config, self.ranks, exchanges=exchanges(scheme), how=f"--cp-comm-type {scheme}"),
+            codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(scheme), how=f"--cp-comm-type {scheme}"),
         )
         _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)
@@ -272,7 +272,7 @@ def _refuse_unplannable(slot: AttentionSlot, cp_size: int) -> None:
 def _ulysses_degree(config: Any, scheme: str) -> int | None:
     """The ranks of one head exchange, the first of Megatron's hierarchical sizes; None for schemes that fix it."""
     sizes = config.hierarchical_context_parallel_sizes
-    return sizes[0] if sizes and "+" in scheme else None
+    return sizes[0] if sizes and scheme_named(scheme).is_product else None
 
 
 def _mask(config: Any, attn_mask_type: AttnMaskType, layer_number: int) -> str:

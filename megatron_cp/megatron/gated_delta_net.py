@@ -21,6 +21,7 @@ from megatron_cp.megatron.modules import (
     refuse_unsupported,
     transport_of,
 )
+from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSlot
 
 
@@ -57,7 +58,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             item_size=config.params_dtype.itemsize,
             head_chunks=getattr(config, "cp_head_chunks", None),
             transport=transport_of(config, self.ranks),
-            codec=codec_of(config, self.ranks, exchanges=mode in ("headwise", "auto"), how=f"Gated DeltaNet, {mode}"),
+            codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(mode), how=f"Gated DeltaNet, {mode}"),
         )
         self.agree()
         if self.tp_size > 1 and not config.sequence_parallel:

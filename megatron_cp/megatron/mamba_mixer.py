@@ -26,6 +26,7 @@ from megatron_cp.megatron.modules import (
     refuse_unsupported,
     transport_of,
 )
+from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSlot
 
 
@@ -72,7 +73,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             item_size=config.params_dtype.itemsize,
             head_chunks=getattr(config, "cp_head_chunks", None),
             transport=transport_of(config, self.ranks),
-            codec=codec_of(config, self.ranks, exchanges=mode in ("headwise", "auto"), how=f"Mamba, {mode}"),
+            codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(mode), how=f"Mamba, {mode}"),
         )
         self.agree()
 

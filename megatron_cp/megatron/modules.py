@@ -24,6 +24,7 @@ from megatron_cp.linear.kernels import LinearKernel
 from megatron_cp.megatron.batch import PlannedSeqParams, planned
 from megatron_cp.megatron.documents import is_packed
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import AUTO, DEFAULT, REDISTRIBUTE
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.batch import BatchPlan, LinearSlot, Slot
 from megatron_cp.planner.capabilities import remark
@@ -124,8 +125,8 @@ class LinearModule(ContextParallelModule):
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
             self.check_rows(rows, plan.layout)
             return plan
-        if self.slot.mode == "redistribute":
-            refuse("linear_cp_mode", "redistribute", "headwise, chunkwise or auto for batches that are not packed", "")
+        if self.slot.mode == REDISTRIBUTE.name:
+            refuse("linear_cp_mode", self.slot.mode, "headwise, chunkwise or auto for batches that are not packed", "")
         slot = replace(self.slot, hidden_size=None, run=())  # a layer of its own: only packed batches are redistributed
         packing = Packing([rows * self.ranks.size] * batch)
         if self._unpacked is None or self._unpacked.layout.packing != packing:
@@ -177,7 +178,7 @@ def refuse_feature(feature: str, given: object, allowed: str, *, flag: str | Non
 
 def check_comm_type(config: Any, cp_comm_type: str | None, layer: str) -> None:
     """Says that keys do not travel between linear layers: an error where a list asks it of one, else a warning."""
-    if config.context_parallel_size == 1 or cp_comm_type in (None, "a2a", "auto"):
+    if config.context_parallel_size == 1 or cp_comm_type in (None, DEFAULT.name, AUTO):
         return
     remedy = f"{layer} has no keys to pass on: --linear-cp-mode says how it is spread"
     if isinstance(config.cp_comm_type, list):

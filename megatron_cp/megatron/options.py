@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.planner.attention import exchanges
+from megatron_cp.plan.schemes import REDISTRIBUTE, may_exchange_heads, scheme_named
 from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import MAX_CONV_WIDTH
@@ -192,7 +192,7 @@ class TrainingOptions:
         if self.linear_conv_kernel_dim > MAX_CONV_WIDTH:
             allowed = f"an integer from 1 to {MAX_CONV_WIDTH}"
             raise ArgumentError("linear_conv_kernel_dim", self.linear_conv_kernel_dim, allowed)
-        if self.linear_cp_mode == "redistribute" and self.sequence_parallel and self.context_parallel_size > 1:
+        if self.linear_cp_mode == REDISTRIBUTE.name and self.sequence_parallel and self.context_parallel_size > 1:
             raise ArgumentError(
                 "linear_cp_mode", "redistribute", "headwise, chunkwise or auto with --sequence-parallel"
             )
@@ -214,21 +214,25 @@ class TrainingOptions:
         layers = {"hybrid_stack_spec": self.hybrid_layer_pattern, "gpt_layer_spec": "*"}.get(self.spec[-1])
         if layers is None:
             return  # a spec of the user's own, of any layers
-        headwise = self.linear_cp_mode in ("headwise", "auto") and (
+        headwise = may_exchange_heads(self.linear_cp_mode) and (
             any(kind in layers for kind in "GM") or self.experimental_attention_variant is not None
         )
         schemes = self.cp_comm_type if "*" in layers else ()
-        if self.cp_codec != "none" and not headwise and not any(map(exchanges, schemes)):
+        if self.cp_codec != "none" and not headwise and not any(map(may_exchange_heads, schemes)):
             remedy = "No layer of this model exchanges heads; --cp-comm-type a2a or --linear-cp-mode headwise do."
             raise ArgumentError("cp_codec", self.cp_codec, "none", remedy)
-        if self.cp_head_chunks is not None and not headwise and all(scheme == "p2p" for scheme in schemes):
+        if (
+            self.cp_head_chunks is not None
+            and not headwise
+            and not any(scheme_named(scheme).takes_chunks for scheme in schemes)
+        ):
             remedy = "No layer of this model has heads that travel in chunks: rings and chunkwise layers have none."
             raise ArgumentError("cp_head_chunks", self.cp_head_chunks, "nothing", remedy)
 
     def _check_scheme(self, scheme: str) -> None:
         """Refuses here what would be refused when the first layer is built, half a minute later."""
         flags = {"scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes"}
-        sizes = self.hierarchical_context_parallel_sizes if "+" in scheme else None
+        sizes = self.hierarchical_context_parallel_sizes if scheme_named(scheme).is_product else None
         if sizes is not None and sizes[0] * sizes[1] != self.context_parallel_size:
             allowed = f"two factors of the {self.context_parallel_size} context-parallel ranks"
             raise ArgumentError("hierarchical_context_parallel_sizes", sizes, allowed)
@@ -239,7 +243,7 @@ class TrainingOptions:
             return  # refused below
         if self.context_parallel_size == 1:
             scheme, sizes = "auto", None  # what the layers take there
-        chunks = self.cp_head_chunks if scheme != "p2p" else None
+        chunks = self.cp_head_chunks if scheme_named(scheme).takes_chunks else None
         slot = AttentionSlot(
             heads, groups, 1, 1, scheme=scheme, ulysses_degree=sizes[0] if sizes else None, head_chunks=chunks
         )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from megatron_cp.executor.relayout import relayout
 from megatron_cp.megatron.modules import ContextParallelModule, LinearModule, refuse
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.batch import LinearSlot
 
 
@@ -49,7 +50,7 @@ def arrange_run(
     if config.context_parallel_size == 1:
         return
     if config.sequence_parallel and config.tensor_model_parallel_size > 1:
-        if any(slot.mode == "redistribute" for slot in slots):
+        if any(slot.mode == REDISTRIBUTE.name for slot in slots):
             allowed = "headwise, chunkwise or auto with --sequence-parallel"
             refuse("linear_cp_mode", "redistribute", allowed, "Between layers a rank holds a part of its rows alone.")
         return

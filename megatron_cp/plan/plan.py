@@ -16,7 +16,9 @@ from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.memo import Memo
 from megatron_cp.plan import words
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 
@@ -309,8 +311,8 @@ class Plan(Memo):
         """Who owns what and what it costs, as text, with elements of `item_size` bytes."""
         item_size, ranks = checked_integer("item_size", item_size, 1), range(self.cp_size)
         about = self.mask.describe() if self.mask else "the state starts anew with each document"
-        way = self.scheme if self.redistribution is None else "redistribute"
-        group = {"attention": "kv heads", "mamba": "groups", "conv1d": "channels"}.get(self.kind, "key heads")
+        way = self.scheme if self.redistribution is None else REDISTRIBUTE.name
+        group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         lines = [
             f"{self.kind} by {way} over {self.cp_size} ranks: {self.packing.num_documents} documents, "

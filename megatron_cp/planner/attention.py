@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
@@ -12,6 +13,7 @@ from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import SCHEMES, Scheme, alternatives, scheme_named
 from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.capabilities import require
@@ -90,89 +92,90 @@ def plan_attention(
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
-    if scheme == "auto":
-        scheme = "a2a"
-    degree, kv_schedule = _grid(scheme, layout.cp_size, kv_heads, ulysses_degree)
+    way = scheme_named(scheme)
+    degree = _degree(way, layout.cp_size, kv_heads, ulysses_degree)
     partition = partition_heads(heads, kv_heads, degree)
     q = Section("q", heads, head_dim, partition.heads)
     k = Section("k", kv_heads, head_dim, partition.groups)
     v = Section("v", kv_heads, value_head_dim, partition.groups)
-    out = Section("out", heads, value_head_dim, partition.heads)
+    chunks = _head_chunks(head_chunks, way, partition)
+    coding = checked_codec(codec, way.name, "" if way.takes_codec else _codec_remedy())
+    transport = checked_transport(transport, layout.cp_size)
+    steps = _steps(way, layout, kv_layout, mask, partition, (q, k, v), chunks, coding)
+    attend = next(step for step in steps if isinstance(step, Attend))
+    notes = notes_of(partition, layout, "head", "key/value head", "; exact and p2p use them all")
+    notes += _many_bands(attend, way)
+    return Plan("attention", way.name, layout, Sections((q, k, v)), partition, mask, steps, notes, transport=transport)
+
+
+def _steps(
+    scheme: Scheme, layout: Layout, kv_layout: Layout, mask: Mask, partition: HeadPartition,
+    blocks: tuple[Section, Section, Section], chunks: int, codec: Codec | None,
+) -> tuple[Step, ...]:  # fmt: skip
+    """The attention, between two head exchanges where there are some."""
+    q, k, v = blocks
+    degree = len(partition.heads)
     # A head exchange on one rank only puts tokens in order, which gives the bits of several ranks.
     in_order = layout.in_stream_order and kv_layout.in_stream_order
-    exchanged = degree > 1 or (scheme == "a2a" and not in_order)
+    exchanged = degree > 1 or (not scheme.exchanges_keys and not in_order)
     queries, keys = (
         Layout.contiguous(each.packing, 1) if exchanged and degree == 1 else merge_ranks(each, degree)
         for each in (layout, kv_layout)
     )
-    chunks = _head_chunks(head_chunks, scheme, partition)
-    parts, gathered = (1, chunks) if gathers(scheme) or degree == 1 else (chunks, 1)
-    attend = Attend(mask, queries, keys, partition, kv_schedule, head_dim, value_head_dim, gathered)
-    remedy = f"Only heads that change places are coded: use a2a{''.join(f' or {name}' for name in _PRODUCTS)}."
-    coding = checked_codec(codec, scheme, remedy if not exchanges(scheme) else "")
-    steps: tuple[Step, ...] = (attend,)
-    if exchanged:
+    parts, of_keys = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
+    attend = Attend(mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, of_keys)
+    if not exchanged:
+        return (attend,)
 
-        def exchange(layout: Layout, *blocks: Section, section_major: bool = False) -> Exchange:
-            return exchange_of(layout, Sections(blocks), partition, parts, coding, section_major=section_major)
+    def exchange(layout: Layout, *blocks: Section, section_major: bool = False) -> Exchange:
+        return exchange_of(layout, Sections(blocks), partition, parts, codec, section_major=section_major)
 
-        inbound = (
-            (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
-            if kv_layout != layout
-            else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
-        )
-        steps = (*inbound, attend, ToTokens(exchange(layout, out, section_major=True)))
-    transport = checked_transport(transport, layout.cp_size)
-    notes = notes_of(partition, layout, "head", "key/value head", "; exact and p2p use them all") + _many_bands(
-        attend, scheme
+    inbound = (
+        (ToHeads(exchange(layout, q), (0, 1)), ToHeads(exchange(kv_layout, k, v), (1, 3)))
+        if kv_layout != layout
+        else (ToHeads(exchange(layout, q, k, v), (0, 3)),)
     )
-    return Plan("attention", scheme, layout, Sections((q, k, v)), partition, mask, steps, notes, transport=transport)
+    out = Section("out", q.num_heads, v.head_dim, partition.heads)
+    return (*inbound, attend, ToTokens(exchange(layout, out, section_major=True)))
 
 
-_PRODUCTS = {"a2a+p2p": "p2p", "a2a+all_gather": "all_gather"}
-
-
-def _grid(scheme: str, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> tuple[int, str]:
-    """How many ranks exchange heads with one another, and how keys travel between such groups of ranks."""
-    if scheme not in _PRODUCTS:
-        degree = cp_size if scheme == "a2a" else 1
+def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | None) -> int:
+    """How many ranks exchange heads with one another."""
+    products = [other.name for other in SCHEMES.values() if other.is_product]
+    if not scheme.is_product:
+        degree = cp_size if scheme.exchanges_heads else 1
         if ulysses_degree is not None:
             ulysses_degree = checked_integer("ulysses_degree", ulysses_degree, 1)
         if ulysses_degree is not None and ulysses_degree != degree:
-            raise ArgumentError(
-                "ulysses_degree", ulysses_degree, f"{degree} or None for {scheme}", f"Use {' or '.join(_PRODUCTS)}."
-            )
-        return degree, "exact" if scheme == "a2a" else scheme
+            allowed = f"{degree} or None for {scheme.name}"
+            raise ArgumentError("ulysses_degree", ulysses_degree, allowed, f"Use {' or '.join(products)}.")
+        return degree
     divisors = [degree for degree in range(2, cp_size) if cp_size % degree == 0]
     if not divisors:
-        remedy = f"{cp_size} has no other divisor; use a2a, {_PRODUCTS[scheme]} or another number of ranks."
-        raise ArgumentError("scheme", scheme, "a number of ranks that is a product, such as 4 = 2 * 2", remedy)
+        remedy = f"{cp_size} has no other divisor; use a2a, {scheme.kv_schedule} or another number of ranks."
+        raise ArgumentError("scheme", scheme.name, "a number of ranks that is a product, such as 4 = 2 * 2", remedy)
     if ulysses_degree is None:
         # As many as share the key/value heads evenly; else as many as leave no rank without one.
         even, some = (
             [d for d in divisors if fits(d)] for fits in (lambda d: kv_heads % d == 0, lambda d: d <= kv_heads)
         )
-        return max(even or some or divisors[:1]), _PRODUCTS[scheme]
+        return max(even or some or divisors[:1])
     if checked_integer("ulysses_degree", ulysses_degree, 1) not in divisors:
-        raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme}.")
-    return ulysses_degree, _PRODUCTS[scheme]
+        raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme.name}.")
+    return ulysses_degree
 
 
-def gathers(scheme: str) -> bool:
-    """Whether a scheme gathers keys, which it does in head chunks."""
-    return scheme in ("all_gather", "exact", "a2a+all_gather")
+def _codec_remedy() -> str:
+    names = " or ".join(scheme.name for scheme in SCHEMES.values() if scheme.takes_codec)
+    return f"Only heads that change places are coded: use {names}."
 
 
-def exchanges(scheme: str) -> bool:
-    """Whether heads change places in a scheme."""
-    return scheme == "auto" or scheme.startswith("a2a")
-
-
-def _head_chunks(asked: int | None, scheme: str, partition: HeadPartition) -> int:
+def _head_chunks(asked: int | None, scheme: Scheme, partition: HeadPartition) -> int:
     if asked is None:
-        return min(2, partition.most_groups) if gathers(scheme) else 1
-    if scheme == "p2p":
-        return no_chunks(asked, scheme, "A ring passes on all heads of a key at once: use a2a, all_gather or exact.")
+        return min(2, partition.most_groups) if scheme.chunks_keys else 1
+    if not scheme.takes_chunks:
+        remedy = "A ring passes on all heads of a key at once: use a2a, all_gather or exact."
+        return no_chunks(asked, scheme.name, remedy)
     return checked_chunks(asked, partition, "key/value head")
 
 
@@ -198,17 +201,17 @@ def _key_side(
 _MANY, _AT_LEAST = 8, 1000
 
 
-def _many_bands(attend: Attend, scheme: str) -> tuple[str, ...]:
+def _many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
     """A warning where a ring computes token by token what other schemes compute at once."""
     if attend.num_stages == 1:
         return ()
     in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # which sees most where ranks follow the stream
     if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):
         return ()
-    instead = {"p2p": "all_gather or exact", "a2a+p2p": "a2a+all_gather"}[scheme]
     note = (
-        f"{scheme} computes {in_stages} pieces of attention on a rank, a call of the CPU's kernel each, since "
-        f"fragments are short or the mask cuts them up: take {instead}, which gathers keys and computes {at_once}"
+        f"{scheme.name} computes {in_stages} pieces of attention on a rank, a call of the CPU's kernel each, since "
+        f"fragments are short or the mask cuts them up: take {' or '.join(alternatives(scheme))}, which gathers keys "
+        f"and computes {at_once}"
     )
     warnings.warn(note, stacklevel=3)
     return (note,)

@@ -13,7 +13,9 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan, Price
+from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
@@ -112,31 +114,29 @@ class LinearSlot:
 
     def plan(self, layout: Layout) -> Plan:
         _check_layout(layout)
-        if self.mode != "auto" or not self.run:
+        if self.mode != AUTO or not self.run:
             return self._plan(layout, self.mode)
         own = self._prices(layout)
         redistributed = direct = 0.0
         for slot, count in Counter(self.run).items():
             prices = replace(slot, hidden_size=self.hidden_size, run=self.run)._prices(layout)
             times = {price.scheme: price.forward + price.backward for price in prices}
-            redistributed += count * times.pop("redistribute", math.inf)
+            redistributed += count * times.pop(REDISTRIBUTE.name, math.inf)
             direct += count * min(times.values())
-        ways = [price for price in own if (price.scheme == "redistribute") == (redistributed < direct)]
+        ways = [price for price in own if (price.scheme == REDISTRIBUTE.name) == (redistributed < direct)]
         best = self._plan(layout, ways[0].scheme)
         return replace(best, prices=(ways[0], *(price for price in own if price is not ways[0])))
 
     def _prices(self, layout: Layout) -> tuple[Price, ...]:
         """Of the ways to run a layer of this kind, the cheapest first; found once a layout."""
-        found: tuple[Price, ...] = layout.memo(("prices", self), lambda: self._plan(layout, "auto").prices)
+        found: tuple[Price, ...] = layout.memo(("prices", self), lambda: self._plan(layout, AUTO).prices)
         return found
 
     def _plan(self, layout: Layout, mode: str) -> Plan:
-        of_kind: dict[str, Any] = (
-            {"groups": self.key_heads, "state": self.head_dim, "head_dim": self.value_head_dim}
-            if self.kind == "mamba"
-            else {"key_heads": self.key_heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
-        )
-        exchanges = mode in ("headwise", "auto")
+        sizes = {"groups": self.key_heads, "key_dim": self.head_dim, "value_dim": self.value_head_dim}
+        kind = KINDS[self.kind]
+        of_kind: dict[str, Any] = {kind.argument(field) or field: size for field, size in sizes.items()}
+        exchanges = may_exchange_heads(mode)
         chunks = self.head_chunks if exchanges else None
         if chunks is not None:
             chunks = min(chunks, partition_heads(self.heads, self.key_heads, layout.cp_size).most_groups)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.plan.kinds import KINDS
+from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES
 
 
 @dataclass(frozen=True)
@@ -34,15 +36,8 @@ _BALANCE = (
 _BLOCKS = "in Python Mask.from_blocks makes it from a table of blocks"
 
 CAPABILITIES = (
-    Capability("scheme", "a2a", True, "softmax attention by a full head exchange"),
-    Capability("scheme", "auto", True, "a2a until plans are priced; it warns where exact would use more ranks"),
-    Capability("scheme", "p2p", True, "keys and values pass round a ring"),
-    Capability("scheme", "all_gather", True, "every rank gathers all keys and values, in head chunks"),
-    Capability("scheme", "exact", True, "every rank receives the keys that its queries see, in head chunks"),
-    Capability(
-        "scheme", "a2a+p2p", True, "heads change places within groups of ranks, keys pass round a ring of such groups"
-    ),
-    Capability("scheme", "a2a+all_gather", True, "likewise, and keys are gathered from all groups"),
+    *(Capability("scheme", scheme.name, True, scheme.remark) for scheme in SCHEMES.values()),
+    Capability("scheme", AUTO, True, "a2a until plans are priced; it warns where exact would use more ranks"),
     Capability("scheme", "tiled", False, f"{_LATER}; use exact"),
     Capability("mask", "causal", True, "a query sees its document up to itself"),
     Capability("mask", "full", True, "a query sees all of its document"),
@@ -67,15 +62,8 @@ CAPABILITIES = (
         True,
         "dropout of attention(), the same at every number of ranks; on kernel reference alone, which is slow",
     ),
-    Capability("kind", "gdn", True, "Gated DeltaNet"),
-    Capability("kind", "kda", True, "Kimi Delta Attention"),
-    Capability("kind", "mamba", True, "Mamba-2"),
-    Capability("kind", "conv1d", True, "the causal convolution alone"),
-    Capability("mode", "headwise", True, "whole documents on a share of the heads: an exchange in, one out"),
-    Capability("mode", "chunkwise", True, "all heads on own tokens: a halo and one exchange of state maps"),
-    Capability(
-        "mode", "redistribute", True, "chunkwise on contiguous ranges, to which hidden states are redistributed"
-    ),
+    *(Capability("kind", kind.name, True, kind.remark) for kind in KINDS.values()),
+    *(Capability("mode", mode.name, True, mode.remark) for mode in MODES.values()),
     Capability("mode", "auto", True, "the way that is predicted to be fastest"),
     Capability("transport", "collective", True, "the backend's own all-to-all and all-gather"),
     Capability("transport", "pairwise", True, "disjoint pairs of ranks, round by round; any number of ranks"),
@@ -93,10 +81,7 @@ CAPABILITIES = (
         "packed_order", "pack", True, "likewise, the whole pack cut in 2 * cp: --dataloader-inter-document-masking"
     ),
     Capability("layer", "attention", True, "softmax attention"),
-    Capability("layer", "gdn", True, "the Gated DeltaNet mixer: convolution, gates and rule"),
-    Capability("layer", "kda", True, "the Kimi Delta Attention mixer: convolution, gates and rule"),
-    Capability("layer", "mamba", True, "the Mamba-2 mixer: convolution, step sizes and recurrence"),
-    Capability("layer", "conv1d", True, "the causal convolution alone"),
+    *(Capability("layer", kind.name, True, kind.mixer) for kind in KINDS.values()),
     Capability("megatron", "GPTModel", True, "--spec megatron_cp.megatron.specs gpt_layer_spec"),
     Capability("megatron", "HybridModel", True, "--spec megatron_cp.megatron.specs hybrid_stack_spec: layers GM*+-"),
     Capability(

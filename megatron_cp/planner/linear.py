@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.kinds import KINDS, Dim, LinearKind, Per, SectionKind
 from megatron_cp.plan.plan import Plan, Price, Redistribution
 from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.plan.schemes import AUTO, CHUNKWISE, HEADWISE, MODES, REDISTRIBUTE, LinearMode, may_exchange_heads
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.capabilities import require
@@ -31,7 +34,7 @@ MAX_CONV_WIDTH = 64  # far beyond any model; a halo and its tables grow with it
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear layer's heads, in one vocabulary: of Mamba-2, B and C are keys and queries, x is values.
+    """A linear layer's heads.
 
     Attributes:
         kind: of the layer.
@@ -41,40 +44,32 @@ class LinearShape:
         conv_width: taps of the convolution.
     """
 
-    kind: str
+    kind: LinearKind
     heads: int
     groups: int
     key_dim: int
     value_dim: int
     conv_width: int
 
-    @property
-    def is_delta(self) -> bool:
-        return self.kind in ("gdn", "kda")
-
     def sections(self, partition: HeadPartition) -> Sections:
         """What travels, in the order of the operation's features; the first ones are convolved."""
-        if self.kind == "conv1d":
-            return Sections((Section("x", self.heads, 1, partition.heads),))
-        keys = {"head_dim": self.key_dim, "num_heads": self.groups, "ranges": partition.groups}
-        values = {"head_dim": self.value_dim, "num_heads": self.heads, "ranges": partition.heads}
-        each = {"head_dim": 1, "num_heads": self.heads, "ranges": partition.heads, "exact": True}
-        table = {
-            "gdn": {"q": keys, "k": keys, "v": values, "beta": each, "alpha": each},
-            "kda": {"q": keys, "k": keys, "v": values, "g": {**each, "head_dim": self.key_dim}, "beta": each},
-            "mamba": {"x": values, "B": keys, "C": keys, "dt": each},
-        }
-        return Sections(tuple(Section(name, **section) for name, section in table[self.kind].items()))  # type: ignore[arg-type]
+        return Sections(tuple(self._section(section, partition) for section in self.kind.sections))
+
+    def _section(self, section: SectionKind, partition: HeadPartition) -> Section:
+        dims = {Dim.KEY: self.key_dim, Dim.VALUE: self.value_dim, Dim.ONE: 1}
+        heads, ranges = (self.groups, partition.groups) if section.per is Per.GROUP else (self.heads, partition.heads)
+        return Section(section.name, heads, dims[section.dim], ranges, exact=section.exact)
 
     @property
     def state_size(self) -> int:
         """Elements of all heads' states; 0 where there is none."""
-        return 0 if self.kind == "conv1d" else self.heads * self.key_dim * self.value_dim
+        return self.heads * self.key_dim * self.value_dim if self.kind.has_state else 0
 
     @property
     def channels(self) -> int:
         """Features that are convolved."""
-        return self.heads if self.kind == "conv1d" else 2 * self.groups * self.key_dim + self.heads * self.value_dim
+        convolved = self.sections(partition_heads(self.heads, self.groups, 1)).blocks[: self.kind.convolved]
+        return sum(block.width for block in convolved)
 
 
 def plan_linear(
@@ -135,64 +130,84 @@ def plan_linear(
     Raises:
         ArgumentError: an argument that does not fit the others, or that no mode here can run.
     """
-    require("kind", kind)
+    record = KINDS[require("kind", kind)]
     require("mode", mode)
     check_layout(packing, layout)
     shape = _shape(
-        kind, conv_width, heads=heads, key_heads=key_heads, groups=groups, head_dim=head_dim,
+        record, conv_width, heads=heads, key_heads=key_heads, groups=groups, head_dim=head_dim,
         value_head_dim=value_head_dim, state=state, channels=channels,
     )  # fmt: skip
     layers = checked_integer("layers", layers, 1)
     if hidden_size is not None:
         hidden_size = checked_integer("hidden_size", hidden_size, 1)
-    if layout.cp_size == 1 and mode in ("auto", "redistribute"):
-        mode = "headwise"  # nothing moves, and a model may be run on one rank with the options of several
-    if mode == "redistribute" and hidden_size is None:
-        raise ArgumentError("hidden_size", None, "the features of the hidden states", "A redistribution moves those.")
-    if layers > 1 and hidden_size is None:
-        raise ArgumentError("layers", layers, "1 without hidden_size", "They share a redistribution of hidden states.")
+    mode = _mode(mode, layout, hidden_size, layers)
     if not isinstance(hardware, Hardware):
         raise ArgumentError("hardware", hardware, "rates, as in megatron_cp.planner.predict.cost.H100")
     item_size = checked_integer("item_size", item_size, 1)
     transport = checked_transport(transport, layout.cp_size)
-    exchanges = mode in ("headwise", "auto")
-    remedy = "" if exchanges else "Only heads that change places are coded: use headwise."
-    if kind == "conv1d":
-        remedy = "It has single channels, which are no shorter coded: leave the codec out."
-    coding = checked_codec(codec, kind if kind == "conv1d" else mode, remedy)
     partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
-    chunks = 1
-    if head_chunks is not None and exchanges:
-        chunks = checked_chunks(head_chunks, partition, group_name(kind))
-        chunks = chunks if layout.cp_size > 1 else 1
-    elif head_chunks is not None:
-        chunks = no_chunks(head_chunks, mode, "Only heads that change places go in chunks: use headwise.")
-    if mode == "redistribute" and contiguous_like(layout) == layout:
-        mode = "chunkwise"  # already there
-    makers = {
-        "headwise": lambda: _headwise(layout, shape, partition, chunks, coding),
-        "chunkwise": lambda: _chunkwise(layout, shape),
-        "redistribute": lambda: _redistributed(layout, shape, hidden_size or 1, layers),
+    coding, chunks = _coding(record, mode, codec), _chunks(record, mode, head_chunks, partition)
+    if mode == REDISTRIBUTE.name and contiguous_like(layout) == layout:
+        mode = CHUNKWISE.name  # already there
+    makers: dict[LinearMode, Callable[[], Plan]] = {
+        HEADWISE: lambda: _headwise(layout, shape, partition, chunks, coding),
+        CHUNKWISE: lambda: _chunkwise(layout, shape),
+        REDISTRIBUTE: lambda: _redistributed(layout, shape, hidden_size or 1, layers),
     }
-    plans: list[tuple[Price, Plan | None]] = []
-    for name, make in makers.items():
-        if mode not in ("auto", name) or (
-            mode == "auto" and name == "redistribute" and not _can_redistribute(layout, hidden_size)
-        ):
-            continue
-        bound = lower_bound(layout, shape.state_size, hardware) if mode == "auto" and name == "chunkwise" else None
-        if bound is not None and _total(bound) > _total(plans[0][0]):
-            plans.append((bound, None))  # making the plan and its tables would take longer than it is worth
-            continue
-        plan = make()
-        plans.append((replace(priced(plan, hardware, item_size=item_size), scheme=name), plan))
-    plans.sort(key=lambda pair: _total(pair[0]))
-    chosen = next(plan for _, plan in plans if plan is not None)
+    if mode != AUTO:
+        makers = {MODES[mode]: makers[MODES[mode]]}
+    elif not _can_redistribute(layout, hidden_size):
+        del makers[REDISTRIBUTE]
+    weighed = _weighed(makers, layout, shape, hardware, item_size)
+    chosen = next(plan for _, plan in weighed if plan is not None)
     if chosen.partition.idle_ranks:
         warnings.warn(chosen.notes[0], stacklevel=2)
-    way = "redistribute" if chosen.redistribution else chosen.scheme
-    notes = (*chosen.notes, *_notes(chosen), *(unused(way, codec, chunks) if way != "headwise" else ()))
-    return replace(chosen, notes=notes, prices=tuple(price for price, _ in plans), transport=transport)
+    way = REDISTRIBUTE if chosen.redistribution else MODES[chosen.scheme]
+    notes = (*chosen.notes, *_notes(chosen), *(() if way.exchanges_heads else unused(way.name, codec, chunks)))
+    return replace(chosen, notes=notes, prices=tuple(price for price, _ in weighed), transport=transport)
+
+
+def _mode(asked: str, layout: Layout, hidden_size: int | None, layers: int) -> str:
+    """The mode, with what a redistribution needs."""
+    redistributes = asked != AUTO and MODES[asked].redistributes
+    if layout.cp_size == 1 and (asked == AUTO or redistributes):
+        return HEADWISE.name  # nothing moves, and a model may be run on one rank with the options of several
+    if redistributes and hidden_size is None:
+        raise ArgumentError("hidden_size", None, "the features of the hidden states", "A redistribution moves those.")
+    if layers > 1 and hidden_size is None:
+        raise ArgumentError("layers", layers, "1 without hidden_size", "They share a redistribution of hidden states.")
+    return asked
+
+
+def _coding(kind: LinearKind, mode: str, codec: str) -> Codec | None:
+    remedy = "" if may_exchange_heads(mode) else "Only heads that change places are coded: use headwise."
+    if not kind.takes_codec:
+        remedy = "It has single channels, which are no shorter coded: leave the codec out."
+    return checked_codec(codec, mode if kind.takes_codec else kind.name, remedy)
+
+
+def _chunks(kind: LinearKind, mode: str, asked: int | None, partition: HeadPartition) -> int:
+    if asked is None:
+        return 1
+    if not may_exchange_heads(mode):
+        return no_chunks(asked, mode, "Only heads that change places go in chunks: use headwise.")
+    chunks = checked_chunks(asked, partition, kind.group)
+    return chunks if len(partition.heads) > 1 else 1
+
+
+def _weighed(
+    makers: dict[LinearMode, Callable[[], Plan]], layout: Layout, shape: LinearShape, hardware: Hardware, item_size: int
+) -> list[tuple[Price, Plan | None]]:
+    """The ways with their prices, the cheapest first; without a plan where a bound of its price was enough."""
+    weighed: list[tuple[Price, Plan | None]] = []
+    for mode, make in makers.items():
+        bound = lower_bound(layout, shape.state_size, hardware) if weighed and mode is CHUNKWISE else None
+        if bound is not None and _total(bound) > _total(weighed[0][0]):
+            weighed.append((bound, None))  # making the plan and its tables would take longer than it is worth
+            continue
+        plan = make()
+        weighed.append((replace(priced(plan, hardware, item_size=item_size), scheme=mode.name), plan))
+    return sorted(weighed, key=lambda pair: _total(pair[0]))
 
 
 def _redistributed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:
@@ -223,29 +238,30 @@ def _total(price: Price) -> float:
 def _headwise(layout: Layout, shape: LinearShape, partition: HeadPartition, chunks: int, codec: Codec | None) -> Plan:
     sections = shape.sections(partition)
     arriving = ToHeads(exchange_of(layout, sections, partition, chunks, codec), (0, len(sections.blocks)))
-    out = Section("out", shape.heads, 1 if shape.kind == "conv1d" else shape.value_dim, partition.heads)
-    local = [Compute(name) for name in (("conv",) if shape.kind == "conv1d" else ("conv", "gates", "rule"))]
+    out = Section("out", shape.heads, shape.value_dim, partition.heads)
+    local = [Compute(name) for name in shape.kind.stages]
     steps: tuple[Step, ...] = (
         arriving,
         *local,
         ToTokens(exchange_of(layout, Sections((out,)), partition, chunks, codec)),
     )
-    head = {"conv1d": "channel", "mamba": "head"}.get(shape.kind, "value head")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said where the plan is chosen
-        notes = notes_of(partition, layout, head, group_name(shape.kind), "; chunkwise uses them all")
+        notes = notes_of(partition, layout, shape.kind.head, shape.kind.group, "; chunkwise uses them all")
     return Plan(
-        shape.kind, "headwise", layout, sections, partition, None, steps, notes=notes, conv_width=shape.conv_width
+        shape.kind.name, HEADWISE.name, layout, sections, partition, None, steps, notes=notes,
+        conv_width=shape.conv_width,
     )  # fmt: skip
 
 
 def _chunkwise(layout: Layout, shape: LinearShape) -> Plan:
     partition = partition_heads(shape.heads, shape.groups, 1)
     halo = Halo(layout, shape.conv_width, shape.channels)
-    scan = Scan(layout, shape.heads, shape.key_dim, shape.value_dim, shape.is_delta)
-    steps: tuple[Step, ...] = (halo,) if shape.kind == "conv1d" else (halo, Compute("gates"), scan)
+    scan = Scan(layout, shape.heads, shape.key_dim, shape.value_dim, shape.kind.is_dense)
+    steps: tuple[Step, ...] = (halo, Compute("gates"), scan) if shape.kind.has_state else (halo,)
     return Plan(
-        shape.kind, "chunkwise", layout, shape.sections(partition), partition, None, steps, conv_width=shape.conv_width
+        shape.kind.name, CHUNKWISE.name, layout, shape.sections(partition), partition, None, steps,
+        conv_width=shape.conv_width,
     )  # fmt: skip
 
 
@@ -272,37 +288,23 @@ def unused(way: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:
     return (f"{' and '.join(asked)} {are} unused: {way} was chosen, which exchanges no heads; headwise uses them",)
 
 
-def group_name(kind: str) -> str:
-    """What heads of a kind of layer share."""
-    return {"conv1d": "channel", "mamba": "group of B and C"}.get(kind, "key head")
-
-
-_OF_KIND = {
-    "gdn": ("heads", "key_heads", "head_dim", "value_head_dim"),
-    "kda": ("heads", "key_heads", "head_dim", "value_head_dim"),
-    "mamba": ("heads", "groups", "head_dim", "state"),
-    "conv1d": ("channels",),
-}
-_NEEDED = {"gdn": ("heads", "head_dim"), "mamba": ("heads", "head_dim", "state"), "conv1d": ("channels",)}
-
-
-def _shape(kind: str, conv_width: int, **given: int | None) -> LinearShape:
+def _shape(kind: LinearKind, conv_width: int, **given: int | None) -> LinearShape:
+    names = {argument.name: argument for argument in kind.arguments}
     for name, value in given.items():
-        if value is not None and name not in _OF_KIND[kind]:
-            raise ArgumentError(name, value, f"None for {kind}, which takes {', '.join(_OF_KIND[kind])}")
-        if value is None and name in _NEEDED.get(kind, _NEEDED["gdn"]):
-            raise ArgumentError(name, None, f"an integer of at least 1: {kind} needs it")
-    width = checked_integer("conv_width", conv_width, 1, MAX_CONV_WIDTH)
-    if kind == "conv1d":
-        channels = checked_integer("channels", given["channels"], 1)
-        return LinearShape(kind, channels, channels, 1, 1, width)
-    heads, head_dim = given["heads"], checked_integer("head_dim", given["head_dim"], 1)
-    assert heads is not None
-    if kind == "mamba":
-        heads, groups = checked_heads(heads=heads, groups=1 if given["groups"] is None else given["groups"])
-        return LinearShape(kind, heads, groups, checked_integer("state", given["state"], 1), head_dim, width)
-    value_dim = head_dim
-    if given["value_head_dim"] is not None:
-        value_dim = checked_integer("value_head_dim", given["value_head_dim"], 1)
-    heads, groups = checked_heads(heads=heads, key_heads=heads if given["key_heads"] is None else given["key_heads"])
-    return LinearShape(kind, heads, groups, head_dim, value_dim, width)
+        if value is not None and name not in names:
+            raise ArgumentError(name, value, f"None for {kind.name}, which takes {', '.join(names)}")
+        if value is None and name in names and names[name].default is None:
+            raise ArgumentError(name, None, f"an integer of at least 1: {kind.name} needs it")
+    width, sizes = checked_integer("conv_width", conv_width, 1, MAX_CONV_WIDTH), dict[str, int]()
+    for argument in kind.arguments:
+        value, default = given[argument.name], argument.default
+        if value is None:
+            sizes[argument.field] = sizes[default] if isinstance(default, str) else default or 1
+        else:
+            sizes[argument.field] = checked_integer(argument.name, value, 1)
+    if "groups" in sizes:
+        checked_heads(**{kind.argument(field) or field: sizes[field] for field in ("heads", "groups")})
+    heads = sizes["heads"]
+    return LinearShape(
+        kind, heads, sizes.get("groups", heads), sizes.get("key_dim", 1), sizes.get("value_dim", 1), width
+    )

@@ -10,6 +10,7 @@ import numpy as np
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import REDISTRIBUTE
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel
@@ -47,7 +48,7 @@ def save_picture(plan: Plan, path: str | Path) -> None:
     height = 2.6 + 0.22 * min(plan.cp_size, 32)
     figure = Figure(figsize=(11, height * len(streams)), layout="constrained")
     axes = figure.subplots(len(streams), 2, width_ratios=(4, 1), squeeze=False)
-    way = plan.scheme if plan.redistribution is None else "redistribute"
+    way = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
     figure.suptitle(
         f"{plan.kind} by {way} over {plan.cp_size} ranks: "
         f"{plan.packing.num_documents} document{'s' * (plan.packing.num_documents != 1)}, {plan.packing.total} tokens"

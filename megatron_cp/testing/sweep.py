@@ -7,7 +7,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-from megatron_cp.planner.attention import exchanges
+from megatron_cp.plan.kinds import KINDS
+from megatron_cp.plan.schemes import MODES, SCHEMES, may_exchange_heads, scheme_named
 from megatron_cp.planner.capabilities import working
 from megatron_cp.testing.parity import Case
 
@@ -31,16 +32,18 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     """
     layouts = [case.layout] if "layout" in fixed else working("layout")
     if case.layer != "attention":
-        modes = [case.scheme] if "scheme" in fixed else ["headwise", "chunkwise", "redistribute"]
+        modes = [case.scheme] if "scheme" in fixed else list(MODES)
         width = case.heads * case.value_head_dim
         cases = [
-            replace(case, layout=layout, scheme=mode, hidden_size=width if mode == "redistribute" else case.hidden_size)
+            replace(
+                case, layout=layout, scheme=mode, hidden_size=width if MODES[mode].redistributes else case.hidden_size
+            )
             for mode, layout in itertools.product(modes, layouts)
         ]
         return [_without_what_it_has_not(one) for one in cases]
-    schemes = [case.scheme] if "scheme" in fixed else [s for s in working("scheme") if s != "auto"]
+    schemes = [case.scheme] if "scheme" in fixed else list(SCHEMES)
     if "scheme" not in fixed and not any(case.cp % u == 0 for u in range(2, case.cp)):
-        schemes = [scheme for scheme in schemes if "+" not in scheme]
+        schemes = [scheme for scheme in schemes if not SCHEMES[scheme].is_product]
     masks = [case.mask] if "mask" in fixed else MASKS
     heads = [{}] if "heads" in fixed else HEADS
     cases = [
@@ -60,9 +63,11 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
 
 def _without_what_it_has_not(case: Case) -> Case:
     """The case without a degree, head chunks or a codec where its scheme has none."""
-    if "+" not in case.scheme:
+    scheme = None if case.layer in KINDS else scheme_named(case.scheme)
+    exchanges = may_exchange_heads(case.scheme)
+    if scheme is None or not scheme.is_product:
         case = replace(case, ulysses_degree=None)
-    if case.scheme in ("p2p", "chunkwise", "redistribute"):
+    if not (exchanges if scheme is None else scheme.takes_chunks):
         case = replace(case, head_chunks=None)
-    has_codec = case.layer != "conv1d" and (case.scheme == "headwise" or exchanges(case.scheme))
+    has_codec = exchanges and (scheme is not None or KINDS[case.layer].takes_codec)
     return case if has_codec else replace(case, codec="none")

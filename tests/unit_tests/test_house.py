@@ -158,14 +158,6 @@ def test_plans_import_no_torch():
         f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    inside = [
-        str(path.relative_to(HOUSE))
-        for room in WITHOUT_TORCH
-        for path in (HOUSE / room).rglob("*.py")
-        for name in imports_of(path)
-        if name.split(".")[0] == "torch" or name.startswith("megatron_cp.executor")
-    ]
-    assert inside == []
 
 
 # -- who imports Megatron ----------------------------------------------------------------------------------------------

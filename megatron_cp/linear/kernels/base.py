@@ -63,6 +63,10 @@ class Delta(NamedTuple):
     g: Tensor
     beta: Tensor
 
+    @property
+    def values(self) -> Tensor:
+        return self.v
+
 
 class StateSpace(NamedTuple):
     """What Mamba-2 reads: x `[T, h, dv]`, dt `[T, h]` (positive), A `[h]` (negative), B and C `[T, g, dk]`."""
@@ -72,6 +76,10 @@ class StateSpace(NamedTuple):
     A: Tensor
     B: Tensor
     C: Tensor
+
+    @property
+    def values(self) -> Tensor:
+        return self.x
 
 
 Inputs = Delta | StateSpace

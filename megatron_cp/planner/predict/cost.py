@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.layout import Layout
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.recurrence import Scan
+from megatron_cp.plan.schemes import CHUNKWISE
 
 CHUNK = 64  # tokens that a chunked kernel takes at once
 
@@ -90,25 +92,25 @@ def lower_bound(layout: Layout, state_size: int, hardware: Hardware) -> Price:
     changes = np.count_nonzero(owners[1:] != owners[:-1]) - (layout.packing.num_documents - 1)
     sent = max(int(changes), 0) * state_size * 4 // ranks  # by the rank that sends most, which is no less than the mean
     milliseconds = sent / hardware.bandwidth(ranks) * 1e3
-    return Price("chunkwise", milliseconds, milliseconds, sent, is_bound=True, hardware=hardware.describe())
+    return Price(CHUNKWISE.name, milliseconds, milliseconds, sent, is_bound=True, hardware=hardware.describe())
 
 
 def products(plan: Plan, *, forward: bool) -> float:
     """Multiply-adds of the busiest rank: the chunked rule's, and those of the maps that its segments leave."""
-    if plan.kind == "conv1d":
+    kind = KINDS[plan.kind]
+    if not kind.has_state:
         return max(plan.work_per_rank()) * plan.conv_width * (1 if forward else 2)
     scan = next((step for step in plan.steps if isinstance(step, Scan)), None)
     blocks = {block.name: block for block in plan.sections.blocks}
-    keys, values = (blocks[name].head_dim for name in (("B", "x") if plan.kind == "mamba" else ("k", "v")))
-    is_delta = plan.kind != "mamba"
+    keys, values = (blocks[name].head_dim for name in (kind.keys, kind.values))
     rule = CHUNK * (keys + values) + 2 * keys * values
-    if is_delta:
+    if kind.is_dense:
         rule += CHUNK * (keys + (keys + values) // 2) + keys * values
     total = np.array(plan.work_per_rank()) * float(rule if forward else 2 * rule)
     if scan is not None:
         segments = scan.segments
         middle = segments.past & segments.future
         tokens = np.bincount(segments.rank, (segments.end - segments.start) * middle, minlength=plan.cp_size)
-        walk = keys * values * (2 if is_delta else 1)
-        total += tokens * scan.heads * (walk + (2 * keys * keys if is_delta and forward else 0))
+        walk = keys * values * (2 if kind.is_dense else 1)
+        total += tokens * scan.heads * (walk + (2 * keys * keys if kind.is_dense and forward else 0))
     return float(total.max())

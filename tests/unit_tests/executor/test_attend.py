@@ -7,10 +7,11 @@ import megatron_cp as cp
 from megatron_cp.executor.attend import merge
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Mask, Packing
+from megatron_cp.plan import schemes
 from megatron_cp.planner.layouts import layout_by_name
 from tests.counting_group import CountingGroup
 
-SCHEMES = ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather")
+SCHEMES = tuple(schemes.SCHEMES)
 
 
 # -- merging ---------------------------------------------------------------------------------------------------------
