@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.testing.poison import poisoned
 from tests.fuzz_cases import ATTENTIONS, KINDS, layout_named
 from tests.fuzz_oracle import evaluate
@@ -281,7 +282,8 @@ def _gathers(call):
         call.whole
         and call.dtype == "bfloat16"
         and not call.twice
-        and call.scheme in ("all_gather", "exact", "a2a+all_gather")
+        and call.scheme in SCHEMES
+        and SCHEMES[call.scheme].chunks_keys
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 
+from megatron_cp.plan.schemes import SCHEMES
 from tests.fuzz_cases import ATTENTIONS, KINDS, LAYOUTS, OPERATIONS, Call, Case
 from tests.fuzz_problem import names_of
 
@@ -13,7 +14,7 @@ SIZES = ((8, 8), (24, 16), (5, 3), (2, 9), (1, 1), (8, 4), (16, 16))
 WEIGHTS = {"attention": 8, "projected_attention": 4, "gather": 1, "relayout": 1} | dict.fromkeys(KINDS, 3)
 RANKS = (1, *[2] * 6, *[3] * 6, *[4] * 5, 5, 6, 8)
 PLAIN = ("a2a", "p2p", "all_gather", "exact")
-PRODUCTS = ("a2a+p2p", "a2a+all_gather")
+PRODUCTS = tuple(scheme.name for scheme in SCHEMES.values() if scheme.is_product)
 
 
 def case_of(seed, number, operations=OPERATIONS):

@@ -8,6 +8,7 @@ import torch
 from hypothesis import strategies as st
 
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.plan import schemes
 from megatron_cp.softmax.kernels.common.dropout import kept
 from megatron_cp.testing import parity
 from megatron_cp.testing.parity import Case, run_layer
@@ -16,7 +17,7 @@ from tests import mask_oracle
 from tests.limits import limit
 
 TOLERANCE = 1e-12
-SCHEMES = ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather", "a2a+exact")
+SCHEMES = tuple(schemes.SCHEMES)
 
 
 def draw_problem(case):
@@ -126,8 +127,8 @@ def _slices(draw, total):
 @st.composite
 def cases(draw):
     cp_size = draw(st.sampled_from([1, 2, 2, 3, 3, 4, 4, 5, 6, 8]))
-    schemes = [scheme for scheme in SCHEMES if "+" not in scheme or cp_size in (4, 6, 8)]
-    scheme = draw(st.sampled_from(schemes))
+    possible = [scheme for scheme in SCHEMES if "+" not in scheme or cp_size in (4, 6, 8)]
+    scheme = draw(st.sampled_from(possible))
     lengths = tuple(draw(st.lists(LENGTHS, min_size=1, max_size=5)))
     cross = draw(st.integers(0, 7)) == 0
     heads, kv_heads = draw(st.sampled_from(EVERY_HEADS))
@@ -149,7 +150,7 @@ def cases(draw):
         dropout=0.3 if special == "dropout" else 0.0,
         softmax_scale=draw(st.sampled_from([-0.4, 0.0, 2.0])) if special == "scale" else None,
         head_chunks=draw(st.sampled_from([None, 1, 3 if kv_heads >= 3 and "+" not in scheme else 1]))
-        if "gather" in scheme or scheme == "exact"
+        if schemes.SCHEMES[scheme].chunks_keys
         else None,
         ulysses_degree=draw(st.sampled_from([None, 2])) if "+" in scheme else None,
         kv_lengths=tuple(draw(LENGTHS) for _ in lengths) if cross else None,

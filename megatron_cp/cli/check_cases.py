@@ -20,6 +20,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 from megatron_cp.testing.sweep import sweep
 
@@ -46,8 +47,9 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     kernels = {name: _worst([r.kernel_errors[name] for r in results if name in r.kernel_errors]) for name in names}
     lines = _summary(results) if args.all else [_line(result) for result in results]
     if args.all and args.layer == "attention":
-        lines += [f"a2a+p2p and a2a+all_gather were not run at cp={size}, which is no product" for size in sizes
-                  if not any(case.cp == size and "+" in case.scheme for case in cases)]  # fmt: skip
+        products = [scheme.name for scheme in SCHEMES.values() if scheme.is_product]
+        lines += [f"{' and '.join(products)} were not run at cp={size}, which is no product" for size in sizes
+                  if not any(case.cp == size and case.scheme in products for case in cases)]  # fmt: skip
     lines += [f"cp={size} was not run: {reason}" for size, reason in not_run.items()]
     allowed = Counter(result.tolerance for result in results)
     limits = (f"{limit:g}" if len(allowed) == 1 else f"{limit:g} for {n} of them" for limit, n in allowed.items())

@@ -55,7 +55,7 @@ def plan_attention(
         p2p              u = 1, keys pass round a ring (arXiv 2310.01889)
         all_gather       u = 1, every rank gathers all keys (Llama 3, arXiv 2407.21783)
         exact            u = 1, every rank receives the keys that its queries see and no others
-        a2a+p2p, a2a+all_gather    1 < u < cp_size
+        a2a+p2p, a2a+all_gather, a2a+exact    1 < u < cp_size
 
     Args:
         packing: the documents.
@@ -71,8 +71,8 @@ def plan_attention(
         ulysses_degree: `u`, for the last two; the largest divisor of `cp_size` by which the key/value heads can be
             shared out evenly if None.
         head_chunks: parts in which heads travel, each while the one before is computed: keys of all_gather, exact and
-            a2a+all_gather, where None is 2 if a rank has as many key/value heads; heads of the exchange in a2a and
-            a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
+            their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in a2a
+            and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
         transport: how messages travel: "collective", "pairwise" or a `Transport`, which hierarchical takes.
         codec: how heads are coded while they change places: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2) or
             "int8", each with a scale for each token and head.

@@ -28,7 +28,7 @@ RATIOS = (
 )
 ABSOLUTE = ("kernel_ms", "busy_ms", "wall_ms", "one_rank_kernel_ms", "peak_bytes", "bytes_sent_per_rank")
 SCHEMES = ["a2a", "p2p", "all_gather", "exact"]
-PRODUCTS = ["a2a+p2p", "a2a+all_gather"]
+PRODUCTS = ["a2a+p2p", "a2a+all_gather", "a2a+exact"]
 
 
 def last_json(text):

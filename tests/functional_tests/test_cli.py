@@ -12,6 +12,7 @@ import pytest
 
 from megatron_cp.cli.main import main
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
 from megatron_cp.testing.sweep import sweep
@@ -56,9 +57,9 @@ def test_check_all_varies_what_is_not_given(capsys):
     out = capsys.readouterr().out
     report = last_json(out)
     assert report["pass"] is True
-    assert report["cases"] == (4 + 6) * 7  # schemes that are possible times masks
+    assert report["cases"] == (4 + 7) * 7  # schemes that are possible times masks
     assert max(error for error in report["max_rel_err"].values()) <= 1e-12
-    assert "ok     cp=4 a2a+all_gather     7 cases" in out
+    assert "ok     cp=4 a2a+exact          7 cases" in out
 
 
 def test_check_all_runs_every_mode_of_a_linear_layer(capsys):
@@ -108,7 +109,7 @@ def test_plan_draws_documents_from_the_corpus_and_compares_schemes(capsys):
         assert report["pad_tokens"] == 0
         assert sum(report["fragments_per_rank"]) <= 15
         sent = {name: scheme["bytes_sent"] for name, scheme in report["schemes"].items()}
-        assert set(sent) == {"a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather"}
+        assert set(sent) == set(SCHEMES)
         for way in ("forward", "backward"):
             assert sent["exact"][way] <= min(sent["p2p"][way], sent["all_gather"][way])
 
@@ -194,7 +195,15 @@ def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads(capsys):
     assert main(["plan", *shape, "--scheme", "all_gather", "--head-chunks", "3", "--json"]) == 0
     out = capsys.readouterr().out
     chunks = {name: scheme["head_chunks"] for name, scheme in last_json(out)["schemes"].items()}
-    assert chunks == {"a2a": 1, "p2p": 1, "all_gather": 3, "exact": 3, "a2a+p2p": 2, "a2a+all_gather": 2}
+    assert chunks == {
+        "a2a": 1,
+        "p2p": 1,
+        "all_gather": 3,
+        "exact": 3,
+        "a2a+p2p": 2,
+        "a2a+all_gather": 2,
+        "a2a+exact": 2,
+    }
     assert "a2a has 1 head chunk; p2p has 1 head chunk; a2a+p2p has 2 head chunks; a2a+all_gather has 2" in out
 
 

@@ -21,6 +21,7 @@ from megatron_cp.layout import Packing
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
@@ -96,7 +97,7 @@ def test_layer_equals_float64(kernel, cp, layout, poison):
 
 
 @pytest.mark.parametrize("mask", ["causal", "window:20,0", "first:4+window:16,0", "prefix:9"])
-@pytest.mark.parametrize("scheme", ["a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather"])
+@pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_scheme_equals_float64(scheme, mask):
     alone = replace(ATTENTION, mask=mask, scheme="a2a", learned_sink=True)
     case = replace(alone, cp=4, layout="balanced", scheme=scheme)

@@ -15,6 +15,7 @@ if not sys.platform.startswith("linux"):
 
 import megatron_cp as cp
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.layouts import layout_by_name
 from tools.faults import operations
 from tools.faults.cases import BEHAVIOUR, DISAGREE, FAULTS, Case, deviated, draw
@@ -68,12 +69,7 @@ def test_every_fault_transport_scheme_and_launch_is_drawn():
     assert {layer.kind for layer in layers} == {"attention", "gdn", "kda", "mamba", "conv1d"}
     assert {layer.transport for layer in layers} == {"collective", "pairwise", "hierarchical"}
     assert {
-        "a2a+p2p",
-        "a2a+all_gather",
-        "p2p",
-        "all_gather",
-        "exact",
-        "a2a",
+        *SCHEMES,
         "headwise",
         "chunkwise",
         "redistribute",

@@ -8,6 +8,7 @@ import torch
 from megatron_cp.exchange import head_side, token_side
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor import communicator, gather, head_exchange, scan, transfers
+from megatron_cp.plan.schemes import SCHEMES
 from tests import fuzz_check
 from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
 from tests.fuzz_check import check
@@ -44,7 +45,7 @@ def seen(name):
 def test_draws_are_wide():
     assert seen("operation") == set(OPERATIONS)
     assert {scheme for scheme in seen("scheme") if scheme != "auto"} == {
-        "a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather", "headwise", "chunkwise", "redistribute",
+        *SCHEMES, "headwise", "chunkwise", "redistribute",
         "same_loss", "own_loss",
     }  # fmt: skip
     assert seen("layout") == set(LAYOUTS)

@@ -241,7 +241,7 @@ PLACES = {
             *IN_CHUNKS,
         ],
     ),
-    "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", layout="balanced"), WHOLE, BY_HOSTS]),
+    "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+exact", layout="balanced"), WHOLE, BY_HOSTS]),
     "cp3": (
         1,
         3,

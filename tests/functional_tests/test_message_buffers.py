@@ -12,6 +12,7 @@ from megatron_cp.exchange.head_side import pack_heads
 from megatron_cp.executor import head_exchange
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned
 
@@ -145,7 +146,7 @@ CASES = {
         ),
         *(
             replace(ATTENTION, cp=4, scheme=scheme, layout=layout)
-            for scheme in ("a2a+p2p", "a2a+all_gather")
+            for scheme in ("a2a+p2p", "a2a+all_gather", "a2a+exact")
             for layout in ("zigzag", "random")
         ),
         replace(ATTENTION, scheme="a2a", head_chunks=2),
@@ -157,7 +158,7 @@ CASES = {
         replace(ATTENTION, scheme="exact", lengths=(1, 1)),
         *(
             replace(ATTENTION, cp=4, scheme=scheme, transport=transport)
-            for scheme in ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather")
+            for scheme in SCHEMES
             for transport in ("pairwise", "hierarchical")
         ),
         *(

@@ -24,6 +24,7 @@ ATTENTION = {
     "exact": {"scheme": "exact", "layout": "random"},
     "a2a+p2p": {"scheme": "a2a+p2p", "cp": 4},
     "a2a+all_gather": {"scheme": "a2a+all_gather", "cp": 4},
+    "a2a+exact": {"scheme": "a2a+exact", "cp": 4},
     "p2p, reference": {"scheme": "p2p", "kernel": "reference", "softcap": 1.5},
     "exact in bf16": {"scheme": "exact", "dtype": torch.bfloat16},
 }

@@ -275,7 +275,7 @@ STEADY = {
         Case("attention", 3, LENGTHS, scheme="all_gather", heads=12, groups=6, head_chunks=3, dtype=torch.bfloat16),
         Case("attention", 3, LENGTHS, scheme="exact", heads=12, groups=6, head_chunks=3, layout="random"),
         *(Case("attention", 4, LENGTHS, scheme=scheme, heads=12, groups=6, layout=layout, dtype=torch.bfloat16)
-          for scheme in ("a2a+p2p", "a2a+all_gather") for layout in ("zigzag", "random")),
+          for scheme in ("a2a+p2p", "a2a+all_gather", "a2a+exact") for layout in ("zigzag", "random")),
         Case("attention", 4, LENGTHS, scheme="a2a+p2p", heads=12, groups=6, head_chunks=3),
         Case("gdn", 3, LENGTHS, scheme="chunkwise", layout="zigzag"),
         Case("kda", 3, LENGTHS, scheme="chunkwise", layout="contiguous", dtype=torch.float32),

@@ -193,7 +193,9 @@ def _layer(random: Random, cp_size: int, plan: int, kind: str = "") -> Layer:
 
 
 def _schemes(cp_size: int) -> tuple[str, ...]:
-    return ("a2a", "a2a", "p2p", "all_gather", "exact") + (("a2a+p2p", "a2a+all_gather") if cp_size == 4 else ())
+    return ("a2a", "a2a", "p2p", "all_gather", "exact") + (
+        ("a2a+p2p", "a2a+all_gather", "a2a+exact") if cp_size == 4 else ()
+    )
 
 
 def _can_chunk(layer: Layer) -> bool:

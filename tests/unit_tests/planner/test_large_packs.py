@@ -10,6 +10,7 @@ import torch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import BatchPlan, LinearSlot
 from megatron_cp.planner.linear import plan_linear
@@ -70,7 +71,7 @@ def test_attention_is_planned(n, name, little_memory):
     packing = Packing([7, n, 1])
     layout = getattr(Layout, name)(packing, CP)
     mask, whole = Mask.causal(packing), 28 + causal(n) + 1
-    for scheme in ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather"):
+    for scheme in SCHEMES:
         plan = plan_attention(packing, layout, heads=8, head_dim=64, mask=mask, scheme=scheme)
         assert sum(plan.work_per_rank()) == 8 * whole
         assert sum(plan.bytes_sent(2, forward=True)) > 0

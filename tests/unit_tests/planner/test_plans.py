@@ -519,7 +519,7 @@ def test_a_product_shares_the_key_value_heads_evenly_where_it_can(kv_heads, cp_s
     assert plan.ulysses_degree == degree
 
 
-@pytest.mark.parametrize("scheme", ["a2a+p2p", "a2a+all_gather"])
+@pytest.mark.parametrize("scheme", ["a2a+p2p", "a2a+all_gather", "a2a+exact"])
 def test_rejects_a_product_of_a_prime_number_of_ranks(scheme):
     with pytest.raises(ArgumentError, match=f"3 has no other divisor; use a2a, {scheme[4:]} or") as refusal:
         plan_attention(**ATTENTION, scheme=scheme)
@@ -662,7 +662,7 @@ def test_numbers_of_a_gathering_are_those_of_its_tables(scheme, mask, layout):
         assert stage.keys.arrives_in_order(kv_rank) == (table.order is None) == (table.inverse is None)
 
 
-@pytest.mark.parametrize("scheme", ["p2p", "a2a+p2p", "all_gather", "exact", "a2a+all_gather"])
+@pytest.mark.parametrize("scheme", ["p2p", "a2a+p2p", "all_gather", "exact", "a2a+all_gather", "a2a+exact"])
 def test_memory_is_counted_without_tables_of_tokens(scheme, monkeypatch):
     def made(*args):
         raise AssertionError("a table with an entry a token was made")
@@ -692,7 +692,9 @@ def test_pieces_of_a_ring_are_counted_without_making_them(name, mask):
         assert attend.count_bands(kv_rank) == (calls_of(attend, kv_rank), calls_of(gathered, kv_rank))
 
 
-@pytest.mark.parametrize(("scheme", "instead"), [("p2p", "all_gather or exact"), ("a2a+p2p", "a2a+all_gather")])
+@pytest.mark.parametrize(
+    ("scheme", "instead"), [("p2p", "all_gather or exact"), ("a2a+p2p", "a2a+all_gather or a2a+exact")]
+)
 def test_a_ring_over_single_tokens_warns_and_names_what_gathers(scheme, instead):
     packing = Packing([1500, 548])
     layout = Layout.striped(packing, 4)

@@ -5,6 +5,7 @@ import torch
 
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.predict.memory import peak_bytes
@@ -13,7 +14,6 @@ from megatron_cp.softmax.kernels import AttentionKernel
 from megatron_cp.testing.memory import PeakMemory
 
 RAGGED = (700, 1, 301, 60, 2)
-SCHEMES = ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather")
 SHAPES = {
     "6:2": {"heads": 6, "kv_heads": 2, "head_dim": 16},
     "7 heads": {"heads": 7, "kv_heads": 7, "head_dim": 16},
