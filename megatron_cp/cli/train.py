@@ -25,8 +25,8 @@ from megatron_cp.cli.parser import MAX_TOKENS, UsageError, number, whole
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron.options import METRICS, Run, TrainingOptions
-from megatron_cp.megatron.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
+from megatron_cp.megatron.train.options import METRICS, Run, TrainingOptions
+from megatron_cp.megatron.train.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 
 if TYPE_CHECKING:
@@ -119,9 +119,9 @@ def _run(
 ) -> Report:
     import torch
 
-    from megatron_cp.megatron.checkpoint import check_checkpoint, latest_checkpoint
-    from megatron_cp.megatron.model import transformer_config
-    from megatron_cp.megatron.training import load_corpus
+    from megatron_cp.megatron.train.checkpoint import check_checkpoint, latest_checkpoint
+    from megatron_cp.megatron.train.loop import load_corpus
+    from megatron_cp.megatron.train.setup import transformer_config
 
     device = _device(args.device)
     if world is None and options.model_parallel_size * options.data_parallel_size > MAX_LOCAL_RANKS:
@@ -180,7 +180,7 @@ def _run(
 
 
 def _train(run: Run, device: str, world: TorchGroup | None) -> dict[str, Any]:
-    from megatron_cp.megatron.training import train
+    from megatron_cp.megatron.train.loop import train
 
     if world is not None:
         return train(world, run, device)
@@ -192,7 +192,7 @@ def _train(run: Run, device: str, world: TorchGroup | None) -> dict[str, Any]:
 
 def _local_rank(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
     _quiet_imports()
-    from megatron_cp.megatron.training import train
+    from megatron_cp.megatron.train.loop import train
 
     return train(world, run, device)
 
@@ -225,8 +225,8 @@ def _compared(
     folder: Path, options: TrainingOptions, ours: dict[int, float], theirs: dict[int, float]
 ) -> tuple[dict[str, float], list[str]]:
     """The numbers of `--compare`, and what to say about them."""
-    from megatron_cp.megatron.checkpoint import compare_gradients
-    from megatron_cp.megatron.training import FIRST_GRADIENTS
+    from megatron_cp.megatron.train.checkpoint import compare_gradients
+    from megatron_cp.megatron.train.loop import FIRST_GRADIENTS
 
     names = [f"{FIRST_GRADIENTS}.{rank}.pt" for rank in range(options.tensor_model_parallel_size)]
     pairs = [folder / name for name in names], [folder / REFERENCE / name for name in names]
@@ -321,7 +321,7 @@ def _folder(
     held: contextlib.ExitStack,
 ) -> Path:
     """Makes the run's folder, locks it for as long as `held` is open, and writes the run's options there."""
-    from megatron_cp.megatron.checkpoint import latest_checkpoint
+    from megatron_cp.megatron.train.checkpoint import latest_checkpoint
 
     named = args.run_dir or args.resume
     folder = Path(named) if named else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
@@ -373,7 +373,7 @@ def _stretches(folder: Path, label: str) -> list[tuple[str, dict[int, float]]]:
 
     Each begins where the one before ends, so that the curve has no gaps.
     """
-    from megatron_cp.megatron.training import METRICS
+    from megatron_cp.megatron.train.loop import METRICS
 
     found: list[tuple[str, dict[int, float]]] = []
     for entry in map(json.loads, (folder / METRICS).read_text().splitlines()):

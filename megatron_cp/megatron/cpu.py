@@ -2,6 +2,9 @@
 
 Megatron names CUDA in some 200 lines: devices of small buffers, random states, streams, events. Inside Megatron's
 modules `torch` is replaced by a stand-in whose `cuda` is the CPU; torch itself stays as it is.
+
+These exchanges last as long as the process; those of `patches.py`, which CUDA needs too, as long as a block. They
+can go when Megatron takes its device from its configuration.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.megatron.patches import silent_destructors
 
 
 class IndexedCorpus:
@@ -79,14 +79,11 @@ class IndexedCorpus:
 
 def _opened(stem: str) -> IndexedDataset | str:
     """Megatron's reader of the pair, or why it cannot be read."""
-    # The reader's destructors fail where its constructor did, and Python reports that on standard error.
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        data = IndexedDataset(stem)
-    except Exception as error:  # whatever a damaged file leads to
-        return str(error) or type(error).__name__
-    finally:
-        sys.unraisablehook = hook
+    with silent_destructors():  # the reader's fail where its constructor did
+        try:
+            data = IndexedDataset(stem)
+        except Exception as error:  # whatever a damaged file leads to
+            return str(error) or type(error).__name__
     return _damage(data, Path(f"{stem}.bin")) or data
 
 

@@ -36,12 +36,13 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_cp.megatron.attention import CoreAttention, SelfAttention
-from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
-from megatron_cp.megatron.mamba_mixer import MambaMixer
-from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
-from megatron_cp.megatron.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
-from megatron_cp.megatron.redistribution import arrange_run, arrange_runs
+from megatron_cp.megatron.layers.attention import CoreAttention, SelfAttention
+from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
+from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
+from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
+from megatron_cp.megatron.layers.norms import Norm
+from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
+from megatron_cp.megatron.layers.refusals import refuse, refuse_feature
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
 

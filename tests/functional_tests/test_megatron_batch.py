@@ -159,8 +159,8 @@ def count_syncs(kind, stock_rotary=False):
     from megatron.core.transformer import attention as megatron_attention
     from megatron.core.transformer import multi_latent_attention as megatron_mla
 
-    from megatron_cp.megatron import multi_latent_attention
-    from megatron_cp.megatron.attention import SelfAttention
+    from megatron_cp.megatron.layers import multi_latent_attention
+    from megatron_cp.megatron.layers.attention import SelfAttention
 
     forwards, backwards = Counters(), Counters()
     with pytest.MonkeyPatch.context() as patch:
@@ -192,8 +192,8 @@ def test_nothing_in_a_model_makes_the_host_wait(ranks, kind):
 
 def count_work(recompute):
     """Of a microbatch's forward and its backward: calls of the attention and of the norm, and collectives."""
-    from megatron_cp.megatron.attention import CoreAttention
-    from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
+    from megatron_cp.megatron.layers.attention import CoreAttention
+    from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 
     changes = {"recompute_granularity": "selective", "recompute_modules": [recompute]} if recompute else {}
     if recompute == "full":

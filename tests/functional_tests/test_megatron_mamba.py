@@ -221,7 +221,7 @@ def megatrons_packed(layer, lengths, total_tokens="all"):
 
 
 def our_layer(name, linear_cp_mode=None):
-    from megatron_cp.megatron.mamba_mixer import MambaMixer
+    from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 
     return build_layer(name, MambaMixer, linear_cp_mode)
 

@@ -288,7 +288,7 @@ def run_cases(group, places):
 def run_case(case):
     from megatron.core import parallel_state
 
-    from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
+    from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 
     lists = ("cp_comm_type", "window_attn_skip_freq")  # which Megatron tells from tuples, and no set can hold
     changes = {name: list(v) if name in lists and isinstance(v, tuple) else v for name, v in case.changes}

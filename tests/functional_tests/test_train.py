@@ -28,11 +28,11 @@ from megatron_cp.cli.main import main
 from megatron_cp.data.corpus import read_corpus
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.data.tokenizer import ByteTokenizer
-from megatron_cp.megatron.checkpoint import latest_checkpoint
-from megatron_cp.megatron.digests import check_digests
-from megatron_cp.megatron.run_folder import locked
-from tests.unit_tests.megatron_training.evil import Evil
-from tests.unit_tests.megatron_training.indexed_files import write_indexed
+from megatron_cp.megatron.train.checkpoint import latest_checkpoint
+from megatron_cp.megatron.train.digests import check_digests
+from megatron_cp.megatron.train.run_folder import locked
+from tests.unit_tests.megatron.indexed_files import write_indexed
+from tests.unit_tests.megatron.train.evil import Evil
 
 pytestmark = pytest.mark.timeout(600)  # every rank imports Megatron, which takes a busy machine its time
 

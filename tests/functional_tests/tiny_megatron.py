@@ -151,7 +151,7 @@ def fused(spec):
     """As Megatron's spec with Transformer Engine is where `mla_down_proj_fusion` is set, out of local parts."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from megatron_cp.megatron.multi_latent_attention import FusedMLASelfAttention
+    from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAttention
 
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention
@@ -375,7 +375,7 @@ def train(model, config, batches):
 
 def watch(model, counters):
     """Lets counters see what the model's layers do with their groups."""
-    from megatron_cp.megatron.modules import ContextParallelModule
+    from megatron_cp.megatron.layers.base import ContextParallelModule
 
     for module in model.modules():
         if isinstance(module, ContextParallelModule):

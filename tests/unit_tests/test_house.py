@@ -1,4 +1,4 @@
-"""Dependencies point one way, in rooms and in modules; sizes; who imports what; benchmarks replace nothing."""
+"""Dependencies point one way, in rooms and in modules; sizes; who imports what; who replaces what."""
 
 import ast
 import subprocess
@@ -192,16 +192,15 @@ def root_of(node):
                 return None
 
 
-def names_of_the_library(tree):
-    """Names by which a source knows modules, classes and functions of megatron_cp, other names for them included."""
+def imported_names(tree, package=None):
+    """Names by which a source knows what it imports, of one package or of any, other names for them included."""
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "megatron_cp":
+        if isinstance(node, ast.ImportFrom) and package in (None, node.module.split(".")[0]):
             found |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {
-                alias.asname or "megatron_cp" for alias in node.names if alias.name.split(".")[0] == "megatron_cp"
-            }
+            roots = {alias: alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.asname or root for alias, root in roots.items() if package in (None, root)}
     renamed = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
     for _ in renamed:  # as often as names could be handed on
         for node in renamed:
@@ -213,18 +212,24 @@ def names_of_the_library(tree):
 REPLACING = ("setattr", "delattr", "exchanged")  # functions that replace what their first argument has
 
 
-def replacements(source):
-    """The lines of a source that replace something of megatron_cp's, or have the tools for it."""
+def replacements(source, package=None):
+    """The lines of a source that replace something of what it imports, or have the tools for it.
+
+    Args:
+        source: of a module.
+        package: whose names are meant; None for those of any.
+    """
     tree = ast.parse(source)
-    known = names_of_the_library(tree)
+    known = imported_names(tree, package)
     for node in ast.walk(tree):
         match node:
             case ast.ImportFrom(module="unittest" | "unittest.mock") | ast.Name(id="monkeypatch" | "MonkeyPatch"):
                 yield node.lineno
             case ast.Import() if any(alias.name.startswith("unittest") for alias in node.names):
                 yield node.lineno
-            case ast.Call(func=ast.Name(id=name), args=[first, *_]) if name in REPLACING and root_of(first) in known:
-                yield node.lineno
+            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name), args=[first, *_]) if name in REPLACING:
+                if root_of(first) in known:
+                    yield node.lineno
             case ast.Call(func=ast.Name(id="partial"), args=[ast.Name(id="exchanged"), first, *_]):
                 if root_of(first) in known:
                     yield node.lineno
@@ -252,7 +257,9 @@ def flat(targets):
 @pytest.mark.parametrize("room", ["cli", "testing"])
 def test_nothing_of_the_library_is_replaced(room):
     paths = sorted((HOUSE / room).rglob("*.py"))
-    found = [f"{path.relative_to(HOUSE)}:{line}" for path in paths for line in replacements(path.read_text())]
+    found = [
+        f"{path.relative_to(HOUSE)}:{line}" for path in paths for line in replacements(path.read_text(), "megatron_cp")
+    ]
     assert found == []
 
 
@@ -271,14 +278,42 @@ REPLACED = [
     "from megatron_cp.linear import share\nwith exchanged(share, run=None):\n    pass",
     "from megatron_cp.linear import share\nnames = partial(exchanged, share, run=None)",
     "import megatron_cp.linear.on_rank\nmegatron_cp.linear.share.run = None",
+    "from megatron_cp.linear import share\nimport x.patches as p\np.exchanged(share, run=None)",
 ]
 
 
 @pytest.mark.parametrize("source", REPLACED)
 def test_a_replacement_is_seen(source):
-    assert list(replacements(source))
+    assert list(replacements(source, "megatron_cp"))
 
 
 def test_what_is_made_here_may_change():
     source = "from megatron_cp.linear.on_rank import Share\nown = Share()\nown.rank = 1\nsetattr(own, 'rank', 2)"
-    assert list(replacements(source)) == []
+    assert list(replacements(source, "megatron_cp")) == []
+
+
+# -- Megatron is exchanged in one place --------------------------------------------------------------------------------
+
+PATCHES = {Path("megatron/patches.py"), Path("megatron/cpu.py")}
+
+
+def test_what_is_imported_is_exchanged_in_one_place():
+    """Megatron's names and those of torch and of Python, which Megatron uses: `patches.py` says why each."""
+    exchanging = {
+        path.relative_to(HOUSE) for path in (HOUSE / "megatron").rglob("*.py") if list(replacements(path.read_text()))
+    }
+    assert exchanging == PATCHES
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from megatron.core.ssm import mamba_mixer\nmamba_mixer.HAVE_EINOPS = True",
+        "def f():\n    from megatron.core.ssm.mamba_mixer import MambaMixer as Theirs\n    Theirs.forward = f",
+        "from megatron.core.ssm import mamba_mixer\nwith exchanged(mamba_mixer, HAVE_EINOPS=True):\n    pass",
+        "import os\nos.environ['A'] = '1'",
+        "import sys\nhook, sys.unraisablehook = sys.unraisablehook, None",
+    ],
+)
+def test_an_exchange_of_anything_imported_is_seen(source):
+    assert list(replacements(source))

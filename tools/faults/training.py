@@ -60,9 +60,9 @@ def _run(case: Case, folder: Path) -> int:
 
 def _put_faults_in(case: Case, folder: Path) -> None:
     from megatron_cp.executor import launch
-    from megatron_cp.megatron import checkpoint, training
+    from megatron_cp.megatron.train import checkpoint, loop
 
-    step, forward_step, save_checkpoint = [0], training.forward_step, checkpoint.save_checkpoint
+    step, forward_step, save_checkpoint = [0], loop.forward_step, checkpoint.save_checkpoint
     made: list[Faulty] = []
 
     def faulty() -> Faulty:
@@ -82,5 +82,5 @@ def _put_faults_in(case: Case, folder: Path) -> None:
         if dist.get_rank() == 0:
             saves.note(folder, step[0])
 
-    training.forward_step, checkpoint.save_checkpoint = step_with_fault, save_with_fault
+    loop.forward_step, checkpoint.save_checkpoint = step_with_fault, save_with_fault
     launch.FIRST_STEP = _FIRST_STEP

@@ -18,8 +18,8 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_cp.megatron.batch import PlannedSeqParams, planned, planned_params, shard_batch
-from megatron_cp.megatron.documents import is_packed
+from megatron_cp.megatron.batch import shard_batch
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned, planned_params
 
 RAGGED = Packing([7, 1, 130, 0, 64, 2, 33])
 SLOTS = [

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_cp.cli.bench.timing import Watch
+from megatron_cp.megatron.patches import exchanged
 
 
 @contextlib.contextmanager
@@ -18,14 +19,8 @@ def watched_wire(watch: Watch) -> Iterator[None]:
     Where ours stands beside megatron-core both are watched here, so that a transfer is the same thing of either.
     """
     names = ("all_to_all_single", "isend", "irecv")
-    had = {name: getattr(dist, name) for name in names}
-    for name, function in had.items():
-        setattr(dist, name, _watched(function, watch))
-    try:
+    with exchanged(dist, **{name: _watched(getattr(dist, name), watch) for name in names}):
         yield
-    finally:
-        for name, function in had.items():
-            setattr(dist, name, function)
 
 
 def _watched(function: Callable[..., Any], watch: Watch) -> Callable[..., Any]:

@@ -27,8 +27,8 @@ from megatron_cp.linear.reductions import l2_normalised
 from megatron_cp.megatron import specs
 from megatron_cp.megatron.config import TransformerConfig
 from megatron_cp.megatron.cpu import run_megatron_on_cpu
-from megatron_cp.megatron.mamba_mixer import GatedRMSNorm
-from megatron_cp.megatron.modules import LinearModule, exchanged
+from megatron_cp.megatron.layers.base import LinearModule
+from megatron_cp.megatron.patches import exchanged, gated_delta_net_without_fla, mamba_mixer_without_its_kernels
 from megatron_cp.testing.parity import Case
 
 Function = Callable[..., Any]
@@ -168,7 +168,7 @@ def _stock_gated_delta_net(
     if case.device == "cpu" or not common.HAVE_FLA:
         (conv, rule), norm = _in_place_of_fla(case), l2_normalised
         words = "fla's kernels are not for this device or not installed: ours stand in for them"
-    with exchanged(common, HAVE_FLA=True):
+    with gated_delta_net_without_fla():
         module = _built("gdn", replace(_spec_of("gdn"), module=gdn.GatedDeltaNet), config)
     module.gated_delta_rule = watched(rule)  # type: ignore[assignment]
     names = partial(exchanged, gdn, causal_conv1d=watched(conv)), partial(exchanged, common, l2norm=norm)
@@ -196,7 +196,7 @@ def _stock_mamba(case: Case, config: TransformerConfig, watched: Callable[[Funct
         raise ImportError("Megatron's Mamba needs einops")
     spec, names, words = replace(_spec_of("mamba"), module=mamba_mixer.MambaMixer), [], []
     if case.device == "cpu" or not mamba_mixer.HAVE_MAMBA_SSM:
-        with exchanged(mamba_mixer, HAVE_MAMBA_SSM=True, ExtendedRMSNorm=GatedRMSNorm):
+        with mamba_mixer_without_its_kernels():
             module = _built("mamba", spec, config)
         names.append(partial(
             exchanged, mamba_mixer, mamba_split_conv1d_scan_combined=_in_place_of_mamba_ssm(case, watched),

@@ -23,14 +23,15 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from megatron_cp.executor.groups import ThreadGroup
-from megatron_cp.megatron import attention, specs
-from megatron_cp.megatron.attention import CoreAttention
+from megatron_cp.megatron import specs
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.config import with_options
-from megatron_cp.megatron.gated_delta_net import GatedDeltaNet
-from megatron_cp.megatron.mamba_mixer import MambaMixer
-from megatron_cp.megatron.modules import check_comm_type, refuse_unsupported
-from megatron_cp.megatron.multi_latent_attention import MLASelfAttention
+from megatron_cp.megatron.layers import attention
+from megatron_cp.megatron.layers.attention import CoreAttention
+from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
+from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
+from megatron_cp.megatron.layers.multi_latent_attention import MLASelfAttention
+from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsupported
 
 
 @dataclasses.dataclass

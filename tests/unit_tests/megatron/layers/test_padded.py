@@ -14,9 +14,9 @@ pytest.importorskip("megatron.core")
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.enums import AttnMaskType
 
-from megatron_cp.megatron import attention
-from megatron_cp.megatron.attention import CoreAttention
 from megatron_cp.megatron.config import TransformerConfig
+from megatron_cp.megatron.layers import attention
+from megatron_cp.megatron.layers.attention import CoreAttention
 
 LENGTHS = [18, 26, 0, 8, 43, 1, 22]
 ROWS = [20, 28, 4, 8, 44, 8, 28]

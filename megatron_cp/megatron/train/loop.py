@@ -22,15 +22,15 @@ from megatron_cp.data.tokenizer import read_tokenizer
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor import launch
 from megatron_cp.executor.groups import TorchGroup, naming_lost_ranks, set_timeout
-from megatron_cp.megatron import checkpoint
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
 from megatron_cp.megatron.cpu import run_megatron_on_cpu
 from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step
-from megatron_cp.megatron.model import Training, build_training, start_model_parallel
 from megatron_cp.megatron.modules import slots_of
-from megatron_cp.megatron.options import METRICS, Run, TrainingOptions
-from megatron_cp.megatron.run_folder import CHECKPOINTS, write_whole, writing
+from megatron_cp.megatron.train import checkpoint
+from megatron_cp.megatron.train.options import METRICS, Run, TrainingOptions
+from megatron_cp.megatron.train.run_folder import CHECKPOINTS, write_whole, writing
+from megatron_cp.megatron.train.setup import Training, build_training, start_model_parallel
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.picture import save_picture

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron import run_folder
-from megatron_cp.megatron.run_folder import LOCK, locked, write_whole, writing
+from megatron_cp.megatron.train import run_folder
+from megatron_cp.megatron.train.run_folder import LOCK, locked, write_whole, writing
 
 
 def test_rejects_a_folder_in_which_a_run_is_under_way(tmp_path):
@@ -28,7 +28,7 @@ def test_rejects_a_folder_in_which_a_run_is_under_way(tmp_path):
 @pytest.mark.timeout(60)
 def test_a_run_that_is_killed_leaves_its_folder_to_the_next(tmp_path):
     source = (
-        "import sys, time; from pathlib import Path; from megatron_cp.megatron.run_folder import locked\n"
+        "import sys, time; from pathlib import Path; from megatron_cp.megatron.train.run_folder import locked\n"
         "with locked(Path(sys.argv[1]), 'run_dir'): print('locked', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", source, str(tmp_path)], stdout=subprocess.PIPE, text=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.megatron.digests import DIGESTS, check_digests, write_digests
+from megatron_cp.megatron.train.digests import DIGESTS, check_digests, write_digests
 
 FILES = {".metadata": b"a", "__0_0.distcp": b"bb", "__1_0.distcp": b"ccc", "metadata.json": b"{}"}
 

@@ -10,8 +10,8 @@ pytest.importorskip("megatron.core")
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
-from megatron_cp.megatron.modules import ContextParallelModule, LinearModule
-from megatron_cp.megatron.redistribution import arrange_runs
+from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
+from megatron_cp.megatron.layers.redistribution import arrange_runs
 from megatron_cp.planner.batch import LinearSlot
 
 SLOTS = {"G": LinearSlot("gdn", 8, 8, 16, 16), "M": LinearSlot("mamba", 8, 1, 16, 16)}

@@ -15,7 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_cp.executor.relayout import relayout
-from megatron_cp.megatron.modules import ContextParallelModule, LinearModule, refuse
+from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
+from megatron_cp.megatron.layers.refusals import refuse
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.batch import LinearSlot

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron.run_folder import TRACKER, write_whole
+from megatron_cp.megatron.train.run_folder import TRACKER, write_whole
 
 DIGESTS, _ALGORITHM = "integrity.json", "sha256"  # Megatron's names for them
 

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm import mamba_context_parallel, mamba_mixer
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch import Tensor, nn
-from torch.nn.functional import silu
+from megatron.core.ssm import mamba_mixer
+from torch import Tensor
 
 from megatron_cp.linear.mamba2 import mamba2_mixer
-from megatron_cp.megatron.modules import (
-    LinearModule,
-    check_comm_type,
-    codec_of,
-    cp_ranks,
-    exchanged,
-    refuse,
-    refuse_unsupported,
-    transport_of,
-)
+from megatron_cp.megatron.layers.base import LinearModule
+from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
+from megatron_cp.megatron.layers.norms import silu_gated
+from megatron_cp.megatron.layers.refusals import check_comm_type, refuse, refuse_unsupported
+from megatron_cp.megatron.patches import mamba_mixer_without_its_kernels
 from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSlot
 
@@ -52,12 +42,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
         # Megatron's own exchange, which this replaces, asserts what its ranks can divide.
         alone = copy.copy(pg_collection)
         alone.cp = _OneRank()
-        with (
-            # Nor are mamba_ssm's kernels and einops what runs here, so they may be missing.
-            exchanged(mamba_mixer, HAVE_MAMBA_SSM=True, MAMBA_HAS_STATE_DTYPE=True, HAVE_EINOPS=True),
-            exchanged(mamba_mixer, ExtendedRMSNorm=GatedRMSNorm),
-            exchanged(mamba_context_parallel, HAVE_EINOPS=True),
-        ):
+        with mamba_mixer_without_its_kernels():  # nor are those what runs here
             super().__init__(config, *args, layer_number=layer_number, pg_collection=alone, **kwargs)
         self.pg_collection = pg_collection
         self.ranks = cp_ranks(pg_collection.cp)
@@ -107,7 +92,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             dt_bias=self.dt_bias,
             kernel=self.kernel,
         ).flatten(1)
-        gated = self.norm(out, z) if self.rmsnorm else _gated(out, z).to(out.dtype)
+        gated = self.norm(out, z) if self.rmsnorm else silu_gated(out, z).to(out.dtype)
         out, bias = self.out_proj(gated.view(batch, rows, -1).transpose(0, 1).contiguous())
         return out, bias
 
@@ -123,70 +108,6 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             hidden_states, context, inference_params=params, packed_seq_params=packed_seq_params
         )
         return found
-
-
-class GatedRMSNorm(nn.Module):
-    """`weight * y / rms(y)` in groups of features, with y = x silu(z): Megatron's `ExtendedRMSNorm`.
-
-    On CUDA with mamba_ssm's kernel where that is installed, else with torch.
-    """
-
-    tp_group: Any
-
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-5,
-        group_size: int | None = None,
-        norm_before_gate: bool = False,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        assert not norm_before_gate
-        self.eps, self.group_size = eps, group_size or hidden_size
-        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-
-    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        fused = _fused_norm() if x.is_cuda else None
-        if fused is not None:
-            shape = {"eps": self.eps, "group_size": self.group_size}
-            normed: Tensor = fused(x, self.weight, None, z=z, norm_before_gate=False, **shape)
-            return normed
-        full = x.to(_acc_dtype(x)) if z is None else _gated(x, z)
-        groups = full.unflatten(-1, (-1, self.group_size))
-        groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (groups.flatten(-2) * self.weight).to(x.dtype)
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The weight, of which every tensor-parallel rank has its share."""
-        state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        return state
-
-
-def _gated(x: Tensor, z: Tensor) -> Tensor:
-    """`x silu(z)`, in float32 at least."""
-    return x.to(_acc_dtype(x)) * silu(z.to(_acc_dtype(x)))
-
-
-def _acc_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-@cache
-def _fused_norm() -> Callable[..., Tensor] | None:
-    try:
-        found: Callable[..., Tensor] = import_module("mamba_ssm.ops.triton.layernorm_gated").rmsnorm_fn
-    except ImportError:
-        return None
-    return found
 
 
 class _OneRank:

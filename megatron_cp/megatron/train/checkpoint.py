@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import queue
 import re
 import shutil
 from dataclasses import dataclass
@@ -21,11 +20,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import naming_lost_ranks
-from megatron_cp.megatron.digests import check_digests, write_digests
-from megatron_cp.megatron.model import Training
-from megatron_cp.megatron.options import TrainingOptions
-from megatron_cp.megatron.pickles import names_of_checkpoints_alone
-from megatron_cp.megatron.run_folder import TRACKER, sync, write_whole, writing
+from megatron_cp.megatron.patches import checkpoint_results_in_this_process
+from megatron_cp.megatron.train.digests import check_digests, write_digests
+from megatron_cp.megatron.train.options import TrainingOptions
+from megatron_cp.megatron.train.pickles import names_of_checkpoints_alone
+from megatron_cp.megatron.train.run_folder import TRACKER, sync, write_whole, writing
+from megatron_cp.megatron.train.setup import Training
 from megatron_cp.testing.parity import FLOOR_SHARE, relative_error
 
 _ANY_ERROR = (Exception, CheckpointException)  # torch's is no Exception
@@ -67,15 +67,13 @@ def save_checkpoint(folder: Path, training: Training, shape: dict[str, Any], ite
 
 
 def _write(state: dict[str, Any], folder: Path) -> None:
-    # Megatron's own queue is a process more for each rank, which takes seconds to start and outlives a rank that is
-    # killed. What is saved at once needs none: threads of this process write.
-    known, filesystem_async._results_queue = filesystem_async._results_queue, queue.SimpleQueue()
-    # It logs why a thread could not write, and raises something else.
+    # Megatron logs why a thread could not write, and raises something else.
     logger, heard = logging.getLogger(filesystem_async.__name__), _Heard(logging.ERROR)
     logger.addHandler(heard)
     logger.propagate = False
     try:
-        dist_checkpointing.save(state, str(folder))
+        with checkpoint_results_in_this_process():
+            dist_checkpointing.save(state, str(folder))
     except CheckpointException as error:  # on every rank
         reasons: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(reasons, heard.reason)
@@ -83,7 +81,6 @@ def _write(state: dict[str, Any], folder: Path) -> None:
     except AssertionError as error:  # on the rank of the thread
         raise OSError(heard.reason or f"{error}") from None
     finally:
-        filesystem_async._results_queue = known
         logger.removeHandler(heard)
         logger.propagate = True
 

@@ -7,14 +7,13 @@ which torch's loader opens with `torch.load(weights_only=False)`. A pickle can n
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
+
+from megatron_cp.megatron.patches import checkpoints_unpickled_by
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What torch 2.11 writes into `.metadata`: plain data classes, and a function that looks up a layout by its name.
@@ -28,7 +27,6 @@ _NAMED = {
     ("torch", "Size"),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }  # fmt: skip
-_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch, also for calls that say otherwise
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -48,14 +46,5 @@ def names_of_checkpoints_alone() -> Iterator[None]:
 
     At the place where torch reads, since it also falls back from one file to another.
     """
-    known, switch = filesystem.pickle, os.environ.get(_WEIGHTS_ONLY)
-    filesystem.pickle = SimpleNamespace(load=_load, dump=pickle.dump)  # type: ignore[assignment]
-    os.environ[_WEIGHTS_ONLY] = "1"
-    try:
+    with checkpoints_unpickled_by(_load):
         yield
-    finally:
-        filesystem.pickle = known
-        if switch is None:
-            del os.environ[_WEIGHTS_ONLY]
-        else:
-            os.environ[_WEIGHTS_ONLY] = switch

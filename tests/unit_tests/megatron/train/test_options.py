@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron.options import TrainingOptions
+from megatron_cp.megatron.train.options import TrainingOptions
 
 NUMBERS = [
     entry

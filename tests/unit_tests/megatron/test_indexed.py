@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core")
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.indexed import IndexedCorpus
-from tests.unit_tests.megatron_training.indexed_files import write_indexed
+from tests.unit_tests.megatron.indexed_files import write_indexed
 
 # The reader's destructors must not speak.
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")

@@ -30,7 +30,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.megatron.config import TransformerConfig
 from megatron_cp.megatron.groups import BatchGroups
-from megatron_cp.megatron.options import TrainingOptions
+from megatron_cp.megatron.train.options import TrainingOptions
 
 
 @dataclass

@@ -23,8 +23,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from torch import Tensor, nn
 
-from megatron_cp.megatron.batch import PlannedSeqParams
-from megatron_cp.megatron.modules import Norm, refuse, refuse_feature
+from megatron_cp.megatron.layers.norms import Norm
+from megatron_cp.megatron.layers.refusals import refuse, refuse_feature
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 
 _ROTARY_SETTINGS = (
     "rope_type", "qk_pos_emb_head_dim", "rotary_base", "rotary_percent", "rotary_scaling_factor",

@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("megatron.core")
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron.model import _layer_spec, resolve_spec, transformer_config
-from megatron_cp.megatron.options import TrainingOptions
 from megatron_cp.megatron.specs import gpt_layer_spec, hybrid_stack_spec
+from megatron_cp.megatron.train.options import TrainingOptions
+from megatron_cp.megatron.train.setup import _layer_spec, resolve_spec, transformer_config
 
 CPU = torch.device("cpu")
 GPT = ("megatron_cp.megatron.specs", "gpt_layer_spec")

@@ -1,21 +1,139 @@
-"""What Megatron's own `PackedSeqParams` say of a batch, read to the host, and the order that its sharding left."""
+"""Megatron's `PackedSeqParams`: with the plans of a microbatch, and what those without plans say of their batch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NoReturn
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields
+from typing import Any, NoReturn
 
 import numpy as np
+import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp.batch.shard import local_positions, prepare_plans
 from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.groups import RankGroup
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.capabilities import require
 
 _OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
 _SHARD_BATCH = "megatron_cp.megatron.batch.shard_batch"
+
+
+@dataclass
+class PlannedSeqParams(PackedSeqParams):
+    """Megatron's `PackedSeqParams` with the plans of the microbatch: what every layer reads, and none makes.
+
+    `cu_seqlens_*` are those of the whole batch, as Megatron has them; `max_seqlen_*` the next power of two.
+
+    Attributes:
+        plans: for every kind of layer.
+        positions: `[t]` place of each of this rank's rows in its document, on the device.
+        seed: of dropout in attention: the same on every rank, another one in every batch and step. None for Megatron's
+            own batches, whose layers draw one.
+    """
+
+    plans: BatchPlan | None = None
+    positions: Tensor | None = None
+    seed: int | None = None
+    _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, made for the first layer of the microbatch that asks for `key`, recomputed or not."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+        found: T = self._remembered[key]
+        return found
+
+    def rotary_phases(self, table: Tensor) -> Tensor:
+        """`[t, 1, 1, d]`: the rows of a `[max_length, 1, 1, d]` table of rotary angles at this rank's positions.
+
+        Gathered once a microbatch and table, whatever the number of layers, recomputed or not.
+        """
+        assert self.positions is not None  # only where Megatron copies the base class's fields alone
+        # Not by the object: each layer that is recomputed is given a detached one.
+        memory = (table.data_ptr(), table.shape, table.stride(), table.dtype)
+        positions = self.positions
+        # The table is kept too, so that its memory is not given to another one.
+        return self.remember(memory, lambda: (table, table.index_select(0, positions)))[1]
+
+
+def is_packed(params: PackedSeqParams | None, batch: int) -> bool:
+    """Whether rows are packed documents, and not `batch` sequences side by side.
+
+    Raises:
+        ArgumentError: lengths of documents in a format that says neither.
+    """
+    if params is None or params.qkv_format == "thd":
+        return params is not None
+    offsets = params.cu_seqlens_q
+    # As Megatron has them for multimodal models: one sequence to each of the batch.
+    if offsets is not None and not (params.qkv_format == "sbhd" and offsets.numel() == batch + 1):
+        given = f"qkv_format {params.qkv_format!r} with {offsets.numel() - 1} documents in a batch of {batch}"
+        _refuse(given, "qkv_format='thd' for packed documents", "Another format would be attended to as one sequence.")
+    return False
+
+
+def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int | None = None) -> PlannedSeqParams:
+    """The plans as what Megatron's layers are given, with everything a layer needs on the device already."""
+    prepare_plans(plans, rank, device)
+    return with_plans(plans, local_positions(plans.layout, rank, device), seed)
+
+
+def with_plans(plans: BatchPlan, positions: Tensor, seed: int | None) -> PlannedSeqParams:
+    """The plans beside what Megatron's own layers read of a packed batch; `positions` are this rank's."""
+    packing = plans.layout.packing
+    cu_seqlens = on_device(packing.cu_seqlens, positions.device)
+    # Megatron keeps a table of rotary angles for each of the last 32 of these. Rounded up, packs share a few.
+    max_length = 1 << (max(packing.max_length, 1) - 1).bit_length()
+    return PlannedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max_length,
+        max_seqlen_kv=max_length,
+        plans=plans,
+        positions=positions,
+        seed=seed,
+    )
+
+
+def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None) -> PlannedSeqParams:
+    """`params` with plans: as they are if `shard_batch` made them, else of the rows that Megatron's sharding left.
+
+    The lengths in Megatron's own are on the device, so this reads them once a microbatch; every later layer finds the
+    result.
+
+    Args:
+        params: of a packed batch.
+        group: the context-parallel ranks.
+        order: how Megatron's own pipeline cut packs: each "document" or the whole "pack"; see `Documents.layout`.
+
+    Raises:
+        ArgumentError: several ranks and no order, lengths that Megatron's sharding cannot cut, or fields that
+            contradict one another.
+    """
+    if isinstance(params, PlannedSeqParams) and params.plans is not None:
+        return params
+    key = (group.size, group.rank, order, _version_of(params))
+    known: tuple[Hashable, PlannedSeqParams] | None = params.__dict__.get("_megatron_cp")
+    if known is not None and known[0] == key:
+        return known[1]
+    documents = Documents.of(params)
+    plans = BatchPlan(documents.layout(group.size, order), lengths=documents.lengths)
+    offsets = params.cu_seqlens_q if params.cu_seqlens_q is not None else params.cu_seqlens_q_padded
+    found = planned_params(plans, group.rank, offsets.device)
+    for name in (f.name for f in fields(PackedSeqParams)):
+        setattr(found, name, getattr(params, name))
+    assert found.positions is not None
+    # Only pads lie further on, where a table of rotary angles that is as long as the longest document has no row.
+    found.positions = found.positions.clamp(max=max(documents.max_length - 1, 0))
+    params.__dict__["_megatron_cp"] = key, found
+    return found
 
 
 @dataclass(frozen=True)
@@ -93,23 +211,7 @@ class Documents:
         return Layout.from_fragments(self.packing, [cut.fragments_of(rank) for rank in range(cp_size)])
 
 
-def is_packed(params: PackedSeqParams | None, batch: int) -> bool:
-    """Whether rows are packed documents, and not `batch` sequences side by side.
-
-    Raises:
-        ArgumentError: lengths of documents in a format that says neither.
-    """
-    if params is None or params.qkv_format == "thd":
-        return params is not None
-    offsets = params.cu_seqlens_q
-    # As Megatron has them for multimodal models: one sequence to each of the batch.
-    if offsets is not None and not (params.qkv_format == "sbhd" and offsets.numel() == batch + 1):
-        given = f"qkv_format {params.qkv_format!r} with {offsets.numel() - 1} documents in a batch of {batch}"
-        _refuse(given, "qkv_format='thd' for packed documents", "Another format would be attended to as one sequence.")
-    return False
-
-
-def version_of(params: PackedSeqParams) -> tuple[tuple[int, int], ...]:
+def _version_of(params: PackedSeqParams) -> tuple[tuple[int, int], ...]:
     """What another tensor of offsets, or another value in one of them, changes."""
     offsets = (getattr(params, name) for name in _OFFSETS)
     return tuple((id(t), 0 if t is None or t.is_inference() else t._version) for t in offsets)

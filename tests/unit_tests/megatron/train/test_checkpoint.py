@@ -13,11 +13,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.megatron import checkpoint
-from megatron_cp.megatron.checkpoint import check_checkpoint, compare_gradients, latest_checkpoint
-from megatron_cp.megatron.options import TrainingOptions
-from megatron_cp.megatron.run_folder import TRACKER
-from tests.unit_tests.megatron_training.evil import Evil
+from megatron_cp.megatron.train import checkpoint
+from megatron_cp.megatron.train.checkpoint import check_checkpoint, compare_gradients, latest_checkpoint
+from megatron_cp.megatron.train.options import TrainingOptions
+from megatron_cp.megatron.train.run_folder import TRACKER
+from tests.unit_tests.megatron.train.evil import Evil
 
 
 def test_the_latest_checkpoint_is_the_one_that_the_tracker_names(tmp_path):

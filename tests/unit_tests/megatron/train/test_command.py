@@ -11,8 +11,8 @@ pytest.importorskip("megatron.core")
 
 from megatron_cp.cli import train
 from megatron_cp.cli.main import main
-from megatron_cp.megatron.options import Run, TrainingOptions
-from megatron_cp.megatron.training import _Log
+from megatron_cp.megatron.train.loop import _Log
+from megatron_cp.megatron.train.options import Run, TrainingOptions
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,14 @@ from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronGatedDeltaNet
-from megatron.core.ssm.gated_delta_net import common as megatron_common
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from torch import Tensor
 
 from megatron_cp.linear.gated_delta_net import gated_delta_net
-from megatron_cp.megatron.modules import (
-    LinearModule,
-    check_comm_type,
-    codec_of,
-    cp_ranks,
-    exchanged,
-    refuse,
-    refuse_unsupported,
-    transport_of,
-)
+from megatron_cp.megatron.layers.base import LinearModule
+from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
+from megatron_cp.megatron.layers.refusals import check_comm_type, refuse, refuse_unsupported
+from megatron_cp.megatron.patches import gated_delta_net_without_fla
 from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSlot
 
@@ -39,7 +32,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(config)
         check_comm_type(config, kwargs.get("cp_comm_type"), "Gated DeltaNet")
-        with exchanged(megatron_common, HAVE_FLA=True):  # its kernels are not what runs here
+        with gated_delta_net_without_fla():  # its kernels are not what runs here
             super().__init__(config, *args, **kwargs)
         if self.activation not in ("silu", "swish"):
             refuse("activation_func", self.activation, "silu", "The convolution's activation is silu.")

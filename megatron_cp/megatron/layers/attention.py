@@ -18,18 +18,11 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.megatron.batch import PlannedSeqParams
-from megatron_cp.megatron.documents import is_packed
-from megatron_cp.megatron.modules import (
-    ContextParallelModule,
-    Norm,
-    codec_of,
-    cp_ranks,
-    refuse,
-    refuse_feature,
-    refuse_unsupported,
-    transport_of,
-)
+from megatron_cp.megatron.layers.base import ContextParallelModule
+from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
+from megatron_cp.megatron.layers.norms import Norm
+from megatron_cp.megatron.layers.refusals import refuse, refuse_feature, refuse_unsupported
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed
 from megatron_cp.plan.schemes import may_exchange_heads, scheme_named
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
 from megatron_cp.planner.capabilities import require

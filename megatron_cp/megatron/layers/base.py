@@ -1,0 +1,102 @@
+"""What our layers are: modules with a slot and a group, which find the plan of their batch and check its rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.agreement import agree_on_layer
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.linear.kernels import LinearKernel
+from megatron_cp.megatron.layers.refusals import refuse
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import REDISTRIBUTE
+from megatron_cp.planner.batch import BatchPlan, LinearSlot, Slot
+
+
+class ContextParallelModule:
+    """A module that runs its tokens over the ranks of the context-parallel group.
+
+    Attributes:
+        config: Megatron's configuration, with our options or without.
+        slot: its kind of layer.
+        ranks: its context-parallel group.
+    """
+
+    config: Any
+    slot: Slot
+    ranks: RankGroup
+
+    def planned(self, packed_seq_params: PackedSeqParams) -> PlannedSeqParams:
+        """The packed batch with its plans, in the order that the configuration states for Megatron's own batches."""
+        return planned(packed_seq_params, self.ranks, getattr(self.config, "cp_packed_order", None))
+
+    def agree(self, **settings: Any) -> None:
+        """Compares what the module fixes while it is built with the other ranks', so that no step has to.
+
+        Raises:
+            CallMismatchError: another rank builds it in another way.
+        """
+        name = f"{type(self).__name__} {getattr(self, 'layer_number', '')}".rstrip()
+        agree_on_layer(self.ranks, name, {"kind": self.slot, "type": self.config.params_dtype, **settings})
+
+    def check_rows(self, rows: int, layout: Layout) -> None:
+        """Refuses tensors of other rows than those that this rank has of the batch.
+
+        Raises:
+            ArgumentError: which, by the name of what Megatron is given.
+        """
+        local = int(layout.row_counts[self.ranks.rank])
+        if rows != local:
+            raise ArgumentError(
+                "packed_seq_params",
+                f"cu_seqlens up to {layout.packing.total}, {local} rows of them on rank {self.ranks.rank}",
+                f"the documents of the rows that the layer is given, {rows} on this rank",
+                "cu_seqlens end at the number of rows on all ranks; pads behind the last document count as one.",
+            )
+
+
+class LinearModule(ContextParallelModule):
+    """A linear layer, whose rows are those of a packed batch or of whole sequences.
+
+    Attributes:
+        kernel: what computes it, as the operations of `megatron_cp.linear` take it.
+    """
+
+    slot: LinearSlot
+    kernel: str | LinearKernel = "auto"
+    _unpacked: BatchPlan | None = None  # of the latest shape of unpacked batches, which rarely changes
+
+    def packed_plan(self, packed_seq_params: PackedSeqParams | None, batch: int = 1) -> Plan | None:
+        """The plan for the packed documents; None for `batch` sequences side by side."""
+        if not is_packed(packed_seq_params, batch):
+            return None
+        assert packed_seq_params is not None
+        plans = self.planned(packed_seq_params).plans
+        assert plans is not None
+        return plans.plan(self.slot)
+
+    def plan_of(self, rows: int, batch: int, packed_seq_params: PackedSeqParams | None) -> Plan:
+        """The plan for `[rows, batch, ...]`: of the packed documents, or else of `batch` sequences in zigzag order.
+
+        Raises:
+            ArgumentError: a packed batch of several rows, or documents of another number of tokens.
+        """
+        plan = self.packed_plan(packed_seq_params, batch)
+        if plan is not None:
+            if batch != 1:
+                refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
+            self.check_rows(rows, plan.layout)
+            return plan
+        if self.slot.mode == REDISTRIBUTE.name:
+            refuse("linear_cp_mode", self.slot.mode, "headwise, chunkwise or auto for batches that are not packed", "")
+        slot = replace(self.slot, hidden_size=None, run=())  # a layer of its own: only packed batches are redistributed
+        packing = Packing([rows * self.ranks.size] * batch)
+        if self._unpacked is None or self._unpacked.layout.packing != packing:
+            self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [slot])
+        return self._unpacked.plan(slot)

@@ -1,0 +1,109 @@
+"""What is exchanged inside Megatron is there in the block, and as it was after it, however it ends."""
+
+import contextlib
+import os
+import pickle
+import queue
+import subprocess
+import sys
+import types
+
+import pytest
+
+from megatron_cp.megatron import patches
+from megatron_cp.megatron.patches import exchanged
+
+SWITCH = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+
+
+def module():
+    made = types.ModuleType("of_a_test")
+    made.first, made.second = 1, 2
+    return made
+
+
+def test_other_values_are_there_for_a_block():
+    made = module()
+    with exchanged(made, first=3):
+        assert (made.first, made.second) == (3, 2)
+    assert (made.first, made.second) == (1, 2)
+
+
+def test_the_values_from_before_are_back_after_an_error():
+    made = module()
+    with pytest.raises(RuntimeError, match="inside"), exchanged(made, first=3, second=4):
+        raise RuntimeError("inside")
+    assert (made.first, made.second) == (1, 2)
+
+
+def test_rejects_a_name_that_the_module_does_not_have():
+    """As after an update of Megatron that renames it: nothing is exchanged then, and nobody believes that it is."""
+    made = module()
+    with pytest.raises(KeyError, match="third"), exchanged(made, first=3, third=5):
+        pass
+    assert (made.first, made.second, hasattr(made, "third")) == (1, 2, False)
+
+
+def test_importing_the_patches_imports_neither_torch_nor_megatron():
+    """Benchmarks without Megatron use `exchanged`; and `__init__` of the room has nothing but its docstring."""
+    code = "import sys, megatron_cp.megatron.patches\nassert not {'torch', 'megatron.core'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def names(*modules):
+    return [{**vars(each)} for each in modules]
+
+
+def test_mixers_are_built_without_their_kernels_and_megatron_is_as_it_was():
+    pytest.importorskip("megatron.core")
+    from megatron.core.ssm import mamba_context_parallel, mamba_mixer
+    from megatron.core.ssm.gated_delta_net import common
+
+    from megatron_cp.megatron.layers.norms import GatedRMSNorm
+
+    before = names(mamba_mixer, mamba_context_parallel, common)
+    with patches.mamba_mixer_without_its_kernels(), patches.gated_delta_net_without_fla():
+        flags = mamba_mixer.HAVE_MAMBA_SSM, mamba_mixer.MAMBA_HAS_STATE_DTYPE, mamba_mixer.HAVE_EINOPS
+        assert flags == (True, True, True)
+        assert mamba_mixer.ExtendedRMSNorm is GatedRMSNorm
+        assert mamba_context_parallel.HAVE_EINOPS
+        assert common.HAVE_FLA
+    assert names(mamba_mixer, mamba_context_parallel, common) == before
+
+
+def test_results_of_writers_need_no_other_process():
+    pytest.importorskip("megatron.core")
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    before = filesystem_async._results_queue
+    with patches.checkpoint_results_in_this_process():
+        assert isinstance(filesystem_async.get_write_results_queue(), queue.SimpleQueue)
+    assert filesystem_async._results_queue is before
+
+
+@pytest.mark.parametrize("switch", [None, "0"])
+def test_checkpoints_are_unpickled_by_what_is_given(switch, monkeypatch):
+    from torch.distributed.checkpoint import filesystem
+
+    monkeypatch.delenv(SWITCH, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(SWITCH, switch)
+    with contextlib.suppress(RuntimeError), patches.checkpoints_unpickled_by(lambda file: file):
+        assert filesystem.pickle.load("a file") == "a file"
+        assert os.environ[SWITCH] == "1"
+        raise RuntimeError
+    assert filesystem.pickle is pickle
+    assert os.environ.get(SWITCH) == switch
+
+
+class FailingAtTheEnd:
+    def __del__(self):
+        raise RuntimeError("in a destructor")
+
+
+def test_failing_destructors_print_nothing(capsys):
+    hook = sys.unraisablehook
+    with patches.silent_destructors():
+        FailingAtTheEnd()
+    assert sys.unraisablehook is hook
+    assert capsys.readouterr().err == ""
