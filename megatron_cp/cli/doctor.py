@@ -11,6 +11,7 @@ from megatron_cp import __version__
 from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
 from megatron_cp.cli.report import Report
 from megatron_cp.layout import Packing
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.planner.capabilities import CAPABILITIES
 
 HELP = "versions, kernels found, devices, and what works here"
@@ -71,7 +72,7 @@ def _kernels() -> list[Finding]:
     packing = Packing([1])
     call = AttentionCall(1.0, 128, 128, dtype, device)
     rows = [("attention", kernel.name, kernel.refusal(call), kernel.package) for kernel in KERNELS]
-    for kind in ("gdn", "kda", "mamba"):
+    for kind in (kind.name for kind in KINDS.values() if kind.has_state):
         linear_call = LinearCall(kind, packing, dtype, device, 128, conv_width=4, channels=(128,))
         rules = [kernel for kernel in RULES if kind in kernel.kinds]
         rows += [(kind, kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in rules]

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_cp.cli.parser import MAX_TOKENS, integers, natural, number, positive, rows, size
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.capabilities import refuse_unbuilt, require, working
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
     if args.layer == "attention":
         return None
     known = HIDDEN_SIZES[args.model] if args.model else None
-    return args.hidden_size or known or (shape.heads * shape.value_dim if args.scheme == "redistribute" else None)
+    return args.hidden_size or known or (shape.heads * shape.value_dim if args.scheme == REDISTRIBUTE.name else None)
 
 
 def given_axes(args: argparse.Namespace) -> list[str]:

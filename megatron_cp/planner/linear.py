@@ -133,8 +133,8 @@ def plan_linear(
     record = KINDS[require("kind", kind)]
     require("mode", mode)
     check_layout(packing, layout)
-    shape = _shape(
-        record, conv_width, heads=heads, key_heads=key_heads, groups=groups, head_dim=head_dim,
+    shape = linear_shape(
+        kind, conv_width, heads=heads, key_heads=key_heads, groups=groups, head_dim=head_dim,
         value_head_dim=value_head_dim, state=state, channels=channels,
     )  # fmt: skip
     layers = checked_integer("layers", layers, 1)
@@ -288,16 +288,22 @@ def unused(way: str, codec: str, head_chunks: int | None) -> tuple[str, ...]:
     return (f"{' and '.join(asked)} {are} unused: {way} was chosen, which exchanges no heads; headwise uses them",)
 
 
-def _shape(kind: LinearKind, conv_width: int, **given: int | None) -> LinearShape:
+def linear_shape(name: str, conv_width: int, **given: int | None) -> LinearShape:
+    """The sizes of a kind of layer in one vocabulary, from those that `plan_linear` takes.
+
+    Raises:
+        ArgumentError: a size that the kind has not, or lacks, or that is none.
+    """
+    kind = KINDS[name]
     names = {argument.name: argument for argument in kind.arguments}
-    for name, value in given.items():
-        if value is not None and name not in names:
-            raise ArgumentError(name, value, f"None for {kind.name}, which takes {', '.join(names)}")
-        if value is None and name in names and names[name].default is None:
-            raise ArgumentError(name, None, f"an integer of at least 1: {kind.name} needs it")
+    for argument_name, value in given.items():
+        if value is not None and argument_name not in names:
+            raise ArgumentError(argument_name, value, f"None for {name}, which takes {', '.join(names)}")
+        if value is None and argument_name in names and names[argument_name].default is None:
+            raise ArgumentError(argument_name, None, f"an integer of at least 1: {name} needs it")
     width, sizes = checked_integer("conv_width", conv_width, 1, MAX_CONV_WIDTH), dict[str, int]()
     for argument in kind.arguments:
-        value, default = given[argument.name], argument.default
+        value, default = given.get(argument.name), argument.default
         if value is None:
             sizes[argument.field] = sizes[default] if isinstance(default, str) else default or 1
         else:

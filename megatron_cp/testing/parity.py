@@ -19,20 +19,19 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.relayout import relayout
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
-from megatron_cp.linear.causal_conv1d import causal_conv1d
-from megatron_cp.linear.gated_delta_net import gated_delta_net
-from megatron_cp.linear.kimi_delta_attention import kda_mixer
-from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.linear.on_rank import LinearOnRank
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import DEFAULT, HEADWISE
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
-from megatron_cp.planner.linear import plan_linear
+from megatron_cp.planner.linear import LinearShape, linear_shape, plan_linear
 from megatron_cp.softmax import kernels as softmax_kernels
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.on_rank import attention_call
+from megatron_cp.testing.layers import LAYERS, run_mixer
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
@@ -138,7 +137,6 @@ class Case:
         return made
 
     def plan(self) -> Plan:
-        shape: dict[str, Any] = {"heads": self.heads, "head_dim": self.head_dim, "value_head_dim": self.value_head_dim}
         mask = self.made_mask() if self.layer == "attention" else None
         wire: dict[str, Any] = {
             "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
@@ -150,21 +148,26 @@ class Case:
                 kv_layout = layout_by_name(self.kv_layout, self.kv_packing, self.cp, seed=self.seed + 1)
                 cross = {"kv_packing": self.kv_packing, "kv_layout": kv_layout}
             return plan_attention(
-                self.packing, layout, kv_heads=self.groups, mask=mask, scheme=self.scheme,
-                ulysses_degree=self.ulysses_degree, **shape, **wire, **cross,
+                self.packing, layout, heads=self.heads, kv_heads=self.groups, head_dim=self.head_dim,
+                value_head_dim=self.value_head_dim, mask=mask, scheme=self.scheme,
+                ulysses_degree=self.ulysses_degree, **wire, **cross,
             )  # fmt: skip
-        kind = require("kind", self.layer)
-        sizes: dict[str, Any] = {**shape, "key_heads": self.groups}
-        if kind == "mamba":
-            sizes = {
-                "heads": self.heads, "groups": self.groups, "state": self.head_dim, "head_dim": self.value_head_dim,
-            }  # fmt: skip
-        elif kind == "conv1d":
-            sizes = {"channels": self.heads * self.value_head_dim}
         return plan_linear(
-            self.packing, layout, kind, conv_width=self.conv_width, mode=self.scheme, hidden_size=self.hidden_size,
-            item_size=self.dtype.itemsize, **sizes, **wire,
+            self.packing, layout, require("kind", self.layer), conv_width=self.conv_width, mode=self.scheme,
+            hidden_size=self.hidden_size, item_size=self.dtype.itemsize, **self._linear_sizes(), **wire,
         )  # fmt: skip
+
+    def _linear_sizes(self) -> dict[str, Any]:
+        """The sizes of a linear layer, as `plan_linear` calls them; conv1d has the channels of all heads."""
+        kind = KINDS[self.layer]
+        heads = self.heads if kind.has_state else self.heads * self.value_head_dim
+        sizes = {"heads": heads, "groups": self.groups, "key_dim": self.head_dim, "value_dim": self.value_head_dim}
+        return {argument.name: sizes[argument.field] for argument in kind.arguments}
+
+    @property
+    def linear_shape(self) -> LinearShape:
+        """The sizes of a linear layer, in one vocabulary."""
+        return linear_shape(self.layer, self.conv_width, **self._linear_sizes())
 
     def _transport(self) -> Transport:
         require("transport", self.transport)
@@ -246,7 +249,6 @@ def draw(case: Case) -> Problem:
     def normal(*shape: int, scale: float = 1.0) -> Tensor:
         return (torch.randn(*shape, generator=random, dtype=torch.float64) * scale).to(case.dtype).to(case.device)
 
-    gradient_shape = (total, case.heads, case.value_head_dim)
     if case.layer == "attention":
         inputs = {
             "q": normal(total, case.heads, case.head_dim),
@@ -254,26 +256,10 @@ def draw(case: Case) -> Problem:
             "v": normal(case.kv_packing.total, case.groups, case.value_head_dim),
         }
         parameters = {"sink": normal(case.heads)} if case.learned_sink else {}
-        return Problem(inputs, parameters, normal(*gradient_shape))
-    heads, values = case.heads, case.heads * case.value_head_dim
-    channels = values + (0 if case.layer == "conv1d" else 2 * case.groups * case.head_dim)
-    conv = {"conv": normal(channels, case.conv_width, scale=case.conv_width**-0.5), "conv_bias": normal(channels)}
-    if case.layer == "conv1d":
-        return Problem({"x": normal(total, channels)}, conv, normal(total, values))
-    decay = {"A_log": normal(heads, scale=0.3) - 1, "dt_bias": normal(heads, scale=0.3) - 1}
-    match case.layer:
-        case "gdn":
-            inputs = {"qkv": normal(total, channels), "beta": normal(total, heads), "alpha": normal(total, heads)}
-            del conv["conv_bias"]  # which no published model has
-            parameters = conv | decay
-        case "kda":
-            width = heads * case.head_dim
-            inputs = {"qkv": normal(total, channels), "g": normal(total, width), "beta": normal(total, heads)}
-            parameters = conv | decay | {"dt_bias": normal(width, scale=0.3) - 1}
-        case _:
-            inputs = {"xBC": normal(total, channels), "dt": normal(total, heads)}
-            parameters = conv | decay | {"D": normal(heads)}
-    return Problem(inputs, parameters, normal(*gradient_shape))
+        return Problem(inputs, parameters, normal(total, case.heads, case.value_head_dim))
+    inputs, parameters = LAYERS[case.layer].draw(case.linear_shape, total, normal)
+    out = (case.heads, case.value_head_dim) if KINDS[case.layer].has_state else (case.linear_shape.heads,)
+    return Problem(inputs, parameters, normal(total, *out))
 
 
 def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> dict[str, Tensor]:
@@ -313,13 +299,7 @@ def run_linear(
     tensors = list(inputs.values())
     if plan.hidden_layout is not None:
         tensors = [relayout(tensor, plan.hidden_layout, plan.layout, group) for tensor in tensors]
-    if case.layer == "conv1d":
-        (x,), (taps, bias) = tensors, parameters.values()
-        out = causal_conv1d(x, taps, bias, plan, group, activation="silu", kernel=case.kernel)
-    else:
-        mixers: dict[str, Callable[..., Tensor]] = {"gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
-        scale = {} if case.layer == "mamba" else {"scale": case.softmax_scale}
-        out = mixers[case.layer](*tensors, plan, group, **parameters, **scale, kernel=case.kernel)
+    out = run_mixer(case.layer, tensors, parameters, plan, group, case.softmax_scale, case.kernel)
     return out if plan.hidden_layout is None else relayout(out, plan.layout, plan.hidden_layout, group)
 
 
@@ -349,8 +329,10 @@ def one_rank(case: Case) -> dict[str, Tensor]:
 
 
 def _alone(case: Case) -> Case:
-    alone = replace(case, cp=1, layout="contiguous", align=1, ulysses_degree=None, head_chunks=None, codec="none")
-    return replace(alone, scheme="a2a" if case.layer == "attention" else "headwise")
+    scheme = DEFAULT.name if case.layer == "attention" else HEADWISE.name
+    return replace(
+        case, cp=1, layout="contiguous", align=1, scheme=scheme, ulysses_degree=None, head_chunks=None, codec="none"
+    )
 
 
 def kernel_errors(case: Case, own: dict[str, Tensor]) -> dict[str, float]:

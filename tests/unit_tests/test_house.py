@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import megatron_cp
+from megatron_cp.plan.kinds import KINDS
+from megatron_cp.plan.schemes import MODES, SCHEMES
 
 HOUSE = Path(megatron_cp.__file__).parent
 # From the ground up: a room may import its own and lower ones.
@@ -142,6 +144,49 @@ def test_functions_fit_a_screen():
         if isinstance(node, ast.FunctionDef) and length_of(node) > LONGEST_FUNCTION
     }
     assert long == {}
+
+
+# -- records instead of strings ---------------------------------------------------------------------------------------
+
+# Where names of schemes, modes and kinds may be compared: where they are defined, and where users' words are read.
+NAMED_IN = {"plan/kinds.py", "plan/schemes.py", "cli/options.py"}
+
+
+def names_compared(source, names):
+    """The lines in which a source compares something with one of the names, or looks for it among them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            found = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+        elif isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant):
+            found = {node.value.value}
+        else:
+            continue
+        if found & names:
+            yield node.value.lineno if isinstance(node, ast.MatchValue) else node.lineno
+
+
+def test_what_a_scheme_or_a_kind_can_do_is_read_from_its_record():
+    names = {*SCHEMES, *MODES, *KINDS} - {"exact"}  # which sections are too
+    found = {
+        f"{path.relative_to(HOUSE)}:{line}"
+        for path in HOUSE.rglob("*.py")
+        if str(path.relative_to(HOUSE)) not in NAMED_IN
+        for line in names_compared(path.read_text(), names)
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ('if kind == "mamba":\n    pass', 1),
+        ('x = 1\ny = scheme in ("a2a", "p2p")', 2),
+        ('match kind:\n    case "gdn":\n        pass', 2),
+        ('x = "mamba"', None),
+    ],
+)
+def test_a_compared_name_is_seen(source, line):
+    assert list(names_compared(source, {"mamba", "a2a", "gdn"})) == ([] if line is None else [line])
 
 
 # -- who imports torch -------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.plan.schemes import HEADWISE
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case
 
@@ -51,8 +52,8 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     """What the command prints."""
     if args.ranks != "processes":
         raise ArgumentError("--ranks", args.ranks, "processes", f"{MEGATRON} knows no other ranks.")
-    if args.scheme not in (None, "headwise"):
-        raise ArgumentError("--scheme", args.scheme, "headwise", "That is the one that exchanges heads.")
+    if args.scheme not in (None, HEADWISE.name):
+        raise ArgumentError("--scheme", args.scheme, HEADWISE.name, "That is the one that exchanges heads.")
     asked = world.size if world else args.cp
     args = argparse.Namespace(**vars(args))
     args.dtype, args.scheme = args.dtype or "bfloat16", "headwise"

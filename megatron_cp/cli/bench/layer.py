@@ -30,6 +30,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout
+from megatron_cp.plan.kinds import KINDS, MAMBA
 from megatron_cp.testing.parity import FLOOR_SHARE, Case, relative_error
 
 LAYERS = ("gdn", "mamba")
@@ -112,7 +113,7 @@ def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Wor
     args.hidden_size = None  # nothing is redistributed here
     known = MODELS[_MODELS[layer]][layer]
     shape = {"heads": known.heads, "key_heads": known.groups, "head_dim": known.head_dim}
-    if layer == "mamba":
+    if KINDS[layer] is MAMBA:
         shape = {
             "heads": known.heads, "groups": known.groups, "head_dim": known.value_dim, "state": known.head_dim,
         }  # fmt: skip

@@ -28,6 +28,7 @@ from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.linear.kernels import choose_conv, choose_rule
 from megatron_cp.linear.on_rank import LinearOnRank
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.testing.parity import Case, draw
 
 _SHAPES = {
@@ -127,4 +128,4 @@ def _kernel_of(case: Case) -> str:
     share = LinearOnRank(
         case.plan(), group, case.kernel, "values", torch.empty(0, dtype=case.dtype, device=case.device)
     )
-    return (choose_conv if case.layer == "conv1d" else choose_rule)(case.kernel, share.call).name
+    return (choose_rule if KINDS[case.layer].has_state else choose_conv)(case.kernel, share.call).name

@@ -13,6 +13,7 @@ from megatron_cp.cli.bench.saved_bytes import Saved
 from megatron_cp.cli.bench.segments import NUM_PIECES, PLACES, RANKS
 from megatron_cp.cli.bench.spread import formatted, spread
 from megatron_cp.cli.bench.timing import BOTH, DIRECTIONS, Timing
+from megatron_cp.plan.kinds import KINDS, MAMBA
 from megatron_cp.testing.parity import Case
 
 LAYERS = ("gdn", "kda", "mamba", "conv1d")
@@ -123,7 +124,7 @@ def _summed(way: str, value: Callable[[str], Any]) -> Any:
 def text(case: Case, data: dict[str, Any]) -> str:
     """For people."""
     dtype = str(case.dtype).removeprefix("torch.")
-    what = "the convolution" if case.layer == "conv1d" else "the rule, conv and gates apart"
+    what = "the rule, conv and gates apart" if KINDS[case.layer].has_state else "the convolution"
     target = data["target"]
     middle, few = (data["chunkwise_over_plain"][name]["both"]["median"] for name in ("middle", "few"))
     return "\n".join([
@@ -149,9 +150,9 @@ def text(case: Case, data: dict[str, Any]) -> str:
 
 
 def _shape(case: Case) -> str:
-    if case.layer == "conv1d":
+    if not KINDS[case.layer].has_state:
         return f"{case.heads * case.value_head_dim} channels, {case.conv_width} taps"
-    if case.layer == "mamba":
+    if KINDS[case.layer] is MAMBA:
         return f"{case.heads} heads of {case.value_head_dim}, {case.groups} groups of {case.head_dim}"
     return f"heads {case.heads}/{case.groups} of {case.head_dim}/{case.value_head_dim}"
 

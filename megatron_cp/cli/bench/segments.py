@@ -16,6 +16,7 @@ from megatron_cp.linear.activations import softplus
 from megatron_cp.linear.kernels import Delta, Inputs, StateSpace
 from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.linear.reductions import l2_normalised
+from megatron_cp.plan.kinds import GDN, KINDS, MAMBA
 from megatron_cp.testing.parity import TOLERANCES, Case, draw, relative_error
 
 PLACES = ("first", "middle", "last", "few")
@@ -68,12 +69,17 @@ def _own_part(
 
     def rule(group: RankGroup) -> Tensor:
         share = LinearOnRank(plan, group, case.kernel, "values", inputs[0])
-        named = StateSpace(*inputs) if case.layer == "mamba" else Delta(*inputs)
-        return share.recurrence(named, 1.0 if case.layer == "mamba" else case.head_dim**-0.5)
+        named = _named(case, inputs)
+        return share.recurrence(named, case.head_dim**-0.5 if isinstance(named, Delta) else 1.0)
 
-    values_of = inputs[2] if case.layer in ("gdn", "kda") else inputs[0]
+    has_state = KINDS[case.layer].has_state
+    values_of = _named(case, inputs).values if has_state else inputs[0]
     gradient = torch.randn(values_of.shape, generator=random, dtype=torch.float64).to(values_of)
-    return Work(conv if case.layer == "conv1d" else rule, inputs, gradient, group)
+    return Work(rule if has_state else conv, inputs, gradient, group)
+
+
+def _named(case: Case, inputs: list[Tensor]) -> Inputs:
+    return StateSpace(*inputs) if KINDS[case.layer] is MAMBA else Delta(*inputs)
 
 
 def _drawn(case: Case, tokens: int) -> list[Tensor]:
@@ -84,18 +90,20 @@ def _drawn(case: Case, tokens: int) -> list[Tensor]:
         return torch.randn(*shape, generator=random, dtype=torch.float64)
 
     heads, groups, dk, dv = case.heads, case.groups, case.head_dim, case.value_head_dim
-    if case.layer == "conv1d":
+    if not KINDS[case.layer].has_state:
         problem = draw(replace(case, lengths=(tokens,)))
         return [*problem.inputs.values(), *problem.parameters.values()]
     rates = (0.3 * normal(heads) - 1).exp()
     steps = softplus(normal(tokens, heads) - 1)
     inputs: Inputs
-    if case.layer == "mamba":
+    if KINDS[case.layer] is MAMBA:
         inputs = StateSpace(
             normal(tokens, heads, dv), steps, -rates, normal(tokens, groups, dk), normal(tokens, groups, dk)
         )
     else:
-        decay = -rates * steps if case.layer == "gdn" else -rates[:, None] * softplus(normal(tokens, heads, dk) - 1)
+        decay = (
+            -rates * steps if KINDS[case.layer] is GDN else -rates[:, None] * softplus(normal(tokens, heads, dk) - 1)
+        )
         q, k = (l2_normalised(normal(tokens, groups, dk)) for _ in "qk")
         inputs = Delta(q, k, normal(tokens, heads, dv), decay, normal(tokens, heads).sigmoid())
     return [x.to(case.dtype).to(case.device) for x in inputs]
@@ -107,7 +115,7 @@ def megatron_rule(case: Case, plain: Work) -> dict[str, Work]:
     Raises:
         ImportError: it is not installed, or has nothing for this layer.
     """
-    if case.layer != "gdn":
+    if KINDS[case.layer] is not GDN:
         raise ImportError(f"it has nothing of its own in plain torch for {case.layer}")
     from megatron_cp.cli.bench.peers.delta_rule import gated_delta_rule
 

@@ -31,6 +31,7 @@ from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.executor.head_exchange import start_to_heads
 from megatron_cp.executor.hosts import hosts_of
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.plan.schemes import DEFAULT, HEADWISE
 from megatron_cp.plan.transport import Transport
 from megatron_cp.testing.parity import Case, draw
 
@@ -98,10 +99,10 @@ def _job(
             asked.tokens_per_rank = -(-_TOKENS // cp)
         if args.model is None:
             asked.heads = args.heads or heads
-            groups = (args.key_heads if layer == "gdn" else None) or args.kv_heads or args.heads or groups
+            groups = (None if layer == "attention" else args.key_heads) or args.kv_heads or args.heads or groups
             asked.kv_heads, asked.key_heads = (groups, None) if layer == "attention" else (None, groups)
         asked = with_defaults(asked, world, (layer,), {layer: {"head_dim": 128}})
-        scheme = "a2a" if layer == "attention" else "headwise"
+        scheme = DEFAULT.name if layer == "attention" else HEADWISE.name
         found = replace(case_of(asked, cp, kernel=args.kernel, device=asked.device), scheme=scheme)
         found.refuse_early()
         return found

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCall, RuleKernel, ScanWork
 from megatron_cp.linear.kernels.common.fla_scan import GdnScan, KdaScan, conv_states, documents
 from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
+from megatron_cp.plan.kinds import GDN
 
 SERIES = (0, 6)  # what is called and read here of fla's inside, no other version promises
 MAX_HEAD_DIM = 256
@@ -41,7 +42,7 @@ class FlaRule(RuleKernel):
             return f"has key heads of at most {MAX_HEAD_DIM}, not {call.head_dim}; use chunked or reference"
         # Whether or not gradients are wanted now, so that evaluation runs the kernel that training runs. KDA has a
         # backward of its own, which does not have the fault.
-        if call.kind == "gdn" and _gradients_are_wrong():
+        if call.kind == GDN.name and _gradients_are_wrong():
             return (
                 "this Triton's gradients are wrong on Hopper (flash-linear-attention issue 640); pip install tilelang, "
                 "which needs nvcc, or Triton 3.7.1 or newer, or use chunked"

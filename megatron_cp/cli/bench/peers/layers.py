@@ -29,6 +29,7 @@ from megatron_cp.megatron.config import TransformerConfig
 from megatron_cp.megatron.cpu import run_megatron_on_cpu
 from megatron_cp.megatron.layers.base import LinearModule
 from megatron_cp.megatron.patches import exchanged, gated_delta_net_without_fla, mamba_mixer_without_its_kernels
+from megatron_cp.plan.kinds import KINDS, MAMBA
 from megatron_cp.testing.parity import Case
 
 Function = Callable[..., Any]
@@ -104,7 +105,7 @@ def _configured(case: Case, hidden_size: int) -> TransformerConfig:
     shape: dict[str, Any] = {
         "mamba_num_heads": case.heads, "mamba_head_dim": case.value_head_dim, "mamba_state_dim": case.head_dim,
         "mamba_num_groups": case.groups,
-    } if case.layer == "mamba" else {
+    } if KINDS[case.layer] is MAMBA else {
         "linear_num_value_heads": case.heads, "linear_num_key_heads": case.groups,
         "linear_key_head_dim": case.head_dim, "linear_value_head_dim": case.value_head_dim,
         "linear_conv_kernel_dim": case.conv_width,
@@ -122,14 +123,14 @@ def _configured(case: Case, hidden_size: int) -> TransformerConfig:
 
 def _spec_of(layer: str) -> ModuleSpec:
     parts = specs.hybrid_stack_spec.submodules
-    found = parts.mamba_layer.submodules.mixer if layer == "mamba" else parts.gdn_layer.submodules.self_attention
+    found = parts.mamba_layer.submodules.mixer if KINDS[layer] is MAMBA else parts.gdn_layer.submodules.self_attention
     assert isinstance(found, ModuleSpec)
     return found
 
 
 def _built(layer: str, spec: ModuleSpec, config: TransformerConfig) -> nn.Module:
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
-    arguments = {"d_model": config.hidden_size} if layer == "mamba" else {}
+    arguments = {"d_model": config.hidden_size} if KINDS[layer] is MAMBA else {}
     built: nn.Module = build_module(spec, config=config, layer_number=1, pg_collection=groups, **arguments)
     return built
 
@@ -141,7 +142,7 @@ def _layer(module: nn.Module, case: Case, *exchanges: Exchange) -> Layer:
         qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=case.packing.max_length,
         max_seqlen_kv=case.packing.max_length, total_tokens=case.packing.total,
     )  # fmt: skip
-    others = {} if case.layer == "mamba" else {"attention_mask": None}
+    others = {} if KINDS[case.layer] is MAMBA else {"attention_mask": None}
 
     def forward(hidden: Tensor) -> Tensor:
         with ExitStack() as stack:

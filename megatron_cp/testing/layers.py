@@ -1,0 +1,91 @@
+"""How each kind of linear layer is drawn and run in a parity case: a record each, beside `plan/kinds.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.linear.causal_conv1d import causal_conv1d
+from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.kimi_delta_attention import kda_mixer
+from megatron_cp.linear.mamba2 import mamba2_mixer
+from megatron_cp.plan.plan import Plan
+from megatron_cp.planner.linear import LinearShape
+
+Tensors = dict[str, Tensor]
+Draw = Callable[..., Tensor]  # takes a shape, and `scale=` of its numbers
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """A whole mixer.
+
+    Attributes:
+        draw: from the layer's shape, the number of tokens and a source of normal numbers to the inputs, which are
+            sharded, and the parameters, which every rank has whole.
+        run: from a rank's inputs and the parameters to its output.
+        takes_scale: whether queries are scaled.
+    """
+
+    draw: Callable[[LinearShape, int, Draw], tuple[Tensors, Tensors]]
+    run: Callable[..., Tensor]
+    takes_scale: bool = True
+
+
+def _taps(shape: LinearShape, normal: Draw) -> Tensors:
+    width = shape.conv_width
+    return {"conv": normal(shape.channels, width, scale=width**-0.5), "conv_bias": normal(shape.channels)}
+
+
+def _decay(shape: LinearShape, normal: Draw) -> Tensors:
+    """Between 0.5 and 1 a token."""
+    return {"A_log": normal(shape.heads, scale=0.3) - 1, "dt_bias": normal(shape.heads, scale=0.3) - 1}
+
+
+def _gated_delta_net(shape: LinearShape, total: int, normal: Draw) -> tuple[Tensors, Tensors]:
+    parameters = _taps(shape, normal) | _decay(shape, normal)
+    del parameters["conv_bias"]  # which no published model has
+    inputs = {"qkv": normal(total, shape.channels)} | {name: normal(total, shape.heads) for name in ("beta", "alpha")}
+    return inputs, parameters
+
+
+def _kimi_delta_attention(shape: LinearShape, total: int, normal: Draw) -> tuple[Tensors, Tensors]:
+    parameters, width = _taps(shape, normal) | _decay(shape, normal), shape.heads * shape.key_dim
+    inputs = {"qkv": normal(total, shape.channels), "g": normal(total, width), "beta": normal(total, shape.heads)}
+    return inputs, parameters | {"dt_bias": normal(width, scale=0.3) - 1}
+
+
+def _mamba2(shape: LinearShape, total: int, normal: Draw) -> tuple[Tensors, Tensors]:
+    parameters = _taps(shape, normal) | _decay(shape, normal)
+    inputs = {"xBC": normal(total, shape.channels), "dt": normal(total, shape.heads)}
+    return inputs, parameters | {"D": normal(shape.heads)}
+
+
+def _conv1d(shape: LinearShape, total: int, normal: Draw) -> tuple[Tensors, Tensors]:
+    parameters = _taps(shape, normal)
+    return {"x": normal(total, shape.channels)}, parameters
+
+
+def _run_conv1d(x: Tensor, plan: Plan, group: RankGroup, *, conv: Tensor, conv_bias: Tensor, **options: Any) -> Tensor:
+    return causal_conv1d(x, conv, conv_bias, plan, group, activation="silu", **options)
+
+
+LAYERS = {
+    "gdn": LinearLayer(_gated_delta_net, gated_delta_net),
+    "kda": LinearLayer(_kimi_delta_attention, kda_mixer),
+    "mamba": LinearLayer(_mamba2, mamba2_mixer, takes_scale=False),
+    "conv1d": LinearLayer(_conv1d, _run_conv1d, takes_scale=False),
+}
+
+
+def run_mixer(
+    layer: str, tensors: Sequence[Tensor], parameters: Tensors, plan: Plan, group: RankGroup, scale: float | None,
+    kernel: str,
+) -> Tensor:  # fmt: skip
+    """A layer's output on a rank."""
+    scaled = {"scale": scale} if LAYERS[layer].takes_scale else {}
+    return LAYERS[layer].run(*tensors, plan, group, **parameters, **scaled, kernel=kernel)
