@@ -11,6 +11,7 @@ import numpy as np
 from megatron_cp.cli.parser import MAX_TOKENS, integers, natural, number, positive, rows, size
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.planner.capabilities import refuse_unbuilt, require, working
 
@@ -45,7 +46,7 @@ MODELS = {
     "kimi-linear": {"attention": LayerShape(32, 32, 192, 128), "kda": LayerShape(32, 32, 128, 128)},
     "nemotron-h": {"attention": LayerShape(32, 8, 128, 128), "mamba": LayerShape(128, 8, 128, 64)},
     "llama3-8b": {"attention": LayerShape(32, 8, 128, 128)},
-    "tiny": {name: LayerShape(6, 2, 16, 16) for name in ("attention", "gdn", "kda", "mamba", "conv1d")},
+    "tiny": {name: LayerShape(6, 2, 16, 16) for name in ("attention", *KINDS)},
 }
 HIDDEN_SIZES = {"qwen3-next": 2048, "kimi-linear": 2304, "nemotron-h": 4096, "llama3-8b": 4096, "tiny": 96}
 
@@ -224,14 +225,14 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
         raise ArgumentError(
             "--model", model, " or ".join(sorted(name for name, layers in MODELS.items() if args.layer in layers))
         )
-    known, groups = MODELS[model][args.layer], _GROUPS.get(args.layer)
-    for name in _NOT_OF[args.layer]:
+    known, groups = MODELS[model][args.layer], _shared_by_heads(args.layer)
+    for name in _not_of(args.layer):
         if getattr(args, name):
             raise ArgumentError(
                 f"--{name.replace('_', '-')}",
                 getattr(args, name),
                 f"nothing, since {args.layer} has none",
-                f"What its heads share is --{groups.replace('_', '-')}." if groups and name in _GROUPS.values() else "",
+                f"What its heads share is --{groups.replace('_', '-')}." if groups and name in _SHARED else "",
             )
     heads = args.heads or known.heads
     # Of heads that were given alone, each is its own group, unless the model's groups fit.
@@ -239,20 +240,29 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
     shared = (getattr(args, groups) or fallback) if groups else heads
     head_dim = args.head_dim or known.head_dim
     value_dim = args.value_dim or (head_dim if args.head_dim else known.value_dim)
-    if args.layer == "mamba":
+    if args.layer in KINDS and KINDS[args.layer].argument("value_dim") == "head_dim":
         head_dim, value_dim = args.state or known.head_dim, args.head_dim or known.value_dim
     return LayerShape(heads, shared, head_dim, value_dim, args.conv_width or known.conv_width)
 
 
-_GROUPS = {"attention": "kv_heads", "gdn": "key_heads", "kda": "key_heads", "mamba": "groups"}
+_SHARED = ("kv_heads", "key_heads", "groups")
+_SIZES = {"key_heads": "key_heads", "groups": "groups", "state": "state", "value_dim": "value_head_dim"}  # by flags
 _OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree")
-_NOT_OF = {
-    "attention": ("key_heads", "groups", "state", "conv_width", "hidden_size"),
-    "gdn": ("kv_heads", "groups", "state", *_OF_ATTENTION),
-    "kda": ("kv_heads", "groups", "state", *_OF_ATTENTION),
-    "mamba": ("kv_heads", "key_heads", "value_dim", "softmax_scale", *_OF_ATTENTION),
-    "conv1d": ("kv_heads", "key_heads", "groups", "state", "value_dim", "softmax_scale", *_OF_ATTENTION),
-}
+
+
+def _shared_by_heads(layer: str) -> str | None:
+    """The flag for what heads of a layer share."""
+    return KINDS[layer].argument("groups") if layer in KINDS else "kv_heads"
+
+
+def _not_of(layer: str) -> tuple[str, ...]:
+    """The flags that a layer has no use for."""
+    if layer not in KINDS:
+        return ("key_heads", "groups", "state", "conv_width", "hidden_size")
+    kind = KINDS[layer]
+    sizes = {argument.name for argument in kind.arguments}
+    lacking = tuple(flag for flag, name in _SIZES.items() if name not in sizes)
+    return ("kv_heads", *lacking, *(() if kind.scales_queries else ("softmax_scale",)), *_OF_ATTENTION)
 
 
 def _document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:

@@ -78,6 +78,7 @@ class LinearKind:
         arguments: what it is sized by; sizes that are not named are 1, or as many groups as heads.
         head, group: what heads, and what they share, are called.
         takes_codec: whether heads are long enough to be coded.
+        scales_queries: whether its operations take a scale.
     """
 
     name: str
@@ -92,6 +93,7 @@ class LinearKind:
     head: str = "value head"
     group: str = "key head"
     takes_codec: bool = True
+    scales_queries: bool = True
 
     @property
     def shared(self) -> str:
@@ -150,13 +152,13 @@ MAMBA = LinearKind(
         Argument("heads", "heads"), Argument("groups", "groups", 1), Argument("key_dim", "state"),
         Argument("value_dim", "head_dim"),
     ),
-    head="head", group="group of B and C",
+    head="head", group="group of B and C", scales_queries=False,
 )  # fmt: skip
 CONV1D = LinearKind(
     "conv1d", "the causal convolution alone", "the causal convolution alone",
     sections=(SectionKind("x", Per.HEAD, Dim.ONE),),
     convolved=1, keys="x", values="x", transition=Transition.NONE, arguments=(Argument("heads", "channels"),),
-    head="channel", group="channel", takes_codec=False,
+    head="channel", group="channel", takes_codec=False, scales_queries=False,
 )  # fmt: skip
 
 KINDS = {kind.name: kind for kind in (GDN, KDA, MAMBA, CONV1D)}

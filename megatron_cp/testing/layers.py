@@ -13,6 +13,7 @@ from megatron_cp.linear.causal_conv1d import causal_conv1d
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.linear import LinearShape
 
@@ -28,12 +29,10 @@ class LinearLayer:
         draw: from the layer's shape, the number of tokens and a source of normal numbers to the inputs, which are
             sharded, and the parameters, which every rank has whole.
         run: from a rank's inputs and the parameters to its output.
-        takes_scale: whether queries are scaled.
     """
 
     draw: Callable[[LinearShape, int, Draw], tuple[Tensors, Tensors]]
     run: Callable[..., Tensor]
-    takes_scale: bool = True
 
 
 def _taps(shape: LinearShape, normal: Draw) -> Tensors:
@@ -77,8 +76,8 @@ def _run_conv1d(x: Tensor, plan: Plan, group: RankGroup, *, conv: Tensor, conv_b
 LAYERS = {
     "gdn": LinearLayer(_gated_delta_net, gated_delta_net),
     "kda": LinearLayer(_kimi_delta_attention, kda_mixer),
-    "mamba": LinearLayer(_mamba2, mamba2_mixer, takes_scale=False),
-    "conv1d": LinearLayer(_conv1d, _run_conv1d, takes_scale=False),
+    "mamba": LinearLayer(_mamba2, mamba2_mixer),
+    "conv1d": LinearLayer(_conv1d, _run_conv1d),
 }
 
 
@@ -87,5 +86,5 @@ def run_mixer(
     kernel: str,
 ) -> Tensor:  # fmt: skip
     """A layer's output on a rank."""
-    scaled = {"scale": scale} if LAYERS[layer].takes_scale else {}
+    scaled = {"scale": scale} if KINDS[layer].scales_queries else {}
     return LAYERS[layer].run(*tensors, plan, group, **parameters, **scaled, kernel=kernel)

@@ -211,7 +211,7 @@ def sent_on(group, counts, hosts):
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1), (0, 1, 0, 1, 2), (0, 0, 0)], ids=str)
-def test_every_road_brings_every_piece_and_is_counted(hosts):
+def test_every_transport_brings_every_piece_and_is_counted(hosts):
     size = len(hosts)
     counts = np.random.default_rng(0).integers(0, 9, (size, size))
     ranks = run_ranks(sent_on, size, counts, hosts)

@@ -138,7 +138,7 @@ def test_segments_continue_one_another(layer, cp, layout):
 
 @pytest.mark.parametrize("layout", ["zigzag", "random"])
 @pytest.mark.parametrize("layer", LINEAR)
-def test_relayed_layers_equal_one_rank(layer, layout):
+def test_redistributed_layers_equal_one_rank(layer, layout):
     assert_close(segments_case(layer, 3, RAGGED, layout, scheme="redistribute"))
 
 

@@ -704,7 +704,7 @@ def test_rejects_resuming_what_is_done(refused, copied):
     assert refused("--resume", str(copied), "--train-iters", "5", also=()) == f"--train-iters: got 5; {says}"
 
 
-def test_rejects_relay_with_sequence_parallelism(refused):
+def test_rejects_redistribution_with_sequence_parallelism(refused):
     sizes = ["--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--linear-num-key-heads", "2"]
     message = refused("--linear-cp-mode", "redistribute", "--sequence-parallel", *sizes)
     assert (

@@ -63,8 +63,8 @@ def of_transports(jobs: dict[int, Job], seen: dict[int, list[Seen]]) -> dict[str
         }
 
     def counted(cp: int, kind: str, name: str) -> int | None:
-        own_road = kind == EXCHANGES[1] and name == TRANSPORTS[0]
-        return None if own_road else sum(rank.counted[kind, name] for rank in seen[cp])
+        own_transport = kind == EXCHANGES[1] and name == TRANSPORTS[0]
+        return None if own_transport else sum(rank.counted[kind, name] for rank in seen[cp])
 
     return {
         "collective_over_pairwise": each(lambda cp: over(cp, "collective", "pairwise")),

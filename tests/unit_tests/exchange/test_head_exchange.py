@@ -466,7 +466,7 @@ def test_rejects_wrong_heads(wrong: tuple[int, ...]):
     assert caught.value.argument == "section 'k'"
 
 
-def test_rejects_heads_dealt_to_another_number_of_ranks():
+def test_rejects_heads_assigned_to_another_number_of_ranks():
     with pytest.raises(ArgumentError) as caught:
         Exchange(Layout.contiguous(PACKING, 3), _qkv(2))
     assert caught.value.argument == "sections"

@@ -50,14 +50,14 @@ PARTITIONS = {  # (heads, groups, ranks): the heads of each rank, the groups tha
 
 
 @pytest.mark.parametrize("counts", PARTITIONS, ids=str)
-def test_deals_heads_and_groups(counts):
+def test_assigns_heads_and_groups(counts):
     partition = partition_heads(*counts)
     assert (list(partition.heads), list(partition.groups)) == PARTITIONS[counts]
 
 
 @ragged
 @given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
-def test_every_head_is_dealt_once_with_exactly_the_groups_it_reads(per_group, groups, cp_size):
+def test_every_head_is_assigned_once_with_exactly_the_groups_it_reads(per_group, groups, cp_size):
     partition = partition_heads(per_group * groups, groups, cp_size)
     assert [head for lo, hi in partition.heads for head in range(lo, hi)] == list(range(per_group * groups))
     assert [list(range(*read)) for read in partition.groups] == [
@@ -67,7 +67,7 @@ def test_every_head_is_dealt_once_with_exactly_the_groups_it_reads(per_group, gr
 
 @ragged
 @given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
-def test_deals_whole_groups_where_there_is_one_for_each_rank(per_group, groups, cp_size):
+def test_assigns_whole_groups_where_there_is_one_for_each_rank(per_group, groups, cp_size):
     groups = max(groups, cp_size)
     partition = partition_heads(per_group * groups, groups, cp_size)
     assert max(sizes(partition.groups)) - min(sizes(partition.groups)) <= 1
@@ -78,7 +78,7 @@ def test_deals_whole_groups_where_there_is_one_for_each_rank(per_group, groups, 
 
 @ragged
 @given(per_group=HEADS_PER_GROUP, groups=GROUPS, cp_size=CP_SIZES)
-def test_with_fewer_groups_than_ranks_no_rank_is_busier_than_plain_dealing_makes_it(per_group, groups, cp_size):
+def test_with_fewer_groups_than_ranks_no_rank_is_busier_than_single_heads_make_it(per_group, groups, cp_size):
     cp_size = max(cp_size, groups + 1)
     heads = per_group * groups
     partition = partition_heads(heads, groups, cp_size)

@@ -73,7 +73,7 @@ def transports(draw, size: int) -> Transport:
 
 @settings(deadline=None, max_examples=60)
 @given(st.data())
-def test_every_road_brings_the_same(data):
+def test_every_transport_brings_the_same(data):
     size = data.draw(st.integers(1, 8))
     transport = data.draw(transports(size))
     counts = np.array(
@@ -86,7 +86,7 @@ def test_every_road_brings_the_same(data):
 
 @settings(deadline=None, max_examples=30)
 @given(st.data())
-def test_every_road_gathers_the_same(data):
+def test_every_transport_gathers_the_same(data):
     size = data.draw(st.integers(1, 8))
     transport = data.draw(transports(size))
 
@@ -259,7 +259,7 @@ def test_staging_is_allocated_once(hosts):
         ("hierarchical", None, "hosts"),
     ],
 )
-def test_rejects_what_is_no_road(name, hosts, argument):
+def test_rejects_what_is_no_transport(name, hosts, argument):
     with pytest.raises(ArgumentError) as caught:
         Transport(name, hosts)
     assert caught.value.argument == argument

@@ -135,7 +135,7 @@ def zigzag_by_loop(lengths, cp_size):
 
 @ragged
 @given(lengths=LENGTHS, cp_size=CP_SIZES)
-def test_zigzag_deals_left_over_tokens_in_turn(lengths, cp_size):
+def test_zigzag_assigns_left_over_tokens_in_turn(lengths, cp_size):
     layout = Layout.zigzag(Packing(lengths), cp_size)
     assert [layout.tokens(rank).tolist() for rank in ranks(layout)] == zigzag_by_loop(lengths, cp_size)
 

@@ -109,7 +109,7 @@ def test_what_is_gathered_is_counted_without_its_tables(name, scheme):
         assert attend.bands(kv_rank, stage).tolist() == attend.tiles(kv_rank, stage).bands.tolist()
 
 
-def test_bytes_of_a_relay_are_those_of_the_tokens_that_move():
+def test_bytes_of_a_redistribution_are_those_of_the_tokens_that_move():
     packing = Packing([700, 1, 300])
     layout, inner = Layout.zigzag(packing, CP), Layout.contiguous(packing, CP)
     plan = plan_linear(packing, layout, "gdn", heads=8, head_dim=16, mode="redistribute", hidden_size=24)

@@ -90,7 +90,7 @@ def test_more_ranks_than_a_node_has_are_on_the_network():
     assert priced(made, SLOW_WIRE, item_size=2).forward == pytest.approx(2e3 * max(made.bytes_sent(2, forward=True)))
 
 
-def test_a_relay_is_shared_by_the_layers_of_its_run():
+def test_a_redistribution_is_shared_by_the_layers_of_its_run():
     one, four = (plan("redistribute", layers=layers) for layers in (1, 4))
     inside = priced(plan("chunkwise", one.layout), SLOW_WIRE, item_size=2).forward
     redistributed = [priced(made, SLOW_WIRE, item_size=2).forward - inside for made in (one, four)]
@@ -100,7 +100,7 @@ def test_a_relay_is_shared_by_the_layers_of_its_run():
     assert starts == pytest.approx([4e3, 2.5e3])  # a halo, a scan, and two transfers of the redistribution
 
 
-def test_a_relay_says_what_it_sends():
+def test_a_redistribution_says_what_it_sends():
     made = plan("redistribute", layers=4)
     moved = [0] * 8
     for token in range(PACKING.total):
@@ -148,7 +148,7 @@ def test_a_bound_is_no_more_than_the_price():
     assert "predicted at least" in plan("auto", many).explain()
 
 
-def test_a_relay_to_where_tokens_are_is_none():
+def test_a_redistribution_to_where_tokens_are_is_none():
     layout = Layout.contiguous(PACKING, 8)
     made = plan("redistribute", layout)
     assert (made.scheme, made.redistribution, made.layout) == ("chunkwise", None, layout)

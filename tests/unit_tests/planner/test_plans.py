@@ -579,7 +579,7 @@ def test_transports_may_be_names(planner, arguments):
             planner(**arguments, transport=wrong)
 
 
-def test_plans_by_other_roads_differ_in_one_line():
+def test_plans_by_other_transports_differ_in_one_line():
     lines = [plan_attention(**ATTENTION, transport=name).describe() for name in ("collective", "pairwise")]
     assert [pair for pair in zip(*lines, strict=True) if len(set(pair)) == 2] == [
         ("transport: collective", "transport: pairwise")

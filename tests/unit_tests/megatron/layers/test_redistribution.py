@@ -84,14 +84,14 @@ def test_nothing_is_relayed_on_one_rank_or_with_sequence_parallelism(config):
     assert layers[0][0].slot == SLOTS["G"]
 
 
-def test_rejects_relay_with_sequence_parallelism():
+def test_rejects_redistribution_with_sequence_parallelism():
     with pytest.raises(
         ArgumentError, match=r"--linear-cp-mode: got 'redistribute'; allowed: headwise, chunkwise or auto"
     ):
         arrange_runs(stack("GG*-", "redistribute"), Config(sequence_parallel=True, tensor_model_parallel_size=2))
 
 
-def test_rejects_relay_of_batches_that_are_not_packed():
+def test_rejects_redistribution_of_batches_that_are_not_packed():
     layers = stack("GG*-", "redistribute")
     arrange_runs(layers, Config())
     with pytest.raises(ArgumentError, match=r"--linear-cp-mode: got 'redistribute'; .* that are not packed"):
