@@ -43,7 +43,7 @@ divided by cp (all ranks run that at once, so that cores and memory are as busy)
 rank's time, transfers left out, that is not inside kernels: merging, packing, copying. wait: the share of all ranks'
 time by the clock on the wall spent starting and awaiting transfers. Medians [quartiles] over the repeats. On the CPU
 time is that of a rank's own thread, which others on the same core do not change; on CUDA it is that of its stream.
-peak: bytes of all tensors at the worst moment over the formula of `peak_bytes`; + kernel: with those that the
+peak: bytes of all tensors at the worst moment over the formula of the plan; + kernel: with those that the
 kernel makes for itself. Neither has messages in it: buffers are what the group keeps for those, MiB and over their
 formula; all layers share them. sent: MiB to other ranks, of the rank that sends most.
 kernel ms, rank ms: of the slowest rank, inside kernels and in all but transfers; wall ms: by the clock, with transfers
