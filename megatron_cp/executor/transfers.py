@@ -3,7 +3,7 @@
 Three ways, one interface: iterate over what arrives, stage by stage, the next transfer being under way while a stage
 is computed; in backward, give each stage's gradients back, and reduce those of the own keys at the end.
 
-What travels, and what is at hand in a stage, is in the group's buffers.
+What is packed is in the group's buffers, and what arrives in memory of the transport.
 
 Shapes: `t` own key rows, `s` the rows at hand in a stage, `b` batch (absent for packed THD), `g` key/value heads of the
 rank (of a head chunk, for stages), `d` and `v` their sizes.
@@ -124,10 +124,10 @@ class Rotation(Transfers):
             following, ahead = self._pass_on(block, stage, "keys and values")
             yield stage, chunk, unpack(block, self.k, self.v)
             ahead.wait()
-            self.buffers.release(block)
+            self.comm.release(block)
             block = following
         yield last, chunk, unpack(block, self.k, self.v)
-        self.buffers.release(block)
+        self.comm.release(block)
 
     def gradient_type(self) -> torch.dtype:
         return self.acc_dtype
@@ -135,25 +135,25 @@ class Rotation(Transfers):
     def return_gradient(self, stage: int, chunk: HeadChunk, gradient: Tensor) -> None:
         if stage:
             gradient.add_(self._arrived())
-            self.buffers.release(self._gradient)  # before there is room for the next
+            self.comm.release(self._gradient)  # before there is room for the next
         self._sent = gradient
         self._gradient, self._on_the_way = self._pass_on(gradient, stage, "gradients of keys and values")
 
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         for target, source in zip((dk, dv), unpack(self._arrived(), self.k, self.v), strict=True):
             target.copy_(source)
-        self.buffers.release(self._gradient)
+        self.comm.release(self._gradient)
 
     def _arrived(self) -> Tensor:
         self._on_the_way.wait()
-        self.buffers.release(self._sent)
+        self.comm.release(self._sent)
         return self._gradient
 
     def _pass_on(self, block: Tensor, stage: int, what: str) -> tuple[Tensor, Pending]:
         """Sends a stage's block on, and starts to receive the block that the KV rank before has in that stage."""
         size, source = self.step.num_kv_ranks, self.step.source(self.kv_rank, stage + 1)
         rows = int(self.step.keys.token_counts[source])
-        following = self.buffers.acquire_like(block, rows, *block.shape[1:])
+        following = self.comm.acquire_like(block, rows, *block.shape[1:])
         pending = self.comm.start_messages(
             [Message(block.view(-1), (self.kv_rank + 1) % size)],
             [Message(following.view(-1), (self.kv_rank - 1) % size)],
@@ -174,12 +174,12 @@ class Gather(Transfers):
         for number, chunk in enumerate(self.chunks):
             received, sent, pending = ahead.pop()
             pending.wait()
-            self.buffers.release(sent)
+            self.comm.release(sent)
             if number + 1 < len(self.chunks):
                 ahead.append(self._start(self.chunks[number + 1]))
             received = self._arranged(received)
             yield 0, chunk, unpack(received, self.k, self.v, chunk.num_groups)
-            self.buffers.release(received)
+            self.comm.release(received)
 
     def gradient_type(self) -> torch.dtype:
         return self.k.dtype
@@ -189,7 +189,7 @@ class Gather(Transfers):
         gathering = self._gathering
         if gathering.returned is not None:
             gradient = self._reordered(gradient, self._index("returned"))
-        received = self._take(gathering.send_rows.size, chunk)
+        received = self._take(self.comm, gathering.send_rows.size, chunk)
         split_counts = self.step.split_counts.reversed().times(received.shape[1:].numel())
         pending = self.comm.start_all_to_all(
             received.view(-1), gradient.view(-1), split_counts, "gradients of gathered keys and values"
@@ -213,26 +213,27 @@ class Gather(Transfers):
     def _index(self, name: str) -> Tensor:
         return _index(self.step, self.kv_rank, name, self.k.device)
 
-    def _take(self, rows: int, chunk: HeadChunk) -> Tensor:
+    def _take(self, memory: Buffers | Communicator, rows: int, chunk: HeadChunk) -> Tensor:
+        """Memory for rows of a chunk's heads: of the buffers to send from, of the communicator to receive in."""
         width = chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
-        return self.buffers.acquire_like(self.k, rows, *self.k.shape[1:-2], width)
+        return memory.acquire_like(self.k, rows, *self.k.shape[1:-2], width)
 
     def _start(self, chunk: HeadChunk) -> tuple[Tensor, Tensor, Pending]:
         """What is received, what is sent, and the wait for both."""
         local = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
         if self.step.kv_schedule == "all_gather":
             longest = int(self.step.keys.token_counts.max())  # backends gather equal shares only
-            share = self._take(longest, chunk)
+            share = self._take(self.buffers, longest, chunk)
             for target, source in zip(unpack(share[: len(self.k)], *local), local, strict=True):
                 target.copy_(source)
-            received = self._take(self.step.num_kv_ranks * longest, chunk)
+            received = self._take(self.comm, self.step.num_kv_ranks * longest, chunk)
             pending = self.comm.start_all_gather(received.view(-1), share.view(-1), _GATHERED)
             return received, share, pending
         gathering = self._gathering
-        sent = self._take(gathering.send_rows.size, chunk)
+        sent = self._take(self.buffers, gathering.send_rows.size, chunk)
         for target, source in zip(unpack(sent, *local), local, strict=True):
             torch.index_select(source, 0, self._index("send_rows"), out=target)
-        received = self._take(gathering.tokens.size, chunk)
+        received = self._take(self.comm, gathering.tokens.size, chunk)
         split_counts = self.step.split_counts.times(sent.shape[1:].numel())
         return received, sent, self.comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, _GATHERED)
 
@@ -248,20 +249,20 @@ class Gather(Transfers):
         """The rows of a buffer in another one, which takes its place."""
         ordered = self.buffers.acquire_like(rows, len(index), *rows.shape[1:])
         torch.index_select(rows, 0, index, out=ordered)
-        self.buffers.release(rows)
+        self.comm.release(rows)
         return ordered
 
     def _finish_returns(self) -> None:
         for chunk, received, sent, pending in self._returning:
             pending.wait()
-            self.buffers.release(sent)
+            self.comm.release(sent)
             sums = [total[..., chunk.groups, :] for total in self._sums]
             rows = self._index("send_rows").split(self._gathering.send_counts.tolist())
             pieces = received.split(self._gathering.send_counts.tolist())
             for of_kv_rank, piece in zip(rows, pieces, strict=True):
                 for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
                     total.index_add_(0, of_kv_rank, part.to(self.acc_dtype))
-            self.buffers.release(received)
+            self.comm.release(received)
         self._returning = []
 
 
