@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange import buffers as buffers_module
-from megatron_cp.exchange import pack
+from megatron_cp.exchange import messages
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.codec import CODECS
 from megatron_cp.exchange.coding import decode, encode
@@ -89,6 +89,8 @@ SCHEMES = {
         Case("kda", 3, LENGTHS, scheme="chunkwise"),
         Case("mamba", 4, LENGTHS, scheme="chunkwise", layout="contiguous", num_hosts=3),
         Case("conv1d", 5, LENGTHS, scheme="chunkwise", layout="random"),
+        Case("gdn", 5, LENGTHS, scheme="redistribute", hidden_size=64, num_hosts=3),
+        Case("mamba", 3, LENGTHS, scheme="redistribute", layout="random", hidden_size=64),
     )
 }
 
@@ -517,6 +519,6 @@ def test_coding_some_rows_at_a_time_changes_no_bit(layout, codec, monkeypatch):
         return run_layer(group, case)
 
     at_once = run_ranks(everything, 3)
-    monkeypatch.setattr(pack, "_CODED_AT_A_TIME", 1000)  # some rows
+    monkeypatch.setattr(messages, "_CODED_AT_A_TIME", 1000)  # some rows
     for expected, got in zip(at_once, run_ranks(everything, 3), strict=True):
         assert all(torch.equal(got[name], value) for name, value in expected.items())
