@@ -19,13 +19,13 @@ from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.layout import Layout
-from megatron_cp.plan.transport import Transport, checked_transport
+from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
 @opaque
 def gather(
     local: Tensor, layout: Layout, group: RankGroup | dist.ProcessGroup | None, *, same_loss: bool = False,
-    transport: Transport | str = "collective",
+    transport: Transport | str = COLLECTIVE,
 ) -> Tensor:  # fmt: skip
     """The packed stream from every rank's rows; differentiable.
 
@@ -85,15 +85,22 @@ class _Gather(torch.autograd.Function):
         sent = comm.buffers.acquire_like(gradient, *gradient.shape)
         torch.index_select(gradient, 0, order, out=sent)
         received = comm.acquire_like(gradient, comm.size, num_tokens, *gradient.shape[1:])
-        # Every rank sends each rank the gradients of that rank's tokens.
-        counts = layout.token_counts * math.prod(gradient.shape[1:])
-        split_counts = SplitCounts(np.broadcast_to(counts, (comm.size, comm.size)))
+        split_counts = _to_owners(layout, math.prod(gradient.shape[1:]))
         comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, direction(forward=False)).wait()
         # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
         acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
         local[:num_tokens] = received.sum(0, dtype=acc_dtype).to(gradient.dtype)
         comm.release(sent, received)
         return local, None, None, None
+
+
+def _to_owners(layout: Layout, features: int) -> SplitCounts:
+    """Every rank sends each rank the gradients of that rank's tokens."""
+
+    def make() -> SplitCounts:
+        return SplitCounts(np.tile(layout.token_counts * features, (layout.cp_size, 1)))
+
+    return layout.memo(("to owners", features), make)
 
 
 def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:

@@ -18,14 +18,15 @@ from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.layout import Layout, Route
+from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.route import rows_between
-from megatron_cp.plan.transport import Transport, checked_transport
+from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
 @opaque
 def relayout(
     local: Tensor, source: Layout, target: Layout, group: RankGroup | dist.ProcessGroup | None = None, *,
-    transport: Transport | str = "collective",
+    transport: Transport | str = COLLECTIVE,
 ) -> Tensor:  # fmt: skip
     """Moves rows from one layout to another: one all-to-all between two gathers; differentiable.
 
@@ -62,15 +63,23 @@ def prepare_relayout(source: Layout, target: Layout, rank: int, device: torch.de
     return found
 
 
-class _RelayoutTables:
+class _RelayoutTables(Memo):
     """A route's tables on a device, for both directions."""
 
     def __init__(self, source: Layout, target: Layout, rank: int, device: torch.device) -> None:
         route = Route.between(source, target, rank)
         self.rows = (int(target.row_counts[rank]), int(source.row_counts[rank]))
-        self.split_counts = SplitCounts(source.memo(("rows", target.value), lambda: rows_between(source, target)))
+        self._rows_between = SplitCounts(source.memo(("rows", target.value), lambda: rows_between(source, target)))
         gathers = (route.send_rows, route.arrivals, route.recv_rows, route.reversed().arrivals)
         self.send, self.arrive, self.send_back, self.arrive_back = (on_device(rows, device) for rows in gathers)
+
+    def split_counts(self, features: int, *, forward: bool) -> SplitCounts:
+        """Elements that all ranks send each other, of rows of so many."""
+
+        def make() -> SplitCounts:
+            return (self._rows_between if forward else self._rows_between.reversed()).times(features)
+
+        return self.memo((features, forward), make)
 
 
 class _Relayout(torch.autograd.Function):
@@ -87,13 +96,12 @@ class _Relayout(torch.autograd.Function):
 
 def _moved(local: Tensor, tables: _RelayoutTables, comm: Communicator, *, forward: bool) -> Tensor:
     send, arrive = (tables.send, tables.arrive) if forward else (tables.send_back, tables.arrive_back)
-    split_counts = tables.split_counts if forward else tables.split_counts.reversed()
-    received = comm.acquire_like(local, len(arrive), *local.shape[1:])
-    sent = comm.buffers.acquire_like(local, len(send), *local.shape[1:])
+    split_counts = tables.split_counts(math.prod(local.shape[1:]), forward=forward)
+    received = comm.acquire_like(local, arrive.numel(), *local.shape[1:])
+    sent = comm.buffers.acquire_like(local, send.numel(), *local.shape[1:])
     torch.index_select(local, 0, send, out=sent)
-    split_counts = split_counts.times(math.prod(local.shape[1:]))
     comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, direction(forward=forward)).wait()
     moved = local.new_zeros(tables.rows[0 if forward else 1], *local.shape[1:])
-    torch.index_select(received, 0, arrive, out=moved[: len(arrive)])
+    torch.index_select(received, 0, arrive, out=moved[: arrive.numel()])
     comm.release(sent, received)
     return moved
