@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -179,15 +180,14 @@ def operate(call, plan, group, leaves):
     if call.operation in ATTENTIONS:
         return _attended(call, plan, group, tensors)
     options = _linear_options(call)
+    moved = partial(cp.relayout, group=group, transport=plan.transport)
     if plan.hidden_layout is not None:
         rows = _sharded(call)
-        tensors = {
-            n: cp.relayout(x, plan.hidden_layout, plan.layout, group) if n in rows else x for n, x in tensors.items()
-        }
+        tensors = {n: moved(x, plan.hidden_layout, plan.layout) if n in rows else x for n, x in tensors.items()}
     if call.operation == "causal_conv1d":
         tensors.setdefault("bias", None)
     out = getattr(cp, call.operation)(**tensors, plan=plan, group=group, kernel=call.kernel, **options)
-    return out if plan.hidden_layout is None else cp.relayout(out, plan.layout, plan.hidden_layout, group)
+    return out if plan.hidden_layout is None else moved(out, plan.layout, plan.hidden_layout)
 
 
 def _attended(call, plan, group, tensors):

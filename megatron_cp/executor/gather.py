@@ -12,17 +12,21 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.exchange.device import on_device
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows
+from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.layout import Layout
+from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
 @opaque
 def gather(
-    local: Tensor, layout: Layout, group: RankGroup | dist.ProcessGroup | None, *, same_loss: bool = False
-) -> Tensor:
+    local: Tensor, layout: Layout, group: RankGroup | dist.ProcessGroup | None, *, same_loss: bool = False,
+    transport: Transport | str = COLLECTIVE,
+) -> Tensor:  # fmt: skip
     """The packed stream from every rank's rows; differentiable.
 
     Args:
@@ -32,67 +36,71 @@ def gather(
         same_loss: what the gradient means. False: the loss is the sum of what each rank computes from its copy, and
             the gradients of all copies are summed (one reduce-scatter's worth of bytes). True: every rank computes
             one and the same loss from its copy, and the gradient is this rank's own slice, without communication.
+        transport: how messages travel; see `plan_attention`.
 
     Returns:
         `[total, ...]` in stream order, on every rank.
 
     Raises:
-        ArgumentError: rows, layout or group that do not belong together.
+        ArgumentError: rows, layout, group or transport that do not belong together.
     """
     if not isinstance(layout, Layout):
         raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
     ranks = as_rank_group(group, layout.cp_size)
     check_rows("local", local, int(layout.row_counts[ranks.rank]), ranks.rank)
     checked_flag("same_loss", same_loss)
-    mark = agree_on_call(ranks, [layout], "gather", {"local": local}, {"same_loss": same_loss})
-    return _Gather.apply(local, layout, ranks, same_loss, mark)
+    transport = checked_transport(transport, layout.cp_size)
+    options = {"same_loss": same_loss, "transport": transport.describe()}
+    mark = agree_on_call(ranks, [layout], "gather", {"local": local}, options)
+    return _Gather.apply(local, layout, Communicator(ranks, transport, mark), same_loss)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: Layout, group: RankGroup, same_loss: bool, mark: str) -> Tensor:
-        ctx.layout, ctx.group, ctx.same_loss, ctx.mark = layout, group, same_loss, mark
+    def forward(ctx: Any, local: Tensor, layout: Layout, comm: Communicator, same_loss: bool) -> Tensor:
+        ctx.layout, ctx.comm, ctx.same_loss = layout, comm, same_loss
         ctx.rows = local.shape[0]
         # Backends gather equal shares only, so each share is as long as the longest; `places` skips what was added.
         longest = int(layout.token_counts.max())
-        share, shares = (
-            group.buffers.acquire_like(local, count * longest, *local.shape[1:]) for count in (1, group.size)
-        )
-        num_tokens = int(layout.token_counts[group.rank])
+        share = comm.buffers.acquire_like(local, longest, *local.shape[1:])
+        shares = comm.acquire_like(local, comm.size * longest, *local.shape[1:])
+        num_tokens = int(layout.token_counts[comm.rank])
         share[:num_tokens], share[num_tokens:] = local[:num_tokens], 0
-        group.activity = f"{mark}, forward"
-        group.all_gather(shares.view(-1), share.view(-1))
+        comm.start_all_gather(shares.view(-1), share.view(-1), direction(forward=True)).wait()
         stream = shares.index_select(0, _places(layout, longest, local.device))
-        group.buffers.release(share, shares)
+        comm.release(share, shares)
         return stream
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        layout, group = ctx.layout, ctx.group
-        num_tokens = int(layout.token_counts[group.rank])
+        layout, comm = ctx.layout, ctx.comm
+        num_tokens = int(layout.token_counts[comm.rank])
         local = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
         order = layout.memo(("order", gradient.device), lambda: on_device(layout.order, gradient.device))
         if ctx.same_loss:
-            start = int(layout.token_counts[: group.rank].sum())
+            start = int(layout.token_counts[: comm.rank].sum())
             local[:num_tokens] = gradient.index_select(0, order[start : start + num_tokens])
-            return local, None, None, None, None
-        features = math.prod(gradient.shape[1:])
-        sent = group.buffers.acquire_like(gradient, *gradient.shape)
+            return local, None, None, None
+        sent = comm.buffers.acquire_like(gradient, *gradient.shape)
         torch.index_select(gradient, 0, order, out=sent)
-        group.activity = f"{ctx.mark}, backward"
-        received = group.buffers.acquire_like(gradient, group.size, num_tokens, *gradient.shape[1:])
-        group.all_to_all(
-            received.view(-1),
-            sent.view(-1),
-            [num_tokens * features] * group.size,
-            [n * features for n in layout.token_counts.tolist()],
-        )
+        received = comm.acquire_like(gradient, comm.size, num_tokens, *gradient.shape[1:])
+        split_counts = _to_owners(layout, math.prod(gradient.shape[1:]))
+        comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, direction(forward=False)).wait()
         # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
         acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
         local[:num_tokens] = received.sum(0, dtype=acc_dtype).to(gradient.dtype)
-        group.buffers.release(sent, received)
-        return local, None, None, None, None
+        comm.release(sent, received)
+        return local, None, None, None
+
+
+def _to_owners(layout: Layout, features: int) -> SplitCounts:
+    """Every rank sends each rank the gradients of that rank's tokens."""
+
+    def make() -> SplitCounts:
+        return SplitCounts(np.tile(layout.token_counts * features, (layout.cp_size, 1)))
+
+    return layout.memo(("to owners", features), make)
 
 
 def _places(layout: Layout, longest: int, device: torch.device) -> Tensor:

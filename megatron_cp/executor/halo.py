@@ -56,12 +56,11 @@ class InFlightHalo:
     def index(self, name: str, device: torch.device) -> Tensor:
         return _index(self.step, self.comm.rank, name, device)
 
-    def acquire(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Buffers for what is needed here, and for what is needed elsewhere."""
-        rows, others = self.tables.places.size, self.tables.send_rows.size
-        self._rows, self._others = (
-            self.comm.buffers.acquire_like(like, number, self.channels) for number in (rows, others)
-        )
+    def acquire(self, like: Tensor, *, forward: bool) -> tuple[Tensor, Tensor]:
+        """Memory for what is needed here, and for what is needed elsewhere: of the two, one lands and one is sent."""
+        here, there = (self.comm, self.comm.buffers) if forward else (self.comm.buffers, self.comm)
+        self._rows = here.acquire_like(like, self.tables.places.size, self.channels)
+        self._others = there.acquire_like(like, self.tables.send_rows.size, self.channels)
         return self._rows, self._others
 
     def start(self, *, forward: bool) -> None:
@@ -80,7 +79,7 @@ class InFlightHalo:
         return self._rows, self._others
 
     def release(self) -> None:
-        self.comm.buffers.release(self._rows, self._others)
+        self.comm.release(self._rows, self._others)
         del self._rows, self._others
 
 
@@ -91,7 +90,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, in_flight: InFlightHalo) -> Any:
         ctx.in_flight = in_flight
-        rows, sent = in_flight.acquire(x)
+        rows, sent = in_flight.acquire(x, forward=True)
         torch.index_select(x, 0, in_flight.index("send_rows", x.device), out=sent)
         in_flight.start(forward=True)
         torch.index_select(x, 0, in_flight.index("local_rows", x.device), out=rows[in_flight.crossing :])
@@ -124,7 +123,7 @@ class _Wait(torch.autograd.Function):
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         in_flight, dhistory = ctx.in_flight, gradients[0].flatten(0, 1)
-        drows, _ = in_flight.acquire(dhistory)
+        drows, _ = in_flight.acquire(dhistory, forward=False)
         torch.index_select(dhistory, 0, in_flight.index("places", dhistory.device), out=drows)
         in_flight.start(forward=False)
         return dhistory.new_empty(0), None

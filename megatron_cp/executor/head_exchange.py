@@ -166,12 +166,7 @@ class InFlightExchange:
         """Starts every part, in the order in which the head side asks for them."""
         for part in range(self.num_parts) if forward else reversed(range(self.num_parts)):
             at = self.at[forward].parts[part]
-            size = at.head_side_bytes
-            received = (
-                torch.empty(size, dtype=torch.uint8, device=at.device)
-                if keeps_message(at)
-                else self.comm.buffers.acquire(size, at.device)
-            )
+            received = self.comm.acquire(at.head_side_bytes, at.device, kept=keeps_message(at))
             sent = pack_tokens(tensors, at, self.comm.buffers)
             self._start(part, received, sent, at, to_heads=True, forward=forward)
 
@@ -179,14 +174,15 @@ class InFlightExchange:
         """A part, once it has arrived."""
         at, received = self.at[forward].parts[part], self._wait(part)
         sections = unpack_heads(received, at)
-        self.comm.buffers.release(received)
+        self.comm.release(received)
         return sections
 
     def start_to_tokens(self, part: int, sections: Sequence[Tensor], *, forward: bool) -> None:
         """Starts one part."""
-        at, buffers = self.at[forward].parts[part], self.comm.buffers
-        received = buffers.acquire(at.token_side_bytes, at.device)
-        self._start(part, received, pack_heads(sections, at, buffers), at, to_heads=False, forward=forward)
+        at = self.at[forward].parts[part]
+        received = self.comm.acquire(at.token_side_bytes, at.device)
+        sent = pack_heads(sections, at, self.comm.buffers)
+        self._start(part, received, sent, at, to_heads=False, forward=forward)
 
     def finish_to_tokens(self, *, forward: bool) -> list[Tensor]:
         """All parts, once they have arrived."""
@@ -194,7 +190,7 @@ class InFlightExchange:
         received = {part: self._wait(part) for part in order}
         messages = [received[part] for part in range(self.num_parts)]
         tensors = unpack_tokens(messages, self.at[forward], self.widths)
-        self.comm.buffers.release(*messages)
+        self.comm.release(*messages)
         return tensors
 
     def _start(self, part: int, received: Tensor, sent: Tensor, at: Geometry, *, to_heads: bool, forward: bool) -> None:
@@ -208,7 +204,7 @@ class InFlightExchange:
     def _wait(self, part: int) -> Tensor:
         pending, sent, received = self.under_way.pop(part)
         pending.wait()
-        self.comm.buffers.release(sent)
+        self.comm.release(sent)
         return received
 
 

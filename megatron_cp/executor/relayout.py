@@ -11,29 +11,35 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows
-from megatron_cp.executor.communicator import direction
+from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.layout import Layout, Route
+from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.route import rows_between
+from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
 @opaque
 def relayout(
-    local: Tensor, source: Layout, target: Layout, group: RankGroup | dist.ProcessGroup | None = None
-) -> Tensor:
-    """Moves rows from one layout to another: one collective between two gathers; differentiable.
+    local: Tensor, source: Layout, target: Layout, group: RankGroup | dist.ProcessGroup | None = None, *,
+    transport: Transport | str = COLLECTIVE,
+) -> Tensor:  # fmt: skip
+    """Moves rows from one layout to another: one all-to-all between two gathers; differentiable.
 
     Args:
         local: `[source.row_counts[rank], ...]` this rank's rows.
         source, target: layouts of one packing over the ranks of `group`.
+        transport: how messages travel; see `plan_attention`. A plan's is `plan.transport`.
 
     Returns:
         `[target.row_counts[rank], ...]`, pad rows zero.
 
     Raises:
-        ArgumentError: layouts, group or rows that do not belong together.
+        ArgumentError: layouts, group, rows or transport that do not belong together.
     """
     for name, layout in (("source", source), ("target", target)):
         if not isinstance(layout, Layout):
@@ -42,8 +48,11 @@ def relayout(
             )
     ranks = as_rank_group(group, source.cp_size)
     check_rows("local", local, int(source.row_counts[ranks.rank]), ranks.rank)
-    mark = agree_on_call(ranks, [source, target], "relayout", {"local": local}, {})
-    return _Relayout.apply(local, prepare_relayout(source, target, ranks.rank, local.device), ranks, mark)
+    transport = checked_transport(transport, source.cp_size)
+    options = {"transport": transport.describe()}
+    mark = agree_on_call(ranks, [source, target], "relayout", {"local": local}, options)
+    tables = prepare_relayout(source, target, ranks.rank, local.device)
+    return _Relayout.apply(local, tables, Communicator(ranks, transport, mark))
 
 
 def prepare_relayout(source: Layout, target: Layout, rank: int, device: torch.device) -> _RelayoutTables:
@@ -54,45 +63,45 @@ def prepare_relayout(source: Layout, target: Layout, rank: int, device: torch.de
     return found
 
 
-class _RelayoutTables:
+class _RelayoutTables(Memo):
     """A route's tables on a device, for both directions."""
 
     def __init__(self, source: Layout, target: Layout, rank: int, device: torch.device) -> None:
         route = Route.between(source, target, rank)
         self.rows = (int(target.row_counts[rank]), int(source.row_counts[rank]))
-        self.counts = (route.send_counts.tolist(), route.recv_counts.tolist())
+        self._rows_between = SplitCounts(source.memo(("rows", target.value), lambda: rows_between(source, target)))
         gathers = (route.send_rows, route.arrivals, route.recv_rows, route.reversed().arrivals)
         self.send, self.arrive, self.send_back, self.arrive_back = (on_device(rows, device) for rows in gathers)
+
+    def split_counts(self, features: int, *, forward: bool) -> SplitCounts:
+        """Elements that all ranks send each other, of rows of so many."""
+
+        def make() -> SplitCounts:
+            return (self._rows_between if forward else self._rows_between.reversed()).times(features)
+
+        return self.memo((features, forward), make)
 
 
 class _Relayout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, tables: _RelayoutTables, group: RankGroup, mark: str) -> Tensor:
-        ctx.tables = (tables, group, mark)
-        return _moved(local, tables, group, mark, forward=True)
+    def forward(ctx: Any, local: Tensor, tables: _RelayoutTables, comm: Communicator) -> Tensor:
+        ctx.tables = (tables, comm)
+        return _moved(local, tables, comm, forward=True)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _moved(gradients[0], *ctx.tables, forward=False), None, None, None
+        return _moved(gradients[0], *ctx.tables, forward=False), None, None
 
 
-def _moved(local: Tensor, tables: _RelayoutTables, group: RankGroup, mark: str, *, forward: bool) -> Tensor:
+def _moved(local: Tensor, tables: _RelayoutTables, comm: Communicator, *, forward: bool) -> Tensor:
     send, arrive = (tables.send, tables.arrive) if forward else (tables.send_back, tables.arrive_back)
-    sent_counts, received_counts = tables.counts if forward else tables.counts[::-1]
-    features = math.prod(local.shape[1:])
-    received, sent = (
-        group.buffers.acquire_like(local, sum(counts), *local.shape[1:]) for counts in (received_counts, sent_counts)
-    )
+    split_counts = tables.split_counts(math.prod(local.shape[1:]), forward=forward)
+    received = comm.acquire_like(local, arrive.numel(), *local.shape[1:])
+    sent = comm.buffers.acquire_like(local, send.numel(), *local.shape[1:])
     torch.index_select(local, 0, send, out=sent)
-    group.activity = f"{mark}, {direction(forward=forward)}"
-    group.all_to_all(
-        received.view(-1),
-        sent.view(-1),
-        [count * features for count in received_counts],
-        [count * features for count in sent_counts],
-    )
+    comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, direction(forward=forward)).wait()
     moved = local.new_zeros(tables.rows[0 if forward else 1], *local.shape[1:])
-    torch.index_select(received, 0, arrive, out=moved[: sum(received_counts)])
-    group.buffers.release(sent, received)
+    torch.index_select(received, 0, arrive, out=moved[: arrive.numel()])
+    comm.release(sent, received)
     return moved

@@ -132,10 +132,8 @@ class _Maps:
             if part is not None
         ]
         split_counts = self.step.split_counts(forward=forward)
-        self.sent, self.received = (
-            self.comm.buffers.acquire_like(self.like, sum(counts))
-            for counts in (split_counts.sent_by(self.comm.rank), split_counts.received_by(self.comm.rank))
-        )
+        self.sent = self.comm.buffers.acquire_like(self.like, sum(split_counts.sent_by(self.comm.rank)))
+        self.received = self.comm.acquire_like(self.like, sum(split_counts.received_by(self.comm.rank)))
         if messages:
             torch.cat(messages, out=self.sent)
         return self.comm.start_all_to_all(
@@ -170,7 +168,7 @@ class _Maps:
             if slot is not None:
                 states[slot] = state
         if self.pending is not None:
-            self.comm.buffers.release(self.sent, self.received)  # maps that arrived are views of it
+            self.comm.release(self.sent, self.received)  # maps that arrived are views of it
         return states
 
     def _sort_arrivals(self) -> None:

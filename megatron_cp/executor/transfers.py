@@ -6,7 +6,7 @@ carried by the class of its kind, in both directions: rows come, and in backward
     Fetch     rows come in one collective a head chunk; gradients go back in another, and their owner sums them
     PassOn    blocks pass from rank to rank; gradients follow one stage behind, are summed on the way and end at home
 
-What travels, and what is at hand in a stage, is in the group's buffers.
+What is packed is in the group's buffers, and what arrives in memory of the transport.
 
 Shapes: `t` own key rows, `s` the rows at hand in a stage, `b` batch (absent for packed THD), `g` key/value heads of the
 rank (of a head chunk, for stages), `d` and `v` their sizes.
@@ -82,12 +82,12 @@ class KeyTransfers:
         coming: _Arrival | None = self._carrier.start(*order[0], None)
         for (stage, chunk), following in itertools.pairwise([*order, None]):  # type: ignore[misc]
             assert coming is not None
-            block = coming.wait(self._comm.buffers)
+            block = coming.wait(self._comm)
             coming = None if following is None else self._carrier.start(*following, block)
             block = self._carrier.in_order(block)
             yield stage, chunk, unpack(block, self._k, self._v, chunk.num_groups)
             if coming is None or coming.sent is not block:
-                self._comm.buffers.release(block)
+                self._comm.release(block)
 
     def gradients_like(self, keys: Keys) -> Tensor:
         """An unwritten buffer for the gradients of the keys at hand, of the type in which they travel."""
@@ -118,11 +118,11 @@ class _Arrival:
     sent: Tensor | None = None
     pending: Pending | None = None
 
-    def wait(self, buffers: Buffers) -> Tensor:
+    def wait(self, comm: Communicator) -> Tensor:
         if self.pending is not None:
             self.pending.wait()
         if self.sent is not None:
-            buffers.release(self.sent)
+            comm.release(self.sent)
         return self.block
 
 
@@ -174,21 +174,21 @@ class _PassesOn(_Carrier):
 
     def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
         if self._gradient is not None:
-            arrived = self._gradient.wait(self.buffers)
+            arrived = self._gradient.wait(self.comm)
             gradient.add_(arrived)
-            self.buffers.release(arrived)  # before there is room for the next
+            self.comm.release(arrived)  # before there is room for the next
         assert isinstance(stage.gradients, PassOn)
         self._gradient = self._pass_on(stage.gradients, gradient, "gradients of keys and values")
 
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         assert self._gradient is not None
-        arrived = self._gradient.wait(self.buffers)
+        arrived = self._gradient.wait(self.comm)
         for target, source in zip((dk, dv), unpack(arrived, self.k, self.v), strict=True):
             target.copy_(source)
-        self.buffers.release(arrived)
+        self.comm.release(arrived)
 
     def _pass_on(self, flow: PassOn, block: Tensor, what: str) -> _Arrival:
-        received = self.buffers.acquire_like(block, flow.rows_received(self.kv_rank), *block.shape[1:])
+        received = self.comm.acquire_like(block, flow.rows_received(self.kv_rank), *block.shape[1:])
         pending = self.comm.start_messages(
             [Message(block.view(-1), (self.kv_rank + 1) % flow.size)],
             [Message(received.view(-1), (self.kv_rank - 1) % flow.size)],
@@ -216,7 +216,8 @@ class _Fetches(_Carrier):
         own = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
         rows = self.flow.message_rows(self.kv_rank)
         assert rows.sent is not None
-        sent, received = self._acquire(rows.sent, chunk), self._acquire(rows.received, chunk)
+        sent = self.buffers.acquire_like(self.k, *self._shape(rows.sent, chunk))
+        received = self.comm.acquire_like(self.k, *self._shape(rows.received, chunk))
         if self.flow.equal_shares:  # backends gather equal shares only
             for target, source in zip(unpack(sent[: len(self.k)], *own), own, strict=True):
                 target.copy_(source)
@@ -237,7 +238,7 @@ class _Fetches(_Carrier):
         self._finish_returns()
         if self.tables.inverse is not None:
             gradient = self._reordered(gradient, self._index("inverse"))
-        received = self._acquire(self.tables.send_rows.size, chunk)
+        received = self.comm.acquire_like(self.k, *self._shape(self.tables.send_rows.size, chunk))
         split_counts = self.flow.split_counts.reversed().times(received.shape[1:].numel())
         pending = self.comm.start_all_to_all(
             received.view(-1), gradient.view(-1), split_counts, "gradients of gathered keys and values"
@@ -257,26 +258,25 @@ class _Fetches(_Carrier):
     def _index(self, name: str) -> Tensor:
         return _index(self.flow, self.kv_rank, name, self.k.device)
 
-    def _acquire(self, rows: int, chunk: HeadChunk) -> Tensor:
-        width = chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
-        return self.buffers.acquire_like(self.k, rows, *self.k.shape[1:-2], width)
+    def _shape(self, rows: int, chunk: HeadChunk) -> tuple[int, ...]:
+        return rows, *self.k.shape[1:-2], chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
 
     def _reordered(self, rows: Tensor, index: Tensor) -> Tensor:
         """The rows of a buffer in another one, which takes its place."""
         ordered = self.buffers.acquire_like(rows, len(index), *rows.shape[1:])
         torch.index_select(rows, 0, index, out=ordered)
-        self.buffers.release(rows)
+        self.comm.release(rows)
         return ordered
 
     def _finish_returns(self) -> None:
         for chunk, returned in self._returning:
-            received = returned.wait(self.buffers)
+            received = returned.wait(self.comm)
             sums = [total[..., chunk.groups, :] for total in self._sums]
             counts = self.tables.send_counts.tolist()
             for rows, piece in zip(self._index("send_rows").split(counts), received.split(counts), strict=True):
                 for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
                     total.index_add_(0, rows, part.to(self.acc_dtype))
-            self.buffers.release(received)
+            self.comm.release(received)
         self._returning = []
 
 

@@ -58,6 +58,21 @@ class Route:
         return inverse
 
 
+def pieces_between(source: Layout, target: Layout) -> tuple[IntArray, IntArray, IntArray]:
+    """The stream in pieces that are whole in either layout: who has each before, who has it after, and its tokens."""
+    starts = np.union1d(source.starts, target.starts)
+    before, after = (layout.located(starts)[0] for layout in (source, target))
+    return before, after, np.diff(starts, append=source.packing.total)
+
+
+def rows_between(source: Layout, target: Layout) -> IntArray:
+    """`[cp_size, cp_size]` rows that go from each rank of the source layout to each rank of the target layout."""
+    before, after, sizes = pieces_between(source, target)
+    counts = np.zeros((source.cp_size, target.cp_size), dtype=np.int64)
+    np.add.at(counts, (before, after), sizes)
+    return counts
+
+
 def _grouped(local: Layout, other: Layout, rank: int) -> tuple[IntArray, IntArray]:
     """A rank's rows in `own`, grouped by the rank that holds them in `other`, each group in stream order.
 

@@ -14,6 +14,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadPartition, Section, Sections
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.route import pieces_between
 from megatron_cp.plan import words
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.kinds import KINDS
@@ -68,9 +69,7 @@ class Redistribution:
 
     def bytes_sent(self, inner: Layout, item_size: int) -> list[int]:
         """For each rank, in and out together; the same forward and backward."""
-        starts = np.union1d(self.hidden_layout.starts, inner.starts)  # pieces that are whole in either layout
-        sizes = np.diff(starts, append=inner.packing.total)
-        before, after = (layout.located(starts)[0] for layout in (self.hidden_layout, inner))
+        before, after, sizes = pieces_between(self.hidden_layout, inner)
         moved, counts = before != after, np.zeros(inner.cp_size, dtype=np.int64)
         for owners in (before, after):
             np.add.at(counts, owners[moved], sizes[moved])

@@ -1,4 +1,4 @@
-"""`Transport`: how the messages of a plan travel. Pure data, without torch; `communicator.py` sends them."""
+"""`Transport`: how the messages of a plan travel. Pure data, without torch; `executor/transports` sends them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.fragments import MAX_CP_SIZE
 
 TRANSPORTS = ("collective", "pairwise", "hierarchical")
+_OVER_HOSTS = ("hierarchical",)  # those that know the ranks' hosts
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Transport:
         _checked_name(self.name)
         hosts = _checked_hosts(self.hosts)
         object.__setattr__(self, "hosts", hosts)
-        if bool(hosts) != (self.name == "hierarchical"):
-            allowed = "the host of each rank for hierarchical, and nothing otherwise"
+        if bool(hosts) != (self.name in _OVER_HOSTS):
+            allowed = f"the host of each rank for {' and '.join(_OVER_HOSTS)}, and nothing otherwise"
             raise ArgumentError("hosts", hosts, allowed, _HOW_TO_SAY_HOSTS if not hosts else "")
 
     @classmethod
@@ -46,13 +47,14 @@ class Transport:
         """A transport as it is, or the one of that name, where the name says it all.
 
         Raises:
-            ArgumentError: neither, or "hierarchical", which takes the ranks' hosts.
+            ArgumentError: neither, or a name that takes the ranks' hosts besides, such as "hierarchical".
         """
         if isinstance(transport, cls):
             return transport
         if not isinstance(transport, str) or transport not in TRANSPORTS:
-            raise ArgumentError("transport", transport, "'collective', 'pairwise' or a Transport")
-        if transport == "hierarchical":
+            plain = ", ".join(repr(name) for name in TRANSPORTS if name not in _OVER_HOSTS)
+            raise ArgumentError("transport", transport, f"{plain} or a Transport")
+        if transport in _OVER_HOSTS:
             raise ArgumentError("transport", transport, "a Transport with the ranks' hosts", _HOW_TO_SAY_HOSTS)
         return cls(transport)
 
@@ -70,7 +72,7 @@ class Transport:
         cp_size = checked_integer("cp_size", cp_size, 1, MAX_CP_SIZE)
         if checked_integer("hosts", hosts, 1) > cp_size:
             raise ArgumentError("hosts", hosts, f"1 to the {cp_size} ranks")
-        if _checked_name(name) != "hierarchical":
+        if _checked_name(name) not in _OVER_HOSTS:
             return cls(name)
         return cls(name, tuple(rank * hosts // cp_size for rank in range(cp_size)))
 
@@ -110,6 +112,18 @@ def _checked_hosts(hosts: Any) -> tuple[int, ...]:
 
 
 COLLECTIVE = Transport()
+
+
+def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
+    """The transport between so many ranks, from its name or as it is.
+
+    Raises:
+        ArgumentError: it is none, or has the hosts of another number of ranks.
+    """
+    transport = Transport.named(transport)
+    if transport.hosts and len(transport.hosts) != cp_size:
+        raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")
+    return transport
 
 
 def round_robin_peer(rank: int, size: int, number: int) -> int | None:

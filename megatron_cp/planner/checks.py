@@ -9,7 +9,6 @@ from megatron_cp.exchange.codec import CODECS, Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Sections
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.capabilities import require
 
 
@@ -63,14 +62,6 @@ def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:
     if require("codec", name) != "none" and remedy:
         raise ArgumentError("codec", name, f"none for {scheme}", remedy)
     return CODECS[name]
-
-
-def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
-    """The transport between so many ranks, from its name or as it is."""
-    transport = Transport.named(transport)
-    if transport.hosts and len(transport.hosts) != cp_size:
-        raise ArgumentError("transport", transport, f"the host of each of the {cp_size} ranks")
-    return transport
 
 
 def exchange_of(

@@ -15,14 +15,13 @@ from megatron_cp.plan.plan import Plan, Price, Redistribution
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.schemes import AUTO, CHUNKWISE, HEADWISE, MODES, REDISTRIBUTE, LinearMode, may_exchange_heads
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
-from megatron_cp.plan.transport import COLLECTIVE, Transport
+from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import (
     check_layout,
     checked_chunks,
     checked_codec,
     checked_heads,
-    checked_transport,
     exchange_of,
     no_chunks,
     notes_of,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -296,11 +297,11 @@ def run_linear(
     group: RankGroup, case: Case, plan: Plan, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
 ) -> Tensor:
     """The layer's output. The layer's inputs stand for a model's hidden states, and are redistributed if so planned."""
-    tensors = list(inputs.values())
+    tensors, moved = list(inputs.values()), partial(relayout, group=group, transport=plan.transport)
     if plan.hidden_layout is not None:
-        tensors = [relayout(tensor, plan.hidden_layout, plan.layout, group) for tensor in tensors]
+        tensors = [moved(tensor, plan.hidden_layout, plan.layout) for tensor in tensors]
     out = run_mixer(case.layer, tensors, parameters, plan, group, case.softmax_scale, case.kernel)
-    return out if plan.hidden_layout is None else relayout(out, plan.layout, plan.hidden_layout, group)
+    return out if plan.hidden_layout is None else moved(out, plan.layout, plan.hidden_layout)
 
 
 def whole(case: Case, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:

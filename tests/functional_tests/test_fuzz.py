@@ -5,9 +5,10 @@ import time
 import pytest
 import torch
 
-from megatron_cp.exchange import head_side, token_side
+from megatron_cp.exchange import coding, head_side, token_side
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.executor import communicator, gather, head_exchange, scan, transfers
+from megatron_cp.executor import gather, head_exchange, scan, transfers
+from megatron_cp.executor.transports import hierarchical
 from megatron_cp.plan.schemes import SCHEMES
 from tests import fuzz_check
 from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
@@ -100,9 +101,9 @@ def break_pads(patch):
 
 
 def break_codes(patch):
-    decode = token_side.decode
-    for side in (token_side, head_side):
-        patch.setattr(side, "decode", lambda payload, scales, kind: decode(payload, scales.roll(1, -1), kind))
+    turned = lambda payload, scales, kind: coding.decode(payload, scales.roll(1, -1), kind)  # noqa: E731
+    for side in (head_side, token_side):
+        patch.setattr(side, "decode", turned)
 
 
 def break_fold(patch):
@@ -111,9 +112,9 @@ def break_fold(patch):
 
 
 def break_hosts(patch):
-    bundle = communicator._TwoHops._bundle
+    bundle = hierarchical._TwoHops._bundle
     turned = lambda self, pieces, ranks=(): bundle(self, pieces if ranks else pieces[::-1], ranks)  # noqa: E731
-    patch.setattr(communicator._TwoHops, "_bundle", turned)
+    patch.setattr(hierarchical._TwoHops, "_bundle", turned)
 
 
 def break_pool(patch):

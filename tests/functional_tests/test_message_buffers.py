@@ -190,14 +190,18 @@ PACKING = cp.Packing(LENGTHS)
 SHAPES = [(), (5,), (2, 3)]
 
 
+BY = ["collective", "pairwise", "hierarchical"]
+
+
+@pytest.mark.parametrize("transport", BY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_relayout_sends_from_buffers(shape, dtype, lying):
+def test_a_relayout_sends_from_buffers(shape, dtype, transport, lying):
     source, target = cp.Layout.zigzag(PACKING, 4, align=4), cp.Layout.contiguous(PACKING, 4)
 
     def step(group):
         local = torch.ones(source.row_counts[group.rank], *shape, dtype=dtype, requires_grad=True)
-        moved = cp.relayout(local, source, target, group)
+        moved = cp.relayout(local, source, target, group, transport=cp.Transport.of_even_hosts(transport, 4, 2))
         moved.backward(torch.ones_like(moved))
         held = source.token_counts[group.rank]
         assert bool((moved[: target.token_counts[group.rank]] == 1).all())
@@ -206,14 +210,15 @@ def test_a_relayout_sends_from_buffers(shape, dtype, lying):
     assert_steady(4, step, lying)
 
 
+@pytest.mark.parametrize("transport", BY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_gather_sends_from_buffers(shape, dtype, lying):
+def test_a_gather_sends_from_buffers(shape, dtype, transport, lying):
     layout = cp.Layout.zigzag(PACKING, 3, align=4)
 
     def step(group):
         local = torch.ones(layout.row_counts[group.rank], *shape, dtype=dtype, requires_grad=True)
-        stream = cp.gather(local, layout, group)
+        stream = cp.gather(local, layout, group, transport=cp.Transport.of_even_hosts(transport, 3, 2))
         stream.backward(torch.ones_like(stream))
         assert bool((stream == 1).all())
         assert bool((local.grad[: layout.token_counts[group.rank]] == group.size).all())

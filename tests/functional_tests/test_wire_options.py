@@ -89,6 +89,8 @@ SCHEMES = {
         Case("kda", 3, LENGTHS, scheme="chunkwise"),
         Case("mamba", 4, LENGTHS, scheme="chunkwise", layout="contiguous", num_hosts=3),
         Case("conv1d", 5, LENGTHS, scheme="chunkwise", layout="random"),
+        Case("gdn", 5, LENGTHS, scheme="redistribute", hidden_size=64, num_hosts=3),
+        Case("mamba", 3, LENGTHS, scheme="redistribute", layout="random", hidden_size=64),
     )
 }
 

@@ -84,6 +84,7 @@ TAPS, BIAS, HEADS = torch.ones(24, 4), torch.ones(24), torch.ones(2)
 CROSS = {"packing": P, "layout": LAYOUT, "kv_packing": KEYS, "kv_layout": cp.Layout.contiguous(KEYS, 2)}
 MIXER = {"conv": TAPS, "conv_bias": BIAS, "A_log": HEADS}
 WIRE = {"transport": optional(NO_NAME), "codec": NO_NAME}
+NO_TRANSPORT = [*NO_NAME, "hierarchical", cp.Transport, cp.Transport("hierarchical", (0, 0)), ("pairwise", ())]
 QKV = {name: ones(2, 4) for name in "qkv"}
 SOFTMAX = {
     "softmax_scale": optional(NO_NUMBER), "softcap": [*NO_NUMBER, -1.0], "dropout": [*NO_NUMBER, -0.1, 1.0],
@@ -236,7 +237,7 @@ CALLS = {
                     lambda heads, kv_heads: QKV["q"], lambda heads, kv_heads: {}]} | SOFTMAX),
     "gather": (cp.gather, {"local": ones(2), "layout": ALONE, "group": None}, {
         "local": [*NO_ARRAY, STREAM], "layout": NO_LAYOUT[:-1],
-        "group": NO_GROUP, "same_loss": NO_FLAG}),
+        "group": NO_GROUP, "same_loss": NO_FLAG, "transport": NO_TRANSPORT}),
     "shard_batch": (cp.shard_batch, {"tokens": STREAM, "layout": ALONE}, {
         "tokens": [*NO_TOKENS, STREAM.reshape(3, 3), STREAM[:, None]], "layout": NO_LAYOUT[:-1], "group": NO_GROUP,
         "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]]],
@@ -253,7 +254,8 @@ CALLS = {
     "reduce_gradients": (cp.reduce_gradients, {"parameters": [torch.ones(2, requires_grad=True)]}, {
         "parameters": NO_PARAMETERS, "group": ANY_GROUP}),
     "relayout": (cp.relayout, {"local": ones(2), "source": ALONE, "target": ALONE}, {
-        "local": [*NO_ARRAY, STREAM], "source": NO_LAYOUT[:-1], "target": NO_LAYOUT, "group": NO_GROUP}),
+        "local": [*NO_ARRAY, STREAM], "source": NO_LAYOUT[:-1], "target": NO_LAYOUT, "group": NO_GROUP,
+        "transport": NO_TRANSPORT}),
     "gated_delta_rule": linear("gdn", cp.gated_delta_rule, {**QKV, "g": -ones(2), "beta": ones(2)}, **FLAGGED),
     "kda": linear("kda", cp.kda, {**QKV, "g": -ones(2, 4), "beta": ones(2)}, **FLAGGED),
     "mamba2": linear("mamba", cp.mamba2, {

@@ -144,7 +144,7 @@ class Job:
             if self.faulty.differs("inference_mode", step, number):
                 modes.enter_context(torch.inference_mode())
             if plan.hidden_layout is not None:
-                hidden = cp.relayout(hidden, plan.hidden_layout, plan.layout, self.group)
+                hidden = cp.relayout(hidden, plan.hidden_layout, plan.layout, self.group, transport=plan.transport)
             call = operations.call(layer, self.weights[number], hidden, self._options(number, layer))
             for change in ("dtype", "batch", "requires_grad"):
                 if self.faulty.differs(change, step, number):
@@ -153,7 +153,7 @@ class Job:
                 call = operations.changed(call, "dropped", self.faulty.variant(3))
             out = operations.run(call, plan, self.group)
             if plan.hidden_layout is not None:
-                out = cp.relayout(out, plan.layout, plan.hidden_layout, self.group)
+                out = cp.relayout(out, plan.layout, plan.hidden_layout, self.group, transport=plan.transport)
         if self.faulty.drops(("no_grad", "inference_mode"), step, number):
             out = operations.without_gradient(out)
         return out.clone()  # which inference mode demands

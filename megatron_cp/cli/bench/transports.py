@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megatron_cp.cli.bench.wire_job import Job, split_counts_of
 from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor.communicator import ROUNDS_IN_FLIGHT, Communicator
+from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.transports.pairwise import ROUNDS_IN_FLIGHT, Pairwise
 from megatron_cp.plan.transport import TRANSPORTS, Transport, num_rounds
 from megatron_cp.testing.parity import Case
 
@@ -93,8 +94,8 @@ class AllToAll:
         Communicator(group, transport).start_all_to_all(self.received, self.sent, self.split_counts).wait()
 
     def by_rounds(self, in_flight: int, group: RankGroup) -> None:
-        comm = Communicator(group, Transport("pairwise"), rounds_in_flight=in_flight)
-        comm.start_all_to_all(self.received, self.sent, self.split_counts).wait()
+        transport = Pairwise(group, Transport("pairwise"), rounds_in_flight=in_flight)
+        transport.start_all_to_all(self.received, self.sent, self.split_counts).wait()
 
     def by_loop(self, group: RankGroup) -> None:
         for sent, received in self._messages(group.rank):

@@ -11,7 +11,7 @@ from megatron_cp.cli.bench.spread import formatted, spread
 from megatron_cp.cli.bench.timing import BOTH, DIRECTIONS
 from megatron_cp.cli.bench.transports import AT_ONCE, EXCHANGES, NAIVE, in_flight_of, pairwise
 from megatron_cp.cli.bench.wire_job import HALVES, Job, Seen, between_hosts, coded_bytes, split_counts_of
-from megatron_cp.executor.communicator import ROUNDS_IN_FLIGHT
+from megatron_cp.executor.transports.pairwise import ROUNDS_IN_FLIGHT
 from megatron_cp.plan.transport import TRANSPORTS, num_rounds
 from megatron_cp.testing.parity import Case
 

@@ -147,7 +147,11 @@ class RankGroup(ABC):
 
     @abstractmethod
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Starts all messages together. Messages of one pair stay in order."""
+        """Starts all messages together. Messages of one pair stay in order.
+
+        A rank that has none while others have some sends itself an empty one, and receives that: backends that number
+        what ranks start, such as NCCL, want each operation on every rank, and its tensor says on which device.
+        """
 
     @abstractmethod
     def barrier(self) -> None:
@@ -237,8 +241,8 @@ class Part(RankGroup):
 
 
 def check_peers(messages: Sequence[Message], rank: int) -> None:
-    """Refuses messages to oneself."""
-    if any(message.peer == rank for message in messages):
+    """Refuses messages to oneself, but for the empty ones of a rank that is idle."""
+    if any(message.peer == rank and message.tensor.numel() for message in messages):
         raise ArgumentError("peer", rank, "another rank of the group")
 
 

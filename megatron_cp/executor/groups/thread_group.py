@@ -65,8 +65,9 @@ class ThreadGroup(RankGroup):
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         check_peers((*sends, *receives), self.rank)
         for message in sends:
-            self._put(message.tensor, message.peer)
-        return self._arrivals((message.peer, message.tensor) for message in receives)
+            if message.peer != self.rank:
+                self._put(message.tensor, message.peer)
+        return self._arrivals((message.peer, message.tensor) for message in receives if message.peer != self.rank)
 
     def barrier(self) -> None:
         token = torch.zeros(self.size, dtype=torch.uint8, device="cpu")

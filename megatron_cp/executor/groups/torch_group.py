@@ -137,8 +137,9 @@ class TorchGroup(RankGroup):
     def _start_messages_together(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
         """By one collective of bytes, for NCCL.
 
-        It sends nothing for splits of zero, and wants every rank in its first operation, also one that has nothing to
-        say.
+        It sends nothing for splits of zero, and wants every rank in its first operation. Every rank numbers the
+        collectives that it starts, and torch's debugging tools (TORCH_DISTRIBUTED_DEBUG=DETAIL, the flight recorder)
+        compare the numbers: so a rank that is idle starts one too, of nothing.
         """
         sent, received = (sorted(messages, key=lambda message: message.peer) for messages in (sends, receives))
         device = (*sends, *receives)[0].tensor.device
@@ -159,7 +160,11 @@ class TorchGroup(RankGroup):
         return _Unpacked(pending, arrived, received if len(received) > 1 else [], taken, self.buffers)
 
     def _start_messages_by_host(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Through memory of the host that the device reaches by itself: gloo sends nothing else from rank to rank."""
+        """Through memory of the host that the device reaches by itself: gloo sends nothing else from rank to rank.
+
+        Empty messages do not travel.
+        """
+        sends, receives = ([message for message in both if message.tensor.numel()] for both in (sends, receives))
         staged = [
             [Message(self._staged(message.tensor), message.peer) for message in messages]
             for messages in (sends, receives)

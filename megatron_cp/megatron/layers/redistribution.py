@@ -84,7 +84,7 @@ class _Edges:
                 "Its rows are those outside.",
             )
         self.linear.check_rows(len(hidden), plan.hidden_layout)
-        hidden = relayout(hidden, plan.hidden_layout, plan.layout, self.linear.ranks)
+        hidden = relayout(hidden, plan.hidden_layout, plan.layout, self.linear.ranks, transport=plan.transport)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -93,7 +93,7 @@ class _Edges:
         plan = self._plan(kwargs, hidden)
         if plan is None or plan.hidden_layout is None:
             return None
-        hidden = relayout(hidden, plan.layout, plan.hidden_layout, self.linear.ranks)
+        hidden = relayout(hidden, plan.layout, plan.hidden_layout, self.linear.ranks, transport=plan.transport)
         return hidden if isinstance(out, Tensor) else (hidden, *rest)
 
     def _plan(self, kwargs: dict[str, Any], hidden: Tensor) -> Plan | None:

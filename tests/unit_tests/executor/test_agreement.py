@@ -191,7 +191,7 @@ def test_rejects_sinks_and_seeds_of_other_values():
     run_ranks(rank_main, SIZE, [{"dropout": 0.5, "seed": rank} for rank in range(SIZE)], timeout=30)
 
 
-LINEAR_CALLS: dict[str, Callable[..., Tensor]] = {
+OTHER_CALLS: dict[str, Callable[..., Tensor]] = {
     "gated_delta_rule": lambda group, odd: cp.gated_delta_rule(
         *(_linear_input(group, 4) for _ in "qkv"), _linear_input(group), _linear_input(group), linear_plan(), group,
         scale=2.0 if odd else None,
@@ -201,6 +201,13 @@ LINEAR_CALLS: dict[str, Callable[..., Tensor]] = {
         _linear_input(group).to(torch.float64 if odd else torch.float32), linear_plan().layout,
         cp.Layout.contiguous(cp.Packing(LENGTHS), SIZE), group,
     ),
+    "gather, transport": lambda group, odd: cp.gather(
+        _linear_input(group), linear_plan().layout, group, transport="pairwise" if odd else "collective"
+    ),
+    "relayout, hosts": lambda group, odd: cp.relayout(
+        _linear_input(group), linear_plan().layout, cp.Layout.contiguous(cp.Packing(LENGTHS), SIZE), group,
+        transport=cp.Transport("hierarchical", (0, 1, 1) if odd else (0, 0, 1)),
+    ),
 }  # fmt: skip
 
 
@@ -208,11 +215,12 @@ def _linear_input(group: RankGroup, *features: int) -> Tensor:
     return torch.ones(int(linear_plan().layout.row_counts[group.rank]), 6, *features)
 
 
-@pytest.mark.parametrize("operation", LINEAR_CALLS)
+@pytest.mark.parametrize("operation", OTHER_CALLS)
 def test_rejects_other_operations_called_differently(operation: str):
     def rank_main(group: RankGroup) -> None:
-        with pytest.raises(cp.CallMismatchError, match=f"the ranks call {operation} in different ways"):
-            LINEAR_CALLS[operation](group, group.rank == 1)
+        name = operation.partition(",")[0]
+        with pytest.raises(cp.CallMismatchError, match=f"the ranks call {name} in different ways"):
+            OTHER_CALLS[operation](group, group.rank == 1)
 
     run_ranks(rank_main, SIZE, timeout=30)
 

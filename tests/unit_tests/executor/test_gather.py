@@ -117,7 +117,7 @@ def test_same_loss_sends_nothing_backward():
     def rank_main(group: RankGroup) -> Tensor:
         local = torch.ones(int(layout.row_counts[group.rank]), requires_grad=True)
         full = gather(local, layout, group, same_loss=True)
-        group.all_to_all = None  # on which every other call of a ThreadGroup is built
+        group.start_all_to_all = group.start_messages = None  # on which every other call of a ThreadGroup is built
         full.sum().backward()
         return local.grad
 

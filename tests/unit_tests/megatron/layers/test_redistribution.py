@@ -8,11 +8,14 @@ from torch import nn
 
 pytest.importorskip("megatron.core")
 
+import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import run_ranks
 from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
-from megatron_cp.megatron.layers.redistribution import arrange_runs
+from megatron_cp.megatron.layers.redistribution import _Edges, arrange_runs
 from megatron_cp.planner.batch import LinearSlot
+from tests.counting_group import CountingGroup
 
 SLOTS = {"G": LinearSlot("gdn", 8, 8, 16, 16), "M": LinearSlot("mamba", 8, 1, 16, 16)}
 
@@ -116,3 +119,29 @@ def test_rejects_a_padding_mask_inside_a_relayed_run(monkeypatch):
     monkeypatch.setattr(Linear, "packed_plan", lambda self, params, batch: plan)
     with pytest.raises(ArgumentError, match="padding mask"):
         layers[0](hidden_states=torch.zeros(4, 1, 64), packed_seq_params=object(), padding_mask=torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize(
+    ("transport", "calls"),
+    [
+        (cp.Transport(), {"all_to_all": 2}),
+        (cp.Transport("pairwise"), {"messages": 2 * 3}),
+        (cp.Transport("hierarchical", (0, 1, 1, 0)), {"messages": 2 * 2}),
+    ],
+    ids=["collective", "pairwise", "hierarchical"],
+)
+def test_hidden_states_move_by_the_plans_transport(transport, calls):
+    slot = dataclasses.replace(SLOTS["G"], mode="redistribute", transport=transport, hidden_size=64)
+    plan = slot.plan(cp.Layout.zigzag(cp.Packing([30, 1, 13]), 4))
+
+    def rank_main(inner):
+        cp.compare_calls(inner, False)
+        group, linear = CountingGroup(inner), Linear(slot)
+        linear.ranks, linear.packed_plan = group, lambda params, batch: plan
+        hidden = torch.randn(int(plan.hidden_layout.row_counts[inner.rank]), 1, 64)
+        (inside,), _ = _Edges(linear).enter(linear, (hidden,), {})
+        assert len(inside) == plan.layout.row_counts[inner.rank]
+        assert torch.equal(_Edges(linear).leave(linear, (), {}, inside), hidden)
+        return dict(group.calls)
+
+    assert run_ranks(rank_main, 4) == [calls] * 4

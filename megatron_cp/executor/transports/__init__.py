@@ -1,0 +1,34 @@
+"""How messages travel between ranks, and the memory in which they land: one transport a file, all made to `base.py`.
+
+`plan/transport.py` has the names, which are data of a plan; only a `Communicator` calls what is here.
+"""
+
+from __future__ import annotations
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.transports.base import GroupTransport
+from megatron_cp.executor.transports.collective import Collective
+from megatron_cp.executor.transports.hierarchical import Hierarchical
+from megatron_cp.executor.transports.pairwise import Pairwise
+from megatron_cp.plan.transport import Transport
+
+TRANSPORTS: dict[str, type[GroupTransport]] = {
+    "collective": Collective,
+    "pairwise": Pairwise,
+    "hierarchical": Hierarchical,
+}
+
+
+def transport_over(group: RankGroup, transport: Transport) -> GroupTransport:
+    """The transport that a plan names, between the ranks of a group.
+
+    Raises:
+        ArgumentError: it has the hosts of another number of ranks.
+    """
+    if transport.hosts and len(transport.hosts) != group.size:
+        raise ArgumentError("hosts", transport.hosts, f"the host of each of the {group.size} ranks")
+    return TRANSPORTS[transport.name](group, transport)
+
+
+__all__ = ["TRANSPORTS", "Collective", "GroupTransport", "Hierarchical", "Pairwise", "transport_over"]

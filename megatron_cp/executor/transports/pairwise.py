@@ -1,0 +1,74 @@
+"""`Pairwise`: disjoint pairs of ranks talk both ways, round by round.
+
+    start   the own piece is copied, the messages of the first rounds are under way
+    wait    the other rounds, each started when the oldest is done
+
+Nobody is called by all others at once, and in a round nobody by two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megatron_cp.exchange.split_counts import SplitCounts
+from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.transports.base import GroupTransport
+from megatron_cp.plan.transport import Transport, num_rounds, round_robin_peer
+
+ROUNDS_IN_FLIGHT = 4  # so that a slow pair holds nobody up; more would be a crowd on one link again
+
+
+class Pairwise(GroupTransport):
+    """A round robin: in each round a rank talks to one other, and all ranks meet once.
+
+    Args:
+        rounds_in_flight: how many rounds are under way at a time.
+    """
+
+    def __init__(self, group: RankGroup, transport: Transport, *, rounds_in_flight: int = ROUNDS_IN_FLIGHT) -> None:
+        super().__init__(group, transport)
+        self._rounds_in_flight = rounds_in_flight
+
+    def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
+        rank = self.group.rank
+        incoming, outgoing = received.split(split_counts.received_by(rank)), sent.split(split_counts.sent_by(rank))
+        return self._start_rounds(incoming, outgoing)
+
+    def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
+        return self._start_rounds(received.split([sent.numel()] * self.group.size), [sent] * self.group.size)
+
+    def _start_rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Pending:
+        rank, size = self.group.rank, self.group.size
+        incoming[rank].copy_(outgoing[rank])
+        rounds = []
+        for number in range(num_rounds(size)):
+            peer = round_robin_peer(rank, size, number)
+            if peer is None:
+                rounds.append((self.nothing(outgoing[rank]), self.nothing(incoming[rank])))
+            else:
+                rounds.append((Message(outgoing[peer], peer), Message(incoming[peer], peer)))
+        return _Rounds(self.group, rounds, self._rounds_in_flight)
+
+
+class _Rounds(Pending):
+    """One message each way in each round, some rounds at a time."""
+
+    def __init__(self, group: RankGroup, rounds: Sequence[tuple[Message, Message]], in_flight: int) -> None:
+        self._group, self._ahead, self._activity = group, deque(rounds), group.activity
+        self._under_way: deque[Pending] = deque()
+        for _ in range(min(in_flight, len(rounds))):
+            self._start_next()
+
+    def _start_next(self) -> None:
+        sent, received = self._ahead.popleft()
+        self._group.activity = self._activity  # others may have been started meanwhile
+        self._under_way.append(self._group.start_messages([sent], [received]))
+
+    def wait(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().wait()
+            if self._ahead:
+                self._start_next()
