@@ -2,10 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help setup lint test train check fuzz faults clean
+.PHONY: help setup lint test test-fast train check fuzz faults clean
 
 help: ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 # The stamp holds the pins: another pyproject.toml or Python sets up again.
 $(VENV)/.ready: pyproject.toml setup.py
@@ -26,6 +26,9 @@ lint: setup ## ruff and mypy
 
 test: setup ## all tests, on 2 processes
 	$(RUN)/python -m pytest -n 2 --dist worksteal
+
+test-fast: setup ## unit tests and one parity case a scheme, layer and transport: two minutes
+	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/unit_tests
 
 train: setup ## a packed hybrid Megatron model at CP=2 against CP=1, in minutes; ARGS="--context-parallel-size 3 ..."
 	$(RUN)/megatron-cp train --context-parallel-size 2 --compare $(ARGS)

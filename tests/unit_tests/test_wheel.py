@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from setuptools.dist import Distribution
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

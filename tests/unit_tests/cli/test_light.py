@@ -19,6 +19,8 @@ HEAVY = ("torch", "megatron.core", "matplotlib", "tokenizers", "triton")
 PROBE = """
 import contextlib, io, json, sys
 from megatron_cp.cli.main import main
+
+pytestmark = pytest.mark.slow
 for line in json.loads(sys.argv[1]):
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):

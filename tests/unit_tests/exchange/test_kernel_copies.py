@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,6 +27,8 @@ from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.testing.poison import poisoned
+
+pytestmark = pytest.mark.slow
 
 PACKING = Packing([7, 1, 13, 0, 2])
 LAYOUTS = {

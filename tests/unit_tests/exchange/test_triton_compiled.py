@@ -24,6 +24,8 @@ from torch import Tensor
 from megatron_cp.exchange.codec import E4M3, E5M2, INT8
 from megatron_cp.exchange.kernels.pieces import Piece, alignment_of, pieces_of
 
+pytestmark = pytest.mark.slow
+
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CPU = torch.device("cpu")
 

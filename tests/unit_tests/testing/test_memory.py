@@ -13,6 +13,8 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import AttentionKernel
 from megatron_cp.testing.memory import PeakMemory
 
+pytestmark = pytest.mark.slow
+
 RAGGED = (700, 1, 301, 60, 2)
 SHAPES = {
     "6:2": {"heads": 6, "kv_heads": 2, "head_dim": 16},

@@ -1,0 +1,32 @@
+"""One parity case for each scheme, each layer and mode, and each transport: what `make test-fast` runs of parity."""
+
+import pytest
+import torch
+
+from megatron_cp.plan.kinds import KINDS
+from megatron_cp.plan.schemes import MODES, SCHEMES
+from megatron_cp.plan.transport import TRANSPORTS
+from megatron_cp.testing.parity import Case, compare
+from tests.scheme_cases import check
+
+LENGTHS = (7, 1, 40, 0, 13)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_is_dense_attention(scheme):
+    check(Case("attention", 4, LENGTHS, "random", scheme=scheme, learned_sink=True, align=3))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layer", KINDS)
+def test_every_layer_and_mode_equals_one_rank(layer, mode):
+    assert compare(Case(layer, 3, LENGTHS, "zigzag", scheme=mode, hidden_size=64, align=2)).passed
+
+
+@pytest.mark.parametrize("layer", ["attention", "gdn"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_transport_gives_one_ranks_bits(transport, layer):
+    scheme = "a2a" if layer == "attention" else "headwise"
+    parity = compare(Case(layer, 3, LENGTHS, "zigzag", scheme=scheme, transport=transport, dtype=torch.bfloat16))
+    assert parity.passed
+    assert parity.bitwise_forward
