@@ -12,6 +12,8 @@ from megatron_cp.cli import options
 from megatron_cp.executor import launch
 from tests.limits import limit
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 HEAVY = ("torch", "megatron.core", "matplotlib", "tokenizers", "triton")
 
@@ -19,8 +21,6 @@ HEAVY = ("torch", "megatron.core", "matplotlib", "tokenizers", "triton")
 PROBE = """
 import contextlib, io, json, sys
 from megatron_cp.cli.main import main
-
-pytestmark = pytest.mark.slow
 for line in json.loads(sys.argv[1]):
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
