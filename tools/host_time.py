@@ -24,7 +24,7 @@ STEPS, WARM = 30, 5
 CASES = {
     **{scheme: ("attention", scheme) for scheme in ("a2a", "p2p", "all_gather", "exact", "a2a+p2p", "a2a+all_gather")},
     **{f"{layer} {mode}": (layer, mode) for layer in ("gdn", "kda", "mamba", "conv1d")
-       for mode in ("headwise", "chunkwise", "redistribute")},
+       for mode in ("headwise", "chunkwise", "redistribute")},  # by name: the other checkout may have no records
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_cp.batch.ranks import ranks_of
@@ -63,7 +64,10 @@ def _reduce(parameters: list[Tensor], ranks: RankGroup) -> None:
     share = -(-(sum(sizes) + len(sizes)) // ranks.size)
     acc_dtype = torch.promote_types(like.dtype, torch.float32)
     with torch.no_grad():
-        sent, received = (ranks.buffers.acquire_like(like, ranks.size * share) for _ in range(2))
+        size = ranks.size * share
+        # A bucket of one large parameter takes memory of its own: the group would keep it.
+        fits = size * like.itemsize <= 2 * _BUCKET_BYTES
+        sent, received = (ranks.buffers.acquire_like(like, size) if fits else like.new_empty(size) for _ in range(2))
         *pieces, present, rest = sent.split([*sizes, len(sizes), len(sent) - sum(sizes) - len(sizes)])
         rest.zero_()  # nothing leaves that nobody wrote
         for parameter, piece, here in zip(parameters, pieces, present, strict=True):
@@ -100,12 +104,11 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 def _checked(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     """Those that need a gradient."""
-    if isinstance(parameters, DistributedDataParallel):
-        given, remedy = (
-            "a DistributedDataParallel module",
-            "It averages in backward: token_loss(averaged_gradients=True).",
-        )
-        raise ArgumentError("parameters", given, "a module whose gradients nothing else reduces", remedy)
+    for module in parameters.modules() if isinstance(parameters, nn.Module) else ():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            remedy = "It averages in backward: token_loss(averaged_gradients=True)."
+            given, allowed = f"a {type(module).__name__} module", "a module whose gradients nothing else reduces"
+            raise ArgumentError("parameters", given, allowed, remedy)
     unordered = isinstance(parameters, Set | Mapping | str | bytes)
     if isinstance(parameters, Tensor) or unordered or not isinstance(parameters, nn.Module | Iterable):
         raise ArgumentError("parameters", parameters, "a module, or a list of parameters")
@@ -114,7 +117,8 @@ def _checked(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
         _check_parameter(f"parameters[{number}]", parameter)
     if not given_ones:
         raise ArgumentError("parameters", "none", "at least one parameter")
-    return [parameter for parameter in given_ones if parameter.requires_grad]
+    once = {id(parameter): parameter for parameter in given_ones}  # tied weights may be listed twice
+    return [parameter for parameter in once.values() if parameter.requires_grad]
 
 
 def _check_parameter(name: str, parameter: Tensor) -> None:
@@ -126,6 +130,11 @@ def _check_parameter(name: str, parameter: Tensor) -> None:
         raise ArgumentError(name, f"{parameter.dtype}", "float64, float32, bfloat16 or float16")
     if not parameter.is_leaf:
         raise ArgumentError(name, "the result of an operation", "a parameter, which has a gradient")
+    if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+        given = f"a gradient of {parameter.grad.dtype} of a parameter of {parameter.dtype}"
+        raise ArgumentError(
+            name, given, "gradients of their parameters' types", "A rank that lacks one would send another."
+        )
     if parameter.grad is not None and parameter.grad.layout != torch.strided:
         raise ArgumentError(
             name, f"a gradient that is {parameter.grad.layout}", "a dense gradient", "Embedding(sparse=False)"

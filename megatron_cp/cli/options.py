@@ -13,6 +13,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import REDISTRIBUTE
+from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.capabilities import refuse_unbuilt, require, working
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int
 
     Every rank of the job must ask.
     """
-    if world is None or args.transport != "hierarchical" or args.hosts is not None:
+    if world is None or not knows_hosts(args.transport) or args.hosts is not None:
         return ()
     from megatron_cp.executor.hosts import hosts_of
 
@@ -193,7 +194,7 @@ def _num_hosts(args: argparse.Namespace, cp_size: int) -> int:
     """Hosts of neighbouring ranks; two, or one for a single rank, unless told otherwise."""
     if args.hosts is None:
         return 2
-    if args.transport != "hierarchical":
+    if not knows_hosts(args.transport):
         raise ArgumentError("--hosts", args.hosts, "nothing without --transport hierarchical")
     if args.hosts > cp_size:
         raise ArgumentError("--hosts", args.hosts, f"at most the {cp_size} ranks of --cp {cp_size}")

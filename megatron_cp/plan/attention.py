@@ -175,10 +175,12 @@ class Attend(Memo):
     def needed(self) -> Fetch:
         """The keys that each KV rank's queries see, and no others."""
         words = f"the keys that own queries see, of {self.num_kv_ranks} ranks, in {self.head_chunks} chunks of heads"
-        return self.memo(("needed",), lambda: Fetch(self.keys, self._seen, words))
+        return self.memo(("needed",), lambda: Fetch(self.keys, self._seen.keys, words))
 
-    def _seen(self, kv_rank: int) -> tuple[IntArray, IntArray]:
-        return self.memo(("seen", kv_rank), lambda: ranges_seen(self._bands_of(kv_rank)))
+    @property
+    def _seen(self) -> _Seen:
+        """By itself, so that flows need not refer to the step that remembers them: a circle is memory kept."""
+        return self.memo(("seen",), lambda: _Seen(self.mask, self.queries))
 
     def _tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         k_tokens = self.keys.tokens(kv_rank) if stage.keys is None else stage.keys.tokens(kv_rank)
@@ -206,7 +208,22 @@ class Attend(Memo):
 
     def _bands_of(self, kv_rank: int) -> IntArray:
         """The mask of a KV rank's queries, in their rows, over the stream of keys."""
+        return self._seen.bands(kv_rank)
+
+
+class _Seen(Memo):
+    """What the queries of each KV rank see."""
+
+    def __init__(self, mask: Mask, queries: Layout) -> None:
+        self.mask, self.queries = mask, queries
+
+    def bands(self, kv_rank: int) -> IntArray:
+        """In rows of the queries, over the stream of keys."""
         return self.memo(("bands", kv_rank), lambda: bands_of_queries(self.mask.bands, self.queries, kv_rank))
+
+    def keys(self, kv_rank: int) -> tuple[IntArray, IntArray]:
+        """The keys that are seen, as ranges of the stream."""
+        return self.memo(("keys", kv_rank), lambda: ranges_seen(self.bands(kv_rank)))
 
 
 # -- how keys travel -------------------------------------------------------------------------------------------------

@@ -11,7 +11,12 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.fragments import MAX_CP_SIZE
 
 TRANSPORTS = ("collective", "pairwise", "hierarchical")
-_OVER_HOSTS = ("hierarchical",)  # those that know the ranks' hosts
+_OVER_HOSTS = ("hierarchical",)
+
+
+def knows_hosts(name: str) -> bool:
+    """Whether a transport of this name takes the ranks' hosts."""
+    return name in _OVER_HOSTS
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ def plan_attention(
         kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and who
             holds them; None for self-attention.
         scheme: one of the above, or "auto", which is a2a until plans are priced.
-        ulysses_degree: `u`, for the last two; the largest divisor of `cp_size` by which the key/value heads can be
+        ulysses_degree: `u`, for the last three; the largest divisor of `cp_size` by which the key/value heads can be
             shared out evenly if None.
         head_chunks: parts in which heads travel, each while the one before is computed: keys of all_gather, exact and
             their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in a2a

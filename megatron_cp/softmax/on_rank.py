@@ -56,7 +56,8 @@ class AttentionOnRank:
         self.plan, self.ranks, self.sink = plan, as_rank_group(group, plan.cp_size), sink
         self.kernel_name = kernel_name(kernel)
         check_dense("q", q)
-        self.like = q
+        self.batch, _ = rows_first(q, int(plan.layout.row_counts[self.ranks.rank]), plan.sections.blocks[0].num_heads)
+        self.like = q.new_empty(0)  # its type and device: the graph keeps this object, and must not keep q
         self.call = attention_call(plan, q.dtype, q.device, **options)
         if sink is not None:
             check_tensor("sink", sink, (plan.sections.blocks[0].num_heads,), like=q)
@@ -88,10 +89,9 @@ class AttentionOnRank:
         heads, groups = (blocks[0].num_heads, blocks[1].num_heads) if chunk is None else (
             len(numbers) for numbers in self.plan.numbers_of(chunk)
         )  # fmt: skip
-        batch, _ = rows_first(self.like, of_each[0], heads)
         for block, tensor, rows_of_it, count in zip(blocks, tensors, of_each, (heads, groups, groups), strict=True):
             check_dense(block.name, tensor)
-            shape, remedy = (rows_of_it, *batch, count, block.head_dim), rows_first(tensor, rows_of_it, count)[1]
+            shape, remedy = (rows_of_it, *self.batch, count, block.head_dim), rows_first(tensor, rows_of_it, count)[1]
             check_tensor(block.name, tensor, shape, like=self.like, same_dtype=True, remedy=remedy)
         return [tensor.flatten(-2) if self.exchanged else tensor for tensor in tensors]
 

@@ -24,7 +24,7 @@ from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import DEFAULT, HEADWISE
-from megatron_cp.plan.transport import Transport
+from megatron_cp.plan.transport import Transport, knows_hosts
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
@@ -172,7 +172,7 @@ class Case:
 
     def _transport(self) -> Transport:
         require("transport", self.transport)
-        if self.transport == "hierarchical" and self.hosts:
+        if knows_hosts(self.transport) and self.hosts:
             return Transport(self.transport, self.hosts)
         return Transport.of_even_hosts(self.transport, self.cp, min(self.num_hosts, self.cp))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import MODES, SCHEMES, may_exchange_heads, scheme_named
-from megatron_cp.planner.capabilities import working
+from megatron_cp.planner.capabilities import require, working
 from megatron_cp.testing.parity import Case
 
 MASKS = ("causal", "full", "window:5,0", "window:4,2", "prefix:5", "chunk:6", "first:2+window:4,0")
@@ -30,6 +30,7 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     Every scheme meets every layout and mask; kinds of heads take turns. Schemes that are no product of the case's
     number of ranks are left out.
     """
+    require("mode" if case.layer in KINDS else "scheme", case.scheme, name="--scheme")
     layouts = [case.layout] if "layout" in fixed else working("layout")
     if case.layer != "attention":
         modes = [case.scheme] if "scheme" in fixed else list(MODES)

@@ -241,7 +241,7 @@ PLACES = {
             *IN_CHUNKS,
         ],
     ),
-    "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+exact", layout="balanced"), WHOLE, BY_HOSTS]),
+    "cp4": (1, 4, [*PRODUCTS, *latent("a2a+p2p", "a2a+all_gather", "a2a+exact", layout="balanced"), WHOLE, BY_HOSTS]),
     "cp3": (
         1,
         3,
@@ -353,7 +353,7 @@ def test_equals_one_rank(place, case, alone, request):
 
 
 @pytest.mark.parametrize("kind", ["hybrid", "hybrid_both"])
-def test_hidden_states_are_relayed_once_around_a_run(kind, two):
+def test_hidden_states_are_redistributed_once_around_a_run(kind, two):
     """Of two layers: in and out, forward and backward, for each of two microbatches."""
     for steps in two:
         redistributed, at_home = (

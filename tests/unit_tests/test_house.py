@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_cp
+from megatron_cp.plan.attention import SCHEDULES
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import MODES, SCHEMES
 
@@ -153,20 +154,24 @@ NAMED_IN = {"plan/kinds.py", "plan/schemes.py", "cli/options.py"}
 
 
 def names_compared(source, names):
-    """The lines in which a source compares something with one of the names, or looks for it among them."""
+    """The lines in which a source compares something with one of the names, or looks for it, or for "+", in one."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Compare):
-            found = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-        elif isinstance(node, ast.MatchValue) and isinstance(node.value, ast.Constant):
-            found = {node.value.value}
-        else:
-            continue
-        if found & names:
-            yield node.value.lineno if isinstance(node, ast.MatchValue) else node.lineno
+        match node:
+            case ast.Compare() | ast.Call(func=ast.Attribute(attr="startswith" | "endswith" | "get")):
+                parts, line = list(ast.walk(node)), node.lineno
+            case ast.MatchValue(value=ast.Constant() as value):
+                parts, line = [value], value.lineno
+            case _:
+                continue
+        found = {part.value for part in parts if isinstance(part, ast.Constant)}
+        is_part = isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn)
+        asks_for_plus = is_part and isinstance(node.left, ast.Constant) and node.left.value == "+"
+        if found & names or asks_for_plus:
+            yield line
 
 
 def test_what_a_scheme_or_a_kind_can_do_is_read_from_its_record():
-    names = {*SCHEMES, *MODES, *KINDS} - {"exact"}  # which sections are too
+    names = {*SCHEMES, *MODES, *KINDS, *SCHEDULES}
     found = {
         f"{path.relative_to(HOUSE)}:{line}"
         for path in HOUSE.rglob("*.py")
@@ -182,7 +187,11 @@ def test_what_a_scheme_or_a_kind_can_do_is_read_from_its_record():
         ('if kind == "mamba":\n    pass', 1),
         ('x = 1\ny = scheme in ("a2a", "p2p")', 2),
         ('match kind:\n    case "gdn":\n        pass', 2),
+        ('if "+" in scheme:\n    pass', 1),
+        ('if scheme.startswith("a2a"):\n    pass', 1),
+        ('x = {"a2a": 1}.get(scheme)', 1),
         ('x = "mamba"', None),
+        ('if "+" == sign:\n    pass', None),
     ],
 )
 def test_a_compared_name_is_seen(source, line):
@@ -312,18 +321,18 @@ REPLACED = [
     "from unittest import mock",
     "import unittest.mock as m",
     "def f(monkeypatch):\n    monkeypatch.undo()",
-    "from megatron_cp.linear import share\nshare.run = None",
-    "from megatron_cp.linear import share as s\nclass A:\n    def f(self):\n        s.KERNELS, x = (), 1",
-    "from megatron_cp.linear.on_rank import Share\nsetattr(Share, 'run', None)",
-    "from megatron_cp.linear.on_rank import Share\nwhole = Share\nother = whole\nother.run = None",
+    "from megatron_cp.linear import on_rank\non_rank.run = None",
+    "from megatron_cp.linear import on_rank as s\nclass A:\n    def f(self):\n        s.KERNELS, x = (), 1",
+    "from megatron_cp.linear.on_rank import LinearOnRank\nsetattr(LinearOnRank, 'run', None)",
+    "from megatron_cp.linear.on_rank import LinearOnRank\nwhole = LinearOnRank\nother = whole\nother.run = None",
     "from megatron_cp.executor import communicator\ncommunicator.ROUNDS_IN_FLIGHT += 1",
     "from megatron_cp.executor.groups import TorchGroup\ndel TorchGroup.part",
-    "from megatron_cp.linear import share\nvars(share).update(run=None)",
-    "from megatron_cp.linear import share\nshare.__dict__['run'] = None",
-    "from megatron_cp.linear import share\nwith exchanged(share, run=None):\n    pass",
-    "from megatron_cp.linear import share\nnames = partial(exchanged, share, run=None)",
-    "import megatron_cp.linear.on_rank\nmegatron_cp.linear.share.run = None",
-    "from megatron_cp.linear import share\nimport x.patches as p\np.exchanged(share, run=None)",
+    "from megatron_cp.linear import on_rank\nvars(on_rank).update(run=None)",
+    "from megatron_cp.linear import on_rank\non_rank.__dict__['run'] = None",
+    "from megatron_cp.linear import on_rank\nwith exchanged(on_rank, run=None):\n    pass",
+    "from megatron_cp.linear import on_rank\nnames = partial(exchanged, on_rank, run=None)",
+    "import megatron_cp.linear.on_rank\nmegatron_cp.linear.on_rank.run = None",
+    "from megatron_cp.linear import on_rank\nimport x.patches as p\np.exchanged(on_rank, run=None)",
 ]
 
 
@@ -333,7 +342,8 @@ def test_a_replacement_is_seen(source):
 
 
 def test_what_is_made_here_may_change():
-    source = "from megatron_cp.linear.on_rank import Share\nown = Share()\nown.rank = 1\nsetattr(own, 'rank', 2)"
+    source = "from megatron_cp.linear.on_rank import LinearOnRank\nmade = LinearOnRank()\nmade.rank = 1"
+    source += "\nsetattr(made, 'rank', 2)"
     assert list(replacements(source, "megatron_cp")) == []
 
 

@@ -14,7 +14,7 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.executor.transports.pairwise import ROUNDS_IN_FLIGHT, Pairwise
-from megatron_cp.plan.transport import TRANSPORTS, Transport, num_rounds
+from megatron_cp.plan.transport import TRANSPORTS, Transport, knows_hosts, num_rounds
 from megatron_cp.testing.parity import Case
 
 EXCHANGES = ("all_to_all", "all_gather")
@@ -26,7 +26,7 @@ Call = Callable[[RankGroup], None]
 
 def transports(group: RankGroup, job: Job) -> dict[tuple[str, str], tuple[Call, Tensor]]:
     """By kind of exchange and transport how to do it, and what it fills."""
-    of_hosts = {name: Transport(name, job.hosts if name == "hierarchical" else ()) for name in TRANSPORTS}
+    of_hosts = {name: Transport(name, job.hosts if knows_hosts(name) else ()) for name in TRANSPORTS}
     moved = AllToAll(split_counts_of(job.sent.plan(), job.sent), group.rank, job.sent.device)
     exchanges: dict[str, Call] = {name: partial(moved.by, transport) for name, transport in of_hosts.items()}
     exchanges |= {NAIVE: moved.by_loop, AT_ONCE: moved.at_once}

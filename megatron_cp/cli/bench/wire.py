@@ -32,7 +32,7 @@ from megatron_cp.executor.head_exchange import start_to_heads
 from megatron_cp.executor.hosts import hosts_of
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.schemes import DEFAULT, HEADWISE
-from megatron_cp.plan.transport import Transport
+from megatron_cp.plan.transport import Transport, knows_hosts
 from megatron_cp.testing.parity import Case, draw
 
 LAYERS = ("attention", "gdn")
@@ -118,7 +118,7 @@ def _job(
         parts=parts,
         repeats=args.repeats,
         hosts=hosts,
-        transport=Transport(args.transport, hosts if args.transport == "hierarchical" else ()),
+        transport=Transport(args.transport, hosts if knows_hosts(args.transport) else ()),
         sent=sent,
         coded=coded,
         codecs=("none", "fp8", "int8") if args.codec == "none" else ("none", args.codec),

@@ -246,8 +246,10 @@ class SelfAttention(megatron_attention.SelfAttention):
 def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
     if cp_comm_type is None or cp_size == 1:
         return "auto"
-    spelled = {"allgather": "all_gather"}.get(cp_comm_type, cp_comm_type)  # Megatron's help and TE differ
-    return require("scheme", spelled, name="--cp-comm-type")
+    return require("scheme", _SPELLED_OTHERWISE.get(cp_comm_type, cp_comm_type), name="--cp-comm-type")
+
+
+_SPELLED_OTHERWISE = {"allgather": "all_gather"}  # Megatron's help and Transformer Engine differ
 
 
 def _refuse_unplannable(slot: AttentionSlot, cp_size: int) -> None:

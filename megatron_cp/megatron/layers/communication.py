@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.hosts import hosts_of
-from megatron_cp.plan.transport import Transport
+from megatron_cp.plan.transport import Transport, knows_hosts
 
 
 def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
@@ -20,7 +20,7 @@ def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
 def transport_of(config: Any, ranks: RankGroup) -> Transport:
     """The transport that the configuration names. Collective: once a layer, while the model is built."""
     name = getattr(config, "cp_transport", "collective")
-    return Transport(name, hosts_of(ranks)) if name == "hierarchical" else Transport.named(name)
+    return Transport(name, hosts_of(ranks)) if knows_hosts(name) else Transport.named(name)
 
 
 def codec_of(config: Any, ranks: RankGroup, *, exchanges: bool, how: str) -> str:

@@ -16,6 +16,7 @@ from megatron_cp.megatron.layers.refusals import check_comm_type, refuse, refuse
 from megatron_cp.megatron.patches import gated_delta_net_without_fla
 from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.capabilities import require
 
 
 class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
@@ -39,7 +40,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
         if not self.use_qk_l2norm:
             refuse("use_qk_l2norm", False, "True", "Queries and keys are normalised.")
         self.ranks = cp_ranks(self.pg_collection.cp)
-        mode = getattr(config, "linear_cp_mode", "auto")
+        mode = require("mode", getattr(config, "linear_cp_mode", "auto"), name="--linear-cp-mode")
         self.slot = LinearSlot(
             "gdn",
             heads=self.num_v_heads_local_tp,

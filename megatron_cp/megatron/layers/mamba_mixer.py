@@ -18,6 +18,7 @@ from megatron_cp.megatron.layers.refusals import check_comm_type, refuse, refuse
 from megatron_cp.megatron.patches import mamba_mixer_without_its_kernels
 from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.capabilities import require
 
 
 class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
@@ -46,7 +47,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             super().__init__(config, *args, layer_number=layer_number, pg_collection=alone, **kwargs)
         self.pg_collection = pg_collection
         self.ranks = cp_ranks(pg_collection.cp)
-        mode = getattr(config, "linear_cp_mode", "auto")
+        mode = require("mode", getattr(config, "linear_cp_mode", "auto"), name="--linear-cp-mode")
         self.slot = LinearSlot(
             "mamba",
             heads=self.nheads_local_tp,

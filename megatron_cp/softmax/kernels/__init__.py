@@ -3,8 +3,8 @@
 `reference` reads like the equations and runs anything anywhere. `cpu` is torch's flash kernel for CPUs. On CUDA,
 `varlen` is torch's variable-length flash attention, `flash_attn` and `flash_attn_3` are flash-attn's, and `flex` is
 torch's FlexAttention, for types, head sizes and a soft cap that those have not. `base` fixes what a kernel is given and
-must write. `segments` and `segmented` turn bands into variable-length calls, `partials` adds up results that are
-computed in parts, `dropout` says which weights stay.
+must write. In `common/`, `varlen_calls` and `varlen_kernel` turn bands into variable-length calls, `partials` adds up
+results that are computed in parts, `dropout` says which weights stay.
 """
 
 from __future__ import annotations

@@ -154,13 +154,48 @@ def test_rejects_what_has_no_gradients_to_sum(case):
         cp.reduce_gradients(make())
 
 
-def test_rejects_a_module_that_reduces_by_itself(monkeypatch):
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "FullyShardedDataParallel"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_rejects_a_module_that_reduces_by_itself(monkeypatch, name, inside):
     class Wrapped(nn.Linear):
         pass
 
-    monkeypatch.setattr(gradients_module, "DistributedDataParallel", Wrapped)  # the real one wants a process group
-    with pytest.raises(ArgumentError, match=r"parameters: got 'a DistributedDataParallel.*averaged_gradients=True"):
-        cp.reduce_gradients(Wrapped(2, 2))
+    monkeypatch.setattr(gradients_module, name, Wrapped)  # the real ones want a process group
+    with pytest.raises(ArgumentError, match=r"parameters: got 'a Wrapped module'.*averaged_gradients=True"):
+        cp.reduce_gradients(nn.Sequential(Wrapped(2, 2)) if inside else Wrapped(2, 2))
+
+
+def tied(group, first):
+    weight, other = (nn.Parameter(torch.ones(n)) for n in (3, 5))
+    weight.grad, other.grad = torch.full((3,), group.rank + 1.0), torch.ones(5)
+    cp.reduce_gradients([weight, other, weight] if first else [other, weight, weight], group)
+    return weight.grad.tolist(), other.grad.tolist()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_tied_weights_are_summed_once(first, monkeypatch):
+    monkeypatch.setattr(gradients_module, "_BUCKET_BYTES", 16)  # every parameter is a bucket
+    assert run_ranks(tied, 2, first) == [([3.0] * 3, [2.0] * 5)] * 2
+
+
+def bytes_kept(group):
+    weight = nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    cp.reduce_gradients([weight], group)
+    return group.buffers.size, weight.grad.sum().item()
+
+
+def test_a_large_parameter_leaves_no_buffer(monkeypatch):
+    monkeypatch.setattr(gradients_module, "_BUCKET_BYTES", 1000)
+    assert run_ranks(bytes_kept, 2) == [(0, 2000.0)] * 2
+
+
+def test_rejects_a_gradient_of_another_type():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    weight.grad_dtype = None
+    weight.grad = torch.ones(2)
+    with pytest.raises(ArgumentError, match=r"a gradient of torch.float32 of a parameter of torch.bfloat16"):
+        cp.reduce_gradients([weight])
 
 
 def other_parameters(group):

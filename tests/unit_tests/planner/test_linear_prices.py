@@ -170,7 +170,7 @@ def in_run(slot, *run):
     return dataclasses.replace(slot, hidden_size=2048, run=run)
 
 
-def test_a_run_is_relayed_together_or_not_at_all():
+def test_a_run_is_redistributed_together_or_not_at_all():
     layout = Layout.zigzag(PACKING, 8)
     assert in_run(GDN, GDN).plan(layout).redistribution is not None
     assert in_run(MAMBA, MAMBA).plan(layout).redistribution is None

@@ -80,7 +80,7 @@ def test_linear_layers_know_all_kinds_of_their_run():
 @pytest.mark.parametrize(
     "config", [Config(context_parallel_size=1), Config(sequence_parallel=True, tensor_model_parallel_size=2)], ids=str
 )
-def test_nothing_is_relayed_on_one_rank_or_with_sequence_parallelism(config):
+def test_nothing_is_redistributed_on_one_rank_or_with_sequence_parallelism(config):
     layers = stack("GG*-")
     arrange_runs(layers, config)
     assert hooked(layers) == [[], []]
@@ -109,7 +109,7 @@ def test_unpacked_batches_are_planned_layer_by_layer():
     assert plan.packing.lengths.tolist() == [4 * 4096] * 2
 
 
-def test_rejects_a_padding_mask_inside_a_relayed_run(monkeypatch):
+def test_rejects_a_padding_mask_inside_a_redistributed_run(monkeypatch):
     layers = stack("GG*-", "redistribute")
     arrange_runs(layers, Config())
     from megatron_cp.layout import Layout, Packing
