@@ -13,7 +13,7 @@ SIZES = ((8, 8), (24, 16), (5, 3), (2, 9), (1, 1), (8, 4), (16, 16))
 # How often each is drawn: attention has most schemes and masks, and what only moves rows is soon looked through.
 WEIGHTS = {"attention": 8, "projected_attention": 4, "gather": 1, "relayout": 1} | dict.fromkeys(KINDS, 3)
 RANKS = (1, *[2] * 6, *[3] * 6, *[4] * 5, 5, 6, 8)
-PLAIN = ("a2a", "p2p", "all_gather", "exact")
+PLAIN = tuple(scheme.name for scheme in SCHEMES.values() if not scheme.is_product)
 PRODUCTS = tuple(scheme.name for scheme in SCHEMES.values() if scheme.is_product)
 
 
@@ -90,11 +90,12 @@ def _hosts(r, cp_size):
 def _attention(r, call, cp_size):
     scheme = r.choice((*PLAIN, *PRODUCTS)) if cp_size in (4, 6, 8) else r.choice(PLAIN)
     degrees = [degree for degree in range(2, cp_size) if cp_size % degree == 0]
-    degree = {"a2a": cp_size}.get(scheme, 1) if scheme in PLAIN else r.choice(degrees)
+    plain_degree = cp_size if SCHEMES[scheme].exchanges_heads else 1
+    degree = plain_degree if scheme in PLAIN else r.choice(degrees)
     cross = r.random() < 0.12
     exchanges = scheme.startswith("a2a")
     chunks = None
-    if scheme != "p2p" and r.random() < 0.5:
+    if SCHEMES[scheme].takes_chunks and r.random() < 0.5:
         chunks = r.randint(1, _most_groups(call, degree))
     special = r.choice(("", "", "", "", "sink", "sink", "softcap", "dropout", "scale"))
     # A ring adds up in float32 what others round, and so shows how it adds.

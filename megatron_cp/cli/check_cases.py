@@ -46,7 +46,7 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     worst = {name: _worst([r.errors[name] for r in results if name in r.errors]) for name in names}
     kernels = {name: _worst([r.kernel_errors[name] for r in results if name in r.kernel_errors]) for name in names}
     lines = _summary(results) if args.all else [_line(result) for result in results]
-    if args.all and args.layer == "attention":
+    if args.all and args.layer == "attention" and args.scheme is None:
         products = [scheme.name for scheme in SCHEMES.values() if scheme.is_product]
         lines += [f"{' and '.join(products)} were not run at cp={size}, which is no product" for size in sizes
                   if not any(case.cp == size and case.scheme in products for case in cases)]  # fmt: skip

@@ -68,8 +68,9 @@ class KeyTransfers:
 
     def __init__(self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
         self._step, self._head_rank, self._comm, self._k, self._v = step, head_rank, comm, k, v
-        flow = next((stage.keys for stage in step.stages if stage.keys is not None), None)
-        self._carrier = None if flow is None else _CARRIERS[type(flow)](step, kv_rank, comm, k, v)
+        kinds = {type(stage.keys) for stage in step.stages if stage.keys is not None}
+        assert len(kinds) <= 1, f"{step.kv_schedule} has flows of {len(kinds)} classes, which no carrier knows"
+        self._carrier = _CARRIERS[kinds.pop()](step, kv_rank, comm, k, v) if kinds else None
 
     def arrivals(self) -> Iterator[tuple[Stage, HeadChunk, Keys]]:
         """Each stage of each head chunk, and the keys at hand: good until the next is asked for."""
@@ -84,7 +85,7 @@ class KeyTransfers:
             assert coming is not None
             block = coming.wait(self._comm)
             coming = None if following is None else self._carrier.start(*following, block)
-            block = self._carrier.in_order(block)
+            block = self._carrier.in_order(stage, block)
             yield stage, chunk, unpack(block, self._k, self._v, chunk.num_groups)
             if coming is None or coming.sent is not block:
                 self._comm.release(block)
@@ -143,7 +144,7 @@ class _Carrier(ABC):
     def start(self, stage: Stage, chunk: HeadChunk, block: Tensor | None) -> _Arrival:
         """Starts the flow of a stage; `block` is what the stage before has at hand."""
 
-    def in_order(self, block: Tensor) -> Tensor:
+    def in_order(self, stage: Stage, block: Tensor) -> Tensor:
         """A block that has arrived, its rows as the stage wants them."""
         return block
 
@@ -202,48 +203,47 @@ class _Fetches(_Carrier):
 
     def __init__(self, step: Attend, kv_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
         super().__init__(step, kv_rank, comm, k, v)
-        (stage,) = step.stages
-        assert isinstance(stage.keys, Fetch)
-        self.flow = stage.keys
-        self.tables = self.flow.tables(kv_rank)
-        self._returning: list[tuple[HeadChunk, _Arrival]] = []
+        self._returning: list[tuple[Fetch, HeadChunk, _Arrival]] = []
 
     @property
     def gradient_type(self) -> torch.dtype:
         return self.k.dtype
 
     def start(self, stage: Stage, chunk: HeadChunk, block: Tensor | None) -> _Arrival:
-        own = self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]
-        rows = self.flow.message_rows(self.kv_rank)
+        own, flow = (self.k[..., chunk.groups, :], self.v[..., chunk.groups, :]), self._flow(stage)
+        rows = flow.message_rows(self.kv_rank)
         assert rows.sent is not None
         sent = self.buffers.acquire_like(self.k, *self._shape(rows.sent, chunk))
         received = self.comm.acquire_like(self.k, *self._shape(rows.received, chunk))
-        if self.flow.equal_shares:  # backends gather equal shares only
+        if flow.equal_shares:  # backends gather equal shares only
             for target, source in zip(unpack(sent[: len(self.k)], *own), own, strict=True):
                 target.copy_(source)
             pending = self.comm.start_all_gather(received.view(-1), sent.view(-1), _GATHERED)
             return _Arrival(received, sent, pending)
         for target, source in zip(unpack(sent, *own), own, strict=True):
-            torch.index_select(source, 0, self._index("send_rows"), out=target)
-        split_counts = self.flow.split_counts.times(sent.shape[1:].numel())
+            torch.index_select(source, 0, self._index(flow, "send_rows"), out=target)
+        split_counts = flow.split_counts.times(sent.shape[1:].numel())
         pending = self.comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, _GATHERED)
         return _Arrival(received, sent, pending)
 
-    def in_order(self, block: Tensor) -> Tensor:
-        if self.flow.message_rows(self.kv_rank).ordered is None:
+    def in_order(self, stage: Stage, block: Tensor) -> Tensor:
+        flow = self._flow(stage)
+        if flow.message_rows(self.kv_rank).ordered is None:
             return block
-        return self._reordered(block, self._index("shares" if self.flow.equal_shares else "order"))
+        return self._reordered(block, self._index(flow, "shares" if flow.equal_shares else "order"))
 
     def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
         self._finish_returns()
-        if self.tables.inverse is not None:
-            gradient = self._reordered(gradient, self._index("inverse"))
-        received = self.comm.acquire_like(self.k, *self._shape(self.tables.send_rows.size, chunk))
-        split_counts = self.flow.split_counts.reversed().times(received.shape[1:].numel())
+        flow = self._flow(stage)
+        tables = flow.tables(self.kv_rank)
+        if tables.inverse is not None:
+            gradient = self._reordered(gradient, self._index(flow, "inverse"))
+        received = self.comm.acquire_like(self.k, *self._shape(tables.send_rows.size, chunk))
+        split_counts = flow.split_counts.reversed().times(received.shape[1:].numel())
         pending = self.comm.start_all_to_all(
             received.view(-1), gradient.view(-1), split_counts, "gradients of gathered keys and values"
         )
-        self._returning.append((chunk, _Arrival(received, gradient, pending)))
+        self._returning.append((flow, chunk, _Arrival(received, gradient, pending)))
 
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         self._finish_returns()
@@ -255,8 +255,12 @@ class _Fetches(_Carrier):
         """Of the gradients of the own keys and values."""
         return [torch.zeros_like(x, dtype=self.acc_dtype) for x in (self.k, self.v)]
 
-    def _index(self, name: str) -> Tensor:
-        return _index(self.flow, self.kv_rank, name, self.k.device)
+    def _flow(self, stage: Stage) -> Fetch:
+        assert isinstance(stage.keys, Fetch)
+        return stage.keys
+
+    def _index(self, flow: Fetch, name: str) -> Tensor:
+        return _index(flow, self.kv_rank, name, self.k.device)
 
     def _shape(self, rows: int, chunk: HeadChunk) -> tuple[int, ...]:
         return rows, *self.k.shape[1:-2], chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
@@ -269,11 +273,11 @@ class _Fetches(_Carrier):
         return ordered
 
     def _finish_returns(self) -> None:
-        for chunk, returned in self._returning:
+        for flow, chunk, returned in self._returning:
             received = returned.wait(self.comm)
             sums = [total[..., chunk.groups, :] for total in self._sums]
-            counts = self.tables.send_counts.tolist()
-            for rows, piece in zip(self._index("send_rows").split(counts), received.split(counts), strict=True):
+            counts = flow.tables(self.kv_rank).send_counts.tolist()
+            for rows, piece in zip(self._index(flow, "send_rows").split(counts), received.split(counts), strict=True):
                 for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
                     total.index_add_(0, rows, part.to(self.acc_dtype))
             self.comm.release(received)

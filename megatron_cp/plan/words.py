@@ -77,7 +77,7 @@ def _attend(step: Attend) -> list[str]:
         return ["attention of own heads, all tokens at hand"]
     among = "" if step.num_head_ranks == 1 else f", each of {step.num_head_ranks} ranks with other heads"
     row = step.head_dim + step.value_head_dim
-    way = next(stage.keys.describe() for stage in step.stages if stage.keys is not None)
+    way = " and ".join(dict.fromkeys(stage.keys.describe() for stage in step.stages if stage.keys is not None))
     return [f"attention: {way}{among}; a key and its value are {row} elements a head"]
 
 

@@ -173,8 +173,8 @@ def _head_chunks(asked: int | None, scheme: Scheme, partition: HeadPartition) ->
     if asked is None:
         return min(2, partition.most_groups) if scheme.chunks_keys else 1
     if not scheme.takes_chunks:
-        remedy = "A ring passes on all heads of a key at once: use a2a, all_gather or exact."
-        return no_chunks(asked, scheme.name, remedy)
+        others = [other.name for other in SCHEMES.values() if other.takes_chunks]
+        return no_chunks(asked, scheme.name, f"It passes on all heads of a key at once: use {' or '.join(others)}.")
     return checked_chunks(asked, partition, "key/value head")
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from megatron_cp.plan.schemes import SCHEMES
+
 # What ends or holds up one rank: kind -> weight.
 LOST = {"kill": 8, "kill_outside": 6, "stop": 5, "exit": 5, "interrupt": 4, "raise": 8}
 HELD_UP = {"delay": 4}
@@ -193,9 +195,8 @@ def _layer(random: Random, cp_size: int, plan: int, kind: str = "") -> Layer:
 
 
 def _schemes(cp_size: int) -> tuple[str, ...]:
-    return ("a2a", "a2a", "p2p", "all_gather", "exact") + (
-        ("a2a+p2p", "a2a+all_gather", "a2a+exact") if cp_size == 4 else ()
-    )
+    """Those that so many ranks can run; the full head exchange twice as often."""
+    return ("a2a", *(name for name, scheme in SCHEMES.items() if cp_size == 4 or not scheme.is_product))
 
 
 def _can_chunk(layer: Layer) -> bool:

@@ -64,8 +64,16 @@ class Delta(NamedTuple):
     beta: Tensor
 
     @property
+    def keys(self) -> Tensor:
+        return self.k
+
+    @property
     def values(self) -> Tensor:
         return self.v
+
+    def piece(self, start: int, end: int) -> Delta:
+        """Of some tokens."""
+        return Delta(*(x[start:end] for x in self))
 
 
 class StateSpace(NamedTuple):
@@ -78,8 +86,16 @@ class StateSpace(NamedTuple):
     C: Tensor
 
     @property
+    def keys(self) -> Tensor:
+        return self.B
+
+    @property
     def values(self) -> Tensor:
         return self.x
+
+    def piece(self, start: int, end: int) -> StateSpace:
+        """Of some tokens; decays are the heads'."""
+        return StateSpace(self.x[start:end], self.dt[start:end], self.A, self.B[start:end], self.C[start:end])
 
 
 Inputs = Delta | StateSpace

@@ -89,9 +89,7 @@ class _Prepared(NamedTuple):
 
 
 def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -> _Prepared:
-    acc_dtype = torch.promote_types(
-        inputs[0].dtype if isinstance(inputs, StateSpace) else inputs.v.dtype, torch.float32
-    )
+    acc_dtype = torch.promote_types(inputs.values.dtype, torch.float32)
     if isinstance(inputs, StateSpace):
         return _state_space(inputs, groups, scale, chunks, acc_dtype)
     q, k, v, beta = (chunks.split(x.to(acc_dtype)) for x in (inputs.q, inputs.k, inputs.v, inputs.beta[..., None]))

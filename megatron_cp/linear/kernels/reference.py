@@ -34,7 +34,7 @@ class ReferenceRule(RuleKernel):
     def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
         outputs = []
         for start, end in call.packing.spans():
-            piece = _piece(inputs, start, end)
+            piece = inputs.piece(start, end)
             outputs.append(recurrence(piece, groups, scale, _no_state(piece, groups))[0])
         return torch.cat(outputs).to(call.dtype)
 
@@ -86,7 +86,7 @@ class _Replay(LocalScan):
         zero = _no_state(inputs, self.groups)
         constants, transitions = [zero[None][:0]], []
         for (start, end), past, future in zip(self.spans, self.past, self.future, strict=True):
-            piece = _piece(inputs, start, end)
+            piece = inputs.piece(start, end)
             if future:
                 constants.append(self._run(piece, zero)[1][None])
             if future and past and isinstance(piece, StateSpace):
@@ -126,7 +126,7 @@ class _Replay(LocalScan):
         waiting = iter(states)
         outputs, after = [], [zero[None][:0]]
         for (start, end), past, future in zip(self.spans, self.past, self.future, strict=True):
-            out, state = self._run(_piece(inputs, start, end), next(waiting) if past else zero)
+            out, state = self._run(inputs.piece(start, end), next(waiting) if past else zero)
             outputs.append(out)
             if future:
                 after.append(state[None])
@@ -136,16 +136,9 @@ class _Replay(LocalScan):
         return recurrence(piece, self.groups, self.scale, state)
 
 
-def _piece(inputs: Inputs, start: int, end: int) -> Inputs:
-    if isinstance(inputs, StateSpace):
-        return StateSpace(inputs.x[start:end], inputs.dt[start:end], inputs.A, inputs.B[start:end], inputs.C[start:end])
-    return Delta(*(x[start:end] for x in inputs))
-
-
 def _no_state(inputs: Inputs, groups: list[int]) -> Tensor:
-    keys, values = (inputs.B, inputs.x) if isinstance(inputs, StateSpace) else (inputs.k, inputs.v)
-    acc_dtype = torch.promote_types(values.dtype, torch.float32)
-    return values.new_zeros(len(groups), keys.shape[-1], values.shape[-1], dtype=acc_dtype)
+    acc_dtype = torch.promote_types(inputs.values.dtype, torch.float32)
+    return inputs.values.new_zeros(len(groups), inputs.keys.shape[-1], inputs.values.shape[-1], dtype=acc_dtype)
 
 
 class ReferenceConv(ConvKernel):

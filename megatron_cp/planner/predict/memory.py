@@ -294,27 +294,35 @@ class _Local:
         if self.step.num_stages == 1:
             return [self.out + self.lse]
         base, row = self.out // self.item * self.acc_bytes + self.lse, self.step.value_head_dim + 1 + MERGING
-        parts = [rows * self.heads * row * self.acc_bytes for rows in self._later_rows]
+        parts = [rows * self._most_heads * row * self.acc_bytes for rows in self._later_rows]
         return [base + most for most in (*parts, self.out if self.acc_bytes > self.item else 0)]
 
     def backward(self) -> list[int]:
         """Moments of the loop, beyond the gradients of q, k and v."""
-        row = self.heads * self.step.head_dim * self.acc_bytes
-        is_wider, moments = self.acc_bytes > self.item, [0]
+        row = self.step.head_dim * self.acc_bytes
+        is_wider, moments, total = self.acc_bytes > self.item, [0], 0
         if self.step.num_stages > 1:
-            total = int(self.step.queries.token_counts[self.kv_rank]) * row if is_wider else 0
-            moments += [total + rows * row for rows in self._later_rows]
-        for flow in (stage.gradients for stage in self.step.stages):
+            total = int(self.step.queries.token_counts[self.kv_rank]) * self.heads * row if is_wider else 0
+            moments += [total + rows * self._most_heads * row for rows in self._later_rows]
+        for stage in self.step.stages:
+            flow = stage.gradients
             if isinstance(flow, Return):
                 # What comes back is added to sums of the own keys' gradients, in their type.
                 sums = self._block_of(self.kv_rank, self.acc_bytes)
                 most, chunks = max(flow.fetch.split_counts.sent_by(self.kv_rank)), self.step.chunks(self.head_rank)
                 width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if is_wider else 0
-                moments += [sums + most * chunk.num_groups * width for chunk in chunks]
+                moments += [total + sums + most * chunk.num_groups * width for chunk in chunks]
+        if self.step.num_stages > 1 and isinstance(self.step.stages[0].gradients, Return):
+            moments += [total + sums + rows * self._most_heads * row for rows in self._later_rows]
         return moments
 
     def _block_of(self, kv_rank: int, item: int) -> int:
         return self.block(int(self.step.keys.token_counts[kv_rank]), self.groups, item)
+
+    @property
+    def _most_heads(self) -> int:
+        """Query heads of the chunk that has most."""
+        return max(chunk.heads.stop - chunk.heads.start for chunk in self.step.chunks(self.head_rank))
 
     @property
     def _later_rows(self) -> list[int]:
