@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.cli.bench.allocator import kept_blocks
 from megatron_cp.cli.bench.defaults import with_defaults
+from megatron_cp.cli.bench.on_ranks import measured_on_ranks
 from megatron_cp.cli.bench.spread import formatted, spread
 from megatron_cp.cli.bench.timing import DIRECTIONS, Measure, Timing, Watch, WatchedGroup, interleaved_order
 from megatron_cp.cli.bench.watched_kernels import WatchedAttentionKernel
@@ -22,10 +21,8 @@ from megatron_cp.cli.options import case_of, hosts_of_job
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
 from megatron_cp.executor.kernels import choose_kernel
-from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
@@ -54,7 +51,10 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     """What the command prints."""
     args = with_defaults(args, world, ("attention",), _SHAPES)
     cases, not_run = _cases(args, world)
-    ranks = _measured(cases, args, world)
+    compared = (case.plan() for case in cases.values())
+    ranks: list[Seen] = measured_on_ranks(
+        measure, cases, args.repeats, plans=compared, cp=args.cp, args=args, world=world
+    )
     plans = {scheme: case.plan() for scheme, case in cases.items()}
     item_size = next(iter(cases.values())).dtype.itemsize
     data = {
@@ -111,23 +111,6 @@ class Seen:
     spent: dict[tuple[str, str], list[Timing]] = field(default_factory=dict)
     peaks: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     buffers: dict[str, int] = field(default_factory=dict)
-
-
-def _measured(cases: dict[str, Case], args: argparse.Namespace, world: TorchGroup | None) -> list[Seen]:
-    if world is not None:
-        for case in cases.values():
-            check_agreement(case.plan(), world)
-        return world.all_gather_object(measure_in_process(world, cases, args.repeats))
-    function = measure if args.ranks == "threads" else measure_in_process
-    with kept_blocks():
-        return run_ranks(function, args.cp, cases, args.repeats, kind=args.ranks, timeout=args.timeout)
-
-
-def measure_in_process(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
-    """`measure`, on a rank that has its process to itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return measure(group, cases, repeats)
 
 
 def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -12,9 +11,9 @@ from typing import Any
 
 import torch
 
-from megatron_cp.cli.bench.allocator import kept_blocks
 from megatron_cp.cli.bench.defaults import with_defaults
 from megatron_cp.cli.bench.linear_report import LAYERS, MODES, Seen, ratios, text
+from megatron_cp.cli.bench.on_ranks import measured_on_ranks
 from megatron_cp.cli.bench.peer_limits import MEGATRON
 from megatron_cp.cli.bench.saved_bytes import saved_bytes
 from megatron_cp.cli.bench.segments import megatron_rule, segments
@@ -23,9 +22,7 @@ from megatron_cp.cli.bench.work import Work, mixer
 from megatron_cp.cli.options import case_of, hosts_of_job
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
-from megatron_cp.executor.launch import run_ranks
 from megatron_cp.linear.kernels import choose_conv, choose_rule
 from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.plan.kinds import KINDS
@@ -50,7 +47,10 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     cases = {mode: replace(case, scheme=mode) for mode, case in cases.items()}
     for case in cases.values():
         case.refuse_early()
-    ranks = _measured(cases, args, world)
+    compared = (case.plan() for case in cases.values())
+    ranks: list[Seen] = measured_on_ranks(
+        measure, cases, args.repeats, plans=compared, cp=args.cp, args=args, world=world
+    )
     data = {
         **ratios(cases, ranks),
         "cp": args.cp,
@@ -65,23 +65,6 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         "not_run": ranks[0].not_run,
     }
     return Report(text(cases["chunkwise"], data), data, quiet=world is not None and world.rank != 0)
-
-
-def _measured(cases: dict[str, Case], args: argparse.Namespace, world: TorchGroup | None) -> list[Seen]:
-    if world is not None:
-        for case in cases.values():
-            check_agreement(case.plan(), world)
-        return world.all_gather_object(measure_in_process(world, cases, args.repeats))
-    function = measure if args.ranks == "threads" else measure_in_process
-    with kept_blocks():
-        return run_ranks(function, args.cp, cases, args.repeats, kind=args.ranks, timeout=args.timeout)
-
-
-def measure_in_process(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
-    """`measure`, on a rank that has its process to itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return measure(group, cases, repeats)
 
 
 def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:

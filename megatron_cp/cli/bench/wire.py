@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_cp.cli.bench.allocator import kept_blocks
 from megatron_cp.cli.bench.defaults import WIRE_RANKS, with_defaults
+from megatron_cp.cli.bench.on_ranks import measured_on_ranks
 from megatron_cp.cli.bench.overlap import Overlapped, inbound
 from megatron_cp.cli.bench.timing import Measure
 from megatron_cp.cli.bench.transports import count_bytes, transports
@@ -25,12 +24,10 @@ from megatron_cp.cli.options import case_of
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.executor.head_exchange import start_to_heads
 from megatron_cp.executor.hosts import hosts_of
-from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.schemes import DEFAULT, HEADWISE
 from megatron_cp.plan.transport import Transport, knows_hosts
 from megatron_cp.testing.parity import Case, draw
@@ -58,7 +55,10 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     main = _MAIN if len(sizes) > 1 else sizes[0]
     named = hosts_of(world) if world else ()
     jobs = {cp: _job(args, world, parts if cp == main else parts[:1], cp, named) for cp in sizes}
-    seen = {cp: _measured(job, args, world) for cp, job in jobs.items()}
+    seen: dict[int, list[Seen]] = {
+        cp: measured_on_ranks(measure, job, plans=[job.plan(job.coded)], cp=job.sent.cp, args=args, world=world)
+        for cp, job in jobs.items()
+    }
     job, data = jobs[main], dict[str, Any]()
     if "transports" in parts:
         data |= of_transports(jobs, seen)
@@ -126,22 +126,6 @@ def _job(
         layers=tuple(case(layer, _HEADS * cp, _HEADS * cp, documents=1) for layer in layers),
         chunks=CHUNKS if args.head_chunks is None else tuple(sorted({1, args.head_chunks})),
     )
-
-
-def _measured(job: Job, args: argparse.Namespace, world: TorchGroup | None) -> list[Seen]:
-    if world is not None:
-        check_agreement(job.plan(job.coded), world)
-        return world.all_gather_object(measure_in_process(world, job))
-    function = measure if args.ranks == "threads" else measure_in_process
-    with kept_blocks():
-        return run_ranks(function, job.sent.cp, job, kind=args.ranks, timeout=args.timeout)
-
-
-def measure_in_process(group: RankGroup, job: Job) -> Seen:
-    """`measure`, on a rank that has its process to itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return measure(group, job)
 
 
 def measure(group: RankGroup, job: Job) -> Seen:
