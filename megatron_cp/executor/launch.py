@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ..
             for rank in range(size)
         ]
         try:
-            with _interrupts_ignored():
+            with _interrupts_held_back():
                 for process in processes:
                     process.start()
             return _collected(processes, folder, timeout)
@@ -126,8 +127,30 @@ def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ..
 
 
 @contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Answers a Ctrl-C that arrives within at the end; processes that start within do not hear of it at all.
+
+    Ctrl-C reaches every process of a terminal's job, and the parent alone answers. Ignoring it here would lose it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # what starts it first would have Ctrl-C unblocked again
+    arrived = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda *_: arrived.set())
+    # Of this thread, so that processes that it starts have it too; a signal can still arrive by another thread.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGINT, previous)
+        if arrived.is_set():
+            signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Here and for good in processes that start within: Ctrl-C reaches all, and the parent alone answers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -258,7 +281,8 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 
 def _process_main(rank: int, size: int, folder: str, timeout: float | None, function: Any, args: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # where the parent's main thread did not start us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked so far, and is forgotten now
     _end_with_maker()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -74,7 +75,7 @@ def answer_slowly(group: RankGroup, seconds: float) -> tuple[int, float]:
     return group.rank, seconds
 
 
-def is_deaf_to_ctrl_c(group: RankGroup) -> bool:
+def is_deaf_to_ctrl_c(group: RankGroup, argument: object = None) -> bool:
     os.kill(os.getpid(), signal.SIGINT)
     return True
 
@@ -295,3 +296,27 @@ def test_ctrl_c_is_the_parents_and_its_handler_stays():
     handler = signal.getsignal(signal.SIGINT)
     assert run_ranks(is_deaf_to_ctrl_c, 2, kind="processes", timeout=limit(60)) == [True, True]
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+class CtrlC:
+    """Sends it to this process while a rank's process is being started with it."""
+
+    def __reduce__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        return CtrlC, ()
+
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["heeded", "ignored"])
+def test_ctrl_c_while_ranks_are_started_is_not_lost(ignored: bool):
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        if ignored:  # as in a shell's background job
+            assert run_ranks(is_deaf_to_ctrl_c, 2, CtrlC(), kind="processes", timeout=limit(60)) == [True, True]
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                run_ranks(is_deaf_to_ctrl_c, 2, CtrlC(), kind="processes", timeout=limit(60))
+        assert multiprocessing.active_children() == []
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked
+    finally:
+        signal.signal(signal.SIGINT, handler)
