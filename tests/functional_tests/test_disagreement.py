@@ -9,6 +9,8 @@ import re
 import signal
 import time
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +20,8 @@ from megatron_cp.executor.groups import RankGroup, set_timeout
 from megatron_cp.executor.launch import RankError, run_ranks
 
 SIZE = 3
-LIMIT = 90.0  # of a whole job on a busy machine; what stops within is said, not killed
+# The limit is of a whole job on a busy machine; what stops within is said, not killed.
+ON_PROCESSES = {"kind": "processes", "timeout": 90.0}
 
 
 def layer(group: RankGroup, scheme: str = "a2a", mask: str = "causal", **options) -> torch.Tensor:
@@ -91,13 +94,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_rejects_ranks_that_do_different_things_showing_what(fault: str):
-    for said in run_ranks(odd_one, SIZE, fault, kind="processes", timeout=LIMIT):
-        assert "Error: " in said
-        assert re.search(FAULTS[fault], said), said
-
-
 def forgets(group: RankGroup) -> bool:
     """Whether what the failed call worked on is freed when its error is."""
     x = torch.ones(1000)
@@ -116,20 +112,12 @@ def fail_with(x: torch.Tensor, group: RankGroup) -> None:
     layer(group).sum().add(x.sum())
 
 
-def test_what_a_failed_call_held_is_freed():
-    assert run_ranks(forgets, SIZE, kind="processes", timeout=LIMIT) == [True] * SIZE
-
-
 def late(group: RankGroup) -> float:
     """Rank 1 comes after the others have begun to look for a reason."""
     layer(group)
     if group.rank == 1:
         time.sleep(7)
     return float(layer(group).sum())
-
-
-def test_a_late_rank_is_waited_for():
-    assert len(run_ranks(late, SIZE, kind="processes", timeout=LIMIT)) == SIZE
 
 
 def stop_rank_1(group: RankGroup) -> None:
@@ -140,7 +128,34 @@ def stop_rank_1(group: RankGroup) -> None:
     layer(group)
 
 
-def test_a_stopped_rank_is_named_and_ended():
+# -- what they are told ------------------------------------------------------------------------------------------------
+
+JOBS = {fault: (odd_one, fault) for fault in FAULTS} | {job.__name__: (job,) for job in (forgets, late, stop_rank_1)}
+
+
+@pytest.fixture(scope="module")
+def answers(forked_ranks: None) -> Iterator[dict[str, Future[list[object]]]]:
+    """What the ranks of every job return. Jobs wait most of the time, so that some run side by side."""
+    with ThreadPoolExecutor(4) as pool:
+        yield {name: pool.submit(run_ranks, job[0], SIZE, *job[1:], **ON_PROCESSES) for name, job in JOBS.items()}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_rejects_ranks_that_do_different_things_showing_what(fault: str, answers):
+    for said in answers[fault].result():
+        assert "Error: " in said
+        assert re.search(FAULTS[fault], said), said
+
+
+def test_what_a_failed_call_held_is_freed(answers):
+    assert answers["forgets"].result() == [True] * SIZE
+
+
+def test_a_late_rank_is_waited_for(answers):
+    assert len(answers["late"].result()) == SIZE
+
+
+def test_a_stopped_rank_is_named_and_ended(answers):
     step = r"in attention \[\w+\], call \d+, a2a, exchange of q, k, v to heads, forward, .*"
     with pytest.raises(RankError, match=rf"rank \d of 3, {step}: rank 1 did not answer in \d+ s"):
-        run_ranks(stop_rank_1, SIZE, kind="processes", timeout=None)
+        answers["stop_rank_1"].result()

@@ -5,13 +5,11 @@ In a process of its own, since the interpreter changes Triton for good.
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from random import Random
 
 import pytest
 import torch
@@ -27,6 +25,7 @@ from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.testing.poison import poisoned
+from tests.covering import covering
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +35,12 @@ LAYOUTS = {
     "zigzag": Layout.zigzag(PACKING, 3),
     "padded": Layout.zigzag(PACKING, 3, align=4),
 }
+# Any two of layout, heads and groups, chunks, codec, batch, type, sections in one tensor or in three, and direction.
+CASES = covering(
+    tuple(LAYOUTS), [(6, 3), (6, 2), (5, 5), (4, 1)], [1, 2], ["none", "fp8", "int8"], [None, 2],
+    [torch.float32, torch.bfloat16], [False, True], [False, True],
+    allowed=lambda layout, heads, chunks, *_: chunks <= partition_heads(*heads, 3).most_groups,
+)  # fmt: skip
 
 
 def test_kernels_move_the_same_bytes_as_torch():
@@ -118,20 +123,12 @@ def check() -> None:
         kernel = getattr(kernels, name)
         setattr(kernels, name, Counted(kernel, name, launches))
     by_torch = copies.runs_on
-    cases = [
-        (layout, heads, groups, chunks, codec, batch)
-        for layout, (heads, groups), chunks, codec, batch in itertools.product(
-            LAYOUTS, [(6, 3), (6, 2), (5, 5), (4, 1)], [1, 2], ["none", "fp8", "int8"], [None, None, 2]
-        )
-        if chunks <= partition_heads(heads, groups, 3).most_groups
-    ]
-    for number, (layout, heads, groups, chunks, codec, batch) in enumerate(Random(0).sample(cases, 18)):
+    for layout, (heads, groups), chunks, codec, batch, dtype, together, forward in CASES:
         exchange = exchange_of(LAYOUTS[layout], heads, groups, chunks, codec)
-        wide = torch.float32 if number % 2 else torch.bfloat16
-        widths = [heads * 8, groups * 14, heads] if number % 4 else [heads * 9 + groups * 14]
-        dtypes = (wide, wide, wide, wide)
+        widths = [heads * 9 + groups * 14] if together else [heads * 8, groups * 14, heads]
+        dtypes = (dtype,) * 4
         for rank in range(3):
-            at = Geometry(exchange, rank, dtypes, batch, torch.device("cpu"), forward=bool(number % 5))
+            at = Geometry(exchange, rank, dtypes, batch, torch.device("cpu"), forward=forward)
             results = []
             for runs_on in (by_torch, lambda device: True):
                 copies.runs_on = runs_on

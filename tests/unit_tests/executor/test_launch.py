@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor import launch
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, _first_cause, run_ranks
 from tests.limits import limit
@@ -24,9 +25,10 @@ from tests.limits import limit
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forked_ranks() -> None:
-    """Processes are spawned, as users' are: this is about how they start and end."""
+@pytest.fixture
+def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes are spawned, as users' are, where a test is about how they start."""
+    monkeypatch.setattr(launch, "multiprocessing", torch.multiprocessing)
 
 
 # Ranks that are processes import these functions by name.
@@ -177,6 +179,7 @@ def test_rejects_an_unknown_kind_of_rank():
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("spawned")
 def test_process_that_raises_is_named_with_its_traceback():
     with pytest.raises(RankError, match="rank 1 of 2 failed") as caught:
         run_ranks(raise_on_rank_1, 2, kind="processes", timeout=limit(60))
@@ -231,6 +234,7 @@ def test_a_refusal_of_what_cannot_be_pickled_arrives_all_the_same():
         run_ranks(refuse_a_function, 2, kind="processes", timeout=None)
 
 
+@pytest.mark.usefixtures("spawned")
 def test_process_that_is_killed_is_named():
     with pytest.raises(RankError, match="rank 1 of 2 was killed; this machine may be out of memory"):
         run_ranks(kill_rank_1, 2, kind="processes", timeout=None)
@@ -292,6 +296,7 @@ def test_a_timeout_is_for_ranks_that_need_longer(kind: str):
     assert run_ranks(answer_slowly, 2, 0.5, kind=kind, timeout=limit(30)) == [(0, 0.5), (1, 0.5)]
 
 
+@pytest.mark.usefixtures("spawned")
 def test_ctrl_c_is_the_parents_and_its_handler_stays():
     handler = signal.getsignal(signal.SIGINT)
     assert run_ranks(is_deaf_to_ctrl_c, 2, kind="processes", timeout=limit(60)) == [True, True]
@@ -306,6 +311,7 @@ class CtrlC:
         return CtrlC, ()
 
 
+@pytest.mark.usefixtures("spawned")
 @pytest.mark.parametrize("ignored", [False, True], ids=["heeded", "ignored"])
 def test_ctrl_c_while_ranks_are_started_is_not_lost(ignored: bool):
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
