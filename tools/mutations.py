@@ -2,7 +2,12 @@
 
     python tools/mutations.py --count 30 --seed 1 --list            what would be broken
     python tools/mutations.py --count 30 --seed 1 --apply 7         breaks that line in this checkout, to look into it
-    python tools/mutations.py --count 30 --seed 1 --run             breaks each in a copy, and runs the tests there
+    python tools/mutations.py --map                                 notes which tests run which lines: a quarter hour
+    python tools/mutations.py --count 30 --seed 1 --run             breaks each in a copy, and runs its tests there
+
+`--run` runs the tests that run the line, quick ones first, until one fails. Of a line that only runs when a module is
+imported, and where the map says that no test runs it, all tests count. What tests start in other processes is not in
+the map, so that `--run --all` goes on with the tests that are not in it.
 
 A breakage changes one operator, number, truth value or branch, or leaves out one call. Some change nothing that anyone
 could see, such as a bound that is generous anyway: read what survives before you write a test for it.
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import ast
 import itertools
+import json
 import os
 import random
 import shutil
@@ -21,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,19 +37,19 @@ ROOMS = ("layout", "plan", "planner", "exchange", "executor", "softmax", "linear
 ELSEWHERE = ("flash_attn.py", "fla.py", "mamba_ssm.py", "launch.py", "stalls.py")
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Mod: "+"}
-# The tests that are quick to see most of what can go wrong, and then all others but those that start whole programs.
-FIRST = (
-    "tests/unit_tests/{room}",
-    "tests/unit_tests/layout tests/unit_tests/exchange tests/unit_tests/executor tests/unit_tests/planner "
-    "tests/unit_tests/softmax tests/unit_tests/linear tests/unit_tests/test_arguments.py",
-    "tests/functional_tests/test_schemes.py tests/functional_tests/test_pad_rows.py "
-    "tests/functional_tests/test_in_flight.py tests/functional_tests/test_linear_operations.py",
-    "tests/functional_tests/test_parity.py tests/functional_tests/test_scheme_fuzz.py "
-    "tests/functional_tests/test_fuzz.py tests/functional_tests/test_wire_options.py "
-    "tests/functional_tests/test_message_buffers.py tests/functional_tests/test_isolation.py",
-    "tests --ignore tests/functional_tests/test_faults.py --ignore tests/functional_tests/test_train.py "
-    "--ignore tests/functional_tests/test_cluster.py",
-)
+# Their ranks or commands run in other processes, where no line is noted.
+ELSEWHERE_TOO = (
+    *(f"tests/functional_tests/test_{name}.py" for name in (
+        "bench", "bench_exchange", "bench_layer", "bench_linear", "bench_wire", "cluster", "disagreement", "examples",
+        "faults", "fla_kernels", "megatron_batch", "megatron_mamba", "megatron_models", "megatron_oracle",
+        "megatron_stock", "pretrain_example", "train",
+    )),
+    *(f"tests/unit_tests/{name}.py" for name in (
+        "exchange/test_kernel_copies", "exchange/test_triton_compiled", "executor/test_launch",
+    )),
+)  # fmt: skip
+PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.lines_of_tests")
+HANG = 60  # seconds that a test may take
 
 
 @dataclass(frozen=True)
@@ -144,28 +151,57 @@ def _after(node: ast.AST) -> tuple[int, int]:
     return node.end_lineno, node.end_col_offset  # type: ignore[attr-defined]
 
 
-def seen_by(mutation: Mutation, processes: int) -> str | None:
+class Map:
+    """Which tests run which lines, quick ones first."""
+
+    def __init__(self, folder: Path) -> None:
+        found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+        if not found:
+            raise SystemExit(f"{folder}: got nothing; allowed: what --map wrote.")
+        self.seconds: dict[str, float] = {}
+        self.of_line: dict[str, list[str]] = {}
+        for one in found:
+            self.seconds |= dict(zip(one["tests"], one["seconds"], strict=True))
+            for line, numbers in one["lines"].items():
+                self.of_line.setdefault(line, []).extend(one["tests"][number] for number in numbers)
+
+    def tests_of(self, mutation: Mutation) -> list[str]:
+        """Those that run the line, or a neighbour of its statement; all of them where none does."""
+        file = mutation.path.relative_to("megatron_cp")
+        for line in (mutation.line, mutation.line - 1, mutation.line + 1):
+            if tests := self.of_line.get(f"{file}:{line}"):
+                return sorted(tests, key=self.seconds.__getitem__)
+        return sorted(self.seconds, key=self.seconds.__getitem__)
+
+
+def write_map(folder: Path, processes: int) -> int:
+    """Runs the tests once, and notes what they run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    left_out = itertools.chain(*(("--ignore", name) for name in ELSEWHERE_TOO))
+    command = [*PYTEST, "--lines-to", str(folder), "-n", str(processes), "--dist", "worksteal", *left_out]
+    return subprocess.run(command, cwd=HERE, env=os.environ | {"PYTHONPATH": str(HERE)}, check=False).returncode
+
+
+def seen_by(mutation: Mutation, tests: Map, others: bool) -> str | None:
     """The first test that fails with the line broken; None if none does."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        root = Path(folder) / "copy"
+        root, chosen = Path(folder) / "copy", Path(folder) / "tests"
         shutil.copytree(HERE, root, ignore=shutil.ignore_patterns(".git", ".venv", ".mypy_cache", "__pycache__"))
         mutation.apply(root)
-        room = mutation.path.parts[1]
-        environment = os.environ | {"PYTHONPATH": str(root)}
-        for selection in FIRST:
-            chosen = selection.format(room=room).split()
-            if chosen[0] == f"tests/unit_tests/{room}" and not (root / chosen[0]).exists():
-                continue
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n", str(processes)]
-            try:
-                done = subprocess.run(
-                    [*command, *chosen], cwd=root, env=environment, capture_output=True, text=True, timeout=2400
-                )
-            except subprocess.TimeoutExpired:
-                return f"tests that never ended: {selection}"
+        names = tests.tests_of(mutation)
+        chosen.write_text("\n".join(names))
+        runs = [["--only", str(chosen), *sorted({name.partition("::")[0] for name in names})]]
+        if others:
+            runs.append([name for name in ELSEWHERE_TOO if (root / name).exists()])
+        for number, arguments in enumerate(runs):
+            limit = ["-o", f"timeout={HANG}"] if number == 0 else []
+            done = subprocess.run(
+                [*PYTEST, "-x", *limit, *arguments], cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
             if done.returncode:
                 failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                return failed[0] if failed else done.stdout[-300:]
+                return failed[0] if failed else f"the end of pytest: {(done.stdout + done.stderr)[-300:]}"
     return None
 
 
@@ -175,28 +211,39 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="skips those before")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=2, help="breakages or, with --map, tests at a time")
+    parser.add_argument("--all", action="store_true", help="also the tests that start processes; minutes a survivor")
+    parser.add_argument("--lines", type=Path, default=HERE / "build" / "lines", metavar="FOLDER", help="of --map")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--list", action="store_true")
     way.add_argument("--apply", type=int, metavar="NUMBER")
+    way.add_argument("--map", action="store_true")
     way.add_argument("--run", action="store_true")
     options = parser.parse_args()
+    if options.map:
+        return write_map(options.lines, options.processes)
     drawn = mutations(options.count, options.seed)
     if options.apply is not None:
         drawn[options.apply].apply(HERE)
         print(drawn[options.apply])
         return 0
-    survived = 0
-    for number, mutation in list(enumerate(drawn))[options.first :]:
-        print(f"{number}: {mutation}", flush=True)
-        if options.run:
-            start = time.monotonic()
-            test = seen_by(mutation, options.processes)
-            survived += test is None
-            print(f"    {test or 'NO TEST SEES IT'} ({time.monotonic() - start:.0f} s)", flush=True)
-    if options.run:
-        print(f"{len(drawn) - options.first - survived} of {len(drawn) - options.first} are seen by a test")
-    return 1 if survived else 0
+    chosen = list(enumerate(drawn))[options.first :]
+    if options.list:
+        print("\n".join(f"{number}: {mutation}" for number, mutation in chosen))
+        return 0
+    tests = Map(options.lines)
+
+    def run(numbered: tuple[int, Mutation]) -> bool:
+        number, mutation = numbered
+        start = time.monotonic()
+        test = seen_by(mutation, tests, options.all)
+        print(f"{number}: {mutation}\n    {test or 'NO TEST SEES IT'} ({time.monotonic() - start:.0f} s)", flush=True)
+        return test is not None
+
+    with ThreadPoolExecutor(options.processes) as pool:
+        seen = list(pool.map(run, chosen))
+    print(f"{sum(seen)} of {len(seen)} are seen by a test")
+    return 0 if all(seen) else 1
 
 
 if __name__ == "__main__":

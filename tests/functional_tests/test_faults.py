@@ -1,4 +1,4 @@
-"""`make faults`: what it draws, what it makes of what it saw, that it sees hangs and orphans; and a minute of it."""
+"""`make faults`: what it draws, what it makes of what it saw, that it sees hangs and orphans; and some of it."""
 
 import dataclasses
 import json
@@ -361,13 +361,13 @@ def test_sees_what_hangs_and_what_is_left(tmp_path):
 
 
 @pytest.mark.timeout(600)  # on a busy machine, and with hangs to wait for
-def test_a_minute_of_faults_comes_to_a_good_end(tmp_path):
-    command = [sys.executable, "-m", "tools.faults", "--seed", "7", "--seconds", "40", "--timeout", "12"]
+def test_some_faults_come_to_a_good_end(tmp_path):
+    command = [sys.executable, "-m", "tools.faults", "--seed", "7", "--count", "16", "--timeout", "12"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "faults.json")],
         capture_output=True, text=True, timeout=550, cwd=ROOT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert (tmp_path / "faults.json").exists(), done.stdout[-4000:] + done.stderr[-4000:]
     numbers = json.loads((tmp_path / "faults.json").read_text())["summary"]
-    assert numbers["cases"] >= 10
+    assert numbers["cases"] == 16
     assert done.returncode == 0, done.stdout
