@@ -434,7 +434,7 @@ def test_chunks_copy_no_more_than_the_whole():
 @pytest.mark.parametrize("layer", ["attention", "gdn", "kda", "mamba"])
 def test_errors_of_codecs_are_stated_and_no_smaller_than_they_must_be(layer, codec):
     case = Case(
-        layer, 3, (7, 1, 130, 64, 2, 200), scheme="a2a" if layer == "attention" else "headwise", heads=12, groups=6,
+        layer, 3, (7, 1, 130, 64, 2, 200), scheme="a2a" if layer == "attention" else "headwise", heads=6, groups=6,
         head_dim=128, value_head_dim=128, codec=codec, head_chunks=2, transport="pairwise",
     )  # fmt: skip
     result = compare(case)
