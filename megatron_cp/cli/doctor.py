@@ -72,10 +72,10 @@ def _kernels() -> list[Finding]:
     packing = Packing([1])
     call = AttentionCall(1.0, 128, 128, dtype, device)
     rows = [("attention", kernel.name, kernel.refusal(call), kernel.package) for kernel in KERNELS]
-    for kind in (kind.name for kind in KINDS.values() if kind.has_state):
-        linear_call = LinearCall(kind, packing, dtype, device, 128, conv_width=4, channels=(128,))
-        rules = [kernel for kernel in RULES if kind in kernel.kinds]
-        rows += [(kind, kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in rules]
+    for kind in (kind for kind in KINDS.values() if kind.has_state):
+        linear_call = LinearCall(kind.rule, packing, dtype, device, 128, conv_width=4, channels=(128,))
+        rules = [kernel for kernel in RULES if kind.rule in kernel.kinds]
+        rows += [(kind.name, kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in rules]
     rows += [("conv1d", kernel.name, kernel.refusal(linear_call), kernel.package) for kernel in CONVS]
     return [
         Finding(f"kernel {name} of {layer}", refusal is None, refusal or f"from {package}")

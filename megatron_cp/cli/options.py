@@ -52,6 +52,12 @@ MODELS = {
 HIDDEN_SIZES = {"qwen3-next": 2048, "kimi-linear": 2304, "nemotron-h": 4096, "llama3-8b": 4096, "tiny": 96}
 
 
+def _with(argument: str) -> str:
+    """The kinds of linear layers that `plan_linear` takes this argument of."""
+    names = [kind.name for kind in KINDS.values() if argument in (size.name for size in kind.arguments)]
+    return " and ".join(names)
+
+
 def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     """`--layer` and what shapes it, in `dtype` unless told otherwise."""
     group = parser.add_argument_group("layer")
@@ -59,11 +65,11 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--model", choices=sorted(MODELS), help="the layer's shape in a known model (default: tiny)")
     group.add_argument("--heads", type=size, help="query heads, value heads, or heads of x of mamba")
     group.add_argument("--kv-heads", type=size, help="key/value heads of attention")
-    group.add_argument("--key-heads", type=size, help="query and key heads of gdn and kda")
-    group.add_argument("--groups", type=size, help="groups of B and C of mamba")
+    group.add_argument("--key-heads", type=size, help=f"query and key heads of {_with('key_heads')}")
+    group.add_argument("--groups", type=size, help=f"groups of B and C of {_with('groups')}")
     group.add_argument("--head-dim", type=size, help="features of a query or key head, or of a head of x of mamba")
     group.add_argument("--value-dim", type=size, help="features of a value head (default: --head-dim)")
-    group.add_argument("--state", type=size, help="size of mamba's state: features of B and C")
+    group.add_argument("--state", type=size, help=f"size of the state of {_with('state')}: features of B and C")
     group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of a linear layer")
     group.add_argument(
         "--hidden-size", type=size, help="of the model, for redistributing around linear layers (default: --model's)"

@@ -89,7 +89,8 @@ class LinearOnRank:
             call = self.chunk(number).call
             if KINDS[self.plan.kind].has_state:
                 choose_rule(self.kernel, call)
-            choose_conv(self.kernel, call)
+            if KINDS[self.plan.kind].convolved:
+                choose_conv(self.kernel, call)
 
     def agree(self, operation: str, tensors: Mapping[str, Tensor | None], **options: Any) -> None:
         """Raises on every rank if another one calls the operation differently."""
@@ -98,13 +99,14 @@ class LinearOnRank:
         self.comm = Communicator(self.ranks, self.plan.transport, f"{mark}, {self.plan.scheme}")
 
     def run(
-        self, tensors: list[Tensor], *, conv: Stage, gates: Stage | None = None, rule: Stage | None = None
+        self, tensors: list[Tensor], *, conv: Stage | None = None, gates: Stage | None = None, rule: Stage | None = None
     ) -> Tensor:
         """The plan's steps, with what this rank computes between them.
 
         Args:
             tensors: `[rows, f]`, whose features, end to end, are the plan's sections.
-            conv: takes what arrives and returns one `[T, h, d]` for each section.
+            conv: takes what arrives and returns one `[T, h, d]` for each section. None of a kind that convolves
+                nothing, whose gates take what arrives.
             gates: from these to what `rule` takes; `rule` returns one `[T, h, dv]`. All three take the layer whose
                 heads these are first: this one's, or a chunk's of them.
 
@@ -118,7 +120,7 @@ class LinearOnRank:
         return out if out.ndim == 3 else out.unflatten(-1, (last.num_heads, last.head_dim))
 
     def work(
-        self, *, conv: Stage, gates: Stage | None = None, rule: Stage | None = None
+        self, *, conv: Stage | None = None, gates: Stage | None = None, rule: Stage | None = None
     ) -> Callable[[int], dict[str, LocalWork]]:
         """For each chunk of heads, what this rank computes between the exchanges, as the executor's `run` takes it."""
         stages = {"conv": conv, "gates": gates, "rule": rule}
@@ -216,7 +218,7 @@ def linear_call(
         )
     packing = plan.packing if segments is None else segments.packing
     return LinearCall(
-        plan.kind, packing, dtype, device, keys.head_dim, plan.conv_width, channels, segments=segments
+        kind.rule, packing, dtype, device, keys.head_dim, plan.conv_width, channels, segments=segments
     )  # fmt: skip
 
 

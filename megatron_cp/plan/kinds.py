@@ -72,10 +72,11 @@ class LinearKind:
     Attributes:
         name: a value of `kind` of `plan_linear`.
         remark, mixer: what the bare rule and the whole mixer are, for `megatron-cp doctor`.
-        sections: in the order of the operation's features; the first `convolved` of them are convolved.
+        sections: in the order of the operation's features; the first `convolved` of them are convolved, if any.
         keys, values: the names of the sections that hold those.
         transition: of the recurrence.
         arguments: what it is sized by; sizes that are not named are 1, or as many groups as heads.
+        recurrence: the kind whose recurrence it has, with other inputs, and whose kernels compute it; its own if empty.
         head, group: what heads, and what they share, are called.
         takes_codec: whether heads are long enough to be coded.
         scales_queries: whether its operations take a scale.
@@ -90,6 +91,7 @@ class LinearKind:
     values: str
     transition: Transition
     arguments: tuple[Argument, ...]
+    recurrence: str = ""
     head: str = "value head"
     group: str = "key head"
     takes_codec: bool = True
@@ -105,6 +107,11 @@ class LinearKind:
         return self.transition is not Transition.NONE
 
     @property
+    def rule(self) -> str:
+        """The kind that kernels know its recurrence by."""
+        return self.recurrence or self.name
+
+    @property
     def is_dense(self) -> bool:
         """Whether a segment's map is a matrix, as that of the delta rule: two products with the keys a token."""
         return self.transition is Transition.DENSE
@@ -112,7 +119,7 @@ class LinearKind:
     @property
     def stages(self) -> tuple[str, ...]:
         """The local work, by the names under which the operation hands it to the executor."""
-        return ("conv", "gates", "rule") if self.has_state else ("conv",)
+        return (("conv",) if self.convolved else ()) + (("gates", "rule") if self.has_state else ())
 
     def argument(self, field: str) -> str | None:
         """What `plan_linear` calls a field of the shape; None where the kind has no such size."""

@@ -83,7 +83,7 @@ class Plan(Memo):
     Hashable and compared by value. Made by `plan_attention` and `plan_linear`, run by the operation of its kind.
 
     Attributes:
-        kind: the operation: "attention", "gdn", "kda", "mamba" or "conv1d".
+        kind: the operation: "attention" or a kind of linear layer, one of `kinds.KINDS`.
         scheme: how it is spread: a value of `--cp-comm-type` for attention, of `--linear-cp-mode` for a linear layer.
         layout: who holds which tokens, before and after.
         sections: what the operation takes, and which of its heads each `head_rank` computes.

@@ -133,15 +133,18 @@ class LinearSlot:
         return found
 
     def _plan(self, layout: Layout, mode: str) -> Plan:
-        sizes = {"groups": self.key_heads, "key_dim": self.head_dim, "value_dim": self.value_head_dim}
+        sizes = {
+            "heads": self.heads, "groups": self.key_heads, "key_dim": self.head_dim, "value_dim": self.value_head_dim,
+        }  # fmt: skip
         kind = KINDS[self.kind]
-        of_kind: dict[str, Any] = {kind.argument(field) or field: size for field, size in sizes.items()}
+        of_kind: dict[str, Any] = {size.name: sizes[size.field] for size in kind.arguments}
+        groups = self.key_heads if kind.argument("groups") else self.heads
         exchanges = may_exchange_heads(mode)
         chunks = self.head_chunks if exchanges else None
         if chunks is not None:
-            chunks = min(chunks, partition_heads(self.heads, self.key_heads, layout.cp_size).most_groups)
+            chunks = min(chunks, partition_heads(self.heads, groups, layout.cp_size).most_groups)
         plan = plan_linear(
-            layout.packing, layout, self.kind, heads=self.heads, **of_kind, conv_width=self.conv_width,
+            layout.packing, layout, self.kind, **of_kind, conv_width=self.conv_width,
             mode=mode, hidden_size=self.hidden_size, layers=max(len(self.run), 1),
             item_size=self.item_size, head_chunks=chunks, transport=self.transport,
             codec=self.codec if exchanges else "none",

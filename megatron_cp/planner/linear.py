@@ -255,9 +255,9 @@ def _headwise(layout: Layout, shape: LinearShape, partition: HeadPartition, chun
 
 def _chunkwise(layout: Layout, shape: LinearShape) -> Plan:
     partition = partition_heads(shape.heads, shape.groups, 1)
-    halo = Halo(layout, shape.conv_width, shape.channels)
+    halo = (Halo(layout, shape.conv_width, shape.channels),) if shape.kind.convolved else ()
     scan = Scan(layout, shape.heads, shape.key_dim, shape.value_dim, shape.kind.is_dense)
-    steps: tuple[Step, ...] = (halo, Compute("gates"), scan) if shape.kind.has_state else (halo,)
+    steps: tuple[Step, ...] = (*halo, Compute("gates"), scan) if shape.kind.has_state else halo
     return Plan(
         shape.kind.name, CHUNKWISE.name, layout, shape.sections(partition), partition, None, steps,
         conv_width=shape.conv_width,

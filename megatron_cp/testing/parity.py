@@ -45,7 +45,7 @@ class Case:
     """One layer on one batch over some ranks.
 
     Attributes:
-        layer: "attention", or a linear layer's whole mixer: "gdn", "kda", "mamba", or "conv1d".
+        layer: "attention", or the whole mixer of a kind of linear layer, one of `kinds.KINDS`.
         cp: the number of ranks.
         lengths: of the documents.
         layout: a name that `layout_by_name` knows.

@@ -26,7 +26,7 @@ class LinearCall:
     """Everything about a call but the tensors.
 
     Attributes:
-        kind: "gdn", "kda", "mamba" or "conv1d".
+        kind: of layer whose recurrence is computed: "gdn", "kda" or "mamba"; "conv1d" where there is none.
         packing: the pieces of documents in this rank's rows, whole documents headwise; states start anew with each.
         dtype, device: of the values.
         head_dim: of a key head.
@@ -120,7 +120,7 @@ class RuleKernel(Kernel):
     """The recurrence of one rank's heads over its tokens. T, h and g are at least 1. Differentiable.
 
     Attributes:
-        kinds: of layers that it computes.
+        kinds: of layers whose recurrence it computes.
     """
 
     kinds: tuple[str, ...]
@@ -130,7 +130,7 @@ class RuleKernel(Kernel):
         """Each piece of `call.packing` from a state of zero.
 
         Args:
-            inputs: of the kind of layer.
+            inputs: of the recurrence.
             groups: the key head or group that each head reads.
             scale: what queries are multiplied by.
 
