@@ -61,9 +61,8 @@ def cases() -> Iterator[Case]:
 def later_cases() -> Iterator[Case]:
     """Those of schemes that came later."""
     later = [scheme for scheme in SCHEMES if scheme not in FIRST]
-    for number, (scheme, layout, dtype) in enumerate(
-        itertools.product(later, LAYOUTS, (torch.float32, torch.bfloat16))
-    ):
+    choices = list(enumerate(itertools.product(LAYOUTS, (torch.float32, torch.bfloat16))))
+    for scheme, (number, (layout, dtype)) in itertools.product(later, choices):
         yield Case(
             "attention", 4, LENGTHS[number % 4], layout, 8, 4, mask=MASKS[number % 4], scheme=scheme,
             head_chunks=1 + number % 2 if SCHEMES[scheme].takes_chunks else None,

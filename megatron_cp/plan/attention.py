@@ -106,7 +106,16 @@ class Attend(Memo):
         return self.memo(("stages",), self._make_stages)
 
     def _make_stages(self) -> tuple[Stage, ...]:
-        return (Stage(0, None, None),) if self.num_kv_ranks == 1 else SCHEDULES[self.kv_schedule](self)
+        if self.num_kv_ranks == 1:
+            return (Stage(0, None, None),)
+        stages = SCHEDULES[self.kv_schedule](self)
+        flows, at_home = {type(stage.keys) for stage in stages if stage.keys}, [not stage.keys for stage in stages]
+        assert len(flows) == 1, f"the keys of all stages of {self.kv_schedule} come by flows of one class"
+        only_passed_on = flows == {PassOn} and not any(at_home[1:])
+        assert only_passed_on or not any(at_home), (
+            "own rows, as they stand, come first, and only where rows are passed on"
+        )
+        return stages
 
     @property
     def num_stages(self) -> int:

@@ -72,12 +72,15 @@ def scheme_named(name: str) -> Scheme:
     return DEFAULT if name == AUTO else SCHEMES[name]
 
 
-def alternatives(scheme: Scheme) -> list[str]:
-    """The schemes that fetch keys where this one passes them round."""
+def alternatives(scheme: Scheme) -> list[Scheme]:
+    """Other schemes that fetch keys, with as much exchange of heads as this one."""
     return [
-        other.name
+        other
         for other in _ALL
-        if other.exchanges_keys and other.chunks_keys and other.exchanges_heads == scheme.exchanges_heads
+        if other.exchanges_keys
+        and other.chunks_keys
+        and other.exchanges_heads == scheme.exchanges_heads
+        and other != scheme
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import Codec
@@ -207,9 +208,12 @@ def _many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
     in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # which sees most where ranks follow the stream
     if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):
         return ()
+    gathering = [
+        other.name for other in alternatives(scheme) if replace(attend, kv_schedule=other.kv_schedule).num_stages == 1
+    ]
     note = (
         f"{scheme.name} computes {in_stages} pieces of attention on a rank, a call of the CPU's kernel each, since "
-        f"fragments are short or the mask cuts them up: take {' or '.join(alternatives(scheme))}, which gathers keys "
+        f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gathers keys "
         f"and computes {at_once}"
     )
     warnings.warn(note, stacklevel=3)

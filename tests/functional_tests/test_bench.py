@@ -15,6 +15,7 @@ from megatron_cp.cli.bench import on_ranks
 from megatron_cp.cli.bench.timing import interleaved_order
 from megatron_cp.cli.main import main
 from megatron_cp.executor.launch import RankError
+from megatron_cp.plan import schemes
 from tests.limits import limit
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
@@ -28,8 +29,8 @@ RATIOS = (
     "wait_share",
 )
 ABSOLUTE = ("kernel_ms", "busy_ms", "wall_ms", "one_rank_kernel_ms", "peak_bytes", "bytes_sent_per_rank")
-SCHEMES = ["a2a", "p2p", "all_gather", "exact"]
-PRODUCTS = ["a2a+p2p", "a2a+all_gather", "a2a+exact"]
+SCHEMES = [name for name, scheme in schemes.SCHEMES.items() if not scheme.is_product]
+PRODUCTS = [name for name, scheme in schemes.SCHEMES.items() if scheme.is_product]
 
 
 def last_json(text):
@@ -72,7 +73,7 @@ def test_every_scheme_that_runs_is_measured_and_the_others_say_why(capsys):
 def test_processes_are_the_default_and_four_ranks_run_everything(capsys):
     assert main(["bench", "attention", "--cp", "4", *QUICK]) == 0
     report = last_json(capsys.readouterr().out)
-    check_report(report, SCHEMES + PRODUCTS)
+    check_report(report, list(schemes.SCHEMES))
     assert (report["cp"], report["device"], report["not_run"]) == (4, "cpu", {})
 
 

@@ -140,13 +140,13 @@ CASES = {
     for case in (
         *(
             replace(ATTENTION, scheme=scheme, layout=layout, dtype=dtype)
-            for scheme in ("a2a", "p2p", "all_gather", "exact")
+            for scheme in (name for name, record in SCHEMES.items() if not record.is_product)
             # Keys of contiguous shares arrive in the order of the stream, and are at hand as they arrive.
             for layout, dtype in (("zigzag", torch.bfloat16), ("contiguous", torch.float32), ("random", torch.float64))
         ),
         *(
             replace(ATTENTION, cp=4, scheme=scheme, layout=layout)
-            for scheme in ("a2a+p2p", "a2a+all_gather", "a2a+exact")
+            for scheme in (name for name, record in SCHEMES.items() if record.is_product)
             for layout in ("zigzag", "random")
         ),
         replace(ATTENTION, scheme="a2a", head_chunks=2),

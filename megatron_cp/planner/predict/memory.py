@@ -313,7 +313,10 @@ class _Local:
                 width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if is_wider else 0
                 moments += [total + sums + most * chunk.num_groups * width for chunk in chunks]
         if self.step.num_stages > 1 and isinstance(self.step.stages[0].gradients, Return):
-            moments += [total + sums + rows * self._most_heads * row for rows in self._later_rows]
+            # The sums are made when the first gradients are back: after the second stage, whose part they never meet.
+            heads = (chunk.heads.stop - chunk.heads.start for chunk in self.step.chunks(self.head_rank))
+            parts = [rows * count * row for count in heads for rows in self._later_rows]
+            moments += [total + sums + part for part in parts[1:]]
         return moments
 
     def _block_of(self, kv_rank: int, item: int) -> int:

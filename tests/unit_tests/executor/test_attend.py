@@ -1,6 +1,5 @@
 """The loop of attention by itself: whose keys arrive, what is merged, and in which type sums are kept."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -9,13 +8,11 @@ from megatron_cp.executor.attend import merge
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import schemes
-from megatron_cp.plan.attention import SCHEDULES, Stage
-from megatron_cp.plan.flows import Fetch, Return
-from megatron_cp.planner import capabilities
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.testing.parity import Case
 from tests.counting_group import CountingGroup
 from tests.scheme_cases import check
+from tests.scheme_in_halves import add_halves
 
 SCHEMES = tuple(schemes.SCHEMES)
 
@@ -155,37 +152,10 @@ def test_an_exact_exchange_sends_only_the_keys_that_others_see():
 # -- schedules of several stages -------------------------------------------------------------------------------------
 
 
-def in_halves(step):
-    """The keys of the first KV ranks, and then those of the others, each fetched in one collective."""
-    seen = step.needed
-
-    def half(first):
-        owners = np.repeat(np.arange(step.num_kv_ranks), step.keys.token_counts)[step.keys.inverse_order]
-        chosen = (owners < step.num_kv_ranks // 2) == first
-
-        def wanted(rank):
-            starts, ends = seen.wanted(rank)
-            mine = np.zeros(len(owners) + 1, dtype=bool)
-            for start, end in zip(starts, ends, strict=True):
-                mine[start:end] = True
-            edges = np.flatnonzero(np.diff(np.concatenate([[False], mine[:-1] & chosen, [False]]).astype(int)))
-            return edges[::2], edges[1::2]
-
-        return wanted
-
-    fetches = [Fetch(step.keys, half(first), "half of the keys") for first in (True, False)]
-    return tuple(Stage(number, fetch, Return(fetch)) for number, fetch in enumerate(fetches))
-
-
 @pytest.mark.parametrize("head_chunks", [1, 2])
 @pytest.mark.parametrize("layout", ["zigzag", "random"])
 def test_a_schedule_of_several_fetches_is_dense_attention(layout, head_chunks, monkeypatch):
-    monkeypatch.setitem(SCHEDULES, "halves", in_halves)
-    scheme = schemes.Scheme("halves", "", False, True, "halves", True)
-    monkeypatch.setitem(schemes.SCHEMES, "halves", scheme)
-    monkeypatch.setattr(capabilities, "CAPABILITIES", (
-        *capabilities.CAPABILITIES, capabilities.Capability("scheme", "halves", True, "")
-    ))  # fmt: skip
+    add_halves(monkeypatch)
     case = Case("attention", 4, (7, 1, 40, 0, 13), layout, scheme="halves", head_chunks=head_chunks, align=2)
     assert len(case.plan().attend.stages) == 2
     check(case)

@@ -13,6 +13,7 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import AttentionKernel
 from megatron_cp.testing.memory import PeakMemory
 from tests.covering import covering
+from tests.scheme_in_halves import add_halves
 
 pytestmark = pytest.mark.slow
 
@@ -113,9 +114,16 @@ def test_the_peak_is_the_formula_where_ranks_differ(scheme, cp, options):
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 7])
-@pytest.mark.parametrize("scheme", ["all_gather", "exact"])
+@pytest.mark.parametrize("scheme", [name for name, s in SCHEMES.items() if s.chunks_keys and not s.is_product])
 def test_the_peak_is_the_formula_in_any_number_of_head_chunks(scheme, chunks):
     check(planned(scheme, 3, shape="7 heads", head_chunks=chunks), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_the_peak_is_the_formula_where_keys_are_fetched_twice(chunks, dtype, monkeypatch):
+    add_halves(monkeypatch)
+    check(planned("halves", 4, shape="7 heads", head_chunks=chunks), dtype)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
