@@ -1,4 +1,4 @@
-"""A scheme of the tests whose keys come in two fetches, to hold what runs and predicts schedules to more than they have."""
+"""A scheme whose keys come in two fetches: those here have one, and what runs and predicts them takes more."""
 
 import numpy as np
 

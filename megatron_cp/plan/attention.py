@@ -109,12 +109,9 @@ class Attend(Memo):
         if self.num_kv_ranks == 1:
             return (Stage(0, None, None),)
         stages = SCHEDULES[self.kv_schedule](self)
-        flows, at_home = {type(stage.keys) for stage in stages if stage.keys}, [not stage.keys for stage in stages]
-        assert len(flows) == 1, f"the keys of all stages of {self.kv_schedule} come by flows of one class"
-        only_passed_on = flows == {PassOn} and not any(at_home[1:])
-        assert only_passed_on or not any(at_home), (
-            "own rows, as they stand, come first, and only where rows are passed on"
-        )
+        first, *others = (type(stage.keys) for stage in stages)
+        is_ring = first is type(None) and set(others) == {PassOn}
+        assert is_ring or {first, *others} == {Fetch}, "all keys are fetched, or own rows come first and then go round"
         return stages
 
     @property

@@ -74,14 +74,8 @@ def scheme_named(name: str) -> Scheme:
 
 def alternatives(scheme: Scheme) -> list[Scheme]:
     """Other schemes that fetch keys, with as much exchange of heads as this one."""
-    return [
-        other
-        for other in _ALL
-        if other.exchanges_keys
-        and other.chunks_keys
-        and other.exchanges_heads == scheme.exchanges_heads
-        and other != scheme
-    ]
+    fetching = (other for other in _ALL if other.exchanges_keys and other.chunks_keys)
+    return [other for other in fetching if other != scheme and other.exchanges_heads == scheme.exchanges_heads]
 
 
 @dataclass(frozen=True)
