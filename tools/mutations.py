@@ -5,9 +5,9 @@
     python tools/mutations.py --map                                 notes which tests run which lines: a quarter hour
     python tools/mutations.py --count 30 --seed 1 --run             breaks each in a copy, and runs its tests there
 
-`--run` runs the tests that run the line, quick ones first, until one fails. Of a line that only runs when a module is
-imported, and where the map says that no test runs it, all tests count. What tests start in other processes is not in
-the map, so that `--run --all` goes on with the tests that are not in it.
+`--run` runs the tests that run the line, quick ones first, until one fails or their time is up. Of a line that only
+runs when a module is imported, and where the map says that no test runs it, all tests count. `--run --all` takes all
+the time that they need and goes on with the tests that are not in the map: what starts other processes.
 
 A breakage changes one operator, number, truth value or branch, or leaves out one call. Some change nothing that anyone
 could see, such as a bound that is generous anyway: read what survives before you write a test for it.
@@ -19,6 +19,7 @@ import argparse
 import ast
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -165,13 +166,14 @@ class Map:
             for line, numbers in one["lines"].items():
                 self.of_line.setdefault(line, []).extend(one["tests"][number] for number in numbers)
 
-    def tests_of(self, mutation: Mutation) -> list[str]:
-        """Those that run the line, or a neighbour of its statement; all of them where none does."""
+    def tests_of(self, mutation: Mutation, seconds: float) -> list[str]:
+        """Those that run the line, or a neighbour of its statement, all if none does; quick ones, for so long."""
         file = mutation.path.relative_to("megatron_cp")
-        for line in (mutation.line, mutation.line - 1, mutation.line + 1):
-            if tests := self.of_line.get(f"{file}:{line}"):
-                return sorted(tests, key=self.seconds.__getitem__)
-        return sorted(self.seconds, key=self.seconds.__getitem__)
+        near = (f"{file}:{line}" for line in (mutation.line, mutation.line - 1, mutation.line + 1))
+        found = next((self.of_line[line] for line in near if line in self.of_line), list(self.seconds))
+        found = sorted(found, key=self.seconds.__getitem__)
+        sums = itertools.accumulate(self.seconds[test] for test in found)
+        return [test for test, taken in zip(found, sums, strict=True) if taken <= seconds or test == found[0]]
 
 
 def write_map(folder: Path, processes: int) -> int:
@@ -182,13 +184,13 @@ def write_map(folder: Path, processes: int) -> int:
     return subprocess.run(command, cwd=HERE, env=os.environ | {"PYTHONPATH": str(HERE)}, check=False).returncode
 
 
-def seen_by(mutation: Mutation, tests: Map, others: bool) -> str | None:
+def seen_by(mutation: Mutation, tests: Map, seconds: float, others: bool) -> str | None:
     """The first test that fails with the line broken; None if none does."""
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         root, chosen = Path(folder) / "copy", Path(folder) / "tests"
         shutil.copytree(HERE, root, ignore=shutil.ignore_patterns(".git", ".venv", ".mypy_cache", "__pycache__"))
         mutation.apply(root)
-        names = tests.tests_of(mutation)
+        names = tests.tests_of(mutation, seconds)
         chosen.write_text("\n".join(names))
         runs = [["--only", str(chosen), *sorted({name.partition("::")[0] for name in names})]]
         if others:
@@ -212,7 +214,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--first", type=int, default=0, help="skips those before")
     parser.add_argument("--processes", type=int, default=2, help="breakages or, with --map, tests at a time")
-    parser.add_argument("--all", action="store_true", help="also the tests that start processes; minutes a survivor")
+    parser.add_argument("--seconds", type=float, default=240, help="of the quickest tests of a line (default: 240)")
+    parser.add_argument("--all", action="store_true", help="all of them, and those that start processes: an hour")
     parser.add_argument("--lines", type=Path, default=HERE / "build" / "lines", metavar="FOLDER", help="of --map")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--list", action="store_true")
@@ -236,7 +239,7 @@ def main() -> int:
     def run(numbered: tuple[int, Mutation]) -> bool:
         number, mutation = numbered
         start = time.monotonic()
-        test = seen_by(mutation, tests, options.all)
+        test = seen_by(mutation, tests, math.inf if options.all else options.seconds, options.all)
         print(f"{number}: {mutation}\n    {test or 'NO TEST SEES IT'} ({time.monotonic() - start:.0f} s)", flush=True)
         return test is not None
 
