@@ -73,10 +73,10 @@ def attend_backward(
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     in_place = step.num_stages == 1 or dq.dtype == acc_dtype
     total = dq[:num_tokens] if in_place else torch.empty_like(dq[:num_tokens], dtype=acc_dtype)
-    transfers, travels = _transfers(step, kv_rank, head_rank, comm, k, v), False
+    transfers = _transfers(step, kv_rank, head_rank, comm, k, v)
     for stage, chunk, keys in transfers.arrivals():
-        packed, travels = None, stage.gradients is not None
-        if travels:
+        packed = None
+        if stage.gradients is not None:
             packed = transfers.gradients_like(keys)
             gradients = unpack(packed, *keys)
         else:
@@ -88,7 +88,7 @@ def attend_backward(
         )  # fmt: skip
         if packed is not None:
             transfers.return_gradient(stage, chunk, packed)
-    if travels:
+    if any(stage.gradients is not None for stage in step.stages):
         transfers.reduce_gradients(dk[:num_keys], dv[:num_keys])
     if total.dtype != dq.dtype:
         dq[:num_tokens].copy_(total)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.groups.base import Agreed
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.plan import Plan
+from megatron_cp.testing.parity import Case, run_layer
 from tests.limits import limit
 
 LENGTHS = (7, 1, 13, 2)
@@ -39,9 +41,9 @@ def attention_plan(
     )  # fmt: skip
 
 
-def linear_plan(lengths: tuple[int, ...] = LENGTHS) -> Plan:
+def linear_plan(lengths: tuple[int, ...] = LENGTHS, kind: str = "gdn", **sizes: int) -> Plan:
     packing = cp.Packing(lengths)
-    return cp.plan_linear(packing, cp.Layout.zigzag(packing, SIZE), "gdn", heads=6, head_dim=4)
+    return cp.plan_linear(packing, cp.Layout.zigzag(packing, SIZE), kind, heads=6, head_dim=4, **sizes)
 
 
 def refusals(plans: list[Plan]) -> list[str]:
@@ -191,11 +193,31 @@ def test_rejects_sinks_and_seeds_of_other_values():
     run_ranks(rank_main, SIZE, [{"dropout": 0.5, "seed": rank} for rank in range(SIZE)], timeout=30)
 
 
-OTHER_CALLS: dict[str, Callable[..., Tensor]] = {
+def _mixer(layer: str, group: RankGroup, odd: bool) -> None:
+    """A whole mixer, of other numbers on one rank."""
+    case = Case(layer, SIZE, LENGTHS, scheme="headwise", dtype=torch.float64 if odd else torch.float32)
+    run_layer(group, case)
+
+
+OTHER_CALLS: dict[str, Callable[..., object]] = {
     "gated_delta_rule": lambda group, odd: cp.gated_delta_rule(
         *(_linear_input(group, 4) for _ in "qkv"), _linear_input(group), _linear_input(group), linear_plan(), group,
         scale=2.0 if odd else None,
     ),
+    "kda": lambda group, odd: cp.kda(
+        *(_linear_input(group, 4) for _ in range(4)), _linear_input(group), linear_plan(kind="kda"), group,
+        use_qk_l2norm_in_kernel=odd,
+    ),
+    "mamba2": lambda group, odd: cp.mamba2(
+        _linear_input(group, 4), _linear_input(group), -torch.ones(6),
+        *(_linear_input(group, 5)[:, :1] for _ in "BC"), linear_plan(kind="mamba", state=5), group, dt_softplus=odd,
+    ),
+    **{
+        operation: partial(_mixer, layer)
+        for layer, operation in (
+            ("gdn", "gated_delta_net"), ("kda", "kda_mixer"), ("mamba", "mamba2_mixer"), ("conv1d", "causal_conv1d"),
+        )
+    },
     "gather": lambda group, odd: cp.gather(_linear_input(group), linear_plan().layout, group, same_loss=odd),
     "relayout": lambda group, odd: cp.relayout(
         _linear_input(group).to(torch.float64 if odd else torch.float32), linear_plan().layout,
