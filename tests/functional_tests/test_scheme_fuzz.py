@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, seed, settings
 
 from tests.scheme_cases import cases, check
 
-EXAMPLES = 100  # times 4; `make fuzz` draws as many as it has time for
+EXAMPLES = 75  # times 4; `make fuzz` draws as many as it has time for
 
 
 @pytest.mark.parametrize("part", range(4))  # so that two workers share them

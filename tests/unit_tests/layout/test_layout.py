@@ -350,10 +350,8 @@ def sources_by_loop(packing, shift):
     ]
 
 
-@pytest.mark.parametrize("library", [np, torch], ids=["numpy", "torch"])
-@pytest.mark.parametrize("shift", [1, 2, 3])
-@ragged
-@given(layout=layouts() | aligned_layouts())
+@settings(ragged, max_examples=100)
+@given(layout=layouts() | aligned_layouts(), shift=st.integers(1, 3), library=st.sampled_from([np, torch]))
 def test_labels_are_later_tokens_of_the_same_document(layout, shift, library):
     sources = sources_by_loop(layout.packing, shift)
     stream = library.arange(layout.packing.total) + 1000

@@ -21,7 +21,7 @@ from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention
 
 BY_NAME = {kernel.name: kernel for kernel in KERNELS}
-DRAWN = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+DRAWN = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def call_for(head_dim=8, value_head_dim=None, dtype=torch.float64, device="cpu", scale=0.37, **features):
