@@ -98,16 +98,19 @@ def row_blocks(rows: int, row_bytes: int, at: Geometry) -> list[slice]:
 
 def has_words(*views: Tensor) -> bool:
     """Whether views of one shape and type can be copied in words of 8 bytes: torch does that faster than in 2."""
-    if views[0].dtype.itemsize >= 8 or any(view.dtype != views[0].dtype or not view.numel() for view in views):
+    dtype, size = views[0].dtype, views[0].dtype.itemsize
+    if size >= 8:
         return False
-    size = views[0].dtype.itemsize
-    return all(
-        view.stride(-1) == 1
-        and (view.shape[-1] * size) % 8 == 0
-        and view.data_ptr() % 8 == 0
-        and all(stride * size % 8 == 0 for stride in view.stride()[:-1])
-        for view in views
-    )
+    for view in views:  # loops, and no generators: this is asked of every block of every layer
+        *strides, last = view.stride()
+        if view.dtype != dtype or not view.numel() or last != 1:
+            return False
+        if view.shape[-1] * size % 8 or view.data_ptr() % 8:
+            return False
+        for stride in strides:
+            if stride * size % 8:
+                return False
+    return True
 
 
 def words(view: Tensor) -> Tensor:

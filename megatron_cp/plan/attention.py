@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -100,12 +101,9 @@ class Attend(Memo):
     def num_head_ranks(self) -> int:
         return len(self.partition.heads)
 
-    @property
+    @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """In order, the same for every head chunk, forward and backward."""
-        return self.memo(("stages",), self._make_stages)
-
-    def _make_stages(self) -> tuple[Stage, ...]:
         if self.num_kv_ranks == 1:
             return (Stage(0, None, None),)
         stages = SCHEDULES[self.kv_schedule](self)
