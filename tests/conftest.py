@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 def forked_ranks():
     """Processes of `run_ranks` are forks of one that has imported torch and Megatron; see `tests.forked_ranks`.
 
-    A module whose subject is how ranks start has a fixture of this name that does nothing.
+    A module whose subject is how ranks start has a fixture of this name that does nothing, or `spawned` for some tests.
     """
     forking = SimpleNamespace(
         get_context=lambda method: forking_context(), parent_process=multiprocessing.parent_process

@@ -32,14 +32,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from lines_of_tests import digest
+
 HERE = Path(__file__).resolve().parent.parent
 ROOMS = ("layout", "plan", "planner", "exchange", "executor", "softmax", "linear", "batch")
 # Need a GPU, or packages of CUDA: their tests run elsewhere.
-ELSEWHERE = ("flash_attn.py", "fla.py", "mamba_ssm.py", "launch.py", "stalls.py")
+NEEDS_GPU = ("flash_attn.py", "fla.py", "mamba_ssm.py", "launch.py", "stalls.py")
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
 ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "+", ast.FloorDiv: "*", ast.Mod: "+"}
 # Their ranks or commands run in other processes, where no line is noted.
-ELSEWHERE_TOO = (
+STARTS_PROCESSES = (
     *(f"tests/functional_tests/test_{name}.py" for name in (
         "bench", "bench_exchange", "bench_layer", "bench_linear", "bench_wire", "cluster", "disagreement", "examples",
         "faults", "fla_kernels", "megatron_batch", "megatron_mamba", "megatron_models", "megatron_oracle",
@@ -50,7 +52,7 @@ ELSEWHERE_TOO = (
     )),
 )  # fmt: skip
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tools.lines_of_tests")
-HANG = 60  # seconds that a test may take
+HANG = 150  # seconds that a test may take, many times what the longest does
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ def mutations(count: int, seed: int) -> list[Mutation]:
         mutation
         for room in ROOMS
         for path in sorted((HERE / "megatron_cp" / room).rglob("*.py"))
-        if path.name not in ELSEWHERE
+        if path.name not in NEEDS_GPU
         for mutation in _of_file(path)
     ]
     random.Random(seed).shuffle(found)
@@ -159,6 +161,8 @@ class Map:
         found = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
         if not found:
             raise SystemExit(f"{folder}: got nothing; allowed: what --map wrote.")
+        if {one["library"] for one in found} != {digest(HERE / "megatron_cp")}:
+            raise SystemExit(f"{folder}: got lines of another library; allowed: what --map wrote for this one.")
         self.seconds: dict[str, float] = {}
         self.of_line: dict[str, list[str]] = {}
         for one in found:
@@ -179,7 +183,7 @@ class Map:
 def write_map(folder: Path, processes: int) -> int:
     """Runs the tests once, and notes what they run."""
     shutil.rmtree(folder, ignore_errors=True)
-    left_out = itertools.chain(*(("--ignore", name) for name in ELSEWHERE_TOO))
+    left_out = itertools.chain(*(("--ignore", name) for name in STARTS_PROCESSES))
     command = [*PYTEST, "--lines-to", str(folder), "-n", str(processes), "--dist", "worksteal", *left_out]
     return subprocess.run(command, cwd=HERE, env=os.environ | {"PYTHONPATH": str(HERE)}, check=False).returncode
 
@@ -194,16 +198,20 @@ def seen_by(mutation: Mutation, tests: Map, seconds: float, others: bool) -> str
         chosen.write_text("\n".join(names))
         runs = [["--only", str(chosen), *sorted({name.partition("::")[0] for name in names})]]
         if others:
-            runs.append([name for name in ELSEWHERE_TOO if (root / name).exists()])
+            runs.append([name for name in STARTS_PROCESSES if (root / name).exists()])
         for number, arguments in enumerate(runs):
             limit = ["-o", f"timeout={HANG}"] if number == 0 else []
             done = subprocess.run(
                 [*PYTEST, "-x", *limit, *arguments], cwd=root, env=os.environ | {"PYTHONPATH": str(root)},
                 capture_output=True, text=True, check=False,
             )  # fmt: skip
+            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            if failed:
+                return failed[0]
+            if "+ Timeout +" in done.stdout + done.stderr:
+                return f"a test that takes more than {HANG} s"
             if done.returncode:
-                failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-                return failed[0] if failed else f"the end of pytest: {(done.stdout + done.stderr)[-300:]}"
+                raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1000:]}")
     return None
 
 
@@ -215,7 +223,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="skips those before")
     parser.add_argument("--processes", type=int, default=2, help="breakages or, with --map, tests at a time")
     parser.add_argument("--seconds", type=float, default=240, help="of the quickest tests of a line (default: 240)")
-    parser.add_argument("--all", action="store_true", help="all of them, and those that start processes: an hour")
+    parser.add_argument(
+        "--all", action="store_true", help="all of them, and those that start processes: half an hour each"
+    )
     parser.add_argument("--lines", type=Path, default=HERE / "build" / "lines", metavar="FOLDER", help="of --map")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--list", action="store_true")

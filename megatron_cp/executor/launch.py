@@ -132,7 +132,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
     Ctrl-C reaches every process of a terminal's job, and the parent alone answers. Ignoring it here would lose it.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not _handles_interrupts():
         yield
         return
     resource_tracker.ensure_running()  # what starts it first would have Ctrl-C unblocked again
@@ -151,7 +151,8 @@ def _interrupts_held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
+    """Forgets a Ctrl-C that arrives within."""
+    if not _handles_interrupts():
         yield
         return
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -159,6 +160,12 @@ def _interrupts_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+def _handles_interrupts() -> bool:
+    """Whether this thread may, and Python does: a handler from before Python could not be put back."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return is_main and signal.getsignal(signal.SIGINT) is not None
 
 
 def _collected(processes: list[Any], folder: str, timeout: float | None) -> list[Any]:

@@ -107,9 +107,10 @@ class Attend(Memo):
         if self.num_kv_ranks == 1:
             return (Stage(0, None, None),)
         stages = SCHEDULES[self.kv_schedule](self)
-        first, *others = (type(stage.keys) for stage in stages)
-        is_ring = first is type(None) and set(others) == {PassOn}
-        assert is_ring or {first, *others} == {Fetch}, "all keys are fetched, or own rows come first and then go round"
+        own_first, flows = stages[0].keys is None, {type(stage.keys) for stage in stages if stage.keys is not None}
+        assert len(flows) == 1, "the keys of all stages come by flows of one class"
+        assert not own_first or flows != {Fetch}, "where keys are fetched, own rows are fetched too"
+        assert all(stage.keys is not None for stage in stages[1:]), "own rows, as they stand, come first"
         return stages
 
     @property

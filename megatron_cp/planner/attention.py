@@ -213,8 +213,8 @@ def _many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
     ]
     note = (
         f"{scheme.name} computes {in_stages} pieces of attention on a rank, a call of the CPU's kernel each, since "
-        f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gathers keys "
-        f"and computes {at_once}"
+        f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gather keys "
+        f"and compute {at_once}"
     )
     warnings.warn(note, stacklevel=3)
     return (note,)

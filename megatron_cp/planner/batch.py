@@ -73,6 +73,8 @@ class AttentionSlot:
 class LinearSlot:
     """A kind of linear layer: all that its plan depends on besides the batch. See `plan_linear`.
 
+    Sizes that a kind does not have, such as the key heads of a convolution alone, are not read.
+
     Attributes:
         heads: value heads, each with a state of its own.
         key_heads: of gdn and kda, query/key heads; of mamba, groups of B and C.

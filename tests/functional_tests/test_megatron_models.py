@@ -230,6 +230,11 @@ OVER_FOUR = covering(
 )  # fmt: skip
 
 
+MIXED_OVER_FOUR = [spread(mode, "hybrid_both", layout) for mode, layout in (("", "balanced"), ("chunkwise", "zigzag"))]
+OF_MAMBA = [spread(mode, "hybrid_mamba", "tiny") for mode in ("headwise", "chunkwise")]
+OF_MAMBA += [spread("headwise", "hybrid_mamba", batches="even", how="unpacked")]
+
+
 def over_four(place):
     """What is run there of layouts, modes and sequence parallelism."""
     return [
@@ -264,14 +269,22 @@ PLACES = {
     "cp3": (
         1,
         3,
-        [*everywhere("cp3"), *latent_at("cp3")],
+        [*everywhere("cp3"), *latent_at("cp3"), *OF_MAMBA, spread("redistribute", "hybrid_both", recompute="full")],
     ),
     "tp2cp2": (
         2,
         2,
-        [*over_four("tp2cp2"), *SINGLE, NORMED, Case("mla"), *latent("p2p"), Case("mla", sequence_parallel=True)],
+        [
+            *over_four("tp2cp2"),
+            *MIXED_OVER_FOUR,
+            *SINGLE,
+            NORMED,
+            Case("mla"),
+            *latent("p2p"),
+            Case("mla", sequence_parallel=True),
+        ],
     ),
-    "dp2cp2": (1, 2, [*over_four("dp2cp2"), *SINGLE]),
+    "dp2cp2": (1, 2, [*over_four("dp2cp2"), *MIXED_OVER_FOUR, *SINGLE]),
 }
 PLACES = {name: (tp, cp, list(dict.fromkeys(cases))) for name, (tp, cp, cases) in PLACES.items()}
 EQUAL = [(place, case) for place, (_, _, cases) in PLACES.items() for case in cases]

@@ -11,11 +11,11 @@ from megatron_cp.exchange.sections import Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
 
 
-def geometry(codec: str, device: str, dtype: torch.dtype = torch.bfloat16) -> Geometry:
+def geometry(codec: str, device: str) -> Geometry:
     partition = partition_heads(4, 4, 2)
     sections = Sections((Section("q", 4, 64, partition.heads),))
     exchange = Exchange(Layout.zigzag(Packing([5, 9]), 2), sections, (), CODECS[codec])
-    return Geometry(exchange, 0, (dtype,), None, torch.device(device))
+    return Geometry(exchange, 0, (torch.bfloat16,), None, torch.device(device))
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_rejects_sinks_and_seeds_of_other_values():
 
 
 def _mixer(layer: str, group: RankGroup, odd: bool) -> None:
-    """A whole mixer, of other numbers on one rank."""
+    """A whole mixer, of another type on one rank."""
     case = Case(layer, SIZE, LENGTHS, scheme="headwise", dtype=torch.float64 if odd else torch.float32)
     run_layer(group, case)
 

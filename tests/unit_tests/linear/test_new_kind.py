@@ -9,6 +9,7 @@ import torch
 import megatron_cp as cp
 from megatron_cp.executor.arguments import check_plan
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.linear import on_rank
 from megatron_cp.linear.kernels import StateSpace
 from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.plan.kinds import KINDS, Argument, Dim, LinearKind, Per, SectionKind, Transition
@@ -107,6 +108,16 @@ def test_has_no_exchange_for_a_convolution_that_it_has_not():
     gdn = cp.plan_linear(layout.packing, layout, "gdn", heads=HEADS, head_dim=KEY_DIM, mode="chunkwise")
     assert "convolution" in gdn.explain()
     assert plan.collectives(forward=True) == gdn.collectives(forward=True) - 1
+
+
+def test_chooses_no_kernel_for_a_convolution_that_it_has_not(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a convolution")
+
+    monkeypatch.setattr(on_rank, "choose_conv", refuse)
+    plan = plan_of(cp.Layout.contiguous(cp.Packing(LENGTHS), 1), "headwise")
+    rows = [torch.ones(sum(LENGTHS), HEADS, dim) for dim in (KEY_DIM, KEY_DIM, VALUE_DIM)]
+    retention(*rows, -torch.ones(HEADS), plan)
 
 
 def test_a_slot_gives_a_kind_the_sizes_that_it_has():
