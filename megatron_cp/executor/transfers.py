@@ -189,11 +189,11 @@ class _PassesOn(_Carrier):
         self.comm.release(arrived)
 
     def _pass_on(self, flow: PassOn, block: Tensor, what: str) -> _Arrival:
-        received = self.comm.acquire_like(block, flow.rows_received(self.kv_rank), *block.shape[1:])
+        size, received = flow.size, self.comm.acquire_like(block, flow.rows_received(self.kv_rank), *block.shape[1:])
         pending = self.comm.start_messages(
-            [Message(block.view(-1), (self.kv_rank + 1) % flow.size)],
-            [Message(received.view(-1), (self.kv_rank - 1) % flow.size)],
-            f"{what} of stage {flow.hops} of {flow.size}",
+            [Message(block.view(-1), (self.kv_rank + 1) % size)],
+            [Message(received.view(-1), (self.kv_rank - 1) % size)],
+            f"{what} of stage {flow.hops} of {size}",
         )
         return _Arrival(received, block, pending)
 

@@ -102,7 +102,7 @@ class PassOn(KeyFlow):
 
     def source(self, rank: int) -> int:
         """Whose rows a rank then has."""
-        return (rank - self.hops) % self.size
+        return (rank - self.hops) % self.layout.cp_size
 
     def tokens(self, rank: int) -> IntArray:
         return self.layout.tokens(self.source(rank))
@@ -111,11 +111,11 @@ class PassOn(KeyFlow):
         return bands_of_held_keys(bands, self.layout, self.source(rank))
 
     def rows_sent(self, rank: int) -> int:
-        return int(self.layout.token_counts[(rank - self.hops + 1) % self.size])
+        return int(self.layout.token_counts[(rank - self.hops + 1) % self.layout.cp_size])
 
     def rows_received(self, rank: int) -> int:
         """Rows that a rank then has."""
-        return int(self.layout.token_counts[self.source(rank)])
+        return int(self.layout.token_counts[(rank - self.hops) % self.layout.cp_size])
 
     def message_rows(self, rank: int) -> MessageRows:
         return MessageRows(None, self.rows_received(rank), None)
