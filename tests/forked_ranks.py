@@ -1,9 +1,10 @@
 """Processes that fork from one which has imported torch and Megatron: of most rank processes the import is most.
 
-CUDA cannot be used after a fork, so that there they are spawned, as users' ranks are.
+CUDA cannot be used after a fork, so that there they are spawned, as users' ranks are; an emulated device can.
 """
 
 import multiprocessing
+import os
 
 import torch
 
@@ -28,7 +29,7 @@ def forking_context():
 
     A fork has the environment of when the first one was made.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and "NULLGPU" not in os.environ:
         return multiprocessing.get_context("spawn")
     multiprocessing.set_forkserver_preload(list(_PRELOADED))
     return multiprocessing.get_context("forkserver")

@@ -50,7 +50,8 @@ class Buffers:
     def acquire(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
         """`[size]` unwritten bytes on a device, or on the host where `device` can reach them by itself."""
         # One stream writes a buffer again only after what it has queued before; another would not wait for that.
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        on_cuda = device.type == "cuda"
+        stream = torch.cuda.current_stream(device).cuda_stream if on_cuda else 0
         place, capacity = (device, pinned, stream), rounded(size)
         with self._lock:
             free = self._free[place]
@@ -62,6 +63,8 @@ class Buffers:
             if self._takes % _FORGOTTEN == 0:
                 self._forget()
             kept.taken = self._takes
+            # A graph writes there whenever it is replayed, which takes nothing.
+            kept.in_graph |= on_cuda and torch.cuda.is_current_stream_capturing()
             self._taken[_address(kept.buffer)] = kept
             return kept.buffer.resize_(size)
 
@@ -84,9 +87,9 @@ class Buffers:
     def _forget(self) -> None:
         oldest = self._takes - _FORGOTTEN
         for free in self._free.values():
-            free[:] = [kept for kept in free if kept.taken >= oldest]
+            free[:] = [kept for kept in free if kept.taken >= oldest or kept.in_graph]
         # What was under way in a step that failed is never given back. Who holds it after all keeps its memory.
-        self._taken = {address: kept for address, kept in self._taken.items() if kept.taken >= oldest}
+        self._taken = {address: kept for address, kept in self._taken.items() if kept.taken >= oldest or kept.in_graph}
 
     def _made(self, capacity: int, place: Any) -> _Kept:
         self.allocations += 1
@@ -104,6 +107,7 @@ class _Kept:
         capacity: bytes that it can hold.
         number: which it was of those that were made.
         taken: by which take it was taken last.
+        in_graph: whether a CUDA graph uses it.
     """
 
     buffer: Tensor
@@ -111,6 +115,7 @@ class _Kept:
     capacity: int
     number: int
     taken: int = 0
+    in_graph: bool = False
 
 
 def _address(tensor: Tensor) -> int:

@@ -1,6 +1,10 @@
-"""Host tables on a device, without the host waiting for it."""
+"""Host tables on a device, without the host waiting for it, in whatever stream they are read."""
 
 from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
 
 import torch
 from numpy.typing import NDArray
@@ -23,4 +27,71 @@ def on_device(table: NDArray, device: torch.device, dtype: torch.dtype = torch.i
         raise ArgumentError("packing", f"one whose tables count to {largest}", "fewer than 2**31 tokens", remedy)
     with torch.inference_mode(False):  # tables outlive an evaluation, and autograd saves no inference tensor
         host = torch.tensor(table, dtype=dtype)
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+        if device.type != "cuda":
+            return host.to(device)
+        copy = host.pin_memory().to(device, non_blocking=True)
+    _tables.add(copy)
+    return copy
+
+
+def order_tables(device: torch.device) -> None:
+    """Has the current stream wait for the copies of tables that other streams have made so far.
+
+    A batch may be sharded, and its plans prepared, in a stream that runs ahead of that of the layers. The memory of its
+    tables is then not used again before the layers' stream has read it, either.
+    """
+    if device.type == "cuda":
+        _tables.order(device)
+
+
+class _Tables:
+    """The tables on CUDA devices that are alive, by the stream that copied them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._made: defaultdict[torch.device, dict[int, dict[int, _Table]]] = defaultdict(dict)  # by stream, by id
+        self._numbers: defaultdict[torch.device, int] = defaultdict(int)  # of tables made
+        self._ordered: dict[tuple[torch.device, int], int] = {}  # of which a stream has waited for so many
+
+    def add(self, copy: Tensor) -> None:
+        stream = torch.cuda.current_stream(copy.device)
+        event = torch.cuda.Event()
+        event.record(stream)
+        with self._lock:
+            self._numbers[copy.device] += 1
+            of_stream = self._made[copy.device].setdefault(stream.cuda_stream, {})
+            key, number = id(copy), self._numbers[copy.device]
+            # Without the lock, which whoever drops the tensor may hold.
+            reference = weakref.ref(copy, lambda _: of_stream.pop(key, None))
+            of_stream[key] = _Table(reference, event, number)
+
+    def order(self, device: torch.device) -> None:
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        made = self._made.get(device)
+        if not made:
+            return
+        stream = torch.cuda.current_stream(device)
+        reader = (device, stream.cuda_stream)
+        with self._lock:
+            last, self._ordered[reader] = self._ordered.get(reader, 0), self._numbers[device]
+            if last == self._numbers[device] or made.keys() == {stream.cuda_stream}:
+                return
+            others = [
+                table for maker, of_stream in made.items() if maker != stream.cuda_stream
+                for table in list(of_stream.values()) if table.number > last
+            ]  # fmt: skip
+        for table in others:
+            copy = table.copy()
+            if copy is not None:
+                stream.wait_event(table.event)
+                copy.record_stream(stream)
+
+
+class _Table:
+    """One, which lives as long as what it was made for."""
+
+    def __init__(self, copy: weakref.ref[Tensor], event: torch.cuda.Event, number: int) -> None:
+        self.copy, self.event, self.number = copy, event, number
+
+
+_tables = _Tables()

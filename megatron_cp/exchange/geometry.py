@@ -124,6 +124,6 @@ def prepare_tables(layout: Layout, device: torch.device) -> None:
 
     Call it where the batch is sharded: the copies to a device are then long done when the first layer needs them.
     """
-    if layout.cp_size > 1 and not layout.in_stream_order:
+    if not layout.in_stream_order:
         for name in ("order", "inverse_order"):
             index_table(layout, name, device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number
+from megatron_cp.exchange.device import order_tables
 from megatron_cp.plan.plan import Plan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -56,6 +57,21 @@ def check_dense(name: str, tensor: object) -> None:
         raise ArgumentError(name, f"a tensor that is {how}", "a dense tensor", "Its rows are those of the layout.")
     if tensor.device.type == "meta":
         raise ArgumentError(name, "a tensor on meta, which holds no numbers", "one on cpu or cuda")
+
+
+def check_stream(name: str, tensor: Tensor) -> None:
+    """Refuses to be captured, and has the current stream wait for tables that others have copied to the device.
+
+    A graph would move rows by the tables of the pack that it was captured with, whatever pack it is replayed for.
+
+    Raises:
+        ArgumentError: naming the argument.
+    """
+    if tensor.is_cuda:
+        if torch.cuda.is_current_stream_capturing():
+            remedy = "A CUDA graph would move the rows of this pack whenever it is replayed: leave this call out of it."
+            raise ArgumentError(name, "a tensor in a stream that is being captured", "one in any other stream", remedy)
+        order_tables(tensor.device)
 
 
 def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], str]:

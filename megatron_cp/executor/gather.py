@@ -14,7 +14,7 @@ from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_rows
+from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
@@ -48,6 +48,7 @@ def gather(
         raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
     ranks = as_rank_group(group, layout.cp_size)
     check_rows("local", local, int(layout.row_counts[ranks.rank]), ranks.rank)
+    check_stream("local", local)
     checked_flag("same_loss", same_loss)
     transport = checked_transport(transport, layout.cp_size)
     options = {"same_loss": same_loss, "transport": transport.describe()}

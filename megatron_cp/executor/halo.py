@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,6 +40,8 @@ def prepare_halo(step: Halo, rank: int, device: torch.device) -> None:
     """Makes the index tables, so that no layer has to."""
     for name in ("send_rows", "local_rows", "places"):
         _index(step, rank, name, device)
+    for name in ("send_rows", "local_rows"):
+        _rounds(step, rank, name, device)
 
 
 class InFlightHalo:
@@ -55,6 +58,11 @@ class InFlightHalo:
 
     def index(self, name: str, device: torch.device) -> Tensor:
         return _index(self.step, self.comm.rank, name, device)
+
+    def add(self, target: Tensor, name: str, rows: Tensor) -> None:
+        """`target[index[i]] += rows[i]`, in the order of i, also on CUDA, whose `index_add_` has none."""
+        for index, places in _rounds(self.step, self.comm.rank, name, target.device):
+            target.index_add_(0, index, rows if places is None else rows.index_select(0, places))
 
     def acquire(self, like: Tensor, *, forward: bool) -> tuple[Tensor, Tensor]:
         """Memory for what is needed here, and for what is needed elsewhere: of the two, one lands and one is sent."""
@@ -103,8 +111,8 @@ class _Start(torch.autograd.Function):
         drows, returned = in_flight.wait()
         # In place: the convolution, x's one user, has just made it.
         dx = dx if dx.is_contiguous() else dx.contiguous()
-        dx.index_add_(0, in_flight.index("local_rows", dx.device), drows[in_flight.crossing :])
-        dx.index_add_(0, in_flight.index("send_rows", dx.device), returned)
+        in_flight.add(dx, "local_rows", drows[in_flight.crossing :])
+        in_flight.add(dx, "send_rows", returned)
         in_flight.release()
         return dx, None
 
@@ -134,3 +142,23 @@ def _index(step: Halo, rank: int, name: str, device: torch.device) -> Tensor:
         ("halo", step.reach, rank, name, device),
         lambda: on_device(getattr(step.tables(rank), name), device, torch.int64),
     )
+
+
+def _rounds(step: Halo, rank: int, name: str, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
+    """The rows of a table in rounds in which none occurs twice, and which places of the table these are: None for all.
+
+    A row occurs twice where several segments reach it: behind documents that are shorter than the taps.
+    """
+
+    def make() -> list[tuple[Tensor, Tensor | None]]:
+        rows = getattr(step.tables(rank), name)
+        order = np.argsort(rows, kind="stable")
+        starts = np.flatnonzero(np.diff(rows[order], prepend=-1))
+        occurrence = np.empty(len(rows), dtype=np.int64)
+        occurrence[order] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
+        if not occurrence.any():
+            return [(_index(step, rank, name, device), None)]
+        rounds = (np.flatnonzero(occurrence == number) for number in range(occurrence.max() + 1))
+        return [(on_device(rows[of], device, torch.int64), on_device(of, device, torch.int64)) for of in rounds]
+
+    return step.layout.memo(("halo rounds", step.reach, rank, name, device), make)

@@ -372,12 +372,16 @@ def start_torchrun_rank(timeout: float | None = None) -> TorchGroup:
     """
     # Asked of the whole host, so that its ranks cannot choose differently.
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    else:
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else None
+    if device is None:
         torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout or FIRST_STEP))
+        # With the device NCCL connects now, and not within the first layer; and a barrier need not guess it.
+        dist.init_process_group(
+            "nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout or FIRST_STEP), device_id=device
+        )
     return _world(dist.new_group(backend="gloo") if cuda else None)
 
 

@@ -13,7 +13,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_rows
+from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
@@ -48,6 +48,7 @@ def relayout(
             )
     ranks = as_rank_group(group, source.cp_size)
     check_rows("local", local, int(source.row_counts[ranks.rank]), ranks.rank)
+    check_stream("local", local)
     transport = checked_transport(transport, source.cp_size)
     options = {"transport": transport.describe()}
     mark = agree_on_call(ranks, [source, target], "relayout", {"local": local}, options)

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_dense, check_tensor
+from megatron_cp.executor.arguments import check_dense, check_stream, check_tensor
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
@@ -60,6 +60,7 @@ class LinearOnRank:
         values: Tensor,
     ) -> None:  # fmt: skip
         check_dense(name, values)
+        check_stream(name, values)
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])

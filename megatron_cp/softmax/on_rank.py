@@ -15,7 +15,14 @@ from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor, checked_scale, rows_first
+from megatron_cp.executor.arguments import (
+    check_dense,
+    check_plan,
+    check_stream,
+    check_tensor,
+    checked_scale,
+    rows_first,
+)
 from megatron_cp.executor.attend import attend, attend_backward, row_padded_copy
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, as_rank_group
@@ -56,6 +63,7 @@ class AttentionOnRank:
         self.plan, self.ranks, self.sink = plan, as_rank_group(group, plan.cp_size), sink
         self.kernel_name = kernel_name(kernel)
         check_dense("q", q)
+        check_stream("q", q)
         self.batch, _ = rows_first(q, int(plan.layout.row_counts[self.ranks.rank]), plan.sections.blocks[0].num_heads)
         self.like = q.new_empty(0)  # its type and device: the graph keeps this object, and must not keep q
         self.call = attention_call(plan, q.dtype, q.device, **options)

@@ -42,7 +42,7 @@ def pack_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> boo
 
     pieces = _token_pieces(
         at.blocks, (at.format,), at.dtypes, at.coded, _widths(tensors), _types(tensors),
-        alignment_of(tensors, [message]), at.device, _stream(at.device), to_tensors=False,
+        alignment_of(tensors, [message]), at.device, to_tensors=False,
     )  # fmt: skip
     copy_to_message(tensors, message, at.local_rows, pieces, coding=_coding(at, pieces))
     return True
@@ -56,7 +56,7 @@ def unpack_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geo
 
     pieces = _token_pieces(
         at.blocks, tuple(part.format for part in at.parts), at.dtypes, at.coded, _widths(tensors), _types(tensors),
-        alignment_of(tensors, messages), at.device, _stream(at.device), to_tensors=True,
+        alignment_of(tensors, messages), at.device, to_tensors=True,
     )  # fmt: skip
     copy_from_message(messages, tensors, at.local_rows, pieces, coding=_coding(at, pieces))
     return True
@@ -66,9 +66,7 @@ def gather_rows(source: Tensor, target: Tensor, index: Tensor) -> None:
     """`target[i] = source[index[i]]` for `[T, bytes]` tables whose rows are whole units of 16 bytes."""
     from megatron_cp.exchange.kernels.triton import copy_to_message
 
-    pieces = _row_piece(
-        source.shape[1], alignment_of([source], [target.flatten()]), source.device, _stream(source.device)
-    )
+    pieces = _row_piece(source.shape[1], alignment_of([source], [target.flatten()]), source.device)
     copy_to_message([source], target.flatten(), len(target), pieces, index=index)
 
 
@@ -97,8 +95,7 @@ def unpack_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry, inde
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
-# They depend on shapes and not on the batch, so the latest are kept: one for each stream, since a table's copy to the
-# device is ordered with one.
+# They depend on shapes and not on the batch, so the latest are kept.
 
 
 @lru_cache(maxsize=256)
@@ -111,7 +108,6 @@ def _token_pieces(
     types: tuple[torch.dtype, ...],
     alignment: tuple[int, ...],
     device: torch.device,
-    stream: int,  # noqa: ARG001 - part of the key
     *,
     to_tensors: bool,
 ) -> Pieces:
@@ -152,8 +148,7 @@ def _piece(
 
 def _head_pieces(at: Geometry, alignment: tuple[int, ...], *, to_tensors: bool) -> Pieces:
     return _pieces_of_heads(
-        at.blocks, at.format, at.rank, at.dtypes, at.coded, at.copies, alignment, at.device, _stream(at.device),
-        to_tensors=to_tensors,
+        at.blocks, at.format, at.rank, at.dtypes, at.coded, at.copies, alignment, at.device, to_tensors=to_tensors,
     )  # fmt: skip
 
 
@@ -167,7 +162,6 @@ def _pieces_of_heads(
     copies: int,
     alignment: tuple[int, ...],
     device: torch.device,
-    stream: int,  # noqa: ARG001 - part of the key
     *,
     to_tensors: bool,
 ) -> Pieces:
@@ -184,13 +178,9 @@ def _pieces_of_heads(
 
 
 @lru_cache(maxsize=64)
-def _row_piece(row: int, alignment: tuple[int, ...], device: torch.device, stream: int) -> Pieces:  # noqa: ARG001
+def _row_piece(row: int, alignment: tuple[int, ...], device: torch.device) -> Pieces:
     piece = Piece(0, 0, row, 0, row, 0)
     return pieces_of([piece], types=(torch.uint8,), alignment=alignment, device=device, to_tensors=False)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 # -- what is left to torch ---------------------------------------------------------------------------------------------

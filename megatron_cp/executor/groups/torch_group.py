@@ -234,6 +234,7 @@ class _Unpacked(Pending):
             for message, piece in zip(self._messages, pieces, strict=True):
                 _bytes_of(message.tensor).copy_(piece)
         self._buffers.release(*self._taken)
+        self._messages, self._taken = [], []  # they are others' from now on, whoever waits again
 
 
 class _FromHost(Pending):
@@ -249,6 +250,7 @@ class _FromHost(Pending):
         for message, arrived in zip(self._receives, self._staged[1], strict=True):
             _bytes_of(message.tensor).copy_(arrived.tensor)  # waited for: the buffer is someone else's next
         self._buffers.release(*(message.tensor for messages in self._staged for message in messages))
+        self._receives, self._staged = (), [[], []]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -14,13 +14,14 @@ from megatron_cp.testing.parity import Case, run_layer
 from tests.covering import covering
 
 WAYS = [("attention", scheme) for scheme in SCHEMES] + [(kind, mode) for kind in KINDS for mode in MODES]
-CASES = covering(WAYS, ("zigzag", "contiguous", "random"), (1, 4))
+CASES = [(4, *case) for case in covering(WAYS, ("zigzag", "contiguous", "random"), (1, 4))]
+CASES += [(1, ("attention", "a2a"), "random", 1), (1, ("gdn", "headwise"), "random", 1)]
 
 
-@pytest.mark.parametrize(("way", "layout", "align"), CASES, ids=str)
-def test_no_layer_copies_a_table_after_it(way, layout, align, monkeypatch):
+@pytest.mark.parametrize(("cp_size", "way", "layout", "align"), CASES, ids=str)
+def test_no_layer_copies_a_table_after_it(cp_size, way, layout, align, monkeypatch):
     layer, scheme = way
-    case = Case(layer, 4, (7, 1, 40, 0, 13), layout, scheme=scheme, align=align, hidden_size=32)
+    case = Case(layer, cp_size, (7, 1, 40, 0, 13), layout, scheme=scheme, align=align, hidden_size=32)
     copied = []
 
     def noting(table, *args):
@@ -34,9 +35,9 @@ def test_no_layer_copies_a_table_after_it(way, layout, align, monkeypatch):
             monkeypatch.setattr(module, "on_device", noting)
     plan = case.plan()
     monkeypatch.setattr(Case, "plan", lambda _: plan)
-    for rank in range(4):
+    for rank in range(cp_size):
         prepare(plan, rank, torch.device("cpu"))
     before = len(copied)
-    run_ranks(run_layer, 4, case)
+    run_ranks(run_layer, cp_size, case)
     assert copied[before:] == []
     assert before or scheme == "p2p" or layout == "contiguous"  # a ring passes on rows as they stand

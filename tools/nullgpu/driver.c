@@ -1,0 +1,43 @@
+/* libcuda.so.1 for the emulated device: torch and Triton look these up by name. Nothing of it runs a kernel. */
+
+typedef int Result; /* CUresult: 0 is success */
+
+Result cuDriverGetVersion(int *version) { return *version = 13000, 0; }
+Result cuDeviceGetCount(int *count) { return *count = 1, 0; }
+Result cuDeviceGet(int *device, int number) { return *device = number, 0; }
+Result cuDeviceGetAttribute(int *value, int attribute, int device) { return *value = 0, 0; }
+Result cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { return *flags = 0, *active = 1, 0; }
+Result cuDevicePrimaryCtxRetain(void **context, int device) { return *context = (void *)1, 0; }
+Result cuCtxGetCurrent(void **context) { return *context = (void *)1, 0; }
+
+#define DOES_NOTHING(name) \
+  Result name(void) { return 0; }
+DOES_NOTHING(cuInit)
+DOES_NOTHING(cuGetErrorName)
+DOES_NOTHING(cuGetErrorString)
+DOES_NOTHING(cuCtxSetCurrent)
+DOES_NOTHING(cuDeviceGetUuid)
+DOES_NOTHING(cuPointerGetAttribute)
+DOES_NOTHING(cuMemGetAddressRange_v2)
+DOES_NOTHING(cuMemsetD32Async)
+DOES_NOTHING(cuModuleLoadData)
+DOES_NOTHING(cuModuleLoadDataEx)
+DOES_NOTHING(cuModuleGetFunction)
+DOES_NOTHING(cuModuleGetGlobal_v2)
+DOES_NOTHING(cuModuleUnload)
+DOES_NOTHING(cuLibraryLoadData)
+DOES_NOTHING(cuLibraryGetKernel)
+DOES_NOTHING(cuLinkCreate_v2)
+DOES_NOTHING(cuLinkAddData_v2)
+DOES_NOTHING(cuLinkComplete)
+DOES_NOTHING(cuLinkDestroy)
+DOES_NOTHING(cuFuncGetAttribute)
+DOES_NOTHING(cuFuncSetAttribute)
+DOES_NOTHING(cuFuncSetCacheConfig)
+DOES_NOTHING(cuLaunchKernel)
+DOES_NOTHING(cuLaunchKernelEx)
+DOES_NOTHING(cuLaunchCooperativeKernel)
+DOES_NOTHING(cuOccupancyMaxActiveBlocksPerMultiprocessor)
+DOES_NOTHING(cuStreamGetCaptureInfo_v2)
+DOES_NOTHING(cuStreamWriteValue32)
+DOES_NOTHING(cuTensorMapEncodeTiled)

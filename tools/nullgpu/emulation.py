@@ -1,0 +1,164 @@
+"""Values for the emulated device: what torch would do on CUDA its CPU kernels do, on the same memory.
+
+The emulated runtime (`runtime.cpp`) moves bytes and runs no kernel. A dispatch mode sees every operator on a "cuda"
+tensor, lets torch do what is host work there (allocation, copies, checks of arguments), and computes values through
+CPU tensors that share the memory. What a GPU would refuse is refused: tensors of two devices in one operator, and a
+size that depends on data while waits are forbidden.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tools.nullgpu import varlen
+
+# torch's own implementation for CUDA has no values in it, or gets them from the runtime's copies.
+NATIVE = frozenset({
+    "_local_scalar_dense", "_pin_memory", "alias", "detach", "empty", "empty_like", "empty_permuted", "empty_strided",
+    "is_pinned", "lift_fresh", "new_empty", "new_empty_strided", "record_stream", "resize_", "set_",
+})  # fmt: skip
+NATIVE_NAMESPACES = frozenset({"c10d", "prim"})
+# Copies between devices wait or do not, as torch decides; a change of type or of strides is a kernel.
+COPIES = frozenset({"_to_copy", "clone", "copy_"})
+# Their results, or the sizes of these, are data: on CUDA the host waits for it.
+OF_DATA = frozenset({
+    "_unique2", "equal", "is_nonzero", "masked_select", "nonzero", "unique_consecutive", "unique_dim",
+})  # fmt: skip
+TAKE_HOST_INDICES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
+
+operators: Counter[str] = Counter()  # what was emulated, by name
+
+
+class Emulation(TorchDispatchMode):
+    """Emulates in the thread that enters it. Backward runs on that thread too."""
+
+    def __enter__(self) -> Any:
+        self._one_thread = torch.autograd.set_multithreading_enabled(False)
+        self._one_thread.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._one_thread.__exit__(*args)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        asked = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if device is None and (asked is None or asked.type != "cuda"):
+            return func(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        operators[name] += 1
+        aliases = [argument.alias_info for argument in func._schema.arguments]
+        writes = [alias is not None and alias.is_write for alias in aliases]
+        is_view = any(aliases) and not any(writes)
+        if name in COPIES:
+            return _copied(func, name, args, kwargs)
+        if func.namespace in NATIVE_NAMESPACES or name in NATIVE or is_view:
+            return func(*args, **kwargs)
+        if name not in TAKE_HOST_INDICES and any(not tensor.is_cuda and tensor.ndim for tensor in tensors):
+            found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
+            raise RuntimeError(f"{func}: expected all tensors on one device, found {found}")
+        if name in OF_DATA or (name in TAKE_HOST_INDICES and _has_mask(args[1])):
+            _wait(next(tensor for tensor in tensors if tensor.is_cuda))
+        if func.namespace == "torch_attn":
+            return varlen.run(name, func, args, kwargs)
+        if asked is not None:
+            kwargs = kwargs | {"device": "cpu"}
+        own_args, own_kwargs = tree_map(of_host, (args, kwargs))
+        result = func(*own_args, **own_kwargs)
+        if any(writes):
+            return _written(func, writes, args, kwargs)
+        target = device if asked is None else asked
+        return result if target.type != "cuda" else tree_map(lambda leaf: _to_device(leaf, target), result)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A CPU tensor of the same memory."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes()
+    if size:
+        memory = (ctypes.c_uint8 * size).from_address(storage.data_ptr())
+        base = torch.frombuffer(memory, dtype=torch.uint8)
+    else:
+        base = torch.empty(0, dtype=torch.uint8, device="cpu")
+    found = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return found.set_(base.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def of_host(leaf: Any) -> Any:
+    """The same for what may be a tensor or a generator, and anything else as it is."""
+    if isinstance(leaf, Tensor):
+        return on_host(leaf) if leaf.is_cuda else leaf
+    if isinstance(leaf, torch.Generator) and leaf.device.type == "cuda":
+        return _generator(leaf.initial_seed())
+    return leaf
+
+
+_generators: dict[int, torch.Generator] = {}
+
+
+def _generator(seed: int) -> torch.Generator:
+    """Of the CPU, in place of CUDA's: other numbers, as random."""
+    if seed not in _generators:
+        _generators[seed] = torch.Generator().manual_seed(seed)
+    return _generators[seed]
+
+
+def _to_device(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.is_cuda:
+        return leaf
+    found = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=device)
+    on_host(found).copy_(leaf)
+    return found
+
+
+def _copied(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    result = func(*args, **kwargs)  # waits or does not, as on CUDA
+    source = args[1] if name == "copy_" else args[0]
+    if source.numel():
+        of_host(result).copy_(of_host(source))
+    return result
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def _wait(tensor: Tensor) -> None:
+    """As the host does before it knows how many there are: an error where waits are."""
+    torch.ops.aten._local_scalar_dense(torch.empty((), dtype=torch.uint8, device=tensor.device))
+
+
+def _written(func: Any, writes: list[bool], args: Any, kwargs: Any) -> Any:
+    """What an operator returns that writes to its arguments: these."""
+    given = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+    ]
+    found = tuple(value for value, is_written in zip(given, writes, strict=True) if is_written and value is not None)
+    returned = len(func._schema.returns)
+    if not returned:
+        return None
+    if returned != len(found):
+        raise NotImplementedError(f"{func} on the emulated device: it returns {returned} and writes {len(found)}")
+    return found[0] if returned == 1 else found
+
+
+_entered = threading.local()
+
+
+def enter() -> None:
+    """Emulates in this thread for as long as it lives."""
+    if not getattr(_entered, "mode", None):
+        _entered.mode = Emulation()
+        _entered.mode.__enter__()

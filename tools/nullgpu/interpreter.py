@@ -1,0 +1,38 @@
+"""Triton's interpreter on the emulated device: kernels run on the memory itself, since its addresses are the host's.
+
+As it comes, it copies tensors to the host and back, which waits, and takes one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+launches = 0
+
+
+def interpret_in_place() -> None:
+    """Changes Triton's interpreter for good."""
+    from triton.runtime import interpreter
+
+    from megatron_cp.testing.triton_interpreter import interpret_triton
+    from tools.nullgpu.emulation import of_host
+
+    interpret_triton()
+    one_at_a_time, run = threading.RLock(), interpreter.GridExecutor.__call__
+
+    def arguments(_: Any, args: Any, kwargs: Any) -> Any:
+        return tree_map(of_host, args), tree_map(of_host, kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global launches
+        with one_at_a_time, _disable_current_modes():
+            launches += 1
+            return run(self, *args, **kwargs)
+
+    interpreter.GridExecutor._init_args_hst = arguments
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None
+    interpreter.GridExecutor.__call__ = call

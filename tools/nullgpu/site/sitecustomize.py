@@ -1,0 +1,59 @@
+"""Python runs this when it starts: on the emulated device every thread that uses torch emulates.
+
+What is imported late is hooked, so that processes that never import torch start as quickly as ever.
+"""
+
+import importlib.abc
+import importlib.machinery
+import sys
+import threading
+
+
+def _after_torch(_):
+    from tools.nullgpu import emulation
+
+    run = threading.Thread.run
+
+    def emulating(self):
+        emulation.enter()
+        run(self)
+
+    threading.Thread.run = emulating
+    emulation.enter()
+
+
+def _after_triton(_):
+    from tools.nullgpu import interpreter
+
+    interpreter.interpret_in_place()
+
+
+HOOKS = {"torch": _after_torch, "triton": _after_triton}
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader, hook):
+        self.loader, self.hook = loader, hook
+
+    def create_module(self, spec):
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module):
+        self.loader.exec_module(module)
+        self.hook(module)
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name not in HOOKS:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, HOOKS[name])
+        return spec
+
+
+sys.meta_path.insert(0, _Finder())
