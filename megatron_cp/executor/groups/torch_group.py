@@ -209,6 +209,8 @@ class _Works(Pending):
         self._of = f"rank {group.rank} of {group.size}, in {group.activity or 'a collective of the caller'}"
 
     def wait(self) -> None:
+        if self._work is None:
+            return
         since = time.monotonic()
         try:
             self._work.wait()

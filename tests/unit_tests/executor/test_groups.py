@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_cp.errors import ArgumentError, PeerError
+from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, TorchGroup, as_rank_group
+from megatron_cp.executor.groups.base import Done
 from megatron_cp.executor.groups.tagged import says_lost
+from megatron_cp.executor.groups.torch_group import _Unpacked, _Works
 from megatron_cp.executor.launch import RANK_KINDS, run_ranks
 from tests.limits import limit
 
@@ -300,3 +303,32 @@ def test_rejects_no_group_for_several_ranks():
     with pytest.raises(ArgumentError) as caught:
         as_rank_group(None, 2)
     assert caught.value.argument == "group"
+
+
+def test_who_waits_again_changes_nothing_of_others():
+    """Buffers that a message took are someone else's after the first wait."""
+    buffers, cpu = Buffers(), torch.device("cpu")
+    arrived, targets = buffers.acquire(16, cpu), [torch.zeros(2), torch.zeros(2)]
+    arrived.view(torch.float32).copy_(torch.arange(4.0))
+    pending = _Unpacked(Done(), arrived, [Message(target, 1) for target in targets], [arrived], buffers)
+    pending.wait()
+    assert torch.cat(targets).tolist() == [0, 1, 2, 3]
+    other = buffers.acquire(16, cpu).fill_(0xFF)
+    assert other.data_ptr() == arrived.data_ptr()
+    pending.wait()
+    assert torch.cat(targets).tolist() == [0, 1, 2, 3]
+    assert buffers.acquire(16, cpu).data_ptr() != other.data_ptr()
+
+
+def test_a_collective_may_be_waited_for_again():
+    class Work:
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    work = Work()
+    pending = _Works(work, (), ThreadGroup.create(1)[0])
+    pending.wait()
+    pending.wait()
+    assert work.waits == 1
