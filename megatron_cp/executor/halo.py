@@ -16,6 +16,7 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.recurrence import Halo
 
 
@@ -60,7 +61,7 @@ class InFlightHalo:
         return _index(self.step, self.comm.rank, name, device)
 
     def add(self, target: Tensor, name: str, rows: Tensor) -> None:
-        """`target[index[i]] += rows[i]`, in the order of i, also on CUDA, whose `index_add_` has none."""
+        """`target[index[i]] += rows[i]`, in one order also on CUDA, whose `index_add_` has none."""
         for index, places in _rounds(self.step, self.comm.rank, name, target.device):
             target.index_add_(0, index, rows if places is None else rows.index_select(0, places))
 
@@ -145,20 +146,28 @@ def _index(step: Halo, rank: int, name: str, device: torch.device) -> Tensor:
 
 
 def _rounds(step: Halo, rank: int, name: str, device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
-    """The rows of a table in rounds in which none occurs twice, and which places of the table these are: None for all.
+    """The rows of a table, and which places of the table these are (None for all), in rounds that can be added at once.
 
-    A row occurs twice where several segments reach it: behind documents that are shorter than the taps.
+    On CUDA none occurs twice in a round. On the CPU `index_add_` has an order of its own.
     """
 
     def make() -> list[tuple[Tensor, Tensor | None]]:
         rows = getattr(step.tables(rank), name)
-        order = np.argsort(rows, kind="stable")
-        starts = np.flatnonzero(np.diff(rows[order], prepend=-1))
-        occurrence = np.empty(len(rows), dtype=np.int64)
-        occurrence[order] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
-        if not occurrence.any():
+        rounds = rounds_without_repeats(rows) if device.type == "cuda" else []
+        if len(rounds) <= 1:
             return [(_index(step, rank, name, device), None)]
-        rounds = (np.flatnonzero(occurrence == number) for number in range(occurrence.max() + 1))
         return [(on_device(rows[of], device, torch.int64), on_device(of, device, torch.int64)) for of in rounds]
 
     return step.layout.memo(("halo rounds", step.reach, rank, name, device), make)
+
+
+def rounds_without_repeats(rows: IntArray) -> list[IntArray]:
+    """The places of a table in rounds, in its order, so that no row occurs twice in one.
+
+    A row occurs twice where several segments reach it: behind documents that are shorter than the taps.
+    """
+    order = np.argsort(rows, kind="stable")
+    starts = np.flatnonzero(np.diff(rows[order], prepend=-1))
+    occurrence = np.empty(len(rows), dtype=np.int64)
+    occurrence[order] = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
+    return [np.flatnonzero(occurrence == number) for number in range(occurrence.max(initial=-1) + 1)]

@@ -144,3 +144,26 @@ def test_a_buffer_that_a_graph_uses_is_not_let_go(monkeypatch):
     with torch.cuda.stream(stream):
         again = buffers.acquire(1_000_000, DEVICE)
     assert again.data_ptr() == address
+
+
+def test_gradients_of_a_halo_are_the_same_bits_in_every_run():
+    """Over segments of single tokens, whose halos share rows: on CUDA in rounds, in the order of one after another."""
+    from megatron_cp.executor.communicator import over
+    from megatron_cp.executor.halo import InFlightHalo, rounds_without_repeats
+    from megatron_cp.plan.recurrence import Halo
+    from megatron_cp.planner.layouts import layout_by_name
+
+    packing = cp.Packing((30, 1, 2, 40))
+    step = Halo(layout_by_name("random", packing, 4), 4, 3)
+    tables = ((rank, name) for rank in range(4) for name in ("send_rows", "local_rows"))
+    repeats = (at for at in tables if len(rounds_without_repeats(getattr(step.tables(at[0]), at[1]))) > 1)
+    rank, name = next(repeats)
+    in_flight = InFlightHalo(step, over(ThreadGroup.create(4)[rank]), torch.ones(1, 3))
+    rows = getattr(step.tables(rank), name).astype(np.int64)
+    values = torch.randn(len(rows), 3).bfloat16()
+    target = torch.zeros(int(step.layout.row_counts[rank]), 3).bfloat16()
+    found = target.to(DEVICE)
+    in_flight.add(found, name, values.to(DEVICE))
+    for row, value in zip(rows, values, strict=True):
+        target[row] += value
+    assert torch.equal(found.cpu(), target)
