@@ -68,9 +68,8 @@ class KeyTransfers:
 
     def __init__(self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
         self._step, self._head_rank, self._comm, self._k, self._v = step, head_rank, comm, k, v
-        kinds = {type(stage.keys) for stage in step.stages if stage.keys is not None}
-        assert len(kinds) <= 1, f"{step.kv_schedule} has flows of {len(kinds)} classes, which no carrier knows"
-        self._carrier = _CARRIERS[kinds.pop()](step, kv_rank, comm, k, v) if kinds else None
+        flow = next((stage.keys for stage in step.stages if stage.keys is not None), None)  # all are of one class
+        self._carrier = None if flow is None else _CARRIERS[type(flow)](step, kv_rank, comm, k, v)
 
     def arrivals(self) -> Iterator[tuple[Stage, HeadChunk, Keys]]:
         """Each stage of each head chunk, and the keys at hand: good until the next is asked for."""

@@ -11,6 +11,7 @@ from megatron_cp.exchange import buffers as buffers_module
 from megatron_cp.exchange import device as device_module
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.device import on_device, order_tables
+from megatron_cp.exchange.kernels import copies
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.run import prepare
 
@@ -103,6 +104,27 @@ def test_a_second_stream_makes_no_table_anew(monkeypatch):
     with torch.cuda.stream(torch.cuda.Stream()):
         step()
     assert made == []
+
+
+def test_a_backward_waits_for_tables_that_another_stream_has_made_since(waits):
+    """Tables of the copy kernels are kept for all layers, whichever stream makes them first."""
+    plan, _ = attention_step()
+    layers, other = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def forward():
+        tensors = [torch.randn(sum(RAGGED), 4, 16, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+        return cp.attention(*(x.requires_grad_() for x in tensors), plan, ThreadGroup.create(1)[0], kernel="varlen")
+
+    with torch.cuda.stream(layers):
+        out = forward()
+    copies._token_pieces.cache_clear()
+    copies._pieces_of_heads.cache_clear()
+    with torch.cuda.stream(other):
+        forward().sum().backward()
+    waits.clear()
+    with torch.cuda.stream(layers):
+        out.sum().backward()
+    assert layers in waits
 
 
 def test_rejects_being_captured():

@@ -17,6 +17,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from megatron_cp.exchange.codec import Format
+from megatron_cp.exchange.device import order_tables
 from megatron_cp.exchange.kernels.pieces import HEADS, MOST, UNITS, Pieces, alignment_of
 from megatron_cp.exchange.kernels.triton_kernels import from_message_kernel, to_message_kernel
 
@@ -50,6 +51,7 @@ def copy_to_message(
     assert index is not None or all(tensor.shape[0] >= rows for tensor in tensors)
     _check(tensors, [message], rows, pieces, index, coding)
     if programs := triton.cdiv(rows, ROWS) * (pieces.unit_blocks + pieces.head_blocks):
+        order_tables(pieces.table.device)  # it is kept, and another stream may have made it since the call began
         with torch.cuda.device_of(pieces.table):
             to_message_kernel[(programs,)](
                 message.data_ptr(), *_addresses(tensors), *_strides(tensors), rows, index, *_table(pieces),
@@ -84,6 +86,7 @@ def copy_from_message(
     assert all(tensor.shape[0] == all_rows >= rows for tensor in tensors)
     _check(tensors, messages, rows, pieces, index, coding)
     if programs := triton.cdiv(all_rows, ROWS) * (pieces.unit_blocks + pieces.head_blocks):
+        order_tables(pieces.table.device)  # it is kept, and another stream may have made it since the call began
         with torch.cuda.device_of(pieces.table):
             from_message_kernel[(programs,)](
                 *_addresses(messages), *_addresses(tensors), *_strides(tensors), rows, all_rows, index,
