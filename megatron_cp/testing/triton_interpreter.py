@@ -11,6 +11,10 @@ import os
 import sys
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
 
 def interpret_triton() -> None:
     """Makes the kernels that are imported from now on run on the CPU, for as long as this process lives.
@@ -40,6 +44,27 @@ def interpret_triton() -> None:
     # A compiled loop's counter is a tensor with `.to`, an interpreted one's an int. The interpreter puts its own
     # globals, and so this, before builtins in the modules whose kernels it runs.
     interpreter.range = _counters
+
+
+def round_as_hardware_does() -> None:
+    """Makes the interpreter's conversions of floating-point types those of a GPU, for as long as this process lives.
+
+    Triton 3.6's cuts off what bfloat16 lacks, and errs in subnormal numbers of one byte. Call `interpret_triton` before.
+    """
+    import triton.language as tl  # type: ignore[import-untyped]
+    from triton.runtime import interpreter
+
+    types = {
+        tl.bfloat16: torch.bfloat16, tl.float16: torch.float16, tl.float32: torch.float32, tl.float64: torch.float64,
+        tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2,
+    }  # fmt: skip
+
+    def convert(values: NDArray, come_from: Any, to: Any, _: object) -> NDArray:
+        source = torch.from_numpy(np.array(values, ndmin=1)).view(torch.uint8).view(types[come_from])
+        unsigned = getattr(np, f"uint{to.primitive_bitwidth}")
+        return source.to(types[to]).view(torch.uint8).numpy().view(unsigned).reshape(values.shape)
+
+    interpreter._convert_float = convert
 
 
 class _Counter(int):

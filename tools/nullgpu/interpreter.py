@@ -18,10 +18,11 @@ def interpret_in_place() -> None:
     """Changes Triton's interpreter for good."""
     from triton.runtime import interpreter
 
-    from megatron_cp.testing.triton_interpreter import interpret_triton
+    from megatron_cp.testing.triton_interpreter import interpret_triton, round_as_hardware_does
     from tools.nullgpu.emulation import of_host
 
     interpret_triton()
+    round_as_hardware_does()
     one_at_a_time, run = threading.RLock(), interpreter.GridExecutor.__call__
 
     def arguments(_: Any, args: Any, kwargs: Any) -> Any:

@@ -158,8 +158,7 @@ class Counted:
 
 
 if __name__ == "__main__":
-    from megatron_cp.testing.triton_interpreter import interpret_triton
-    from tests.unit_tests.exchange.test_triton_kernels import round_as_hardware_does
+    from megatron_cp.testing.triton_interpreter import interpret_triton, round_as_hardware_does
 
     interpret_triton()
     round_as_hardware_does()

@@ -479,22 +479,6 @@ def check_refusals() -> None:
     refuses("0 blocks of coded heads", copy_to_message, [tensor], message, 4, to, coding=E4M3)
 
 
-def round_as_hardware_does() -> None:
-    """Triton 3.6's interpreter cuts off what bfloat16 lacks, and errs in subnormal numbers of one byte."""
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    types = {tl.bfloat16: BF16, tl.float16: FP16, tl.float32: FP32, tl.float64: FP64,
-             tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}  # fmt: skip
-
-    def convert(values: np.ndarray, come_from: tl.dtype, to: tl.dtype, _: object) -> np.ndarray:
-        source = torch.from_numpy(np.array(values, ndmin=1)).view(torch.uint8).view(types[come_from])
-        unsigned = getattr(np, f"uint{to.primitive_bitwidth}")
-        return source.to(types[to]).view(torch.uint8).numpy().view(unsigned).reshape(values.shape)
-
-    interpreter._convert_float = convert
-
-
 def refuse_unaligned_accesses() -> None:
     """A GPU does not make an access that is not aligned as it was told."""
     from triton.runtime import interpreter
@@ -514,7 +498,7 @@ def refuse_unaligned_accesses() -> None:
 
 
 if __name__ == "__main__":
-    from megatron_cp.testing.triton_interpreter import interpret_triton
+    from megatron_cp.testing.triton_interpreter import interpret_triton, round_as_hardware_does
 
     interpret_triton()
     round_as_hardware_does()
