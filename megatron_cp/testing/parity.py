@@ -332,8 +332,9 @@ def one_rank(case: Case) -> dict[str, Tensor]:
 def _alone(case: Case) -> Case:
     scheme = DEFAULT.name if case.layer == "attention" else HEADWISE.name
     return replace(
-        case, cp=1, layout="contiguous", align=1, scheme=scheme, ulysses_degree=None, head_chunks=None, codec="none"
-    )
+        case, cp=1, layout="contiguous", align=1, scheme=scheme, ulysses_degree=None, head_chunks=None, codec="none",
+        transport="collective", hosts=(),
+    )  # fmt: skip
 
 
 def kernel_errors(case: Case, own: dict[str, Tensor]) -> dict[str, float]:

@@ -60,7 +60,7 @@ def round_as_hardware_does() -> None:
     }  # fmt: skip
 
     def convert(values: NDArray, come_from: Any, to: Any, _: object) -> NDArray:
-        source = torch.from_numpy(np.array(values, ndmin=1)).view(torch.uint8).view(types[come_from])
+        source = torch.from_numpy(np.array(values, ndmin=1, order="C")).view(torch.uint8).view(types[come_from])
         unsigned = getattr(np, f"uint{to.primitive_bitwidth}")
         return source.to(types[to]).view(torch.uint8).numpy().view(unsigned).reshape(values.shape)
 

@@ -3,6 +3,7 @@
 The ranks of a case are processes that share one device, over gloo.
 """
 
+import os
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -88,6 +89,8 @@ def in_float64(case):
 def test_layer_equals_float64(kernel, cp, layout, poison):
     one_case, tolerance = KERNELS[kernel]
     case = replace(one_case, cp=cp, layout=layout)
+    if case.kernel == "fla" and "NULLGPU" in os.environ:
+        pytest.skip("on the emulated device: Triton's interpreter is wrong in bfloat16; see test_fla_kernels")
     try:
         replace(case, device=DEVICE).refuse_early()
     except ArgumentError as error:

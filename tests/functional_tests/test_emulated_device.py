@@ -1,5 +1,6 @@
 """The emulated device refuses what a GPU refuses, and its values are right. On it `make test-cuda` runs all of CUDA."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -67,3 +68,47 @@ def test_what_a_gpu_refuses_is_refused_and_values_are_right(device):
 def test_a_command_runs_on_it_and_no_device_is_said():
     done = run(None, "-m", "tools.nullgpu")
     assert (done.returncode, "tools.nullgpu [--or-gpu] COMMAND" in done.stderr) == (2, True)
+
+
+# What the tests of CUDA are, and some of each kind, in parts of ten to twenty seconds.
+FILES = [f"tests/functional_tests/test_cuda{name}.py" for name in ("", "_streams", "_nccl")]
+PARTS = {
+    "streams": ["test_cuda_streams.py"],
+    "host never waits": [
+        *(f"test_cuda.py::test_host_never_waits[{what}]" for what in ("exchange", "varlen")),
+        *(f"test_cuda.py::test_host_never_waits[chunked of {of} chunkwise]" for of in ("gdn", "kda", "mamba")),
+        "test_cuda.py::test_host_never_waits[chunked of gdn headwise]",
+    ],
+    "over gloo": [
+        *(f"test_cuda.py::test_scheme_equals_float64[{scheme}-causal]" for scheme in ("p2p", "all_gather")),
+        "test_cuda.py::test_exchange_moves_the_very_bits[2-zigzag]",
+        "test_cuda.py::test_layer_equals_float64[chunked of mamba chunkwise-3-zigzag-True]",
+    ],
+    "kernels": [f"test_cuda.py::test_kernels_move_the_same_bytes_as_torch[padded-{codec}]" for codec in ("none", "fp8")],
+    "over NCCL": [
+        *(f"test_cuda_nccl.py::test_schemes[{scheme}-causal]" for scheme in ("p2p", "exact", "a2a+p2p")),
+        *(f"test_cuda_nccl.py::test_linear_layers[{layer}-chunkwise]" for layer in ("gdn", "mamba", "conv1d")),
+    ],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_tests_of_cuda_pass(device, part, record_property):
+    """The same code and the same tests as on a GPU. What ran of how many is said at the end of the run."""
+    chosen = [f"tests/functional_tests/{name}" for name in PARTS[part]]
+    done = run(device, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    last = done.stdout.splitlines()[-1]
+    assert (" failed" in last, " skipped" in last) == (False, False), last
+    record_property("cuda_tests", int(re.search(r"(\d+) passed", last)[1]))
+
+
+def test_all_tests_of_cuda_are_known_by_name(device, record_property):
+    """Parts name tests that are there, and how many there are is said as well."""
+    done = run(device, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *FILES)
+    known = [line for line in done.stdout.splitlines() if "::" in line]
+    missing = {
+        name for names in PARTS.values() for name in names if not any(f"/{name}" in test for test in known)
+    }
+    assert missing == set()
+    record_property("all_cuda_tests", len(known))

@@ -1,6 +1,8 @@
-"""`python -m tools.nullgpu [--or-gpu] COMMAND...`: runs a command on the emulated device, or ends with 2 without one.
+"""`python -m tools.nullgpu [OPTIONS] COMMAND...`: runs a command on the emulated device, or ends with 2 without one.
 
-With --or-gpu it runs on a GPU where there is one.
+--or-gpu  on a GPU where there is one
+--on-cpu  on the CPU alone, for --note
+--note    notes which CUDA-only code runs: see `python -m tools.nullgpu.coverage`
 """
 
 from __future__ import annotations
@@ -10,19 +12,21 @@ import shutil
 import subprocess
 import sys
 
-from tools.nullgpu.device import UnavailableError, environment
+from tools.nullgpu.device import UnavailableError, environment, noting
 
 
 def main() -> int:
     """Becomes the command."""
-    command = sys.argv[1:]
-    or_gpu = command[:1] == ["--or-gpu"]
-    command = command[or_gpu:]
+    command, options = sys.argv[1:], set()
+    while command and command[0] in ("--or-gpu", "--on-cpu", "--note"):
+        options.add(command.pop(0))
     if not command:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        os.execvpe(command[0], command, dict(os.environ) if or_gpu and _has_gpu() else environment())
+        how = "interpreted" if "--on-cpu" in options else "gpu" if "--or-gpu" in options and _has_gpu() else "emulated"
+        given = environment() if how == "emulated" else dict(os.environ)
+        os.execvpe(command[0], command, noting(given, how) if "--note" in options else given)
     except UnavailableError as reason:
         print(f"nullgpu: {reason}", file=sys.stderr)
     except OSError as error:

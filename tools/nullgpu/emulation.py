@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tools.nullgpu import varlen
+from tools.nullgpu import ordering, varlen
 
 # torch's own implementation for CUDA has no values in it, or gets them from the runtime's copies.
 NATIVE = frozenset({
@@ -61,9 +61,12 @@ class Emulation(TorchDispatchMode):
         aliases = [argument.alias_info for argument in func._schema.arguments]
         writes = [alias is not None and alias.is_write for alias in aliases]
         is_view = any(aliases) and not any(writes)
+        is_native = func.namespace in NATIVE_NAMESPACES or name in NATIVE or is_view
+        if ordering.active is not None and (not is_native or name == "_local_scalar_dense"):
+            ordering.check_operator(func, args, kwargs, _targets(func, writes, args, kwargs))
         if name in COPIES:
             return _copied(func, name, args, kwargs)
-        if func.namespace in NATIVE_NAMESPACES or name in NATIVE or is_view:
+        if is_native:
             return func(*args, **kwargs)
         if name not in TAKE_HOST_INDICES and any(not tensor.is_cuda and tensor.ndim for tensor in tensors):
             found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
@@ -141,17 +144,22 @@ def _wait(tensor: Tensor) -> None:
 
 def _written(func: Any, writes: list[bool], args: Any, kwargs: Any) -> Any:
     """What an operator returns that writes to its arguments: these."""
-    given = [
-        args[place] if place < len(args) else kwargs.get(argument.name)
-        for place, argument in enumerate(func._schema.arguments)
-    ]
-    found = tuple(value for value, is_written in zip(given, writes, strict=True) if is_written and value is not None)
+    found = tuple(_targets(func, writes, args, kwargs))
     returned = len(func._schema.returns)
     if not returned:
         return None
     if returned != len(found):
         raise NotImplementedError(f"{func} on the emulated device: it returns {returned} and writes {len(found)}")
     return found[0] if returned == 1 else found
+
+
+def _targets(func: Any, writes: list[bool], args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    given = [
+        args[place] if place < len(args) else kwargs.get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+    ]
+    return [value for value, is_written in zip(given, writes, strict=True) if is_written and value is not None]
 
 
 _entered = threading.local()

@@ -11,7 +11,21 @@ from typing import Any
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from tools.nullgpu import ordering
+
 launches = 0
+
+
+def _watched(access: Any, mask_at: int, name: str) -> Any:
+    """An access of a kernel, which must come after the transfers of what it touches."""
+
+    def checked(self: Any, pointers: Any, *rest: Any) -> Any:
+        if ordering.active is not None:
+            addresses = pointers.data[rest[mask_at].data]
+            ordering.active.touch_addresses(f"a {name} of a kernel", addresses, writes=name == "store")
+        return access(self, pointers, *rest)
+
+    return checked
 
 
 def interpret_in_place() -> None:
@@ -34,6 +48,9 @@ def interpret_in_place() -> None:
             launches += 1
             return run(self, *args, **kwargs)
 
+    builder = interpreter.InterpreterBuilder
+    builder.create_masked_load = _watched(builder.create_masked_load, 0, "load")
+    builder.create_masked_store = _watched(builder.create_masked_store, 1, "store")
     interpreter.GridExecutor._init_args_hst = arguments
     interpreter.GridExecutor._restore_args_dev = lambda *_: None
     interpreter.GridExecutor.__call__ = call

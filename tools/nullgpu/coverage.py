@@ -1,0 +1,118 @@
+"""`python -m tools.nullgpu.coverage [--write]`: which CUDA-only code has run, and how.
+
+`python -m tools.nullgpu --note COMMAND` notes it, in the processes of the command: a line in a file for each piece of
+code (`branches`), once a process. --write keeps what has run in the table that `megatron-cp doctor` prints.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+from tools.nullgpu.branches import LIBRARY, TRITON, Piece, offsets, pieces, pieces_of
+
+VARIABLE = "NULLGPU_PIECES"  # names a folder
+NOTES = LIBRARY.parent / "build" / "cuda_code"
+TABLE = LIBRARY / "cli" / "cuda_code.json"
+# On an emulated device; on the CPU, where Triton's interpreter runs other packages' kernels; on a GPU.
+HOW = ("emulated", "interpreted", "gpu")
+COMPILED_FOR = (80, 90, 100)  # by tests/unit_tests/exchange/test_triton_compiled.py
+_TOOL = 4  # of those that sys.monitoring gives to nobody in particular
+
+monitoring = sys.monitoring
+
+
+class Collector:
+    """Notes pieces by `sys.monitoring`, each instruction once, which costs little."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._prefix = f"{LIBRARY}{os.sep}"
+        self._of_code: dict[CodeType, dict[int, Piece]] = {}
+        self._seen: set[Piece] = set()
+        self._lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+        monitoring.use_tool_id(_TOOL, "CUDA code")
+        monitoring.register_callback(_TOOL, monitoring.events.PY_START, self._function)
+        monitoring.register_callback(_TOOL, monitoring.events.INSTRUCTION, self._instruction)
+        monitoring.set_events(_TOOL, monitoring.events.PY_START)
+
+    def _function(self, code: CodeType, _: int) -> Any:
+        if code.co_filename.startswith(self._prefix) and code not in self._of_code:
+            found = offsets(code, pieces_of(code.co_filename.removeprefix(self._prefix)))
+            self._of_code[code] = found
+            if found:
+                monitoring.set_local_events(_TOOL, code, monitoring.events.INSTRUCTION)
+        return monitoring.DISABLE
+
+    def _instruction(self, code: CodeType, offset: int) -> Any:
+        piece = self._of_code.get(code, {}).get(offset)
+        if piece is not None:
+            with self._lock:
+                if piece not in self._seen:
+                    self._seen.add(piece)
+                    with (self._folder / str(os.getpid())).open("a") as file:  # a rank may be ended at any time
+                        file.write(f"{piece}\n")
+        return monitoring.DISABLE
+
+
+def collect() -> None:
+    """Begins to note, if the environment says where."""
+    folder = os.environ.get(VARIABLE)
+    if folder:
+        Collector(Path(folder))
+
+
+def table() -> dict[str, Any]:
+    """How many pieces of each function have run, in each way; and the Triton kernels."""
+    ran = {how: _noted(NOTES / how) for how in HOW}
+    functions: defaultdict[tuple[str, str], list[Piece]] = defaultdict(list)
+    for piece in pieces():
+        functions[piece.file, piece.where].append(piece)
+    rows = [
+        {"file": file, "function": function, "pieces": len(found), "run": sum(_has_run(piece, ran) for piece in found)}
+        | {how: sum(str(piece) in ran[how] for piece in found) for how in HOW}
+        for (file, function), found in functions.items()
+    ]
+    return {"functions": rows, "kernels": [{"name": name, "compiled_for": COMPILED_FOR} for name in _kernels()]}
+
+
+def _has_run(piece: Piece, ran: dict[str, set[str]]) -> bool:
+    return any(str(piece) in of_how for of_how in ran.values())
+
+
+def _noted(folder: Path) -> set[str]:
+    files = folder.iterdir() if folder.is_dir() else ()
+    return {line for file in files for line in file.read_text().splitlines()}
+
+
+def _kernels() -> list[str]:
+    tree = ast.parse((LIBRARY / TRITON).read_text())
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]
+    return [function.name for function in functions]
+
+
+def main() -> int:
+    """The command."""
+    found = table()
+    ran = {how: _noted(NOTES / how) for how in HOW}
+    missed = [piece for piece in pieces() if not _has_run(piece, ran)]
+    for piece in missed:
+        print(f"not run: {piece} {piece.where}")
+    total = len(pieces())
+    of_each = ", ".join(f"{sum(row[how] for row in found['functions'])} {how}" for how in HOW)
+    print(f"CUDA-only code: {total - len(missed)} of {total} pieces ran, {1 - len(missed) / total:.1%} ({of_each})")
+    if "--write" in sys.argv[1:]:
+        TABLE.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
