@@ -14,7 +14,12 @@ torch.set_num_threads(1)
 
 def pytest_terminal_summary(terminalreporter):
     """Says how much of CUDA's path has run without a GPU: see `test_emulated_device`."""
-    reports = [report for of_kind in terminalreporter.stats.values() for report in of_kind if getattr(report, "when", "") == "call"]
+    reports = [
+        report
+        for of_kind in terminalreporter.stats.values()
+        for report in of_kind
+        if getattr(report, "when", "") == "call"
+    ]
     properties = [pair for report in reports for pair in report.user_properties]
     ran, known = (sum(value for name, value in properties if name == key) for key in ("cuda_tests", "all_cuda_tests"))
     if ran:

@@ -7,7 +7,6 @@ import os
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.testing.parity import judge, whole

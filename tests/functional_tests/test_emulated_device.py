@@ -71,9 +71,9 @@ def test_a_command_runs_on_it_and_no_device_is_said():
 
 
 # What the tests of CUDA are, and some of each kind, in parts of ten to twenty seconds.
-FILES = [f"tests/functional_tests/test_cuda{name}.py" for name in ("", "_streams", "_nccl")]
+FILES = [f"tests/functional_tests/test_cuda{name}.py" for name in ("", "_streams", "_nccl", "_faults")]
 PARTS = {
-    "streams": ["test_cuda_streams.py"],
+    "streams and faults": ["test_cuda_streams.py", "test_cuda_faults.py"],
     "host never waits": [
         *(f"test_cuda.py::test_host_never_waits[{what}]" for what in ("exchange", "varlen")),
         *(f"test_cuda.py::test_host_never_waits[chunked of {of} chunkwise]" for of in ("gdn", "kda", "mamba")),
@@ -84,7 +84,9 @@ PARTS = {
         "test_cuda.py::test_exchange_moves_the_very_bits[2-zigzag]",
         "test_cuda.py::test_layer_equals_float64[chunked of mamba chunkwise-3-zigzag-True]",
     ],
-    "kernels": [f"test_cuda.py::test_kernels_move_the_same_bytes_as_torch[padded-{codec}]" for codec in ("none", "fp8")],
+    "kernels": [
+        f"test_cuda.py::test_kernels_move_the_same_bytes_as_torch[padded-{codec}]" for codec in ("none", "fp8")
+    ],
     "over NCCL": [
         *(f"test_cuda_nccl.py::test_schemes[{scheme}-causal]" for scheme in ("p2p", "exact", "a2a+p2p")),
         *(f"test_cuda_nccl.py::test_linear_layers[{layer}-chunkwise]" for layer in ("gdn", "mamba", "conv1d")),
@@ -107,8 +109,6 @@ def test_all_tests_of_cuda_are_known_by_name(device, record_property):
     """Parts name tests that are there, and how many there are is said as well."""
     done = run(device, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *FILES)
     known = [line for line in done.stdout.splitlines() if "::" in line]
-    missing = {
-        name for names in PARTS.values() for name in names if not any(f"/{name}" in test for test in known)
-    }
+    missing = {name for names in PARTS.values() for name in names if not any(f"/{name}" in test for test in known)}
     assert missing == set()
     record_property("all_cuda_tests", len(known))

@@ -183,29 +183,27 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 def all_to_all_single(
-    output: Tensor, input: Tensor, output_split_sizes: list[int] | None = None,
-    input_split_sizes: list[int] | None = None, group: Any = None, async_op: bool = False,
+    received: Tensor, sent: Tensor, received_splits: list[int] | None = None, sent_splits: list[int] | None = None,
+    *, group: Any, async_op: bool = False,
 ) -> Work | None:  # fmt: skip
     """torch.distributed's, of a `ProcessGroup`."""
     size = group.communicator.size
     splits = []
-    for tensor, given in ((output, output_split_sizes), (input, input_split_sizes)):
+    for tensor, given in ((received, received_splits), (sent, sent_splits)):
         given = [len(tensor) // size] * size if given is None else given
         if len(given) != size or sum(given) != len(tensor):
             raise RuntimeError(f"splits {given} are not those of {len(tensor)} elements over {size} ranks")
         splits.append([count * tensor.element_size() for count in given])
-    work = group.communicator.start(group.own_rank, "all_to_all", output, input, *splits)
+    work = group.communicator.start(group.own_rank, "all_to_all", received, sent, *splits)
     return work if async_op else work.wait()
 
 
-def all_gather_into_tensor(
-    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-) -> Work | None:
+def all_gather_into_tensor(received: Tensor, sent: Tensor, *, group: Any, async_op: bool = False) -> Work | None:
     """torch.distributed's, of a `ProcessGroup`."""
-    splits = [input_tensor.nbytes] * group.communicator.size
-    if sum(splits) != output_tensor.nbytes:
-        raise RuntimeError(f"{output_tensor.nbytes} bytes do not hold {splits}")
-    work = group.communicator.start(group.own_rank, "all_gather", output_tensor, input_tensor, splits, splits)
+    splits = [sent.nbytes] * group.communicator.size
+    if sum(splits) != received.nbytes:
+        raise RuntimeError(f"{received.nbytes} bytes do not hold {splits}")
+    work = group.communicator.start(group.own_rank, "all_gather", received, sent, splits, splits)
     return work if async_op else work.wait()
 
 
@@ -215,11 +213,11 @@ def _answering() -> Iterator[None]:
     answers = {
         "all_to_all_single": all_to_all_single,
         "all_gather_into_tensor": all_gather_into_tensor,
-        "barrier": lambda group=None, **_: group.communicator.barrier(),
-        "get_rank": lambda group=None: group.own_rank,
-        "get_world_size": lambda group=None: group.communicator.size,
-        "get_backend": lambda group=None: "nccl",
-        "get_backend_config": lambda group=None: BACKEND,
+        "barrier": lambda *, group: group.communicator.barrier(),
+        "get_rank": lambda group: group.own_rank,
+        "get_world_size": lambda group: group.communicator.size,
+        "get_backend": lambda _: "nccl",
+        "get_backend_config": lambda _: BACKEND,
     }
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():

@@ -1,4 +1,4 @@
-"""The order of transfers and of what touches their memory: a happens-before check, since here everything happens at once.
+"""The order of transfers and of what touches their memory: checked, since here everything happens at once.
 
 From its start until the current stream has waited for it, a transfer's memory may be neither written, nor, where it
 arrives, read; nor may it be acquired, or released, for something else. What breaks this is an `OrderError`, in the
