@@ -49,7 +49,7 @@ def interpret_triton() -> None:
 def round_as_hardware_does() -> None:
     """Makes the interpreter's conversions of floating-point types those of a GPU, for as long as this process lives.
 
-    Triton 3.6's cuts off what bfloat16 lacks, and errs in subnormal numbers of one byte. `interpret_triton` comes first.
+    Call `interpret_triton` before. Triton 3.6 cuts off what bfloat16 lacks, and errs in subnormal numbers of one byte.
     """
     import triton.language as tl  # type: ignore[import-untyped]
     from triton.runtime import interpreter

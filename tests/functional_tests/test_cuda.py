@@ -1,6 +1,6 @@
 """On a GPU: results against float64 on the CPU, the exchange bit for bit, and no wait of the host.
 
-The ranks of a case are processes that share one device, over gloo.
+The ranks of a case are processes that share one device, over gloo, or threads, if CUDA_TEST_RANKS says so.
 """
 
 import os
@@ -34,6 +34,8 @@ from tests.unit_tests.exchange import test_kernel_copies
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DEVICE = "cuda"
+# Processes share the device over gloo; threads start at once, which a GPU that is lent for minutes needs.
+RANKS = os.environ.get("CUDA_TEST_RANKS", "processes")
 RAGGED = (7, 1, 130, 64, 2)
 ATTENTION = Case("attention", 2, RAGGED, head_dim=64, value_head_dim=64, dtype=torch.bfloat16, kernel="varlen")
 GDN = Case("gdn", 2, RAGGED, head_dim=64, value_head_dim=64, dtype=torch.float32, kernel="chunked")
@@ -95,7 +97,7 @@ def test_layer_equals_float64(kernel, cp, layout, poison):
         replace(case, device=DEVICE).refuse_early()
     except ArgumentError as error:
         pytest.skip(str(error))
-    ranks = run_ranks(layer_on_device, cp, case, poison, kind="processes")
+    ranks = run_ranks(layer_on_device, cp, case, poison, kind=RANKS)
     parity = judge(case, whole(case, ranks), in_float64(one_case))
     assert all(error <= tolerance for error in parity.errors.values()), parity
 
@@ -105,7 +107,7 @@ def test_layer_equals_float64(kernel, cp, layout, poison):
 def test_scheme_equals_float64(scheme, mask):
     alone = replace(ATTENTION, mask=mask, scheme="a2a", learned_sink=True)
     case = replace(alone, cp=4, layout="balanced", scheme=scheme)
-    ranks = run_ranks(layer_on_device, 4, case, False, kind="processes")
+    ranks = run_ranks(layer_on_device, 4, case, False, kind=RANKS)
     parity = judge(case, whole(case, ranks), in_float64(alone))
     assert all(error <= KERNELS["varlen"][1] for error in parity.errors.values()), parity
 
@@ -158,7 +160,7 @@ def exchange_on_device(group, layout):
 @pytest.mark.parametrize("cp", [2, 3])
 def test_exchange_moves_the_very_bits(cp, layout):
     laid_out = layout_by_name(layout, Packing(RAGGED), cp)
-    assert run_ranks(exchange_on_device, cp, laid_out, kind="processes") == [[]] * cp
+    assert run_ranks(exchange_on_device, cp, laid_out, kind=RANKS) == [[]] * cp
 
 
 @pytest.mark.parametrize("codec", ["none", "fp8", "fp8_e5m2", "int8"])
@@ -189,7 +191,7 @@ def test_transports_and_chunks_change_no_bit(how):
     case = replace(ATTENTION, cp=3, heads=12, groups=6)
     plain = replace(case, codec=how.get("codec", "none"))
     other = replace(case, **how) if "codec" not in how else replace(plain, head_chunks=2, transport="pairwise")
-    expected, actual = (run_ranks(layer_on_device, 3, each, False, kind="processes") for each in (plain, other))
+    expected, actual = (run_ranks(layer_on_device, 3, each, False, kind=RANKS) for each in (plain, other))
     for mine, theirs in zip(actual, expected, strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 

@@ -1,0 +1,262 @@
+"""`tools/gpu_check.sh --only STEP [OPTIONS]`: one step of what a machine with a GPU should check and measure.
+
+Each step takes less than ten minutes on a machine with 16 cores, is useful alone, and leaves at most three files in
+$OUT (or benchmarks/results): gpu_STEP.log, gpu_STEP.json and gpu_STEP.xml.
+
+  smoke     versions, wheels, kernels that must be there, the shortest tests, memcheck of one pack and unpack
+  kernels   bytes a second of the exchange's copy kernels, beside a copy
+  parity    all tests of the CUDA path, ranks as threads
+  one-rank  layers at real sizes, one rank of 2, 4 and 8 alone: device and host time, launches, memory
+  gloo      ranks as processes that share the device: the exchange, every transport, and a training run
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+STEPS = ("smoke", "kernels", "parity", "one-rank", "gloo")
+LIMIT = 540.0  # seconds of one command
+TESTS = "tests/functional_tests/test_cuda"
+# What else is brought as wheels, and what for.
+WHEELS = {
+    "megatron-core": "train, and the layers of Megatron models",
+    "fla-core": "kernel fla of gdn and kda",
+    "einops": "fla-core",
+    "tilelang": "fla's gdn on compute capability 9.0 with Triton below 3.7.1",
+    "apache-tvm-ffi": "tilelang",
+}
+REQUIRED = ("varlen of attention", "fla of gdn", "fla of kda")
+
+
+class Step:
+    """What a step prints and finds.
+
+    Attributes:
+        results: for its JSON.
+        failed: what went wrong, in words.
+    """
+
+    def __init__(self, name: str, out: Path, options: argparse.Namespace) -> None:
+        self.name, self.out, self.options = name, out, options
+        self.results: dict[str, Any] = {"step": name}
+        self.failed: list[str] = []
+        self._log = (out / f"gpu_{name}.log").open("w")
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        print(text, file=self._log, flush=True)
+
+    def command(self, *command: str, limit: float = LIMIT) -> str:
+        """Runs one, shows and returns its output. A failure is noted, and the step goes on."""
+        self.say(f"== {' '.join(command)}")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        lines, deadline = [], time.monotonic() + limit
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                self.say(line.rstrip("\n"))
+                lines.append(line)
+                if time.monotonic() > deadline:
+                    raise subprocess.TimeoutExpired(command, limit)
+            code = process.wait(max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            self.fail(f"{' '.join(command)}: longer than {limit:g} s")
+            return "".join(lines)
+        if code:
+            self.fail(f"{' '.join(command)}: exit code {code}")
+        return "".join(lines)
+
+    def python(self, *arguments: str, limit: float = LIMIT) -> str:
+        """A command of this interpreter."""
+        return self.command(sys.executable, *arguments, limit=limit)
+
+    def tests(self, *chosen: str, workers: int, threads: bool) -> None:
+        """Runs tests of the CUDA path; those that are skipped are shown with the reason."""
+        report = self.out / f"gpu_{self.name}.xml"
+        os.environ["CUDA_TEST_RANKS"] = "threads" if threads else "processes"
+        several = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
+        self.python(
+            "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--durations", "5", f"--junitxml={report}", *several,
+            *chosen,
+        )  # fmt: skip
+        if not report.exists():
+            self.fail("pytest left no report")
+            return
+        suite = ElementTree.parse(report).getroot()[0]
+        counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+        self.results["tests"] = counts
+        if counts["tests"] == counts["skipped"]:
+            self.fail("no test ran")
+
+    def rows(self, rows: Iterable[dict[str, Any]]) -> None:
+        """Measures, and shows each row as it comes: what is cut off in the middle is worth something."""
+        found = self.results.setdefault("rows", [])
+        for row in rows:
+            self.say(json.dumps(row))
+            found.append(row)
+            self.keep()
+
+    def fail(self, what: str) -> None:
+        self.failed.append(what)
+        self.say(f"FAILED: {what}")
+
+    def keep(self) -> None:
+        """Writes what there is so far."""
+        text = json.dumps({**self.results, "failed": self.failed}, indent=1)
+        (self.out / f"gpu_{self.name}.json").write_text(text + "\n")
+
+
+def smoke(step: Step) -> None:
+    """Whatever fails here is mended before anything is timed."""
+    if shutil.which("nvidia-smi"):
+        step.command("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+    _wheels(step)
+    step.python("-m", "megatron_cp.cli.main", "doctor")
+    _kernels_are_there(step)
+    _memcheck(step)
+    chosen = [
+        f"{TESTS}.py::test_exchange_moves_the_very_bits[2-zigzag]", f"{TESTS}.py::test_host_never_waits[exchange]",
+        f"{TESTS}.py::test_layer_equals_float64[varlen-2-zigzag-False]", f"{TESTS}_streams.py",
+    ]  # fmt: skip
+    if not step.options.dry_run:
+        chosen = [
+            f"{TESTS}.py", f"{TESTS}_streams.py", f"{TESTS}_one_device.py", "-k",
+            "kernels_move or very_bits or host_never_waits or 2-zigzag or streams or one_device",
+        ]  # fmt: skip
+    step.tests(*chosen, workers=step.options.workers, threads=True)
+
+
+def kernels(step: Step) -> None:
+    """On an otherwise idle device."""
+    from tools.gpu_check import kernels
+
+    step.rows(kernels.rows(step.options.repeats, small=step.options.dry_run))
+
+
+def parity(step: Step) -> None:
+    """Values, all of them."""
+    files = [f"{TESTS}{name}.py" for name in ("", "_streams", "_flex", "_one_device")]
+    chosen = [name for name in files if Path(name).exists()]
+    if step.options.dry_run:
+        chosen = [f"{TESTS}.py", "-k", "scheme_equals and causal and (p2p or exact)"]
+    step.tests(*chosen, workers=step.options.workers, threads=True)
+
+
+def one_rank(step: Step) -> None:
+    """What one GPU can measure exactly."""
+    from tools.gpu_check import one_rank
+
+    step.rows(one_rank.rows(step.options.repeats, small=step.options.dry_run))
+
+
+def gloo(step: Step) -> None:
+    """Right, not fast: processes take turns on the device, and messages go through the host."""
+    small = step.options.dry_run
+    chosen = "very_bits or transports_and_chunks or (scheme_equals and causal)"
+    step.tests(f"{TESTS}.py", "-k", "p2p-causal" if small else chosen, workers=step.options.workers, threads=False)
+    step.python(
+        "-m", "megatron_cp.cli.main", "train", "--context-parallel-size", "2", "--compare", "--json", "--device", "cuda",
+        "--train-iters", "2" if small else "40", "--run-dir", str(step.out / "gpu_gloo_run"), *_tiny(small=small),
+        limit=400,
+    )  # fmt: skip
+    shutil.rmtree(step.out / "gpu_gloo_run", ignore_errors=True)
+
+
+def _tiny(*, small: bool) -> list[str]:
+    return ["--seq-length", "64", "--num-layers", "2"] if small else []
+
+
+def _wheels(step: Step) -> None:
+    found = {}
+    for name in WHEELS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    step.results["wheels"] = found
+    for name, what in WHEELS.items():
+        step.say(f"{name} {found[name] or 'is not there'}: for {what}")
+
+
+def _kernels_are_there(step: Step) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_cp.cli.main", "doctor", "--json"], capture_output=True, text=True, check=False
+    )
+    try:
+        report = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        step.fail(f"doctor --json printed no JSON: {done.stderr.strip()[-300:]}")
+        return
+    step.results["versions"], step.results["devices"] = report["versions"], report["devices"]
+    if not report["devices"]:
+        step.fail("torch sees no CUDA device")
+    findings = {finding["feature"]: finding for finding in report["capabilities"]}
+    for name in step.options.require:
+        finding = findings.get(f"kernel {name}")
+        if finding is None or not finding["works"]:
+            why = finding["remark"] if finding else "doctor knows no such kernel"
+            step.fail(f"kernel {name} should be there: {why}")
+
+
+def _memcheck(step: Step) -> None:
+    checker = shutil.which("compute-sanitizer")
+    if checker is None:
+        step.say("skipped: memcheck of one pack and unpack, for there is no compute-sanitizer")
+        step.python("-m", "tools.gpu_check.pack_once")
+        return
+    step.command(checker, "--error-exitcode", "9", sys.executable, "-m", "tools.gpu_check.pack_once", limit=180)
+
+
+RUN: dict[str, Callable[[Step], None]] = {
+    "smoke": smoke, "kernels": kernels, "parity": parity, "one-rank": one_rank, "gloo": gloo,
+}  # fmt: skip
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(
+        prog="tools/gpu_check.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=STEPS, action="append", help="this step; may be given again (default: all)")
+    parser.add_argument("--require", type=lambda text: text.split(","), default=list(REQUIRED), metavar="KERNEL,...",
+                        help=f"kernels without which smoke fails (default: {','.join(REQUIRED)})")  # fmt: skip
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="of each timing (default: 20)")
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="of pytest")
+    parser.add_argument("--dry-run", action="store_true", help="little of everything, to see that it runs")
+    options = parser.parse_args()
+    import torch
+
+    if not torch.cuda.is_available():
+        print("tools/gpu_check.sh: torch sees no CUDA device", file=sys.stderr)
+        return 2
+    out = Path(os.environ.get("OUT") or "benchmarks/results")
+    out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for name in options.only or STEPS:
+        step, start = Step(name, out, options), time.monotonic()
+        try:
+            RUN[name](step)
+        except Exception as error:  # of whatever kind: the other steps are worth running
+            step.fail(f"{type(error).__name__}: {error}")
+        step.results["seconds"] = round(time.monotonic() - start, 1)
+        step.keep()
+        step.say(f"-- {name}: {'; '.join(step.failed) or 'passed'}, {step.results['seconds']} s")
+        failed += [name] if step.failed else []
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""The device's time for a call, and the host's, each by itself."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+_SLEEP = 2_000_000  # cycles: about a millisecond, in which the host runs ahead
+_MOST_SLEEP = 200_000_000
+_BEYOND_L2 = 256 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class Times:
+    """Medians over the repeats.
+
+    Attributes:
+        device_us: from the first to the last of what the call queues, while the queue is never empty.
+        host_us: until the call returns.
+        host_bound: the queue ran empty meanwhile, so that device_us has some of the host's time in it.
+    """
+
+    device_us: float
+    host_us: float
+    host_bound: bool
+
+    def row(self) -> dict[str, Any]:
+        """For a report."""
+        return {name: round(value, 1) for name, value in asdict(self).items()} | {"host_bound": self.host_bound}
+
+
+def times(call: Callable[[], Any], repeats: int) -> Times:
+    """Of a call that queues work on the current stream and waits for none of it.
+
+    Before every repeat the L2 cache is overwritten, and the device sleeps for so long that the host has queued the call
+    when it awakes: otherwise a call of 20 us on the device that takes the host 100 us would seem to take 100.
+    """
+    beyond = torch.empty(_BEYOND_L2, dtype=torch.uint8, device="cuda")
+    call()
+    torch.cuda.synchronize()
+    sleep, on_device, on_host, late = _SLEEP, [], [], False
+    for number in range(2 + repeats):
+        beyond.zero_()
+        asleep, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        torch.cuda._sleep(sleep)
+        asleep.record()
+        start.record()
+        began = time.perf_counter()
+        call()
+        took = time.perf_counter() - began
+        end.record()
+        was_late = asleep.query()
+        torch.cuda.synchronize()
+        if number < 2:  # warms up, and finds how long to sleep
+            sleep = min(2 * sleep, _MOST_SLEEP) if was_late else sleep
+            continue
+        late |= was_late
+        on_device.append(start.elapsed_time(end) * 1e3)
+        on_host.append(took * 1e6)
+    return Times(statistics.median(on_device), statistics.median(on_host), late)
