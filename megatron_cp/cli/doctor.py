@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from typing import Any
 
 from megatron_cp import __version__
 from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
@@ -50,12 +53,15 @@ def run(_args: argparse.Namespace) -> Report:
     ]
     width = max(len(finding.feature) for finding in findings)
     lines += [f"{'yes' if f.works else 'no ':<4}{f.feature:<{width + 2}}{f.remark}" for f in findings]
+    proofs = _cuda_code()
+    lines += ["", *_proofs(proofs)]
     data = {
         "version": __version__,
         "python": platform.python_version(),
         "versions": versions,
         "devices": devices,
         "capabilities": [asdict(finding) for finding in findings],
+        "cuda_code": proofs,
     }
     return Report("\n".join(lines), data)
 
@@ -108,6 +114,35 @@ def _plans() -> list[Finding]:
         else Finding(f"{entry.argument} {entry.value}", False, f"megatron-core is not installed: {INSTALL_MEGATRON}")
         for entry in CAPABILITIES
     ]
+
+
+def _cuda_code() -> dict[str, Any]:
+    """How the code that runs with CUDA alone was proved, when this version was made: a table that its tests keep."""
+    found: dict[str, Any] = json.loads(files("megatron_cp.cli").joinpath("cuda_code.json").read_text())
+    return found
+
+
+def _proofs(table: dict[str, Any]) -> list[str]:
+    """The same in lines: a row for each file, and what nothing has run."""
+    of_files: dict[str, list[dict[str, Any]]] = {}
+    for row in table["functions"]:
+        of_files.setdefault(row["file"], []).append(row)
+    ways = {"emulated": "emulated", "interpreted": "interpreted", "gpu": "on a GPU"}
+    width = max(len(name) for name in (*of_files, *(kernel["name"] for kernel in table["kernels"])))
+    lines = [
+        "CUDA code, in pieces, and where it has run: on an emulated device, on the CPU with Triton's interpreter, or on a GPU",
+        f"{'':<{width}}{'pieces':>8}{''.join(f'{word:>13}' for word in ways.values())}{'nowhere':>13}",
+    ]
+    for name, rows in of_files.items():
+        counts = [sum(row[way] for row in rows) for way in ways]
+        total, ran = (sum(row[key] for row in rows) for key in ("pieces", "run"))
+        lines.append(f"{name:<{width}}{total:>8}{''.join(f'{count:>13}' for count in counts)}{total - ran:>13}")
+    for kernel in table["kernels"]:
+        compiled = ", ".join(f"sm_{number}" for number in kernel["compiled_for"])
+        on_gpu = "run on a GPU" if kernel["gpu"] else "not run on a GPU"
+        lines.append(f"{kernel['name']:<{width}}  interpreted; compiled for {compiled}; {on_gpu}")
+    lines.append(f"Never run: {'; '.join(table['never'])}")
+    return lines
 
 
 def _version(package: str) -> str | None:

@@ -23,6 +23,10 @@ NOTES = LIBRARY.parent / "build" / "cuda_code"
 TABLE = LIBRARY / "cli" / "cuda_code.json"
 # On an emulated device; on the CPU, where Triton's interpreter runs other packages' kernels; on a GPU.
 HOW = ("emulated", "interpreted", "gpu")
+NEVER = (  # what no emulation is
+    "NCCL (its values, its order, several devices)", "mamba-ssm's and flash-attn's kernels",
+    "compiled code of Triton and FlexAttention, which is compiled only", "CUDA graphs of a layer, which are refused",
+)  # fmt: skip
 COMPILED_FOR = (80, 90, 100)  # by tests/unit_tests/exchange/test_triton_compiled.py
 _TOOL = 4  # of those that sys.monitoring gives to nobody in particular
 
@@ -81,7 +85,8 @@ def table() -> dict[str, Any]:
         | {how: sum(str(piece) in ran[how] for piece in found) for how in HOW}
         for (file, function), found in functions.items()
     ]
-    return {"functions": rows, "kernels": [{"name": name, "compiled_for": COMPILED_FOR} for name in _kernels()]}
+    kernels = [{"name": name, "compiled_for": COMPILED_FOR, "gpu": bool(ran["gpu"])} for name in _kernels()]
+    return {"functions": rows, "kernels": kernels, "never": list(NEVER)}
 
 
 def _has_run(piece: Piece, ran: dict[str, set[str]]) -> bool:

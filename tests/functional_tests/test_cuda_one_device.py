@@ -1,0 +1,87 @@
+"""One rank of a job with a device of its own. On a GPU it talks over NCCL to itself; on the emulated one gloo stands in."""
+
+import os
+import socket
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_cp.cli.main import main
+from megatron_cp.executor.launch import start_torchrun_rank
+from megatron_cp.testing.parity import judge, whole
+from tests.functional_tests.test_cuda import ATTENTION, GDN, in_float64, layer_on_device
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+IS_EMULATED = "NULLGPU" in os.environ
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What torch is told when the rank joins its job; the job is as torchrun would start it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    job = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (job | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, str(value))
+    join, told = dist.init_process_group, {}
+
+    def joins(backend, **how):
+        told.update(how, backend=backend)
+        if IS_EMULATED:
+            return join("gloo", timeout=how["timeout"])
+        return join(backend, **how)
+
+    monkeypatch.setattr(dist, "init_process_group", joins)
+    yield told
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_a_rank_says_which_device_is_its_own(told):
+    group = start_torchrun_rank()
+    assert (told["backend"], told["device_id"]) == ("nccl", torch.device("cuda", 0))
+    assert (group.rank, group.size) == (0, 1)
+    assert dist.get_backend(group.host_group) == "gloo"
+    assert group.all_gather_object({"rows": 3}) == [{"rows": 3}]
+
+
+@pytest.mark.parametrize("case", [replace(ATTENTION, scheme="a2a"), GDN], ids=lambda case: case.layer)
+def test_a_layer_over_it_equals_float64(told, case):
+    """Its rows are shuffled, so that all of them go through the group."""
+    case = replace(case, cp=1, layout="random")
+    found = layer_on_device(start_torchrun_rank(), case, True)
+    parity = judge(case, whole(case, [found]), in_float64(case))
+    assert all(error <= 2e-2 for error in parity.errors.values()), parity
+
+
+@pytest.mark.skipif(IS_EMULATED, reason="needs NCCL")
+def test_a_wait_of_nccl_orders_streams_and_not_the_host(told):
+    group = start_torchrun_rank()
+    sent, received = torch.arange(1 << 22, device="cuda"), torch.zeros(1 << 22, dtype=torch.int64, device="cuda")
+    torch.cuda._sleep(200_000_000)  # a tenth of a second
+    slept = torch.cuda.Event()
+    slept.record()
+    group.start_all_to_all(received, sent, [1 << 22], [1 << 22]).wait()
+    assert not slept.query()
+    assert torch.equal(received, sent)
+
+
+def test_commands_choose_the_device(told, capsys):
+    """`check` and `bench` of such a job run on its devices, doctor looks at the kernels for them."""
+    assert main(["check", "--layer", "attention", "--cp", "1", "--lengths", "7,3", "--heads", "2", "--head-dim", "16"]) == 0
+    assert main(["doctor"]) == 0
+    assert "kernel varlen of attention" in capsys.readouterr().out
+
+
+def test_a_group_of_device_memory_has_a_twin_for_the_hosts(told, monkeypatch):
+    megatron = pytest.importorskip("megatron_cp.megatron.groups", reason="needs megatron-core")
+    start_torchrun_rank()
+    world, backend = dist.group.WORLD, dist.get_backend
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl" if group is world else backend(group))
+    twin = megatron._host_twin(world)
+    assert dist.get_backend(twin) == "gloo"
+    assert dist.get_process_group_ranks(twin) == [0]
+    assert megatron._host_twin(twin) is None
