@@ -23,6 +23,9 @@ CASES = {
     "a2a+p2p": Case("attention", 4, (9, 20, 3), scheme="a2a+p2p", ulysses_degree=2, **SMALL),
     "a2a+all_gather": Case("attention", 4, (9, 20, 3), scheme="a2a+all_gather", ulysses_degree=2, **SMALL),
     "a2a+exact": Case("attention", 4, (9, 20, 3), scheme="a2a+exact", ulysses_degree=2, **SMALL),
+    "projected in chunks": Case(
+        "attention", 4, (9, 20, 3), scheme="a2a+p2p", ulysses_degree=2, heads=8, groups=8, head_chunks=2
+    ),
     "gdn headwise": Case("gdn", 4, (9, 20, 3), scheme="headwise", **SMALL),
     "gdn chunkwise": Case("gdn", 4, (9, 20, 3), scheme="chunkwise", **SMALL),
     "mamba redistribute": Case("mamba", 4, (9, 20, 3), scheme="redistribute", hidden_size=64, **SMALL),
@@ -30,7 +33,7 @@ CASES = {
 }
 
 
-def step_of(group, case):
+def step_of(group, case, *, projected=False):
     """Forward and backward of a case on one rank: the output and the gradients."""
     problem, plan = draw(case), case.plan()
     layout = plan.hidden_layout or plan.layout
@@ -39,6 +42,10 @@ def step_of(group, case):
     gradient = layout.shard(problem.output_gradient, group.rank)
 
     def forward():
+        if projected:
+            q, k, v = inputs.values()
+            of_heads = lambda heads, kv_heads: (q[:, heads], k[:, kv_heads], v[:, kv_heads])  # noqa: E731
+            return cp.projected_attention(of_heads, plan, group)
         if case.layer == "attention":
             return cp.attention(*inputs.values(), plan, group)
         return run_linear(group, case, plan, inputs, parameters)
@@ -63,7 +70,7 @@ def seen(group, cases):
     torch.set_num_threads(1)
     found = {}
     for name, case in cases.items():
-        forward, backward = step_of(group, case)
+        forward, backward = step_of(group, case, projected="projected" in name)
         expected = backward(forward())
         group.barrier()
         with profiled() as record:
@@ -117,6 +124,11 @@ def fetched_in_two_chunks(way=""):
     return [*first, f"send dk,dv {one}", *second, *summed]
 
 
+def in_chunk(chunk, steps):
+    """Steps of a ring, in a chunk of heads."""
+    return [step.replace(" stage", f" {chunk} stage").replace("dk,dv <", f"dk,dv {chunk} <") for step in steps]
+
+
 FETCHED = fetched_in_two_chunks(), fetched_in_two_chunks(" <")
 SCAN = ["rule", *(f"scan {what}" for what in ("leave", "send", "meanwhile", "wait", "fold", "finish"))]
 CHUNKWISE = ["conv", "halo send", "halo wait", "gates", *SCAN]
@@ -144,6 +156,20 @@ EXPECTED = {
     "a2a+p2p": in_an_exchange(*ring(2)),
     "a2a+all_gather": in_an_exchange(*FETCHED),
     "a2a+exact": in_an_exchange(*FETCHED),
+    "projected in chunks": [
+        *(f"to_heads q,k,v {chunk}" for chunk in CHUNKS),
+        *(step for chunk in CHUNKS for step in (
+            f"to_heads wait q,k,v {chunk}", f"to_heads unpack q,k,v {chunk}", *in_chunk(chunk, ring(2)[0]),
+            f"to_tokens out {chunk}",
+        )),
+        *(f"to_tokens wait out {chunk}" for chunk in CHUNKS), "to_tokens unpack out",
+        *(f"to_heads out {chunk} <" for chunk in reversed(CHUNKS)),
+        *(step for chunk in reversed(CHUNKS) for step in (
+            f"to_heads wait out {chunk} <", f"to_heads unpack out {chunk} <", *in_chunk(chunk, ring(2)[1]),
+            f"to_tokens q,k,v {chunk} <",
+        )),
+        *(f"to_tokens {what} q,k,v {chunk} <" for chunk in reversed(CHUNKS) for what in ("wait", "unpack")),
+    ],
     "gdn headwise": [
         *exchanged("to_heads", GDN), "conv", "gates", "rule", *exchanged("to_tokens", "out"),
         *exchanged("to_heads", "out", " <"), "rule <", "gates <", "conv <", *exchanged("to_tokens", GDN, " <"),
@@ -282,9 +308,11 @@ def test_what_needs_no_gradient_gets_none_and_results_may_be_written_to():
         assert not untouched.requires_grad
         out.mul_(3)
         out.sum().backward(retain_graph=True)
-        out.sum().backward()
+        out.sum().backward(retain_graph=True)
     assert made_of == [True, False, False]
-    assert (x.grad.tolist(), weight.grad.tolist()) == ([12.0] * 3, [6.0] * 3)
+    out.sum().backward()
+    assert made_of == [True, False, False]
+    assert (x.grad.tolist(), weight.grad.tolist()) == ([18.0] * 3, [9.0] * 3)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -322,3 +350,11 @@ def test_layers_may_lie_in_layers():
             assert communicator.Communicator(group).layer is None
         assert communicator.Communicator(group).layer == 1
     assert communicator.Communicator(group).layer is None
+
+
+def test_a_part_of_the_ranks_is_of_the_same_layer_and_chunk():
+    with in_layer(4):
+        comm = communicator.Communicator(ThreadGroup.create(4)[0], scheme="p2p")
+    part = comm.in_chunk(1, 2).part(range(0, 4, 2))
+    assert (part.layer, part.chunk, part.scheme) == (4, (1, 2), "p2p")
+    assert comm.in_chunk(0, 1) is comm
