@@ -115,7 +115,7 @@ class Communicator:
 
     def _enter(self, step: str) -> None:
         """Tells the group what it is used for from now on."""
-        self.group.activity = ", ".join(word for word in (self.operation, self.scheme, step) if word)
+        self.group.activity = ", ".join(filter(None, (self.operation, self.scheme, step)))
 
 
 def direction(*, forward: bool) -> str:

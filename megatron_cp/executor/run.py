@@ -93,26 +93,22 @@ def _on_tokens(
 
 def _computed(step: Step, tensors: list[Tensor], work: Mapping[str, LocalWork], comm: Communicator) -> list[Tensor]:
     """One local step."""
-    name = _work_of(step)
-    if isinstance(step, Attend) or not profiling():  # each of its stages has a range
-        return work[name](*tensors)
-    return traced_work(work[name], tensors, lambda forward: comm.traced(name, forward=forward))
-
-
-def _work_of(step: Step) -> str:
-    """The name of what is done in a local step."""
     match step:
         case Attend():
-            return "attend"
+            return work["attend"](*tensors)  # each of its stages has a range
         case Compute(name):
-            return name
+            pass
         case Halo():
-            return "conv"
+            name = "conv"
         case Scan():
-            return "rule"
+            name = "rule"
         case ToHeads() | ToTokens():
             raise AssertionError(f"{step} is an exchange")
-    assert_never(step)
+        case _:
+            assert_never(step)
+    if not profiling():
+        return work[name](*tensors)
+    return traced_work(work[name], tensors, lambda forward: comm.traced(name, forward=forward))
 
 
 def prepare(plan: Plan, rank: int, device: torch.device) -> None:
