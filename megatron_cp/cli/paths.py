@@ -53,6 +53,15 @@ def _run_dir(name: str, path: str) -> None:
         raise ArgumentError(name, path, _RUN_DIR, f"Nothing can be written in {nearest}.")
 
 
+def _trace(name: str, path: str) -> None:
+    target = Path(path)
+    if "\0" in path or target.suffix != ".json" or not target.parent.is_dir() or target.is_dir():
+        raise ArgumentError(name, path, _TRACE)
+    place = target if target.exists() else target.parent
+    if not os.access(place, os.W_OK):
+        raise ArgumentError(name, path, _TRACE, f"Nothing can be written in {target.parent}.")
+
+
 def _mode(name: str, path: str, allowed: str) -> int | None:
     """What is at a path; None if nothing is."""
     try:
@@ -66,10 +75,12 @@ def _mode(name: str, path: str, allowed: str) -> int | None:
 _DOCUMENTS = "a folder, a .jsonl file or a text file that can be read, or the prefix of a .bin/.idx pair"
 _TOKENIZER = "a Hugging Face tokenizer.json"
 _RUN_DIR = "a folder that can be written"
+_TRACE = "a file ending in .json, in a folder that exists"
 _CHECKS = {
     "data_path": _documents,
     "corpus": _corpus,
     "tokenizer_model": _tokenizer,
     "run_dir": _run_dir,
     "plot": check_picture,
+    "profile": _trace,
 }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.messages import like_rows
 from megatron_cp.executor.communicator import Communicator
+from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.executor.transfers import KeyTransfers, unpack
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.attention import Attend, HeadChunk, Stage
@@ -52,10 +53,12 @@ def attend(
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=acc_dtype)
     num_tokens = int(step.queries.token_counts[kv_rank])
     out[num_tokens:], lse[..., num_tokens:] = 0, -torch.inf
-    for stage, chunk, keys in _transfers(step, kv_rank, head_rank, comm, k, v).arrivals():
+    transfers = _transfers(step, kv_rank, head_rank, comm, k, v, forward=True)
+    for stage, chunk, keys in transfers.arrivals():
         queries, merged = (x[:num_tokens, ..., chunk.heads, :] for x in (q, out))
         merged_lse = lse[..., chunk.heads, :num_tokens]
-        _attend_stage(work, merged, merged_lse, queries, *keys, step.tiles(kv_rank, stage), chunk, stage)
+        with transfers.traced("attend", "", stage, chunk) if profiling() else NO_RANGE:
+            _attend_stage(work, merged, merged_lse, queries, *keys, step.tiles(kv_rank, stage), chunk, stage)
     return out.to(q.dtype), lse
 
 
@@ -73,7 +76,7 @@ def attend_backward(
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     in_place = step.num_stages == 1 or dq.dtype == acc_dtype
     total = dq[:num_tokens] if in_place else torch.empty_like(dq[:num_tokens], dtype=acc_dtype)
-    transfers = _transfers(step, kv_rank, head_rank, comm, k, v)
+    transfers = _transfers(step, kv_rank, head_rank, comm, k, v, forward=False)
     for stage, chunk, keys in transfers.arrivals():
         packed = None
         if stage.gradients is not None:
@@ -82,10 +85,11 @@ def attend_backward(
         else:
             gradients = dk[:num_keys, ..., chunk.groups, :], dv[:num_keys, ..., chunk.groups, :]
         do, queries, o = (x[:num_tokens, ..., chunk.heads, :] for x in (dout, q, out))
-        _attend_stage_backward(
-            work, total[..., chunk.heads, :], *gradients, do, queries, o, lse[..., chunk.heads, :num_tokens], *keys,
-            step.tiles(kv_rank, stage), chunk, stage,
-        )  # fmt: skip
+        with transfers.traced("attend", "", stage, chunk) if profiling() else NO_RANGE:
+            _attend_stage_backward(
+                work, total[..., chunk.heads, :], *gradients, do, queries, o, lse[..., chunk.heads, :num_tokens], *keys,
+                step.tiles(kv_rank, stage), chunk, stage,
+            )  # fmt: skip
         if packed is not None:
             transfers.return_gradient(stage, chunk, packed)
     if any(stage.gradients is not None for stage in step.stages):
@@ -164,9 +168,11 @@ def row_padded_copy(lse: Tensor) -> Tensor:
     return lse.new_empty(*lse.shape[:-1], (queries // 16 + 1) * 16)[..., :queries].copy_(lse)
 
 
-def _transfers(step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> KeyTransfers:
+def _transfers(
+    step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor, *, forward: bool
+) -> KeyTransfers:
     num_keys = int(step.keys.token_counts[kv_rank])
-    return KeyTransfers(step, kv_rank, head_rank, comm, k[:num_keys], v[:num_keys])
+    return KeyTransfers(step, kv_rank, head_rank, comm, k[:num_keys], v[:num_keys], forward=forward)
 
 
 def _is_empty(tiles: Tiles, queries: Tensor) -> bool:

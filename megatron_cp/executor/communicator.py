@@ -6,15 +6,18 @@ of starting. Who starts one acquires the memory in which it lands here, and rele
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.trace import current_layer, range_name
 from megatron_cp.executor.transports import transport_over
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 
@@ -26,10 +29,20 @@ class Communicator:
         group: the ranks.
         transport: how messages travel.
         operation: what the plan is of, for errors.
+        scheme: how it is spread, for errors and for the names of ranges.
+
+    Attributes:
+        layer: the number of the layer that made this, or None: for the names of ranges, as is
+        chunk: the number of the chunk of heads that it is used for, from 0, and how many there are.
     """
 
-    def __init__(self, group: RankGroup, transport: Transport = COLLECTIVE, operation: str = "") -> None:
-        self.group, self.transport, self.operation = group, transport, operation
+    chunk = (0, 1)
+
+    def __init__(
+        self, group: RankGroup, transport: Transport = COLLECTIVE, operation: str = "", scheme: str = ""
+    ) -> None:
+        self.group, self.transport, self.operation, self.scheme = group, transport, operation, scheme
+        self.layer = current_layer()
         self.rank, self.size = group.rank, group.size
         self._over_group = transport_over(group, transport)
 
@@ -42,7 +55,31 @@ class Communicator:
         """The communicator of some of the ranks, this one among them."""
         if len(ranks) == self.size:
             return self
-        return Communicator(self.group.part(ranks), self.transport.part(ranks), self.operation)
+        part = Communicator(self.group.part(ranks), self.transport.part(ranks), self.operation, self.scheme)
+        part.layer, part.chunk = self.layer, self.chunk  # also in backward, where no layer is current
+        return part
+
+    def in_chunk(self, number: int, count: int) -> Communicator:
+        """This communicator, whose ranges name one of several chunks of heads."""
+        if count == 1:
+            return self
+        named = copy.copy(self)
+        named.chunk = (number, count)
+        return named
+
+    def traced(
+        self,
+        step: str,
+        what: str = "",
+        *,
+        forward: bool,
+        chunk: tuple[int, int] = (0, 1),
+        stage: tuple[int, int] = (0, 1),
+    ) -> record_function:
+        """The range of a step; asked for while a profiler is on. Arguments are those of `range_name`."""
+        chunk = chunk if chunk[1] > 1 else self.chunk
+        name = range_name(self.scheme, step, what, chunk=chunk, stage=stage, forward=forward, layer=self.layer)
+        return record_function(name)
 
     def acquire(self, size: int, device: torch.device, *, kept: bool = False) -> Tensor:
         """`[size]` unwritten bytes in which a message lands: until `release`, or, if `kept`, as long as they are held.
@@ -78,7 +115,7 @@ class Communicator:
 
     def _enter(self, step: str) -> None:
         """Tells the group what it is used for from now on."""
-        self.group.activity = ", ".join(word for word in (self.operation, step) if word)
+        self.group.activity = ", ".join(filter(None, (self.operation, self.scheme, step)))
 
 
 def direction(*, forward: bool) -> str:

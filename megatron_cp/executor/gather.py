@@ -18,6 +18,7 @@ from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
+from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
@@ -61,38 +62,52 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, layout: Layout, comm: Communicator, same_loss: bool) -> Tensor:
         ctx.layout, ctx.comm, ctx.same_loss = layout, comm, same_loss
         ctx.rows = local.shape[0]
-        # Backends gather equal shares only, so each share is as long as the longest; `places` skips what was added.
-        longest = int(layout.token_counts.max())
-        share = comm.buffers.acquire_like(local, longest, *local.shape[1:])
-        shares = comm.acquire_like(local, comm.size * longest, *local.shape[1:])
-        num_tokens = int(layout.token_counts[comm.rank])
-        share[:num_tokens], share[num_tokens:] = local[:num_tokens], 0
-        comm.start_all_gather(shares.view(-1), share.view(-1), direction(forward=True)).wait()
-        stream = shares.index_select(0, _places(layout, longest, local.device))
-        comm.release(share, shares)
-        return stream
+        with comm.traced("gather", forward=True) if profiling() else NO_RANGE:
+            return _gathered(local, layout, comm)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        layout, comm = ctx.layout, ctx.comm
-        num_tokens = int(layout.token_counts[comm.rank])
-        local = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
-        order = layout.memo(("order", gradient.device), lambda: on_device(layout.order, gradient.device))
-        if ctx.same_loss:
-            start = int(layout.token_counts[: comm.rank].sum())
-            local[:num_tokens] = gradient.index_select(0, order[start : start + num_tokens])
-            return local, None, None, None
-        sent = comm.buffers.acquire_like(gradient, *gradient.shape)
-        torch.index_select(gradient, 0, order, out=sent)
-        received = comm.acquire_like(gradient, comm.size, num_tokens, *gradient.shape[1:])
-        split_counts = _to_owners(layout, math.prod(gradient.shape[1:]))
-        comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, direction(forward=False)).wait()
-        # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
-        acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
-        local[:num_tokens] = received.sum(0, dtype=acc_dtype).to(gradient.dtype)
-        comm.release(sent, received)
+        with ctx.comm.traced("gather", forward=False) if profiling() else NO_RANGE:
+            local = gradient.new_zeros(ctx.rows, *gradient.shape[1:])
+            _return_gradient(gradient, local, ctx.layout, ctx.comm, same_loss=ctx.same_loss)
         return local, None, None, None
+
+
+def _gathered(local: Tensor, layout: Layout, comm: Communicator) -> Tensor:
+    # Backends gather equal shares only, so each share is as long as the longest; `places` skips what was added.
+    longest = int(layout.token_counts.max())
+    share = comm.buffers.acquire_like(local, longest, *local.shape[1:])
+    shares = comm.acquire_like(local, comm.size * longest, *local.shape[1:])
+    num_tokens = int(layout.token_counts[comm.rank])
+    share[:num_tokens], share[num_tokens:] = local[:num_tokens], 0
+    pending = comm.start_all_gather(shares.view(-1), share.view(-1), direction(forward=True))
+    with comm.traced("gather wait", forward=True) if profiling() else NO_RANGE:
+        pending.wait()
+    stream = shares.index_select(0, _places(layout, longest, local.device))
+    comm.release(share, shares)
+    return stream
+
+
+def _return_gradient(gradient: Tensor, local: Tensor, layout: Layout, comm: Communicator, *, same_loss: bool) -> None:
+    """Writes the gradient of this rank's rows into `local`, which is zero."""
+    num_tokens = int(layout.token_counts[comm.rank])
+    order = layout.memo(("order", gradient.device), lambda: on_device(layout.order, gradient.device))
+    if same_loss:
+        start = int(layout.token_counts[: comm.rank].sum())
+        local[:num_tokens] = gradient.index_select(0, order[start : start + num_tokens])
+        return
+    sent = comm.buffers.acquire_like(gradient, *gradient.shape)
+    torch.index_select(gradient, 0, order, out=sent)
+    received = comm.acquire_like(gradient, comm.size, num_tokens, *gradient.shape[1:])
+    split_counts = _to_owners(layout, math.prod(gradient.shape[1:]))
+    pending = comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, direction(forward=False))
+    with comm.traced("gather wait", forward=False) if profiling() else NO_RANGE:
+        pending.wait()
+    # In rank order and at least fp32, so that the sum is the same on every run and no worse than one rank's.
+    acc_dtype = torch.promote_types(gradient.dtype, torch.float32)
+    local[:num_tokens] = received.sum(0, dtype=acc_dtype).to(gradient.dtype)
+    comm.release(sent, received)
 
 
 def _to_owners(layout: Layout, features: int) -> SplitCounts:

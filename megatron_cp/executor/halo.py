@@ -16,6 +16,7 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.recurrence import Halo
 
@@ -81,9 +82,10 @@ class InFlightHalo:
         step_name = f"rows before segments, {direction(forward=forward)}"
         self._pending = self.comm.start_all_to_all(received, sent, split_counts, step_name)
 
-    def wait(self) -> tuple[Tensor, Tensor]:
+    def wait(self, *, forward: bool) -> tuple[Tensor, Tensor]:
         if self._pending is not None:
-            self._pending.wait()
+            with self.comm.traced("halo wait", forward=forward) if profiling() else NO_RANGE:
+                self._pending.wait()
         self._pending = None
         return self._rows, self._others
 
@@ -99,17 +101,18 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, in_flight: InFlightHalo) -> Any:
         ctx.in_flight = in_flight
-        rows, sent = in_flight.acquire(x, forward=True)
-        torch.index_select(x, 0, in_flight.index("send_rows", x.device), out=sent)
-        in_flight.start(forward=True)
-        torch.index_select(x, 0, in_flight.index("local_rows", x.device), out=rows[in_flight.crossing :])
+        with in_flight.comm.traced("halo send", forward=True) if profiling() else NO_RANGE:
+            rows, sent = in_flight.acquire(x, forward=True)
+            torch.index_select(x, 0, in_flight.index("send_rows", x.device), out=sent)
+            in_flight.start(forward=True)
+            torch.index_select(x, 0, in_flight.index("local_rows", x.device), out=rows[in_flight.crossing :])
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         in_flight, dx = ctx.in_flight, gradients[0]
-        drows, returned = in_flight.wait()
+        drows, returned = in_flight.wait(forward=False)
         # In place: the convolution, x's one user, has just made it.
         dx = dx if dx.is_contiguous() else dx.contiguous()
         in_flight.add(dx, "local_rows", drows[in_flight.crossing :])
@@ -122,7 +125,7 @@ class _Wait(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, order_token: Tensor, in_flight: InFlightHalo) -> Tensor:
         ctx.in_flight = in_flight
-        rows, _ = in_flight.wait()
+        rows, _ = in_flight.wait(forward=True)
         history = order_token.new_zeros(in_flight.tables.num_waiting * in_flight.step.reach, in_flight.channels)
         history.index_copy_(0, in_flight.index("places", order_token.device), rows)
         in_flight.release()
@@ -132,9 +135,10 @@ class _Wait(torch.autograd.Function):
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         in_flight, dhistory = ctx.in_flight, gradients[0].flatten(0, 1)
-        drows, _ = in_flight.acquire(dhistory, forward=False)
-        torch.index_select(dhistory, 0, in_flight.index("places", dhistory.device), out=drows)
-        in_flight.start(forward=False)
+        with in_flight.comm.traced("halo send", forward=False) if profiling() else NO_RANGE:
+            drows, _ = in_flight.acquire(dhistory, forward=False)
+            torch.index_select(dhistory, 0, in_flight.index("places", dhistory.device), out=drows)
+            in_flight.start(forward=False)
         return dhistory.new_empty(0), None
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
@@ -29,6 +30,7 @@ from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.trace import NO_RANGE, profiling
 
 
 def to_heads(exchange: Exchange, group: RankGroup | Communicator, *tensors: Tensor) -> list[Tensor]:
@@ -165,31 +167,35 @@ class InFlightExchange:
     def start_to_heads(self, tensors: Sequence[Tensor], *, forward: bool) -> None:
         """Starts every part, in the order in which the head side asks for them."""
         for part in range(self.num_parts) if forward else reversed(range(self.num_parts)):
-            at = self.at[forward].parts[part]
-            received = self.comm.acquire(at.head_side_bytes, at.device, kept=keeps_message(at))
-            sent = pack_tokens(tensors, at, self.comm.buffers)
-            self._start(part, received, sent, at, to_heads=True, forward=forward)
+            with self._traced("to_heads", part, forward=forward) if profiling() else NO_RANGE:
+                at = self.at[forward].parts[part]
+                received = self.comm.acquire(at.head_side_bytes, at.device, kept=keeps_message(at))
+                sent = pack_tokens(tensors, at, self.comm.buffers)
+                self._start(part, received, sent, at, to_heads=True, forward=forward)
 
     def finish_to_heads(self, part: int, *, forward: bool) -> list[Tensor]:
         """A part, once it has arrived."""
-        at, received = self.at[forward].parts[part], self._wait(part)
-        sections = unpack_heads(received, at)
+        at, received = self.at[forward].parts[part], self._wait(part, to_heads=True, forward=forward)
+        with self._traced("to_heads unpack", part, forward=forward) if profiling() else NO_RANGE:
+            sections = unpack_heads(received, at)
         self.comm.release(received)
         return sections
 
     def start_to_tokens(self, part: int, sections: Sequence[Tensor], *, forward: bool) -> None:
         """Starts one part."""
-        at = self.at[forward].parts[part]
-        received = self.comm.acquire(at.token_side_bytes, at.device)
-        sent = pack_heads(sections, at, self.comm.buffers)
-        self._start(part, received, sent, at, to_heads=False, forward=forward)
+        with self._traced("to_tokens", part, forward=forward) if profiling() else NO_RANGE:
+            at = self.at[forward].parts[part]
+            received = self.comm.acquire(at.token_side_bytes, at.device)
+            sent = pack_heads(sections, at, self.comm.buffers)
+            self._start(part, received, sent, at, to_heads=False, forward=forward)
 
     def finish_to_tokens(self, *, forward: bool) -> list[Tensor]:
         """All parts, once they have arrived."""
         order = range(self.num_parts) if forward else reversed(range(self.num_parts))  # as they were started
-        received = {part: self._wait(part) for part in order}
+        received = {part: self._wait(part, to_heads=False, forward=forward) for part in order}
         messages = [received[part] for part in range(self.num_parts)]
-        tensors = unpack_tokens(messages, self.at[forward], self.widths)
+        with self._traced("to_tokens unpack", None, forward=forward) if profiling() else NO_RANGE:
+            tensors = unpack_tokens(messages, self.at[forward], self.widths)
         self.comm.release(*messages)
         return tensors
 
@@ -201,11 +207,20 @@ class InFlightExchange:
         pending = self.comm.start_all_to_all(received, sent, at.split_counts(to_heads=to_heads), step)
         self.under_way[part] = pending, sent, received
 
-    def _wait(self, part: int) -> Tensor:
+    def _wait(self, part: int, *, to_heads: bool, forward: bool) -> Tensor:
         pending, sent, received = self.under_way.pop(part)
-        pending.wait()
+        step = "to_heads wait" if to_heads else "to_tokens wait"
+        with self._traced(step, part, forward=forward) if profiling() else NO_RANGE:
+            pending.wait()
         self.comm.release(sent)
         return received
+
+    def _traced(self, step: str, part: int | None, *, forward: bool) -> record_function:
+        """The range of a step of one part, or of all."""
+        at = self.at[forward] if part is None else self.at[forward].parts[part]
+        names = ",".join(block.name for block in at.exchange.sections.blocks)
+        chunk = (0, 1) if part is None else (part, self.num_parts)
+        return self.comm.traced(step, names, forward=forward, chunk=chunk)
 
 
 # Between the two sides autograd sees order tokens, one a part: empty tensors that keep the order of steps.

@@ -17,6 +17,7 @@ from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
+from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout, Route
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.route import rows_between
@@ -87,12 +88,15 @@ class _Relayout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, tables: _RelayoutTables, comm: Communicator) -> Tensor:
         ctx.tables = (tables, comm)
-        return _moved(local, tables, comm, forward=True)
+        with comm.traced("relayout", forward=True) if profiling() else NO_RANGE:
+            return _moved(local, tables, comm, forward=True)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _moved(gradients[0], *ctx.tables, forward=False), None, None
+        tables, comm = ctx.tables
+        with comm.traced("relayout", forward=False) if profiling() else NO_RANGE:
+            return _moved(gradients[0], tables, comm, forward=False), None, None
 
 
 def _moved(local: Tensor, tables: _RelayoutTables, comm: Communicator, *, forward: bool) -> Tensor:
@@ -101,7 +105,9 @@ def _moved(local: Tensor, tables: _RelayoutTables, comm: Communicator, *, forwar
     received = comm.acquire_like(local, arrive.numel(), *local.shape[1:])
     sent = comm.buffers.acquire_like(local, send.numel(), *local.shape[1:])
     torch.index_select(local, 0, send, out=sent)
-    comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, direction(forward=forward)).wait()
+    pending = comm.start_all_to_all(received.view(-1), sent.view(-1), split_counts, direction(forward=forward))
+    with comm.traced("relayout wait", forward=forward) if profiling() else NO_RANGE:
+        pending.wait()
     moved = local.new_zeros(tables.rows[0 if forward else 1], *local.shape[1:])
     torch.index_select(received, 0, arrive, out=moved[: arrive.numel()])
     comm.release(sent, received)

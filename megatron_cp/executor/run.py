@@ -13,6 +13,7 @@ from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.head_exchange import ToTokensInParts, start_to_heads
 from megatron_cp.executor.relayout import prepare_relayout
+from megatron_cp.executor.trace import profiling, traced_work
 from megatron_cp.executor.transfers import prepare_transfers
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan
@@ -48,10 +49,10 @@ def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Ma
         tensors = [tensor for finish in in_flight for tensor in finish()]
         # Kernels compute in the types that they are given: autocast would change them behind their backs.
         with torch.autocast(tensors[0].device.type, enabled=False):
-            of_chunk = work(chunk)
+            of_chunk, in_chunk = work(chunk), comm.in_chunk(chunk, plan.head_chunks) if profiling() else comm
             for step in on_heads:
                 if not isinstance(step, ToTokens):
-                    tensors = _computed(step, tensors, of_chunk)
+                    tensors = _computed(step, tensors, of_chunk, in_chunk)
         if back is not None:
             back.start(chunk, *tensors)
     return tensors if back is None else back.finish()
@@ -69,7 +70,8 @@ def _started(
         return [list(of_chunk) for of_chunk in zip(*arriving, strict=True)]
     in_flight = []
     for chunk in range(plan.head_chunks):
-        arriving = _on_tokens(steps, comm, inputs(chunk), work(chunk), chunk)
+        in_chunk = comm.in_chunk(chunk, plan.head_chunks) if profiling() else comm
+        arriving = _on_tokens(steps, in_chunk, inputs(chunk), work(chunk), chunk)
         in_flight.append([finish for parts in arriving for finish in parts])
     return in_flight
 
@@ -85,24 +87,28 @@ def _on_tokens(
             arriving.append(start_to_heads(exchange, comm, *tensors[slice(*step.inputs)]))
         else:
             with torch.autocast(tensors[0].device.type, enabled=False):
-                tensors = _computed(step, tensors, work)
+                tensors = _computed(step, tensors, work, comm)
     return arriving
 
 
-def _computed(step: Step, tensors: list[Tensor], work: Mapping[str, LocalWork]) -> list[Tensor]:
+def _computed(step: Step, tensors: list[Tensor], work: Mapping[str, LocalWork], comm: Communicator) -> list[Tensor]:
     """One local step."""
     match step:
         case Attend():
-            return work["attend"](*tensors)
+            return work["attend"](*tensors)  # each of its stages has a range
         case Compute(name):
-            return work[name](*tensors)
+            pass
         case Halo():
-            return work["conv"](*tensors)
+            name = "conv"
         case Scan():
-            return work["rule"](*tensors)
+            name = "rule"
         case ToHeads() | ToTokens():
             raise AssertionError(f"{step} is an exchange")
-    assert_never(step)
+        case _:
+            assert_never(step)
+    if not profiling():
+        return work[name](*tensors)
+    return traced_work(work[name], tensors, lambda forward: comm.traced(name, forward=forward))
 
 
 def prepare(plan: Plan, rank: int, device: torch.device) -> None:

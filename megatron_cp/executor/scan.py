@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.plan.recurrence import Scan
 
 
@@ -76,10 +77,14 @@ def scan(step: Scan, comm: RankGroup | Communicator, local: LocalScan, *tensors:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: Scan, comm: Communicator, local: LocalScan, *tensors: Tensor) -> Tensor:
-        empty, transitions, begun = local.leave(tensors)
+        with comm.traced("scan leave", forward=True) if profiling() else NO_RANGE:
+            empty, transitions, begun = local.leave(tensors)
         maps = _Maps(step, comm, empty, transitions, forward=True)
-        begun = local.meanwhile(tensors, begun)
-        out, kept = local.finish(tensors, begun, maps.fold())
+        with comm.traced("scan meanwhile", forward=True) if profiling() else NO_RANGE:
+            begun = local.meanwhile(tensors, begun)
+        states = maps.fold()
+        with comm.traced("scan finish", forward=True) if profiling() else NO_RANGE:
+            out, kept = local.finish(tensors, begun, states)
         ctx.scan = (step, comm, local, len(tensors))
         ctx.save_for_backward(*tensors, *kept, transitions)
         return out
@@ -90,10 +95,14 @@ class _Scan(torch.autograd.Function):
         step, comm, local, count = ctx.scan
         *saved, transitions = ctx.saved_tensors
         tensors, kept = saved[:count], saved[count:]
-        wanted, begun = local.leave_backward(tensors, kept, gradients[0])
+        with comm.traced("scan leave", forward=False) if profiling() else NO_RANGE:
+            wanted, begun = local.leave_backward(tensors, kept, gradients[0])
         maps = _Maps(step, comm, wanted, transitions, forward=False)
-        begun = local.meanwhile_backward(tensors, kept, begun, gradients[0])
-        return None, None, None, *local.finish_backward(tensors, kept, begun, gradients[0], maps.fold())
+        with comm.traced("scan meanwhile", forward=False) if profiling() else NO_RANGE:
+            begun = local.meanwhile_backward(tensors, kept, begun, gradients[0])
+        states = maps.fold()
+        with comm.traced("scan finish", forward=False) if profiling() else NO_RANGE:
+            return None, None, None, *local.finish_backward(tensors, kept, begun, gradients[0], states)
 
 
 class _Maps:
@@ -120,7 +129,10 @@ class _Maps:
         }
         self.slots = {number: slot for slot, number in enumerate(self.local.ids[waiting].tolist())}
         self.like = constants
-        self.pending = self._start() if step.crosses else None
+        self.pending: Pending | None = None
+        if step.crosses:
+            with comm.traced("scan send", forward=forward) if profiling() else NO_RANGE:
+                self.pending = self._start()
 
     def _start(self) -> Pending:
         size, forward = self.comm.size, self.forward
@@ -145,9 +157,15 @@ class _Maps:
 
         Call it once.
         """
+        if self.pending is not None:
+            with self.comm.traced("scan wait", forward=self.forward) if profiling() else NO_RANGE:
+                self.pending.wait()
+        with self.comm.traced("scan fold", forward=self.forward) if profiling() else NO_RANGE:
+            return self._folded()
+
+    def _folded(self) -> Tensor:
         step = self.step
         if self.pending is not None:
-            self.pending.wait()
             self._sort_arrivals()
         states = self.like.new_zeros(len(self.slots), step.heads, step.key_dim, step.value_dim)
         needed = self.segments.needed(self.comm.rank, forward=self.forward)

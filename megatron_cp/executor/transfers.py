@@ -22,11 +22,13 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending
+from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.plan.attention import Attend, HeadChunk, Stage
 from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn
 
@@ -64,10 +66,14 @@ class KeyTransfers:
         kv_rank, head_rank: of this rank.
         comm: the ranks of one `head_rank`, and the transport between them.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` the own keys and values, without pad rows.
+        forward: the direction in which they are computed with.
     """
 
-    def __init__(self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor, *, forward: bool
+    ) -> None:
         self._step, self._head_rank, self._comm, self._k, self._v = step, head_rank, comm, k, v
+        self._forward = forward
         flow = next((stage.keys for stage in step.stages if stage.keys is not None), None)  # all are of one class
         self._carrier = None if flow is None else _CARRIERS[type(flow)](step, kv_rank, comm, k, v)
 
@@ -79,15 +85,26 @@ class KeyTransfers:
                 yield self._step.stages[0], chunk, (self._k[..., chunk.groups, :], self._v[..., chunk.groups, :])
             return
         order = [(stage, chunk) for chunk in chunks for stage in self._step.stages]
-        coming: _Arrival | None = self._carrier.start(*order[0], None)
+        coming: _Arrival | None = self._start(*order[0], None)
         for (stage, chunk), following in itertools.pairwise([*order, None]):  # type: ignore[misc]
             assert coming is not None
-            block = coming.wait(self._comm)
-            coming = None if following is None else self._carrier.start(*following, block)
-            block = self._carrier.in_order(stage, block)
+            with self.traced("wait", "k,v", stage, chunk) if profiling() else NO_RANGE:
+                block = coming.wait(self._comm)
+            coming = None if following is None else self._start(*following, block)
+            with self.traced("unpack", "k,v", stage, chunk) if self._carrier.reorders and profiling() else NO_RANGE:
+                block = self._carrier.in_order(stage, block)
             yield stage, chunk, unpack(block, self._k, self._v, chunk.num_groups)
             if coming is None or coming.sent is not block:
                 self._comm.release(block)
+
+    def _start(self, stage: Stage, chunk: HeadChunk, block: Tensor | None) -> _Arrival:
+        assert self._carrier is not None
+        with self.traced("send", "k,v", stage, chunk) if profiling() else NO_RANGE:
+            return self._carrier.start(stage, chunk, block)
+
+    def traced(self, name: str, what: str, stage: Stage, chunk: HeadChunk) -> record_function:
+        """The range of something that is done for a stage of a head chunk."""
+        return _traced(self._step, self._comm, name, what, stage, chunk, forward=self._forward)
 
     def gradients_like(self, keys: Keys) -> Tensor:
         """An unwritten buffer for the gradients of the keys at hand, of the type in which they travel."""
@@ -103,6 +120,13 @@ class KeyTransfers:
         """Writes the gradients of the own keys and values, once every stage's have been returned."""
         assert self._carrier is not None
         self._carrier.reduce_gradients(dk, dv)
+
+
+def _traced(
+    step: Attend, comm: Communicator, name: str, what: str, stage: Stage, chunk: HeadChunk, *, forward: bool
+) -> record_function:
+    chunks, stages = (chunk.number, step.head_chunks), (stage.number, step.num_stages)
+    return comm.traced(name, what, forward=forward, chunk=chunks, stage=stages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +151,13 @@ class _Arrival:
 
 
 class _Carrier(ABC):
-    """Carries the flows of one kind."""
+    """Carries the flows of one kind.
+
+    Attributes:
+        reorders: rows may arrive in another order than the stage wants them.
+    """
+
+    reorders = False
 
     def __init__(self, step: Attend, kv_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
         self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
@@ -146,6 +176,10 @@ class _Carrier(ABC):
     def in_order(self, stage: Stage, block: Tensor) -> Tensor:
         """A block that has arrived, its rows as the stage wants them."""
         return block
+
+    def traced_gradient(self, name: str, stage: Stage, chunk: HeadChunk) -> record_function:
+        """The range of something that is done with gradients."""
+        return _traced(self.step, self.comm, name, "dk,dv", stage, chunk, forward=False)
 
     @abstractmethod
     def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
@@ -174,15 +208,18 @@ class _PassesOn(_Carrier):
 
     def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
         if self._gradient is not None:
-            arrived = self._gradient.wait(self.comm)
+            with self.traced_gradient("wait", stage, chunk) if profiling() else NO_RANGE:
+                arrived = self._gradient.wait(self.comm)
             gradient.add_(arrived)
             self.comm.release(arrived)  # before there is room for the next
         assert isinstance(stage.gradients, PassOn)
-        self._gradient = self._pass_on(stage.gradients, gradient, "gradients of keys and values")
+        with self.traced_gradient("send", stage, chunk) if profiling() else NO_RANGE:
+            self._gradient = self._pass_on(stage.gradients, gradient, "gradients of keys and values")
 
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         assert self._gradient is not None
-        arrived = self._gradient.wait(self.comm)
+        with self.comm.traced("wait", "dk,dv", forward=False) if profiling() else NO_RANGE:
+            arrived = self._gradient.wait(self.comm)
         for target, source in zip((dk, dv), unpack(arrived, self.k, self.v), strict=True):
             target.copy_(source)
         self.comm.release(arrived)
@@ -200,9 +237,11 @@ class _PassesOn(_Carrier):
 class _Fetches(_Carrier):
     """The owner sums what comes back in the order of the KV ranks, in at least fp32."""
 
+    reorders = True
+
     def __init__(self, step: Attend, kv_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
         super().__init__(step, kv_rank, comm, k, v)
-        self._returning: list[tuple[Fetch, HeadChunk, _Arrival]] = []
+        self._returning: list[tuple[Stage, HeadChunk, _Arrival]] = []
 
     @property
     def gradient_type(self) -> torch.dtype:
@@ -233,6 +272,10 @@ class _Fetches(_Carrier):
 
     def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
         self._finish_returns()
+        with self.traced_gradient("send", stage, chunk) if profiling() else NO_RANGE:
+            self._start_return(stage, chunk, gradient)
+
+    def _start_return(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
         flow = self._flow(stage)
         tables = flow.tables(self.kv_rank)
         if tables.inverse is not None:
@@ -242,7 +285,7 @@ class _Fetches(_Carrier):
         pending = self.comm.start_all_to_all(
             received.view(-1), gradient.view(-1), split_counts, "gradients of gathered keys and values"
         )
-        self._returning.append((flow, chunk, _Arrival(received, gradient, pending)))
+        self._returning.append((stage, chunk, _Arrival(received, gradient, pending)))
 
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         self._finish_returns()
@@ -272,15 +315,20 @@ class _Fetches(_Carrier):
         return ordered
 
     def _finish_returns(self) -> None:
-        for flow, chunk, returned in self._returning:
-            received = returned.wait(self.comm)
-            sums = [total[..., chunk.groups, :] for total in self._sums]
-            counts = flow.tables(self.kv_rank).send_counts.tolist()
-            for rows, piece in zip(self._index(flow, "send_rows").split(counts), received.split(counts), strict=True):
-                for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
-                    total.index_add_(0, rows, part.to(self.acc_dtype))
+        for stage, chunk, returned in self._returning:
+            with self.traced_gradient("wait", stage, chunk) if profiling() else NO_RANGE:
+                received = returned.wait(self.comm)
+            with self.traced_gradient("sum", stage, chunk) if profiling() else NO_RANGE:
+                self._add(self._flow(stage), chunk, received)
             self.comm.release(received)
         self._returning = []
+
+    def _add(self, flow: Fetch, chunk: HeadChunk, received: Tensor) -> None:
+        sums = [total[..., chunk.groups, :] for total in self._sums]
+        counts = flow.tables(self.kv_rank).send_counts.tolist()
+        for rows, piece in zip(self._index(flow, "send_rows").split(counts), received.split(counts), strict=True):
+            for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
+                total.index_add_(0, rows, part.to(self.acc_dtype))
 
 
 _CARRIERS: dict[type[KeyFlow], type[_Carrier]] = {PassOn: _PassesOn, Fetch: _Fetches}

@@ -64,7 +64,7 @@ class LinearOnRank:
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
-        self.comm = Communicator(self.ranks, plan.transport, f"{plan.kind}, {plan.scheme}")
+        self.comm = Communicator(self.ranks, plan.transport, plan.kind, plan.scheme)
         self._of_chunk(0, values.dtype, values.device)
 
     def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> LinearOnRank:
@@ -97,7 +97,7 @@ class LinearOnRank:
         """Raises on every rank if another one calls the operation differently."""
         options["kernel"] = kernel_name(self.kernel)
         mark = agree_on_call(self.ranks, [self.plan], operation, tensors, options)
-        self.comm = Communicator(self.ranks, self.plan.transport, f"{mark}, {self.plan.scheme}")
+        self.comm = Communicator(self.ranks, self.plan.transport, mark, self.plan.scheme)
 
     def run(
         self, tensors: list[Tensor], *, conv: Stage | None = None, gates: Stage | None = None, rule: Stage | None = None

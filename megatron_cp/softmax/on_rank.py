@@ -30,6 +30,7 @@ from megatron_cp.executor.head_exchange import ToTokensInParts
 from megatron_cp.executor.kernels import choose_kernel, kernel_name
 from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.run import Inputs, LocalWork, run
+from megatron_cp.executor.trace import profiling
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.attention import Attend, HeadChunk
 from megatron_cp.plan.plan import Plan
@@ -87,7 +88,7 @@ class AttentionOnRank:
             {**numbers, "kernel": self.kernel_name, **more}, once,
         )  # fmt: skip
         name = f"{mark}, seed {call.seed}" if call.dropout else mark
-        self.comm = Communicator(self.ranks, self.plan.transport, f"{name}, {self.plan.scheme}")
+        self.comm = Communicator(self.ranks, self.plan.transport, name, self.plan.scheme)
 
     def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
         """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""
@@ -136,9 +137,12 @@ class AttentionOnRank:
         def of_chunk(chunk: int) -> dict[str, LocalWork]:
             step = self.plan.attend_of(chunk)
             sink = self.sink if self.sink is None else self.sink[slice(*step.partition.heads[self.head_rank])]
+            comm = self.along_keys
+            if profiling():
+                comm = comm.in_chunk(chunk, self.plan.head_chunks)
 
             def computed(*tensors: Tensor) -> list[Tensor]:
-                out, lse = _Attention.apply(self, step, sink, *tensors)
+                out, lse = _Attention.apply(self, comm, step, sink, *tensors)
                 if lses is not None:
                     lses.append(lse)
                 return [out]
@@ -213,11 +217,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, layer: AttentionOnRank, step: Attend, sink: Tensor | None, q: Tensor, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        ctx.call = layer, step
+        ctx: Any, layer: AttentionOnRank, comm: Communicator, step: Attend, sink: Tensor | None, q: Tensor, k: Tensor,
+        v: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.call = layer, comm, step
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
-        out, lse = attend(step, layer.kv_rank, layer.head_rank, layer.along_keys, layer, q, k, v)
+        out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, layer, q, k, v)
         if sink is not None:
             before = row_padded_copy(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=row_padded_copy(lse))
@@ -231,7 +236,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (layer, step), dout = ctx.call, gradients[0]
+        (layer, comm, step), dout = ctx.call, gradients[0]
         sink, q, k, v, out, lse = ctx.saved_tensors
         with torch.autocast(dout.device.type, enabled=False):
             dsink = None
@@ -240,10 +245,8 @@ class _Attention(torch.autograd.Function):
                 share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :num_tokens]).nan_to_num_(0.0)
                 terms = _per_query(share) * (dout[:num_tokens].to(lse.dtype) * out[:num_tokens])
                 dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
-            dq, dk, dv = attend_backward(
-                step, layer.kv_rank, layer.head_rank, layer.along_keys, layer, dout, q, k, v, out, lse
-            )
-        return None, None, dsink, dq, dk, dv
+            dq, dk, dv = attend_backward(step, layer.kv_rank, layer.head_rank, comm, layer, dout, q, k, v, out, lse)
+        return None, None, None, dsink, dq, dk, dv
 
 
 def _per_query(x: Tensor) -> Tensor:

@@ -160,7 +160,12 @@ def test_nobody_always_comes_first_or_after_the_same_one():
 
 @pytest.mark.parametrize(
     ("what", "option", "value"),
-    [("layer", "--only", "codecs"), ("exchange", "--only", "codecs"), ("wire", "--cells", "2x64/2")],
+    [
+        ("layer", "--only", "codecs"),
+        ("exchange", "--only", "codecs"),
+        ("wire", "--cells", "2x64/2"),
+        ("wire", "--profile", "a.json"),
+    ],
 )
 def test_options_of_another_benchmark_are_refused(what, option, value, capsys):
     assert main(["bench", what, option, value]) == 2

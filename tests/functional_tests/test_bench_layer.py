@@ -2,6 +2,7 @@
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from megatron_cp.cli.bench import layer as benchmark
 from megatron_cp.cli.bench.layer import LAYERS, OURS
 from megatron_cp.cli.bench.peer_limits import MEGATRON
+from megatron_cp.cli.bench.profile import trace_files
 from megatron_cp.cli.bench.timing import DIRECTIONS, Watch
 from megatron_cp.cli.bench.watched_kernels import WatchedLinearKernel, watched
 from megatron_cp.cli.main import main
@@ -24,12 +26,13 @@ RATIOS = ("megatron_over_ours", "megatron_over_ours_local", "megatron_over_ours_
 
 
 @pytest.fixture(scope="module")
-def printed():
+def printed(tmp_path_factory):
     pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
     with pytest.MonkeyPatch.context() as patch:
         texts = []
         patch.setattr("builtins.print", lambda text, **_: texts.append(text))
-        assert main(["bench", "layer", *TINY, "--json"]) == 0
+        trace = tmp_path_factory.mktemp("traces") / "trace.json"
+        assert main(["bench", "layer", *TINY, "--json", "--profile", str(trace)]) == 0
     return texts
 
 
@@ -54,6 +57,39 @@ def test_both_layers_are_measured_ratios_first(printed):
                 assert min(alike, rest, wire) > 0
         assert layer["megatron_over_ours"] == report["megatron_over_ours"][name]
     assert (report["cp"], report["device"], report["layers"]["gdn"]["dtype"]) == (2, "cpu", "bfloat16")
+
+
+def test_a_trace_of_our_layer_is_written_for_each(printed):
+    text, report = printed[0], json.loads(printed[-1])
+    assert [path.rpartition("trace.")[2] for path in report["traces"].values()] == [f"{name}.json" for name in LAYERS]
+    sections = {"gdn": "q,k,v,beta,alpha", "mamba": "x,B,C,dt"}
+    for name, path in report["traces"].items():
+        assert f"Trace of one forward and backward of our {name} on rank 0: {path}." in text
+        events = json.loads(Path(path).read_text())["traceEvents"]
+        ranges = [event["name"] for event in events if event.get("ph") == "X" and event["name"].startswith("cp ")]
+        assert all(name.endswith(" layer 1") for name in ranges)
+        assert [name for name in ranges if "to_heads" not in name and "to_tokens" not in name] == [
+            f"cp headwise {step}{way} layer 1"
+            for way, steps in (("", ("conv", "gates", "rule")), (" backward", ("rule", "gates", "conv")))
+            for step in steps
+        ]
+        for step in (f"to_heads {sections[name]}", "to_tokens wait out", f"to_tokens {sections[name]} backward"):
+            assert ranges.count(f"cp headwise {step} layer 1") == 1
+
+
+def test_a_trace_of_one_layer_is_the_file_that_was_asked_for():
+    assert trace_files("folder/t.json", ["mamba"]) == {"mamba": "folder/t.json"}
+    assert trace_files("t.json", ["gdn", "mamba"]) == {"gdn": "t.gdn.json", "mamba": "t.mamba.json"}
+
+
+@pytest.mark.parametrize("path", ["nowhere/trace.json", "trace.txt", "folder.json", "a\0.json"])
+def test_rejects_a_trace_that_cannot_be_written_before_anything_is_measured(path, capsys, monkeypatch, tmp_path):
+    (tmp_path / "folder.json").mkdir()
+    monkeypatch.setattr(benchmark, "report", None)
+    assert main(["bench", "layer", *TINY, "--profile", str(tmp_path / path)]) == 2
+    error = capsys.readouterr().err
+    assert "--profile: got" in error
+    assert "allowed: a file ending in .json, in a folder that exists" in error
 
 
 def test_needs_megatron_and_says_what_does_not(capsys, monkeypatch):

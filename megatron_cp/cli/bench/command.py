@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of exchange: what is timed between processes, beside the local part, whose size --tokens-per-rank sets",
     )
     parser.add_argument("--only", metavar="PART,...", help="of wire: transports, codecs or overlap (default: all)")
+    parser.add_argument(
+        "--profile",
+        metavar="FILE.json",
+        help="of layer: a Chrome trace of one forward and backward of our layer on rank 0, made once all is measured; "
+        "of two layers FILE.gdn.json and FILE.mamba.json",
+    )
     parser.add_argument("--timeout", type=seconds, default=600.0, help="seconds the run may take (default: 600)")
 
 
@@ -68,7 +74,7 @@ def run(args: argparse.Namespace) -> Report:
     if args.what not in BENCHMARKS:
         later = f"{args.what} is not built yet." if args.what in _LATER else ""
         raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS), later)
-    for option, benchmark in (("only", "wire"), ("cells", "exchange")):
+    for option, benchmark in (("only", "wire"), ("cells", "exchange"), ("profile", "layer")):
         if getattr(args, option) is not None and args.what != benchmark:
             raise ArgumentError(f"--{option}", getattr(args, option), f"nothing but with bench {benchmark}")
     check_paths(args)

@@ -7,7 +7,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -21,6 +21,7 @@ from megatron_cp.cli.bench.allocator import keep_freed_memory
 from megatron_cp.cli.bench.defaults import RANKS, with_defaults
 from megatron_cp.cli.bench.peer_limits import MEGATRON, aligned_lengths, check_megatron_takes, megatron_missing
 from megatron_cp.cli.bench.peers.distributed import watched_wire
+from megatron_cp.cli.bench.profile import trace_files, write_trace
 from megatron_cp.cli.bench.spread import formatted, spread
 from megatron_cp.cli.bench.timing import BOTH, DIRECTIONS, Timing, Watch, interleaved_order
 from megatron_cp.cli.bench.watched_kernels import WatchedLinearKernel, watched
@@ -65,7 +66,8 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         remedy = f"Both layers are modules of Megatron's: {reason}. bench linear measures mixers without it."
         raise ArgumentError("benchmark", "layer", f"a machine with {MEGATRON}", remedy)
     wanted = [args.layer] if args.layer else list(LAYERS)
-    works = [_work(layer, args, world) for layer in wanted]
+    traces = {} if args.profile is None else trace_files(args.profile, wanted)
+    works = [replace(_work(layer, args, world), trace=traces.get(layer)) for layer in wanted]
     if world is not None:
         ranks = world.all_gather_object(measure(world, works, args.repeats))
     else:
@@ -82,6 +84,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         "transport": args.transport,
         "codec": args.codec,
         "repeats": args.repeats,
+        "traces": traces,
         "device": works[0].case.device,
         "torch": torch.__version__,
         "megatron_core": version(MEGATRON),
@@ -93,10 +96,15 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 @dataclass(frozen=True)
 class Work:
-    """A layer of a model, and a batch for it."""
+    """A layer of a model, and a batch for it.
+
+    Attributes:
+        trace: the file for a profiler's trace of our layer, or None.
+    """
 
     case: Case
     hidden_size: int
+    trace: str | None = None
 
 
 def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Work:
@@ -147,13 +155,14 @@ def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
         from megatron_cp.cli.bench.peers import layers
 
         layers.start(group.size, on_cpu=works[0].case.device == "cpu")
-        return [_measured(group, work.case, work.hidden_size, repeats) for work in works]
+        return [_measured(group, work, repeats) for work in works]
 
 
-def _measured(group: TorchGroup, case: Case, hidden_size: int, repeats: int) -> Seen:
+def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
     """One layer on one rank."""
     from megatron_cp.cli.bench.peers import layers
 
+    case, hidden_size = work.case, work.hidden_size
     watch = Watch(torch.device(case.device).type)
     pair = layers.layers(case, hidden_size, partial(watched, watch), WatchedLinearKernel(watch))
     sides = {OURS: pair.ours, **({MEGATRON: pair.stock} if pair.stock else {})}
@@ -189,6 +198,8 @@ def _measured(group: TorchGroup, case: Case, hidden_size: int, repeats: int) -> 
                 return result
 
             step(name, timed)
+    if work.trace is not None:  # once all is timed: a profiler takes time of its own
+        write_trace(lambda: step(OURS, lambda _, call: call()), group, hidden.device, work.trace)
     return seen
 
 
@@ -277,7 +288,10 @@ def _text(data: dict[str, Any]) -> str:
                 if errors else []
             ),
         ]  # fmt: skip
-    return "\n".join([*lines, "", LEGEND])
+    traces = [
+        f"Trace of one forward and backward of our {name} on rank 0: {path}." for name, path in data["traces"].items()
+    ]
+    return "\n".join([*lines, "", *traces, *[""] * bool(traces), LEGEND])
 
 
 def _table(layer: dict[str, Any]) -> list[str]:

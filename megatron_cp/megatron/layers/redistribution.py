@@ -15,6 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_cp.executor.relayout import relayout
+from megatron_cp.executor.trace import NO_RANGE, in_layer, profiling
+from megatron_cp.layout import Layout
 from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
 from megatron_cp.megatron.layers.refusals import refuse
 from megatron_cp.plan.plan import Plan
@@ -84,7 +86,7 @@ class _Edges:
                 "Its rows are those outside.",
             )
         self.linear.check_rows(len(hidden), plan.hidden_layout)
-        hidden = relayout(hidden, plan.hidden_layout, plan.layout, self.linear.ranks, transport=plan.transport)
+        hidden = self._moved(layer, hidden, plan, plan.hidden_layout, plan.layout)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -93,8 +95,12 @@ class _Edges:
         plan = self._plan(kwargs, hidden)
         if plan is None or plan.hidden_layout is None:
             return None
-        hidden = relayout(hidden, plan.layout, plan.hidden_layout, self.linear.ranks, transport=plan.transport)
+        hidden = self._moved(layer, hidden, plan, plan.layout, plan.hidden_layout)
         return hidden if isinstance(out, Tensor) else (hidden, *rest)
+
+    def _moved(self, layer: nn.Module, hidden: Tensor, plan: Plan, source: Layout, target: Layout) -> Tensor:
+        with in_layer(getattr(layer, "layer_number", None)) if profiling() else NO_RANGE:
+            return relayout(hidden, source, target, self.linear.ranks, transport=plan.transport)
 
     def _plan(self, kwargs: dict[str, Any], hidden: Tensor) -> Plan | None:
         """Of the run's linear layers; None for batches that are not packed, which are never redistributed."""
