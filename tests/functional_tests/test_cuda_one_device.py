@@ -1,4 +1,4 @@
-"""One rank of a job with a device of its own. On a GPU it talks over NCCL to itself; on the emulated one gloo stands in."""
+"""One rank of a job with a device of its own. On a GPU it talks over NCCL; on the emulated one gloo stands in."""
 
 import os
 import socket
@@ -71,7 +71,7 @@ def test_a_wait_of_nccl_orders_streams_and_not_the_host(told):
 
 def test_commands_choose_the_device(told, capsys):
     """`check` and `bench` of such a job run on its devices, doctor looks at the kernels for them."""
-    assert main(["check", "--layer", "attention", "--cp", "1", "--lengths", "7,3", "--heads", "2", "--head-dim", "16"]) == 0
+    assert main(["check", *["--layer", "attention", "--cp", "1", "--lengths", "7,3", "--heads", "2", "--head-dim", "16"]]) == 0
     assert main(["doctor"]) == 0
     assert "kernel varlen of attention" in capsys.readouterr().out
 

@@ -56,9 +56,7 @@ def _copy(megabytes: float, repeats: int) -> float:
     return times(lambda: target.copy_(source), repeats).device_us
 
 
-def _calls(
-    size: int, heads: int, groups: int, head_dim: int, codec: str
-) -> tuple[dict[str, Callable[[], Any]], int]:
+def _calls(size: int, heads: int, groups: int, head_dim: int, codec: str) -> tuple[dict[str, Callable[[], Any]], int]:
     """Each way of an exchange, and the bytes that enter it: of q, k and v in bf16 on one of several ranks."""
     partition, sizes = partition_heads(heads, groups, RANKS), (heads, groups, groups)
     held = (partition.heads, partition.groups, partition.groups)
