@@ -32,7 +32,8 @@ test-fast: setup ## unit tests and one parity case a scheme, layer and transport
 
 test-cuda: setup ## the tests of the CUDA path, on a GPU or else on an emulated one
 	$(RUN)/python -m tools.nullgpu --or-gpu $(RUN)/python -m pytest -n 2 --dist worksteal \
-	  tests/functional_tests/test_cuda.py tests/functional_tests/test_cuda_streams.py
+	  tests/functional_tests/test_cuda.py tests/functional_tests/test_cuda_flex.py \
+	  tests/functional_tests/test_cuda_streams.py
 
 train: setup ## a packed hybrid Megatron model at CP=2 against CP=1, in minutes; ARGS="--context-parallel-size 3 ..."
 	$(RUN)/megatron-cp train --context-parallel-size 2 --compare $(ARGS)

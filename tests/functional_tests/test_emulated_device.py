@@ -44,6 +44,7 @@ x = torch.arange(6.0, device="cuda")
 for name, call in {
     "item": lambda: x[0].item(), "tolist": lambda: x.tolist(), "cpu": lambda: x.cpu(), "nonzero": lambda: x.nonzero(),
     "a mask": lambda: x[x > 2], "two devices": lambda: x + torch.ones(6),
+    "an index of the device into the host's": lambda: torch.ones(6)[x.long()],
     "a pageable copy": lambda: torch.ones(6).to("cuda"),
 }.items():
     try:
@@ -60,7 +61,7 @@ print((x @ y).item(), torch.empty(10_000_000, device="cuda").isnan().all().item(
 def test_what_a_gpu_refuses_is_refused_and_values_are_right(device):
     done = run(device, "-c", REFUSED)
     *refused, last = done.stdout.splitlines()
-    assert len(refused) == 7
+    assert len(refused) == 8
     assert all(line.startswith("refused") for line in refused), refused
     assert last == "15.0 True", done.stderr
 

@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import DispatchKey
+from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -32,6 +35,8 @@ COPIES = frozenset({"_to_copy", "clone", "copy_"})
 OF_DATA = frozenset({
     "_unique2", "equal", "is_nonzero", "masked_select", "nonzero", "unique_consecutive", "unique_dim",
 })  # fmt: skip
+# Modes of torch that trace. They see an operator after this one, whichever was entered first.
+TRACING = (torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY)
 TAKE_HOST_INDICES = frozenset({"index", "index_put", "index_put_", "_index_put_impl_"})
 
 operators: Counter[str] = Counter()  # what was emulated, by name
@@ -39,6 +44,8 @@ operators: Counter[str] = Counter()  # what was emulated, by name
 
 class Emulation(TorchDispatchMode):
     """Emulates in the thread that enters it. Backward runs on that thread too."""
+
+    supports_higher_order_operators = True
 
     def __enter__(self) -> Any:
         self._one_thread = torch.autograd.set_multithreading_enabled(False)
@@ -51,6 +58,11 @@ class Emulation(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if _is_traced(types):
+            return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):  # FlexAttention: the operators that torch has it made of eagerly
+            with Emulation():
+                return func.py_kernels[DispatchKey.CompositeExplicitAutograd](*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         asked = None if kwargs.get("device") is None else torch.device(kwargs["device"])
@@ -58,6 +70,9 @@ class Emulation(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         operators[name] += 1
+        if func._can_decompose():  # below autograd, where `to` comes as such: a view or a copy, as it turns out
+            with Emulation():
+                return func.decompose(*args, **kwargs)
         aliases = [argument.alias_info for argument in func._schema.arguments]
         writes = [alias is not None and alias.is_write for alias in aliases]
         is_view = any(aliases) and not any(writes)
@@ -68,7 +83,8 @@ class Emulation(TorchDispatchMode):
             return _copied(func, name, args, kwargs)
         if is_native:
             return func(*args, **kwargs)
-        if name not in TAKE_HOST_INDICES and any(not tensor.is_cuda and tensor.ndim for tensor in tensors):
+        may_differ = name in TAKE_HOST_INDICES and args[0].is_cuda  # indices of the host, but not into the host's
+        if not may_differ and any(not tensor.is_cuda and tensor.ndim for tensor in tensors):
             found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
             raise RuntimeError(f"{func}: expected all tensors on one device, found {found}")
         if name in OF_DATA or (name in TAKE_HOST_INDICES and _has_mask(args[1])):
@@ -83,6 +99,13 @@ class Emulation(TorchDispatchMode):
             return _written(func, writes, args, kwargs)
         target = device if asked is None else asked
         return result if target.type != "cuda" else tree_map(lambda leaf: _to_device(leaf, target), result)
+
+
+def _is_traced(types: Any) -> bool:
+    """Whether there are no values, and no memory of them."""
+    return any(issubclass(kind, FakeTensor) for kind in types) or any(
+        torch._C._get_dispatch_mode(kind) is not None for kind in TRACING
+    )
 
 
 def on_host(tensor: Tensor) -> Tensor:

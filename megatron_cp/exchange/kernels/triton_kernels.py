@@ -182,12 +182,36 @@ def _copy_to(
     UNITS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
+    # Units of two words lie otherwise among the threads than others. In branches of their own each has its addresses,
+    # and not both all of them in registers.
+    kind = tl.load(first + entries * _KIND)
+    if kind == 16:
+        source, target, held = _ways_to(first, entries, tensors, strides, index, message, rows, row, UNITS, ROWS)
+        _move(source, target, held, held, tl.int64, 2)
+    else:
+        source, target, held = _ways_to(first, entries, tensors, strides, index, message, rows, row, UNITS, ROWS)
+        _move_words(kind, source, target, held, held)
+
+
+@triton.jit
+def _ways_to(
+    first: tl.tensor,
+    entries: tl.tensor,
+    tensors: tl.tuple,
+    strides: tl.tuple,
+    index: tl.tensor,
+    message: tl.tensor,
+    rows: tl.tensor,
+    row: tl.tensor,
+    UNITS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tuple:
+    """`[units, rows]` addresses to read and to write, and which of them there are."""
     entry = first + tl.arange(0, UNITS)
     row += tl.arange(0, ROWS)
     source = _in_tensors(entry, entries, tensors, strides, _indexed(row, rows, index))
     target = message + _in_blocks(entry, entries, rows, row)
-    held = _live(entry, entries) & (row < rows)[None, :]
-    _copy(tl.load(first + entries * _KIND), source, target, held, held)
+    return source, target, _live(entry, entries) & (row < rows)[None, :]
 
 
 @triton.jit
@@ -204,21 +228,46 @@ def _copy_from(
     UNITS: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
+    kind = tl.load(first + entries * _KIND)
+    if kind == 16:  # in branches as above
+        source, target, read, write = _ways_from(
+            first, entries, messages, tensors, strides, index, rows, all_rows, row, UNITS, ROWS
+        )
+        _move(source, target, read, write, tl.int64, 2)
+    else:
+        source, target, read, write = _ways_from(
+            first, entries, messages, tensors, strides, index, rows, all_rows, row, UNITS, ROWS
+        )
+        _move_words(kind, source, target, read, write)
+
+
+@triton.jit
+def _ways_from(
+    first: tl.tensor,
+    entries: tl.tensor,
+    messages: tl.tuple,
+    tensors: tl.tuple,
+    strides: tl.tuple,
+    index: tl.tensor,
+    rows: tl.tensor,
+    all_rows: tl.tensor,
+    row: tl.tensor,
+    UNITS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tuple:
+    """`[units, rows]` addresses to read and to write, and which of them are read and written."""
     entry = first + tl.arange(0, UNITS)
     row += tl.arange(0, ROWS)
     source = _in_messages(entry, entries, messages, rows, _indexed(row, rows, index))
     target = _in_tensors(entry, entries, tensors, strides, row)
     live = _live(entry, entries)
-    read, write = live & (row < rows)[None, :], live & (row < all_rows)[None, :]
-    _copy(tl.load(first + entries * _KIND), source, target, read, write)
+    return source, target, live & (row < rows)[None, :], live & (row < all_rows)[None, :]
 
 
 @triton.jit
-def _copy(kind: tl.tensor, source: tl.tensor, target: tl.tensor, read: tl.tensor, write: tl.tensor) -> None:
-    """Moves units from addresses to addresses. What is not read is written as zero."""
-    if kind == 16:
-        _move(source, target, read, write, tl.int64, 2)
-    elif kind == 8:
+def _move_words(kind: tl.tensor, source: tl.tensor, target: tl.tensor, read: tl.tensor, write: tl.tensor) -> None:
+    """Moves units of one word from addresses to addresses. What is not read is written as zero."""
+    if kind == 8:
         _move(source, target, read, write, tl.int64, 1)
     elif kind == 4:
         _move(source, target, read, write, tl.int32, 1)
@@ -276,7 +325,7 @@ def _add_up(
 ) -> None:
     entry = first + tl.arange(0, UNITS)
     row += tl.arange(0, ROWS)
-    target = _in_tensors(entry, entries, tensors, strides, row)
+    target = (tensors, strides, row)  # addresses are computed where they are written to, and not held until then
     live = _live(entry, entries)
     read, write = live & (row < rows)[None, :], live & (row < all_rows)[None, :]
     source = (table, entry, entries, most, messages, rows, _indexed(row, rows, index), read)
@@ -289,7 +338,7 @@ def _add_up(
 @triton.jit
 def _sum(
     source: tl.tuple,
-    target: tl.tensor,
+    target: tl.tuple,
     write: tl.tensor,
     KIND: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -305,11 +354,13 @@ def _sum(
         term = _term(at, entries, messages, rows, row, read & counts[:, None], KIND, FORMAT, HEAD_DIM)
         total = tl.where(counts[:, None, None], total + term, total)
     rounded = total.to(_type_of(KIND))
+    tensors, strides, target_row = target
+    address = _in_tensors(entry, entries, tensors, strides, target_row)
     if FORMAT is None:
-        elements = _elements(target, _type_of(KIND), _elements_of(KIND), _elements_of(KIND))
+        elements = _elements(address, _type_of(KIND), _elements_of(KIND), _elements_of(KIND))
         tl.store(elements, rounded, mask=write[:, :, None])
     else:
-        elements = _elements(target, _type_of(KIND), HEAD_DIM, _elements_of(KIND))
+        elements = _elements(address, _type_of(KIND), HEAD_DIM, _elements_of(KIND))
         tl.store(elements, rounded, mask=write[:, :, None] & _in_head(entry, entries, _elements_of(KIND), HEAD_DIM))
 
 
@@ -385,12 +436,12 @@ def _encode(
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, LARGEST)
     scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)  # NaN stays
+    tl.store(_scale(entry, entries, target), scale, mask=held)  # before its address is in the way of the division
     code = tl.div_rn(x, scale[:, :, None])
     if FORMAT == tl.int8:  # noqa: SIM300
         code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to a whole number, halves to the even one
     code = code.to(FORMAT).to(tl.int8, bitcast=True)
     tl.store(_elements(target, tl.int8, HEAD_DIM, _elements_of(KIND)), code, mask=inside)
-    tl.store(_scale(entry, entries, target), scale, mask=held)
 
 
 @triton.jit

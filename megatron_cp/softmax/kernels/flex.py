@@ -19,6 +19,9 @@ from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Til
 
 BLOCK = 128  # rows and keys of a block, as FlexAttention's kernels have them
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Left to itself, FlexAttention takes another kernel below 128 queries, which puts those of all heads of a key head into
+# one block, and does not compile where that is more than 128 rows.
+_ONE_KERNEL = {"BACKEND": "TRITON"}
 
 
 class FlexAttention(AttentionKernel):
@@ -85,6 +88,7 @@ class FlexAttention(AttentionKernel):
             scale=call.scale,
             enable_gqa=q.shape[1] != k.shape[1],
             return_aux=flex.AuxRequest(lse=True),
+            kernel_options=_ONE_KERNEL,
         )
         seen = sight.seen
         return torch.where(seen[:, None, None], out[0].transpose(0, 1), 0), torch.where(seen, aux.lse[0], -torch.inf)
@@ -99,9 +103,13 @@ def _operator(device: str) -> Callable[..., Any]:
 @cache
 def _capped(softcap: float) -> Callable[..., Tensor]:
     """One function for each cap, so that it is compiled once."""
+    # A float from outside would be an input of what is compiled for any shapes, which Inductor refuses in a score_mod.
+    # Text is a constant.
+    text = repr(softcap)
 
     def score_mod(score: Tensor, *_places: Tensor) -> Tensor:
-        return softcap * torch.tanh(score / softcap)
+        cap = float(text)
+        return cap * torch.tanh(score / cap)
 
     return score_mod
 

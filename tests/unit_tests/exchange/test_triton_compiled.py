@@ -1,16 +1,18 @@
-"""What Triton makes of the kernels for an H100, without one: the PTX, the registers, and how often it compiles.
+"""What Triton makes of the kernels for A100, H100 and B200, without one: PTX, machine code, and how often it compiles.
 
 A stand-in for the CUDA driver says what to compile for and only counts launches. It takes Triton's place for good, so
-it has a process of its own.
+it has a process of its own. `benchmarks/results/kernels_compiled.md` is what this prints with `--table`.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,22 +23,59 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_cp.exchange.codec import E4M3, E5M2, INT8
+from megatron_cp.exchange.codec import CODECS, E4M3, E5M2, INT8
+from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.kernels.pieces import Piece, alignment_of, pieces_of
+from tests.unit_tests.exchange.test_copies import geometry
 
 pytestmark = pytest.mark.slow
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CPU = torch.device("cpu")
 
+SM_80, SM_90, SM_100 = 80, 90, 100  # A100, H100 and H200, B200
+ARCHITECTURES = (SM_80, SM_90, SM_100)
+# By case: (registers of a thread, instructions) on sm_80, sm_90 and sm_100 as Triton 3.6.0 compiles them, and the
+# accesses of 128 and of 64 bits, which are the same on all three. FP8 is left to torch on sm_80.
+MEASURED = {
+    "copy_to": ((56, 388), (56, 392), (56, 392)),
+    "copy_from": ((56, 547), (56, 554), (56, 553)),
+    "gather": ((56, 426), (56, 443), (56, 450)),
+    "sum": ((64, 864), (56, 878), (56, 889)),
+    "encode": (None, (79, 1041), (80, 1041)),
+    "decode": (None, (64, 983), (64, 968)),
+    "encode_e5m2": (None, (79, 1041), (80, 1041)),
+    "decode_e5m2": (None, (64, 983), (64, 968)),
+    "encode_int8": ((80, 1093), (79, 1105), (79, 1079)),
+    "decode_int8": ((80, 971), (64, 998), (64, 979)),
+    "encode_gather_int8": ((79, 1165), (80, 1180), (78, 1162)),
+    "decode_gather_int8": ((93, 1041), (64, 1073), (64, 1056)),
+}
+WIDE = {
+    "copy_to": {"LDG.128": 8, "STG.128": 8, "LDG.64": 8, "STG.64": 8},
+    "copy_from": {"LDG.128": 8, "STG.128": 8, "LDG.64": 8, "STG.64": 8},
+    "gather": {"LDG.128": 8, "STG.128": 8, "LDG.64": 16, "STG.64": 8},
+    "sum": {"LDG.128": 12, "STG.128": 10, "LDG.64": 8, "STG.64": 8},
+    "encode": {"LDG.128": 10, "STG.128": 8, "LDG.64": 8, "STG.64": 10},
+    "decode": {"LDG.128": 8, "STG.128": 10, "LDG.64": 12, "STG.64": 8},
+    "encode_e5m2": {"LDG.128": 10, "STG.128": 8, "LDG.64": 8, "STG.64": 10},
+    "decode_e5m2": {"LDG.128": 8, "STG.128": 10, "LDG.64": 12, "STG.64": 8},
+    "encode_int8": {"LDG.128": 10, "STG.128": 8, "LDG.64": 8, "STG.64": 10},
+    "decode_int8": {"LDG.128": 8, "STG.128": 10, "LDG.64": 12, "STG.64": 8},
+    "encode_gather_int8": {"LDG.128": 10, "STG.128": 8, "LDG.64": 18, "STG.64": 10},
+    "decode_gather_int8": {"LDG.128": 8, "STG.128": 10, "LDG.64": 22, "STG.64": 8},
+}
+MARGIN = 1.05  # for another ptxas; a branch or an address that is computed twice costs more
+FP8_CASES = {"encode": "fp8", "decode": "fp8", "encode_e5m2": "fp8_e5m2", "decode_e5m2": "fp8_e5m2"}  # with codecs
+
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> dict[str, Any]:
+def made() -> dict[str, Any]:
     """What a process that compiles has to say."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit_tests.exchange.test_triton_compiled"],
         cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_INTERPRET": "0"},
+        env={**os.environ, "TRITON_INTERPRET": "0"},
         stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
         timeout=240,
         check=True,
@@ -44,48 +83,98 @@ def made(tmp_path_factory) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-CASES = ["copy_to", "copy_from", "gather", "sum", "encode", "decode", "encode_int8", "decode_int8"]
+def compiled_on(architecture: int, *cases: str) -> list[str]:
+    return [case for case in cases or MEASURED if MEASURED[case][ARCHITECTURES.index(architecture)]]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_aligned_units_move_in_128_bits(made, case: str):
+PAIRS = [(architecture, case) for architecture in ARCHITECTURES for case in compiled_on(architecture)]
+each_kernel = pytest.mark.parametrize(("architecture", "case"), PAIRS, ids=lambda value: str(value))
+each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def kernel_of(made: dict[str, Any], architecture: int, case: str) -> dict[str, Any]:
+    return made["kernels"][str(architecture)][case]  # JSON has no other keys
+
+
+@each_kernel
+def test_aligned_units_move_in_128_bits(made, architecture: int, case: str):
     """Two 64-bit words or four of 32, both ways; a thread has eight units of 16 rows."""
-    accesses = made["kernels"][case]["accesses"]
+    accesses = kernel_of(made, architecture, case)["accesses"]
     assert accesses["ld.global.v2.b64"] == accesses["st.global.v2.b64"] == 8
-    wide = {"sum": ("ld", "st"), "encode": ("ld",), "encode_int8": ("ld",), "decode": ("st",), "decode_int8": ("st",)}
-    for way in wide.get(case, ()):
+    does = case.split("_")[0]
+    for way in {"sum": ("ld", "st"), "encode": ("ld",), "decode": ("st",)}.get(does, ()):
         assert accesses[f"{way}.global.v4.b32"] >= 2, accesses
-    if "code" in case:  # eight elements are as many bytes of the message
-        assert accesses["st.global.v2.b32" if "encode" in case else "ld.global.v2.b32"] >= 2, accesses
+    if "code" in does:  # eight elements are as many bytes of the message
+        assert accesses["st.global.v2.b32" if does == "encode" else "ld.global.v2.b32"] >= 2, accesses
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_warp_moves_what_lies_side_by_side(made, case: str):
+@each_kernel
+def test_machine_code_has_the_wide_accesses(made, architecture: int, case: str):
+    """Of the cubin, whose accesses an assembler could have split."""
+    widths = kernel_of(made, architecture, case)["machine_accesses"]
+    assert {width: widths.get(width, 0) for width in WIDE[case]} == WIDE[case], widths
+    assert not set(widths) - {f"{way}.{bits}" for way in ("LDG", "STG") for bits in (8, 16, 32, 64, 128)}, widths
+
+
+@each_kernel
+def test_a_warp_moves_what_lies_side_by_side(made, architecture: int, case: str):
     """32 units of one row, or two heads of 128 elements: with rows along the threads each would touch a row alone."""
-    assert set(made["kernels"][case]["warps"]) <= {"[32, 1, 1]", "[2, 1, 16]"}
+    assert set(kernel_of(made, architecture, case)["warps"]) <= {"[32, 1, 1]", "[2, 1, 16]"}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_registers_suffice(made, case: str):
-    kernel = made["kernels"][case]
+@each_kernel
+def test_is_of_its_architecture(made, architecture: int, case: str):
+    assert re.fullmatch(rf"sm_{architecture}a?", kernel_of(made, architecture, case)["architecture"])
+
+
+@each_kernel
+def test_registers_suffice(made, architecture: int, case: str):
+    kernel = kernel_of(made, architecture, case)
     assert kernel["local"] == 0  # spills nothing
     assert kernel["registers"] <= 96  # 5 programs of 128 threads on a processor of 65,536 registers
+    assert kernel["registers"] <= MARGIN * MEASURED[case][ARCHITECTURES.index(architecture)][0]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_offsets_have_64_bits(made, case: str):
-    assert made["kernels"][case]["products_of_32_bits"] == []
+@each_kernel
+def test_has_no_more_instructions(made, architecture: int, case: str):
+    most = MARGIN * MEASURED[case][ARCHITECTURES.index(architecture)][1]
+    assert kernel_of(made, architecture, case)["instructions"] <= most
 
 
-def test_coding_rounds_as_torch_does(made):
-    for case in ("encode", "encode_int8"):
-        assert "div.rn.f32" in made["kernels"][case]["operations"]
-        assert not any(name.startswith(("div.full", "div.approx")) for name in made["kernels"][case]["operations"])
-    assert "cvt.rn.satfinite.e4m3x2.f32" in made["kernels"]["encode"]["operations"]
-    assert "cvt.rn.satfinite.e5m2x2.f32" in made["kernels"]["encode_e5m2"]["operations"]
-    assert made["kernels"]["encode_int8"]["rounds_to_whole"]
-    for case in ("decode", "decode_int8"):
-        assert not made["kernels"][case]["fused"]  # a product is rounded before it is added
+@each_kernel
+def test_offsets_have_64_bits(made, architecture: int, case: str):
+    assert kernel_of(made, architecture, case)["products_of_32_bits"] == []
+
+
+@each_architecture
+def test_coding_rounds_as_torch_does(made, architecture: int):
+    kernels = made["kernels"][str(architecture)]
+    for case in compiled_on(architecture, "encode", "encode_e5m2", "encode_int8", "encode_gather_int8"):
+        assert "div.rn.f32" in kernels[case]["operations"]
+        assert not any(name.startswith(("div.full", "div.approx")) for name in kernels[case]["operations"])
+    for case, name in (("encode", "e4m3"), ("encode_e5m2", "e5m2")):
+        if case in compiled_on(architecture):
+            assert f"cvt.rn.satfinite.{name}x2.f32" in kernels[case]["operations"]
+    for case in ("encode_int8", "encode_gather_int8"):
+        assert kernels[case]["rounds_to_whole"]
+    for case in compiled_on(architecture, "decode", "decode_e5m2", "decode_int8", "decode_gather_int8"):
+        assert not kernels[case]["fused"]  # a product is rounded before it is added
+
+
+def test_triton_has_no_e4m3_on_sm_80(made):
+    assert set(made["refused"]["80"]) == {"encode", "decode"}
+    assert made["refused"]["90"] == made["refused"]["100"] == {}
+    for case, reason in made["refused"]["80"].items():
+        assert "type fp8e4nv not supported in this architecture" in reason, case
+
+
+@each_architecture
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_not_compiled_is_left_to_torch(architecture: int, codec: str, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: divmod(architecture, 10))
+    absent = {FP8_CASES[case] for case in set(MEASURED) - set(compiled_on(architecture))}
+    tensors = [torch.ones(7, 256, dtype=BF16)]
+    assert copies._fits(tensors, [], geometry(codec, "cuda")) == (codec not in absent)
 
 
 def test_a_call_is_one_launch_and_no_number_makes_another_kernel(made):
@@ -101,10 +190,11 @@ def test_a_call_is_one_launch_and_no_number_makes_another_kernel(made):
 
 
 class Driver:
-    """Compiles for an H100, and launches nothing."""
+    """Compiles for an architecture, and launches nothing."""
 
     def __init__(self) -> None:
         self.launches = 0
+        self.architecture = SM_90
         self.utils = SimpleNamespace(
             load_binary=lambda *_: (None, None, 0, 0, 1024),
             get_device_properties=lambda _: {"max_shared_mem": 232448},
@@ -119,7 +209,7 @@ class Driver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.architecture, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -150,10 +240,15 @@ def described(kernel: Any, folder: Path) -> dict[str, Any]:
     import triton
 
     (folder / "cubin").write_bytes(kernel.asm["cubin"])
-    usage = subprocess.run(
-        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", folder / "cubin"], capture_output=True, text=True, check=True
+    found = subprocess.run(
+        [triton.knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", folder / "cubin"],
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout
     ptx, ttgir, ttir = (kernel.asm[level] for level in ("ptx", "ttgir", "ttir"))
+    # Without what fills up the end, and without the predicates that stand before instructions.
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?(?!NOP)([A-Z]\S*)", found, re.MULTILINE)
     return {
         "accesses": Counter(re.findall(r"\b(?:ld|st)\.global\S*", ptx)),
         "operations": sorted(set(re.findall(r"\b(?:div|cvt)\.\S+", ptx))),
@@ -163,32 +258,80 @@ def described(kernel: Any, folder: Path) -> dict[str, Any]:
         "warps": re.findall(r"^#blocked.*threadsPerWarp = (\[\d+, \d+, \d+\])", ttgir, re.MULTILINE),
         "products_of_32_bits": re.findall(r"arith\.muli .* : tensor<\S*i32>.*", ttir),
         "fused": kernel.metadata.enable_fp_fusion,
-        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
-        "local": int(re.search(r"LOCAL:(\d+)", usage)[1]) + int(re.search(r"STACK:(\d+)", usage)[1]),
+        "architecture": re.search(r"code for (\S+)", found)[1],
+        "registers": int(re.search(r"REG:(\d+)", found)[1]),
+        "local": int(re.search(r"LOCAL:(\d+)", found)[1]) + int(re.search(r"STACK:(\d+)", found)[1]),
+        "instructions": len(instructions),
+        "machine_accesses": machine_accesses(instructions),
     }
 
 
-def compile_cases(last: list[Any], folder: Path) -> dict[str, Any]:
+def machine_accesses(instructions: list[str]) -> Counter[str]:
+    """How often there are `LDG.128`, `STG.64` and the like, with other memory than the device's, but for shared."""
+    found: Counter[str] = Counter()
+    for instruction in instructions:
+        name, *modifiers = instruction.split(".")
+        if name in ("LD", "ST", "LDG", "STG", "LDL", "STL"):
+            bits = next((each for each in modifiers if each.strip("US").isdigit()), "32")
+            found[f"{name}.{bits.strip('US')}"] += 1
+    return found
+
+
+def compile_cases(architecture: int, last: list[Any], folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """What each case became, and what Triton said of those that it refuses."""
+    from triton.compiler.errors import CompilationError
+
     rows, size = 40, 512
     tensor, message = empty(rows * size).view(BF16).view(rows, -1), empty(2 * rows * size)
     copied, other = Piece(0, 0, size, 0, size, 0), Piece(0, 0, size, size, size, 0)
     coded = Piece(0, 0, size, 0, size, 0, head_dim=128, scale=256)
+    index = torch.arange(rows)
     calls = {
         "copy_to": ([copied], False, {}),
         "copy_from": ([copied], True, {}),
-        "gather": ([copied], False, {"index": torch.arange(rows)}),
+        "gather": ([copied], False, {"index": index}),
         "sum": ([copied, other], True, {}),
         "encode": ([coded], False, {"coding": E4M3}),
         "decode": ([coded, coded._replace(start=size)], True, {"coding": E4M3}),
         "encode_e5m2": ([coded], False, {"coding": E5M2}),
+        "decode_e5m2": ([coded], True, {"coding": E5M2}),
         "encode_int8": ([coded], False, {"coding": INT8}),
         "decode_int8": ([coded], True, {"coding": INT8}),
+        "encode_gather_int8": ([coded], False, {"coding": INT8, "index": index}),
+        "decode_gather_int8": ([coded], True, {"coding": INT8, "index": index}),
     }
-    found = {}
+    found, refused = {}, {}
     for name, (pieces, back, more) in calls.items():
-        launch(pieces, [tensor], message, rows, back=back, **more)
-        found[name] = described(last[-1], folder)
-    return found
+        if more.get("coding") == E5M2 and architecture < SM_90:
+            continue  # Triton has it and rounds twice
+        try:
+            launch(pieces, [tensor], message, rows, back=back, **more)
+        except CompilationError as error:
+            while error.__cause__ is not None:  # a kernel's, of one of the function that it calls, of the operation
+                error = error.__cause__
+            refused[name] = str(error)
+        else:
+            found[name] = described(last[-1], folder)
+    return found, refused
+
+
+def table_of(found: dict[int, dict[str, Any]]) -> str:
+    """Markdown: registers and instructions on each architecture, and accesses, which they share."""
+    wide = ("LDG.128", "STG.128", "LDG.64", "STG.64")
+    head = ["case", *(f"{what}, sm_{architecture}" for architecture in found for what in ("registers", "instructions"))]
+    lines = [[*head, *wide], ["---", *["--:"] * (len(head) - 1 + len(wide))]]
+    for case in found[SM_90]:
+        kernels = [of_case.get(case) for of_case in found.values()]
+        numbers = [str(each[what]) if each else "-" for each in kernels for what in ("registers", "instructions")]
+        counts = [sorted({str(each["machine_accesses"].get(width, 0)) for each in kernels if each}) for width in wide]
+        lines.append([case, *numbers, *(" or ".join(each) for each in counts)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def forget() -> None:
+    """All that was compiled: for the calls to come, for another architecture perhaps."""
+    for kernel in (kernels.to_message_kernel, kernels.from_message_kernel):
+        kernel.device_caches.clear()
 
 
 def draw_calls(driver: Driver, compiled: list[Any]) -> dict[str, Any]:
@@ -196,8 +339,7 @@ def draw_calls(driver: Driver, compiled: list[Any]) -> dict[str, Any]:
     draw = np.random.default_rng(0)
     driver.launches, calls, variants = 0, 0, set()
     compiled.clear()
-    for kernel in (kernels.to_message_kernel, kernels.from_message_kernel):
-        kernel.device_caches.clear()
+    forget()
     for number in range(100):
         rows = int(draw.choice([1, 2, 16, 17, 128, draw.integers(1, 4000)]))
         index = (None, torch.arange(rows), torch.arange(rows, dtype=torch.int32))[number % 3]
@@ -227,9 +369,12 @@ def draw_calls(driver: Driver, compiled: list[Any]) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> None:
+def main() -> None:
     import triton
 
+    options = argparse.ArgumentParser()
+    options.add_argument("--table", action="store_true", help="prints registers and instructions as Markdown")
+    wants_table = options.parse_args().table
     driver, compiled = Driver(), []
     triton.runtime.driver.set_active(driver)
 
@@ -237,11 +382,21 @@ def main(folder: Path) -> None:
         compiled.append(fn.jit_function.device_caches[0][0][key])
 
     triton.knobs.runtime.jit_post_compile_hook = keep
-    found = {"kernels": compile_cases(compiled, folder), "drawn": draw_calls(driver, compiled)}
-    print(json.dumps(found))
+    found, refused = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        for architecture in ARCHITECTURES:
+            driver.architecture = architecture
+            forget()
+            found[architecture], refused[architecture] = compile_cases(architecture, compiled, Path(folder))
+        if wants_table:
+            print(table_of(found))
+            return
+        driver.architecture = SM_90
+        print(json.dumps({"kernels": found, "refused": refused, "drawn": draw_calls(driver, compiled)}))
 
 
 if __name__ == "__main__":
     from megatron_cp.exchange.kernels import triton as kernels
 
-    main(Path(os.environ["TRITON_CACHE_DIR"]))
+    main()

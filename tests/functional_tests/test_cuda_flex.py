@@ -1,0 +1,127 @@
+"""FlexAttention on a GPU against the reference in float64 on the CPU, as a whole softmax, as a part, and over ranks.
+
+On the emulated device (`tools/nullgpu`) the operator runs uncompiled: what is around it is the same there.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Mask, Packing
+from megatron_cp.layout import bands as band
+from megatron_cp.layout.tiles import Tiles
+from megatron_cp.softmax.kernels import AttentionCall, flex
+from megatron_cp.softmax.kernels.base import AttentionKernel
+from megatron_cp.softmax.kernels.reference import ReferenceAttention
+from megatron_cp.testing.parity import Case, judge, whole
+from tests.functional_tests.test_cuda import in_float64, layer_on_device
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PACKING = Packing([7, 1, 300, 64, 2, 200])  # the third has whole blocks of 128, and none begins with a document
+TOTAL = PACKING.total
+MASKS = {
+    "causal": Mask.causal(PACKING),
+    "full": Mask.full(PACKING),
+    "window": Mask.window(PACKING, 40, 3),
+    "first+window": Mask.window(PACKING, 30, 0, first=4),
+    "prefix": Mask.prefix(PACKING, 20),
+    "blind queries": Mask.from_slices(PACKING, [(8, 100, 8, 60, "causal"), (320, 400, 310, 400, "full")]),
+}
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+NAMES = ("out", "lse", "dq", "dk", "dv")
+LAYER = Case("attention", 3, (7, 1, 130, 64, 2), head_dim=32, value_head_dim=48, dtype=torch.float32, kernel="flex")
+
+
+@contextlib.contextmanager
+def operator() -> Iterator[None]:
+    """As the kernel calls it on a GPU; on the emulated device, where nothing compiled runs, torch's eager one."""
+    with contextlib.ExitStack() as stack:
+        if "NULLGPU" in os.environ:
+            stack.enter_context(mock.patch.object(flex, "_operator", return_value=torch_flex.flex_attention))
+            stack.enter_context(mock.patch.object(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+        yield
+
+
+def run(
+    kernel: AttentionKernel,
+    bands: np.ndarray,
+    call: AttentionCall,
+    shapes: list[tuple[int, int]],
+    of_whole: list[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """Output, lse and gradients; backward is given the output and lse of a whole softmax, if it is of a part."""
+    random, tiles = torch.Generator().manual_seed(0), Tiles(bands, np.arange(TOTAL), np.arange(TOTAL))
+    # Rounded as the kernel has them, whatever type it computes with.
+    drawn = [torch.randn(TOTAL, *shape, generator=random).bfloat16() for shape in shapes]
+    q, k, v, dout = (x.to(call.device, call.dtype) for x in drawn)
+    out = torch.full_like(dout, torch.nan)
+    lse = torch.full(
+        (shapes[0][0], TOTAL), torch.nan, device=call.device, dtype=torch.promote_types(q.dtype, torch.float32)
+    )
+    kernel.forward(out, lse, q, k, v, tiles, call, 0)
+    gradients = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    given = (
+        (out, lse)
+        if of_whole is None
+        else [x.to(call.device, y.dtype) for x, y in zip(of_whole, (out, lse), strict=True)]
+    )
+    kernel.backward(*gradients, dout, q, k, v, *given, tiles, call, 0)
+    assert all(x.device.type == call.device.type for x in (out, lse, *gradients))
+    return [x.to(CPU, torch.float64) for x in (out, lse, *gradients)]
+
+
+def part_of(bands: np.ndarray) -> np.ndarray:
+    """Of a middle of the keys, which is some documents and parts of two, as a step of a ring has it."""
+    return band.cut(bands, np.array([50]), np.array([420]), queries=False)[0]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("heads", "groups", "softcap"), [(4, 2, 0.0), (6, 2, 2.0), (3, 3, 0.0)])
+@pytest.mark.parametrize("name", MASKS)
+def test_kernel_equals_float64_whole_and_as_a_part(name, heads, groups, softcap, dtype):
+    shapes = [(heads, 64), (groups, 64), (groups, 48), (heads, 48)]
+    on_cuda = AttentionCall(0.2, 64, 48, dtype, CUDA, softcap=softcap)
+    exact = replace(on_cuda, dtype=torch.float64, device=CPU)
+    assert flex.FlexAttention().refusal(on_cuda) is None
+    expected = run(ReferenceAttention(), MASKS[name].bands, exact, shapes)
+    part, given = part_of(MASKS[name].bands), expected[:2]
+    with operator():
+        pairs = [
+            (run(flex.FlexAttention(), MASKS[name].bands, on_cuda, shapes), expected),
+            (
+                run(flex.FlexAttention(), part, on_cuda, shapes, given),
+                run(ReferenceAttention(), part, exact, shapes, given),
+            ),
+        ]
+    for actual, true in pairs:
+        for what, a, b in zip(NAMES, actual, true, strict=True):
+            seen = b.isfinite()  # lse is -inf where a query sees nothing
+            assert torch.equal(a[~seen], b[~seen]), what
+            error = (a - b)[seen].abs().max() / b[seen].abs().max()
+            assert error <= TOLERANCES[dtype], (what, float(error))
+
+
+def layer_with_operator(group, case):
+    with operator():
+        return layer_on_device(group, case, False)
+
+
+@pytest.mark.parametrize("mask", ["causal", "first:4+window:16,0"])
+@pytest.mark.parametrize("scheme", ["a2a", "p2p", "all_gather"])
+def test_layer_equals_float64(scheme, mask):
+    """Parts of a softmax are merged, forward and backward, by p2p."""
+    alone = replace(LAYER, mask=mask, scheme="a2a", softcap=3.0, learned_sink=True)
+    case = replace(alone, scheme=scheme)
+    ranks = run_ranks(layer_with_operator, 3, case, kind="processes")
+    parity = judge(case, whole(case, ranks), in_float64(alone))
+    assert all(error <= TOLERANCES[torch.float32] for error in parity.errors.values()), parity
