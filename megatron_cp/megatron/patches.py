@@ -91,6 +91,29 @@ _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's own switch, also for 
 
 
 @contextlib.contextmanager
+def gradients_reduced_one_by_one() -> Iterator[None]:
+    """Ranks that share a CUDA device, over gloo, can reduce their gradients.
+
+    What: `_coalescing_manager` of `distributed.param_and_grad_buffer`.
+    Why: gloo reduces CUDA tensors, but has no coalesced reduction of them, which Megatron asks for even of one buffer.
+    Groups of another backend, and reductions that overlap the backward pass, are left as they are.
+    Until: torch's gloo has `allreduce_coalesced` for CUDA tensors.
+    """
+    import torch.distributed as dist
+    from megatron.core.distributed import param_and_grad_buffer
+
+    coalescing = param_and_grad_buffer._coalescing_manager
+
+    def each_by_itself(group: Any, *args: Any, async_ops: bool = False, **more: Any) -> Any:
+        if async_ops or "cuda:gloo" not in dist.get_backend_config(group):
+            return coalescing(group, *args, async_ops=async_ops, **more)
+        return contextlib.nullcontext()
+
+    with exchanged(param_and_grad_buffer, _coalescing_manager=each_by_itself):
+        yield
+
+
+@contextlib.contextmanager
 def checkpoints_unpickled_by(load: Callable[[IO[bytes]], Any]) -> Iterator[None]:
     """torch reads the metadata of a checkpoint by `load`, and everything else of it with `weights_only=True`.
 

@@ -43,7 +43,13 @@ def made() -> dict[str, Any]:
         done = subprocess.run(
             [sys.executable, "-m", "tests.functional_tests.test_flex_compiled"],
             cwd=ROOT,
-            env={**device, **own, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "0"},
+            env={
+                **device,
+                **own,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "TRITON_INTERPRET": "0",
+                "TORCHDYNAMO_DISABLE": "0",
+            },
             stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
             timeout=240,
             check=True,

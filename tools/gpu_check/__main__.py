@@ -168,9 +168,9 @@ def gloo(step: Step) -> None:
     chosen = "very_bits or transports_and_chunks or (scheme_equals and causal)"
     step.tests(f"{TESTS}.py", "-k", "p2p-causal" if small else chosen, workers=step.options.workers, threads=False)
     step.python(
-        *["-m", "megatron_cp.cli.main", "train", "--context-parallel-size", "2", "--compare", "--json", "--device", "cuda"],
-        "--train-iters", "2" if small else "40", "--run-dir", str(step.out / "gpu_gloo_run"), *_tiny(small=small),
-        limit=400,
+        "-m", "megatron_cp.cli.main", "train", "--context-parallel-size", "2", "--compare", "--json",
+        "--device", "cuda", "--train-iters", "2" if small else "40", "--run-dir", str(step.out / "gpu_gloo_run"),
+        *_tiny(small=small), limit=400,
     )  # fmt: skip
     shutil.rmtree(step.out / "gpu_gloo_run", ignore_errors=True)
 

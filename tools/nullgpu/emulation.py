@@ -94,11 +94,18 @@ class Emulation(TorchDispatchMode):
         if asked is not None:
             kwargs = kwargs | {"device": "cpu"}
         own_args, own_kwargs = tree_map(of_host, (args, kwargs))
-        result = func(*own_args, **own_kwargs)
+        result = _on_cpu(func)(*own_args, **own_kwargs)
         if any(writes):
             return _written(func, writes, args, kwargs)
         target = device if asked is None else asked
         return result if target.type != "cuda" else tree_map(lambda leaf: _to_device(leaf, target), result)
+
+
+def _on_cpu(func: Any) -> Any:
+    """The CPU's kernel, or, of the few operators that have none, what torch makes of others."""
+    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), "CPU"):
+        return func
+    return torch._decomp.decomposition_table[func]
 
 
 def _is_traced(types: Any) -> bool:

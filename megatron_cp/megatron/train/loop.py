@@ -27,6 +27,7 @@ from megatron_cp.megatron.cpu import run_megatron_on_cpu
 from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step
 from megatron_cp.megatron.modules import slots_of
+from megatron_cp.megatron.patches import gradients_reduced_one_by_one
 from megatron_cp.megatron.train import checkpoint
 from megatron_cp.megatron.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.megatron.train.run_folder import CHECKPOINTS, write_whole, writing
@@ -73,8 +74,13 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
     """
     if device == "cpu":
         run_megatron_on_cpu()
+        return _trained(world, run, torch.device(device))
+    with gradients_reduced_one_by_one():
+        return _trained(world, run, torch.device(device, torch.cuda.current_device()))
+
+
+def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]:
     options = run.options
-    where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     stream = PackedStream(load_corpus(options), options.seq_length, options.seed)
     start = checkpoint.check_checkpoint(run.resume, options, stream.corpus.vocab_size) if run.resume else 0
     cp_group = start_model_parallel(options)

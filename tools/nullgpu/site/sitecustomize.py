@@ -30,7 +30,14 @@ def _after_triton(_):
     interpreter.interpret_in_place()
 
 
-HOOKS = {"torch": _after_torch, "triton": _after_triton}
+def _after_distributed(module):
+    from tools.nullgpu import backends
+
+    if module.is_available():
+        backends.gloo_for_nccl(module)
+
+
+HOOKS = {"torch": _after_torch, "torch.distributed": _after_distributed, "triton": _after_triton}
 
 
 class _Loader(importlib.abc.Loader):
