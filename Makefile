@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help setup lint test test-fast train check fuzz faults clean
+.PHONY: help setup lint test test-fast test-cuda cuda-table train check fuzz faults clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -30,10 +30,14 @@ test: setup ## all tests, on 2 processes
 test-fast: setup ## unit tests and one parity case a scheme, layer and transport: two minutes
 	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/unit_tests
 
-test-cuda: setup ## the tests of the CUDA path, on a GPU or else on an emulated one
-	$(RUN)/python -m tools.nullgpu --or-gpu $(RUN)/python -m pytest -n 2 --dist worksteal \
-	  tests/functional_tests/test_cuda.py tests/functional_tests/test_cuda_flex.py \
-	  tests/functional_tests/test_cuda_streams.py
+test-cuda: setup ## the tests of the CUDA path, on a GPU or else on an emulated one, and how much of its code they run
+	$(RUN)/python -m tools.nullgpu --or-gpu --note $(RUN)/python -m pytest -n 2 --dist worksteal -rs \
+	  tests/functional_tests/test_cuda*.py; status=$$?; $(RUN)/python -m tools.nullgpu.coverage; exit $$status
+
+cuda-table: test-cuda ## the same, and keeps the table of it that doctor prints
+	$(RUN)/python -m tools.nullgpu --on-cpu --note $(RUN)/python -m pytest -n 2 --dist worksteal \
+	  tests/functional_tests/test_fla_kernels.py tests/functional_tests/test_mamba_ssm_kernels.py
+	$(RUN)/python -m tools.nullgpu.coverage --write
 
 train: setup ## a packed hybrid Megatron model at CP=2 against CP=1, in minutes; ARGS="--context-parallel-size 3 ..."
 	$(RUN)/megatron-cp train --context-parallel-size 2 --compare $(ARGS)

@@ -72,7 +72,7 @@ def test_a_command_runs_on_it_and_no_device_is_said():
 
 
 # What the tests of CUDA are, and some of each kind, in parts of ten to twenty seconds.
-FILES = [f"tests/functional_tests/test_cuda{name}.py" for name in ("", "_streams", "_nccl", "_faults")]
+FILES = sorted(str(path) for path in Path(__file__).parent.glob("test_cuda*.py"))
 PARTS = {
     "streams and faults": ["test_cuda_streams.py", "test_cuda_faults.py"],
     "host never waits": [

@@ -23,6 +23,7 @@ from torch.nn.functional import silu
 from megatron_cp.layout import Layout
 from megatron_cp.linear.activations import softplus
 from megatron_cp.linear.kernels import Delta, LinearCall, LinearKernel, StateSpace, choose_conv, choose_rule
+from megatron_cp.linear.kernels.fla import FlaRule
 from megatron_cp.linear.reductions import l2_normalised
 from megatron_cp.megatron import specs
 from megatron_cp.megatron.config import TransformerConfig
@@ -83,7 +84,7 @@ def layers(case: Case, hidden_size: int, watched: Callable[[Function], Function]
         kernel: what computes our layer.
     """
     config = _configured(case, hidden_size)
-    module = _built(case.layer, _spec_of(case.layer), config)
+    module = _built(case.layer, _spec_of(case.layer), config, case.device)
     assert isinstance(module, LinearModule)
     module.kernel = kernel
     ours = _layer(module, case)
@@ -128,11 +129,11 @@ def _spec_of(layer: str) -> ModuleSpec:
     return found
 
 
-def _built(layer: str, spec: ModuleSpec, config: TransformerConfig) -> nn.Module:
+def _built(layer: str, spec: ModuleSpec, config: TransformerConfig, device: str) -> nn.Module:
     groups = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
     arguments = {"d_model": config.hidden_size} if KINDS[layer] is MAMBA else {}
     built: nn.Module = build_module(spec, config=config, layer_number=1, pg_collection=groups, **arguments)
-    return built
+    return built.to(device)  # torch's own norms are made on the host, as Megatron has them
 
 
 def _layer(module: nn.Module, case: Case, *exchanges: Exchange) -> Layer:
@@ -166,11 +167,12 @@ def _stock_gated_delta_net(
     case: Case, config: TransformerConfig, watched: Callable[[Function], Function]
 ) -> tuple[Layer, str]:
     conv, rule, norm, words = gdn.causal_conv1d, gdn.chunk_gated_delta_rule, common.l2norm, ""
-    if case.device == "cpu" or not common.HAVE_FLA:
+    refusal = FlaRule().refusal(_call_of(case, case.heads * case.value_head_dim))
+    if refusal is not None or not common.HAVE_FLA:
         (conv, rule), norm = _in_place_of_fla(case), l2_normalised
-        words = "fla's kernels are not for this device or not installed: ours stand in for them"
+        words = f"ours stand in for fla's kernels: {refusal}"
     with gated_delta_net_without_fla():
-        module = _built("gdn", replace(_spec_of("gdn"), module=gdn.GatedDeltaNet), config)
+        module = _built("gdn", replace(_spec_of("gdn"), module=gdn.GatedDeltaNet), config, case.device)
     module.gated_delta_rule = watched(rule)  # type: ignore[assignment]
     names = partial(exchanged, gdn, causal_conv1d=watched(conv)), partial(exchanged, common, l2norm=norm)
     return _layer(module, case, *names), words
@@ -198,14 +200,14 @@ def _stock_mamba(case: Case, config: TransformerConfig, watched: Callable[[Funct
     spec, names, words = replace(_spec_of("mamba"), module=mamba_mixer.MambaMixer), [], []
     if case.device == "cpu" or not mamba_mixer.HAVE_MAMBA_SSM:
         with mamba_mixer_without_its_kernels():
-            module = _built("mamba", spec, config)
+            module = _built("mamba", spec, config, case.device)
         names.append(partial(
             exchanged, mamba_mixer, mamba_split_conv1d_scan_combined=_in_place_of_mamba_ssm(case, watched),
             MAMBA_HAS_STATE_DTYPE=False, _check_mamba_sequence_packing_support=lambda **_: (True, None),
         ))  # fmt: skip
         words.append("mamba_ssm's kernel is not for this device or not installed: ours stand in for it")
     else:
-        module = _built("mamba", spec, config)
+        module = _built("mamba", spec, config, case.device)
         fused = mamba_mixer.mamba_split_conv1d_scan_combined
         names.append(partial(exchanged, mamba_mixer, mamba_split_conv1d_scan_combined=watched(fused)))
     if mamba_context_parallel.tex is None or case.device == "cpu":
