@@ -1,4 +1,4 @@
-"""Commands on a device: training agrees with one rank, benchmarks report, and each step of gpu_check.sh runs to its end.
+"""Commands on a device: training agrees with one rank, benchmarks report, and steps of gpu_check.sh run to their end.
 
 Two ranks share the device, over gloo; on the emulated one times mean nothing.
 """
@@ -46,8 +46,9 @@ def test_a_benchmark_reports(name, capsys, tmp_path):
 def test_training_agrees_with_one_rank(capsys, tmp_path):
     """Megatron's own model, optimizer and data parallelism, gradients over gloo, a checkpoint at the end."""
     pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
-    tiny = "--device cuda --train-iters 2 --seq-length 64 --num-layers 2 --context-parallel-size 2".split()
-    report = report_of(capsys, "train", "--compare", *tiny, "--run-dir", str(tmp_path / "run"))
+    tiny = ["--device", "cuda", "--train-iters", "2", "--seq-length", "64", "--num-layers", "2"]
+    folder = ["--run-dir", str(tmp_path / "run")]
+    report = report_of(capsys, "train", "--compare", "--context-parallel-size", "2", *tiny, *folder)
     assert report["max_loss_diff"] < 1e-3
     assert report["first_step_grad_diff"] < 1e-5
 

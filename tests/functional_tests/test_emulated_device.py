@@ -1,5 +1,6 @@
 """The emulated device refuses what a GPU refuses, and its values are right. On it `make test-cuda` runs all of CUDA."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tools.nullgpu import device as device_module
 from tools.nullgpu.device import UnavailableError, environment
 
 ROOT = Path(__file__).parents[2]
@@ -66,9 +68,36 @@ def test_what_a_gpu_refuses_is_refused_and_values_are_right(device):
     assert last == "15.0 True", done.stderr
 
 
-def test_a_command_runs_on_it_and_no_device_is_said():
+def test_without_a_command_its_use_is_said():
     done = run(None, "-m", "tools.nullgpu")
-    assert (done.returncode, "tools.nullgpu [--or-gpu] COMMAND" in done.stderr) == (2, True)
+    assert (done.returncode, "tools.nullgpu [OPTIONS] COMMAND" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"CXX": "no-such-compiler"}, "no C++ compiler: g++ is not on the PATH, and CXX names none"),
+        ({"CXX": "false"}, "cannot build the emulated device"),
+    ],
+    ids=["no compiler", "one that fails"],
+)
+def test_without_a_compiler_the_reason_is_said(environ, reason, monkeypatch, tmp_path):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(device_module, "BUILD", tmp_path)
+    with pytest.raises(UnavailableError, match=re.escape(reason)):
+        environment()
+
+
+def test_another_torch_is_named(monkeypatch):
+    monkeypatch.setattr(device_module, "TORCH", "2.12.0+cu140")
+    with pytest.raises(UnavailableError, match=r"symbols of torch 2\.12\.0\+cu140; this is 2\.11"):
+        environment()
+
+
+def test_a_command_without_a_device_ends_with_2_and_says_why():
+    done = run(os.environ | {"CXX": "no-such-compiler"}, "-m", "tools.nullgpu", "true")
+    assert (done.returncode, "nullgpu: no C++ compiler" in done.stderr) == (2, True)
 
 
 # What the tests of CUDA are, and some of each kind, in parts of ten to twenty seconds.

@@ -10,7 +10,8 @@ def gloo_for_nccl(distributed: ModuleType) -> None:
     """Makes groups of gloo where those of NCCL are asked for, for as long as the process lives."""
     join, make = distributed.init_process_group, distributed.new_group
 
-    def joined(backend: str | None = None, *args: Any, device_id: Any = None, **options: Any) -> Any:
+    def joined(backend: str | None = None, *args: Any, **options: Any) -> Any:
+        options.pop("device_id", None)  # for NCCL
         return join(_without_nccl(backend), *args, **options)
 
     def made(*args: Any, backend: str | None = None, **options: Any) -> Any:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+BUILD = ROOT / "build" / "nullgpu"
 TORCH = "2.11.0+cu130"  # whose symbols the runtime has
 
 
@@ -53,10 +54,10 @@ def _built() -> Path:
         raise UnavailableError(f"the emulated device has the symbols of torch {TORCH}; this is {found}")
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
-        raise UnavailableError("no C++ compiler: g++ is not on the PATH")
+        raise UnavailableError("no C++ compiler: g++ is not on the PATH, and CXX names none that is")
     sources = [HERE / "runtime.cpp", HERE / "driver.c"]
     mark = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    folder = ROOT / "build" / "nullgpu" / mark
+    folder = BUILD / mark
     if not (folder / "libcuda.so.1").exists():
         part = folder.with_name(f"{mark}.{os.getpid()}")
         part.mkdir(parents=True)

@@ -77,6 +77,7 @@ class Watch:
 
     def touch(self, name: str, read: Iterable[tuple[int, int]], written: Iterable[tuple[int, int]]) -> None:
         """Refuses what may not be read or written yet."""
+        read, written = list(read), list(written)
         for transfer in self.unordered():
             for way, ranges, targets in (
                 ("reads", read, (transfer.received,)), ("writes", written, (transfer.received, transfer.sent)),
@@ -148,13 +149,13 @@ def watching() -> Iterator[Watch]:
             registry.callback_list.remove(hook)
 
 
-def check_operator(func: Any, args: Any, kwargs: Any, written: Iterable[Tensor]) -> None:
+def check_operator(func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
     """An operator's tensors, before it runs."""
     assert active is not None
     if not active.unordered():
         return
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda]
-    active.touch(str(func), [span(tensor) for tensor in tensors], [span(tensor) for tensor in written])
+    active.touch(str(func), map(span, tensors), map(span, tree_leaves(written)))
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
