@@ -36,7 +36,9 @@ test-cuda: setup ## the tests of the CUDA path, on a GPU or else on an emulated 
 
 cuda-table: test-cuda ## the same, and keeps the table of it that doctor prints
 	$(RUN)/python -m tools.nullgpu --on-cpu --note $(RUN)/python -m pytest -n 2 --dist worksteal \
-	  tests/functional_tests/test_fla_kernels.py tests/functional_tests/test_mamba_ssm_kernels.py
+	  tests/functional_tests/test_fla_kernels.py tests/functional_tests/test_mamba_ssm_kernels.py \
+	  tests/unit_tests/softmax/test_kernels.py tests/unit_tests/softmax/test_flex.py \
+	  tests/unit_tests/linear/test_fla_refusals.py tests/unit_tests/linear/test_cuda_refusals.py
 	$(RUN)/python -m tools.nullgpu.coverage --write
 
 train: setup ## a packed hybrid Megatron model at CP=2 against CP=1, in minutes; ARGS="--context-parallel-size 3 ..."

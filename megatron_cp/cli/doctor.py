@@ -127,10 +127,10 @@ def _proofs(table: dict[str, Any]) -> list[str]:
     of_files: dict[str, list[dict[str, Any]]] = {}
     for row in table["functions"]:
         of_files.setdefault(row["file"], []).append(row)
-    ways = {"emulated": "emulated", "interpreted": "interpreted", "gpu": "on a GPU"}
+    ways = {"emulated": "emulated", "cpu": "on the CPU", "gpu": "on a GPU"}
     width = max(len(name) for name in (*of_files, *(kernel["name"] for kernel in table["kernels"])))
     lines = [
-        "CUDA code, in pieces, and where it has run: on an emulated device, on the CPU by an interpreter, on a GPU",
+        "CUDA code, in pieces, and where it has run: on an emulated device, on the CPU, on a GPU",
         f"{'':<{width}}{'pieces':>8}{''.join(f'{word:>13}' for word in ways.values())}{'nowhere':>13}",
     ]
     for name, rows in of_files.items():

@@ -38,4 +38,4 @@ def test_ratios_of_layers_are_medians():
 
 def test_says_what_has_not_run_as_long_as_no_result_is_of_cuda():
     devices = {json.loads(path.read_text())["device"] for path in (ROOT / "benchmarks" / "results").glob("*.json")}
-    assert ("Nothing has run on CUDA yet" in README) == (devices == {"cpu"})
+    assert ("Nothing has run on a GPU yet" in README) == (devices == {"cpu"})

@@ -24,7 +24,7 @@ def main() -> int:
         print(__doc__, file=sys.stderr)
         return 2
     try:
-        how = "interpreted" if "--on-cpu" in options else "gpu" if "--or-gpu" in options and _has_gpu() else "emulated"
+        how = "cpu" if "--on-cpu" in options else "gpu" if "--or-gpu" in options and _has_gpu() else "emulated"
         given = environment() if how == "emulated" else dict(os.environ)
         os.execvpe(command[0], command, noting(given, how) if "--note" in options else given)
     except UnavailableError as reason:

@@ -203,20 +203,23 @@ def _is_annotation(node: ast.AST, child: ast.AST) -> bool:
 
 
 def _pieces(file: str, tree: ast.Module, marked: set[ast.AST]) -> Iterator[Piece]:
-    yield from _pieces_in(file, tree, marked, "", inside=False)
+    yield from _pieces_in(file, tree, marked, "", inside=False, is_run=False)
 
 
-def _pieces_in(file: str, node: ast.AST, marked: set[ast.AST], where: str, *, inside: bool) -> Iterator[Piece]:
+def _pieces_in(
+    file: str, node: ast.AST, marked: set[ast.AST], where: str, *, inside: bool, is_run: bool
+) -> Iterator[Piece]:
+    """Those of a node, which is in marked code or not, and in a function or runs when the module is imported."""
     inside = inside or node in marked
     if isinstance(node, ast.FunctionDef | ast.ClassDef):
         where = f"{where}.{node.name}" if where else node.name
-    is_function = where and not isinstance(node, ast.ClassDef)
-    if inside and is_function and isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef):
+        is_run = isinstance(node, ast.FunctionDef)
+    elif inside and is_run and isinstance(node, ast.stmt):
         yield from _piece_of_statement(file, node, where)
-    elif inside and isinstance(node, ast.expr) and node in marked:
+    elif is_run and isinstance(node, ast.expr) and node in marked:
         yield _piece(file, where, node)
     for child in ast.iter_child_nodes(node):
-        yield from _pieces_in(file, child, marked, where, inside=inside)
+        yield from _pieces_in(file, child, marked, where, inside=inside, is_run=is_run)
 
 
 def _piece_of_statement(file: str, node: ast.stmt, where: str) -> Iterator[Piece]:

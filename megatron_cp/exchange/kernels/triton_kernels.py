@@ -195,17 +195,9 @@ def _copy_to(
 
 @triton.jit
 def _ways_to(
-    first: tl.tensor,
-    entries: tl.tensor,
-    tensors: tl.tuple,
-    strides: tl.tuple,
-    index: tl.tensor,
-    message: tl.tensor,
-    rows: tl.tensor,
-    row: tl.tensor,
-    UNITS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tl.tuple:
+    first: tl.tensor, entries: tl.tensor, tensors: tl.tuple, strides: tl.tuple, index: tl.tensor, message: tl.tensor,
+    rows: tl.tensor, row: tl.tensor, UNITS: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """`[units, rows]` addresses to read and to write, and which of them there are."""
     entry = first + tl.arange(0, UNITS)
     row += tl.arange(0, ROWS)
@@ -243,18 +235,9 @@ def _copy_from(
 
 @triton.jit
 def _ways_from(
-    first: tl.tensor,
-    entries: tl.tensor,
-    messages: tl.tuple,
-    tensors: tl.tuple,
-    strides: tl.tuple,
-    index: tl.tensor,
-    rows: tl.tensor,
-    all_rows: tl.tensor,
-    row: tl.tensor,
-    UNITS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tl.tuple:
+    first: tl.tensor, entries: tl.tensor, messages: tl.tuple, tensors: tl.tuple, strides: tl.tuple, index: tl.tensor,
+    rows: tl.tensor, all_rows: tl.tensor, row: tl.tensor, UNITS: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """`[units, rows]` addresses to read and to write, and which of them are read and written."""
     entry = first + tl.arange(0, UNITS)
     row += tl.arange(0, ROWS)
