@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-_SLEEP = 2_000_000  # cycles: about a millisecond, in which the host runs ahead
-_MOST_SLEEP = 200_000_000
+_SLEEP = 2_000_000  # cycles at least: about a millisecond
+_MOST_SLEEP = 400_000_000
+_CYCLES = 3000  # for each microsecond that the host needs: half as much again as it is
 _BEYOND_L2 = 256 << 20  # bytes
 
 
@@ -43,23 +44,22 @@ def times(call: Callable[[], Any], repeats: int) -> Times:
     beyond = torch.empty(_BEYOND_L2, dtype=torch.uint8, device="cuda")
     call()
     torch.cuda.synchronize()
-    sleep, on_device, on_host, late = _SLEEP, [], [], False
-    for number in range(2 + repeats):
+    began = time.perf_counter()
+    call()
+    needed = (time.perf_counter() - began) * 1e6
+    torch.cuda.synchronize()
+    sleep = min(max(int(needed * _CYCLES), _SLEEP), _MOST_SLEEP)
+    on_device, on_host, late = [], [], False
+    for _ in range(repeats):
         beyond.zero_()
-        asleep, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         torch.cuda._sleep(sleep)
-        asleep.record()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         began = time.perf_counter()
         call()
-        took = time.perf_counter() - began
+        on_host.append((time.perf_counter() - began) * 1e6)
         end.record()
-        was_late = asleep.query()
+        late |= start.query()  # it slept no more when all was queued
         torch.cuda.synchronize()
-        if number < 2:  # warms up, and finds how long to sleep
-            sleep = min(2 * sleep, _MOST_SLEEP) if was_late else sleep
-            continue
-        late |= was_late
         on_device.append(start.elapsed_time(end) * 1e3)
-        on_host.append(took * 1e6)
     return Times(statistics.median(on_device), statistics.median(on_host), late)

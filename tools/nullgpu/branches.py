@@ -10,6 +10,7 @@ A piece of code is a simple statement, or the head of another, that only a CUDA 
 from __future__ import annotations
 
 import ast
+import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -49,6 +50,11 @@ class Piece:
     def __str__(self) -> str:
         return f"{self.file}:{self.start[0]}:{self.start[1]}"
 
+    @property
+    def note(self) -> str:
+        """What stands for it where it has run: another one once its file has changed."""
+        return f"{self} {_digest(self.file)}"
+
 
 def pieces(library: Path = LIBRARY) -> list[Piece]:
     """All pieces, in order."""
@@ -60,6 +66,11 @@ def pieces(library: Path = LIBRARY) -> list[Piece]:
         pass
     found = [piece for name, tree in files.items() for piece in _pieces(name, tree, marked[name])]
     return sorted(set(found))
+
+
+@cache
+def _digest(file: str) -> str:
+    return hashlib.sha256((LIBRARY / file).read_bytes()).hexdigest()[:12]
 
 
 @cache

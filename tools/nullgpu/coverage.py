@@ -70,7 +70,7 @@ class Collector:
                 if piece not in self._seen:
                     self._seen.add(piece)
                     with (self._folder / str(os.getpid())).open("a") as file:  # a rank may be ended at any time
-                        file.write(f"{piece}\n")
+                        file.write(f"{piece.note}\n")
         return monitoring.DISABLE
 
 
@@ -89,7 +89,7 @@ def table() -> dict[str, Any]:
         functions[piece.file, piece.where].append(piece)
     rows = [
         {"file": file, "function": function, "pieces": len(found), "run": sum(_has_run(piece, ran) for piece in found)}
-        | {how: sum(str(piece) in ran[how] for piece in found) for how in HOW}
+        | {how: sum(piece.note in ran[how] for piece in found) for how in HOW}
         for (file, function), found in functions.items()
     ]
     kernels = [{"name": name, "compiled_for": COMPILED_FOR, "gpu": bool(ran["gpu"])} for name in _kernels()]
@@ -97,7 +97,7 @@ def table() -> dict[str, Any]:
 
 
 def _has_run(piece: Piece, ran: dict[str, set[str]]) -> bool:
-    return any(str(piece) in of_how for of_how in ran.values())
+    return any(piece.note in of_how for of_how in ran.values())
 
 
 def _noted(folder: Path) -> set[str]:
