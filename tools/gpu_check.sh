@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# What a machine with a GPU should check and measure, in steps of less than ten minutes. From the repository root:
+# What a machine with a GPU should check and measure, in steps of less than ten minutes.
 #     bash tools/gpu_check.sh [--wheels FOLDER] --only smoke|kernels|parity|one-rank|gloo [OPTIONS]
 # Wheels (default folder: .whl, if it is there) go to a temporary folder, nothing else is installed or set. Logs and
 # results go to $OUT, or else to benchmarks/results. The exit status is 1 if a step failed; --help says more.
 set -uo pipefail
 
 python=${PYTHON:-python3}
+cd "$(dirname "$0")/.." || exit 2
 wheels=.whl
-if [ "${1:-}" = --wheels ]; then
-  wheels=${2:?--wheels wants a folder}
-  compgen -G "$wheels/*.whl" >/dev/null || { echo "no wheels in $wheels" >&2; exit 1; }
-  shift 2
+if [[ "${1:-}" = --wheels || "${1:-}" = --wheels=* ]]; then
+  if [ "$1" = --wheels ]; then wheels=${2:-} && shift; else wheels=${1#*=}; fi
+  shift
+  compgen -G "$wheels/*.whl" >/dev/null || { echo "tools/gpu_check.sh: no wheels in '$wheels'" >&2; exit 2; }
 fi
 site=$(mktemp -d) || exit 1
 trap 'rm -rf "$site"' EXIT

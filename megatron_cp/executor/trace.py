@@ -55,6 +55,21 @@ def in_layer(number: int | None) -> Iterator[None]:
         _LAYER.reset(token)
 
 
+def of_layer(number: int | None, operation: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation of a layer: as it is, or, while a profiler is on, called in `in_layer`.
+
+    Where torch.compile traces it, it is the operation: a context around it would leave all after it uncompiled.
+    """
+    if torch.compiler.is_compiling() or not profiling():
+        return operation
+
+    def called(*args: Any, **options: Any) -> Any:
+        with in_layer(number):
+            return operation(*args, **options)
+
+    return called
+
+
 def range_name(
     scheme: str, step: str, what: str, *, chunk: tuple[int, int], stage: tuple[int, int], forward: bool,
     layer: int | None,
@@ -110,6 +125,7 @@ class _Backward:
         return [next(passed) if tensor.requires_grad else tensor for tensor in tensors]
 
     def begin(self) -> None:
+        self.end()  # of another backward, which had no use for the gradients of the work's inputs
         if profiling():
             self._open = self._range_of(False)
             self._open.__enter__()

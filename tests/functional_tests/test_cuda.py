@@ -34,7 +34,7 @@ from tests.unit_tests.exchange import test_kernel_copies
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 DEVICE = "cuda"
-# Processes share the device over gloo; threads start at once, which a GPU that is lent for minutes needs.
+# Processes share the device over gloo; threads start at once, which matters where a GPU is there for minutes.
 RANKS = os.environ.get("CUDA_TEST_RANKS", "processes")
 RAGGED = (7, 1, 130, 64, 2)
 ATTENTION = Case("attention", 2, RAGGED, head_dim=64, value_head_dim=64, dtype=torch.bfloat16, kernel="varlen")

@@ -22,7 +22,7 @@ from megatron_cp.softmax.kernels import AttentionCall, flex
 from megatron_cp.softmax.kernels.base import AttentionKernel
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
 from megatron_cp.testing.parity import Case, judge, whole
-from tests.functional_tests.test_cuda import in_float64, layer_on_device
+from tests.functional_tests.test_cuda import RANKS, in_float64, layer_on_device
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -122,6 +122,6 @@ def test_layer_equals_float64(scheme, mask):
     """Parts of a softmax are merged, forward and backward, by p2p."""
     alone = replace(LAYER, mask=mask, scheme="a2a", softcap=3.0, learned_sink=True)
     case = replace(alone, scheme=scheme)
-    ranks = run_ranks(layer_with_operator, 3, case, kind="processes")
+    ranks = run_ranks(layer_with_operator, 3, case, kind=RANKS, timeout=280.0)
     parity = judge(case, whole(case, ranks), in_float64(alone))
     assert all(error <= TOLERANCES[torch.float32] for error in parity.errors.values()), parity

@@ -59,6 +59,9 @@ def test_a_layer_over_it_equals_float64(told, case):
 def test_a_wait_of_nccl_orders_streams_and_not_the_host(told):
     group = start_torchrun_rank()
     sent, received = torch.arange(1 << 22, device="cuda"), torch.zeros(1 << 22, dtype=torch.int64, device="cuda")
+    group.start_all_to_all(received, sent, [1 << 22], [1 << 22]).wait()  # the first one makes what others need
+    torch.cuda.synchronize()
+    received.zero_()
     torch.cuda._sleep(200_000_000)  # a tenth of a second
     slept = torch.cuda.Event()
     slept.record()

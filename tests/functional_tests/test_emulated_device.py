@@ -45,7 +45,7 @@ torch.cuda.set_sync_debug_mode("error")
 x = torch.arange(6.0, device="cuda")
 for name, call in {
     "item": lambda: x[0].item(), "tolist": lambda: x.tolist(), "cpu": lambda: x.cpu(), "nonzero": lambda: x.nonzero(),
-    "a mask": lambda: x[x > 2], "two devices": lambda: x + torch.ones(6),
+    "a mask": lambda: x[x > 2], "an index of the host": lambda: x[torch.tensor([0, 1])], "two devices": lambda: x + torch.ones(6),
     "an index of the device into the host's": lambda: torch.ones(6)[x.long()],
     "a pageable copy": lambda: torch.ones(6).to("cuda"),
 }.items():
@@ -63,7 +63,7 @@ print((x @ y).item(), torch.empty(10_000_000, device="cuda").isnan().all().item(
 def test_what_a_gpu_refuses_is_refused_and_values_are_right(device):
     done = run(device, "-c", REFUSED)
     *refused, last = done.stdout.splitlines()
-    assert len(refused) == 8
+    assert len(refused) == 9
     assert all(line.startswith("refused") for line in refused), refused
     assert last == "15.0 True", done.stderr
 
@@ -76,7 +76,7 @@ def test_without_a_command_its_use_is_said():
 @pytest.mark.parametrize(
     ("environ", "reason"),
     [
-        ({"CXX": "no-such-compiler"}, "no C++ compiler: g++ is not on the PATH, and CXX names none"),
+        ({"CXX": "no-such-compiler"}, "no C++ compiler: CXX is 'no-such-compiler', which is not on the PATH"),
         ({"CXX": "false"}, "cannot build the emulated device"),
     ],
     ids=["no compiler", "one that fails"],

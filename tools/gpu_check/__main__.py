@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ElementTree
@@ -35,10 +36,11 @@ WHEELS = {
     "megatron-core": "train, and the layers of Megatron models",
     "fla-core": "kernel fla of gdn and kda",
     "einops": "fla-core",
-    "tilelang": "fla's gdn on compute capability 9.0 with Triton below 3.7.1",
-    "apache-tvm-ffi": "tilelang",
+    "tilelang": "fla's gdn on compute capability 9.0 with Triton below 3.7.1; it needs nvcc",
+    **dict.fromkeys(("apache-tvm-ffi", "torch-c-dlpack-ext", "cloudpickle", "ml-dtypes", "z3-solver"), "tilelang"),
 }
-REQUIRED = ("varlen of attention", "fla of gdn", "fla of kda")
+REQUIRED = ("varlen of attention",)  # and, where these packages are there, what they are brought for
+BROUGHT_FOR = {"fla-core": ("fla of kda",), "tilelang": ("fla of gdn",)}
 
 
 class Step:
@@ -49,9 +51,15 @@ class Step:
         failed: what went wrong, in words.
     """
 
-    def __init__(self, name: str, out: Path, options: argparse.Namespace) -> None:
-        self.name, self.out, self.options = name, out, options
-        self.results: dict[str, Any] = {"step": name}
+    def __init__(self, name: str, out: Path, options: argparse.Namespace, known: dict[str, Any]) -> None:
+        self.name, self.out, self.options, self.known = name, out, options, known
+        self.results: dict[str, Any] = {
+            "step": name,
+            "devices": known["devices"],
+            "versions": known["versions"],
+            "dry_run": options.dry_run,
+            "repeats": options.repeats,
+        }
         self.failed: list[str] = []
         self._deadline = time.monotonic() + LIMIT
         self._log = (out / f"gpu_{name}.log").open("w")
@@ -70,8 +78,13 @@ class Step:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
-        timer = threading.Timer(left, os.killpg, (process.pid, signal.SIGKILL))
-        timer.start()
+        # First as by Ctrl-C: pytest then says what has failed so far.
+        timers = [
+            threading.Timer(seconds, os.killpg, (process.pid, number))
+            for seconds, number in ((max(left - 20, 1), signal.SIGINT), (left, signal.SIGKILL))
+        ]
+        for timer in timers:
+            timer.start()
         lines = []
         try:
             assert process.stdout is not None
@@ -80,7 +93,8 @@ class Step:
                 lines.append(line)
             code = process.wait()
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
         if code:
             why = "the step's time is over" if time.monotonic() > self._deadline else f"exit code {code}"
             self.fail(f"{' '.join(command)}: {why}")
@@ -93,10 +107,11 @@ class Step:
     def tests(self, *chosen: str, workers: int, threads: bool) -> None:
         """Runs tests of the CUDA path; those that are skipped are shown with the reason."""
         report = self.out / f"gpu_{self.name}.xml"
+        report.unlink(missing_ok=True)  # of an earlier run
         os.environ["CUDA_TEST_RANKS"] = "threads" if threads else "processes"
         several = ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
         self.python(
-            "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--durations", "5", f"--junitxml={report}", *several,
+            "-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "--durations", "5", f"--junitxml={report}", *several,
             *chosen,
         )  # fmt: skip
         if not report.exists():
@@ -115,6 +130,11 @@ class Step:
             self.say(json.dumps(row))
             found.append(row)
             self.keep()
+            if "not_run" in row and not row.get("is_refused"):
+                self.fail(row["not_run"])
+            if time.monotonic() > self._deadline:
+                self.fail(f"rows after this one: the step's {LIMIT:g} s are over")
+                return
 
     def fail(self, what: str) -> None:
         self.failed.append(what)
@@ -175,12 +195,12 @@ def gloo(step: Step) -> None:
     chosen = "very_bits or transports_and_chunks or (scheme_equals and causal) or benchmark or training"
     files = [f"{TESTS}.py", *([] if small else [f"{TESTS}_commands.py"])]
     step.tests(*files, "-k", "p2p-causal" if small else chosen, workers=step.options.workers, threads=False)
-    step.python(
-        "-m", "megatron_cp.cli.main", "train", "--context-parallel-size", "2", "--compare", "--json",
-        "--device", "cuda", "--train-iters", "2" if small else "40", "--run-dir", str(step.out / "gpu_gloo_run"),
-        *_tiny(small=small),
-    )  # fmt: skip
-    shutil.rmtree(step.out / "gpu_gloo_run", ignore_errors=True)
+    with tempfile.TemporaryDirectory() as folder:
+        step.python(
+            "-m", "megatron_cp.cli.main", "train", "--context-parallel-size", "2", "--compare", "--json",
+            "--device", "cuda", "--train-iters", "2" if small else "40", "--run-dir", f"{folder}/run",
+            *_tiny(small=small),
+        )  # fmt: skip
 
 
 def _tiny(*, small: bool) -> list[str]:
@@ -200,23 +220,12 @@ def _wheels(step: Step) -> None:
 
 
 def _kernels_are_there(step: Step) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_cp.cli.main", "doctor", "--json"], capture_output=True, text=True, check=False
-    )
-    try:
-        report = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        step.fail(f"doctor --json printed no JSON: {done.stderr.strip()[-300:]}")
-        return
-    step.results["versions"], step.results["devices"] = report["versions"], report["devices"]
-    if not report["devices"]:
-        step.fail("torch sees no CUDA device")
-    findings = {finding["feature"]: finding for finding in report["capabilities"]}
-    for name in step.options.require:
-        finding = findings.get(f"kernel {name}")
-        if finding is None or not finding["works"]:
-            why = finding["remark"] if finding else "doctor knows no such kernel"
-            step.fail(f"kernel {name} should be there: {why}")
+    brought = [name for package, names in BROUGHT_FOR.items() if step.results["wheels"][package] for name in names]
+    required = [*REQUIRED, *([] if step.options.dry_run else brought)]
+    for name in required if step.options.require is None else step.options.require:
+        finding = step.known["kernels"][f"kernel {name}"]
+        if not finding["works"]:
+            step.fail(f"kernel {name} should be there: {finding['remark']}")
 
 
 def _memcheck(step: Step) -> None:
@@ -226,6 +235,21 @@ def _memcheck(step: Step) -> None:
         step.python("-m", "tools.gpu_check.pack_once")
         return
     step.command(checker, "--error-exitcode", "9", sys.executable, "-m", "tools.gpu_check.pack_once")
+
+
+def _doctor() -> dict[str, Any]:
+    """What doctor finds: versions, devices, and its lines about kernels by their names."""
+    from megatron_cp.cli import doctor
+
+    found = doctor.run(argparse.Namespace()).data
+    kernels = {line["feature"]: line for line in found["capabilities"] if line["feature"].startswith("kernel ")}
+    return {"versions": found["versions"], "devices": found["devices"], "kernels": kernels}
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+    return int(text)
 
 
 RUN: dict[str, Callable[[Step], None]] = {
@@ -239,22 +263,32 @@ def main() -> int:
         prog="tools/gpu_check.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=STEPS, action="append", help="this step; may be given again (default: all)")
-    parser.add_argument("--require", type=lambda text: text.split(","), default=list(REQUIRED), metavar="KERNEL,...",
-                        help=f"kernels without which smoke fails (default: {','.join(REQUIRED)})")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="of each timing (default: 20)")
-    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), metavar="N", help="of pytest")
+    parser.add_argument(
+        "--wheels", metavar="FOLDER", help="installed for this run alone (default: .whl, if it is there); comes first"
+    )
+    parser.add_argument(
+        "--require", type=lambda text: text.split(","), metavar="KERNEL,...",
+        help="kernels without which smoke fails, as doctor names them (default: varlen of attention, and those that "
+        "packages were brought for)",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=_positive, default=20, metavar="N", help="of each timing (default: 20)")
+    parser.add_argument("--workers", type=_positive, default=min(8, os.cpu_count() or 1), metavar="N", help="of pytest")
     parser.add_argument("--dry-run", action="store_true", help="little of everything, to see that it runs")
     options = parser.parse_args()
-    import torch
-
-    if not torch.cuda.is_available():
-        print("tools/gpu_check.sh: torch sees no CUDA device", file=sys.stderr)
-        return 2
+    known = _doctor()
+    unknown = [name for name in options.require or () if f"kernel {name}" not in known["kernels"]]
+    if unknown:
+        parser.error(f"--require: doctor knows no kernel {', '.join(unknown)}; it knows {', '.join(known['kernels'])}")
+    if not known["devices"]:
+        parser.error("torch sees no CUDA device")
     out = Path(os.environ.get("OUT") or "benchmarks/results")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"OUT={out}: {error.strerror}")
     failed = []
     for name in options.only or STEPS:
-        step, start = Step(name, out, options), time.monotonic()
+        step, start = Step(name, out, options, known), time.monotonic()
         try:
             RUN[name](step)
         except Exception as error:  # of whatever kind: the other steps are worth running

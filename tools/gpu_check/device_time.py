@@ -39,25 +39,26 @@ def times(call: Callable[[], Any], repeats: int) -> Times:
     """Of a call that queues work on the current stream and waits for none of it.
 
     Before every repeat the L2 cache is overwritten, and the device sleeps for so long that the host has queued the call
-    when it awakes: otherwise a call of 20 us on the device that takes the host 100 us would seem to take 100.
+    when it awakes: otherwise a call of 20 us on the device that takes the host 100 us would seem to take 100. A queue
+    takes about a thousand launches: of a call that makes more, the host waits for the device to awake, and the time is
+    host-bound. The host's time is taken apart, with an empty queue.
     """
     beyond = torch.empty(_BEYOND_L2, dtype=torch.uint8, device="cuda")
     call()
     torch.cuda.synchronize()
-    began = time.perf_counter()
-    call()
-    needed = (time.perf_counter() - began) * 1e6
-    torch.cuda.synchronize()
-    sleep = min(max(int(needed * _CYCLES), _SLEEP), _MOST_SLEEP)
     on_device, on_host, late = [], [], False
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call()
+        on_host.append((time.perf_counter() - began) * 1e6)
+        torch.cuda.synchronize()
+    sleep = min(max(int(statistics.median(on_host) * _CYCLES), _SLEEP), _MOST_SLEEP)
     for _ in range(repeats):
         beyond.zero_()
         torch.cuda._sleep(sleep)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        began = time.perf_counter()
         call()
-        on_host.append((time.perf_counter() - began) * 1e6)
         end.record()
         late |= start.query()  # it slept no more when all was queued
         torch.cuda.synchronize()

@@ -72,8 +72,10 @@ def rows(repeats: int, *, small: bool) -> Iterator[dict[str, Any]]:
                 name = f"{case.layer} {case.scheme}"
                 try:
                     yield {"layer": name, "tokens": tokens, "cp": cp, **_measured(case, repeats)}
-                except (ArgumentError, torch.OutOfMemoryError) as error:
-                    yield {"layer": name, "tokens": tokens, "cp": cp, "not_run": str(error).splitlines()[0]}
+                except Exception as error:  # of whatever kernel: the other rows are worth having
+                    why = f"{type(error).__name__}: {error}".splitlines()[0]
+                    refused = isinstance(error, ArgumentError)
+                    yield {"layer": name, "tokens": tokens, "cp": cp, "not_run": why, "is_refused": refused}
                 torch.cuda.empty_cache()
 
 

@@ -20,7 +20,10 @@ def main() -> int:
     command, options = sys.argv[1:], set()
     while command and command[0] in ("--or-gpu", "--on-cpu", "--note"):
         options.add(command.pop(0))
-    if not command:
+    if command[:1] in (["--help"], ["-h"]):
+        print(__doc__)
+        return 0
+    if not command or command[0].startswith("-"):
         print(__doc__, file=sys.stderr)
         return 2
     try:

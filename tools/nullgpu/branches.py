@@ -5,6 +5,8 @@ A piece of code is a simple statement, or the head of another, that only a CUDA 
 - under a condition that says so, such as `x.is_cuda` or `device.type == "cuda"`, or after one that leaves otherwise;
 - in a kernel for CUDA devices alone, or in a module of `WHOLE`;
 - in a function or class that only such code uses.
+
+Conditions that are kept in a variable first, loops and comprehensions with a condition, and `match` are not read.
 """
 
 from __future__ import annotations
@@ -114,11 +116,12 @@ def _says(test: ast.expr) -> int:
             return _says(element)
         case ast.Compare(left=left, ops=[operator], comparators=[right]):
             words = {node.value for node in ast.walk(test) if isinstance(node, ast.Constant)}
-            if not words & {"cuda", "nccl", "cuda:gloo"} or not _asks_device(left, right):
+            if not words & {"cpu", "cuda", "nccl", "cuda:gloo"} or not _asks_device(left, right):
                 return 0
-            if isinstance(operator, ast.Eq | ast.In | ast.Is):
-                return 1
-            return -1 if isinstance(operator, ast.NotEq | ast.NotIn) else 0
+            is_equal = isinstance(operator, ast.Eq | ast.In | ast.Is)
+            if not is_equal and not isinstance(operator, ast.NotEq | ast.NotIn):
+                return 0
+            return 1 if is_equal != ("cpu" in words) else -1
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return -_says(operand)
         case ast.BoolOp(op=operator, values=values):
@@ -133,7 +136,7 @@ def _says(test: ast.expr) -> int:
 def _asks_device(*sides: ast.expr) -> bool:
     """A device's or a backend's name is compared: not a choice of the command line."""
     text = " ".join(ast.unparse(side) for side in sides)
-    return any(word in text for word in (".type", "get_backend", "device =")) or text.startswith("device ")
+    return any(word in text for word in (".type", "get_backend", ".device")) or text.startswith("device ")
 
 
 def _mark_conditions(file: str, tree: ast.Module, marked: set[ast.AST]) -> None:

@@ -7,6 +7,7 @@ code (`branches`), once a process. --write keeps what has run in the table that 
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import os
 import sys
@@ -29,11 +30,12 @@ OF_PACKAGES = {
     "linear/kernels/mamba_ssm.py": "mamba-ssm",
     "softmax/kernels/flash_attn.py": "flash-attn",
 }
+COMPILED = "compiled code of Triton and FlexAttention, which is compiled only"
 NEVER = (  # what no emulation is
     "NCCL (its values, its order, several devices)",
     "kernels of mamba-ssm, causal-conv1d and flash-attn, which are not installed where this is made",
-    "compiled code of Triton and FlexAttention, which is compiled only", "CUDA graphs of a layer, which are refused",
-)  # fmt: skip
+)
+LAUNCHER = "exchange/kernels/triton.py"  # whose code on a GPU runs the compiled kernels
 COMPILED_FOR = (80, 90, 100)  # by tests/unit_tests/exchange/test_triton_compiled.py
 _TOOL = 4  # of those that sys.monitoring gives to nobody in particular
 
@@ -88,12 +90,26 @@ def table() -> dict[str, Any]:
     for piece in pieces():
         functions[piece.file, piece.where].append(piece)
     rows = [
-        {"file": file, "function": function, "pieces": len(found), "run": sum(_has_run(piece, ran) for piece in found)}
-        | {how: sum(piece.note in ran[how] for piece in found) for how in HOW}
+        {
+            "file": file,
+            "function": function,
+            "source": digest(found),
+            "pieces": len(found),
+            "run": sum(_has_run(piece, ran) for piece in found),
+            **{how: sum(piece.note in ran[how] for piece in found) for how in HOW},
+        }
         for (file, function), found in functions.items()
     ]
-    kernels = [{"name": name, "compiled_for": COMPILED_FOR, "gpu": bool(ran["gpu"])} for name in _kernels()]
-    return {"functions": rows, "kernels": kernels, "never": list(NEVER)}
+    on_gpu = any(piece.note in ran["gpu"] for piece in pieces_of(LAUNCHER))
+    kernels = [{"name": name, "compiled_for": COMPILED_FOR, "gpu": on_gpu} for name in _kernels()]
+    return {"functions": rows, "kernels": kernels, "never": list(NEVER if on_gpu else (COMPILED, *NEVER))}
+
+
+def digest(found: list[Piece]) -> str:
+    """Of the source of some pieces of a file."""
+    lines = (LIBRARY / found[0].file).read_text().splitlines()
+    text = "\n".join("\n".join(lines[piece.start[0] - 1 : piece.end[0]]) for piece in found)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _has_run(piece: Piece, ran: dict[str, set[str]]) -> bool:
@@ -113,8 +129,14 @@ def _kernels() -> list[str]:
 
 def main() -> int:
     """The command."""
-    found = table()
     ran = {how: _noted(NOTES / how) for how in HOW}
+    if not set(sys.argv[1:]) <= {"--write"}:
+        print(__doc__, file=sys.stderr)
+        return 2
+    if not any(piece.note in of_how for of_how in ran.values() for piece in pieces()):
+        print("nothing of this source is noted: run python -m tools.nullgpu --note COMMAND before", file=sys.stderr)
+        return 1
+    found = table()
     missed = [piece for piece in pieces() if not _has_run(piece, ran)]
     for piece in missed:
         print(f"not run: {piece} {piece.where}")

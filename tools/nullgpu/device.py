@@ -52,23 +52,24 @@ def _built() -> Path:
     found = _torch_version()
     if found != TORCH:
         raise UnavailableError(f"the emulated device has the symbols of torch {TORCH}; this is {found}")
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        raise UnavailableError("no C++ compiler: g++ is not on the PATH, and CXX names none that is")
+    named = os.environ.get("CXX", "g++").split()
+    if not named or shutil.which(named[0]) is None:
+        whose = f"CXX is {os.environ['CXX']!r}" if "CXX" in os.environ else "g++"
+        raise UnavailableError(f"no C++ compiler: {whose}, which is not on the PATH")
     sources = [HERE / "runtime.cpp", HERE / "driver.c"]
     mark = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     folder = BUILD / mark
     if not (folder / "libcuda.so.1").exists():
         part = folder.with_name(f"{mark}.{os.getpid()}")
         part.mkdir(parents=True)
-        flags = [compiler, "-O1", "-shared", "-fPIC"]
+        flags = [*named, "-O1", "-shared", "-fPIC"]
         runtime, driver = ("-std=c++17", *(f"-I{each}" for each in _headers())), ("-x", "c")
         for options, source, name in ((runtime, sources[0], "libnullgpu.so"), (driver, sources[1], "libcuda.so.1")):
             done = subprocess.run(
                 [*flags, *options, str(source), "-o", str(part / name)], capture_output=True, text=True, check=False
             )
             if done.returncode:
-                raise UnavailableError(f"{compiler} cannot build the emulated device:\n{done.stderr}")
+                raise UnavailableError(f"{' '.join(named)} cannot build the emulated device:\n{done.stderr}")
         try:
             part.rename(folder)
         except OSError:  # another process was quicker

@@ -87,7 +87,7 @@ class Emulation(TorchDispatchMode):
         if not may_differ and any(not tensor.is_cuda and tensor.ndim for tensor in tensors):
             found = ", ".join(sorted({str(tensor.device) for tensor in tensors}))
             raise RuntimeError(f"{func}: expected all tensors on one device, found {found}")
-        if name in OF_DATA or (name in TAKE_HOST_INDICES and _has_mask(args[1])):
+        if name in OF_DATA or (name in TAKE_HOST_INDICES and (_has_mask(args[1]) or _is_of_host(args[1]))):
             _wait(next(tensor for tensor in tensors if tensor.is_cuda))
         if func.namespace == "torch_attn":
             return varlen.run(name, func, args, kwargs)
@@ -167,6 +167,11 @@ def _has_mask(indices: Any) -> bool:
     return any(isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
+def _is_of_host(indices: Any) -> bool:
+    """An index of the host is copied to the device first, which waits."""
+    return any(isinstance(index, Tensor) and not index.is_cuda for index in indices)
+
+
 def _wait(tensor: Tensor) -> None:
     """As the host does before it knows how many there are: an error where waits are."""
     torch.ops.aten._local_scalar_dense(torch.empty((), dtype=torch.uint8, device=tensor.device))
@@ -190,6 +195,18 @@ def _targets(func: Any, writes: list[bool], args: Any, kwargs: Any) -> list[Any]
         for place, argument in enumerate(func._schema.arguments)
     ]
     return [value for value, is_written in zip(given, writes, strict=True) if is_written and value is not None]
+
+
+def print_from_host() -> None:
+    """Has tensors printed from the host's memory: torch leaves all modes to print, so that kernels would do nothing."""
+    show = torch._tensor_str._str
+
+    def shown(tensor: Tensor, **options: Any) -> str:
+        if type(tensor) not in (Tensor, torch.nn.Parameter) or not tensor.is_cuda:
+            return show(tensor, **options)
+        return f"{show(on_host(tensor.detach()), **options)[:-1]}, device='{tensor.device}')"
+
+    torch._tensor_str._str = shown
 
 
 _entered = threading.local()

@@ -40,3 +40,5 @@ def write_trace(step: Callable[[], Any], group: RankGroup, device: torch.device,
                 torch.cuda.synchronize(device)
         if last and group.rank == 0:
             found.export_chrome_trace(path)
+            if not Path(path).is_file():  # torch says so in its log alone
+                raise OSError(f"the trace could not be written to {path}")

@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.trace import NO_RANGE, in_layer, profiling
+from megatron_cp.executor.trace import of_layer
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
@@ -128,12 +128,11 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             if isinstance(packed_seq_params, _Rotating):
                 query, key = packed_seq_params.rotate(query, key, self.config, self.cp_group)
         plan = plans.plan(self.slot)
-        with in_layer(self.layer_number) if profiling() else NO_RANGE:
-            out = attention(
-                query, key, value, plan, self.ranks,
-                softmax_scale=self.softmax_scale, sink=self.softmax_offset,
-                dropout=dropout, seed=self._seed(seed) if dropout else 0,
-            )  # fmt: skip
+        out: Tensor = of_layer(self.layer_number, attention)(
+            query, key, value, plan, self.ranks,
+            softmax_scale=self.softmax_scale, sink=self.softmax_offset,
+            dropout=dropout, seed=self._seed(seed) if dropout else 0,
+        )  # fmt: skip
         return out.flatten(-2)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:

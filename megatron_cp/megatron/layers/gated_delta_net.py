@@ -9,7 +9,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronGatedDelt
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from torch import Tensor
 
-from megatron_cp.executor.trace import NO_RANGE, in_layer, profiling
+from megatron_cp.executor.trace import of_layer
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.megatron.layers.base import LinearModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
@@ -80,19 +80,18 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
         flat = projected.transpose(0, 1).reshape(rows * batch, -1)
         qk, v, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
         qkv, gate, beta, alpha = flat.split([2 * qk + v, v, heads, heads], dim=-1)
-        with in_layer(self.layer_number) if profiling() else NO_RANGE:
-            out = gated_delta_net(
-                qkv,
-                beta,
-                alpha,
-                plan,
-                self.ranks,
-                conv=self.conv1d.weight,
-                conv_bias=self.conv1d.bias,
-                A_log=self.A_log,
-                dt_bias=self.dt_bias,
-                kernel=self.kernel,
-            )
+        out: Tensor = of_layer(self.layer_number, gated_delta_net)(
+            qkv,
+            beta,
+            alpha,
+            plan,
+            self.ranks,
+            conv=self.conv1d.weight,
+            conv_bias=self.conv1d.bias,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            kernel=self.kernel,
+        )
         checkpoint = CheckpointWithoutOutput(fp8=None) if self.recompute_norm_out else None
 
         def gated_norm(out: Tensor, gate: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_mixer
 from torch import Tensor
 
-from megatron_cp.executor.trace import NO_RANGE, in_layer, profiling
+from megatron_cp.executor.trace import of_layer
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.layers.base import LinearModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
@@ -82,19 +82,18 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
         flat = projected.transpose(0, 1).reshape(rows * batch, -1)
         inner, heads = self.d_inner_local_tp, self.nheads_local_tp
         z, xBC, dt = flat.split([inner, flat.shape[1] - inner - heads, heads], dim=-1)  # noqa: N806 - Mamba's names
-        with in_layer(self.layer_number) if profiling() else NO_RANGE:
-            out = mamba2_mixer(
-                xBC,
-                dt,
-                plan,
-                self.ranks,
-                conv=self.conv1d_weight,
-                conv_bias=self.conv1d_bias,
-                A_log=self.A_log,
-                D=self.D,
-                dt_bias=self.dt_bias,
-                kernel=self.kernel,
-            ).flatten(1)
+        out: Tensor = of_layer(self.layer_number, mamba2_mixer)(
+            xBC,
+            dt,
+            plan,
+            self.ranks,
+            conv=self.conv1d_weight,
+            conv_bias=self.conv1d_bias,
+            A_log=self.A_log,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            kernel=self.kernel,
+        ).flatten(1)
         gated = self.norm(out, z) if self.rmsnorm else silu_gated(out, z).to(out.dtype)
         out, bias = self.out_proj(gated.view(batch, rows, -1).transpose(0, 1).contiguous())
         return out, bias

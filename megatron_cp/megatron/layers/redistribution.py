@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_cp.executor.relayout import relayout
-from megatron_cp.executor.trace import NO_RANGE, in_layer, profiling
+from megatron_cp.executor.trace import of_layer
 from megatron_cp.layout import Layout
 from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
 from megatron_cp.megatron.layers.refusals import refuse
@@ -99,8 +99,9 @@ class _Edges:
         return hidden if isinstance(out, Tensor) else (hidden, *rest)
 
     def _moved(self, layer: nn.Module, hidden: Tensor, plan: Plan, source: Layout, target: Layout) -> Tensor:
-        with in_layer(getattr(layer, "layer_number", None)) if profiling() else NO_RANGE:
-            return relayout(hidden, source, target, self.linear.ranks, transport=plan.transport)
+        move = of_layer(getattr(layer, "layer_number", None), relayout)
+        moved: Tensor = move(hidden, source, target, self.linear.ranks, transport=plan.transport)
+        return moved
 
     def _plan(self, kwargs: dict[str, Any], hidden: Tensor) -> Plan | None:
         """Of the run's linear layers; None for batches that are not packed, which are never redistributed."""

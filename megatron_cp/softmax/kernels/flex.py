@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ BLOCK = 128  # rows and keys of a block, as FlexAttention's kernels have them
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Left to itself, FlexAttention takes another kernel below 128 queries, which puts those of all heads of a key head into
 # one block, and does not compile where that is more than 128 rows.
+_ONE_AT_A_TIME = threading.Lock()  # torch traces for a process, and ranks may be its threads
 _ONE_KERNEL = {"BACKEND": "TRITON"}
 
 
@@ -81,7 +84,17 @@ class FlexAttention(AttentionKernel):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall) -> tuple[Tensor, Tensor]:
         """`out` `[T, h, d]`, 0 where a query sees nothing, and `lse` `[h, T]`, there -inf."""
         sight = _sight(tiles, q.device)
-        out, aux = _operator(q.device.type)(
+        heads, several = (q.shape[1] // k.shape[1], q.shape[2], v.shape[2]), sight.blocks.kv_indices.shape[-1] > 1
+        operator = _operator(q.device.type, q.dtype, call.softcap, heads, sight.num_ranges, several)
+        with _ONE_AT_A_TIME:
+            out, aux = self._attend(operator, q, k, v, sight, call)
+        seen = sight.seen
+        return torch.where(seen[:, None, None], out[0].transpose(0, 1), 0), torch.where(seen, aux.lse[0], -torch.inf)
+
+    def _attend(
+        self, operator: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, sight: _Sight, call: AttentionCall
+    ) -> Any:
+        return operator(
             *(x.transpose(0, 1)[None] for x in (q, k, v)),
             score_mod=_capped(call.softcap) if call.softcap else None,
             block_mask=sight.blocks,
@@ -90,14 +103,23 @@ class FlexAttention(AttentionKernel):
             return_aux=flex.AuxRequest(lse=True),
             kernel_options=_ONE_KERNEL,
         )
-        seen = sight.seen
-        return torch.where(seen[:, None, None], out[0].transpose(0, 1), 0), torch.where(seen, aux.lse[0], -torch.inf)
 
 
 @cache
-def _operator(device: str) -> Callable[..., Any]:
-    """FlexAttention, compiled once where it has kernels: eagerly it holds all scores in memory."""
-    return torch.compile(flex.flex_attention, dynamic=True) if device == "cuda" else flex.flex_attention
+def _operator(device: str, *kind: object) -> Callable[..., Any]:
+    """FlexAttention, compiled where it has kernels: eagerly it holds all scores in memory.
+
+    One for each kind of what a compilation is made for, whatever the lengths. Dynamo counts the compilations of a piece
+    of code and after some compiles no more, which would be those of all kinds: so each has code of its own.
+    """
+    if device != "cuda":
+        return flex.flex_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return flex.flex_attention(q, k, v, **options)
+
+    of_kind = FunctionType(attend.__code__.replace(), attend.__globals__, f"flex_attention of {kind}")
+    return torch.compile(of_kind, dynamic=True)
 
 
 @cache
@@ -120,6 +142,7 @@ class _Sight:
 
     blocks: flex.BlockMask
     seen: Tensor  # [T] whether a query sees any key
+    num_ranges: int  # of keys of a query, at most
 
 
 def _sight(tiles: Tiles, device: torch.device) -> _Sight:
@@ -150,7 +173,7 @@ def _placed(tiles: Tiles, device: torch.device) -> _Sight:
         mask_mod=mask_mod,
         seq_lengths=(queries, keys),
     )
-    return _Sight(blocks, on_device((ends > starts).any(0), device, torch.bool))
+    return _Sight(blocks, on_device((ends > starts).any(0), device, torch.bool), len(starts))
 
 
 def ranges_of_queries(bands: IntArray, queries: int) -> tuple[IntArray, IntArray]:

@@ -11,7 +11,8 @@ import megatron_cp as cp
 from megatron_cp.executor import communicator, run
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.trace import NO_RANGE, in_layer, profiling, range_name, traced_work
+from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.trace import NO_RANGE, in_layer, of_layer, profiling, range_name, traced_work
 from megatron_cp.testing.parity import Case, draw, run_linear
 
 SMALL = {"heads": 8, "groups": 4, "head_dim": 4, "value_head_dim": 4}
@@ -364,3 +365,21 @@ def test_a_part_of_the_ranks_is_of_the_same_layer_and_chunk():
     part = comm.in_chunk(1, 2).part(range(0, 4, 2))
     assert (part.layer, part.chunk, part.scheme) == (4, (1, 2), "p2p")
     assert comm.in_chunk(0, 1) is comm
+
+
+def test_torch_compile_compiles_what_stands_around_an_operation_of_a_layer():
+    """A context there would leave all that follows it uncompiled."""
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    operation = opaque(lambda x: x * 3)
+
+    def layer(x):
+        return of_layer(12, operation)(x + 1) - 1
+
+    with torch.no_grad():
+        assert torch.compile(layer, backend=backend)(torch.ones(2)).tolist() == [5.0, 5.0]
+    assert len(graphs) == 2

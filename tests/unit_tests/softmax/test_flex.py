@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention
 
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.layout.tiles import Tiles
-from megatron_cp.softmax.kernels import AttentionCall
+from megatron_cp.softmax.kernels import AttentionCall, flex
 from megatron_cp.softmax.kernels.flex import BLOCK, FlexAttention, block_tables, ranges_of_queries
 from megatron_cp.softmax.kernels.reference import ReferenceAttention
 from tests.mask_oracle import pairs_of
@@ -97,3 +97,27 @@ def test_rejects_what_flex_cannot_run(changes, says):
     assert (
         FlexAttention().refusal(AttentionCall(0.1, 64, 48, torch.bfloat16, torch.device("cuda"), softcap=5.0)) is None
     )
+
+
+def test_no_kind_of_call_is_one_too_many_to_compile(monkeypatch):
+    """Dynamo compiles a piece of code 8 times; the next would run eagerly, with all scores in memory."""
+    graphs, compiled, operator = [], torch.compile, flex._operator
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend=backend, **how))
+    monkeypatch.setattr(flex, "_operator", lambda _, *kind: operator("cuda", *kind))
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    packing = Packing([7, 1, 150, 2])
+    masks = (Mask.causal(packing), Mask.window(packing, 30, 0, first=4))
+    tiles = [Tiles(mask.bands, np.arange(packing.total), np.arange(packing.total)) for mask in masks]
+    kinds = [(of, cap, heads, dim) for of in tiles for cap in (0.0, 2.0) for heads in (1, 2, 4) for dim in (16, 32)]
+    with torch.no_grad():
+        for of, softcap, heads, dim in kinds:
+            call = AttentionCall(0.2, dim, dim, torch.float32, torch.device("cpu"), softcap=softcap)
+            q, k, v = (torch.randn(packing.total, count, dim) for count in (heads, 1, 1))
+            flex.FlexAttention().attend(q, k, v, of, call)
+    operator.cache_clear()
+    assert len(graphs) == len(kinds)

@@ -17,10 +17,11 @@ def _after_torch(_):
     run = threading.Thread.run
 
     def emulating(self):
-        emulation.enter()
-        run(self)
+        with emulation.Emulation():  # and leaves it: a thread that ends with it would end it without Python
+            run(self)
 
     threading.Thread.run = emulating
+    emulation.print_from_host()
     emulation.enter()
 
 

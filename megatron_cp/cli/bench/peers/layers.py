@@ -170,7 +170,7 @@ def _stock_gated_delta_net(
     refusal = FlaRule().refusal(_call_of(case, case.heads * case.value_head_dim))
     if refusal is not None or not common.HAVE_FLA:
         (conv, rule), norm = _in_place_of_fla(case), l2_normalised
-        words = f"ours stand in for fla's kernels: {refusal}"
+        words = f"ours stand in for fla's kernels: {refusal or 'Megatron does not find them'}"
     with gated_delta_net_without_fla():
         module = _built("gdn", replace(_spec_of("gdn"), module=gdn.GatedDeltaNet), config, case.device)
     module.gated_delta_rule = watched(rule)  # type: ignore[assignment]
