@@ -45,7 +45,8 @@ torch.cuda.set_sync_debug_mode("error")
 x = torch.arange(6.0, device="cuda")
 for name, call in {
     "item": lambda: x[0].item(), "tolist": lambda: x.tolist(), "cpu": lambda: x.cpu(), "nonzero": lambda: x.nonzero(),
-    "a mask": lambda: x[x > 2], "an index of the host": lambda: x[torch.tensor([0, 1])], "two devices": lambda: x + torch.ones(6),
+    "a mask": lambda: x[x > 2], "two devices": lambda: x + torch.ones(6),
+    "an index of the host": lambda: x[torch.tensor([0, 1])],
     "an index of the device into the host's": lambda: torch.ones(6)[x.long()],
     "a pageable copy": lambda: torch.ones(6).to("cuda"),
 }.items():

@@ -87,22 +87,17 @@ class FlexAttention(AttentionKernel):
         heads, several = (q.shape[1] // k.shape[1], q.shape[2], v.shape[2]), sight.blocks.kv_indices.shape[-1] > 1
         operator = _operator(q.device.type, q.dtype, call.softcap, heads, sight.num_ranges, several)
         with _ONE_AT_A_TIME:
-            out, aux = self._attend(operator, q, k, v, sight, call)
+            out, aux = operator(
+                *(x.transpose(0, 1)[None] for x in (q, k, v)),
+                score_mod=_capped(call.softcap) if call.softcap else None,
+                block_mask=sight.blocks,
+                scale=call.scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+                return_aux=flex.AuxRequest(lse=True),
+                kernel_options=_ONE_KERNEL,
+            )
         seen = sight.seen
         return torch.where(seen[:, None, None], out[0].transpose(0, 1), 0), torch.where(seen, aux.lse[0], -torch.inf)
-
-    def _attend(
-        self, operator: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, sight: _Sight, call: AttentionCall
-    ) -> Any:
-        return operator(
-            *(x.transpose(0, 1)[None] for x in (q, k, v)),
-            score_mod=_capped(call.softcap) if call.softcap else None,
-            block_mask=sight.blocks,
-            scale=call.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-            return_aux=flex.AuxRequest(lse=True),
-            kernel_options=_ONE_KERNEL,
-        )
 
 
 @cache
