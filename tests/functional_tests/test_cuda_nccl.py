@@ -76,7 +76,7 @@ def test_examples(name):
     spec = importlib.util.spec_from_file_location(name, path)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)
-    example.STEPS = [[[17, 1, 30], [3]], [[5, 2]]]  # fewer tokens
+    example.STEPS = [[[17, 1, 30], [3]], [[5, 2]]]  # fewer tokens, of the example that has steps
     run_ranks_over_nccl(example.main, 3, "cuda")
 
 
