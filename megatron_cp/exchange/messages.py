@@ -57,14 +57,17 @@ def section_columns(rows: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
 
 
 def section_views(table: Tensor, at: Geometry) -> list[Tensor]:
-    """`[T, (b,) h, d]` views of a `[T, b * row]` byte table, one for each section."""
-    total, row = at.layout.packing.total, at.table_format.row_bytes[at.rank]
-    lead = (total,) if at.batch is None else (total, at.batch)
-    rows, offsets = table.view(*lead, row), at.table_format.offsets[at.rank]
-    return [
-        section_view(rows, block, dtype, block.heads_on(at.rank), offset)
-        for block, dtype, offset in zip(at.blocks, at.dtypes, offsets, strict=True)
-    ]
+    """`[T, (b,) h, d]` views of a dense table of rows, one for each section."""
+    typed = {table.dtype: table}
+    views = []
+    for dtype, shape, stride, start, is_empty in at.places:
+        if is_empty:
+            views.append(table.new_empty(shape, dtype=dtype))
+            continue
+        if dtype not in typed:
+            typed[dtype] = table.view(dtype)
+        views.append(typed[dtype].as_strided(shape, stride, typed[dtype].storage_offset() + start))
+    return views
 
 
 def section_view(rows: Tensor, block: Section, dtype: torch.dtype, heads: int, offset: int) -> Tensor:

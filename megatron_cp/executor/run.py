@@ -80,11 +80,12 @@ def _on_tokens(
     steps: Sequence[Step], comm: Communicator, tensors: list[Tensor], work: Mapping[str, LocalWork], chunk: int | None
 ) -> list[list[Finish]]:
     """Of each exchange among the steps, for each of its parts (for one, where a chunk is named) the wait for it."""
-    arriving = []
+    alone = chunk is None and sum([isinstance(step, ToHeads) for step in steps]) == 1
+    arriving: list[list[Finish]] = []
     for step in steps:
         if isinstance(step, ToHeads):
             exchange = step.exchange if chunk is None else step.exchange.of_chunk(chunk)
-            arriving.append(start_to_heads(exchange, comm, *tensors[slice(*step.inputs)]))
+            arriving.append(start_to_heads(exchange, comm, *tensors[slice(*step.inputs)], alone=alone))
         else:
             with torch.autocast(tensors[0].device.type, enabled=False):
                 tensors = _computed(step, tensors, work, comm)
