@@ -69,7 +69,7 @@ class Geometry:
 
     @cached_property
     def remembered(self) -> dict[Any, Any]:
-        """What was derived from tensors that the sides were given, such as launches of kernels, by all that decides it."""
+        """What was derived from the tensors that came, such as launches of kernels, by all that decides it."""
         return {}
 
     @cached_property

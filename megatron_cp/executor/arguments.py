@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,6 +59,33 @@ def check_dense(name: str, tensor: object) -> None:
         raise ArgumentError(name, f"a tensor that is {how}", "a dense tensor", "Its rows are those of the layout.")
     if tensor.device.type == "meta":
         raise ArgumentError(name, "a tensor on meta, which holds no numbers", "one on cpu or cuda")
+
+
+def part_of(tensor: Tensor, dim: int, part: slice) -> Tensor:
+    """Some neighbours along a dim; the tensor itself where they are all: a view takes the host as long as a launch does."""
+    size = part.stop - part.start
+    return tensor if size == tensor.shape[dim] else tensor.narrow(dim, part.start, size)
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of a type are added up: at least fp32."""
+    return dtype if dtype.itemsize > 4 else torch.float32
+
+
+class _Nothing:
+    """A context of nothing, which one of Python's own functions enters and leaves."""
+
+    __enter__ = __exit__ = "".format  # takes anything, and returns what is not true
+
+
+_NOTHING = _Nothing()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Kernels compute in the types that they are given: autocast would change them behind their backs."""
+    # torch's context takes the host as long as some launches do, and most of the time there is nothing to switch off.
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else _NOTHING
 
 
 def check_stream(name: str, tensor: Tensor) -> None:

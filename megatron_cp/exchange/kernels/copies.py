@@ -141,7 +141,9 @@ def _to_message(tensors: Sequence[Tensor], message: Tensor, rows: int, pieces: P
     return to_message(tensors, message, rows, pieces, **more)
 
 
-def _from_messages(messages: Sequence[Tensor], tensors: Sequence[Tensor], rows: int, pieces: Pieces, **more: Any) -> Launch:
+def _from_messages(
+    messages: Sequence[Tensor], tensors: Sequence[Tensor], rows: int, pieces: Pieces, **more: Any
+) -> Launch:
     from megatron_cp.exchange.kernels.triton import from_messages
 
     return from_messages(messages, tensors, rows, pieces, **more)
