@@ -4,10 +4,10 @@
     python -m tools.host_counts --only a2a   those whose name has it
     python -m tools.host_counts --json
 
-No GPU is needed: the layer runs on the runtime and the driver of the emulated device, without its values. torch's code for
-CUDA, Triton's launchers and autograd are the real ones; kernels are launched and compute nothing, and messages go nowhere.
-Unlike times, counts are the same under any load, so a test holds them. Attention's kernel and the linear layers' are left out:
-they are other packages' own.
+No GPU is needed: the layer runs on the runtime and the driver of the emulated device, without its values. torch's code
+for CUDA, Triton's launchers and autograd are the real ones; kernels are launched and compute nothing, and messages go
+nowhere. Unlike times, counts are the same under any load, so a test holds them. Attention's kernel and the linear
+layers' are left out: they are other packages' own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from typing import Any
 from tools.nullgpu.device import HERE, UnavailableError, environment
 
 ROOT = Path(__file__).resolve().parent.parent
-_LINEAR = {"layout": "contiguous", "lengths": (20, 1, 43)}
 CASES: dict[str, dict[str, Any]] = {
-    **{f"attention {scheme}": {"layer": "attention", "cp": 2, "scheme": scheme} for scheme in ("a2a", "p2p", "all_gather", "exact")},
+    **{f"attention {scheme}": {"layer": "attention", "cp": 2, "scheme": scheme}
+       for scheme in ("a2a", "p2p", "all_gather", "exact")},
     "attention a2a, 2 chunks": {"layer": "attention", "cp": 2, "scheme": "a2a", "head_chunks": 2},
     "attention a2a, contiguous": {"layer": "attention", "cp": 2, "scheme": "a2a", "layout": "contiguous"},
     "attention a2a+p2p": {"layer": "attention", "cp": 4, "scheme": "a2a+p2p"},
@@ -52,10 +52,8 @@ def counts(only: str = "") -> dict[str, dict[str, dict[str, int]]]:
 
 def table(found: dict[str, dict[str, dict[str, int]]]) -> str:
     """Markdown."""
-    lines = [
-        "| layer | forward: Python calls | calls of C | operators | launches | backward: Python calls | calls of C | operators | launches |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]  # fmt: skip
+    of_each = "Python calls | calls of C | operators | launches"
+    lines = [f"| layer | forward: {of_each} | backward: {of_each} |", f"|---|{'--:|' * 8}"]
     for name, directions in found.items():
         numbers = [str(count) for direction in directions.values() for count in direction.values()]
         lines.append(f"| {' | '.join([name, *numbers])} |")

@@ -55,7 +55,7 @@ def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
     if at.order is None and table is not None:
         return table
     message = buffers.acquire(at.head_side_bytes, at.device)
-    if table is not None:
+    if table is not None and at.order is not None:
         _gather(table, at.order, message, at)
         return message
     if copies.runs_on(at.device) and copies.pack_heads(sections, message, at):
@@ -155,7 +155,7 @@ def _message_views(rows: Tensor, at: Geometry) -> list[Tensor | tuple[Tensor, Te
     return views
 
 
-def _gather(rows: Tensor, index: Tensor | None, out: Tensor, at: Geometry) -> None:
+def _gather(rows: Tensor, index: Tensor, out: Tensor, at: Geometry) -> None:
     """Rows of a flat table in another order, into another one: in words, for which both are aligned."""
     row = at.copies * at.format.row_bytes[at.rank]
     if not row or not len(index):  # a rank without heads
@@ -176,7 +176,7 @@ def _shared_table(sections: Sequence[Tensor], at: Geometry) -> Tensor | None:
     for section, place in zip(sections, at.places, strict=True):
         if place.is_empty:
             continue
-        start = (section.storage_offset() - place.start) * place.dtype.itemsize
+        start = (int(section.storage_offset()) - place.start) * place.dtype.itemsize
         if section.dtype != place.dtype or section.stride() != place.stride:
             return None
         if storage is None:

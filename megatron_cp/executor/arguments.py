@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.exchange.device import order_tables
+from megatron_cp.executor.trace import NO_RANGE
 from megatron_cp.plan.plan import Plan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -62,7 +62,7 @@ def check_dense(name: str, tensor: object) -> None:
 
 
 def part_of(tensor: Tensor, dim: int, part: slice) -> Tensor:
-    """Some neighbours along a dim; the tensor itself where they are all: a view takes the host as long as a launch does."""
+    """Some neighbours along a dim; where they are all, the tensor itself: a view is no less work for the host."""
     size = part.stop - part.start
     return tensor if size == tensor.shape[dim] else tensor.narrow(dim, part.start, size)
 
@@ -72,20 +72,11 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype.itemsize > 4 else torch.float32
 
 
-class _Nothing:
-    """A context of nothing, which one of Python's own functions enters and leaves."""
-
-    __enter__ = __exit__ = "".format  # takes anything, and returns what is not true
-
-
-_NOTHING = _Nothing()
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+def without_autocast(device: torch.device) -> Any:
     """Kernels compute in the types that they are given: autocast would change them behind their backs."""
     # torch's context takes the host as long as some launches do, and most of the time there is nothing to switch off.
     on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else _NOTHING
+    return torch.autocast(device.type, enabled=False) if on else NO_RANGE
 
 
 def check_stream(name: str, tensor: Tensor) -> None:

@@ -144,10 +144,10 @@ def _attend_stage_backward(
         if seen.stop < len(x):
             x[seen.stop :].zero_()
     part = target if stage.is_first else torch.empty_like(target[rows])
-    of_keys = [part_of(x, 0, seen) for x in (dkeys, dvalues, keys, values)]
-    of_queries = [part_of(x, 0, rows) for x in (dout, queries, out)]
+    dk, dv, k, v = [part_of(x, 0, seen) for x in (dkeys, dvalues, keys, values)]
+    do, q, o = [part_of(x, 0, rows) for x in (dout, queries, out)]
     work.backward(
-        part, *of_keys[:2], *of_queries[:2], *of_keys[2:], of_queries[2], part_of(lse, -1, rows),
+        part, dk, dv, do, q, k, v, o, part_of(lse, -1, rows),
         tiles.cropped_keys if stage.is_first else tiles.cropped, chunk,
     )  # fmt: skip
     if not stage.is_first:

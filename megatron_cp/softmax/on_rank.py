@@ -175,10 +175,10 @@ class AttentionOnRank:
     ) -> None:  # fmt: skip
         """Likewise their gradients."""
         for entry, heads, groups, call in self._kernel_calls(chunk, q):
-            of_keys = [_heads_of(x, entry, groups) for x in (dk, dv, k, v)]
-            of_queries = [_heads_of(x, entry, heads) for x in (dq, dout, q, out)]
+            own_dk, own_dv, own_k, own_v = [_heads_of(x, entry, groups) for x in (dk, dv, k, v)]
+            own_dq, own_dout, own_q, own_out = [_heads_of(x, entry, heads) for x in (dq, dout, q, out)]
             self.kernel.backward(
-                of_queries[0], *of_keys[:2], *of_queries[1:3], *of_keys[2:], of_queries[3], _lse_of(lse, entry, heads),
+                own_dq, own_dk, own_dv, own_dout, own_q, own_k, own_v, own_out, _lse_of(lse, entry, heads),
                 tiles, call, chunk.first_head + heads.start,
             )  # fmt: skip
 

@@ -38,20 +38,20 @@ def _has_triton() -> bool:
 def pack_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
     """Cuts columns from `[rows, f]` tensors, whose features are the sections in order, into every rank's message."""
     key, addresses = _seen("pack tokens", tensors, (message,))
-    launch = at.remembered.get(key)
-    if launch is None:
-        launch = at.remembered[key] = _packs_tokens(tensors, message, at) if _fits(tensors, [message], at) else False
-    return bool(launch and launch(addresses))
+    if key not in at.remembered:
+        at.remembered[key] = _packs_tokens(tensors, message, at) if _fits(tensors, [message], at) else None
+    launch: Launch | None = at.remembered[key]
+    return launch is not None and launch(addresses)
 
 
 def unpack_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geometry) -> bool:
     """The way back, from the messages of every part; shared heads are summed, and rows beyond the own ones are zero."""
     key, addresses = _seen("unpack tokens", tensors, messages)
-    launch = at.remembered.get(key)
-    if launch is None:
+    if key not in at.remembered:
         fits = _fits(tensors, messages, at) and (not at.exchange.sections.replicated or set(at.dtypes) <= set(TYPES))
-        launch = at.remembered[key] = _unpacks_tokens(messages, tensors, at) if fits else False
-    return bool(launch and launch(addresses))
+        at.remembered[key] = _unpacks_tokens(messages, tensors, at) if fits else None
+    launch: Launch | None = at.remembered[key]
+    return launch is not None and launch(addresses)
 
 
 def gather_rows(source: Tensor, target: Tensor, row: int, index: Tensor, at: Geometry) -> None:
@@ -69,21 +69,21 @@ def gather_rows(source: Tensor, target: Tensor, row: int, index: Tensor, at: Geo
 def pack_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
     """Rows of `[T, (b,) h, d]` sections, in the order of the messages, into every rank's message."""
     key, addresses = _seen("pack heads", sections, (message,))
-    launch = at.remembered.get(key)
-    if launch is None:
+    if key not in at.remembered:
         fits = _fits(sections, [message], at) and not (at.copies > 1 and any(at.coded))
-        launch = at.remembered[key] = _packs_heads(sections, message, at) if fits else False
-    return bool(launch and launch(addresses))
+        at.remembered[key] = _packs_heads(sections, message, at) if fits else None
+    launch: Launch | None = at.remembered[key]
+    return launch is not None and launch(addresses)
 
 
 def unpack_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry) -> bool:
     """The way back, of messages that are coded."""
     key, addresses = _seen("unpack heads", sections, (message,))
-    launch = at.remembered.get(key)
-    if launch is None:
+    if key not in at.remembered:
         fits = _fits(sections, [message], at) and at.copies == 1
-        launch = at.remembered[key] = _unpacks_heads(message, sections, at) if fits else False
-    return bool(launch and launch(addresses))
+        at.remembered[key] = _unpacks_heads(message, sections, at) if fits else None
+    launch: Launch | None = at.remembered[key]
+    return launch is not None and launch(addresses)
 
 
 def _seen(what: str, tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[int]]:

@@ -30,9 +30,9 @@ CODED = 2048  # elements
 class Launch:
     """A launch of a kernel of which all is known but the addresses: of other tensors and messages that lie alike.
 
-    The first launch with a table goes through Triton, which compiles the kernel or finds it. The next ones, of all layers
-    and batches, go to the compiled kernel: that takes a tenth of the host's time. Triton's own hooks do not see those;
-    CUDA's profilers do.
+    The first launch with a table goes through Triton, which compiles the kernel or finds it. The next ones, of all
+    layers and batches, go to the compiled kernel: that takes a tenth of the host's time. Triton's own hooks do not see
+    those; CUDA's profilers do.
 
     Args:
         kernel: to launch.
