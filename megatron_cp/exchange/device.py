@@ -50,7 +50,9 @@ def order_tables(device: torch.device) -> None:
 
 def current_stream(device: torch.device) -> int:
     """The handle of the current stream of a CUDA device, 0 for the host: torch's own object takes ten times as long."""
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class _Tables:

@@ -50,7 +50,7 @@ class Launch:
         self, kernel: Any, programs: int, num_tensors: int, most_messages: int, pieces: Pieces, numbers: Sequence[int],
         index: Tensor | None, constants: Sequence[Any], **options: Any,
     ) -> None:  # fmt: skip
-        self._kernel, self._programs, self._pieces, self._options = kernel, programs, pieces, options
+        self.kernel, self._programs, self._pieces, self._options = kernel, programs, pieces, options
         self._num_tensors, self._most_messages = num_tensors, most_messages
         self._rest = (*numbers, index, *_table(pieces), *constants)
         self._numbers = tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in self._rest)
@@ -75,7 +75,7 @@ class Launch:
         )  # fmt: skip
         compiled = self._pieces.compiled.get(self._variant)
         if compiled is None:
-            compiled = self._kernel[(self._programs,)](*given, *self._rest, **self._options)
+            compiled = self.kernel[(self._programs,)](*given, *self._rest, **self._options)
             if compiled is not None:  # as it is under Triton's interpreter
                 self._pieces.compiled[self._variant] = compiled
             return True
