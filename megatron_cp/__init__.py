@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from megatron_cp.batch.loss import token_loss as token_loss
     from megatron_cp.batch.shard import LocalBatch as LocalBatch
     from megatron_cp.batch.shard import shard_batch as shard_batch
+    from megatron_cp.batch.slots import PlanSlots as PlanSlots
     from megatron_cp.errors import ArgumentError as ArgumentError
     from megatron_cp.errors import CallMismatchError as CallMismatchError
     from megatron_cp.errors import PeerError as PeerError
@@ -58,6 +59,7 @@ _HOMES = {
     "PeerError": "megatron_cp.errors",
     "Plan": "megatron_cp.plan.plan",
     "PlanMismatchError": "megatron_cp.errors",
+    "PlanSlots": "megatron_cp.batch.slots",
     "Route": "megatron_cp.layout",
     "Transport": "megatron_cp.plan.transport",
     "attention": "megatron_cp.softmax.attention",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp.batch.slots import PlanSlots
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.agreement import check_agreement
@@ -74,6 +75,7 @@ def shard_batch(
     device: torch.device | str = "cpu",
     seed: int = 0,
     agree: bool = True,
+    into: PlanSlots | None = None,
 ) -> LocalBatch:
     """This rank's rows of a packed batch, with the plans of every layer: host work, once a batch.
 
@@ -94,6 +96,8 @@ def shard_batch(
         seed: at least 0, of dropout in attention beside the batch's tokens: the number of the step, so that a batch
             that comes again has other weights dropped. The same on every rank.
         agree: compare the plans, the tokens and the seed of all ranks (16 bytes on the host).
+        into: for CUDA graphs, where the batch's tables and rows are put: always in the same memory. `tokens`, `labels`
+            and `loss_mask` are those of the documents alone, and `layout` is `into.layout(lengths)`.
 
     Raises:
         ArgumentError: tensors that do not fit the layout, a group of other ranks, or a slot that cannot be planned.
@@ -109,7 +113,8 @@ def shard_batch(
     """
     if not isinstance(layout, Layout):
         raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
-    ranks, packing, device = as_rank_group(group, layout.cp_size), layout.packing, _checked_device(device)
+    ranks, device = as_rank_group(group, layout.cp_size), _checked_device(device)
+    packing = layout.packing if into is None else into.documents(layout)
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)
     ids = _integers("tokens", tokens, packing)
@@ -120,16 +125,22 @@ def shard_batch(
     plans, batch_seed = BatchPlan(layout, slots), _hash(ids, seed)
     if agree and layout.cp_size > 1:
         check_agreement(plans, ranks, seed=batch_seed)
-    prepare_plans(plans, ranks.rank, device)
-    own_ids, own_targets, own_weights = (
-        _moved(layout.shard(stream, ranks.rank, pad_value=fill), device)
-        for stream, fill in ((ids, 0), (targets, ignore_index), (weights, 0))
-    )
+    streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
+    if into is None:
+        prepare_plans(plans, ranks.rank, device)
+        rows = {
+            name: _moved(layout.shard(stream, ranks.rank, pad_value=fill), device)
+            for name, (stream, fill) in streams.items()
+        }
+        rows["position_ids"] = local_positions(layout, ranks.rank, device)
+    else:
+        on_host = {
+            name: layout.shard(into.filled(stream, layout, fill), ranks.rank).numpy()
+            for name, (stream, fill) in streams.items()
+        }
+        rows = into.load(plans, ranks.rank, device, on_host | {"position_ids": layout.positions(ranks.rank)})
     return LocalBatch(
-        tokens=own_ids,
-        labels=own_targets,
-        loss_weights=own_weights,
-        position_ids=local_positions(layout, ranks.rank, device),
+        **rows,
         plans=plans,
         seed=batch_seed,
         num_tokens=int(torch.count_nonzero(weights)),

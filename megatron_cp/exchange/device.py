@@ -29,9 +29,22 @@ def on_device(table: NDArray, device: torch.device, dtype: torch.dtype = torch.i
         host = torch.tensor(table, dtype=dtype)
         if device.type != "cuda":
             return host.to(device)
+        if torch.cuda.is_current_stream_capturing():
+            remedy = "Run the step once, eagerly and with the same shapes, before it is captured."
+            raise ArgumentError("stream", "one that is being captured", "tables that were made before", remedy)
         copy = host.pin_memory().to(device, non_blocking=True)
     _tables.add(copy)
     return copy
+
+
+def fill_tables(target: Tensor, source: Tensor) -> None:
+    """Copies tables to memory on a device that had others before, from pinned memory; streams wait as for new ones.
+
+    In the stream that reads them: it must have read the tables of before when these are copied.
+    """
+    target.copy_(source, non_blocking=True)
+    if target.is_cuda:
+        _tables.add(target)
 
 
 def order_tables(device: torch.device) -> None:

@@ -103,7 +103,12 @@ def agree_on_call(
     of_tensors = tuple((name, x if x is None else _kind(x, grad)) for name, x in tensors.items())
     call = (operation, of_tensors, tuple(options.items()), grad)
     plans = [_digest_and_lines(subject)[0] for subject in subjects]
-    if agreed.call(call) is None or any(agreed.plan(plan) is None for plan in plans):
+    if agreed.call(call) is None or not all(map(agreed.plan, plans)):
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            remedy = "Run the step once, eagerly and with the same plans, before it is captured."
+            raise ArgumentError(
+                "stream", "one that is being captured", f"a {operation} that ranks have compared", remedy
+            )
         _compare_call(ranks, subjects, call, once())
     marks = [agreed.call(call), *map(agreed.plan, plans)]
     agreed.num_calls += 1

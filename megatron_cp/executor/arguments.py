@@ -10,9 +10,12 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.exchange.device import order_tables
+from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.trace import NO_RANGE
+from megatron_cp.layout.memo import Memo
 from megatron_cp.plan.plan import Plan
 
+IN_SLOTS = "in slots"  # what plans remember whose tables are those of a `PlanSlots`
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -79,19 +82,36 @@ def without_autocast(device: torch.device) -> Any:
     return torch.autocast(device.type, enabled=False) if on else NO_RANGE
 
 
-def check_stream(name: str, tensor: Tensor) -> None:
-    """Refuses to be captured, and has the current stream wait for tables that others have copied to the device.
+def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) -> None:
+    """Refuses captures of other plans than `PlanSlots` has loaded, and has the stream wait for tables of other streams.
 
     A graph would move rows by the tables of the pack that it was captured with, whatever pack it is replayed for.
 
+    Args:
+        name: of the argument.
+        device: of the argument.
+        plan: what the operation moves rows by, or its layout.
+        kernels: that it calls.
+
     Raises:
-        ArgumentError: naming the argument.
+        ArgumentError: naming the argument, or the kernel that a graph of which would not serve other packs.
     """
-    if tensor.is_cuda:
-        if torch.cuda.is_current_stream_capturing():
-            remedy = "A CUDA graph would move the rows of this pack whenever it is replayed: leave this call out of it."
-            raise ArgumentError(name, "a tensor in a stream that is being captured", "one in any other stream", remedy)
-        order_tables(tensor.device)
+    if device.type != "cuda":
+        return
+    if torch.cuda.is_current_stream_capturing():
+        if not plan.remembers(IN_SLOTS):
+            raise ArgumentError(
+                name, "a tensor in a stream that is being captured", "one in any other stream, or plans of PlanSlots",
+                "A CUDA graph would move the rows of this pack whenever it is replayed. Shard the batch with "
+                "into=PlanSlots(...), or leave this call out of the graph.",
+            )  # fmt: skip
+        for kernel in kernels:
+            if not kernel.serves_graphs:
+                raise ArgumentError(
+                    "kernel", kernel.name, "one whose graph serves every pack",
+                    "Its tables are those of one pack: name another kernel, or leave this call out of the graph.",
+                )  # fmt: skip
+    order_tables(device)
 
 
 def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], str]:

@@ -49,7 +49,7 @@ def gather(
         raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
     ranks = as_rank_group(group, layout.cp_size)
     check_rows("local", local, int(layout.row_counts[ranks.rank]), ranks.rank)
-    check_stream("local", local)
+    check_stream("local", local.device, layout)
     checked_flag("same_loss", same_loss)
     transport = checked_transport(transport, layout.cp_size)
     options = {"same_loss": same_loss, "transport": transport.describe()}

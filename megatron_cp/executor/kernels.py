@@ -17,11 +17,14 @@ class Kernel(ABC):
         name: as the user asks for it.
         package: what it comes from, for `doctor`.
         devices: the types of device that it is for.
+        serves_graphs: whether it reads what depends on a pack from tables that `PlanSlots` has, and from nowhere else,
+            so that a CUDA graph of it serves every pack.
     """
 
     name: str
     package: str
     devices: tuple[str, ...] = ("cpu", "cuda")
+    serves_graphs: bool = False
 
     @abstractmethod
     def refusal(self, call: Any) -> str | None:

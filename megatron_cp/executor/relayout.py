@@ -49,7 +49,7 @@ def relayout(
             )
     ranks = as_rank_group(group, source.cp_size)
     check_rows("local", local, int(source.row_counts[ranks.rank]), ranks.rank)
-    check_stream("local", local)
+    check_stream("local", local.device, source)
     transport = checked_transport(transport, source.cp_size)
     options = {"transport": transport.describe()}
     mark = agree_on_call(ranks, [source, target], "relayout", {"local": local}, options)

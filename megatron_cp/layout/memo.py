@@ -22,6 +22,14 @@ class Memo:
         found = memo.get(key)
         return memo.setdefault(key, make()) if found is None else found
 
+    def remember(self, key: Any, value: Any) -> None:
+        """Keeps what `memo` is to return, made elsewhere."""
+        self.__dict__.setdefault("_memo", {})[key] = value
+
+    def remembers(self, key: Any) -> bool:
+        """Whether `memo` has something to return."""
+        return key in self.__dict__.get("_memo", {})
+
     def share_memo(self, other: Memo) -> None:
         """Takes what was and will be derived from `other` for its own; what differs between the two is in the keys."""
         self.__dict__["_memo"] = other.__dict__.setdefault("_memo", {})

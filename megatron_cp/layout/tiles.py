@@ -53,6 +53,26 @@ class Tiles(Memo):
         return Tiles(band.moved(self.bands, 0, -keys.start), self.q_tokens, self.k_tokens[keys])
 
 
+class WholeTiles(Tiles):
+    """Tiles that are computed with all rows, whatever is seen of them: so that every pack has as many."""
+
+    @cached_property
+    def query_rows(self) -> slice:
+        return slice(0, len(self.q_tokens))
+
+    @cached_property
+    def key_rows(self) -> slice:
+        return slice(0, len(self.k_tokens))
+
+    @property
+    def cropped(self) -> Tiles:
+        return self
+
+    @property
+    def cropped_keys(self) -> Tiles:
+        return self
+
+
 def bands_of_queries(bands: IntArray, layout: Layout, rank: int) -> IntArray:
     """The part of a mask that the queries of one rank see, counted in their rows; keys stay places in the stream."""
     return _in_rows(bands, *_fragments(layout, rank), queries=True)

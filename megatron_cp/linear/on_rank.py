@@ -24,7 +24,7 @@ from megatron_cp.executor.arguments import check_dense, check_stream, check_tens
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
-from megatron_cp.executor.kernels import kernel_name
+from megatron_cp.executor.kernels import Kernel, kernel_name
 from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.run import LocalWork, run
 from megatron_cp.executor.scan import LocalScan, scan
@@ -60,7 +60,7 @@ class LinearOnRank:
         values: Tensor,
     ) -> None:  # fmt: skip
         check_dense(name, values)
-        check_stream(name, values)
+        check_stream(name, values.device, plan)
         self.plan, self.ranks, self.kernel = plan, as_rank_group(group, plan.cp_size), kernel
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
@@ -88,10 +88,12 @@ class LinearOnRank:
         """Raises what choosing kernels would raise: before anything is sent."""
         for number in range(self.plan.head_chunks):
             call = self.chunk(number).call
+            kernels: list[Kernel] = []
             if KINDS[self.plan.kind].has_state:
-                choose_rule(self.kernel, call)
+                kernels.append(choose_rule(self.kernel, call))
             if KINDS[self.plan.kind].convolved:
-                choose_conv(self.kernel, call)
+                kernels.append(choose_conv(self.kernel, call))
+            check_stream("kernel", call.device, self.plan, *kernels)
 
     def agree(self, operation: str, tensors: Mapping[str, Tensor | None], **options: Any) -> None:
         """Raises on every rank if another one calls the operation differently."""

@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -146,7 +147,12 @@ class Attend(Memo):
 
     def tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         """What the queries of a KV rank see among the keys of a stage."""
-        return self.memo(("tiles", kv_rank, stage.number), lambda: self._tiles(kv_rank, stage))
+        return self.memo(self.tiles_key(kv_rank, stage), lambda: self._tiles(kv_rank, stage))
+
+    @staticmethod
+    def tiles_key(kv_rank: int, stage: Stage) -> tuple[Any, ...]:
+        """Under which an attention remembers them."""
+        return "tiles", kv_rank, stage.number
 
     def call_tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         """What a kernel is called with: the tiles between the rows from the first that counts to the last.

@@ -212,6 +212,11 @@ class BatchPlan:
     def plans(self) -> list[Plan]:
         return list(self._plans.values())
 
+    @property
+    def kinds(self) -> list[Slot]:
+        """The kinds of layers that have been planned, as `plans` are."""
+        return list(self._plans)
+
     def plan(self, slot: Slot) -> Plan:
         """The plan of every layer of this kind."""
         found = self._plans.get(_checked_slot("slot", slot))

@@ -66,13 +66,13 @@ class AttentionOnRank:
         self.plan, self.ranks, self.sink = plan, as_rank_group(group, plan.cp_size), sink
         self.kernel_name = kernel_name(kernel)
         check_dense("q", q)
-        check_stream("q", q)
         self.batch, _ = rows_first(q, int(plan.layout.row_counts[self.ranks.rank]), plan.sections.blocks[0].num_heads)
         self.like = q.new_empty(0)  # its type and device: the graph keeps this object, and must not keep q
         self.call = attention_call(plan, q.dtype, q.device, **options)
         if sink is not None:
             check_tensor("sink", sink, (plan.sections.blocks[0].num_heads,), like=q)
         self.kernel = choose_kernel(KERNELS, kernel, self.call)
+        check_stream("q", q.device, plan, self.kernel)
         self.kv_rank, self.head_rank = divmod(self.ranks.rank, plan.ulysses_degree)
         self.exchanged = any(isinstance(step, ToHeads) for step in plan.steps)
 

@@ -42,6 +42,7 @@ class ChunkedRule(RuleKernel):
     name = "chunked"
     package = "torch"
     kinds = ("gdn", "kda", "mamba")
+    serves_graphs = True
 
     def refusal(self, call: LinearCall) -> str | None:
         return None
@@ -246,6 +247,7 @@ class _ChunkScan(LocalScan):
         state = states.new_zeros(len(pieces.pieces), heads, dk, dv) if given is None else given.clone()
         for start, active in pieces.steps:
             now, here = slice(start, start + active), state[:active]
+            self._begin(start, here)
             states[now] = here
             if at.has_delta:
                 torch.sub(at.updates[now], at.reads[now] @ here, out=updates[now])
@@ -345,7 +347,13 @@ class _ChunkScan(LocalScan):
                     after.through_keys[now] = through_keys
                 before -= at.reads[now].transpose(2, 3) @ through_keys
             here.copy_(before)
+            self._begin(start, here)
         return state
+
+    def _begin(self, chunk: int, state: Tensor) -> None:
+        """Where pieces are walked through one after another, forgets the one before, or its gradient."""
+        if self.chunks.begins is not None:
+            state.masked_fill_(self.chunks.begins[chunk], 0)
 
 
 def _in_row_order(classes: list[tuple[PieceClass, Tensor]]) -> Tensor:

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.layout import Packing
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
 from megatron_cp.linear.reductions import for_each_token, sum_over_tokens
@@ -21,6 +23,7 @@ class TorchConv(ConvKernel):
 
     name = "chunked"
     package = "torch"
+    serves_graphs = True
 
     def refusal(self, call: LinearCall) -> str | None:
         return None
@@ -79,7 +82,7 @@ def _history_rows(call: LinearCall, reach: int) -> tuple[Tensor, Tensor]:
 class _CausalConv(torch.autograd.Function):
     """`y[t] = sum_s weight[:, -1 - s] x[t - s]` over the `s` for which t - s is in t's piece.
 
-    `heads[s]` lists the tokens whose piece has no token s places earlier.
+    `heads[s]` lists the tokens whose piece has no token s places earlier, or is `[T]` bool, true for them.
     """
 
     @staticmethod
@@ -107,7 +110,20 @@ class _CausalConv(torch.autograd.Function):
 
 def _cut(rows: Tensor, heads: Tensor, back: int) -> Tensor:
     """Zeroes the rows of tokens `back ..` whose piece does not reach `back` tokens back, in place."""
+    if heads.dtype == torch.bool:
+        return rows.masked_fill_(heads[back:, None], 0)
     return rows.index_fill_(0, heads - back, 0)
+
+
+def heads_key(width: int, device: torch.device) -> tuple[Any, ...]:
+    """Under which a packing keeps the heads of its pieces."""
+    return "piece heads", width, device
+
+
+def fixed_heads(packing: Packing, width: int) -> dict[str, NDArray]:
+    """The heads of pieces as tables of one shape for all packings of as many tokens, for CUDA graphs."""
+    positions = packing.positions()
+    return {f"heads {back}": positions < back for back in range(width)}
 
 
 def _piece_heads(call: LinearCall, width: int) -> list[Tensor]:
@@ -119,4 +135,4 @@ def _piece_heads(call: LinearCall, width: int) -> list[Tensor]:
             for back in range(width)
         ]
 
-    return call.packing.memo(("piece heads", width, call.device), make)
+    return call.packing.memo(heads_key(width, call.device), make)

@@ -10,6 +10,7 @@ is one slice of the chunks. The classes differ in when a state is known (see `Lo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.opaque import opaque_backward
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.packing import IntArray, Packing
 from megatron_cp.linear.kernels.base import LinearCall
 
 CHUNK = 64
@@ -46,12 +47,15 @@ class Chunks:
         num_chunks: of all classes.
         num_known: of single and first, whose pieces begin with a state of zero.
         slots, sources: of each token the slot, and of each slot the token.
+        begins: `[num_chunks]` bool, where pieces are walked through one after another, which chunk is the first of one:
+            the state before it is zero. None where pieces have states of their own.
     """
 
     single: PieceClass
     first: PieceClass
     middle: PieceClass
     last: PieceClass
+    begins: Tensor | None = None
 
     def __init__(self, call: LinearCall) -> None:
         lengths = call.packing.lengths
@@ -81,7 +85,8 @@ class Chunks:
     @classmethod
     def of(cls, call: LinearCall) -> Chunks:
         """Those of a call, made once for all layers of a batch."""
-        found: Chunks = call.packing.memo(("chunks", CHUNK, call.device, call.segments is None), lambda: cls(call))
+        key = chunks_key(call.device, whole=call.segments is None)
+        found: Chunks = call.packing.memo(key, lambda: cls(call))
         return found
 
     def split(self, x: Tensor) -> Tensor:
@@ -92,6 +97,39 @@ class Chunks:
     def join(self, x: Tensor) -> Tensor:
         """The inverse of `split`."""
         return _Rechunk.apply(x.transpose(1, 2).flatten(0, 1), self.slots, self.sources, False)
+
+
+def chunks_key(device: torch.device, *, whole: bool = True) -> tuple[Any, ...]:
+    """Under which a packing keeps its chunks, of whole documents or of segments."""
+    return "chunks", CHUNK, device, whole
+
+
+def fixed_chunks(packing: Packing) -> dict[str, NDArray]:
+    """The tables of `FixedChunks`, by name: of one shape for all packings of as many tokens and documents."""
+    counts = -(-packing.lengths // CHUNK)
+    num_chunks = packing.total // CHUNK + packing.num_documents
+    first = np.cumsum(counts) - counts
+    positions = packing.positions()
+    slots = np.repeat(first, packing.lengths) * CHUNK + positions
+    sources = np.full(num_chunks * CHUNK, packing.total)
+    sources[slots] = np.arange(packing.total)
+    begins = np.zeros(num_chunks + 1, dtype=bool)
+    begins[first] = True  # of a document without tokens that of the next, or of nothing
+    return {"slots": slots.astype(np.int32), "sources": sources.astype(np.int32), "begins": begins[:-1]}
+
+
+class FixedChunks(Chunks):
+    """The chunks of whole documents, one after another, each a step: as many for every pack, for CUDA graphs.
+
+    Args:
+        tables: of `fixed_chunks`, on a device.
+    """
+
+    def __init__(self, tables: Mapping[str, Tensor]) -> None:
+        self.slots, self.sources, self.begins = tables["slots"], tables["sources"], tables["begins"]
+        self.num_chunks = self.num_known = len(self.begins)
+        self.single = PieceClass([0], [(number, 1) for number in range(self.num_chunks)])
+        self.first = self.middle = self.last = PieceClass([], [])
 
 
 def _slots(

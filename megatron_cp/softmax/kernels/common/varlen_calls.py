@@ -44,7 +44,7 @@ class Axis:
         lengths = ends - starts
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-        number = np.repeat(_rounds(starts, ends), lengths)
+        number = np.repeat(rounds_of(starts, ends), lengths)
         return cls(rows, offsets, tuple(np.flatnonzero(number == n) for n in range(number.max() + 1)))
 
     @property
@@ -79,17 +79,18 @@ def _windowed(bands: IntArray) -> IntArray:
     many: right only where a segment with a limit has not many more queries than keys. Other bands are cut at their
     bends, which leaves no limit or enough keys.
     """
-    left, right = _limits(bands)
-    tall = _is_tall(bands) & ((left >= 0) | (right >= 0))
+    left, right = limits_of(bands)
+    tall = is_tall(bands) & ((left >= 0) | (right >= 0))
     return np.concatenate([bands[~tall], band.canonical(bands[tall])])
 
 
-def _is_tall(bands: IntArray) -> IntArray:
+def is_tall(bands: IntArray) -> IntArray:
+    """`[n]` bool: bands with many more queries than keys."""
     q0, q1, k0, k1 = bands.T[:4]
     return q1 - q0 - 1 > k1 - k0
 
 
-def _limits(bands: IntArray) -> tuple[IntArray, IntArray]:
+def limits_of(bands: IntArray) -> tuple[IntArray, IntArray]:
     """`[n]` the left and the right limit of each band, -1 where it hides nothing."""
     q0, q1, k0, k1, lo, hi = bands.T
     left, right = k1 - q1 - lo, hi - (k1 - q1)
@@ -101,9 +102,9 @@ def _windows(bands: IntArray) -> list[Window]:
 
     A limit that hides nothing of a band suits it: documents shorter than a window run with those that are longer.
     """
-    limits = np.stack(_limits(bands), axis=1)
+    limits = np.stack(limits_of(bands), axis=1)
     reach = np.stack([bands[:, 3] - bands[:, 2], bands[:, 1] - bands[:, 0]], axis=1) - 1  # limits that hide nothing
-    tall = _is_tall(bands)
+    tall = is_tall(bands)
     windows: list[Window] = [(-1, -1)] * len(bands)
     found: dict[Window, None] = {}
     for number in np.argsort((limits < 0).sum(axis=1), kind="stable").tolist():
@@ -120,7 +121,7 @@ def _suits(limit: int, own: int, reach: int) -> bool:
     return limit == own or (own < 0 and limit >= reach)
 
 
-def _rounds(starts: IntArray, ends: IntArray) -> IntArray:
+def rounds_of(starts: IntArray, ends: IntArray) -> IntArray:
     """`[n]` the round of each range, so that ranges of one round are disjoint; as few rounds as that takes."""
     rounds, order = np.zeros(len(starts), dtype=np.int64), np.argsort(starts, kind="stable")
     if (starts[order][1:] >= ends[order][:-1]).all():
@@ -166,16 +167,27 @@ class Segments:
 
 @dataclass(frozen=True)
 class DeviceCalls:
-    """All calls of some tiles on a device, and how their rounds cover the axes."""
+    """All calls of some tiles on a device, and how their rounds cover the axes.
+
+    Attributes:
+        hidden: where calls take rows that no segment has, whose results are whatever stood there: `[num_queries]` and
+            `[num_keys]` bool, true for those.
+    """
 
     calls: list[Segments]
     queries: Cover
     keys: Cover
+    hidden: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 def on_one_device(tiles: Tiles, device: torch.device) -> DeviceCalls:
     """The calls of `tiles` with their tables on `device`, made once."""
-    return tiles.memo(("segments", device), lambda: _placed(tiles, device))
+    return tiles.memo(calls_key(device), lambda: _placed(tiles, device))
+
+
+def calls_key(device: torch.device) -> tuple[str, torch.device]:
+    """Under which tiles keep their calls."""
+    return "segments", device
 
 
 def _placed(tiles: Tiles, device: torch.device) -> DeviceCalls:
@@ -193,7 +205,8 @@ def _placed(tiles: Tiles, device: torch.device) -> DeviceCalls:
             Segments(call.window, _axis(call.queries, q_first, device), _axis(call.keys, k_first, device))
             for call in calls
         ],
-        *covers,
+        covers[0],
+        covers[1],
     )
 
 

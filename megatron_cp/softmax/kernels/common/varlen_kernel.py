@@ -28,6 +28,7 @@ class SegmentedAttention(AttentionKernel):
 
     devices = ("cuda",)
     unrounded_partials = False
+    serves_graphs = True
 
     def head_sizes(self, call: AttentionCall) -> tuple[int, int]:
         """The sizes of key and value heads that the operator is given."""
@@ -66,6 +67,9 @@ class SegmentedAttention(AttentionKernel):
                     targets, _taken(part, places)[..., : out.shape[-1]], _taken(part_lse.T, places).T, is_first=is_first
                 )
         result.finish()
+        if work.hidden is not None:
+            out.masked_fill_(work.hidden[0][:, None, None], 0)
+            lse.masked_fill_(work.hidden[0], -torch.inf)
 
     def backward(
         self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
@@ -89,6 +93,9 @@ class SegmentedAttention(AttentionKernel):
                     total.add(targets, _taken(part, places)[..., : total.target.shape[-1]], is_first=is_first)
         for total in sums:
             total.finish()
+        if work.hidden is not None:
+            for gradient, hidden in zip((dq, dk, dv), (*work.hidden, work.hidden[1]), strict=True):
+                gradient.masked_fill_(hidden[:, None, None], 0)
 
 
 def _taken(x: Tensor, rows: Rows) -> Tensor:

@@ -1,0 +1,341 @@
+"""`PlanSlots`: memory for the tables of any pack that fits, so that a CUDA graph of a step serves all of them.
+
+A graph repeats the launches of the pack that it was captured with: the same addresses, and the same sizes. So every
+pack is filled up to one number of tokens and of documents, all tables get the same shapes, and each pack's are copied
+to the same addresses, by one copy from pinned memory:
+
+    slots = PlanSlots(capacity_tokens=32768, capacity_documents=64, cp_size=4)
+    for pack in packs:
+        layout = slots.layout(pack.packing.lengths)
+        batch = shard_batch(pack.tokens, layout, group, slots=kinds, device="cuda", into=slots)
+        graph.replay()                                   # or, the first time, run eagerly and then capture
+
+What fills up a pack is one document of tokens that have no label: no attention looks at it, and it gets zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.exchange.device import fill_tables
+from megatron_cp.executor.arguments import IN_SLOTS
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.tiles import WholeTiles
+from megatron_cp.linear.kernels.common.chunks import FixedChunks, chunks_key, fixed_chunks
+from megatron_cp.linear.kernels.conv import fixed_heads, heads_key
+from megatron_cp.plan.attention import Attend, Stage
+from megatron_cp.plan.kinds import KINDS
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.steps import ToHeads, ToTokens
+from megatron_cp.planner.batch import BatchPlan
+from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
+from megatron_cp.softmax.kernels.common.varlen_calls import calls_key
+
+Tables = dict[str, NDArray]
+
+_LAYOUTS = ("zigzag", "contiguous")
+_SCHEMES = ("a2a", "p2p", "headwise")
+_ALIGNMENT = 16  # bytes, of each table
+_FILLED = "filled up"  # under which a layout remembers the documents that it was made for
+
+
+class PlanSlots:
+    """Tables on a device that one pack after another is loaded into.
+
+    What can be loaded: attention by `a2a` and `p2p` and headwise linear layers, without chunks of heads; masks in which
+    every document has the same bands (`causal`, `full`, a window; with `p2p` causal and full). `p2p` wants
+    documents of a multiple of 2 * cp_size tokens: `align_documents` fills them up.
+
+    Args:
+        capacity_tokens: of every pack, once it is filled up; a multiple of `cp_size`.
+        capacity_documents: the most that a pack may have.
+        cp_size: ranks.
+        align_documents: documents are filled up to a multiple of so many tokens. Causal layers see no difference.
+        longest: tokens of the longest document of any pack; `capacity_tokens` if None. Kernels make room for so many.
+        layout: "zigzag" or "contiguous".
+
+    Raises:
+        ArgumentError: sizes that do not fit each other.
+    """
+
+    def __init__(
+        self, capacity_tokens: int, capacity_documents: int, cp_size: int, *, align_documents: int = 1,
+        longest: int | None = None, layout: str = "zigzag",
+    ) -> None:  # fmt: skip
+        self.capacity_tokens = checked_integer("capacity_tokens", capacity_tokens, 1)
+        self.capacity_documents = checked_integer("capacity_documents", capacity_documents, 1)
+        self.cp_size = checked_integer("cp_size", cp_size, 1)
+        self.align_documents = checked_integer("align_documents", align_documents, 1)
+        self.longest = capacity_tokens if longest is None else checked_integer("longest", longest, 1, capacity_tokens)
+        for divisor, name in ((cp_size, "cp_size"), (align_documents, "align_documents")):
+            if capacity_tokens % divisor:
+                raise ArgumentError("capacity_tokens", capacity_tokens, f"a multiple of {name}, which is {divisor}")
+        if layout not in _LAYOUTS:
+            raise ArgumentError("layout", layout, " or ".join(_LAYOUTS))
+        self._layout_name = layout
+        self._memory: _Memory | None = None
+        self._patterns: dict[tuple[int, int], Pattern] = {}
+        self._shape: list[Any] = []
+        self._loaded: BatchPlan | None = None
+
+    # -- packs -------------------------------------------------------------------------------------------------------
+
+    def layout(self, lengths: Iterable[int]) -> Layout:
+        """Who holds which tokens of a pack that is filled up: `capacity_tokens / cp_size` of them on every rank.
+
+        Args:
+            lengths: of the pack's documents.
+
+        Raises:
+            ArgumentError: more tokens or documents than there is room for.
+        """
+        given, step = Packing(lengths), self.align_documents
+        sizes = -(-given.lengths // step) * step
+        remedy = "Make larger PlanSlots, and capture the step again."
+        if given.num_documents > self.capacity_documents:
+            most = f"at most {self.capacity_documents} documents"
+            raise ArgumentError("lengths", f"{given.num_documents} documents", most, remedy)
+        if sizes.sum() > self.capacity_tokens:
+            filled = f", filled up to multiples of {step}" if step > 1 else ""
+            given_tokens = f"documents of {int(sizes.sum())} tokens{filled}"
+            raise ArgumentError("lengths", given_tokens, f"at most {self.capacity_tokens} tokens", remedy)
+        if sizes.max() > self.longest:
+            most = f"documents of at most {self.longest} tokens"
+            raise ArgumentError("lengths", f"a document of {int(sizes.max())} tokens", most, remedy)
+        if not given.total:
+            raise ArgumentError("lengths", given.lengths.tolist(), "at least one token")
+        spare = np.zeros(self.capacity_documents - given.num_documents, dtype=np.int64)
+        packing = Packing(np.concatenate([sizes, spare, [self.capacity_tokens - sizes.sum()]]))
+        made = getattr(Layout, self._layout_name)(packing, self.cp_size)
+        # Packs of which each rank happens to hold a part of the stream are moved by tables as all others are.
+        vars(made)["in_stream_order"] = self._layout_name == "contiguous" or self.cp_size == 1
+        made.remember(_FILLED, given)
+        return made
+
+    def documents(self, layout: Layout) -> Packing:
+        """The documents that `layout` made a layout for.
+
+        Raises:
+            ArgumentError: it did not.
+        """
+        if not layout.remembers(_FILLED) or layout.packing.total != self.capacity_tokens:
+            remedy = "Make it by PlanSlots.layout(lengths)."
+            raise ArgumentError("layout", "one of another pack", "one that is filled up to the capacity", remedy)
+        found: Packing = layout.memo(_FILLED, lambda: layout.packing)
+        return found
+
+    def filled(self, values: Tensor, layout: Layout, fill: float) -> Tensor:
+        """`[total]` values of a pack's tokens as `[capacity_tokens]`, with `fill` for what fills it up."""
+        given = self.documents(layout)
+        starts = layout.packing.cu_seqlens[: given.num_documents]
+        places = np.repeat(starts - given.cu_seqlens[:-1], given.lengths) + np.arange(given.total)
+        filled = values.new_full((self.capacity_tokens,), fill)
+        filled[torch.from_numpy(places)] = values
+        return filled
+
+    # -- plans -------------------------------------------------------------------------------------------------------
+
+    def load(
+        self, plans: BatchPlan, rank: int, device: torch.device, rows: Mapping[str, NDArray] | None = None
+    ) -> dict[str, Tensor]:
+        """Copies the tables of a pack's plans into the slots; layers with these plans, and graphs, then read them.
+
+        Queued on the current stream, which must be the one that the layers run in. Nothing waits.
+
+        Args:
+            plans: of a layout of `layout`, for the same kinds of layers in every pack.
+            rank: of this process.
+            device: of the tables.
+            rows: more that a step reads and that changes from pack to pack, such as a rank's tokens.
+
+        Returns:
+            `rows` on the device, always in the same memory.
+
+        Raises:
+            ArgumentError: plans that graphs cannot serve, or of other shapes than those that were loaded before.
+        """
+        self.documents(plans.layout)
+        if self._memory is None:
+            self._learn(plans, rank)
+        shape = [_shape_of(plan) for plan in plans.plans]
+        if shape != self._shape:
+            other = next((new for new, old in zip(shape, self._shape, strict=False) if new != old), "other layers")
+            raise ArgumentError(
+                "plans", f"{other}", f"{self._shape}, as were loaded before",
+                "A graph serves packs with the same layers and schemes: name schemes instead of auto.",
+            )  # fmt: skip
+        tables = self._tables(plans, rank) | {f"rows {name}": values for name, values in (rows or {}).items()}
+        if self._memory is None:
+            self._memory = _Memory(tables, device)
+        views = self._memory.load(tables)
+        self._install(plans, rank, device, views)
+        self._loaded = plans
+        return {name: views[f"rows {name}"] for name in rows or {}}
+
+    def check_loaded(self, plans: BatchPlan) -> None:
+        """Refuses plans that are not those whose tables the slots have: a graph would move rows by others'.
+
+        Raises:
+            ArgumentError: others have been loaded since, or these never.
+        """
+        if plans is not self._loaded:
+            what = "none" if self._loaded is None else "those of another pack"
+            remedy = "Shard the batch with into=slots right before the replay."
+            raise ArgumentError(
+                "plans", f"plans that are not in the slots, which have {what}", "those loaded last", remedy
+            )
+
+    def _learn(self, plans: BatchPlan, rank: int) -> None:
+        """What all packs have in common, from a pack of one document of the most tokens."""
+        one = BatchPlan(self.layout([self.longest]), plans.kinds)
+        self._shape = [_shape_of(plan) for plan in plans.plans]
+        for number, plan in enumerate(one.plans):
+            _check_kind(plan, self)
+            if plan.attend is None:
+                continue
+            kv_rank = rank // plan.ulysses_degree
+            for stage in plan.attend.stages:
+                tiles = plan.attend.tiles(kv_rank, stage)
+                bands = tiles.bands
+                if self.longest < self.capacity_tokens:  # half of them are those of what fills it up
+                    bands = bands[: len(bands) // 2]
+                self._patterns[number, stage.number] = Pattern.of(bands, len(tiles.q_tokens), len(tiles.k_tokens))
+
+    def _tables(self, plans: BatchPlan, rank: int) -> Tables:
+        found: Tables = {}
+        for number, plan in enumerate(plans.plans):
+            own = {f"order {name}": table for name, table in _orders(plan, rank).items()}
+            own |= self._calls(number, plan, rank)[0]
+            if plan.kind in KINDS and KINDS[plan.kind].has_state:
+                own |= {f"chunks {name}": table for name, table in fixed_chunks(plan.packing).items()}
+            if plan.kind in KINDS and KINDS[plan.kind].convolved:
+                own |= fixed_heads(plan.packing, plan.conv_width)
+            found |= {f"{number} {name}": table for name, table in own.items()}
+        return found
+
+    def _calls(self, number: int, plan: Plan, rank: int) -> tuple[Tables, list[tuple[Stage, WholeTiles, FixedCalls]]]:
+        """The tables of an attention, and what it calls in each stage."""
+        tables: Tables = {}
+        made = []
+        for stage in plan.attend.stages if plan.attend is not None else ():
+            assert plan.attend is not None
+            tiles = plan.attend.tiles(rank // plan.ulysses_degree, stage)
+            num_documents = int(np.count_nonzero(plan.packing.lengths[:-1]))
+            sizes = (num_documents, self.capacity_documents, len(tiles.q_tokens), len(tiles.k_tokens))
+            calls = FixedCalls(tiles.bands, self._patterns[number, stage.number], *sizes)
+            tables |= {f"stage {stage.number} {name}": table for name, table in calls.tables().items()}
+            made.append((stage, WholeTiles(tiles.bands, tiles.q_tokens, tiles.k_tokens), calls))
+        return tables, made
+
+    def _install(self, plans: BatchPlan, rank: int, device: torch.device, views: Mapping[str, Tensor]) -> None:
+        """Has the plans remember the tables as theirs."""
+        for number, plan in enumerate(plans.plans):
+            own = _named(views, f"{number} ")
+            layout, attend = _exchanged(plan, rank), plan.attend
+            for name, table in _named(own, "order ").items():
+                assert layout is not None
+                layout.remember((name, device), table)
+            if attend is not None:
+                for stage, tiles, calls in self._calls(number, plan, rank)[1]:
+                    tiles.remember(calls_key(device), calls.on_device(_named(own, f"stage {stage.number} ")))
+                    attend.remember(Attend.tiles_key(rank // plan.ulysses_degree, stage), tiles)
+            if chunks := _named(own, "chunks "):
+                plan.packing.remember(chunks_key(device), FixedChunks(chunks))
+            if heads := _named(own, "heads "):
+                in_order = [heads[str(back)] for back in range(plan.conv_width)]
+                plan.packing.remember(heads_key(plan.conv_width, device), in_order)
+            plan.remember(IN_SLOTS, self)
+
+
+def _named(tables: Mapping[str, Any], start: str) -> dict[str, Any]:
+    return {name.removeprefix(start): table for name, table in tables.items() if name.startswith(start)}
+
+
+def _exchanged(plan: Plan, rank: int) -> Layout | None:
+    """The layout of the ranks that this one exchanges heads with."""
+    for step in plan.steps:
+        if isinstance(step, ToHeads | ToTokens):
+            return step.exchange.within(rank // plan.ulysses_degree).layout
+    return None
+
+
+def _orders(plan: Plan, rank: int) -> Tables:
+    """By which the head side puts rows in stream order, and back."""
+    layout = _exchanged(plan, rank)
+    if layout is None or layout.in_stream_order:
+        return {}
+    return {name: getattr(layout, name).astype(np.int32) for name in ("order", "inverse_order")}
+
+
+def _shape_of(plan: Plan) -> str:
+    """What must not change from pack to pack."""
+    rows = ",".join(map(str, plan.layout.row_counts.tolist()))
+    how = f"{plan.head_chunks} chunks of heads, transport {plan.transport.describe()}"
+    return f"{plan.kind} by {plan.scheme}, {how}, rows {rows}"
+
+
+def _check_kind(plan: Plan, slots: PlanSlots) -> None:
+    """Refuses by name what cannot be captured for every pack."""
+    if plan.scheme not in _SCHEMES:
+        remedy = "What it sends changes from pack to pack: run this layer outside of the graph, or by another scheme."
+        raise ArgumentError("scheme", plan.scheme, " or ".join(_SCHEMES), remedy)
+    if plan.scheme == "p2p" and slots.align_documents % (2 * slots.cp_size):
+        raise ArgumentError(
+            "align_documents", slots.align_documents, f"a multiple of 2 * cp_size = {2 * slots.cp_size}",
+            "In a ring each rank has as many rows of a document as every other one.",
+        )  # fmt: skip
+    if plan.kv_layout is not plan.layout:
+        raise ArgumentError("plans", "cross-attention", "attention of a pack to itself", "Leave it out of the graph.")
+
+
+class _Memory:
+    """Tables side by side on a device, and twice in pinned memory: one is filled while the other travels."""
+
+    def __init__(self, tables: Tables, device: torch.device) -> None:
+        self._shapes = {name: (table.shape, table.dtype) for name, table in tables.items()}
+        self._places, end = {}, 0
+        for name, table in tables.items():
+            self._places[name] = slice(end, end + table.nbytes)
+            end += -(-table.nbytes // _ALIGNMENT) * _ALIGNMENT
+        pinned = device.type == "cuda"
+        with torch.inference_mode(False):  # tables outlive an evaluation, and autograd saves no inference tensor
+            self._device = torch.empty(end, dtype=torch.uint8, device=device)
+            self._hosts = [torch.empty(end, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(2)]
+        self._copied: list[Any] = [None, None]
+        self.views = {
+            name: self._device[self._places[name]].view(_torch_type(table.dtype)).view(table.shape)
+            for name, table in tables.items()
+        }
+
+    def load(self, tables: Tables) -> dict[str, Tensor]:
+        """Copies them, and returns what they are on the device."""
+        shapes = {name: (table.shape, table.dtype) for name, table in tables.items()}
+        if shapes != self._shapes:
+            name = next(name for name in {**shapes, **self._shapes} if shapes.get(name) != self._shapes.get(name))
+            given, before = f"a table {name!r} of {shapes.get(name)}", f"{self._shapes.get(name)}, as was loaded before"
+            remedy = "A graph serves packs of the same layers with tables of the same shapes."
+            raise ArgumentError("plans", given, before, remedy)
+        host, event = self._hosts[0], self._copied[0]
+        if event is not None:
+            event.synchronize()  # of the load before the last: done long ago, unless loads come faster than steps
+        bytes_of_host = host.numpy()
+        for name, table in tables.items():
+            bytes_of_host[self._places[name]] = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
+        fill_tables(self._device, host)
+        if self._device.is_cuda:
+            self._copied[0] = torch.cuda.Event()
+            self._copied[0].record()
+        self._hosts.reverse()
+        self._copied.reverse()
+        return self.views
+
+
+def _torch_type(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
