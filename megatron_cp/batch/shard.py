@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_cp.batch.slots import PlanSlots
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
-from megatron_cp.exchange.device import on_device
+from megatron_cp.exchange.device import indexed, on_device
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque
@@ -217,7 +217,7 @@ def _check_stream(argument: str, values: NDArray | Tensor, packing: Packing, *, 
 def _checked_device(device: object) -> torch.device:
     if isinstance(device, torch.device | str | int) and not isinstance(device, bool):
         with contextlib.suppress(RuntimeError):
-            return torch.device(device)
+            return indexed(torch.device(device))
     raise ArgumentError("device", device, "a device of torch, such as 'cpu' or 'cuda'")
 
 

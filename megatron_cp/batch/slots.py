@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.exchange.device import fill_tables
+from megatron_cp.exchange.device import fill_tables, indexed
 from megatron_cp.executor.arguments import IN_SLOTS
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.tiles import WholeTiles
@@ -162,6 +162,7 @@ class PlanSlots:
             ArgumentError: plans that graphs cannot serve, or of other shapes than those that were loaded before.
         """
         self.documents(plans.layout)
+        device = indexed(device)
         if self._memory is None:
             self._learn(plans, rank)
         shape = [_shape_of(plan) for plan in plans.plans]

@@ -13,6 +13,11 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 
 
+def indexed(device: torch.device) -> torch.device:
+    """The device as its tensors name it: "cuda" is the current one of several."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
 def on_device(table: NDArray, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
     """A copy of a host table on `device`.
 

@@ -8,6 +8,7 @@ from typing import assert_never
 import torch
 from torch import Tensor
 
+from megatron_cp.exchange.device import indexed
 from megatron_cp.exchange.geometry import prepare_tables
 from megatron_cp.executor.arguments import without_autocast
 from megatron_cp.executor.communicator import Communicator
@@ -117,7 +118,7 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
 
     Call it where the batch is sharded: the copies to a device are then long done when the first layer needs them.
     """
-    kv_rank = rank // plan.ulysses_degree
+    device, kv_rank = indexed(device), rank // plan.ulysses_degree
     for exchange, _ in plan.exchanges(forward=True):
         prepare_tables(exchange.within(kv_rank).layout, device)
     for step in plan.recurrent_steps:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number, checked_integer
+from megatron_cp.exchange.device import indexed
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
@@ -271,6 +272,7 @@ def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
     """
     step = plan.attend
     assert step is not None
+    device = indexed(device)
     kernel = next(kernel for kernel in KERNELS if device.type in kernel.devices)
     kv_rank = rank // step.num_head_ranks
     for stage in step.stages:

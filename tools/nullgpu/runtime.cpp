@@ -19,7 +19,7 @@ namespace {
 
 // -- what is counted, for tests -----------------------------------------------------------------------------------------
 
-std::atomic<long> launches{0}, copies{0}, waits{0}, device_allocations{0}, pinned_allocations{0};
+std::atomic<long> launches{0}, copies{0}, host_copies{0}, waits{0}, device_allocations{0}, pinned_allocations{0};
 
 // -- memory -------------------------------------------------------------------------------------------------------------
 
@@ -123,6 +123,7 @@ extern "C" {
 void nullgpu_launch(cudaStream_t stream) { launch(stream); }
 long nullgpu_launches() { return launches; }
 long nullgpu_copies() { return copies; }
+long nullgpu_host_copies() { return host_copies; }
 long nullgpu_waits() { return waits; }
 long nullgpu_device_allocations() { return device_allocations; }
 long nullgpu_pinned_allocations() { return pinned_allocations; }
@@ -236,8 +237,9 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const vo
   attributes->devicePointer = attributes->hostPointer = const_cast<void*>(address);
   return cudaSuccess;
 }
-cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t size, cudaMemcpyKind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void* target, const void* source, size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
   ++copies;
+  if (kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToHost) ++host_copies;
   return move({target, source, size, 0}, stream);
 }
 cudaError_t cudaMemcpy(void* target, const void* source, size_t size, cudaMemcpyKind) {

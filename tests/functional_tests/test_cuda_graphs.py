@@ -1,0 +1,201 @@
+"""On CUDA: a step over plans in `PlanSlots` is captured once and serves every pack that fits; others are refused."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import megatron_cp as cp
+from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.softmax.kernels.common.varlen_calls import on_one_device
+from tests.slots_problem import CAPACITY, KINDS, errors_of, packs_drawn, run_on_rank
+from tools.gpu_check.one_rank import StillGroup
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+DEVICE = torch.device("cuda", 0)
+RANKS = "threads"
+IS_EMULATED = os.environ.get("NULLGPU") == "1"
+PACKS = packs_drawn(20)
+
+
+class HybridStep:
+    """A training step of an attention and a Gated DeltaNet layer, one after the other, on one rank of several."""
+
+    def __init__(self, group: Any, slots: cp.PlanSlots, kernel: str | None = None) -> None:
+        self.group, self.slots, self.kernels = group, slots, {} if kernel is None else {"kernel": kernel}
+        generator = torch.Generator().manual_seed(0)
+
+        def drawn(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+            return torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
+
+        self.embedding = drawn(50, 96)
+        self.to_qkv, self.to_gdn = drawn(96, 160), drawn(96, 160 + 12)
+        self.conv, self.decay, self.bias = drawn(160, 4), drawn(6), drawn(6)
+        self.parameters = [self.embedding, self.to_qkv, self.to_gdn, self.conv, self.decay, self.bias]
+        for parameter in self.parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.loss = torch.zeros((), device=DEVICE)
+
+    def shard(self, lengths: list[int]) -> cp.LocalBatch:
+        tokens = np.random.default_rng(sum(lengths)).integers(0, 50, sum(lengths))
+        layout = self.slots.layout(lengths)
+        return cp.shard_batch(
+            tokens, layout, self.group, slots=[KINDS["a2a"], KINDS["gdn"]], device=DEVICE, into=self.slots, agree=False
+        )
+
+    def __call__(self, batch: cp.LocalBatch) -> None:
+        x = self.embedding[batch.tokens]
+        q, k, v = (x @ self.to_qkv).split([96, 32, 32], 1)
+        heads = (part.unflatten(1, (-1, 16)) for part in (q, k, v))
+        x = x + cp.attention(*heads, batch.plan(KINDS["a2a"]), self.group, kernel="varlen").flatten(1)
+        qkv, beta, alpha = (x @ self.to_gdn).split([160, 6, 6], 1)
+        out = cp.gated_delta_net(
+            qkv, beta, alpha, batch.plan(KINDS["gdn"]), self.group,
+            conv=self.conv, A_log=self.decay, dt_bias=self.bias, kernel="chunked",
+        )  # fmt: skip
+        x = x + out.flatten(1)
+        loss = (x.float().square().mean(1) * batch.loss_weights).sum()
+        gradients = torch.autograd.grad(loss, self.parameters)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad.copy_(gradient)
+        self.loss.copy_(loss.detach())
+
+
+def captured(step: HybridStep, batch: cp.LocalBatch) -> torch.cuda.CUDAGraph:
+    """The usual way: some eager steps on another stream, and then the capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side), torch.autograd.set_multithreading_enabled(False):
+        for _ in range(3):
+            step(batch)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.autograd.set_multithreading_enabled(False):
+        step(batch)
+    return graph
+
+
+def counted(name: str) -> int:
+    return int(getattr(ctypes.CDLL(None), f"nullgpu_{name}")()) if IS_EMULATED else 0
+
+
+def test_a_captured_step_serves_twenty_packs():
+    """Its tables are in the graph's memory; on a GPU loss and gradients are those of an eager step."""
+    step = HybridStep(ThreadGroup.create(1)[0], cp.PlanSlots(CAPACITY, 6, 1, align_documents=2))
+    first = step.shard(PACKS[0])
+    graph = captured(step, first)
+    for lengths in PACKS:
+        batch = step.shard(lengths)
+        step.slots.check_loaded(batch.plans)
+        graph.replay()
+        if IS_EMULATED:
+            continue  # kernels of a replay are counted there, and not run
+        replayed = [step.loss.clone(), *(parameter.grad.clone() for parameter in step.parameters)]
+        step(batch)
+        eager = [step.loss, *(parameter.grad for parameter in step.parameters)]
+        for one, other in zip(replayed, eager, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_a_graph_reads_the_tables_of_the_pack_that_was_loaded():
+    step = HybridStep(StillGroup(1, 3), cp.PlanSlots(CAPACITY, 6, 3, align_documents=6))
+    addresses = set()
+    for lengths in PACKS:
+        batch = step.shard(lengths)
+        plan = batch.plan(KINDS["a2a"])
+        order, offsets = (
+            plan.layout.memo(("order", DEVICE), None),
+            on_one_device(plan.attend.call_tiles(0, plan.attend.stages[0]), DEVICE).calls[0].queries.offsets,
+        )
+        sizes = [-(-length // 6) * 6 for length in lengths]
+        assert order.tolist() == plan.layout.order.tolist()
+        assert offsets.tolist() == np.cumsum([0, *sizes, *[0] * (6 - len(sizes))]).tolist()
+        addresses.add((order.data_ptr(), offsets.data_ptr()))
+    assert len(addresses) == 1
+
+
+def test_a_capture_copies_nothing_from_the_host_and_allocates_nothing_there():
+    step = HybridStep(StillGroup(0, 2), cp.PlanSlots(CAPACITY, 6, 2, align_documents=4))
+    batch = step.shard(PACKS[0])
+    captured(step, batch)  # which also runs it eagerly
+    names = ("host_copies", "pinned_allocations", "device_allocations")
+    before = [counted(name) for name in names]
+    launches = counted("launches")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.autograd.set_multithreading_enabled(False):
+        step(batch)
+    assert [counted(name) for name in names][:2] == before[:2]
+    assert counted("launches") > launches or not IS_EMULATED
+
+
+def test_a_pack_is_loaded_by_one_copy_into_the_same_memory():
+    slots = cp.PlanSlots(CAPACITY, 6, 2, align_documents=4)
+    step = HybridStep(StillGroup(0, 2), slots)
+    first = step.shard(PACKS[0])
+    copies, allocations = counted("host_copies"), counted("pinned_allocations")
+    second = step.shard(PACKS[1])
+    assert counted("host_copies") - copies == (1 if IS_EMULATED else 0)
+    assert counted("pinned_allocations") == allocations
+    for name in ("tokens", "labels", "loss_weights", "position_ids"):
+        assert getattr(first, name).data_ptr() == getattr(second, name).data_ptr()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_padded_tables_give_one_ranks_numbers(size):
+    """Eagerly, with the tables that a graph reads, on ragged packs."""
+    packs = PACKS[:3]
+    ranks = run_ranks(run_on_rank, size, packs, DEVICE, torch.bfloat16, kind=RANKS)
+    for number, lengths in enumerate(packs):
+        errors = errors_of(ranks[0][number], lengths, size, torch.bfloat16)
+        assert max(errors.values()) <= 2e-2, (lengths, errors)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_rejects_capturing_before_the_first_eager_call():
+    step = HybridStep(StillGroup(0, 2), cp.PlanSlots(CAPACITY, 6, 2, align_documents=4))
+    batch = step.shard(PACKS[0])
+    with pytest.raises(cp.ArgumentError, match=r"Run the step once, eagerly"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        step(batch)
+
+
+def test_rejects_capturing_plans_of_one_pack():
+    packing = cp.Packing([7, 1, 40])
+    plan = KINDS["a2a"].plan(cp.Layout.zigzag(packing, 1))
+    q, k, v = (torch.randn(packing.total, heads, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (6, 2, 2))
+    cp.attention(q, k, v, plan, kernel="varlen")
+    with pytest.raises(cp.ArgumentError, match=r"PlanSlots"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        cp.attention(q, k, v, plan, kernel="varlen")
+
+
+def test_rejects_capturing_a_kernel_whose_tables_are_those_of_one_pack():
+    slots = cp.PlanSlots(CAPACITY, 6, 1, align_documents=2)
+    step = HybridStep(ThreadGroup.create(1)[0], slots)
+    plan = step.shard(PACKS[0]).plan(KINDS["a2a"])
+    q, k, v = (torch.randn(CAPACITY, heads, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (6, 2, 2))
+    cp.attention(q, k, v, plan, kernel="reference")
+    with (
+        pytest.raises(cp.ArgumentError, match=r"kernel: got 'reference'.*serves every pack"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        cp.attention(q, k, v, plan, kernel="reference")
+
+
+def test_a_graph_is_replayed_for_the_pack_that_was_loaded_last():
+    slots = cp.PlanSlots(CAPACITY, 6, 1, align_documents=2)
+    step = HybridStep(ThreadGroup.create(1)[0], slots)
+    first = step.shard(PACKS[0])
+    slots.check_loaded(first.plans)
+    second = step.shard(PACKS[1])
+    slots.check_loaded(second.plans)
+    with pytest.raises(cp.ArgumentError, match=r"those of another pack"):
+        slots.check_loaded(first.plans)

@@ -1,0 +1,212 @@
+"""`PlanSlots`: packs that are filled up to one size give the numbers of one rank; what does not fit is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_cp as cp
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
+from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
+from tests.slots_problem import CAPACITY, DOCUMENTS, KINDS, errors_of, packs_drawn, run_on_rank
+
+CPU = torch.device("cpu")
+A2A = [KINDS["a2a"]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_every_pack_has_the_numbers_of_one_rank(size):
+    packs = packs_drawn(6)
+    ranks = run_ranks(run_on_rank, size, packs, CPU, torch.float64, kind="threads")
+    for number, lengths in enumerate(packs):
+        errors = errors_of(ranks[0][number], lengths, size, torch.float64)
+        assert len(errors) == 3 * 4 + 4 + 3 + 2
+        assert max(errors.values()) <= 1e-12, (lengths, errors)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_every_rank_has_as_many_rows_of_every_pack(size, layout):
+    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, size, layout=layout)
+    for lengths in packs_drawn(20):
+        made = slots.layout(lengths)
+        assert made.row_counts.tolist() == [CAPACITY // size] * size
+        assert made.packing.num_documents == DOCUMENTS + 1
+        assert slots.documents(made) == cp.Packing(lengths)
+        assert made.in_stream_order == (layout == "contiguous" or size == 1)
+
+
+def test_rows_that_fill_up_have_no_label_and_no_weight():
+    slots = cp.PlanSlots(12, 3, 1, align_documents=4)
+    layout = slots.layout([3, 2])
+    batch = cp.shard_batch(np.array([5, 6, 7, 8, 9]), layout, slots=A2A, into=slots)
+    assert batch.tokens.tolist() == [5, 6, 7, 0, 8, 9, 0, 0, 0, 0, 0, 0]
+    assert batch.labels.tolist() == [6, 7, -100, -100, 9, *[-100] * 7]
+    assert batch.loss_weights.tolist() == [1, 1, 0, 0, 1, *[0] * 7]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
+    assert batch.num_tokens == 3
+    given = cp.shard_batch(
+        np.arange(5),
+        layout,
+        slots=A2A,
+        into=slots,
+        labels=np.array([1, -1, 3, 4, 5]),
+        loss_mask=np.array([1, 1, 0, 2, 1]),
+    )
+    assert given.labels.tolist() == [1, -100, -100, -100, 4, 5, *[-100] * 6]
+    assert given.loss_weights.tolist() == [1, 0, 0, 0, 2, 1, *[0] * 6]
+
+
+def test_tables_and_rows_stay_where_they_are():
+    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1)
+    seen = set()
+    for lengths in packs_drawn(4):
+        batch = cp.shard_batch(np.arange(sum(lengths)), slots.layout(lengths), slots=[KINDS["gdn"]], into=slots)
+        seen.add((batch.tokens.data_ptr(), batch.loss_weights.data_ptr()))
+    assert len(seen) == 1
+
+
+# -- calls of fixed shapes -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["a2a", "p2p"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_fixed_calls_see_what_bands_see(size, scheme):
+    """Pair by pair, and with tables of one shape for every pack."""
+    slots, shapes = cp.PlanSlots(CAPACITY, DOCUMENTS, size, align_documents=2 * size), {}
+    one = KINDS[scheme].plan(slots.layout([CAPACITY])).attend
+    for lengths in packs_drawn(8):
+        plan = KINDS[scheme].plan(slots.layout(lengths))
+        without = cp.BatchPlan(plan.layout, [KINDS[scheme]], lengths=[*plan.packing.lengths[:-1], 0]).plans[0]
+        for rank in range(plan.attend.num_kv_ranks):
+            for stage in plan.attend.stages:
+                tiles = plan.attend.tiles(rank, stage)
+                expected = without.attend.tiles(rank, without.attend.stages[stage.number])
+                queries, keys = len(tiles.q_tokens), len(tiles.k_tokens)
+                pattern = Pattern.of(one.tiles(rank, one.stages[stage.number]).bands, queries, keys)
+                fixed = FixedCalls(tiles.bands, pattern, len(lengths), DOCUMENTS, queries, keys)
+                tables = fixed.tables()
+                shape = {name: (table.shape, table.dtype) for name, table in tables.items()}
+                assert shapes.setdefault((rank, stage.number), shape) == shape
+                on_cpu = fixed.on_device({name: torch.from_numpy(table) for name, table in tables.items()})
+                seen = pairs_of_device(on_cpu, queries, keys)
+                assert np.array_equal(seen, pairs(segment_calls(expected.bands), queries, keys))
+                assert np.array_equal(on_cpu.hidden[0].numpy() & seen.any(1), np.zeros(queries, dtype=bool))
+
+
+def pairs(calls, num_queries, num_keys):
+    """`[queries, keys]` how often each pair is seen."""
+    found = np.zeros((num_queries, num_keys), dtype=int)
+    for call in calls:
+        add_pairs(
+            found, call.window, call.queries.rows, call.queries.offsets, call.keys.rows, call.keys.offsets
+        )  # fmt: skip
+    return found
+
+
+def pairs_of_device(calls, num_queries, num_keys):
+    found = np.zeros((num_queries, num_keys), dtype=int)
+    for call in calls.calls:
+        rows = [
+            np.arange(size)[axis.rows] if isinstance(axis.rows, slice) else axis.rows.numpy()
+            for axis, size in ((call.queries, num_queries), (call.keys, num_keys))
+        ]
+        add_pairs(found, call.window, rows[0], call.queries.offsets.numpy(), rows[1], call.keys.offsets.numpy())
+        assert np.diff(call.queries.offsets.numpy()).max() <= call.queries.longest
+        assert np.diff(call.keys.offsets.numpy()).max() <= call.keys.longest
+    return found
+
+
+def add_pairs(found, window, q_rows, q_offsets, k_rows, k_offsets):
+    left, right = window
+    for q0, q1, k0, k1 in zip(q_offsets[:-1], q_offsets[1:], k_offsets[:-1], k_offsets[1:], strict=True):
+        shift = (k1 - k0) - (q1 - q0)
+        for i in range(q1 - q0):
+            for j in range(k1 - k0):
+                if (left < 0 or j >= i + shift - left) and (right < 0 or j <= i + shift + right):
+                    found[q_rows[q0 + i], k_rows[k0 + j]] += 1
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_rejects_packs_that_do_not_fit():
+    slots = cp.PlanSlots(32, 3, 2, align_documents=4, longest=16)
+    for lengths, message in {
+        (1, 2, 3, 4): "lengths: got '4 documents'; allowed: at most 3 documents",
+        (9, 9, 9): r"documents of 36 tokens, filled up to multiples of 4'; allowed: at most 32 tokens",
+        (17,): "a document of 20 tokens",
+        (0, 0): "at least one token",
+    }.items():
+        with pytest.raises(cp.ArgumentError, match=message) as caught:
+            slots.layout(list(lengths))
+        if lengths != (0, 0):
+            assert "capture the step again" in str(caught.value)
+
+
+def test_rejects_sizes_that_do_not_go_together():
+    for arguments, message in (
+        ((33, 2, 2), "capacity_tokens"), ((0, 2, 2), "capacity_tokens"), ((32, 0, 2), "capacity_documents"),
+        ((32, 2, 0), "cp_size"),
+    ):  # fmt: skip
+        with pytest.raises(cp.ArgumentError, match=message):
+            cp.PlanSlots(*arguments)
+    with pytest.raises(cp.ArgumentError, match="align_documents"):
+        cp.PlanSlots(32, 2, 2, align_documents=5)
+    with pytest.raises(cp.ArgumentError, match="longest"):
+        cp.PlanSlots(32, 2, 2, longest=33)
+    with pytest.raises(cp.ArgumentError, match="zigzag or contiguous"):
+        cp.PlanSlots(32, 2, 2, layout="balanced")
+
+
+def loaded(kind, layout=None, **options):
+    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 2, **options)
+    slots.load(cp.BatchPlan(slots.layout([30, 10]) if layout is None else layout, [kind]), 0, CPU)
+    return slots
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (cp.AttentionSlot(4, 2, 16, 16, scheme="exact"), "scheme: got 'exact'"),
+        (cp.AttentionSlot(4, 2, 16, 16, scheme="all_gather"), "scheme: got 'all_gather'"),
+        (cp.LinearSlot("gdn", 4, 2, 16, 16, mode="chunkwise"), "scheme: got 'chunkwise'"),
+        (
+            cp.AttentionSlot(4, 2, 16, 16, scheme="p2p"),
+            r"align_documents: got 1; allowed: a multiple of 2 \* cp_size = 4",
+        ),
+        (cp.AttentionSlot(4, 2, 16, 16, mask="first:2+window:4,0", scheme="a2a"), "mask"),
+    ],
+    ids=str,
+)
+def test_rejects_by_name_what_no_graph_serves(kind, message):
+    with pytest.raises(cp.ArgumentError, match=message):
+        loaded(kind)
+
+
+def test_rejects_layouts_of_other_packs():
+    with pytest.raises(cp.ArgumentError, match=r"PlanSlots.layout\(lengths\)"):
+        loaded(A2A[0], cp.Layout.zigzag(cp.Packing([CAPACITY]), 2))
+    other = cp.PlanSlots(60, 6, 2)
+    with pytest.raises(cp.ArgumentError, match="filled up to the capacity"):
+        loaded(A2A[0], other.layout([5]))
+
+
+def test_rejects_other_layers_than_were_loaded_before():
+    slots = loaded(A2A[0])
+    with pytest.raises(cp.ArgumentError, match="as were loaded before"):
+        slots.load(cp.BatchPlan(slots.layout([5]), [KINDS["gdn"]]), 0, CPU)
+    with pytest.raises(cp.ArgumentError, match="a table 'rows x'"):
+        slots.load(cp.BatchPlan(slots.layout([5]), A2A), 0, CPU, {"x": np.zeros(3)})
+
+
+def test_knows_which_plans_it_has():
+    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 2)
+    plans = cp.BatchPlan(slots.layout([5]), A2A)
+    with pytest.raises(cp.ArgumentError, match="which have none"):
+        slots.check_loaded(plans)
+    slots.load(plans, 0, CPU)
+    slots.check_loaded(plans)
+    slots.load(cp.BatchPlan(slots.layout([7]), A2A), 0, CPU)
+    with pytest.raises(cp.ArgumentError, match="right before the replay"):
+        slots.check_loaded(plans)
