@@ -126,6 +126,12 @@ CAPABILITIES = (
         False,
         "masks that are tensors are not read; use --dataloader-inter-document-masking, or shard_batch",
     ),
+    Capability(
+        "megatron",
+        "cuda_graph_impl",
+        False,
+        "graphs of Megatron's repeat the rows of one pack; leave it out, or capture a step of your own over PlanSlots",
+    ),
     Capability("megatron", "cross_attention", False, f"{_LATER}; self-attention only"),
 )
 

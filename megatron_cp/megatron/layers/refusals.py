@@ -40,6 +40,8 @@ def refuse_unsupported(config: Any) -> None:
             "Packs differ in length, and Megatron has no flag for it: set it in the configuration, as"
             " megatron_cp.megatron.config.TransformerConfig does.",
         )
+    if getattr(config, "cuda_graph_impl", "none") != "none":
+        refuse_feature("cuda_graph_impl", config.cuda_graph_impl, "none")
     if getattr(config, "hybrid_context_parallel", False):
         refuse_feature("hybrid_context_parallel", True, "off")
     if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":

@@ -258,6 +258,16 @@ def test_rejects_megatrons_hybrid_context_parallelism():
         build(config=config)
 
 
+@pytest.mark.parametrize("impl", ["local", "transformer_engine", "full_iteration"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_rejects_megatrons_cuda_graphs(impl, size):
+    config = configure(context_parallel_size=size)
+    config.cuda_graph_impl = impl
+    with refused("cuda-graph-impl", f"'{impl}'") as caught:
+        refuse_unsupported(config)
+    assert "PlanSlots" in str(caught.value)
+
+
 def test_rejects_other_attention_variants():
     config = configure()
     config.experimental_attention_variant = "dsa"
