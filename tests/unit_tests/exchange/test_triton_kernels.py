@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.codec import E4M3, E5M2, INT8, Format
 from megatron_cp.exchange.coding import decode, encode
-from megatron_cp.exchange.kernels.pieces import KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, pieces_of
+from megatron_cp.exchange.kernels.pieces import FEW, KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, pieces_of
 from megatron_cp.exchange.sections import partition_heads
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def test_tables_need_no_triton():
         import megatron_cp, torch
         from megatron_cp.exchange.kernels.pieces import Piece, pieces_of
         kind = dict(types=[torch.float32], alignment=(16, 16), device=torch.device("cpu"), to_tensors=True)
-        assert pieces_of([Piece(0, 0, 16, 0, 16, 0)], **kind).unit_blocks == 1
+        assert pieces_of([Piece(0, 0, 16, 0, 16, 0)], **kind).few_blocks == 1
     """
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=120, check=True)
 
@@ -60,7 +60,7 @@ def test_tables_need_no_triton():
 def widths(pieces: Sequence[Piece], *alignment: int, types: Sequence[torch.dtype] = (FP32,)) -> dict[int, int]:
     """How many units of each kind there are."""
     made = pieces_of(pieces, types=types, alignment=alignment, device=CPU, to_tensors=len(pieces) > 1)
-    units = made.table[:, : made.unit_blocks * UNITS]
+    units = made.table[:, : made.unit_blocks * UNITS + made.few_blocks * FEW]
     kinds = units[KIND][units[TENSOR] >= 0]
     return {int(kind): int((kinds == kind).sum()) for kind in kinds.unique()}
 
