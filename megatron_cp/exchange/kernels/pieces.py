@@ -163,11 +163,13 @@ def pieces_of(
     tensors, messages = alike[: len(types)], alike[len(types) :]
     units = list(_unit_runs(copied_ranges, types, tensors, messages))
     coded = list(_head_runs(head_ranges, types, tensors, messages))
-    table, *blocks = _table(units, coded)
+    table, unit_blocks, few_blocks, head_blocks = _table(units, coded)
     assert table.max(initial=0) < 2**31, "rows of 2 GiB"
     return Pieces(
         on_device(table, device),
-        *blocks,
+        unit_blocks,
+        few_blocks,
+        head_blocks,
         int(given[:, HEAD_DIM].max(initial=0)),
         int(table[MORE].max(initial=0)),
         tuple(run.kind for run in units),

@@ -64,10 +64,10 @@ def to_message_kernel(
     number = tl.program_id(0) % programs
     row = (tl.program_id(0) // programs).to(tl.int64) * _GROUP
     if number < units:
+        entry, at = _units_of(table, number, wide, row)
         kind = _kind_of(table + number * _FEW, entries, KINDS)
         for i in tl.static_range(len(KINDS)):
             if kind == KINDS[i]:
-                entry, at = _units_of(table, number, wide, row)
                 _copy_to(entry, entries, tensors, strides, index, message, rows, at, KINDS[i])
     elif FORMAT is not None:
         first, row = _heads_of(table, number, units, row)
@@ -111,10 +111,10 @@ def from_message_kernel(
     number = tl.program_id(0) % programs
     row = (tl.program_id(0) // programs).to(tl.int64) * _GROUP
     if number < units:
+        entry, at = _units_of(table, number, wide, row)
         kind = _kind_of(table + number * _FEW, entries, KINDS)
         for i in tl.static_range(len(KINDS)):
             if kind == KINDS[i]:
-                entry, at = _units_of(table, number, wide, row)
                 if KINDS[i] < _COMPUTED:
                     _copy_from(entry, entries, messages, tensors, strides, index, rows, all_rows, at, KINDS[i])
                 else:
@@ -235,9 +235,7 @@ def _chosen(number: tl.tensor, values: tl.tuple) -> tl.tensor:
 
 
 @triton.jit
-def _spread(
-    first: tl.tensor, stride: tl.tensor, indexed: tl.tensor, at: tl.tuple, STEPS: tl.constexpr
-) -> tl.tensor:
+def _spread(first: tl.tensor, stride: tl.tensor, indexed: tl.tensor, at: tl.tuple, STEPS: tl.constexpr) -> tl.tensor:
     """`[units, steps]` addresses of rows, where the first of all is and how far each is from the next."""
     if indexed is None:
         row, own, apart = at
@@ -326,18 +324,19 @@ def _add_up(
 ) -> None:  # fmt: skip
     """Adds up what stands in messages, in the order of the table, and rounds once."""
     live = _live(entry, entries)
-    read, write = _held(live, rows, at, STEPS), _held(live, all_rows, at, STEPS)
+    read = _held(live, rows, at, STEPS)
     indexed = None if index is None else _indexed(index, read, at, STEPS)
-    more, extra = tl.load(entry + entries * _MORE), tl.load(entry + entries * _EXTRA)
+    extra = tl.load(entry + entries * _EXTRA)
+    end = extra + tl.load(entry + entries * _MORE)
     total = _term(entry, entries, messages, rows, indexed, at, read, KIND, FORMAT, HEAD_DIM, STEPS)
     for number in range(most):
-        counts = number < more
-        term_at = table + tl.where(counts, extra + number, 0)
-        counted = read & counts[:, None]
-        term = _term(term_at, entries, messages, rows, indexed, at, counted, KIND, FORMAT, HEAD_DIM, STEPS)
+        counts = extra + number < end
+        further, counted = table + tl.where(counts, extra + number, 0), read & counts[:, None]
+        term = _term(further, entries, messages, rows, indexed, at, counted, KIND, FORMAT, HEAD_DIM, STEPS)
         total = tl.where(counts[:, None, None], total + term, total)
     rounded = total.to(_type_of(KIND))
-    address = _in_tensors(entry, entries, tensors, strides, None, at, STEPS)  # here, and not held until here
+    # Here, and not held in registers until here.
+    address, write = _in_tensors(entry, entries, tensors, strides, None, at, STEPS), _held(live, all_rows, at, STEPS)
     if FORMAT is None:
         elements = _elements(address, _type_of(KIND), _elements_of(KIND), _elements_of(KIND))
         tl.store(elements, rounded, mask=write[:, :, None])
