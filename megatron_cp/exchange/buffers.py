@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from megatron_cp.exchange.device import current_stream
 from megatron_cp.exchange.split_counts import SPARE, rounded
 
 # Takes after which a buffer that was neither taken nor given back is let go: its batch is no more. A step of training
@@ -51,21 +52,23 @@ class Buffers:
         """`[size]` unwritten bytes on a device, or on the host where `device` can reach them by itself."""
         # One stream writes a buffer again only after what it has queued before; another would not wait for that.
         on_cuda = device.type == "cuda"
-        stream = torch.cuda.current_stream(device).cuda_stream if on_cuda else 0
-        place, capacity = (device, pinned, stream), rounded(size)
+        place, capacity = (device, pinned, current_stream(device) if on_cuda else 0), rounded(size)
         with self._lock:
-            free = self._free[place]
-            fitting = [kept for kept in free if capacity <= kept.capacity <= SPARE * capacity]
-            kept = min(fitting, key=lambda kept: kept.number) if fitting else self._made(capacity, place)
-            if fitting:
+            free, kept = self._free[place], None
+            for each in free:
+                if capacity <= each.capacity <= SPARE * capacity and (kept is None or each.number < kept.number):
+                    kept = each
+            if kept is None:
+                kept = self._made(capacity, place)
+            else:
                 free.remove(kept)
             self._takes += 1
             if self._takes % _FORGOTTEN == 0:
                 self._forget()
             kept.taken = self._takes
-            # A graph writes there whenever it is replayed, which takes nothing.
-            kept.in_graph |= on_cuda and torch.cuda.is_current_stream_capturing()
-            self._taken[_address(kept.buffer)] = kept
+            if on_cuda:  # a graph writes there whenever it is replayed, which takes nothing
+                kept.in_graph |= torch._C._cuda_isCurrentStreamCapturing()
+            self._taken[kept.address] = kept
             return kept.buffer.resize_(size)
 
     def acquire_like(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -80,7 +83,7 @@ class Buffers:
         """
         with self._lock:
             for tensor in tensors:
-                kept = self._taken.pop(_address(tensor), None)
+                kept = self._taken.pop(tensor.untyped_storage().data_ptr(), None)
                 if kept is not None:
                     self._free[kept.place].append(kept)
 
@@ -96,7 +99,7 @@ class Buffers:
         device, pinned, _ = place
         with torch.inference_mode(False), _disable_current_modes():  # kept, whoever counts or poisons
             buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
-        return _Kept(buffer, place, capacity, self.allocations)
+        return _Kept(buffer, buffer.untyped_storage().data_ptr(), place, capacity, self.allocations)
 
 
 @dataclass(eq=False)
@@ -104,6 +107,7 @@ class _Kept:
     """One buffer.
 
     Attributes:
+        address: of its storage.
         capacity: bytes that it can hold.
         number: which it was of those that were made.
         taken: by which take it was taken last.
@@ -111,12 +115,9 @@ class _Kept:
     """
 
     buffer: Tensor
+    address: int
     place: Any
     capacity: int
     number: int
     taken: int = 0
     in_graph: bool = False
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -41,7 +41,18 @@ def order_tables(device: torch.device) -> None:
     tables is then not used again before the layers' stream has read it, either.
     """
     if device.type == "cuda":
-        _tables.order(device)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        # Asked several times in every layer, and nearly always of nothing new.
+        if _tables.ordered.get((index, stream)) != _tables.numbers.get(index):
+            _tables.order(index, stream)
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of the current stream of a CUDA device, 0 for the host: torch's own object takes ten times as long."""
+    if device.type != "cuda":
+        return 0
+    return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class _Tables:
@@ -49,37 +60,32 @@ class _Tables:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._made: defaultdict[torch.device, dict[int, dict[int, _Table]]] = defaultdict(dict)  # by stream, by id
-        self._numbers: defaultdict[torch.device, int] = defaultdict(int)  # of tables made
-        self._ordered: dict[tuple[torch.device, int], int] = {}  # of which a stream has waited for so many
+        self._made: defaultdict[int, dict[int, dict[int, _Table]]] = defaultdict(dict)  # by device, stream and id
+        self.numbers: dict[int, int] = {}  # of tables made on a device
+        self.ordered: dict[tuple[int, int], int] = {}  # of which a stream of a device has waited for so many
 
     def add(self, copy: Tensor) -> None:
-        stream = torch.cuda.current_stream(copy.device)
+        stream, index = torch.cuda.current_stream(copy.device), copy.device.index
         event = torch.cuda.Event()
         event.record(stream)
         with self._lock:
-            self._numbers[copy.device] += 1
-            of_stream = self._made[copy.device].setdefault(stream.cuda_stream, {})
-            key, number = id(copy), self._numbers[copy.device]
+            number = self.numbers.get(index, 0) + 1
+            of_stream = self._made[index].setdefault(stream.cuda_stream, {})
+            key = id(copy)
             # Without the lock, which whoever drops the tensor may hold.
             reference = weakref.ref(copy, lambda _: of_stream.pop(key, None))
             of_stream[key] = _Table(reference, event, number)
+            self.numbers[index] = number  # last: who sees it finds the table
 
-    def order(self, device: torch.device) -> None:
-        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        made = self._made.get(device)
-        if not made:
-            return
-        stream = torch.cuda.current_stream(device)
-        reader = (device, stream.cuda_stream)
+    def order(self, index: int, reader: int) -> None:
         with self._lock:
-            last, self._ordered[reader] = self._ordered.get(reader, 0), self._numbers[device]
-            if last == self._numbers[device] or made.keys() == {stream.cuda_stream}:
-                return
+            last, made = self.ordered.get((index, reader), 0), self._made[index]
+            self.ordered[index, reader] = self.numbers[index]
             others = [
-                table for maker, of_stream in made.items() if maker != stream.cuda_stream
+                table for maker, of_stream in made.items() if maker != reader
                 for table in list(of_stream.values()) if table.number > last
             ]  # fmt: skip
+        stream = torch.cuda.current_stream(index)
         for table in others:
             copy = table.copy()
             if copy is not None:

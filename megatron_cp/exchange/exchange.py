@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, RowFormat, Sections
 from megatron_cp.layout import Layout
+from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.rank_sets import take_ranks
 
 
 @dataclass(frozen=True)
-class Exchange:
+class Exchange(Memo):
     """Between two ways of assigning one set of rows and columns to the ranks.
 
     On the *token side* a rank holds all heads of its own tokens; on the *head side* it holds its own heads of all
@@ -47,7 +49,7 @@ class Exchange:
                 f"heads assigned to the layout's {self.layout.cp_size} ranks, or to a divisor of them",
             )
 
-    @property
+    @cached_property
     def degree(self) -> int:
         """The number of ranks that exchange heads with one another."""
         return self.sections.cp_size
@@ -56,9 +58,13 @@ class Exchange:
         """The exchange among the ranks of one `kv_rank`, as one of all ranks of a layout of its own."""
         if self.degree == self.layout.cp_size:
             return self
-        return replace(self, layout=take_ranks(self.layout, kv_rank * self.degree, self.degree))
 
-    @property
+        def make() -> Exchange:
+            return replace(self, layout=take_ranks(self.layout, kv_rank * self.degree, self.degree))
+
+        return self.memo(("within", kv_rank), make)
+
+    @cached_property
     def parts(self) -> tuple[Sections, ...]:
         """What travels together, in order."""
         return self.chunks or (self.sections,)
@@ -67,9 +73,12 @@ class Exchange:
         """One chunk as an exchange of its own, of tensors that hold its heads alone, in rising order."""
         if not self.chunks:
             return self
-        return Exchange(
-            self.layout, self.chunks[number].renumbered(), codec=self.codec, section_major=self.section_major
-        )
+
+        def make() -> Exchange:
+            sections = self.chunks[number].renumbered()
+            return Exchange(self.layout, sections, codec=self.codec, section_major=self.section_major)
+
+        return self.memo(("chunk", number), make)
 
     def coded(self, item_sizes: Sequence[int]) -> tuple[bool, ...]:
         """For each section whether it is coded, having elements of that size."""
@@ -80,7 +89,7 @@ class Exchange:
         """The bytes of a token in the messages of one part."""
         return self.parts[part].row_format(item_sizes, alignment, self.coded(item_sizes))
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         """True on a single rank whose rows are the packed stream: nothing moves."""
         return self.layout.cp_size == 1 and self.layout.in_stream_order and not self.layout.pad_rows.any()

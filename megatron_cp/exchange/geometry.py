@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,34 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout
 
 
-@dataclass(frozen=True)
+class Place(NamedTuple):
+    """Where a section stands in a table of rows, as a view of a flat tensor of its type.
+
+    Attributes:
+        dtype: its type.
+        shape: `[T, (b,) h, d]`.
+        stride: in elements.
+        start: elements before the first.
+        is_empty: nobody reads or writes it: then it may stand anywhere.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+    is_empty: bool
+
+
+def geometry_of(
+    exchange: Exchange, rank: int, dtypes: tuple[torch.dtype, ...], batch: int | None, device: torch.device
+) -> Geometry:
+    """The geometry of activations, made once for all layers of a batch: what it derives is derived once, too."""
+    # A copy of the exchange, which remembers nothing: the two would hold each other until the garbage collector comes.
+    key = (rank, dtypes, batch, device)
+    return exchange.memo(key, lambda: Geometry(replace(exchange), rank, dtypes, batch, device))
+
+
+@dataclass(frozen=True, eq=False)
 class Geometry:
     """What the messages of one exchange look like on one rank, for tensors of given types and batch."""
 
@@ -34,11 +62,40 @@ class Geometry:
         """This, for each part of the exchange."""
         return [replace(self, part=part) for part in range(len(self.exchange.parts))]
 
-    @property
+    @cached_property
+    def of_gradients(self) -> Geometry:
+        """The geometry of this one's gradients."""
+        return replace(self, forward=False)
+
+    @cached_property
+    def remembered(self) -> dict[Any, Any]:
+        """What was derived from the tensors that came, such as launches of kernels, by all that decides it."""
+        return {}
+
+    @cached_property
+    def num_rows(self) -> int:
+        """This rank's rows, pad rows included."""
+        return int(self.layout.row_counts[self.rank])
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """This rank's tokens."""
+        return int(self.layout.token_counts[self.rank])
+
+    @cached_property
+    def steps(self) -> tuple[str, str]:
+        """What the exchange of these messages is called in errors: to tokens, and to heads."""
+        names = ", ".join(block.name for block in self.exchange.sections.blocks)
+        count, way = len(self.exchange.parts), "forward" if self.forward else "backward"
+        chunk = f", chunk {self.part + 1} of {count}" if count > 1 else ""
+        to_tokens, to_heads = (f"exchange of {names} to {side}, {way}{chunk}" for side in ("tokens", "heads"))
+        return to_tokens, to_heads
+
+    @cached_property
     def sections(self) -> Sections:
         return self.exchange.parts[self.part]
 
-    @property
+    @cached_property
     def blocks(self) -> tuple[Section, ...]:
         return self.sections.blocks
 
@@ -53,14 +110,14 @@ class Geometry:
         # A GPU's kernels move pieces that lie in any way, and all ranks' in one launch if rows are whole.
         return self.exchange.section_major and self.device.type == "cpu" and not any(self.coded)
 
-    @property
+    @cached_property
     def coding(self) -> Format:
         """The format of what is coded."""
         codec = self.exchange.codec
         assert codec is not None
         return codec.forward if self.forward else codec.backward
 
-    @property
+    @cached_property
     def _sizes(self) -> tuple[int, ...]:
         return tuple(dtype.itemsize for dtype in self.dtypes)
 
@@ -80,11 +137,32 @@ class Geometry:
             ("row_format", self.sections, self._sizes), lambda: self.sections.row_format(self._sizes)
         )
 
-    @property
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """Of the sections in the head side's table, in which nothing is coded."""
+        total, row = self.layout.packing.total, self.table_format.row_bytes[self.rank]
+        lead = (total,) if self.batch is None else (total, self.batch)
+        found = []
+        for block, dtype, offset in zip(
+            self.blocks, self.dtypes, self.table_format.offsets[self.rank], strict=True
+        ):  # fmt: skip
+            heads, of_row = block.heads_on(self.rank), row // dtype.itemsize
+            steps = (of_row,) if self.batch is None else (self.batch * of_row, of_row)
+            is_empty = 0 in (*lead, heads)
+            shape, stride = (*lead, heads, block.head_dim), (*steps, block.head_dim, 1)
+            found.append(Place(dtype, shape, stride, offset // dtype.itemsize, is_empty))
+        return tuple(found)
+
+    @cached_property
+    def table_bytes(self) -> int:
+        """Of the head side's table."""
+        return self.layout.packing.total * self.copies * self.table_format.row_bytes[self.rank]
+
+    @cached_property
     def layout(self) -> Layout:
         return self.exchange.layout
 
-    @property
+    @cached_property
     def copies(self) -> int:
         """Message rows for each token."""
         return 1 if self.batch is None else self.batch
@@ -94,24 +172,35 @@ class Geometry:
         """Message rows of this rank's own tokens."""
         return int(self.layout.token_counts[self.rank]) * self.copies
 
-    @property
+    @cached_property
     def token_side_bytes(self) -> int:
         """Of the messages to (or from) every rank, on the side that holds this rank's own tokens."""
         return self.local_rows * sum(self.format.row_bytes)
 
-    @property
+    @cached_property
     def head_side_bytes(self) -> int:
         """Of the messages from (or to) every rank, on the side that holds this rank's own heads."""
         return self.layout.packing.total * self.copies * self.format.row_bytes[self.rank]
 
     def split_counts(self, *, to_heads: bool) -> SplitCounts:
         """Bytes from each rank to each."""
+        return self._both_split_counts[to_heads]
+
+    @cached_property
+    def _both_split_counts(self) -> tuple[SplitCounts, SplitCounts]:
         rows, row_bytes = self.layout.token_counts * self.copies, np.array(self.format.row_bytes)
         counts = np.outer(rows, row_bytes)
-        return SplitCounts(counts if to_heads else counts.T)
+        return SplitCounts(counts.T), SplitCounts(counts)
 
-    def index(self, name: str) -> Tensor:
-        return index_table(self.layout, name, self.device)
+    @cached_property
+    def order(self) -> Tensor | None:
+        """The stream's row for each row of messages, end to end; None where both are in stream order."""
+        return None if self.layout.in_stream_order else index_table(self.layout, "order", self.device)
+
+    @cached_property
+    def inverse_order(self) -> Tensor | None:
+        """The way back."""
+        return None if self.layout.in_stream_order else index_table(self.layout, "inverse_order", self.device)
 
 
 def index_table(layout: Layout, name: str, device: torch.device) -> Tensor:

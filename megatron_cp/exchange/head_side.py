@@ -16,7 +16,6 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.messages import (
-    byte_offset,
     has_words,
     payload_and_scales,
     row_blocks,
@@ -32,12 +31,13 @@ def unpack_heads(message: Tensor, at: Geometry) -> list[Tensor]:
 
     The buffer is the message itself if `keeps_message(at)`.
     """
-    rows = message.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
     if any(at.coded):
-        return _decoded(rows, at)
-    if not at.layout.in_stream_order:
-        rows = _gathered(rows, at.index("inverse_order"))
-    return section_views(rows, at)
+        return _decoded(message, at)
+    if at.inverse_order is None:
+        return section_views(message, at)
+    table = torch.empty(at.table_bytes // at.dtypes[0].itemsize, dtype=at.dtypes[0], device=at.device)
+    _gather(message, at.inverse_order, table, at)
+    return section_views(table, at)
 
 
 def keeps_message(at: Geometry) -> bool:
@@ -52,27 +52,25 @@ def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
     table = _shared_table(sections, at)
     if at.section_major and (table is None or not _is_one_block(at)):
         return _pack_section_major(sections, at, buffers)
-    if at.layout.in_stream_order:
-        if table is None:
-            table = _new_table(at, buffers)
-            if copies.runs_on(at.device) and copies.pack_heads(sections, table.flatten(), at, None):
-                return table.flatten()
-            for view, section in zip(section_views(table, at), sections, strict=True):
-                view.copy_(section)
-        return table.flatten()
-    order, ordered = at.index("order"), _new_table(at, buffers)
-    if table is not None:
-        return _gathered(table, order, out=ordered).flatten()
-    if copies.runs_on(at.device) and copies.pack_heads(sections, ordered.flatten(), at, order):
-        return ordered.flatten()
-    for view, section in zip(section_views(ordered, at), sections, strict=True):
-        torch.index_select(section, 0, order, out=view)
-    return ordered.flatten()
+    if at.order is None and table is not None:
+        return table
+    message = buffers.acquire(at.head_side_bytes, at.device)
+    if table is not None and at.order is not None:
+        _gather(table, at.order, message, at)
+        return message
+    if copies.runs_on(at.device) and copies.pack_heads(sections, message, at):
+        return message
+    for view, section in zip(section_views(message, at), sections, strict=True):
+        if at.order is None:
+            view.copy_(section)
+        else:
+            torch.index_select(section, 0, at.order, out=view)
+    return message
 
 
 def _pack_section_major(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     message = buffers.acquire(at.head_side_bytes, at.device)
-    order = None if at.layout.in_stream_order else at.index("order")
+    order = at.order
     tokens = at.layout.token_counts.tolist()
     row = at.copies * at.format.row_bytes[at.rank]
     first = 0
@@ -104,14 +102,13 @@ def _is_one_block(at: Geometry) -> bool:
     return len(at.blocks) == 1 and row == block.heads_on(at.rank) * block.head_dim * at.dtypes[0].itemsize
 
 
-def _decoded(rows: Tensor, at: Geometry) -> list[Tensor]:
-    total, row = at.layout.packing.total, at.table_format.row_bytes[at.rank]
-    table = torch.empty(total, at.copies * row, dtype=torch.uint8, device=at.device)
-    views = section_views(table, at)
-    index = None if at.layout.in_stream_order else at.index("inverse_order")
-    if copies.runs_on(at.device) and copies.unpack_heads(rows.flatten(), views, at, index):
+def _decoded(message: Tensor, at: Geometry) -> list[Tensor]:
+    total, index = at.layout.packing.total, at.inverse_order
+    views = section_views(torch.empty(at.table_bytes, dtype=torch.uint8, device=at.device), at)
+    if copies.runs_on(at.device) and copies.unpack_heads(message, views, at):
         return views
-    for tokens in row_blocks(total, at.copies * row, at):
+    rows = message.view(total, at.copies * at.format.row_bytes[at.rank])
+    for tokens in row_blocks(total, at.copies * at.table_format.row_bytes[at.rank], at):
         for view, source in zip(views, _message_views(rows, at), strict=True):
             if isinstance(source, Tensor):
                 view[tokens].copy_(_taken(source, index, tokens))
@@ -123,8 +120,8 @@ def _decoded(rows: Tensor, at: Geometry) -> list[Tensor]:
 
 def _encoded(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     message = buffers.acquire(at.head_side_bytes, at.device)
-    index = None if at.layout.in_stream_order else at.index("order")
-    if copies.runs_on(at.device) and copies.pack_heads(sections, message, at, index):
+    index = at.order
+    if copies.runs_on(at.device) and copies.pack_heads(sections, message, at):
         return message
     rows = message.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
     for tokens in row_blocks(len(rows), at.copies * at.table_format.row_bytes[at.rank], at):
@@ -158,46 +155,36 @@ def _message_views(rows: Tensor, at: Geometry) -> list[Tensor | tuple[Tensor, Te
     return views
 
 
-def _gathered(table: Tensor, index: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows of a byte table in another order, moved in words: rows and tables are aligned for it."""
-    if not table.shape[1]:
-        return table  # a rank without heads
-    out = torch.empty_like(table) if out is None else out
-    if copies.runs_on(table.device):
-        copies.gather_rows(table, out, index)
-        return out
-    torch.index_select(table.view(torch.int64), 0, index, out=out.view(torch.int64))
-    return out
-
-
-def _new_table(at: Geometry, buffers: Buffers) -> Tensor:
-    table = buffers.acquire(at.head_side_bytes, at.device)
-    return table.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
+def _gather(rows: Tensor, index: Tensor, out: Tensor, at: Geometry) -> None:
+    """Rows of a flat table in another order, into another one: in words, for which both are aligned."""
+    row = at.copies * at.format.row_bytes[at.rank]
+    if not row or not len(index):  # a rank without heads
+        return
+    if copies.runs_on(at.device):
+        copies.gather_rows(rows, out, row, index, at)
+    else:
+        source, target = (table.view(torch.int64).view(-1, row // 8) for table in (rows, out))
+        torch.index_select(source, 0, index, out=target)
 
 
 def _shared_table(sections: Sequence[Tensor], at: Geometry) -> Tensor | None:
-    """The byte table that all `sections` are already views of, each in its place, or None.
+    """The flat byte table that all `sections` are already views of, each in its place, or None.
 
     A kernel that writes its gradients where its inputs stood (`like_rows`) hands over a finished message.
     """
-    first = next((index for index, section in enumerate(sections) if section.numel()), None)
-    if first is None:
-        return None
-    storage = sections[first].untyped_storage()
-    rows, row = at.layout.packing.total * at.copies, at.table_format.row_bytes[at.rank]
-    offsets = at.table_format.offsets[at.rank]
-    start = byte_offset(sections[first]) - offsets[first]
-    if start < 0 or start % ROW_ALIGNMENT or start + rows * row > storage.nbytes():
-        return None
-    table = torch.empty(0, dtype=torch.uint8, device=at.device)
-    table.set_(storage, start, (at.layout.packing.total, at.copies * row), (at.copies * row, 1))
-    for section, expected in zip(sections, section_views(table, at), strict=True):
-        same = not section.numel() or (
-            section.dtype == expected.dtype
-            and section.untyped_storage().data_ptr() == storage.data_ptr()
-            and section.storage_offset() == expected.storage_offset()
-            and section.stride() == expected.stride()
-        )
-        if not same:
+    storage, first = None, 0
+    for section, place in zip(sections, at.places, strict=True):
+        if place.is_empty:
+            continue
+        start = (int(section.storage_offset()) - place.start) * place.dtype.itemsize
+        if section.dtype != place.dtype or section.stride() != place.stride:
             return None
-    return table
+        if storage is None:
+            storage, first = section.untyped_storage(), start
+            if start < 0 or start % ROW_ALIGNMENT or start + at.table_bytes > storage.nbytes():
+                return None
+        elif start != first or section.untyped_storage().data_ptr() != storage.data_ptr():
+            return None
+    if storage is None:
+        return None
+    return torch.empty(0, dtype=torch.uint8, device=at.device).set_(storage, first, (at.table_bytes,), (1,))

@@ -20,7 +20,6 @@ size.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -57,14 +56,17 @@ def section_columns(rows: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
 
 
 def section_views(table: Tensor, at: Geometry) -> list[Tensor]:
-    """`[T, (b,) h, d]` views of a `[T, b * row]` byte table, one for each section."""
-    total, row = at.layout.packing.total, at.table_format.row_bytes[at.rank]
-    lead = (total,) if at.batch is None else (total, at.batch)
-    rows, offsets = table.view(*lead, row), at.table_format.offsets[at.rank]
-    return [
-        section_view(rows, block, dtype, block.heads_on(at.rank), offset)
-        for block, dtype, offset in zip(at.blocks, at.dtypes, offsets, strict=True)
-    ]
+    """`[T, (b,) h, d]` views of a dense table of rows, one for each section."""
+    typed = {table.dtype: table}
+    views = []
+    for dtype, shape, stride, start, is_empty in at.places:
+        if is_empty:
+            views.append(table.new_empty(shape, dtype=dtype))
+            continue
+        if dtype not in typed:
+            typed[dtype] = table.view(dtype)
+        views.append(typed[dtype].as_strided(shape, stride, typed[dtype].storage_offset() + start))
+    return views
 
 
 def section_view(rows: Tensor, block: Section, dtype: torch.dtype, heads: int, offset: int) -> Tensor:
@@ -129,40 +131,48 @@ def like_rows(*tensors: Tensor) -> list[Tensor]:
     A kernel that writes gradients into them hands the exchange a message that needs no packing. Tensors that are not
     separate columns of one table come back as plain `empty_like`.
     """
-    if not _are_columns_of_one_table(tensors):
+    first = _start_of_columns(tensors)
+    if first is None:
         return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
-    rows, first = tensors[0].shape[:-2].numel(), min(byte_offset(tensor) for tensor in tensors)
-    size = rows * tensors[0].stride(-3) * tensors[0].dtype.itemsize
-    buffer = torch.empty(size, dtype=torch.uint8, device=tensors[0].device).untyped_storage()
-    return [
-        tensor.new_empty(0).set_(
-            buffer, (byte_offset(tensor) - first) // tensor.dtype.itemsize, tensor.shape, tensor.stride()
-        )
-        for tensor in tensors
-    ]
-
-
-def _are_columns_of_one_table(tensors: Sequence[Tensor]) -> bool:
-    """True if `[T, (b,) h, d]` tensors are dense column ranges of one table's rows, and no two share a byte."""
-    if any(tensor.ndim not in (3, 4) for tensor in tensors):
-        return False
-    first, ranges = tensors[0], []
+    rows, dtype = tensors[0].shape[:-2].numel(), tensors[0].dtype
+    table = torch.empty(rows * tensors[0].stride(-3), dtype=dtype, device=tensors[0].device)
+    typed = {dtype: table}
+    found = []
     for tensor in tensors:
-        row, *inner = tensor.stride()[-3:]
+        if tensor.dtype not in typed:
+            typed[tensor.dtype] = table.view(tensor.dtype)
+        start = (byte_offset(tensor) - first) // tensor.dtype.itemsize
+        found.append(typed[tensor.dtype].as_strided(tensor.shape, tensor.stride(), start))
+    return found
+
+
+def _start_of_columns(tensors: Sequence[Tensor]) -> int | None:
+    """Where the first begins of `[T, (b,) h, d]` tensors that are dense column ranges of one table's rows, in bytes.
+
+    None if they are not, or if two share a byte.
+    """
+    ranges = []
+    storage = tensors[0].untyped_storage().data_ptr()
+    lead, row = tensors[0].shape[:-2], 0
+    for tensor in tensors:
+        size, stride = tensor.dtype.itemsize, tensor.stride()
+        if tensor.ndim not in (3, 4) or not tensor.numel() or tensor.shape[:-2] != lead:
+            return None
+        row = row or stride[-3] * size
         if (
-            tensor.numel() == 0
-            or tensor.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-            or tensor.shape[:-2] != first.shape[:-2]
-            or row * tensor.dtype.itemsize != first.stride(-3) * first.dtype.itemsize
-            or inner != [tensor.shape[-1], 1]
-            or (tensor.ndim == 4 and tensor.stride(0) != tensor.shape[1] * row)
+            tensor.untyped_storage().data_ptr() != storage
+            or stride[-3] * size != row
+            or stride[-2:] != (tensor.shape[-1], 1)
+            or (tensor.ndim == 4 and stride[0] != tensor.shape[1] * stride[-3])
         ):
-            return False
+            return None
         start = byte_offset(tensor)
-        ranges.append((start, start + tensor.shape[-2:].numel() * tensor.dtype.itemsize))
-    begin = min(ranges)[0]
-    if any((start - begin) % tensor.dtype.itemsize for tensor, (start, _) in zip(tensors, ranges, strict=True)):
-        return False  # rebased to `begin`, a view would not start on an element
+        ranges.append((start, start + tensor.shape[-2] * tensor.shape[-1] * size, size))
     ranges.sort()
-    disjoint = all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
-    return disjoint and ranges[-1][1] - begin <= first.stride(-3) * first.dtype.itemsize
+    begin, end = ranges[0][0], ranges[0][0]
+    for first, last, size in ranges:
+        # Rebased to `begin`, a view must start on an element.
+        if first < end or (first - begin) % size:
+            return None
+        end = last
+    return begin if end - begin <= row else None

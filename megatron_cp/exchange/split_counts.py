@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_cp.layout.packing import IntArray
 
@@ -33,11 +34,19 @@ class SplitCounts:
 
     def sent_by(self, rank: int) -> list[int]:
         """Elements to each rank."""
-        return self.counts[rank].tolist()
+        return self._sent[rank]
 
     def received_by(self, rank: int) -> list[int]:
         """Elements from each rank."""
-        return self.counts[:, rank].tolist()
+        return self._received[rank]
+
+    @cached_property
+    def _sent(self) -> list[list[int]]:
+        return self.counts.tolist()
+
+    @cached_property
+    def _received(self) -> list[list[int]]:
+        return self.counts.T.tolist()
 
     def reversed(self) -> SplitCounts:
         """The way back."""

@@ -21,11 +21,11 @@ from megatron_cp.exchange.sections import HeadCopy
 
 def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     """Every rank's message, end to end, from `[rows, (b,) f]` tensors whose features are the sections in order."""
+    message = buffers.acquire(at.token_side_bytes, at.device)
+    if copies.runs_on(at.device) and copies.pack_tokens(_rows(tensors, at), message, at):
+        return message
     local = [_token_rows(tensor, at) for tensor in tensors]
     sources = section_columns(local, at.exchange)
-    message = buffers.acquire(at.token_side_bytes, at.device)
-    if copies.runs_on(at.device) and copies.pack_tokens(local, message, at):
-        return message
     moves: list[tuple[tuple[Tensor, ...], Tensor]] = []
     for head_copy in at.format.head_copies:
         source = _head_view(sources[head_copy.section], head_copy, at)
@@ -49,14 +49,12 @@ def unpack_tokens(messages: Sequence[Tensor], at: Geometry, widths: Sequence[int
     What several ranks return for one head is summed, in rank order, in fp32 where the type is shorter; pad rows are
     zero.
     """
-    rows = int(at.layout.row_counts[at.rank])
-    lead = (rows,) if at.batch is None else (rows, at.batch)
-    dtypes = iter(_type_of_each(widths, at))
-    tensors = [torch.empty(*lead, width, dtype=next(dtypes), device=at.device) for width in widths]
-    if copies.runs_on(at.device) and copies.unpack_tokens(messages, [x.flatten(0, -2) for x in tensors], at):
+    tensors = [torch.empty(shape, dtype=dtype, device=at.device) for shape, dtype in _shape_of_each(widths, at)]
+    if copies.runs_on(at.device) and copies.unpack_tokens(messages, _rows(tensors, at), at):
         return tensors
-    for tensor in tensors:
-        tensor[int(at.layout.token_counts[at.rank]) :].zero_()
+    if at.num_rows > at.num_tokens:
+        for tensor in tensors:
+            tensor[at.num_tokens :].zero_()
     local = [_token_rows(tensor, at) for tensor in tensors]
     if at.section_major and not at.exchange.sections.replicated:
         _join(messages, local, at)
@@ -127,19 +125,30 @@ def _join(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> 
         torch.cat(blocks, 1, out=rows)
 
 
-def _type_of_each(widths: Sequence[int], at: Geometry) -> list[torch.dtype]:
-    """The type of each token-side tensor: that of the first section in it."""
-    types, blocks = [], list(zip(at.exchange.sections.blocks, at.dtypes, strict=True))
+def _shape_of_each(widths: Sequence[int], at: Geometry) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and type of each token-side tensor: the type is that of the first section in it."""
+    key = ("shapes", *widths)
+    if key in at.remembered:
+        kept: list[tuple[tuple[int, ...], torch.dtype]] = at.remembered[key]
+        return kept
+    lead = (at.num_rows,) if at.batch is None else (at.num_rows, at.batch)
+    found, blocks = [], list(zip(at.exchange.sections.blocks, at.dtypes, strict=True))
     for width in widths:
-        types.append(blocks[0][1])
+        found.append(((*lead, width), blocks[0][1]))
         while blocks and width > 0:
             width -= blocks.pop(0)[0].width
-    return types
+    at.remembered[key] = found
+    return found
+
+
+def _rows(tensors: Sequence[Tensor], at: Geometry) -> Sequence[Tensor]:
+    """`[rows, (b,) f]` as `[rows * b, f]`."""
+    return tensors if at.batch is None else [tensor.flatten(0, 1) for tensor in tensors]
 
 
 def _token_rows(tensor: Tensor, at: Geometry) -> Tensor:
-    """`[rows, (b,) f]` as the `[t * b, f]` message rows of this rank's tokens, pad rows left out."""
-    tokens = tensor[: int(at.layout.token_counts[at.rank])]
+    """Likewise, of this rank's tokens, pad rows left out."""
+    tokens = tensor if at.num_rows == at.num_tokens else tensor[: at.num_tokens]
     return tokens if at.batch is None else tokens.flatten(0, 1)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.exchange.device import order_tables
+from megatron_cp.executor.trace import NO_RANGE
 from megatron_cp.plan.plan import Plan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -57,6 +59,24 @@ def check_dense(name: str, tensor: object) -> None:
         raise ArgumentError(name, f"a tensor that is {how}", "a dense tensor", "Its rows are those of the layout.")
     if tensor.device.type == "meta":
         raise ArgumentError(name, "a tensor on meta, which holds no numbers", "one on cpu or cuda")
+
+
+def part_of(tensor: Tensor, dim: int, part: slice) -> Tensor:
+    """Some neighbours along a dim; where they are all, the tensor itself: a view is no less work for the host."""
+    size = part.stop - part.start
+    return tensor if size == tensor.shape[dim] else tensor.narrow(dim, part.start, size)
+
+
+def summed_in(dtype: torch.dtype) -> torch.dtype:
+    """The type in which numbers of a type are added up: at least fp32."""
+    return dtype if dtype.itemsize > 4 else torch.float32
+
+
+def without_autocast(device: torch.device) -> Any:
+    """Kernels compute in the types that they are given: autocast would change them behind their backs."""
+    # torch's context takes the host as long as some launches do, and most of the time there is nothing to switch off.
+    on = torch.is_autocast_enabled(device.type)
+    return torch.autocast(device.type, enabled=False) if on else NO_RANGE
 
 
 def check_stream(name: str, tensor: Tensor) -> None:

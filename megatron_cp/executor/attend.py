@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.messages import like_rows
+from megatron_cp.executor.arguments import part_of, summed_in
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.executor.transfers import KeyTransfers, unpack
@@ -48,15 +49,17 @@ def attend(
         q: `[t, (b,) h, d]`.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
     """
-    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    acc_dtype = summed_in(q.dtype)
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=acc_dtype if step.num_stages > 1 else q.dtype)
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=acc_dtype)
-    num_tokens = int(step.queries.token_counts[kv_rank])
-    out[num_tokens:], lse[..., num_tokens:] = 0, -torch.inf
+    own = slice(0, int(step.queries.token_counts[kv_rank]))
+    if own.stop < len(q):
+        out[own.stop :], lse[..., own.stop :] = 0, -torch.inf
+    of_tokens, lse_of_tokens = (part_of(q, 0, own), part_of(out, 0, own)), part_of(lse, -1, own)
     transfers = _transfers(step, kv_rank, head_rank, comm, k, v, forward=True)
     for stage, chunk, keys in transfers.arrivals():
-        queries, merged = (x[:num_tokens, ..., chunk.heads, :] for x in (q, out))
-        merged_lse = lse[..., chunk.heads, :num_tokens]
+        queries, merged = [part_of(x, -2, chunk.heads) for x in of_tokens]
+        merged_lse = part_of(lse_of_tokens, -2, chunk.heads)
         with transfers.traced("attend", "", stage, chunk) if profiling() else NO_RANGE:
             _attend_stage(work, merged, merged_lse, queries, *keys, step.tiles(kv_rank, stage), chunk, stage)
     return out.to(q.dtype), lse
@@ -71,11 +74,16 @@ def attend_backward(
     Keys travel again, as forward; nothing but what `attend` was given and returned is kept in between.
     """
     dq, dk, dv = like_rows(q, k, v)
-    num_tokens, num_keys = int(step.queries.token_counts[kv_rank]), int(step.keys.token_counts[kv_rank])
-    dq[num_tokens:], dk[num_keys:], dv[num_keys:] = 0, 0, 0
-    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    own, own_keys = (slice(0, int(layout.token_counts[kv_rank])) for layout in (step.queries, step.keys))
+    for gradient, tokens in ((dq, own), (dk, own_keys), (dv, own_keys)):
+        if tokens.stop < len(gradient):
+            gradient[tokens.stop :] = 0
+    acc_dtype = summed_in(q.dtype)
     in_place = step.num_stages == 1 or dq.dtype == acc_dtype
-    total = dq[:num_tokens] if in_place else torch.empty_like(dq[:num_tokens], dtype=acc_dtype)
+    total = part_of(dq, 0, own)
+    total = total if in_place else torch.empty_like(total, dtype=acc_dtype)
+    of_tokens, lse_of_tokens = [part_of(x, 0, own) for x in (total, dout, q, out)], part_of(lse, -1, own)
+    dkeys, dvalues = part_of(dk, 0, own_keys), part_of(dv, 0, own_keys)
     transfers = _transfers(step, kv_rank, head_rank, comm, k, v, forward=False)
     for stage, chunk, keys in transfers.arrivals():
         packed = None
@@ -83,19 +91,19 @@ def attend_backward(
             packed = transfers.gradients_like(keys)
             gradients = unpack(packed, *keys)
         else:
-            gradients = dk[:num_keys, ..., chunk.groups, :], dv[:num_keys, ..., chunk.groups, :]
-        do, queries, o = (x[:num_tokens, ..., chunk.heads, :] for x in (dout, q, out))
+            gradients = part_of(dkeys, -2, chunk.groups), part_of(dvalues, -2, chunk.groups)
+        target, do, queries, o = [part_of(x, -2, chunk.heads) for x in of_tokens]
         with transfers.traced("attend", "", stage, chunk) if profiling() else NO_RANGE:
             _attend_stage_backward(
-                work, total[..., chunk.heads, :], *gradients, do, queries, o, lse[..., chunk.heads, :num_tokens], *keys,
+                work, target, *gradients, do, queries, o, part_of(lse_of_tokens, -2, chunk.heads), *keys,
                 step.tiles(kv_rank, stage), chunk, stage,
             )  # fmt: skip
         if packed is not None:
             transfers.return_gradient(stage, chunk, packed)
-    if any(stage.gradients is not None for stage in step.stages):
-        transfers.reduce_gradients(dk[:num_keys], dv[:num_keys])
+    if step.returns_gradients:
+        transfers.reduce_gradients(dkeys, dvalues)
     if total.dtype != dq.dtype:
-        dq[:num_tokens].copy_(total)
+        part_of(dq, 0, own).copy_(total)
     return [dq, dk, dv]
 
 
@@ -110,7 +118,9 @@ def _attend_stage(
         return
     seen = tiles.key_rows
     if stage.is_first:
-        work.forward(merged, merged_lse, queries, keys[seen], values[seen], tiles.cropped_keys, chunk)
+        work.forward(
+            merged, merged_lse, queries, part_of(keys, 0, seen), part_of(values, 0, seen), tiles.cropped_keys, chunk
+        )  # fmt: skip
         return
     rows = tiles.query_rows
     part, part_lse = torch.empty_like(merged[rows]), torch.empty_like(merged_lse[..., rows])
@@ -129,11 +139,16 @@ def _attend_stage_backward(
         return
     rows, seen = slice(0, len(queries)) if stage.is_first else tiles.query_rows, tiles.key_rows
     for x in (dkeys, dvalues):
-        x[: seen.start].zero_(), x[seen.stop :].zero_()
+        if seen.start:
+            x[: seen.start].zero_()
+        if seen.stop < len(x):
+            x[seen.stop :].zero_()
     part = target if stage.is_first else torch.empty_like(target[rows])
+    dk, dv, k, v = [part_of(x, 0, seen) for x in (dkeys, dvalues, keys, values)]
+    do, q, o = [part_of(x, 0, rows) for x in (dout, queries, out)]
     work.backward(
-        part, dkeys[seen], dvalues[seen], dout[rows], queries[rows], keys[seen], values[seen], out[rows],
-        lse[..., rows], tiles.cropped_keys if stage.is_first else tiles.cropped, chunk,
+        part, dk, dv, do, q, k, v, o, part_of(lse, -1, rows),
+        tiles.cropped_keys if stage.is_first else tiles.cropped, chunk,
     )  # fmt: skip
     if not stage.is_first:
         target[rows].add_(part)
@@ -171,8 +186,8 @@ def row_padded_copy(lse: Tensor) -> Tensor:
 def _transfers(
     step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor, *, forward: bool
 ) -> KeyTransfers:
-    num_keys = int(step.keys.token_counts[kv_rank])
-    return KeyTransfers(step, kv_rank, head_rank, comm, k[:num_keys], v[:num_keys], forward=forward)
+    own = slice(0, int(step.keys.token_counts[kv_rank]))
+    return KeyTransfers(step, kv_rank, head_rank, comm, part_of(k, 0, own), part_of(v, 0, own), forward=forward)
 
 
 def _is_empty(tiles: Tiles, queries: Tensor) -> bool:

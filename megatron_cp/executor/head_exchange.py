@@ -13,7 +13,6 @@ the token side starts the gradients of every part at once, and each part's own s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,11 +22,11 @@ from torch.autograd.profiler import record_function
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.geometry import Geometry
+from megatron_cp.exchange.geometry import Geometry, geometry_of
 from megatron_cp.exchange.head_side import keeps_message, pack_heads, unpack_heads
 from megatron_cp.exchange.messages import section_columns
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
-from megatron_cp.executor.communicator import Communicator, direction, over
+from megatron_cp.executor.communicator import Communicator, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
@@ -51,19 +50,25 @@ def to_heads(exchange: Exchange, group: RankGroup | Communicator, *tensors: Tens
     Raises:
         ArgumentError: tensors that do not fit the layout or the sections.
     """
-    (finish,) = start_to_heads(exchange, group, *tensors)
+    (finish,) = start_to_heads(exchange, group, *tensors, alone=True)
     return finish()
 
 
 def start_to_heads(
-    exchange: Exchange, group: RankGroup | Communicator, *tensors: Tensor
+    exchange: Exchange, group: RankGroup | Communicator, *tensors: Tensor, alone: bool = False
 ) -> list[Callable[[], list[Tensor]]]:
-    """`to_heads`, part by part: functions that wait for one part each and return it. Call each once, in order."""
+    """`to_heads`, part by part: functions that wait for one part each and return it. Call each once, in order.
+
+    Args:
+        alone: nothing else is done before the first part is waited for, so that nothing needs to start before.
+    """
     exchange, comm = _within_kv_rank(exchange, over(group))
     at = _geometry(exchange, comm, tensors)
     if exchange.is_local:
         return [lambda: _without_transfer(exchange, tensors)]
     in_flight = InFlightExchange(at, comm, [tensor.shape[-1] for tensor in tensors])
+    if alone and in_flight.num_parts == 1:
+        return [lambda: list(_ToHeads.apply(in_flight, *tensors))]
     order_tokens = _StartToHeads.apply(in_flight, True, *tensors)
     return [partial(_finish_to_heads, in_flight, part, order_token) for part, order_token in enumerate(order_tokens)]
 
@@ -91,38 +96,37 @@ class ToTokensInParts:
         self._order_tokens: list[Tensor] = []
 
     def start(self, part: int, *sections: Tensor) -> None:
-        """Starts one part: for each section `[T, h, d]` or `[T, b, h, d]`, h being this rank's heads in that part."""
-        self._check(part, sections)
-        if self._exchange.is_local:
+        """Starts one part: for each section `[T, h, d]` or `[T, b, h, d]`, h being this rank's heads in that part.
+
+        A part that is the only one is waited for, too: nothing is left to be done meanwhile.
+        """
+        exchange = self._exchange
+        if len(sections) != len(exchange.sections.blocks):
+            names = [block.name for block in exchange.sections.blocks]
+            raise ArgumentError("sections", f"{len(sections)} tensors", f"{len(names)}: {names}")
+        batch = sections[0].shape[1] if sections[0].ndim == 4 else None
+        dtypes = tuple([section.dtype for section in sections])
+        at = geometry_of(exchange, self._comm.rank, dtypes, batch, sections[0].device)
+        for place, section, block in zip(at.parts[part].places, sections, exchange.sections.blocks, strict=True):
+            if section.shape != place.shape:
+                raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{place.shape}")
+        if exchange.is_local:
             self._order_tokens = list(sections)
             return
         if self._in_flight is None:
-            batch = sections[0].shape[1] if sections[0].ndim == 4 else None
-            dtypes = tuple(section.dtype for section in sections)
-            at = Geometry(self._exchange, self._comm.rank, dtypes, batch, sections[0].device)
-            self._in_flight = InFlightExchange(
-                at, self._comm, [block.width for block in self._exchange.sections.blocks]
-            )
-        self._order_tokens.append(_StartToTokens.apply(self._in_flight, part, *sections))
+            self._in_flight = InFlightExchange(at, self._comm, [block.width for block in exchange.sections.blocks])
+        if self._in_flight.num_parts == 1:
+            self._order_tokens = list(_ToTokens.apply(self._in_flight, *sections))
+        else:
+            self._order_tokens.append(_StartToTokens.apply(self._in_flight, part, *sections))
 
     def finish(self) -> list[Tensor]:
         """Waits for every part, and returns what `to_tokens` does."""
         if self._exchange.is_local:
             return [section.flatten(-2) for section in self._order_tokens]
+        if len(self._exchange.parts) == 1:
+            return self._order_tokens
         return list(_FinishToTokens.apply(self._in_flight, *self._order_tokens))
-
-    def _check(self, part: int, sections: Sequence[Tensor]) -> None:
-        blocks = self._exchange.parts[part].blocks
-        if len(sections) != len(blocks):
-            raise ArgumentError(
-                "sections", f"{len(sections)} tensors", f"{len(blocks)}: {[block.name for block in blocks]}"
-            )
-        total = self._exchange.layout.packing.total
-        lead = (total,) if sections[0].ndim != 4 else (total, sections[0].shape[1])
-        for block, section in zip(blocks, sections, strict=True):
-            expected = (*lead, block.heads_on(self._comm.rank), block.head_dim)
-            if section.shape != expected:
-                raise ArgumentError(f"section {block.name!r}", tuple(section.shape), f"{expected}")
 
 
 def _finish_to_heads(in_flight: InFlightExchange, part: int, order_token: Tensor) -> list[Tensor]:
@@ -157,12 +161,9 @@ class InFlightExchange:
 
     def __init__(self, at: Geometry, comm: Communicator, widths: list[int]) -> None:
         self.comm, self.widths = comm, widths
-        self.at = {forward: replace(at, forward=forward) for forward in (True, False)}
+        self.at = (at.of_gradients, at)  # by whether it is forward
+        self.num_parts = len(at.parts)
         self.under_way: dict[int, tuple[Pending, Tensor, Tensor]] = {}  # by part: what is sent, and what is received
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.at[True].exchange.parts)
 
     def start_to_heads(self, tensors: Sequence[Tensor], *, forward: bool) -> None:
         """Starts every part, in the order in which the head side asks for them."""
@@ -171,7 +172,7 @@ class InFlightExchange:
                 at = self.at[forward].parts[part]
                 received = self.comm.acquire(at.head_side_bytes, at.device, kept=keeps_message(at))
                 sent = pack_tokens(tensors, at, self.comm.buffers)
-                self._start(part, received, sent, at, to_heads=True, forward=forward)
+                self._start(part, received, sent, at, to_heads=True)
 
     def finish_to_heads(self, part: int, *, forward: bool) -> list[Tensor]:
         """A part, once it has arrived."""
@@ -187,7 +188,7 @@ class InFlightExchange:
             at = self.at[forward].parts[part]
             received = self.comm.acquire(at.token_side_bytes, at.device)
             sent = pack_heads(sections, at, self.comm.buffers)
-            self._start(part, received, sent, at, to_heads=False, forward=forward)
+            self._start(part, received, sent, at, to_heads=False)
 
     def finish_to_tokens(self, *, forward: bool) -> list[Tensor]:
         """All parts, once they have arrived."""
@@ -199,12 +200,8 @@ class InFlightExchange:
         self.comm.release(*messages)
         return tensors
 
-    def _start(self, part: int, received: Tensor, sent: Tensor, at: Geometry, *, to_heads: bool, forward: bool) -> None:
-        names = ", ".join(block.name for block in at.exchange.sections.blocks)
-        step = f"exchange of {names} to {'heads' if to_heads else 'tokens'}, {direction(forward=forward)}"
-        if self.num_parts > 1:
-            step += f", chunk {part + 1} of {self.num_parts}"
-        pending = self.comm.start_all_to_all(received, sent, at.split_counts(to_heads=to_heads), step)
+    def _start(self, part: int, received: Tensor, sent: Tensor, at: Geometry, *, to_heads: bool) -> None:
+        pending = self.comm.start_all_to_all(received, sent, at.split_counts(to_heads=to_heads), at.steps[to_heads])
         self.under_way[part] = pending, sent, received
 
     def _wait(self, part: int, *, to_heads: bool, forward: bool) -> Tensor:
@@ -223,7 +220,36 @@ class InFlightExchange:
         return self.comm.traced(step, names, forward=forward, chunk=chunk)
 
 
-# Between the two sides autograd sees order tokens, one a part: empty tensors that keep the order of steps.
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, in_flight: InFlightExchange, *tensors: Tensor) -> Any:
+        ctx.in_flight = in_flight
+        in_flight.start_to_heads(tensors, forward=True)
+        return tuple(in_flight.finish_to_heads(0, forward=True))
+
+    @staticmethod
+    @opaque_backward
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.in_flight.start_to_tokens(0, gradients, forward=False)
+        return None, *ctx.in_flight.finish_to_tokens(forward=False)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, in_flight: InFlightExchange, *sections: Tensor) -> Any:
+        ctx.in_flight = in_flight
+        in_flight.start_to_tokens(0, sections, forward=True)
+        return tuple(in_flight.finish_to_tokens(forward=True))
+
+    @staticmethod
+    @opaque_backward
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.in_flight.start_to_heads(gradients, forward=False)
+        return None, *ctx.in_flight.finish_to_heads(0, forward=False)
+
+
+# Where parts go one after another, or several exchanges at a time, starts and waits are functions of their own. Between
+# the two autograd sees order tokens, one a part: empty tensors that keep the order of steps.
 
 
 class _StartToHeads(torch.autograd.Function):
@@ -288,15 +314,17 @@ class _FinishToTokens(torch.autograd.Function):
 def _geometry(exchange: Exchange, comm: Communicator, tensors: tuple[Tensor, ...]) -> Geometry:
     if not tensors:
         raise ArgumentError("tensors", (), "at least one")
-    rows = int(exchange.layout.row_counts[comm.rank])
-    lead = tensors[0].shape[:-1]
+    rank, lead, kinds = comm.rank, tensors[0].shape[:-1], []
+    rows = exchange.layout.row_counts[rank]
     for number, tensor in enumerate(tensors):
-        if tensor.ndim not in (2, 3) or tensor.shape[:-1] != lead or tensor.shape[0] != rows:
+        if tensor.ndim not in (2, 3) or tensor.shape[:-1] != lead or lead[0] != rows:
             raise ArgumentError(
-                f"tensors[{number}]",
-                f"shape {tuple(tensor.shape)}",
-                f"[{rows}, f] or [{rows}, b, f] on rank {comm.rank}",
+                f"tensors[{number}]", f"shape {tuple(tensor.shape)}", f"[{rows}, f] or [{rows}, b, f] on rank {rank}"
             )
-    starts = [tensor.new_empty(0, tensor.shape[-1]) for tensor in tensors]
-    dtypes = tuple(columns.dtype for columns in section_columns(starts, exchange))
-    return Geometry(exchange, comm.rank, dtypes, lead[1] if len(lead) == 2 else None, tensors[0].device)
+        kinds.append((tensor.shape[-1], tensor.dtype))
+
+    def make() -> tuple[torch.dtype, ...]:
+        return tuple(columns.dtype for columns in section_columns([x.flatten(0, -2) for x in tensors], exchange))
+
+    dtypes = exchange.memo(tuple(kinds), make)
+    return geometry_of(exchange, rank, dtypes, lead[1] if len(lead) == 2 else None, tensors[0].device)

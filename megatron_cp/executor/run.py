@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.geometry import prepare_tables
+from megatron_cp.executor.arguments import without_autocast
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.head_exchange import ToTokensInParts, start_to_heads
@@ -47,8 +48,7 @@ def run(plan: Plan, comm: Communicator, inputs: Inputs, work: Callable[[int], Ma
     back = ToTokensInParts(plan.steps[-1].exchange, comm) if isinstance(plan.steps[-1], ToTokens) else None
     for chunk, in_flight in enumerate(_started(plan, on_tokens, comm, inputs, work)):
         tensors = [tensor for finish in in_flight for tensor in finish()]
-        # Kernels compute in the types that they are given: autocast would change them behind their backs.
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        with without_autocast(tensors[0].device):
             of_chunk, in_chunk = work(chunk), comm.in_chunk(chunk, plan.head_chunks) if profiling() else comm
             for step in on_heads:
                 if not isinstance(step, ToTokens):
@@ -80,13 +80,14 @@ def _on_tokens(
     steps: Sequence[Step], comm: Communicator, tensors: list[Tensor], work: Mapping[str, LocalWork], chunk: int | None
 ) -> list[list[Finish]]:
     """Of each exchange among the steps, for each of its parts (for one, where a chunk is named) the wait for it."""
-    arriving = []
+    alone = chunk is None and sum([isinstance(step, ToHeads) for step in steps]) == 1
+    arriving: list[list[Finish]] = []
     for step in steps:
         if isinstance(step, ToHeads):
             exchange = step.exchange if chunk is None else step.exchange.of_chunk(chunk)
-            arriving.append(start_to_heads(exchange, comm, *tensors[slice(*step.inputs)]))
+            arriving.append(start_to_heads(exchange, comm, *tensors[slice(*step.inputs)], alone=alone))
         else:
-            with torch.autocast(tensors[0].device.type, enabled=False):
+            with without_autocast(tensors[0].device):
                 tensors = _computed(step, tensors, work, comm)
     return arriving
 

@@ -26,6 +26,7 @@ from torch.autograd.profiler import record_function
 
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.device import on_device
+from megatron_cp.executor.arguments import part_of, summed_in
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending
 from megatron_cp.executor.trace import NO_RANGE, profiling
@@ -74,15 +75,19 @@ class KeyTransfers:
     ) -> None:
         self._step, self._head_rank, self._comm, self._k, self._v = step, head_rank, comm, k, v
         self._forward = forward
-        flow = next((stage.keys for stage in step.stages if stage.keys is not None), None)  # all are of one class
-        self._carrier = None if flow is None else _CARRIERS[type(flow)](step, kv_rank, comm, k, v)
+        flow = step.key_flow
+        self._carrier = None if flow is None else _CARRIERS[flow](step, kv_rank, comm, k, v)
 
     def arrivals(self) -> Iterator[tuple[Stage, HeadChunk, Keys]]:
         """Each stage of each head chunk, and the keys at hand: good until the next is asked for."""
         chunks = self._step.chunks(self._head_rank)
         if self._carrier is None:
             for chunk in chunks:
-                yield self._step.stages[0], chunk, (self._k[..., chunk.groups, :], self._v[..., chunk.groups, :])
+                yield (
+                    self._step.stages[0],
+                    chunk,
+                    (part_of(self._k, -2, chunk.groups), part_of(self._v, -2, chunk.groups)),
+                )
             return
         order = [(stage, chunk) for chunk in chunks for stage in self._step.stages]
         coming: _Arrival | None = self._start(*order[0], None)
@@ -162,7 +167,7 @@ class _Carrier(ABC):
     def __init__(self, step: Attend, kv_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
         self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
         self.buffers = comm.buffers
-        self.acc_dtype = torch.promote_types(k.dtype, torch.float32)
+        self.acc_dtype = summed_in(k.dtype)
 
     @property
     @abstractmethod

@@ -95,7 +95,7 @@ class Attend(Memo):
     value_head_dim: int
     head_chunks: int = 1
 
-    @property
+    @cached_property
     def num_kv_ranks(self) -> int:
         return self.queries.cp_size
 
@@ -115,7 +115,17 @@ class Attend(Memo):
         assert all(stage.keys is not None for stage in stages[1:]), "own rows, as they stand, come first"
         return stages
 
-    @property
+    @cached_property
+    def key_flow(self) -> type[KeyFlow] | None:
+        """The class of what brings keys, one for all stages; None where all stages have the own rows, as they stand."""
+        return next((type(stage.keys) for stage in self.stages if stage.keys is not None), None)
+
+    @cached_property
+    def returns_gradients(self) -> bool:
+        """Whether gradients of keys go to other ranks."""
+        return any(stage.gradients is not None for stage in self.stages)
+
+    @cached_property
     def num_stages(self) -> int:
         """Partial results that are merged for each head."""
         return len(self.stages)
@@ -127,9 +137,12 @@ class Attend(Memo):
 
     def chunks(self, head_rank: int) -> list[HeadChunk]:
         """A rank's heads in as many chunks as every other rank has; some may be empty."""
-        return self.memo(
-            ("chunks", self.partition, head_rank), lambda: _chunks(self.partition, head_rank, self.head_chunks)
-        )
+        return self._chunks[head_rank]
+
+    @cached_property
+    def _chunks(self) -> list[list[HeadChunk]]:
+        # No memo: the attentions of several chunks of heads share that.
+        return [_chunks(self.partition, rank, self.head_chunks) for rank in range(self.num_head_ranks)]
 
     def tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         """What the queries of a KV rank see among the keys of a stage."""

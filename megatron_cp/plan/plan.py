@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -120,22 +121,22 @@ class Plan(Memo):
     def packing(self) -> Packing:
         return self.layout.packing
 
-    @property
+    @cached_property
     def cp_size(self) -> int:
         return self.layout.cp_size
 
-    @property
+    @cached_property
     def ulysses_degree(self) -> int:
         """The number of ranks that exchange heads with one another."""
         return len(self.partition.heads)
 
-    @property
+    @cached_property
     def kv_layout(self) -> Layout:
         """Who holds the keys: `layout` but for cross-attention."""
         inbound = [step.exchange.layout for step in self.steps if isinstance(step, ToHeads)]
         return inbound[-1] if inbound else self.attend.keys if self.attend else self.layout
 
-    @property
+    @cached_property
     def attend(self) -> Attend | None:
         """The softmax of the plan; None for a linear layer."""
         return next((step for step in self.steps if isinstance(step, Attend)), None)
@@ -153,7 +154,7 @@ class Plan(Memo):
         part.share_memo(self.attend)
         return part
 
-    @property
+    @cached_property
     def out(self) -> Section:
         """The heads of what the operation returns."""
         match self.steps[-1]:
@@ -168,7 +169,7 @@ class Plan(Memo):
                 return Section("out", heads, size, partition.heads)
         raise AssertionError(f"a plan that ends in {self.steps[-1]}")
 
-    @property
+    @cached_property
     def head_chunks(self) -> int:
         """Into how many parts a head exchange cuts each rank's heads."""
         return max((len(exchange.parts) for exchange, _ in self.exchanges(forward=True)), default=1)
@@ -191,7 +192,7 @@ class Plan(Memo):
         )
         return heads, groups
 
-    @property
+    @cached_property
     def recurrent_steps(self) -> tuple[Halo | Scan, ...]:
         """The steps by which segments continue one another."""
         return tuple(step for step in self.steps if isinstance(step, Halo | Scan))

@@ -21,7 +21,9 @@ from megatron_cp.executor.arguments import (
     check_stream,
     check_tensor,
     checked_scale,
+    part_of,
     rows_first,
+    without_autocast,
 )
 from megatron_cp.executor.attend import attend, attend_backward, row_padded_copy
 from megatron_cp.executor.communicator import Communicator
@@ -160,10 +162,10 @@ class AttentionOnRank:
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
     ) -> None:
         """Computes the tiles of a chunk's heads: see `TileWork`."""
-        for heads, groups, batch, call in self._kernel_calls(chunk, q):
+        for entry, heads, groups, call in self._kernel_calls(chunk, q):
             self.kernel.forward(
-                out[batch][:, heads], lse[batch[1:]][heads],
-                q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
+                _heads_of(out, entry, heads), _lse_of(lse, entry, heads),
+                _heads_of(q, entry, heads), _heads_of(k, entry, groups), _heads_of(v, entry, groups),
                 tiles, call, chunk.first_head + heads.start,
             )  # fmt: skip
 
@@ -172,25 +174,33 @@ class AttentionOnRank:
         lse: Tensor, tiles: Tiles, chunk: HeadChunk,
     ) -> None:  # fmt: skip
         """Likewise their gradients."""
-        for heads, groups, batch, call in self._kernel_calls(chunk, q):
+        for entry, heads, groups, call in self._kernel_calls(chunk, q):
+            own_dk, own_dv, own_k, own_v = [_heads_of(x, entry, groups) for x in (dk, dv, k, v)]
+            own_dq, own_dout, own_q, own_out = [_heads_of(x, entry, heads) for x in (dq, dout, q, out)]
             self.kernel.backward(
-                dq[batch][:, heads], dk[batch][:, groups], dv[batch][:, groups],
-                dout[batch][:, heads], q[batch][:, heads], k[batch][:, groups], v[batch][:, groups],
-                out[batch][:, heads], lse[batch[1:]][heads],
+                own_dq, own_dk, own_dv, own_dout, own_q, own_k, own_v, own_out, _lse_of(lse, entry, heads),
                 tiles, call, chunk.first_head + heads.start,
             )  # fmt: skip
 
-    def _kernel_calls(
-        self, chunk: HeadChunk, q: Tensor
-    ) -> Iterator[tuple[slice, slice, tuple[Any, ...], AttentionCall]]:
+    def _kernel_calls(self, chunk: HeadChunk, q: Tensor) -> Iterator[tuple[int | None, slice, slice, AttentionCall]]:
         """The kernel calls of one stage: each run of heads of each entry of the batch, which has dropout of its own."""
         for heads, groups in chunk.runs:
             if q.ndim == 3:
-                yield heads, groups, (slice(None),), self.call
+                yield None, heads, groups, self.call
                 continue
             for entry in range(q.shape[1]):
                 call = replace(self.call, seed=self.call.seed + entry * _NEXT_ENTRY) if self.call.dropout else self.call
-                yield heads, groups, (slice(None), entry), call
+                yield entry, heads, groups, call
+
+
+def _heads_of(x: Tensor, entry: int | None, heads: slice) -> Tensor:
+    """Some heads of `[t, (b,) h, d]`, of one entry of the batch."""
+    return part_of(x if entry is None else x[:, entry], 1, heads)
+
+
+def _lse_of(lse: Tensor, entry: int | None, heads: slice) -> Tensor:
+    """Likewise of `[(b,) h, t]`."""
+    return part_of(lse if entry is None else lse[entry], 0, heads)
 
 
 def _lse_exchange(plan: Plan) -> Exchange:
@@ -221,7 +231,7 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.call = layer, comm, step
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # as kernels may expect
+        q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]  # as kernels may expect
         out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, layer, q, k, v)
         if sink is not None:
             before = row_padded_copy(lse)
@@ -238,7 +248,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (layer, comm, step), dout = ctx.call, gradients[0]
         sink, q, k, v, out, lse = ctx.saved_tensors
-        with torch.autocast(dout.device.type, enabled=False):
+        with without_autocast(dout.device):
             dsink = None
             if sink is not None:
                 num_tokens = int(step.queries.token_counts[layer.kv_rank])  # a gradient's pad rows may hold anything

@@ -254,7 +254,11 @@ def count_launches(monkeypatch):
     if copies.runs_on(torch.device(DEVICE)):
         from megatron_cp.exchange.kernels import triton
 
-        for name in ("to_message_kernel", "from_message_kernel"):
-            counted = test_kernel_copies.Counted(getattr(triton, name), name, launches)
-            monkeypatch.setattr(triton, name, counted)
+        launch = triton.Launch.__call__
+
+        def counted(self, addresses):
+            launches[self.kernel.fn.__name__] += 1
+            return launch(self, addresses)
+
+        monkeypatch.setattr(triton.Launch, "__call__", counted)
     return launches

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megatron_cp.exchange import device as device_module
-from megatron_cp.exchange import token_side
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.executor import halo
 from megatron_cp.executor.groups import TorchGroup, torch_group
@@ -71,24 +70,24 @@ def an_item_in_a_kernel(patch):
 
 
 def a_size_that_depends_on_data(patch):
-    pack = token_side.section_columns
+    pack = copies.pack_tokens
 
-    def and_counts(local, *rest):
-        local[0].nonzero()
-        return pack(local, *rest)
+    def and_counts(tensors, *rest):
+        tensors[0].nonzero()
+        return pack(tensors, *rest)
 
-    patch.setattr(token_side, "section_columns", and_counts)
+    patch.setattr(copies, "pack_tokens", and_counts)
     return lambda: on_one_rank("exchange"), "synchronizing"
 
 
 def a_copy_from_pageable_memory(patch):
-    pack = token_side.section_columns
+    pack = copies.pack_tokens
 
-    def and_copies(local, *rest):
-        torch.ones(4).to(local[0].device)
-        return pack(local, *rest)
+    def and_copies(tensors, *rest):
+        torch.ones(4).to(tensors[0].device)
+        return pack(tensors, *rest)
 
-    patch.setattr(token_side, "section_columns", and_copies)
+    patch.setattr(copies, "pack_tokens", and_copies)
     return lambda: on_one_rank("exchange"), "synchronizing"
 
 

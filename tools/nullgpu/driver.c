@@ -24,6 +24,19 @@ Result cuFuncGetAttribute(int *value, int attribute, void *function) {
   return *value = attribute == 0 ? 1024 : 0, 0; /* threads of a block */
 }
 
+/* Triton's launches: counted, and captured, by the runtime, as torch's own are. */
+void nullgpu_launch(void *stream);
+struct Launch { /* the start of CUlaunchConfig */
+  unsigned grid[3], block[3], shared;
+  void *stream;
+};
+Result cuLaunchKernelEx(const struct Launch *given) { return nullgpu_launch(given->stream), 0; }
+Result cuLaunchKernel(
+    void *kernel, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, void *stream
+) {
+  return nullgpu_launch(stream), 0;
+}
+
 #define DOES_NOTHING(name) \
   Result name(void) { return 0; }
 DOES_NOTHING(cuInit)
@@ -50,8 +63,6 @@ DOES_NOTHING(cuLinkComplete)
 DOES_NOTHING(cuLinkDestroy)
 DOES_NOTHING(cuFuncSetAttribute)
 DOES_NOTHING(cuFuncSetCacheConfig)
-DOES_NOTHING(cuLaunchKernel)
-DOES_NOTHING(cuLaunchKernelEx)
 DOES_NOTHING(cuLaunchCooperativeKernel)
 DOES_NOTHING(cuOccupancyMaxActiveBlocksPerMultiprocessor)
 DOES_NOTHING(cuOccupancyMaxActiveClusters)

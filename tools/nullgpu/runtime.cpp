@@ -120,6 +120,7 @@ CUresult any_driver_function() { return CUDA_SUCCESS; }
 
 extern "C" {
 
+void nullgpu_launch(cudaStream_t stream) { launch(stream); }
 long nullgpu_launches() { return launches; }
 long nullgpu_copies() { return copies; }
 long nullgpu_waits() { return waits; }

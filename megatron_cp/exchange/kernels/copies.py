@@ -9,17 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_cp.exchange.codec import INT8, Format
-from megatron_cp.exchange.kernels.pieces import MOST, TYPES, Piece, Pieces, alignment_of, pieces_of
+from megatron_cp.exchange.kernels.pieces import MOST, TYPES, WIDEST, Piece, Pieces, alignment_of, pieces_of
 from megatron_cp.exchange.sections import HeadCopy, RowFormat, Section
 
 if TYPE_CHECKING:
     from megatron_cp.exchange.geometry import Geometry
+    from megatron_cp.exchange.kernels.triton import Launch
 
 _CODED_FORMATS = (8, 9)  # the first compute capability for which Triton converts to FP8 as torch does
 
@@ -36,62 +37,116 @@ def _has_triton() -> bool:
 
 def pack_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
     """Cuts columns from `[rows, f]` tensors, whose features are the sections in order, into every rank's message."""
-    if not _fits(tensors, [message], at):
-        return False
-    from megatron_cp.exchange.kernels.triton import copy_to_message
-
-    pieces = _token_pieces(
-        at.blocks, (at.format,), at.dtypes, at.coded, _widths(tensors), _types(tensors),
-        alignment_of(tensors, [message]), at.device, to_tensors=False,
-    )  # fmt: skip
-    copy_to_message(tensors, message, at.local_rows, pieces, coding=_coding(at, pieces))
-    return True
+    key, addresses = _seen("pack tokens", tensors, (message,))
+    if key not in at.remembered:
+        at.remembered[key] = _packs_tokens(tensors, message, at) if _fits(tensors, [message], at) else None
+    launch: Launch | None = at.remembered[key]
+    return launch is not None and launch(addresses)
 
 
 def unpack_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geometry) -> bool:
     """The way back, from the messages of every part; shared heads are summed, and rows beyond the own ones are zero."""
-    if not _fits(tensors, messages, at) or (at.exchange.sections.replicated and not set(at.dtypes) <= set(TYPES)):
-        return False
-    from megatron_cp.exchange.kernels.triton import copy_from_message
+    key, addresses = _seen("unpack tokens", tensors, messages)
+    if key not in at.remembered:
+        fits = _fits(tensors, messages, at) and (not at.exchange.sections.replicated or set(at.dtypes) <= set(TYPES))
+        at.remembered[key] = _unpacks_tokens(messages, tensors, at) if fits else None
+    launch: Launch | None = at.remembered[key]
+    return launch is not None and launch(addresses)
 
+
+def gather_rows(source: Tensor, target: Tensor, row: int, index: Tensor, at: Geometry) -> None:
+    """Row `index[i]` of a dense table becomes row `i` of another; rows are whole units of 16 bytes."""
+    addresses = [source.data_ptr(), target.data_ptr()]
+    key = ("gather", index.data_ptr(), addresses[0] % WIDEST, addresses[1] % WIDEST)
+    launch = at.remembered.get(key)
+    if launch is None:
+        rows, message = source.view(torch.uint8).view(-1, row), target.view(torch.uint8)
+        pieces = _row_piece(row, alignment_of([rows], [message]), source.device)
+        launch = at.remembered[key] = _to_message([rows], message, len(index), pieces, index=index)
+    launch(addresses)
+
+
+def pack_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
+    """Rows of `[T, (b,) h, d]` sections, in the order of the messages, into every rank's message."""
+    key, addresses = _seen("pack heads", sections, (message,))
+    if key not in at.remembered:
+        fits = _fits(sections, [message], at) and not (at.copies > 1 and any(at.coded))
+        at.remembered[key] = _packs_heads(sections, message, at) if fits else None
+    launch: Launch | None = at.remembered[key]
+    return launch is not None and launch(addresses)
+
+
+def unpack_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry) -> bool:
+    """The way back, of messages that are coded."""
+    key, addresses = _seen("unpack heads", sections, (message,))
+    if key not in at.remembered:
+        fits = _fits(sections, [message], at) and at.copies == 1
+        at.remembered[key] = _unpacks_heads(message, sections, at) if fits else None
+    launch: Launch | None = at.remembered[key]
+    return launch is not None and launch(addresses)
+
+
+def _seen(what: str, tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[int]]:
+    """All of a copy that a launch is made for, and the addresses, which every call has anew."""
+    key: list[Any] = [what]
+    addresses = []
+    for tensor in tensors:
+        address = tensor.data_ptr()
+        key += (tensor.shape, tensor.stride(), tensor.dtype, address % WIDEST)
+        addresses.append(address)
+    for message in messages:
+        address = message.data_ptr()
+        key.append(address % WIDEST)
+        addresses.append(address)
+    return tuple(key), addresses
+
+
+# -- launches ----------------------------------------------------------------------------------------------------------
+# Checked and made once for all layers of a batch.
+
+
+def _packs_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> Launch:
+    pieces = _token_pieces(
+        at.blocks, (at.format,), at.dtypes, at.coded, _widths(tensors), _types(tensors),
+        alignment_of(tensors, [message]), at.device, to_tensors=False,
+    )  # fmt: skip
+    return _to_message(tensors, message, at.local_rows, pieces, coding=_coding(at, pieces))
+
+
+def _unpacks_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geometry) -> Launch:
     pieces = _token_pieces(
         at.blocks, tuple(part.format for part in at.parts), at.dtypes, at.coded, _widths(tensors), _types(tensors),
         alignment_of(tensors, messages), at.device, to_tensors=True,
     )  # fmt: skip
-    copy_from_message(messages, tensors, at.local_rows, pieces, coding=_coding(at, pieces))
-    return True
+    return _from_messages(messages, tensors, at.local_rows, pieces, coding=_coding(at, pieces))
 
 
-def gather_rows(source: Tensor, target: Tensor, index: Tensor) -> None:
-    """`target[i] = source[index[i]]` for `[T, bytes]` tables whose rows are whole units of 16 bytes."""
-    from megatron_cp.exchange.kernels.triton import copy_to_message
-
-    pieces = _row_piece(source.shape[1], alignment_of([source], [target.flatten()]), source.device)
-    copy_to_message([source], target.flatten(), len(target), pieces, index=index)
-
-
-def pack_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry, index: Tensor | None) -> bool:
-    """Rows of `[T, (b,) h, d]` sections, in the order of `index`, into every rank's message."""
-    if not _fits(sections, [message], at) or (at.copies > 1 and any(at.coded)):
-        return False
-    from megatron_cp.exchange.kernels.triton import copy_to_message
-
+def _packs_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry) -> Launch:
     pieces = _head_pieces(at, alignment_of(sections, [message]), to_tensors=False)
-    total = at.layout.packing.total
-    copy_to_message(sections, message, total, pieces, index=index, coding=_coding(at, pieces))
-    return True
+    return _to_message(
+        sections, message, at.layout.packing.total, pieces, index=at.order, coding=_coding(at, pieces)
+    )  # fmt: skip
 
 
-def unpack_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry, index: Tensor | None) -> bool:
-    """The way back, of messages that are coded."""
-    if not _fits(sections, [message], at) or at.copies > 1:
-        return False
-    from megatron_cp.exchange.kernels.triton import copy_from_message
-
+def _unpacks_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry) -> Launch:
     pieces = _head_pieces(at, alignment_of(sections, [message]), to_tensors=True)
-    total = at.layout.packing.total
-    copy_from_message([message], sections, total, pieces, index=index, coding=_coding(at, pieces))
-    return True
+    return _from_messages(
+        [message], sections, at.layout.packing.total, pieces, index=at.inverse_order, coding=_coding(at, pieces)
+    )  # fmt: skip
+
+
+def _to_message(tensors: Sequence[Tensor], message: Tensor, rows: int, pieces: Pieces, **more: Any) -> Launch:
+    from megatron_cp.exchange.kernels.triton import to_message
+
+    return to_message(tensors, message, rows, pieces, **more)
+
+
+def _from_messages(
+    messages: Sequence[Tensor], tensors: Sequence[Tensor], rows: int, pieces: Pieces, **more: Any
+) -> Launch:
+    from megatron_cp.exchange.kernels.triton import from_messages
+
+    return from_messages(messages, tensors, rows, pieces, **more)
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ A piece can be coded on its way: one byte an element, and a float32 scale for ea
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,6 +89,7 @@ class Pieces:
         tensor_bytes: for each tensor, how far into its rows the pieces reach.
         message_bytes: for each message, the bytes of a row in all its blocks.
         to_tensors: whether it is for writing to the tensors.
+        compiled: kernels for this table that have been compiled.
     """
 
     table: Tensor
@@ -104,6 +105,7 @@ class Pieces:
     tensor_bytes: tuple[int, ...]
     message_bytes: tuple[int, ...]
     to_tensors: bool
+    compiled: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[int, int, int]:

@@ -18,23 +18,78 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from megatron_cp.exchange.codec import Format
-from megatron_cp.exchange.device import order_tables
+from megatron_cp.exchange.device import current_stream, order_tables
 from megatron_cp.exchange.kernels.pieces import GROUP, HEADS, MOST, ROWS, Pieces, alignment_of
 from megatron_cp.exchange.kernels.triton_kernels import from_message_kernel, to_message_kernel
 
 CODED = 2048  # elements of heads that are held in registers at a time
 
 
-def copy_to_message(
-    tensors: Sequence[Tensor],
-    message: Tensor,
-    rows: int,
-    pieces: Pieces,
-    *,
-    index: Tensor | None = None,
+class Launch:
+    """A launch of a kernel of which all is known but the addresses: of other tensors and messages that lie alike.
+
+    The first launch with a table goes through Triton, which compiles the kernel or finds it. The next ones, of all
+    layers and batches, go to the compiled kernel: that takes a tenth of the host's time. Triton's own hooks do not see
+    those; CUDA's profilers do.
+
+    Args:
+        kernel: to launch.
+        programs: of one launch.
+        num_tensors: how many of the addresses are tensors'.
+        most_messages: how many messages the kernel takes.
+        pieces: the table.
+        numbers: what the kernel takes between the addresses and the index.
+        index: of rows, or None.
+        constants: what it takes after the table.
+        options: of the compilation.
+    """
+
+    def __init__(
+        self, kernel: Any, programs: int, num_tensors: int, most_messages: int, pieces: Pieces, numbers: Sequence[int],
+        index: Tensor | None, constants: Sequence[Any], **options: Any,
+    ) -> None:  # fmt: skip
+        self.kernel, self._programs, self._pieces, self._options = kernel, programs, pieces, options
+        self._num_tensors, self._most_messages = num_tensors, most_messages
+        self._rest = (*numbers, index, *_table(pieces), *constants)
+        self._numbers = tuple(each.data_ptr() if isinstance(each, Tensor) else each for each in self._rest)
+        self._device = pieces.table.device
+        self._variant = (kernel, None if index is None else index.dtype, tuple(map(str, constants)))
+
+    def __call__(self, addresses: Sequence[int]) -> bool:
+        """Queues it on the current stream, and returns True.
+
+        Args:
+            addresses: of the tensors, then of the messages.
+        """
+        if not self._programs:
+            return True
+        if self._device.type == "cuda" and torch._C._cuda_getDevice() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self(addresses)
+        order_tables(self._device)  # the table is kept, and another stream may have made it since the call began
+        tensors, messages = addresses[: self._num_tensors], addresses[self._num_tensors :]
+        given = (
+            *messages, *(0,) * (self._most_messages - len(messages)), *tensors, *(0,) * (MOST - len(tensors)),
+        )  # fmt: skip
+        compiled = self._pieces.compiled.get(self._variant)
+        if compiled is None:
+            compiled = self.kernel[(self._programs,)](*given, *self._rest, **self._options)
+            if compiled is not None:  # as it is under Triton's interpreter
+                self._pieces.compiled[self._variant] = compiled
+            return True
+        stream = current_stream(self._device)
+        compiled.run(
+            self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *given, *self._numbers,
+        )  # fmt: skip
+        return True
+
+
+def to_message(
+    tensors: Sequence[Tensor], message: Tensor, rows: int, pieces: Pieces, *, index: Tensor | None = None,
     coding: Format | None = None,
-) -> None:
-    """Writes every piece to its place in a message, coded where it is to be coded.
+) -> Launch:  # fmt: skip
+    """What writes every piece to its place in a message, coded where it is to be coded.
 
     Args:
         tensors: `[at least rows, ...]` each; a row is dense, and rows are any distance apart.
@@ -48,25 +103,19 @@ def copy_to_message(
     assert not pieces.to_tensors, "a table for copies from messages"
     assert index is not None or all(tensor.shape[0] >= rows for tensor in tensors)
     _check(tensors, [message], rows, pieces, index, coding)
-    if programs := triton.cdiv(rows, GROUP) * pieces.programs[-1]:
-        order_tables(pieces.table.device)  # it is kept, and another stream may have made it since the call began
-        with torch.cuda.device_of(pieces.table):
-            to_message_kernel[(programs,)](
-                message.data_ptr(), *_addresses(tensors), *_strides(tensors), rows, index, *_table(pieces),
-                LARGEST=coding.largest if coding else None, **_constants(pieces, coding),
-            )  # fmt: skip
+    programs = triton.cdiv(rows, GROUP) * pieces.programs[-1]
+    constants = _constants(pieces, coding)
+    return Launch(
+        to_message_kernel, programs, len(tensors), 1, pieces, [*_strides(tensors), rows], index,
+        [coding.largest if coding else None, *constants.values()],
+    )  # fmt: skip
 
 
-def copy_from_message(
-    messages: Sequence[Tensor],
-    tensors: Sequence[Tensor],
-    rows: int,
-    pieces: Pieces,
-    *,
-    index: Tensor | None = None,
+def from_messages(
+    messages: Sequence[Tensor], tensors: Sequence[Tensor], rows: int, pieces: Pieces, *, index: Tensor | None = None,
     coding: Format | None = None,
-) -> None:
-    """Writes every piece, or sum of pieces, to its place in a tensor; coded ones are decoded.
+) -> Launch:  # fmt: skip
+    """What writes every piece, or sum of pieces, to its place in a tensor; coded ones are decoded.
 
     Sums run in the order of the pieces, in float32 or, of float64, in that, and are rounded once.
 
@@ -83,14 +132,25 @@ def copy_from_message(
     all_rows = max((tensor.shape[0] for tensor in tensors), default=0)
     assert all(tensor.shape[0] == all_rows >= rows for tensor in tensors)
     _check(tensors, messages, rows, pieces, index, coding)
-    if programs := triton.cdiv(all_rows, GROUP) * pieces.programs[-1]:
-        order_tables(pieces.table.device)  # it is kept, and another stream may have made it since the call began
-        with torch.cuda.device_of(pieces.table):
-            from_message_kernel[(programs,)](
-                *_addresses(messages), *_addresses(tensors), *_strides(tensors), rows, all_rows, index,
-                *_table(pieces), pieces.most, MESSAGES=len(messages),
-                **_constants(pieces, coding), enable_fp_fusion=False,  # products are rounded before they are added
-            )  # fmt: skip
+    programs = triton.cdiv(all_rows, GROUP) * pieces.programs[-1]
+    constants = _constants(pieces, coding)
+    return Launch(
+        from_message_kernel, programs, len(tensors), MOST, pieces, [*_strides(tensors), rows, all_rows], index,
+        [pieces.most, len(messages), *constants.values()],
+        enable_fp_fusion=False,  # products are rounded before they are added
+    )  # fmt: skip
+
+
+def copy_to_message(tensors: Sequence[Tensor], message: Tensor, rows: int, pieces: Pieces, **more: Any) -> None:
+    """`to_message`, launched once."""
+    to_message(tensors, message, rows, pieces, **more)([x.data_ptr() for x in (*tensors, message)])
+
+
+def copy_from_message(
+    messages: Sequence[Tensor], tensors: Sequence[Tensor], rows: int, pieces: Pieces, **more: Any
+) -> None:
+    """`from_messages`, launched once."""
+    from_messages(messages, tensors, rows, pieces, **more)([x.data_ptr() for x in (*tensors, *messages)])
 
 
 def _check(
@@ -123,10 +183,6 @@ def _row_bytes(tensor: Tensor) -> int:
         assert length == 1 or stride == size, f"rows of {tensor.shape} with strides {tensor.stride()} are not dense"
         size *= length
     return size * tensor.element_size()
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors] + [0] * (MOST - len(tensors))
 
 
 def _strides(tensors: Sequence[Tensor]) -> list[int]:
