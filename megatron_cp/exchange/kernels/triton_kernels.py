@@ -5,8 +5,9 @@ to do neither. What a table has is constant, so that only that is compiled: the 
 and messages there are.
 
 A tile is `[units, steps, elements]` in this order, since Triton spreads the threads of a warp along the first dimension
-after the elements. Each of the `LANES` threads has one unit, of which it moves `STEPS` rows; as many threads as it
-takes to have all of a program's rows have the same unit.
+after the elements, and only units lie side by side. Of copies and sums, that dimension is a program's threads: each has
+one unit and takes a row of it at each step, and others have the same unit for other rows. So a program's shape is
+numbers, and none is compiled for it.
 """
 
 # ruff: noqa: N803 - constants of a kernel are in capitals, as in Triton's own
@@ -26,15 +27,14 @@ _TENSOR, _OFFSET, _START, _ROW, _PLACE, _MESSAGE, _HEAD_DIM, _SCALE, _KIND, _MOR
     )
 )  # fmt: skip
 _COMPUTED = tl.constexpr(tables.TYPE_STEP)  # kinds from here on are of elements that are computed with
-_UNITS, _FEW, _HEADS = tl.constexpr(tables.UNITS), tl.constexpr(tables.FEW), tl.constexpr(tables.HEADS)
-_ROWS, _GROUP = tl.constexpr(tables.ROWS), tl.constexpr(tables.GROUP)
-_PARTS = tl.constexpr(tables.PARTS)
-_LANES = tl.constexpr(128)  # threads of a program
-_STEPS = tl.constexpr(tables.UNITS * tables.ROWS // 128)
-# Rows from step to step of a thread are 2 to the power of this.
-_UNITS_APART = tl.constexpr((128 // tables.UNITS).bit_length() - 1)
-_FEW_APART = tl.constexpr((128 // tables.FEW).bit_length() - 1)
-# Sums and codes are held in registers. With more of them at a time, copies would have fewer programs on a processor.
+_UNITS, _ROWS, _FEW, _GROUP, _PARTS, _HEADS = (
+    tl.constexpr(number) for number in (tables.UNITS, tables.ROWS, tables.FEW, tables.GROUP, tables.PARTS, tables.HEADS)
+)
+THREADS = 128  # of a program: Triton's four warps
+_THREADS, _STEPS = tl.constexpr(THREADS), tl.constexpr(tables.UNITS * tables.ROWS // THREADS)
+# From step to step of a thread, 2 to the power of so many rows: with `UNITS` and with `FEW` units.
+_APART, _FEW_APART = (tl.constexpr((THREADS // units).bit_length() - 1) for units in (tables.UNITS, tables.FEW))
+# Sums are held in registers. With more of them at a time, copies would have fewer programs on a processor.
 _SUM_STEPS = tl.constexpr(2)
 
 
@@ -137,7 +137,7 @@ def from_message_kernel(
 
 
 # -- a program's units and rows --------------------------------------------------------------------------------------
-# The rows of a unit are `row + own + (step << apart)`: `at` is `row`, a number; `own`, one for each unit; and `apart`.
+# At a step, a unit's row is `row + own + (step << apart)`. `at` is these: `row` a number, `own` one for each unit.
 
 
 @triton.jit
@@ -150,13 +150,13 @@ def _kind_of(entry: tl.tensor, entries: tl.tensor, KINDS: tl.constexpr) -> tl.te
 
 @triton.jit
 def _units_of(table: tl.tensor, number: tl.tensor, wide: tl.tensor, row: tl.tensor) -> tl.tuple:
-    """Where each thread's unit is in the table, and its rows: of a program's number in a group of rows."""
-    lane, is_wide = tl.arange(0, _LANES), number < wide
+    """Each thread's unit in the table, and `at`: of a program's number in the group of rows that begins with one."""
+    thread, is_wide = tl.arange(0, _THREADS), number < wide
     first = tl.where(is_wide, number // _PARTS * _UNITS, number * _FEW)
-    unit = tl.where(is_wide, lane % _UNITS, lane % _FEW)
+    unit = tl.where(is_wide, thread % _UNITS, thread % _FEW)
     row += tl.where(is_wide, number % _PARTS * _ROWS, 0)
-    own = tl.where(is_wide, lane // _UNITS, lane // _FEW)
-    return table + first + unit, (row, own, tl.where(is_wide, _UNITS_APART, _FEW_APART))
+    own = tl.where(is_wide, thread // _UNITS, thread // _FEW)
+    return table + first + unit, (row, own, tl.where(is_wide, _APART, _FEW_APART))
 
 
 @triton.jit
@@ -167,14 +167,14 @@ def _later(at: tl.tuple, steps: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _heads_of(table: tl.tensor, number: tl.tensor, units: tl.tensor, row: tl.tensor) -> tl.tuple:
-    """Where a program's heads are in the table, and its first row."""
+    """A program's first head in the table, and its first row."""
     number -= units
     return table + units * _FEW + number // _PARTS * _HEADS, row + number % _PARTS * _ROWS
 
 
 @triton.jit
 def _block_of(first: tl.tensor, row: tl.tensor) -> tl.tuple:
-    """Heads with all rows from one on."""
+    """Heads in the table, and `at`: each has every row."""
     return first + tl.arange(0, _HEADS), (row, tl.zeros([_HEADS], tl.int32), 0)
 
 

@@ -88,6 +88,24 @@ def test_ends_of_a_piece_are_narrow_and_its_middle_wide():
     assert widths([Piece(0, 6, 4, 0, 64, 6)], 16, 16) == {2: 2}
 
 
+def test_few_units_of_a_kind_are_no_whole_program():
+    def blocks(*counts: int, width: int = 16) -> tuple[int, int]:
+        pieces = [Piece(0, 16 * width * number, count * width, 0, 4096, 16 * width * number)
+                  for number, count in enumerate(counts)]  # fmt: skip
+        made = pieces_of(pieces, types=[FP32], alignment=(width, 16), device=CPU, to_tensors=False)
+        return made.unit_blocks, made.few_blocks
+
+    assert blocks(1) == blocks(8) == (0, 1)
+    assert blocks(8, 8, 8, 8) == (0, 4)  # half of a program
+    assert blocks(8, 8, 8, 9) == (1, 0)
+    assert blocks(64) == (1, 0)
+    assert blocks(64, width=4) == (1, 0)
+    assert blocks(65) == (1, 1)
+    both = pieces_of([Piece(0, 0, 1048, 0, 2048, 0)], types=[FP32], alignment=(16, 16), device=CPU, to_tensors=False)
+    assert (both.kinds, both.unit_blocks, both.few_blocks) == ((16, 8), 1, 2)
+    assert both.programs == (8, 10, 10)
+
+
 def test_only_what_pieces_share_is_summed():
     first, second = Piece(0, 0, 64, 0, 64, 0), Piece(0, 48, 64, 64, 64, 0)
     assert widths([first, second], 16, 16) == {16: 6, 3 * 32 + 16: 1}
@@ -323,6 +341,11 @@ def check_copies() -> None:
     check(Form([Block(((0, 3),), 8, BF16)]), 5)
     check(Form([Block(((0, 0), (0, 2), (2, 2)), 8, BF16)]), 5)  # ranks without heads
     check(Form([Block(((0, 1), (1, 2)), 4, FP32, tensor) for tensor in range(8)]), 3)
+    # Whole programs of units and, of two kinds, few that take more rows; rows end inside of a group of them.
+    few = Form([Block(((0, 2), (2, 4)), 264, BF16), Block(((0, 2), (2, 4)), 1, FP32, 1)])
+    for rows in (16, 128, 137):
+        check(few, rows)
+    check(few, 130, pad=140, index=shuffled(130))
     # The head side: rows of a table, and sections of their own, by an index.
     for dtype in (torch.int32, torch.int64):
         check(Form([whole(48, torch.uint8)]), 130, index=shuffled(130, dtype))
@@ -374,6 +397,7 @@ def check_sums() -> None:
         joint = Form([Block(heads, 16, dtype), Block(groups, 16, dtype), Block(groups, 8, dtype)])
         check(joint, 7)
         check(joint, 3, first=1, pad=1)
+    check(Form([Block(heads, 8, BF16), Block(groups, 280, BF16)]), 130, pad=7)  # whole programs of sums, and few
     heads, groups = ranges(10, 2, 5)  # ranks whose heads begin and end inside groups
     check(Form([Block(heads, 2, FP32), Block(groups, 3, BF16, 1), Block(groups, 4, FP64, 2)]), 18, gap=2)
     heads, groups = ranges(5, 1, 5)
