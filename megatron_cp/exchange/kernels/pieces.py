@@ -27,11 +27,12 @@ from torch import Tensor
 from megatron_cp.exchange.device import on_device
 
 MOST = 8  # tensors of one launch, and messages
-# A program takes `ROWS` rows of `UNITS` units; a kind's last units, where they are at most half as many, would leave
-# most of it idle, and it takes `GROUP` rows of `FEW` of them. Either is 16 KiB in units of 16 bytes.
+# A program takes `ROWS` rows of `UNITS` units: 16 KiB, if they have 16 bytes. A kind's last units, if they are at most
+# half as many, would leave most of it idle: programs take `FEW` of them, and as many more rows.
 UNITS, ROWS = 64, 16
-FEW, GROUP = 8, 128
-PARTS = GROUP // ROWS  # programs of each block of `UNITS` units in a group of rows
+FEW = 8
+PARTS = UNITS // FEW
+GROUP = PARTS * ROWS  # rows: `PARTS` programs for each `UNITS` units, and one for each `FEW`
 HEADS = 4  # of one program and `ROWS` rows, where they are coded
 WIDTHS = (16, 8, 4, 2, 1)  # bytes of an access
 WIDEST = WIDTHS[0]
@@ -111,7 +112,7 @@ class Pieces:
     def programs(self) -> tuple[int, int, int]:
         """Of each group of rows: those with `UNITS` units, those with any, and all.
 
-        Whichever they have, program `i` of a group stands for units from `i * FEW` on.
+        Program `i` of a group has the units from `i * FEW` on, or is one of `PARTS` that share them by rows.
         """
         wide, units = PARTS * self.unit_blocks, PARTS * self.unit_blocks + self.few_blocks
         return wide, units, units + PARTS * self.head_blocks
