@@ -27,8 +27,13 @@ from torch import Tensor
 from megatron_cp.exchange.device import on_device
 
 MOST = 8  # tensors of one launch, and messages
-UNITS = 64  # of one program
-HEADS = 4  # of one program, where they are coded
+# A program takes `ROWS` rows of `UNITS` units: 16 KiB, if they have 16 bytes. A kind's last units, if they are at most
+# half as many, would leave most of it idle: programs take `FEW` of them, and as many more rows.
+UNITS, ROWS = 64, 16
+FEW = 8
+PARTS = UNITS // FEW
+GROUP = PARTS * ROWS  # rows: `PARTS` programs for each `UNITS` units, and one for each `FEW`
+HEADS = 4  # of one program and `ROWS` rows, where they are coded
 WIDTHS = (16, 8, 4, 2, 1)  # bytes of an access
 WIDEST = WIDTHS[0]
 # A unit's kind is the bytes of an access, and where elements are computed with, `TYPE_STEP` more for each type up to
@@ -71,13 +76,14 @@ class Pieces:
     """The table on a device.
 
     Attributes:
-        table: `[columns, entries]` int32: units, `UNITS` of one kind together; then heads, `HEADS` of one kind
-            together; then the further terms of sums.
+        table: `[columns, entries]` int32: units, `UNITS` of one kind together; then others, `FEW` of one kind
+            together; then heads, `HEADS` of one kind together; then the further terms of sums.
         unit_blocks: how many times `UNITS` units there are.
+        few_blocks: how many times `FEW` units there are after them.
         head_blocks: how many times `HEADS` heads there are.
         head_dim: the most elements of a coded head.
         most: the most terms of a sum after its first.
-        sum_kinds: kinds of units that are sums.
+        kinds: of units.
         head_kinds: kinds of heads.
         alignment: of the tensors, then of the messages.
         types: of the tensors.
@@ -89,10 +95,11 @@ class Pieces:
 
     table: Tensor
     unit_blocks: int
+    few_blocks: int
     head_blocks: int
     head_dim: int
     most: int
-    sum_kinds: tuple[int, ...]
+    kinds: tuple[int, ...]
     head_kinds: tuple[int, ...]
     alignment: tuple[int, ...]
     types: tuple[torch.dtype, ...]
@@ -100,6 +107,15 @@ class Pieces:
     message_bytes: tuple[int, ...]
     to_tensors: bool
     compiled: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def programs(self) -> tuple[int, int, int]:
+        """Of each group of rows: those with `UNITS` units, those with any, and all.
+
+        Program `i` of a group has the units from `i * FEW` on, or is one of `PARTS` that share them by rows.
+        """
+        wide, units = PARTS * self.unit_blocks, PARTS * self.unit_blocks + self.few_blocks
+        return wide, units, units + PARTS * self.head_blocks
 
 
 def alignment_of(tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> tuple[int, ...]:
@@ -150,15 +166,16 @@ def pieces_of(
     tensors, messages = alike[: len(types)], alike[len(types) :]
     units = list(_unit_runs(copied_ranges, types, tensors, messages))
     coded = list(_head_runs(head_ranges, types, tensors, messages))
-    table = _table(units + coded)
+    table, unit_blocks, few_blocks, head_blocks = _table(units, coded)
     assert table.max(initial=0) < 2**31, "rows of 2 GiB"
     return Pieces(
         on_device(table, device),
-        sum(run.units.shape[1] for run in units) // UNITS,
-        sum(run.units.shape[1] for run in coded) // HEADS,
+        unit_blocks,
+        few_blocks,
+        head_blocks,
         int(given[:, HEAD_DIM].max(initial=0)),
         int(table[MORE].max(initial=0)),
-        tuple(run.kind for run in units if run.kind >= TYPE_STEP),
+        tuple(run.kind for run in units),
         tuple(run.kind for run in coded),
         alignment,
         tuple(types),
@@ -226,11 +243,18 @@ def _heads(pieces: NDArray, item: NDArray) -> NDArray:
 
 
 class _Run(NamedTuple):
-    """What programs do that make one kind of access: columns of the table, filled up to whole programs."""
+    """What programs do that make one kind of access: columns of the table."""
 
     kind: int
     units: NDArray
     terms: NDArray  # further terms of sums; `units[EXTRA]` counts from the first of them
+
+    @property
+    def num_wide(self) -> int:
+        """How many of the units programs take `UNITS` at a time."""
+        num_units = self.units.shape[1]
+        left = num_units % UNITS
+        return num_units if left > UNITS // 2 else num_units - left
 
 
 def _unit_runs(ranges: _Ranges, types: Sequence[torch.dtype], tensors: NDArray, messages: NDArray) -> Iterator[_Run]:
@@ -246,7 +270,7 @@ def _unit_runs(ranges: _Ranges, types: Sequence[torch.dtype], tensors: NDArray, 
     for of_type, widths in enumerate((WIDTHS, *((WIDEST, dtype.itemsize) for dtype in TYPES))):
         index = np.flatnonzero(number == of_type)
         for width, unit, at in _units(begin[index], end[index], reach[index], widths):
-            yield _run(ranges, index[unit], at - begin[index[unit]], of_type * TYPE_STEP + width, UNITS)
+            yield _run(ranges, index[unit], at - begin[index[unit]], of_type * TYPE_STEP + width)
 
 
 def _units(
@@ -283,18 +307,14 @@ def _head_runs(ranges: _Ranges, types: Sequence[torch.dtype], tensors: NDArray, 
         for width, chosen in ((WIDEST, is_widest), (dtype.itemsize, ~is_widest)):
             index = np.flatnonzero((number == of_type) & chosen)
             if len(index):
-                yield _run(ranges, index, 0 * index, of_type * TYPE_STEP + width, HEADS)
+                yield _run(ranges, index, 0 * index, of_type * TYPE_STEP + width)
 
 
-def _run(ranges: _Ranges, index: NDArray, moved: NDArray, kind: int, of_program: int) -> _Run:
+def _run(ranges: _Ranges, index: NDArray, moved: NDArray, kind: int) -> _Run:
     """Units of one kind, `moved` bytes from the start of the ranges `index`."""
     first, more = ranges.first[index], ranges.length[index] - 1
-    units = np.zeros((EXTRA + 1, -(-len(index) // of_program) * of_program), dtype=np.int64)
-    units[TENSOR] = -1  # what only fills up
-    units[:, : len(index)] = _columns(ranges.terms[first], moved)
-    units[KIND] = kind
-    units[MORE, : len(index)] = more
-    units[EXTRA, : len(index)] = np.cumsum(more) - more
+    units = _columns(ranges.terms[first], moved)
+    units[KIND], units[MORE], units[EXTRA] = kind, more, np.cumsum(more) - more
     unit, number = _counted(more)
     return _Run(kind, units, _columns(ranges.terms[first[unit] + 1 + number], moved[unit]))
 
@@ -306,13 +326,27 @@ def _columns(terms: NDArray, moved: NDArray) -> NDArray:
     return columns
 
 
-def _table(runs: Sequence[_Run]) -> NDArray:
-    num_entries = sum(run.units.shape[1] for run in runs)
-    for run in runs:
-        run.units[EXTRA] += num_entries
-        num_entries += run.terms.shape[1]
+def _table(units: Sequence[_Run], heads: Sequence[_Run]) -> tuple[NDArray, int, int, int]:
+    """All columns, and how many blocks there are of `UNITS` units, of `FEW`, and of heads."""
+    num_terms = 0
+    for run in (*units, *heads):
+        run.units[EXTRA] += num_terms
+        num_terms += run.terms.shape[1]
     empty = np.zeros((EXTRA + 1, 0), dtype=np.int64)
-    return np.concatenate([empty, *(run.units for run in runs), *(run.terms for run in runs)], axis=1)
+    wide = np.concatenate([empty, *(_filled(run.units[:, : run.num_wide], UNITS) for run in units)], axis=1)
+    few = np.concatenate([empty, *(_filled(run.units[:, run.num_wide :], FEW) for run in units)], axis=1)
+    coded = np.concatenate([empty, *(_filled(run.units, HEADS) for run in heads)], axis=1)
+    blocks = np.concatenate([wide, few, coded], axis=1)
+    blocks[EXTRA] += blocks.shape[1]
+    table = np.concatenate([blocks, *(run.terms for run in (*units, *heads))], axis=1)
+    return table, wide.shape[1] // UNITS, few.shape[1] // FEW, coded.shape[1] // HEADS
+
+
+def _filled(units: NDArray, size: int) -> NDArray:
+    """Whole blocks: with units that are no more than their kind."""
+    left = np.zeros((EXTRA + 1, -units.shape[1] % size), dtype=np.int64)
+    left[TENSOR], left[KIND] = -1, units[KIND, :1]
+    return np.concatenate([units, left], axis=1)
 
 
 def _type_numbers(types: Sequence[torch.dtype]) -> NDArray:

@@ -1,8 +1,9 @@
 """Triton kernels that do what a table of `Pieces` says: each call is one launch.
 
-A program takes `ROWS` rows of `UNITS` units of one kind, or of `HEADS` coded heads. It looks them up in the table; then
-each thread moves the same unit of several rows. Tensors and messages come as addresses, and lengths, strides and places
-as plain numbers: one kernel serves all of them. Only what is computed with (the types of sums, the format and size of
+A program takes `ROWS` rows of `UNITS` units of one kind, `GROUP` rows of `FEW` of them, or `ROWS` rows of `HEADS` coded
+heads. It looks them up in the table; then each thread moves the same unit of several rows. Tensors and messages come as
+addresses, and lengths, strides and places as plain numbers: one kernel serves all of them. The kinds of units that a
+table has, how many tensors and messages there are, what is computed with (the types of sums, the format and size of
 coded heads) and whether there is an index make another.
 """
 
@@ -18,13 +19,10 @@ from torch import Tensor
 
 from megatron_cp.exchange.codec import Format
 from megatron_cp.exchange.device import current_stream, order_tables
-from megatron_cp.exchange.kernels.pieces import HEADS, MOST, UNITS, Pieces, alignment_of
+from megatron_cp.exchange.kernels.pieces import GROUP, HEADS, MOST, ROWS, Pieces, alignment_of
 from megatron_cp.exchange.kernels.triton_kernels import from_message_kernel, to_message_kernel
 
-ROWS = 16  # of one program: 16 KiB in units of 16 bytes, and 8 accesses each way for each of 128 threads
-# Sums and codes are held in registers. With more of them at a time, copies would have fewer programs on a processor.
-SUM_ROWS = 4
-CODED = 2048  # elements
+CODED = 2048  # elements of heads that are held in registers at a time
 
 
 class Launch:
@@ -105,7 +103,7 @@ def to_message(
     assert not pieces.to_tensors, "a table for copies from messages"
     assert index is not None or all(tensor.shape[0] >= rows for tensor in tensors)
     _check(tensors, [message], rows, pieces, index, coding)
-    programs = triton.cdiv(rows, ROWS) * (pieces.unit_blocks + pieces.head_blocks)
+    programs = triton.cdiv(rows, GROUP) * pieces.programs[-1]
     constants = _constants(pieces, coding)
     return Launch(
         to_message_kernel, programs, len(tensors), 1, pieces, [*_strides(tensors), rows], index,
@@ -134,11 +132,11 @@ def from_messages(
     all_rows = max((tensor.shape[0] for tensor in tensors), default=0)
     assert all(tensor.shape[0] == all_rows >= rows for tensor in tensors)
     _check(tensors, messages, rows, pieces, index, coding)
-    programs = triton.cdiv(all_rows, ROWS) * (pieces.unit_blocks + pieces.head_blocks)
+    programs = triton.cdiv(all_rows, GROUP) * pieces.programs[-1]
     constants = _constants(pieces, coding)
     return Launch(
         from_message_kernel, programs, len(tensors), MOST, pieces, [*_strides(tensors), rows, all_rows], index,
-        [pieces.most, pieces.sum_kinds, SUM_ROWS, *constants.values()],
+        [pieces.most, len(messages), *constants.values()],
         enable_fp_fusion=False,  # products are rounded before they are added
     )  # fmt: skip
 
@@ -192,20 +190,19 @@ def _strides(tensors: Sequence[Tensor]) -> list[int]:
     return [tensor.stride(0) * tensor.element_size() for tensor in tensors] + [0] * (MOST - len(tensors))
 
 
-def _table(pieces: Pieces) -> tuple[Tensor, int, int, int]:
-    return pieces.table, pieces.table.shape[1], pieces.unit_blocks, pieces.head_blocks
+def _table(pieces: Pieces) -> tuple[Tensor, int, int, int, int]:
+    return pieces.table, pieces.table.shape[1], *pieces.programs
 
 
 def _constants(pieces: Pieces, coding: Format | None) -> dict[str, Any]:
     head_dim = triton.next_power_of_2(max(pieces.head_dim, 1))
     return {
+        "TENSORS": len(pieces.types),
+        "KINDS": pieces.kinds,
         "FORMAT": _FORMATS[coding.dtype] if coding else None,
         "HEAD_KINDS": pieces.head_kinds,
         "HEAD_DIM": head_dim,
         "HEAD_ROWS": min(max(CODED // (HEADS * head_dim), 1), ROWS),
-        "HEADS": HEADS,
-        "UNITS": UNITS,
-        "ROWS": ROWS,
     }
 
 

@@ -1,8 +1,13 @@
 """The kernels behind `triton.py`: a program copies, adds up, codes or decodes a block of rows of a table's pieces.
 
 Triton would make a kernel for each integer that is 1 and each that 16 divides, and take types from values: it is told
-to do neither. A tile is `[units, rows, elements]` in this order, since Triton spreads the threads of a warp along the
-first dimension after the elements, and only units lie side by side.
+to do neither. What a table has is constant, so that only that is compiled: the kinds of its units, and how many tensors
+and messages there are.
+
+A tile is `[units, steps, elements]` in this order, since Triton spreads the threads of a warp along the first dimension
+after the elements, and only units lie side by side. Of copies and sums, that dimension is a program's threads: each has
+one unit and takes a row of it at each step, and others have the same unit for other rows. So a program's shape is
+numbers, and none is compiled for it.
 """
 
 # ruff: noqa: N803 - constants of a kernel are in capitals, as in Triton's own
@@ -22,9 +27,18 @@ _TENSOR, _OFFSET, _START, _ROW, _PLACE, _MESSAGE, _HEAD_DIM, _SCALE, _KIND, _MOR
     )
 )  # fmt: skip
 _COMPUTED = tl.constexpr(tables.TYPE_STEP)  # kinds from here on are of elements that are computed with
+_UNITS, _ROWS, _FEW, _GROUP, _PARTS, _HEADS = (
+    tl.constexpr(number) for number in (tables.UNITS, tables.ROWS, tables.FEW, tables.GROUP, tables.PARTS, tables.HEADS)
+)
+THREADS = 128  # of a program: Triton's four warps
+_THREADS, _STEPS = tl.constexpr(THREADS), tl.constexpr(tables.UNITS * tables.ROWS // THREADS)
+# From step to step of a thread, 2 to the power of so many rows: with `UNITS` and with `FEW` units.
+_APART, _FEW_APART = (tl.constexpr((THREADS // units).bit_length() - 1) for units in (tables.UNITS, tables.FEW))
+# Sums are held in registers. With more of them at a time, copies would have fewer programs on a processor.
+_SUM_STEPS = tl.constexpr(2)
 
 
-@triton.jit(do_not_specialize=range(23))
+@triton.jit(do_not_specialize=range(24))
 def to_message_kernel(
     message: tl.int64,
     t0: tl.int64, t1: tl.int64, t2: tl.int64, t3: tl.int64, t4: tl.int64, t5: tl.int64, t6: tl.int64, t7: tl.int64,
@@ -33,34 +47,42 @@ def to_message_kernel(
     index: tl.tensor,
     table: tl.tensor,
     entries: tl.int32,
-    unit_blocks: tl.int32,
-    head_blocks: tl.int32,
+    wide: tl.int32,
+    units: tl.int32,
+    programs: tl.int32,
     LARGEST: tl.constexpr,
+    TENSORS: tl.constexpr,
+    KINDS: tl.constexpr,
     FORMAT: tl.constexpr,
     HEAD_KINDS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    UNITS: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copies or codes rows of tensors into a message."""
-    tensors, strides = (t0, t1, t2, t3, t4, t5, t6, t7), (s0, s1, s2, s3, s4, s5, s6, s7)
-    block = tl.program_id(0) % (unit_blocks + head_blocks)
-    row = (tl.program_id(0) // (unit_blocks + head_blocks)).to(tl.int64) * ROWS
-    if block < unit_blocks:
-        first = table + block * UNITS
-        _copy_to(first, entries, tensors, strides, index, message, rows, row, UNITS, ROWS)
+    tensors = (t0, t1, t2, t3, t4, t5, t6, t7)[:TENSORS]
+    strides = (s0, s1, s2, s3, s4, s5, s6, s7)[:TENSORS]
+    number = tl.program_id(0) % programs
+    row = (tl.program_id(0) // programs).to(tl.int64) * _GROUP
+    if number < units:
+        entry, at = _units_of(table, number, wide, row)
+        kind = _kind_of(table + number * _FEW, entries, KINDS)
+        for i in tl.static_range(len(KINDS)):
+            if kind == KINDS[i]:
+                _copy_to(entry, entries, tensors, strides, index, message, rows, at, KINDS[i])
     elif FORMAT is not None:
-        first = table + unit_blocks * UNITS + (block - unit_blocks) * HEADS
-        for start in range(0, ROWS, HEAD_ROWS):
-            _encode_to(
-                first, entries, tensors, strides, index, message, rows, row + start,
-                HEAD_KINDS, FORMAT, LARGEST, HEAD_DIM, HEADS, HEAD_ROWS,
-            )  # fmt: skip
+        first, row = _heads_of(table, number, units, row)
+        kind = _kind_of(first, entries, HEAD_KINDS)
+        for start in range(0, _ROWS, HEAD_ROWS):
+            for i in tl.static_range(len(HEAD_KINDS)):
+                if kind == HEAD_KINDS[i]:
+                    entry, at = _block_of(first, row + start)
+                    _encode_to(
+                        entry, entries, tensors, strides, index, message, rows, at,
+                        HEAD_KINDS[i], FORMAT, LARGEST, HEAD_DIM, HEAD_ROWS,
+                    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=range(32))
+@triton.jit(do_not_specialize=range(33))
 def from_message_kernel(
     m0: tl.int64, m1: tl.int64, m2: tl.int64, m3: tl.int64, m4: tl.int64, m5: tl.int64, m6: tl.int64, m7: tl.int64,
     t0: tl.int64, t1: tl.int64, t2: tl.int64, t3: tl.int64, t4: tl.int64, t5: tl.int64, t6: tl.int64, t7: tl.int64,
@@ -70,41 +92,106 @@ def from_message_kernel(
     index: tl.tensor,
     table: tl.tensor,
     entries: tl.int32,
-    unit_blocks: tl.int32,
-    head_blocks: tl.int32,
+    wide: tl.int32,
+    units: tl.int32,
+    programs: tl.int32,
     most: tl.int32,
-    SUM_KINDS: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
+    MESSAGES: tl.constexpr,
+    TENSORS: tl.constexpr,
+    KINDS: tl.constexpr,
     FORMAT: tl.constexpr,
     HEAD_KINDS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_ROWS: tl.constexpr,
-    HEADS: tl.constexpr,
-    UNITS: tl.constexpr,
-    ROWS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Copies, adds up or decodes rows of messages into tensors."""
-    messages = (m0, m1, m2, m3, m4, m5, m6, m7)
-    tensors, strides = (t0, t1, t2, t3, t4, t5, t6, t7), (s0, s1, s2, s3, s4, s5, s6, s7)
-    block = tl.program_id(0) % (unit_blocks + head_blocks)
-    row = (tl.program_id(0) // (unit_blocks + head_blocks)).to(tl.int64) * ROWS
-    if block < unit_blocks:
-        first = table + block * UNITS
-        if tl.load(first + entries * _KIND) < _COMPUTED:
-            _copy_from(first, entries, messages, tensors, strides, index, rows, all_rows, row, UNITS, ROWS)
-        else:
-            for start in range(0, ROWS, SUM_ROWS):
-                _add_up(
-                    table, first, entries, messages, tensors, strides, index, rows, all_rows, row + start, most,
-                    SUM_KINDS, None, HEAD_DIM, UNITS, SUM_ROWS,
-                )  # fmt: skip
+    messages = (m0, m1, m2, m3, m4, m5, m6, m7)[:MESSAGES]
+    tensors = (t0, t1, t2, t3, t4, t5, t6, t7)[:TENSORS]
+    strides = (s0, s1, s2, s3, s4, s5, s6, s7)[:TENSORS]
+    number = tl.program_id(0) % programs
+    row = (tl.program_id(0) // programs).to(tl.int64) * _GROUP
+    if number < units:
+        entry, at = _units_of(table, number, wide, row)
+        kind = _kind_of(table + number * _FEW, entries, KINDS)
+        for i in tl.static_range(len(KINDS)):
+            if kind == KINDS[i]:
+                if KINDS[i] < _COMPUTED:
+                    _copy_from(entry, entries, messages, tensors, strides, index, rows, all_rows, at, KINDS[i])
+                else:
+                    for start in range(0, _STEPS, _SUM_STEPS):
+                        _add_up(
+                            table, entry, entries, messages, tensors, strides, index, rows, all_rows,
+                            _later(at, start), most, KINDS[i], None, HEAD_DIM, _SUM_STEPS,
+                        )  # fmt: skip
     elif FORMAT is not None:
-        first = table + unit_blocks * UNITS + (block - unit_blocks) * HEADS
-        for start in range(0, ROWS, HEAD_ROWS):
-            _add_up(
-                table, first, entries, messages, tensors, strides, index, rows, all_rows, row + start, most,
-                HEAD_KINDS, FORMAT, HEAD_DIM, HEADS, HEAD_ROWS,
-            )  # fmt: skip
+        first, row = _heads_of(table, number, units, row)
+        kind = _kind_of(first, entries, HEAD_KINDS)
+        for start in range(0, _ROWS, HEAD_ROWS):
+            for i in tl.static_range(len(HEAD_KINDS)):
+                if kind == HEAD_KINDS[i]:
+                    entry, at = _block_of(first, row + start)
+                    _add_up(
+                        table, entry, entries, messages, tensors, strides, index, rows, all_rows, at, most,
+                        HEAD_KINDS[i], FORMAT, HEAD_DIM, HEAD_ROWS,
+                    )  # fmt: skip
+
+
+# -- a program's units and rows --------------------------------------------------------------------------------------
+# At a step, a unit's row is `row + own + (step << apart)`. `at` is these: `row` a number, `own` one for each unit.
+
+
+@triton.jit
+def _kind_of(entry: tl.tensor, entries: tl.tensor, KINDS: tl.constexpr) -> tl.tensor:
+    if len(KINDS) == 1:
+        return KINDS[0]
+    else:  # noqa: RET505 - Triton compiles what follows an if
+        return tl.load(entry + entries * _KIND)
+
+
+@triton.jit
+def _units_of(table: tl.tensor, number: tl.tensor, wide: tl.tensor, row: tl.tensor) -> tl.tuple:
+    """Each thread's unit in the table, and `at`: of a program's number in the group of rows that begins with one."""
+    thread, is_wide = tl.arange(0, _THREADS), number < wide
+    first = tl.where(is_wide, number // _PARTS * _UNITS, number * _FEW)
+    unit = tl.where(is_wide, thread % _UNITS, thread % _FEW)
+    row += tl.where(is_wide, number % _PARTS * _ROWS, 0)
+    own = tl.where(is_wide, thread // _UNITS, thread // _FEW)
+    return table + first + unit, (row, own, tl.where(is_wide, _APART, _FEW_APART))
+
+
+@triton.jit
+def _later(at: tl.tuple, steps: tl.tensor) -> tl.tuple:
+    row, own, apart = at
+    return row + (steps << apart), own, apart
+
+
+@triton.jit
+def _heads_of(table: tl.tensor, number: tl.tensor, units: tl.tensor, row: tl.tensor) -> tl.tuple:
+    """A program's first head in the table, and its first row."""
+    number -= units
+    return table + units * _FEW + number // _PARTS * _HEADS, row + number % _PARTS * _ROWS
+
+
+@triton.jit
+def _block_of(first: tl.tensor, row: tl.tensor) -> tl.tuple:
+    """Heads in the table, and `at`: each has every row."""
+    return first + tl.arange(0, _HEADS), (row, tl.zeros([_HEADS], tl.int32), 0)
+
+
+@triton.jit
+def _held(live: tl.tensor, rows: tl.tensor, at: tl.tuple, STEPS: tl.constexpr) -> tl.tensor:
+    """`[units, steps]`: rows that there are, of units that do not only fill up a block."""
+    row, own, apart = at
+    left = tl.minimum(tl.maximum(rows - row, 0), _GROUP).to(tl.int32)
+    steps = tl.where(live, (left - own + (1 << apart) - 1) >> apart, 0)
+    return tl.arange(0, STEPS)[None, :] < steps[:, None]
+
+
+@triton.jit
+def _indexed(index: tl.tensor, held: tl.tensor, at: tl.tuple, STEPS: tl.constexpr) -> tl.tensor:
+    """`[units, steps]`: the rows that an index has instead."""
+    row, own, apart = at
+    return tl.load(index + (row + own[:, None] + (tl.arange(0, STEPS) << apart)[None, :]), mask=held, other=0)
 
 
 # -- where things are ------------------------------------------------------------------------------------------------
@@ -112,51 +199,49 @@ def from_message_kernel(
 
 @triton.jit
 def _live(entry: tl.tensor, entries: tl.tensor) -> tl.tensor:
-    """`[units, 1]`: those that do not only fill up a block."""
-    return (tl.load(entry + entries * _TENSOR) >= 0)[:, None]
+    """`[units]`: those that do not only fill up a block."""
+    return tl.load(entry + entries * _TENSOR) >= 0
 
 
 @triton.jit
 def _in_tensors(
-    entry: tl.tensor, entries: tl.tensor, tensors: tl.tuple, strides: tl.tuple, row: tl.tensor
-) -> tl.tensor:
-    """`[units, rows]` addresses."""
+    entry: tl.tensor, entries: tl.tensor, tensors: tl.tuple, strides: tl.tuple, indexed: tl.tensor, at: tl.tuple,
+    STEPS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`[units, steps]` addresses."""
     tensor = tl.load(entry + entries * _TENSOR)
     first = _chosen(tensor, tensors) + tl.load(entry + entries * _OFFSET)
-    return first[:, None] + row[None, :] * _chosen(tensor, strides)[:, None]
+    return _spread(first, _chosen(tensor, strides), indexed, at, STEPS)
 
 
 @triton.jit
 def _in_messages(
-    entry: tl.tensor, entries: tl.tensor, messages: tl.tuple, rows: tl.tensor, row: tl.tensor
-) -> tl.tensor:
-    """`[units, rows]` addresses."""
+    entry: tl.tensor, entries: tl.tensor, messages: tl.tuple, rows: tl.tensor, indexed: tl.tensor, at: tl.tuple,
+    STEPS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`[units, steps]` addresses."""
     message = _chosen(tl.load(entry + entries * _MESSAGE), messages)
-    return message[:, None] + _in_blocks(entry, entries, rows, row)
-
-
-@triton.jit
-def _in_blocks(entry: tl.tensor, entries: tl.tensor, rows: tl.tensor, row: tl.tensor) -> tl.tensor:
-    """`[units, rows]`: bytes from the start of a message."""
-    first = tl.load(entry + entries * _START).to(tl.int64) * rows + tl.load(entry + entries * _PLACE)
-    return first[:, None] + row[None, :] * tl.load(entry + entries * _ROW)[:, None]
+    first = message + tl.load(entry + entries * _START).to(tl.int64) * rows + tl.load(entry + entries * _PLACE)
+    return _spread(first, tl.load(entry + entries * _ROW).to(tl.int64), indexed, at, STEPS)
 
 
 @triton.jit
 def _chosen(number: tl.tensor, values: tl.tuple) -> tl.tensor:
     """`values[number]`, int64."""
-    chosen = tl.zeros_like(number).to(tl.int64)
-    for i in tl.static_range(len(values)):
+    chosen = tl.zeros_like(number).to(tl.int64) + values[0]
+    for i in tl.static_range(1, len(values)):
         chosen = tl.where(number == i, values[i], chosen)
     return chosen
 
 
 @triton.jit
-def _indexed(row: tl.tensor, rows: tl.tensor, index: tl.tensor) -> tl.tensor:
-    if index is None:
-        return row
+def _spread(first: tl.tensor, stride: tl.tensor, indexed: tl.tensor, at: tl.tuple, STEPS: tl.constexpr) -> tl.tensor:
+    """`[units, steps]` addresses of rows, where the first of all is and how far each is from the next."""
+    if indexed is None:
+        row, own, apart = at
+        return (first + (row + own) * stride)[:, None] + (stride << apart)[:, None] * tl.arange(0, STEPS)[None, :]
     else:  # noqa: RET505 - Triton compiles what follows an if
-        return tl.load(index + row, mask=row < rows, other=0).to(tl.int64)
+        return first[:, None] + indexed.to(tl.int64) * stride[:, None]
 
 
 @triton.jit
@@ -171,101 +256,45 @@ def _elements(address: tl.tensor, TYPE: tl.constexpr, ELEMENTS: tl.constexpr, AL
 
 @triton.jit
 def _copy_to(
-    first: tl.tensor,
-    entries: tl.tensor,
-    tensors: tl.tuple,
-    strides: tl.tuple,
-    index: tl.tensor,
-    message: tl.tensor,
-    rows: tl.tensor,
-    row: tl.tensor,
-    UNITS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    # Units of two words lie otherwise among the threads than others. In branches of their own each has its addresses,
-    # and not both all of them in registers.
-    kind = tl.load(first + entries * _KIND)
-    if kind == 16:
-        source, target, held = _ways_to(first, entries, tensors, strides, index, message, rows, row, UNITS, ROWS)
-        _move(source, target, held, held, tl.int64, 2)
-    else:
-        source, target, held = _ways_to(first, entries, tensors, strides, index, message, rows, row, UNITS, ROWS)
-        _move_words(kind, source, target, held, held)
-
-
-@triton.jit
-def _ways_to(
-    first: tl.tensor, entries: tl.tensor, tensors: tl.tuple, strides: tl.tuple, index: tl.tensor, message: tl.tensor,
-    rows: tl.tensor, row: tl.tensor, UNITS: tl.constexpr, ROWS: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """`[units, rows]` addresses to read and to write, and which of them there are."""
-    entry = first + tl.arange(0, UNITS)
-    row += tl.arange(0, ROWS)
-    source = _in_tensors(entry, entries, tensors, strides, _indexed(row, rows, index))
-    target = message + _in_blocks(entry, entries, rows, row)
-    return source, target, _live(entry, entries) & (row < rows)[None, :]
+    entry: tl.tensor, entries: tl.tensor, tensors: tl.tuple, strides: tl.tuple, index: tl.tensor, message: tl.tensor,
+    rows: tl.tensor, at: tl.tuple, KIND: tl.constexpr,
+) -> None:  # fmt: skip
+    held = _held(_live(entry, entries), rows, at, _STEPS)
+    indexed = None if index is None else _indexed(index, held, at, _STEPS)
+    source = _in_tensors(entry, entries, tensors, strides, indexed, at, _STEPS)
+    target = _in_messages(entry, entries, (message,), rows, None, at, _STEPS)
+    _move(source, target, held, held, KIND)
 
 
 @triton.jit
 def _copy_from(
-    first: tl.tensor,
-    entries: tl.tensor,
-    messages: tl.tuple,
-    tensors: tl.tuple,
-    strides: tl.tuple,
-    index: tl.tensor,
-    rows: tl.tensor,
-    all_rows: tl.tensor,
-    row: tl.tensor,
-    UNITS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    kind = tl.load(first + entries * _KIND)
-    if kind == 16:  # in branches as above
-        source, target, read, write = _ways_from(
-            first, entries, messages, tensors, strides, index, rows, all_rows, row, UNITS, ROWS
-        )
-        _move(source, target, read, write, tl.int64, 2)
-    else:
-        source, target, read, write = _ways_from(
-            first, entries, messages, tensors, strides, index, rows, all_rows, row, UNITS, ROWS
-        )
-        _move_words(kind, source, target, read, write)
-
-
-@triton.jit
-def _ways_from(
-    first: tl.tensor, entries: tl.tensor, messages: tl.tuple, tensors: tl.tuple, strides: tl.tuple, index: tl.tensor,
-    rows: tl.tensor, all_rows: tl.tensor, row: tl.tensor, UNITS: tl.constexpr, ROWS: tl.constexpr,
-) -> tl.tuple:  # fmt: skip
-    """`[units, rows]` addresses to read and to write, and which of them are read and written."""
-    entry = first + tl.arange(0, UNITS)
-    row += tl.arange(0, ROWS)
-    source = _in_messages(entry, entries, messages, rows, _indexed(row, rows, index))
-    target = _in_tensors(entry, entries, tensors, strides, row)
+    entry: tl.tensor, entries: tl.tensor, messages: tl.tuple, tensors: tl.tuple, strides: tl.tuple, index: tl.tensor,
+    rows: tl.tensor, all_rows: tl.tensor, at: tl.tuple, KIND: tl.constexpr,
+) -> None:  # fmt: skip
     live = _live(entry, entries)
-    return source, target, live & (row < rows)[None, :], live & (row < all_rows)[None, :]
+    read, write = _held(live, rows, at, _STEPS), _held(live, all_rows, at, _STEPS)
+    indexed = None if index is None else _indexed(index, read, at, _STEPS)
+    source = _in_messages(entry, entries, messages, rows, indexed, at, _STEPS)
+    target = _in_tensors(entry, entries, tensors, strides, None, at, _STEPS)
+    _move(source, target, read, write, KIND)
 
 
 @triton.jit
-def _move_words(kind: tl.tensor, source: tl.tensor, target: tl.tensor, read: tl.tensor, write: tl.tensor) -> None:
-    """Moves units of one word from addresses to addresses. What is not read is written as zero."""
-    if kind == 8:
-        _move(source, target, read, write, tl.int64, 1)
-    elif kind == 4:
-        _move(source, target, read, write, tl.int32, 1)
-    elif kind == 2:
-        _move(source, target, read, write, tl.int16, 1)
-    else:
-        _move(source, target, read, write, tl.int8, 1)
+def _move(source: tl.tensor, target: tl.tensor, read: tl.tensor, write: tl.tensor, KIND: tl.constexpr) -> None:
+    """Moves units from addresses to addresses. What is not read is written as zero."""
+    words = _elements(source, _word_of(KIND), _words_of(KIND), _words_of(KIND))
+    moved = tl.load(words, mask=read[:, :, None], other=0)
+    tl.store(_elements(target, _word_of(KIND), _words_of(KIND), _words_of(KIND)), moved, mask=write[:, :, None])
 
 
-@triton.jit
-def _move(
-    source: tl.tensor, target: tl.tensor, read: tl.tensor, write: tl.tensor, TYPE: tl.constexpr, ELEMENTS: tl.constexpr
-) -> None:
-    moved = tl.load(_elements(source, TYPE, ELEMENTS, ELEMENTS), mask=read[:, :, None], other=0)
-    tl.store(_elements(target, TYPE, ELEMENTS, ELEMENTS), moved, mask=write[:, :, None])
+@triton.constexpr_function
+def _word_of(kind: int) -> tl.dtype:
+    return {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}[min(kind, 8)]
+
+
+@triton.constexpr_function
+def _words_of(kind: int) -> int:
+    return max(kind // 8, 1)
 
 
 # -- sums and codes --------------------------------------------------------------------------------------------------
@@ -289,56 +318,25 @@ def _sum_type_of(kind: int) -> tl.dtype:
 
 @triton.jit
 def _add_up(
-    table: tl.tensor,
-    first: tl.tensor,
-    entries: tl.tensor,
-    messages: tl.tuple,
-    tensors: tl.tuple,
-    strides: tl.tuple,
-    index: tl.tensor,
-    rows: tl.tensor,
-    all_rows: tl.tensor,
-    row: tl.tensor,
-    most: tl.tensor,
-    KINDS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    UNITS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    entry = first + tl.arange(0, UNITS)
-    row += tl.arange(0, ROWS)
-    target = (tensors, strides, row)  # addresses are computed where they are written to, and not held until then
-    live = _live(entry, entries)
-    read, write = live & (row < rows)[None, :], live & (row < all_rows)[None, :]
-    source = (table, entry, entries, most, messages, rows, _indexed(row, rows, index), read)
-    kind = tl.load(first + entries * _KIND)
-    for i in tl.static_range(len(KINDS)):
-        if kind == KINDS[i]:
-            _sum(source, target, write, KINDS[i], FORMAT, HEAD_DIM)
-
-
-@triton.jit
-def _sum(
-    source: tl.tuple,
-    target: tl.tuple,
-    write: tl.tensor,
-    KIND: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-) -> None:
+    table: tl.tensor, entry: tl.tensor, entries: tl.tensor, messages: tl.tuple, tensors: tl.tuple, strides: tl.tuple,
+    index: tl.tensor, rows: tl.tensor, all_rows: tl.tensor, at: tl.tuple, most: tl.tensor,
+    KIND: tl.constexpr, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, STEPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Adds up what stands in messages, in the order of the table, and rounds once."""
-    table, entry, entries, most, messages, rows, row, read = source
-    more, extra = tl.load(entry + entries * _MORE), tl.load(entry + entries * _EXTRA)
-    total = _term(entry, entries, messages, rows, row, read, KIND, FORMAT, HEAD_DIM)
+    live = _live(entry, entries)
+    read = _held(live, rows, at, STEPS)
+    indexed = None if index is None else _indexed(index, read, at, STEPS)
+    extra = tl.load(entry + entries * _EXTRA)
+    end = extra + tl.load(entry + entries * _MORE)
+    total = _term(entry, entries, messages, rows, indexed, at, read, KIND, FORMAT, HEAD_DIM, STEPS)
     for number in range(most):
-        counts = number < more
-        at = table + tl.where(counts, extra + number, 0)
-        term = _term(at, entries, messages, rows, row, read & counts[:, None], KIND, FORMAT, HEAD_DIM)
+        counts = extra + number < end
+        further, counted = table + tl.where(counts, extra + number, 0), read & counts[:, None]
+        term = _term(further, entries, messages, rows, indexed, at, counted, KIND, FORMAT, HEAD_DIM, STEPS)
         total = tl.where(counts[:, None, None], total + term, total)
     rounded = total.to(_type_of(KIND))
-    tensors, strides, target_row = target
-    address = _in_tensors(entry, entries, tensors, strides, target_row)
+    # Here, and not held in registers until here.
+    address, write = _in_tensors(entry, entries, tensors, strides, None, at, STEPS), _held(live, all_rows, at, STEPS)
     if FORMAT is None:
         elements = _elements(address, _type_of(KIND), _elements_of(KIND), _elements_of(KIND))
         tl.store(elements, rounded, mask=write[:, :, None])
@@ -349,18 +347,11 @@ def _sum(
 
 @triton.jit
 def _term(
-    entry: tl.tensor,
-    entries: tl.tensor,
-    messages: tl.tuple,
-    rows: tl.tensor,
-    row: tl.tensor,
-    read: tl.tensor,
-    KIND: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-) -> tl.tensor:
-    """`[units, rows, elements]` elements of a message."""
-    source = _in_messages(entry, entries, messages, rows, row)
+    entry: tl.tensor, entries: tl.tensor, messages: tl.tuple, rows: tl.tensor, indexed: tl.tensor, at: tl.tuple,
+    read: tl.tensor, KIND: tl.constexpr, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, STEPS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`[units, steps, elements]` elements of a message."""
+    source = _in_messages(entry, entries, messages, rows, indexed, at, STEPS)
     if FORMAT is None:
         elements = _elements(source, _type_of(KIND), _elements_of(KIND), _elements_of(KIND))
         return tl.load(elements, mask=read[:, :, None], other=0).to(_sum_type_of(KIND))
@@ -374,45 +365,15 @@ def _term(
 
 @triton.jit
 def _encode_to(
-    first: tl.tensor,
-    entries: tl.tensor,
-    tensors: tl.tuple,
-    strides: tl.tuple,
-    index: tl.tensor,
-    message: tl.tensor,
-    rows: tl.tensor,
-    row: tl.tensor,
-    KINDS: tl.constexpr,
-    FORMAT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    entry = first + tl.arange(0, HEADS)
-    row += tl.arange(0, ROWS)
-    source = _in_tensors(entry, entries, tensors, strides, _indexed(row, rows, index))
-    target = message + _in_blocks(entry, entries, rows, row)
-    held = _live(entry, entries) & (row < rows)[None, :]
-    kind = tl.load(first + entries * _KIND)
-    for i in tl.static_range(len(KINDS)):
-        if kind == KINDS[i]:
-            _encode(entry, entries, source, target, held, KINDS[i], FORMAT, LARGEST, HEAD_DIM)
-
-
-@triton.jit
-def _encode(
-    entry: tl.tensor,
-    entries: tl.tensor,
-    source: tl.tensor,
-    target: tl.tensor,
-    held: tl.tensor,
-    KIND: tl.constexpr,
-    FORMAT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-) -> None:
+    entry: tl.tensor, entries: tl.tensor, tensors: tl.tuple, strides: tl.tuple, index: tl.tensor, message: tl.tensor,
+    rows: tl.tensor, at: tl.tuple, KIND: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
+    HEAD_DIM: tl.constexpr, STEPS: tl.constexpr,
+) -> None:  # fmt: skip
     """Codes heads as `exchange.coding.encode` does."""
+    held = _held(_live(entry, entries), rows, at, STEPS)
+    indexed = None if index is None else _indexed(index, held, at, STEPS)
+    source = _in_tensors(entry, entries, tensors, strides, indexed, at, STEPS)
+    target = _in_messages(entry, entries, (message,), rows, None, at, STEPS)
     inside = held[:, :, None] & _in_head(entry, entries, _elements_of(KIND), HEAD_DIM)
     x = tl.load(_elements(source, _type_of(KIND), HEAD_DIM, _elements_of(KIND)), mask=inside, other=0).to(tl.float32)
     # As integers, numbers without their signs have the same order, and NaN is the largest.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.codec import E4M3, E5M2, INT8, Format
 from megatron_cp.exchange.coding import decode, encode
-from megatron_cp.exchange.kernels.pieces import KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, pieces_of
+from megatron_cp.exchange.kernels.pieces import FEW, KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, pieces_of
 from megatron_cp.exchange.sections import partition_heads
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def test_tables_need_no_triton():
         import megatron_cp, torch
         from megatron_cp.exchange.kernels.pieces import Piece, pieces_of
         kind = dict(types=[torch.float32], alignment=(16, 16), device=torch.device("cpu"), to_tensors=True)
-        assert pieces_of([Piece(0, 0, 16, 0, 16, 0)], **kind).unit_blocks == 1
+        assert pieces_of([Piece(0, 0, 16, 0, 16, 0)], **kind).few_blocks == 1
     """
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=120, check=True)
 
@@ -60,7 +60,7 @@ def test_tables_need_no_triton():
 def widths(pieces: Sequence[Piece], *alignment: int, types: Sequence[torch.dtype] = (FP32,)) -> dict[int, int]:
     """How many units of each kind there are."""
     made = pieces_of(pieces, types=types, alignment=alignment, device=CPU, to_tensors=len(pieces) > 1)
-    units = made.table[:, : made.unit_blocks * UNITS]
+    units = made.table[:, : made.unit_blocks * UNITS + made.few_blocks * FEW]
     kinds = units[KIND][units[TENSOR] >= 0]
     return {int(kind): int((kinds == kind).sum()) for kind in kinds.unique()}
 
@@ -86,6 +86,24 @@ def test_ends_of_a_piece_are_narrow_and_its_middle_wide():
     assert widths([Piece(0, 12, 43, 0, 64, 12)], 16, 16) == {16: 2, 4: 2, 2: 1, 1: 1}
     assert widths([Piece(0, 1, 9, 0, 64, 33)], 16, 16) == {1: 1, 2: 2, 4: 1}
     assert widths([Piece(0, 6, 4, 0, 64, 6)], 16, 16) == {2: 2}
+
+
+def test_few_units_of_a_kind_are_no_whole_program():
+    def blocks(*counts: int, width: int = 16) -> tuple[int, int]:
+        pieces = [Piece(0, 16 * width * number, count * width, 0, 4096, 16 * width * number)
+                  for number, count in enumerate(counts)]  # fmt: skip
+        made = pieces_of(pieces, types=[FP32], alignment=(width, 16), device=CPU, to_tensors=False)
+        return made.unit_blocks, made.few_blocks
+
+    assert blocks(1) == blocks(8) == (0, 1)
+    assert blocks(8, 8, 8, 8) == (0, 4)  # half of a program
+    assert blocks(8, 8, 8, 9) == (1, 0)
+    assert blocks(64) == (1, 0)
+    assert blocks(64, width=4) == (1, 0)
+    assert blocks(65) == (1, 1)
+    both = pieces_of([Piece(0, 0, 1048, 0, 2048, 0)], types=[FP32], alignment=(16, 16), device=CPU, to_tensors=False)
+    assert (both.kinds, both.unit_blocks, both.few_blocks) == ((16, 8), 1, 2)
+    assert both.programs == (8, 10, 10)
 
 
 def test_only_what_pieces_share_is_summed():
@@ -323,6 +341,11 @@ def check_copies() -> None:
     check(Form([Block(((0, 3),), 8, BF16)]), 5)
     check(Form([Block(((0, 0), (0, 2), (2, 2)), 8, BF16)]), 5)  # ranks without heads
     check(Form([Block(((0, 1), (1, 2)), 4, FP32, tensor) for tensor in range(8)]), 3)
+    # Whole programs of units and, of two kinds, few that take more rows; rows end inside of a group of them.
+    few = Form([Block(((0, 2), (2, 4)), 264, BF16), Block(((0, 2), (2, 4)), 1, FP32, 1)])
+    for rows in (16, 128, 137):
+        check(few, rows)
+    check(few, 130, pad=140, index=shuffled(130))
     # The head side: rows of a table, and sections of their own, by an index.
     for dtype in (torch.int32, torch.int64):
         check(Form([whole(48, torch.uint8)]), 130, index=shuffled(130, dtype))
@@ -374,6 +397,7 @@ def check_sums() -> None:
         joint = Form([Block(heads, 16, dtype), Block(groups, 16, dtype), Block(groups, 8, dtype)])
         check(joint, 7)
         check(joint, 3, first=1, pad=1)
+    check(Form([Block(heads, 8, BF16), Block(groups, 280, BF16)]), 130, pad=7)  # whole programs of sums, and few
     heads, groups = ranges(10, 2, 5)  # ranks whose heads begin and end inside groups
     check(Form([Block(heads, 2, FP32), Block(groups, 3, BF16, 1), Block(groups, 4, FP64, 2)]), 18, gap=2)
     heads, groups = ranges(5, 1, 5)
