@@ -182,6 +182,29 @@ class Geometry:
         """Of the messages from (or to) every rank, on the side that holds this rank's own heads."""
         return self.layout.packing.total * self.copies * self.format.row_bytes[self.rank]
 
+    @cached_property
+    def is_own_apart(self) -> bool:
+        """Whether a rank's own piece is written to where it arrives, and is no part of what is sent."""
+        return self.device.type == "cpu"  # elsewhere a kernel writes all pieces in one launch
+
+    @cached_property
+    def own_rows(self) -> slice:
+        """Rows of the head side's messages that are of this rank's own tokens."""
+        start = int(self.layout.token_counts[: self.rank].sum()) * self.copies
+        return slice(start, start + self.local_rows)
+
+    @cached_property
+    def own_head_side(self) -> slice:
+        """Where the piece from this rank to itself stands on the head side, in bytes."""
+        row = self.format.row_bytes[self.rank]
+        return slice(self.own_rows.start * row, self.own_rows.stop * row)
+
+    @cached_property
+    def own_token_side(self) -> slice:
+        """Likewise on the token side."""
+        start = self.local_rows * self.format.row_starts[self.rank]
+        return slice(start, start + self.local_rows * self.format.row_bytes[self.rank])
+
     def split_counts(self, *, to_heads: bool) -> SplitCounts:
         """Bytes from each rank to each."""
         return self._both_split_counts[to_heads]

@@ -6,7 +6,10 @@ heads, `d` head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -47,45 +50,88 @@ def keeps_message(at: Geometry) -> bool:
 
 def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
     """The inverse of `unpack_heads`: the messages to every rank, end to end."""
-    if any(at.coded):
-        return _encoded(sections, at, buffers)
-    table = _shared_table(sections, at)
-    if at.section_major and (table is None or not _is_one_block(at)):
-        return _pack_section_major(sections, at, buffers)
-    if at.order is None and table is not None:
+    table = None if any(at.coded) else _shared_table(sections, at)
+    if _is_message(table, at):
         return table
     message = buffers.acquire(at.head_side_bytes, at.device)
-    if table is not None and at.order is not None:
-        _gather(table, at.order, message, at)
+    if table is None and copies.runs_on(at.device) and copies.pack_heads(sections, message, at):
         return message
-    if copies.runs_on(at.device) and copies.pack_heads(sections, message, at):
-        return message
-    for view, section in zip(section_views(message, at), sections, strict=True):
-        if at.order is None:
-            view.copy_(section)
-        else:
-            torch.index_select(section, 0, at.order, out=view)
+    _pack(sections, table, _everyone(at), message, at)
     return message
 
 
-def _pack_section_major(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
-    message = buffers.acquire(at.head_side_bytes, at.device)
-    order = at.order
-    tokens = at.layout.token_counts.tolist()
+def pack_heads_apart(
+    sections: Sequence[Tensor], at: Geometry, buffers: Buffers, received: Tensor
+) -> tuple[Tensor, Callable[[], None]]:
+    """The messages to other ranks, end to end, and what writes this rank's own to where it arrives.
+
+    See `pack_tokens_apart`. Sections that are a message as they stand leave as they are, the own piece among them.
+
+    Args:
+        received: the messages from all ranks on the token side.
+    """
+    table = None if any(at.coded) else _shared_table(sections, at)
+    if not at.is_own_apart or _is_message(table, at):
+        return pack_heads(sections, at, buffers), _nothing
+    tokens, row = at.layout.token_counts.tolist(), at.copies * at.format.row_bytes[at.rank]
+    sent = buffers.acquire(at.head_side_bytes, at.device)[: at.head_side_bytes - tokens[at.rank] * row]
+    ranks, first, end = _everyone(at), sum(tokens[: at.rank]), sum(tokens[: at.rank]) * row
+    _pack(sections, table, ranks[: at.rank], sent[:end], at)
+    _pack(sections, table, ranks[at.rank + 1 :], sent[end:], at)
+    own = slice(first, first + tokens[at.rank])
+    return sent, partial(_pack, sections, table, [own], received[at.own_token_side], at)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _everyone(at: Geometry) -> list[slice]:
+    """The rows of the messages that are each rank's."""
+    ends = list(itertools.accumulate(at.layout.token_counts.tolist(), initial=0))
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
+
+
+def _is_message(table: Tensor | None, at: Geometry) -> TypeGuard[Tensor]:
+    """Whether a table is what is sent, as it stands."""
+    return table is not None and at.order is None and (not at.section_major or _is_one_block(at))
+
+
+def _pack(sections: Sequence[Tensor], table: Tensor | None, ranks: Sequence[slice], out: Tensor, at: Geometry) -> None:
+    """Writes the messages to some ranks that are neighbours, given by their rows of all messages."""
+    if not ranks or ranks[0].start == ranks[-1].stop:
+        return
+    if at.section_major and not (table is not None and _is_one_block(at)):
+        _pack_section_major(sections, ranks, out, at)
+        return
+    rows = slice(ranks[0].start, ranks[-1].stop)
+    is_all = rows.stop - rows.start == at.layout.packing.total
+    order = at.order if at.order is None or is_all else at.order[rows]
+    if any(at.coded):
+        _encode(sections, rows, out, at)
+    elif table is not None and order is not None:
+        _gather(table, order, out, at)
+    else:
+        for view, section in zip(section_views(out, at, rows.stop - rows.start), sections, strict=True):
+            if order is None:
+                view.copy_(section[rows])
+            else:
+                torch.index_select(section, 0, order, out=view)
+
+
+def _pack_section_major(sections: Sequence[Tensor], ranks: Sequence[slice], out: Tensor, at: Geometry) -> None:
     row = at.copies * at.format.row_bytes[at.rank]
-    first = 0
-    if order is not None:  # rows are gathered for every rank, but made dense once
+    if at.order is not None:  # rows are gathered for every rank, but made dense once
         sections = [section if section[:1].is_contiguous() else section.contiguous() for section in sections]
-    for count, to_rank in zip(tokens, message.split([count * row for count in tokens]), strict=True):
+    counts = [rows.stop - rows.start for rows in ranks]
+    for rows, count, to_rank in zip(ranks, counts, out.split([count * row for count in counts]), strict=True):
         for number, section in enumerate(sections):
             size, start = section[0:1].nbytes, count * at.copies * at.format.offsets[at.rank][number]
             target = to_rank[start : start + count * size].view(section.dtype).view(count, *section.shape[1:])
-            if order is None:
-                target.copy_(section[first : first + count])
+            if at.order is None:
+                target.copy_(section[rows])
             else:
-                _select(section, order[first : first + count], target)
-        first += count
-    return message
+                _select(section, at.order[rows], target)
 
 
 def _select(source: Tensor, index: Tensor, out: Tensor) -> None:
@@ -118,21 +164,17 @@ def _decoded(message: Tensor, at: Geometry) -> list[Tensor]:
     return views
 
 
-def _encoded(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
-    message = buffers.acquire(at.head_side_bytes, at.device)
-    index = at.order
-    if copies.runs_on(at.device) and copies.pack_heads(sections, message, at):
-        return message
-    rows = message.view(at.layout.packing.total, at.copies * at.format.row_bytes[at.rank])
-    for tokens in row_blocks(len(rows), at.copies * at.table_format.row_bytes[at.rank], at):
-        for section, target in zip(sections, _message_views(rows, at), strict=True):
-            sent = _taken(section, index, tokens)
+def _encode(sections: Sequence[Tensor], rows: slice, out: Tensor, at: Geometry) -> None:
+    targets = _message_views(out.view(rows.stop - rows.start, at.copies * at.format.row_bytes[at.rank]), at)
+    for tokens in row_blocks(rows.stop - rows.start, at.copies * at.table_format.row_bytes[at.rank], at):
+        of_all = slice(rows.start + tokens.start, rows.start + tokens.stop)
+        for section, target in zip(sections, targets, strict=True):
+            sent = _taken(section, at.order, of_all)
             if isinstance(target, Tensor):
                 target[tokens].copy_(sent)
             else:
                 payload, scales = target
                 encode(sent, at.coding, payload[tokens], scales[tokens])
-    return message
 
 
 def _taken(rows: Tensor, index: Tensor | None, tokens: slice) -> Tensor:

@@ -55,11 +55,12 @@ def section_columns(rows: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
     return views
 
 
-def section_views(table: Tensor, at: Geometry) -> list[Tensor]:
-    """`[T, (b,) h, d]` views of a dense table of rows, one for each section."""
+def section_views(table: Tensor, at: Geometry, rows: int | None = None) -> list[Tensor]:
+    """`[T, (b,) h, d]` views of a dense table of rows, one for each section; of the first `rows`, if it has no more."""
     typed = {table.dtype: table}
     views = []
     for dtype, shape, stride, start, is_empty in at.places:
+        shape = shape if rows is None else (rows, *shape[1:])
         if is_empty:
             views.append(table.new_empty(shape, dtype=dtype))
             continue

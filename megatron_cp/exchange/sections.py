@@ -186,6 +186,22 @@ class HeadCopy:
         return self.last_rank - self.first_rank
 
 
+def parted(head_copy: HeadCopy, rank: int) -> tuple[list[HeadCopy], list[HeadCopy], list[HeadCopy]]:
+    """The parts of a copy that are for ranks before this one, for this one, and for those after; each at most one."""
+    cuts = ((head_copy.first_rank, rank), (rank, rank + 1), (rank + 1, head_copy.last_rank))
+    before, within, after = [
+        _of_ranks(head_copy, max(lo, head_copy.first_rank), min(hi, head_copy.last_rank)) for lo, hi in cuts
+    ]
+    return before, within, after
+
+
+def _of_ranks(head_copy: HeadCopy, first: int, last: int) -> list[HeadCopy]:
+    if first >= last:
+        return []
+    head = head_copy.first_head + (first - head_copy.first_rank) * head_copy.head_step
+    return [replace(head_copy, first_rank=first, last_rank=last, first_head=head)]
+
+
 @dataclass(frozen=True)
 class RowFormat:
     """The bytes of one token in a message: for each rank its row, every section starting on `ROW_ALIGNMENT`.

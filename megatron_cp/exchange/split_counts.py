@@ -32,9 +32,17 @@ class SplitCounts:
         """The number of ranks."""
         return len(self.counts)
 
-    def sent_by(self, rank: int) -> list[int]:
-        """Elements to each rank."""
-        return self._sent[rank]
+    def sent_by(self, rank: int, size: int | None = None) -> list[int]:
+        """Elements to each rank.
+
+        Args:
+            rank: which sends.
+            size: of what it sends; where the own piece is not among it, that counts none.
+        """
+        sent = self._sent[rank]
+        if size is None or size == sum(sent):
+            return sent
+        return [*sent[:rank], 0, *sent[rank + 1 :]]
 
     def received_by(self, rank: int) -> list[int]:
         """Elements from each rank."""

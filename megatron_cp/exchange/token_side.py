@@ -6,7 +6,8 @@ heads, `d` head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.messages import has_words, payload_and_scales, row_blocks, section_columns, words
-from megatron_cp.exchange.sections import HeadCopy
+from megatron_cp.exchange.sections import HeadCopy, parted
 
 
 def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
@@ -24,23 +25,58 @@ def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
     message = buffers.acquire(at.token_side_bytes, at.device)
     if copies.runs_on(at.device) and copies.pack_tokens(_rows(tensors, at), message, at):
         return message
+    _cut(tensors, [(head_copy, _rows_of(message, head_copy, at)) for head_copy in at.format.head_copies], at)
+    return message
+
+
+def pack_tokens_apart(
+    tensors: Sequence[Tensor], at: Geometry, buffers: Buffers, received: Tensor
+) -> tuple[Tensor, Callable[[], None]]:
+    """The messages to other ranks, end to end, and what writes this rank's own to where it arrives.
+
+    So the own piece is copied once, while the others are on their way. Kernels write all pieces in one launch: where
+    they do, the messages have the own one in them, and nothing is left to write.
+
+    Args:
+        received: the messages from all ranks on the head side.
+    """
+    if not at.is_own_apart:
+        return pack_tokens(tensors, at, buffers), _nothing
+    own_row, others, own = at.format.row_bytes[at.rank], [], []
+    sent = buffers.acquire(at.token_side_bytes, at.device)[: at.token_side_bytes - at.local_rows * own_row]
+    arrives = received[at.own_head_side].view(1, at.local_rows, own_row)
+    for head_copy in at.format.head_copies:
+        before, within, after = parted(head_copy, at.rank)
+        others += [(part, _rows_of(sent, part, at)) for part in before]
+        others += [(part, _rows_of(sent, part, at, left_out=own_row)) for part in after]
+        own += [(part, arrives) for part in within]
+    _cut(tensors, others, at)
+    return sent, partial(_cut, tensors, own, at)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _cut(tensors: Sequence[Tensor], targets: Sequence[tuple[HeadCopy, Tensor]], at: Geometry) -> None:
+    """Cuts columns into `[ranks, rows, bytes]` messages."""
     local = [_token_rows(tensor, at) for tensor in tensors]
     sources = section_columns(local, at.exchange)
     moves: list[tuple[tuple[Tensor, ...], Tensor]] = []
-    for head_copy in at.format.head_copies:
+    for head_copy, rows in targets:
         source = _head_view(sources[head_copy.section], head_copy, at)
         if head_copy.scales is not None:
-            moves.append((_coded_views(message, head_copy, at), _by_heads(source, head_copy, at)))
+            coded = payload_and_scales(rows, head_copy, at.blocks[head_copy.section])
+            moves.append((coded, _by_heads(source, head_copy, at)))
             continue
-        target = _message_view(message, head_copy, at)
+        target = _features(rows, head_copy, at)
         moves.append(((words(target),), words(source)) if has_words(target, source) else ((target,), source))
     for span in row_blocks(at.local_rows, sum(tensor[:1].nbytes for tensor in local), at):
-        for targets, source in moves:
-            if len(targets) == 1:
-                targets[0][:, span].copy_(source[:, span])
+        for views, source in moves:
+            if len(views) == 1:
+                views[0][:, span].copy_(source[:, span])
             else:
-                encode(source[:, span], at.coding, targets[0][:, span], targets[1][:, span])
-    return message
+                encode(source[:, span], at.coding, views[0][:, span], views[1][:, span])
 
 
 def unpack_tokens(messages: Sequence[Tensor], at: Geometry, widths: Sequence[int]) -> list[Tensor]:
@@ -83,7 +119,8 @@ def _put_back(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry)
         target = _head_view(sums.get(head_copy.section, targets[head_copy.section]), head_copy, part)
         shared = head_copy.shared_heads * part.blocks[head_copy.section].head_dim
         if head_copy.scales is not None:
-            moves.append((_coded_views(message, head_copy, part), target, shared))
+            rows = _rows_of(message, head_copy, part)
+            moves.append((payload_and_scales(rows, head_copy, part.blocks[head_copy.section]), target, shared))
             continue
         source = _message_view(message, head_copy, part, section_major=part.section_major)
         as_words = not shared and has_words(source, target)
@@ -154,23 +191,26 @@ def _token_rows(tensor: Tensor, at: Geometry) -> Tensor:
 
 def _message_view(message: Tensor, head_copy: HeadCopy, at: Geometry, *, section_major: bool = False) -> Tensor:
     """`[ranks, rows, features]`: one section's heads in the messages of neighbouring ranks."""
+    rows = _rows_of(message, head_copy, at)
+    if not section_major or not at.local_rows:
+        return _features(rows, head_copy, at)
+    dtype = at.dtypes[head_copy.section]
+    size = head_copy.num_heads * at.blocks[head_copy.section].head_dim * dtype.itemsize
+    start = at.local_rows * head_copy.offset
+    of_ranks = rows.flatten(1)[:, start : start + at.local_rows * size]
+    return of_ranks.view(dtype).unflatten(1, (at.local_rows, -1))
+
+
+def _features(rows: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
+    """`[ranks, rows, features]` of `[ranks, rows, bytes]`."""
     block, dtype = at.blocks[head_copy.section], at.dtypes[head_copy.section]
     size = head_copy.num_heads * block.head_dim * dtype.itemsize
-    if not section_major or not at.local_rows:
-        return _message_bytes(message, head_copy, at)[..., head_copy.offset : head_copy.offset + size].view(dtype)
-    of_ranks = _message_bytes(message, head_copy, at).flatten(1)
-    start = at.local_rows * head_copy.offset
-    return of_ranks[:, start : start + at.local_rows * size].view(dtype).unflatten(1, (at.local_rows, -1))
+    return rows[..., head_copy.offset : head_copy.offset + size].view(dtype)
 
 
-def _coded_views(message: Tensor, head_copy: HeadCopy, at: Geometry) -> tuple[Tensor, Tensor]:
-    """`[ranks, rows, heads, d]` bytes and `[ranks, rows, heads]` scales, likewise."""
-    return payload_and_scales(_message_bytes(message, head_copy, at), head_copy, at.blocks[head_copy.section])
-
-
-def _message_bytes(message: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
-    """`[ranks, rows, bytes]`: the messages of neighbouring ranks."""
-    start = at.local_rows * at.format.row_starts[head_copy.first_rank]
+def _rows_of(message: Tensor, head_copy: HeadCopy, at: Geometry, left_out: int = 0) -> Tensor:
+    """`[ranks, rows, bytes]`: the messages of neighbouring ranks, before which `left_out` bytes a row are not there."""
+    start = at.local_rows * (at.format.row_starts[head_copy.first_rank] - left_out)
     row = at.format.row_bytes[head_copy.first_rank]
     return message[start : start + head_copy.num_ranks * at.local_rows * row].view(
         head_copy.num_ranks, at.local_rows, row

@@ -23,9 +23,9 @@ from torch.autograd.profiler import record_function
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry, geometry_of
-from megatron_cp.exchange.head_side import keeps_message, pack_heads, unpack_heads
+from megatron_cp.exchange.head_side import keeps_message, pack_heads_apart, unpack_heads
 from megatron_cp.exchange.messages import section_columns
-from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
+from megatron_cp.exchange.token_side import pack_tokens_apart, unpack_tokens
 from megatron_cp.executor.communicator import Communicator, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
@@ -171,8 +171,9 @@ class InFlightExchange:
             with self._traced("to_heads", part, forward=forward) if profiling() else NO_RANGE:
                 at = self.at[forward].parts[part]
                 received = self.comm.acquire(at.head_side_bytes, at.device, kept=keeps_message(at))
-                sent = pack_tokens(tensors, at, self.comm.buffers)
+                sent, write_own = pack_tokens_apart(tensors, at, self.comm.buffers, received)
                 self._start(part, received, sent, at, to_heads=True)
+                write_own()
 
     def finish_to_heads(self, part: int, *, forward: bool) -> list[Tensor]:
         """A part, once it has arrived."""
@@ -187,8 +188,9 @@ class InFlightExchange:
         with self._traced("to_tokens", part, forward=forward) if profiling() else NO_RANGE:
             at = self.at[forward].parts[part]
             received = self.comm.acquire(at.token_side_bytes, at.device)
-            sent = pack_heads(sections, at, self.comm.buffers)
+            sent, write_own = pack_heads_apart(sections, at, self.comm.buffers, received)
             self._start(part, received, sent, at, to_heads=False)
+            write_own()
 
     def finish_to_tokens(self, *, forward: bool) -> list[Tensor]:
         """All parts, once they have arrived."""

@@ -5,7 +5,7 @@ waits in vain learns why (`stalls`). `ThreadGroup` has threads of one process as
 starts in microseconds. `Part` is some ranks of either.
 """
 
-from megatron_cp.executor.groups.base import Agreed, Message, Part, Pending, RankGroup
+from megatron_cp.executor.groups.base import Agreed, Message, Part, Pending, RankGroup, keep_own
 from megatron_cp.executor.groups.thread_group import ThreadGroup
 from megatron_cp.executor.groups.torch_group import TorchGroup, as_rank_group, naming_lost_ranks, set_timeout
 
@@ -18,6 +18,7 @@ __all__ = [
     "ThreadGroup",
     "TorchGroup",
     "as_rank_group",
+    "keep_own",
     "naming_lost_ranks",
     "set_timeout",
 ]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
@@ -138,7 +139,8 @@ class RankGroup(ABC):
     ) -> Pending:
         """Sends piece r of `sent` to rank r and fills piece r of `received` from it.
 
-        Both tensors are contiguous and flat; splits count elements and may be zero.
+        Both tensors are contiguous and flat; splits count elements and may be zero. Where a rank sends itself nothing
+        and receives something from itself, that is left alone: see `keep_own`.
         """
 
     @abstractmethod
@@ -238,6 +240,13 @@ class Part(RankGroup):
         for rank, split in zip(self._ranks, splits, strict=True):
             spread[rank] = split
         return spread
+
+
+def keep_own(received: Tensor, sent: Tensor) -> None:
+    """Copies what a rank sends itself, unless that is left out: then who sends writes it to `received`."""
+    if sent.numel():
+        with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
+            received.copy_(sent)
 
 
 def check_peers(messages: Sequence[Message], rank: int) -> None:

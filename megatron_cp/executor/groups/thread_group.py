@@ -14,7 +14,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.errors import ArgumentError, PeerError
-from megatron_cp.executor.groups.base import Agreed, Message, Pending, RankGroup, check_peers, check_splits, differences
+from megatron_cp.executor.groups.base import (
+    Agreed,
+    Message,
+    Pending,
+    RankGroup,
+    check_peers,
+    check_splits,
+    differences,
+    keep_own,
+)
 
 
 class ThreadGroup(RankGroup):
@@ -54,9 +63,12 @@ class ThreadGroup(RankGroup):
     ) -> Pending:
         check_splits(received, received_splits, "received_splits", self.size)
         check_splits(sent, sent_splits, "sent_splits", self.size)
-        for peer, piece in enumerate(sent.split(sent_splits)):
-            self._put(piece, peer)
-        return self._arrivals(enumerate(received.split(received_splits)))
+        outgoing, incoming = sent.split(sent_splits), received.split(received_splits)
+        keep_own(incoming[self.rank], outgoing[self.rank])
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        for peer in others:
+            self._put(outgoing[peer], peer)
+        return self._arrivals((peer, incoming[peer]) for peer in others)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         shares = [sent.numel()] * self.size

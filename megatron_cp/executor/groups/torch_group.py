@@ -12,11 +12,19 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_cp.errors import ArgumentError, PeerError
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.executor.groups.base import Agreed, Done, Message, Pending, RankGroup, check_peers, check_splits
+from megatron_cp.executor.groups.base import (
+    Agreed,
+    Done,
+    Message,
+    Pending,
+    RankGroup,
+    check_peers,
+    check_splits,
+    keep_own,
+)
 from megatron_cp.executor.groups.tagged import TaggedMessages, says_lost
 from megatron_cp.executor.groups.thread_group import ThreadGroup
 
@@ -112,8 +120,7 @@ class TorchGroup(RankGroup):
         pending = self._start_plain_messages(
             [Message(sent[peer], peer) for peer in others], [Message(received[peer], peer) for peer in others]
         )
-        with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
-            received[self.rank].copy_(sent[self.rank])
+        keep_own(received[self.rank], sent[self.rank])
         return pending
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:

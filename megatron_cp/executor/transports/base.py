@@ -89,6 +89,8 @@ class GroupTransport(ABC):
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
         """Piece r of `sent` goes to rank r, and piece r of `received` comes from it; the own piece is copied.
 
+        Or it is left out of `sent`, and is the caller's, who writes it to `received`, also while messages travel.
+
         Args:
             received, sent: of one type.
             split_counts: of all ranks: who passes messages on knows how much others send each other.

@@ -14,7 +14,8 @@ class Collective(GroupTransport):
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
         rank = self.group.rank
-        return self.group.start_all_to_all(received, sent, split_counts.received_by(rank), split_counts.sent_by(rank))
+        sent_splits = split_counts.sent_by(rank, sent.numel())
+        return self.group.start_all_to_all(received, sent, split_counts.received_by(rank), sent_splits)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         return self.group.start_all_gather(received, sent)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor.groups import Message, Pending
+from megatron_cp.executor.groups import Message, Pending, keep_own
 from megatron_cp.executor.transports.base import GroupTransport
 
 
@@ -24,7 +24,8 @@ class Hierarchical(GroupTransport):
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
         rank = self.group.rank
-        incoming, outgoing = received.split(split_counts.received_by(rank)), sent.split(split_counts.sent_by(rank))
+        incoming = received.split(split_counts.received_by(rank))
+        outgoing = sent.split(split_counts.sent_by(rank, sent.numel()))
         return _TwoHops(self, incoming, outgoing, split_counts, sent)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
@@ -85,7 +86,7 @@ class _TwoHops(Pending):
         self._hosts = hosts = transport.hosts
         self._acquired: list[Tensor] = []
         rank = self._group.rank
-        incoming[rank].copy_(outgoing[rank])
+        keep_own(incoming[rank], outgoing[rank])
         peers = [peer for peer in hosts.home if peer != rank]
         sends = [Message(outgoing[peer], peer) for peer in peers]
         for number in hosts.others:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor.groups import Message, Pending, RankGroup, keep_own
 from megatron_cp.executor.transports.base import GroupTransport
 from megatron_cp.plan.transport import Transport, num_rounds, round_robin_peer
 
@@ -34,7 +34,8 @@ class Pairwise(GroupTransport):
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
         rank = self.group.rank
-        incoming, outgoing = received.split(split_counts.received_by(rank)), sent.split(split_counts.sent_by(rank))
+        incoming = received.split(split_counts.received_by(rank))
+        outgoing = sent.split(split_counts.sent_by(rank, sent.numel()))
         return self._start_rounds(incoming, outgoing)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
@@ -42,7 +43,7 @@ class Pairwise(GroupTransport):
 
     def _start_rounds(self, incoming: Sequence[Tensor], outgoing: Sequence[Tensor]) -> Pending:
         rank, size = self.group.rank, self.group.size
-        incoming[rank].copy_(outgoing[rank])
+        keep_own(incoming[rank], outgoing[rank])
         rounds = []
         for number in range(num_rounds(size)):
             peer = round_robin_peer(rank, size, number)

@@ -77,7 +77,9 @@ class OneSided(GroupTransport):
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
         rank = self.group.rank
-        return self.start(received.split(split_counts.received_by(rank)), sent.split(split_counts.sent_by(rank)))
+        incoming = received.split(split_counts.received_by(rank))
+        outgoing = sent.split(split_counts.sent_by(rank, sent.numel()))
+        return self.start(incoming, outgoing)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
         return self.start(received.split([sent.numel()] * self.group.size), [sent] * self.group.size)
@@ -111,6 +113,8 @@ class Puts(Pending):
             with heap.changed:
                 heap.wait_until(lambda there=there: there in heap.landing)
             for source, target in zip(pieces, heap.landing[there][self.rank], strict=True):
+                if peer == self.rank and not source.numel():
+                    continue  # the caller writes it
                 target.detach().copy_(source)
             with heap.changed:
                 heap.written[there] += 1
