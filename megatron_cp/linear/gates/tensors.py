@@ -1,0 +1,44 @@
+"""What the gates of all layers need of tensors: which a kernel takes, and parameters of which a rank has a part."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megatron_cp.exchange.kernels.copies import runs_on
+
+_TYPES = {torch.bfloat16, torch.float16, torch.float32}  # a kernel computes in float32
+
+
+def has_kernels(*tensors: Tensor) -> bool:
+    """Whether there are kernels for tensors of one device."""
+    return runs_on(tensors[0].device) and {each.dtype for each in tensors} <= _TYPES
+
+
+def dense(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, those copied whose rows are not dense; rows may be any distance apart."""
+    return [each if each.is_contiguous() or _has_dense_rows(each) else each.contiguous() for each in tensors]
+
+
+def _has_dense_rows(x: Tensor) -> bool:
+    size = 1
+    for length, stride in zip(x.shape[:0:-1], x.stride()[:0:-1], strict=True):
+        if length != 1 and stride != size:
+            return False
+        size *= length
+    return x.ndim > 1
+
+
+def own_part(parameter: Tensor, heads: slice, width: int = 1) -> Tensor:
+    """Of a parameter `[all heads * width]`, what belongs to some heads."""
+    start, end = heads.start * width, heads.stop * width
+    return parameter if end - start == len(parameter) else parameter[start:end]
+
+
+def whole(gradient: Tensor, of: tuple[int, torch.dtype], heads: slice, width: int = 1) -> Tensor:
+    """The way back: the gradient of a parameter of a length and a type, zero for the other heads."""
+    length, dtype = of
+    before, after = heads.start * width, length - heads.stop * width
+    gradient = gradient.to(dtype)
+    return F.pad(gradient, (before, after)) if before or after else gradient
