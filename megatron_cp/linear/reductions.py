@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,12 @@ from megatron_cp.executor.opaque import opaque_backward
 L2_EPS = 1e-6  # as in fla and Megatron
 
 
+@cache
+def acc_type(dtype: torch.dtype) -> torch.dtype:
+    """What values of a type are computed in: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def l2_normalised(x: Tensor) -> Tensor:
     """`[..., d]` divided by its norms."""
     return l2_normalised_and_scale(x)[0]
@@ -19,7 +26,7 @@ def l2_normalised(x: Tensor) -> Tensor:
 
 def l2_normalised_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
     """`[..., d]` divided by its norms, and what it was multiplied by, `[..., 1]`."""
-    full = x.to(torch.promote_types(x.dtype, torch.float32))
+    full = x.to(acc_type(x.dtype))
     scale = full.square().sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
     return (full * scale).to(x.dtype), scale
 

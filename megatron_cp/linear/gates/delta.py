@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.linear.activations import sigmoid_value, softplus_value
-from megatron_cp.linear.gates.tensors import dense, has_kernels, own_part, whole
-from megatron_cp.linear.reductions import l2_gradient, l2_normalised_and_scale, sum_over_tokens
+from megatron_cp.linear.gates.tensors import dense, has_kernels, own_part, unit_of, whole
+from megatron_cp.linear.reductions import acc_type, l2_gradient, l2_normalised_and_scale, sum_over_tokens
 
 
 def delta_gates(
@@ -57,9 +57,10 @@ class _Fused(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         from megatron_cp.linear.gates import triton
 
-        given = dense(q, k, beta, x, rates, bias)
+        unit, x_unit = unit_of(q), unit_of(x)
+        given = dense((q, k, beta, x, rates, bias), (unit, unit, 1, x_unit, 1, 1))
         ctx.save_for_backward(*given)
-        ctx.options = heads.start, lower_bound
+        ctx.options, ctx.units = (heads.start, lower_bound), (unit, unit, x_unit, 1)
         return triton.delta(*given, *ctx.options, x.shape if per_feature else x.shape[:2])
 
     @staticmethod
@@ -67,7 +68,7 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates import triton
 
-        return *triton.delta_gradients(*ctx.saved_tensors, *ctx.options, *dense(*gradients)), None, None, None
+        return *triton.delta_gradients(*ctx.saved_tensors, *ctx.options, *dense(gradients, ctx.units)), None, None, None
 
 
 class _OnTorch(torch.autograd.Function):
@@ -78,7 +79,7 @@ class _OnTorch(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, beta: Tensor, x: Tensor, A_log: Tensor, dt_bias: Tensor,  # noqa: N803
         heads: slice, lower_bound: float | None, per_feature: bool,
     ) -> Any:  # fmt: skip
-        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        acc_dtype = acc_type(x.dtype)
         (q_out, q_scale), (k_out, k_scale) = l2_normalised_and_scale(q), l2_normalised_and_scale(k)
         strength = sigmoid_value(beta.squeeze(-1).to(acc_dtype))
         rate = own_part(A_log, heads).to(acc_dtype).exp()
@@ -94,7 +95,7 @@ class _OnTorch(torch.autograd.Function):
             activated = sigmoid_value(shifted * rate)
             g = activated * lower_bound
         ctx.save_for_backward(q, k, q_scale, k_scale, strength, rate, shifted, activated)
-        ctx.parameters = (len(A_log), A_log.dtype), (len(dt_bias), dt_bias.dtype)
+        ctx.parameters = (A_log.shape[0], A_log.dtype), (dt_bias.shape[0], dt_bias.dtype)
         ctx.options = x.shape, x.dtype, beta.dtype, heads, lower_bound
         return q_out, k_out, g, strength
 
@@ -110,14 +111,14 @@ class _OnTorch(torch.autograd.Function):
             of_shifted = (dg * rate.neg()).mul_(sigmoid_value(shifted))
         else:
             inner = dg * lower_bound
-            inner *= (1 - activated).mul_(activated)
+            inner *= torch.rsub(activated, 1).mul_(activated)
             of_rate, of_shifted = inner * shifted, inner * rate
         if of_rate.ndim == 3:
             of_rate = of_rate.sum(-1) if shape[2] > 1 else of_rate.squeeze(-1)
         if lower_bound is None:
             of_rate.neg_()
         dA_log = sum_over_tokens(of_rate).mul_(rate.view(-1))  # noqa: N806
-        dbeta = (1 - strength).mul_(strength).mul_(dstrength)
+        dbeta = torch.rsub(strength, 1).mul_(strength).mul_(dstrength)
         return (
             l2_gradient(q, q_scale, dq_out), l2_gradient(k, k_scale, dk_out), dbeta.to(beta_dtype).unsqueeze(-1),
             of_shifted.to(dtype).view(shape), whole(dA_log, of_rates, heads),
@@ -130,7 +131,8 @@ class _FusedNorms(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor) -> Any:
         from megatron_cp.linear.gates import triton
 
-        both = dense(q, k)
+        ctx.units = (unit_of(q),) * 2
+        both = dense((q, k), ctx.units)
         ctx.save_for_backward(*both)
         return triton.norms(*both)
 
@@ -139,7 +141,7 @@ class _FusedNorms(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates import triton
 
-        return triton.norm_gradients(*ctx.saved_tensors, *dense(*gradients))
+        return triton.norm_gradients(*ctx.saved_tensors, *dense(gradients, ctx.units))
 
 
 class _NormsOnTorch(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.linear.activations import sigmoid_value, softplus_value
 from megatron_cp.linear.gates.tensors import dense, has_kernels, own_part, whole
-from megatron_cp.linear.reductions import sum_over_tokens
+from megatron_cp.linear.reductions import acc_type, sum_over_tokens
 
 
 def step_gates(
@@ -46,18 +46,19 @@ class _Fused(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         from megatron_cp.linear.gates import triton
 
-        (x,) = dense(x)
-        A_log, bias = (each if each is None else each.contiguous() for each in (A_log, bias))  # noqa: N806
-        ctx.save_for_backward(x, A_log, bias)
+        (x,) = dense((x,), (1,))
+        rates = None if A_log is None else A_log.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        ctx.save_for_backward(x, rates, bias)
         ctx.options = heads, limit, softplus
-        return triton.steps(x, A_log, bias, *ctx.options)
+        return triton.steps(x, rates, bias, *ctx.options)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates import triton
 
-        (dsteps,), (_, ddecays) = dense(gradients[0]), gradients
+        (dsteps,), (_, ddecays) = dense(gradients[:1], (1,)), gradients
         return *triton.step_gradients(*ctx.saved_tensors, *ctx.options, dsteps, ddecays), None, None, None
 
 
@@ -69,7 +70,7 @@ class _OnTorch(torch.autograd.Function):
         ctx: Any, x: Tensor, A_log: Tensor | None, bias: Tensor | None, heads: slice,  # noqa: N803
         limit: tuple[float, float] | None, softplus: bool,
     ) -> Any:  # fmt: skip
-        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        acc_dtype = acc_type(x.dtype)
         shifted = x.squeeze(-1).to(acc_dtype)
         if bias is not None:
             shifted = shifted + own_part(bias, heads).to(acc_dtype)
@@ -77,7 +78,7 @@ class _OnTorch(torch.autograd.Function):
         steps = unlimited if limit is None else unlimited.clamp(*limit)
         decays = None if A_log is None else own_part(A_log, heads).to(acc_dtype).exp().neg_()
         ctx.save_for_backward(shifted, None if limit is None else unlimited, decays)
-        ctx.parameters = [None if each is None else (len(each), each.dtype) for each in (A_log, bias)]
+        ctx.parameters = [None if each is None else (each.shape[0], each.dtype) for each in (A_log, bias)]
         ctx.options = x.dtype, heads, limit, softplus
         return steps, decays
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megatron_cp.exchange.kernels.copies import runs_on
 
+_WIDEST = 16  # bytes of an access of a GPU's thread
+_DENSE = torch.contiguous_format
 _TYPES = {torch.bfloat16, torch.float16, torch.float32}  # a kernel computes in float32
 
 
@@ -16,9 +20,23 @@ def has_kernels(*tensors: Tensor) -> bool:
     return runs_on(tensors[0].device) and {each.dtype for each in tensors} <= _TYPES
 
 
-def dense(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, those copied whose rows are not dense; rows may be any distance apart."""
-    return [each if each.is_contiguous() or _has_dense_rows(each) else each.contiguous() for each in tensors]
+def unit_of(x: Tensor) -> int:
+    """The elements of 16 bytes, which a kernel reads at once, or 1 where a head of `[T, h, d]` is no whole number."""
+    unit = _WIDEST // x.element_size()
+    return 1 if x.shape[2] % unit else unit
+
+
+def dense(tensors: Sequence[Tensor], units: Sequence[int]) -> list[Tensor]:
+    """The tensors as kernels take them, which few must be copied for: dense rows, from unit to unit."""
+    return [
+        each if _fits(each, unit) else each.clone(memory_format=_DENSE)
+        for each, unit in zip(tensors, units, strict=True)
+    ]
+
+
+def _fits(x: Tensor, unit: int) -> bool:
+    is_dense = x.is_contiguous() or _has_dense_rows(x)
+    return is_dense and (unit == 1 or (x.data_ptr() % _WIDEST == 0 and x.stride(0) % unit == 0))
 
 
 def _has_dense_rows(x: Tensor) -> bool:
@@ -33,7 +51,7 @@ def _has_dense_rows(x: Tensor) -> bool:
 def own_part(parameter: Tensor, heads: slice, width: int = 1) -> Tensor:
     """Of a parameter `[all heads * width]`, what belongs to some heads."""
     start, end = heads.start * width, heads.stop * width
-    return parameter if end - start == len(parameter) else parameter[start:end]
+    return parameter if end - start == parameter.shape[0] else parameter[start:end]
 
 
 def whole(gradient: Tensor, of: tuple[int, torch.dtype], heads: slice, width: int = 1) -> Tensor:

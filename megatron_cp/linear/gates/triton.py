@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_cp.linear.gates.tensors import unit_of
 from megatron_cp.linear.gates.triton_kernels import (
     delta_backward,
     delta_forward,
@@ -18,10 +19,10 @@ from megatron_cp.linear.gates.triton_kernels import (
 )
 from megatron_cp.linear.reductions import L2_EPS
 
-NORM_ELEMENTS = 2048  # of a program: 16 for each of 128 threads
-# Tokens and columns of a tile, and tiles of a program. With one channel a head there are few columns. Sums are kept for
-# each program, so these numbers fix their order, and must not depend on how many heads a rank has.
-FEW, MANY = (64, 16, 1), (16, 128, 4)
+ELEMENTS = 2048  # of a tile: 16 for each of 128 threads
+# These numbers fix the order of sums, and must not depend on how many heads a rank has.
+TOKENS, COLUMNS = 64, 16  # of a tile where heads have one channel
+STEPS = 4  # tiles of a program where they have more
 SUMMED = 64  # programs' sums at a time
 EXACT = {"enable_fp_fusion": False}  # products are rounded before they are added, as torch's are
 
@@ -30,50 +31,58 @@ class _Delta(NamedTuple):
     """What a launch for a delta rule's gates is told, and the number of blocks of tokens whose sums are kept."""
 
     programs: int
-    numbers: tuple[int, ...]  # tokens, key heads, their features, heads, channels, programs of norms and of strengths
+    numbers: tuple[int, ...]  # tokens, key heads, their units, heads, their units, programs of norms and of strengths
     constants: dict[str, int | float]
     blocks: int
 
 
 @lru_cache(maxsize=256)
 def _delta(
-    tokens: int, key_heads: int, head_dim: int, heads: int = 0, channels: int = 1, *, bounded: bool = False
-) -> _Delta:
-    dim, (tile_tokens, columns, steps) = _power_of_2(head_dim), FEW if channels == 1 else MANY
-    norm_tokens = max(NORM_ELEMENTS // dim, 1)
+    tokens: int, key_heads: int, head_dim: int, unit: int, heads: int = 0, channels: int = 1, x_unit: int = 1, *,
+    bounded: bool = False,
+) -> _Delta:  # fmt: skip
+    dim, per_feature = _power_of_2(head_dim), channels > 1
+    norm_tokens = max(ELEMENTS // dim, 1)
     norms = _blocks(tokens, norm_tokens) * key_heads
-    strengths = _blocks(tokens, FEW[0]) * _blocks(heads, FEW[1])
+    betas = _blocks(tokens, TOKENS) * _blocks(heads, COLUMNS)
+    columns = _power_of_2(channels) if per_feature else COLUMNS
+    tile_tokens, steps = (max(ELEMENTS // columns, 1), STEPS) if per_feature else (TOKENS, 1)
     blocks = _blocks(tokens, tile_tokens * steps)
     constants = {
-        "EPS": L2_EPS, "NORM_TOKENS": norm_tokens, "DIM": dim, "BETA_TOKENS": FEW[0], "BETA_COLUMNS": FEW[1],
-        "TOKENS": tile_tokens, "COLUMNS": columns, "STEPS": steps, "BOUNDED": bounded, **EXACT,
+        "EPS": L2_EPS, "UNIT": unit, "NORM_TOKENS": norm_tokens, "DIM": dim, "BETA_TOKENS": TOKENS,
+        "BETA_COLUMNS": COLUMNS, "X_UNIT": x_unit, "TOKENS": tile_tokens, "COLUMNS": columns, "STEPS": steps,
+        "PER_FEATURE": per_feature, "BOUNDED": bounded, **EXACT,
     }  # fmt: skip
-    numbers = (tokens, key_heads, head_dim, heads, channels, norms, strengths)
-    return _Delta(norms + strengths + blocks * _blocks(heads * channels, columns), numbers, constants, blocks)
+    numbers = (tokens, key_heads, head_dim // unit, heads, channels // x_unit, norms, betas)
+    programs = norms + betas + blocks * (heads if per_feature else _blocks(heads, columns))
+    return _Delta(programs, numbers, constants, blocks)
 
 
 def norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Both divided by their norms. Heads are dense, and tokens any distance apart, here and below."""
-    told = _delta(*q.shape)
+    """Both divided by their norms. Tensors are as `dense` makes them, here and below."""
+    unit = unit_of(q)
+    told = _delta(*q.shape, unit)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     if told.programs:
         with torch.cuda.device_of(q):
             delta_forward[(told.programs,)](
-                q, k, None, None, q.stride(0), k.stride(0), 0, 0, None, None, 0, 0.0, *told.numbers, q_out, k_out,
-                None, None, **told.constants,
+                q, k, None, None, q.stride(0) // unit, k.stride(0) // unit, 0, 0, None, None, 0, 0.0,
+                *told.numbers, q_out, k_out, None, None, **told.constants,
             )  # fmt: skip
     return q_out, k_out
 
 
 def norm_gradients(q: Tensor, k: Tensor, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of q and k."""
-    told = _delta(*q.shape)
+    unit = unit_of(q)
+    told = _delta(*q.shape, unit)
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
     if told.programs:
         with torch.cuda.device_of(q):
             delta_backward[(told.programs,)](
-                q, k, None, None, q.stride(0), k.stride(0), 0, 0, None, None, 0, 0.0, *told.numbers, dq_out, dk_out,
-                None, None, dq_out.stride(0), dk_out.stride(0), 0, 0, dq, dk, None, None, None, **told.constants,
+                q, k, None, None, q.stride(0) // unit, k.stride(0) // unit, 0, 0, None, None, 0, 0.0,
+                *told.numbers, dq_out, dk_out, None, None, dq_out.stride(0) // unit, dk_out.stride(0) // unit, 0, 0,
+                dq, dk, None, None, None, **told.constants,
             )  # fmt: skip
     return dq, dk
 
@@ -83,14 +92,15 @@ def delta(
     lower_bound: float | None, g_shape: torch.Size,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """q and k normalised, g and beta as the rule takes them."""
-    told = _delta(*q.shape, *x.shape[1:], bounded=lower_bound is not None)
+    unit, x_unit = unit_of(q), unit_of(x)
+    told = _delta(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     g, beta_out = x.new_empty(g_shape, dtype=torch.float32), x.new_empty(beta.shape[:2], dtype=torch.float32)
     if told.programs:
         with torch.cuda.device_of(x):
             delta_forward[(told.programs,)](
-                q, k, beta, x, q.stride(0), k.stride(0), beta.stride(0), x.stride(0), rates, bias, first,
-                lower_bound or 0.0, *told.numbers, q_out, k_out, beta_out, g, **told.constants,
+                q, k, beta, x, q.stride(0) // unit, k.stride(0) // unit, beta.stride(0), x.stride(0) // x_unit, rates,
+                bias, first, lower_bound or 0.0, *told.numbers, q_out, k_out, beta_out, g, **told.constants,
             )  # fmt: skip
     return q_out, k_out, g, beta_out
 
@@ -100,7 +110,8 @@ def delta_gradients(
     lower_bound: float | None, dq_out: Tensor, dk_out: Tensor, dg: Tensor, dbeta_out: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k, beta, x, rates and bias."""
-    told = _delta(*q.shape, *x.shape[1:], bounded=lower_bound is not None)
+    unit, x_unit = unit_of(q), unit_of(x)
+    told = _delta(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
     given = (q, k, beta, x, rates, bias)
     dq, dk, dbeta, dx, drates, dbias = gradients = tuple([each.new_empty(each.shape) for each in given])
     heads, channels = x.shape[1:]
@@ -108,13 +119,14 @@ def delta_gradients(
     with torch.cuda.device_of(x):
         if told.programs:
             delta_backward[(told.programs,)](
-                q, k, beta, x, q.stride(0), k.stride(0), beta.stride(0), x.stride(0), rates, bias, first,
-                lower_bound or 0.0, *told.numbers, dq_out, dk_out, dbeta_out, dg, dq_out.stride(0), dk_out.stride(0),
-                dbeta_out.stride(0), dg.stride(0), dq, dk, dbeta, dx, sums, **told.constants,
+                q, k, beta, x, q.stride(0) // unit, k.stride(0) // unit, beta.stride(0), x.stride(0) // x_unit, rates,
+                bias, first, lower_bound or 0.0, *told.numbers, dq_out, dk_out, dbeta_out, dg,
+                dq_out.stride(0) // unit, dk_out.stride(0) // unit, dbeta_out.stride(0), dg.stride(0) // x_unit,
+                dq, dk, dbeta, dx, sums, **told.constants,
             )  # fmt: skip
-        delta_parameters[(len(rates),)](
-            sums, rates, drates, dbias, told.blocks, first, heads, channels, BLOCKS=SUMMED,
-            CHANNELS=_power_of_2(channels), **EXACT,
+        delta_parameters[(rates.shape[0],)](
+            sums, rates, drates, dbias, told.blocks, first, heads, channels,
+            BLOCKS=max(SUMMED // _power_of_2(channels), 4), CHANNELS=_power_of_2(channels), **EXACT,
         )  # fmt: skip
     return gradients
 
@@ -129,9 +141,9 @@ def steps(
     decays = None if rates is None else x.new_empty(own, dtype=torch.float32)
     if own:  # without tokens too, for the decays
         with torch.cuda.device_of(x):
-            step_forward[(max(_blocks(tokens, FEW[0]), 1) * _blocks(own, FEW[1]),)](
+            step_forward[(max(_blocks(tokens, TOKENS), 1) * _blocks(own, COLUMNS),)](
                 x, x.stride(0), rates, bias, heads.start, *(limit or (0.0, 0.0)), tokens, own, out, decays,
-                TOKENS=FEW[0], COLUMNS=FEW[1], SOFTPLUS=softplus, CLAMPED=limit is not None, **EXACT,
+                TOKENS=TOKENS, COLUMNS=COLUMNS, SOFTPLUS=softplus, CLAMPED=limit is not None, **EXACT,
             )  # fmt: skip
     return out, decays
 
@@ -145,17 +157,17 @@ def step_gradients(
     dx = x.new_empty(x.shape)
     drates = None if rates is None else rates.new_empty(rates.shape)
     dbias = None if bias is None else bias.new_empty(bias.shape)
-    blocks = _blocks(tokens, FEW[0])
+    blocks = _blocks(tokens, TOKENS)
     sums = None if bias is None else x.new_empty((blocks, own), dtype=torch.float32)
     with torch.cuda.device_of(x):
-        if programs := blocks * _blocks(own, FEW[1]):
+        if programs := blocks * _blocks(own, COLUMNS):
             step_backward[(programs,)](
                 x, x.stride(0), bias, heads.start, *(limit or (0.0, 0.0)), tokens, own, dout, dout.stride(0), dx,
-                sums, TOKENS=FEW[0], COLUMNS=FEW[1], SOFTPLUS=softplus, CLAMPED=limit is not None, **EXACT,
+                sums, TOKENS=TOKENS, COLUMNS=COLUMNS, SOFTPLUS=softplus, CLAMPED=limit is not None, **EXACT,
             )  # fmt: skip
         parameters = [each for each in (rates, bias) if each is not None]
         if parameters:
-            step_parameters[(len(parameters[0]),)](
+            step_parameters[(parameters[0].shape[0],)](
                 sums, rates, ddecays, drates, dbias, blocks, heads.start, own, BLOCKS=SUMMED, **EXACT
             )  # fmt: skip
     return dx, drates, dbias

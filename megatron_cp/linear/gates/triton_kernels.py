@@ -1,12 +1,13 @@
 """The kernels behind `triton.py`: norms of keys and queries, write strengths, decays, step sizes, and their gradients.
 
-Each token and head is computed by itself, in float32, by code that is compiled once for all numbers, strides and
-alignments: an access that were wider where memory is aligned would add up a norm's squares in another order, and a
-rank's bits would depend on where its rows begin. Tiles of parameters' gradients have one size whatever the number of
-heads; a tile's sums are kept, and a second kernel adds them up in the order of the tokens.
+Each token and head is computed by itself, in float32. What is added up is added in the same order on every rank: the
+squares of a norm, and the sums over tokens for the parameters, which every program keeps for its tokens and a second
+kernel adds up. That order follows from a tile's size and from how wide its accesses are, so neither may depend on how
+many heads a rank has or where its rows begin: rows of whole units of 16 bytes are told to begin on one, which
+`triton.py` sees to, and of nothing else is Triton told what it is aligned to.
 
 `x` is what a decay or a step is made of, `[T, h, c]`, with one channel a head (Gated DeltaNet, Mamba-2) or one for each
-feature (KDA); a tile is of tokens and columns, of which there are `h * c`.
+feature (KDA). Columns are those of `[T, h * c]`; a tile has some of all heads, or those of one.
 """
 
 # ruff: noqa: N803 - constants of a kernel are in capitals, as in Triton's own
@@ -16,52 +17,58 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
+_DELTA_NUMBERS = (
+    "q_stride", "k_stride", "beta_stride", "x_stride", "first", "lower_bound", "tokens", "key_heads", "head_units",
+    "heads", "channel_units", "norm_programs", "beta_programs",
+)  # fmt: skip
 
-@triton.jit(do_not_specialize=range(19))
+
+@triton.jit(do_not_specialize=(*_DELTA_NUMBERS, "beta", "rates", "bias", "beta_out"))
 def delta_forward(
     q: tl.tensor, k: tl.tensor, beta: tl.tensor, x: tl.tensor,
     q_stride: tl.int64, k_stride: tl.int64, beta_stride: tl.int64, x_stride: tl.int64,
     rates: tl.tensor, bias: tl.tensor, first: tl.int64, lower_bound: tl.float32,
-    tokens: tl.int64, key_heads: tl.int64, head_dim: tl.int64, heads: tl.int64, channels: tl.int64,
+    tokens: tl.int64, key_heads: tl.int64, head_units: tl.int64, heads: tl.int64, channel_units: tl.int64,
     norm_programs: tl.int32, beta_programs: tl.int32,
     q_out: tl.tensor, k_out: tl.tensor, beta_out: tl.tensor, g_out: tl.tensor,
-    EPS: tl.constexpr, NORM_TOKENS: tl.constexpr, DIM: tl.constexpr, BETA_TOKENS: tl.constexpr,
-    BETA_COLUMNS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    EPS: tl.constexpr, UNIT: tl.constexpr, NORM_TOKENS: tl.constexpr, DIM: tl.constexpr, BETA_TOKENS: tl.constexpr,
+    BETA_COLUMNS: tl.constexpr, X_UNIT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr, PER_FEATURE: tl.constexpr, BOUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """`q / |q|`, `k / |k|`, and if there is an x `sigmoid(beta)` and, of x and heads' `rates`, decays' logarithms."""
     program = tl.program_id(0)
     if program < norm_programs:
-        _normalise(q, q_out, q_stride, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS, DIM)
-        _normalise(k, k_out, k_stride, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS, DIM)
+        head_dim = head_units * UNIT
+        _normalise(q, q_out, q_stride * UNIT, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS, DIM)
+        _normalise(k, k_out, k_stride * UNIT, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS, DIM)
     elif x is not None:
         if program < norm_programs + beta_programs:
-            token, column, there = _tile(program - norm_programs, tokens, heads, BETA_TOKENS, BETA_COLUMNS)
-            logits = tl.load(_at(beta, beta_stride, token, column), there, 0.0).to(tl.float32)
-            tl.store(_at(beta_out, heads, token, column), _sigmoid(logits), there)
+            _strengths(beta, beta_out, beta_stride, program - norm_programs, tokens, heads, BETA_TOKENS, BETA_COLUMNS)
         else:
-            block = program - norm_programs - beta_programs
-            rate, shift = _of_columns(rates, bias, first, block, heads, channels, COLUMNS)
-            for step in range(STEPS):
-                token, column, there = _step_tile(block, step, tokens, heads * channels, TOKENS, COLUMNS, STEPS)
-                shifted = tl.load(_at(x, x_stride, token, column), there, 0.0).to(tl.float32) + shift
-                g = lower_bound * _sigmoid(rate * shifted) if BOUNDED else -rate * _softplus(shifted)
-                tl.store(_at(g_out, heads * channels, token, column), g, there)
+            _decays(
+                x, g_out, x_stride * X_UNIT, rates, bias, first, lower_bound, program - norm_programs - beta_programs,
+                tokens, heads, channel_units * X_UNIT, TOKENS, COLUMNS, STEPS, PER_FEATURE, BOUNDED,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=range(27))
+@triton.jit(
+    do_not_specialize=(
+        *_DELTA_NUMBERS, "dq_stride", "dk_stride", "dbeta_stride", "dg_stride", "beta", "rates", "bias", "dbeta_out",
+        "dbeta",
+    )
+)  # fmt: skip
 def delta_backward(
     q: tl.tensor, k: tl.tensor, beta: tl.tensor, x: tl.tensor,
     q_stride: tl.int64, k_stride: tl.int64, beta_stride: tl.int64, x_stride: tl.int64,
     rates: tl.tensor, bias: tl.tensor, first: tl.int64, lower_bound: tl.float32,
-    tokens: tl.int64, key_heads: tl.int64, head_dim: tl.int64, heads: tl.int64, channels: tl.int64,
+    tokens: tl.int64, key_heads: tl.int64, head_units: tl.int64, heads: tl.int64, channel_units: tl.int64,
     norm_programs: tl.int32, beta_programs: tl.int32,
     dq_out: tl.tensor, dk_out: tl.tensor, dbeta_out: tl.tensor, dg: tl.tensor,
     dq_stride: tl.int64, dk_stride: tl.int64, dbeta_stride: tl.int64, dg_stride: tl.int64,
     dq: tl.tensor, dk: tl.tensor, dbeta: tl.tensor, dx: tl.tensor, sums: tl.tensor,
-    EPS: tl.constexpr, NORM_TOKENS: tl.constexpr, DIM: tl.constexpr, BETA_TOKENS: tl.constexpr,
-    BETA_COLUMNS: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-    BOUNDED: tl.constexpr,
+    EPS: tl.constexpr, UNIT: tl.constexpr, NORM_TOKENS: tl.constexpr, DIM: tl.constexpr, BETA_TOKENS: tl.constexpr,
+    BETA_COLUMNS: tl.constexpr, X_UNIT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr, PER_FEATURE: tl.constexpr, BOUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """The gradients of what `delta_forward` takes, from those of what it wrote (`dq_out` and so on, and `dg`).
 
@@ -69,22 +76,26 @@ def delta_backward(
     """
     program = tl.program_id(0)
     if program < norm_programs:
+        head_dim = head_units * UNIT
         _normalise_backward(
-            q, dq_out, dq, q_stride, dq_stride, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS, DIM
-        )
+            q, dq_out, dq, q_stride * UNIT, dq_stride * UNIT, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS,
+            DIM,
+        )  # fmt: skip
         _normalise_backward(
-            k, dk_out, dk, k_stride, dk_stride, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS, DIM
-        )
+            k, dk_out, dk, k_stride * UNIT, dk_stride * UNIT, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS,
+            DIM,
+        )  # fmt: skip
     elif x is not None:
         if program < norm_programs + beta_programs:
-            token, column, there = _tile(program - norm_programs, tokens, heads, BETA_TOKENS, BETA_COLUMNS)
-            y = _sigmoid(tl.load(_at(beta, beta_stride, token, column), there, 0.0).to(tl.float32))
-            dy = tl.load(_at(dbeta_out, dbeta_stride, token, column), there, 0.0).to(tl.float32)
-            tl.store(_at(dbeta, heads, token, column), (dy * (y * (1 - y))).to(dbeta.dtype.element_ty), there)
+            _strengths_backward(
+                beta, dbeta_out, dbeta, beta_stride, dbeta_stride, program - norm_programs, tokens, heads,
+                BETA_TOKENS, BETA_COLUMNS,
+            )  # fmt: skip
         else:
             _decays_backward(
-                x, x_stride, rates, bias, first, lower_bound, tokens, heads, channels, dg, dg_stride, dx, sums,
-                program - norm_programs - beta_programs, TOKENS, COLUMNS, STEPS, BOUNDED,
+                x, dg, dx, sums, x_stride * X_UNIT, dg_stride * X_UNIT, rates, bias, first, lower_bound,
+                program - norm_programs - beta_programs, tokens, heads, channel_units * X_UNIT,
+                TOKENS, COLUMNS, STEPS, PER_FEATURE, BOUNDED,
             )  # fmt: skip
 
 
@@ -143,8 +154,9 @@ def step_backward(
         gradient *= _sigmoid(_unlimited(x, x_stride, bias, first, token, column, there, heads, False))
     tl.store(_at(dx, heads, token, column), gradient.to(dx.dtype.element_ty), there)
     if bias is not None:
-        sums_of_tile = tl.sum(tl.where(there, gradient, 0.0), 0, keep_dims=True)
-        _keep(sums, 0, 1, sums_of_tile, tl.program_id(0), heads, COLUMNS)
+        block = tl.program_id(0) // tl.cdiv(heads, COLUMNS)
+        bias_sum = tl.sum(tl.where(there, gradient, 0.0), 0, keep_dims=True)
+        tl.store(sums + block * heads + column, bias_sum, column < heads)
 
 
 @triton.jit(do_not_specialize=range(8))
@@ -196,18 +208,56 @@ def _normalise_backward(
 
 
 @triton.jit
-def _decays_backward(
-    x: tl.tensor, x_stride: tl.tensor, rates: tl.tensor, bias: tl.tensor, first: tl.tensor, lower_bound: tl.tensor,
-    tokens: tl.tensor, heads: tl.tensor, channels: tl.tensor, dg: tl.tensor, dg_stride: tl.tensor, dx: tl.tensor,
-    sums: tl.tensor, block: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+def _strengths(
+    beta: tl.tensor, out: tl.tensor, stride: tl.tensor, block: tl.tensor, tokens: tl.tensor, heads: tl.tensor,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    token, column, there = _tile(block, tokens, heads, TOKENS, COLUMNS)
+    logits = tl.load(_at(beta, stride, token, column), there, 0.0).to(tl.float32)
+    tl.store(_at(out, heads, token, column), _sigmoid(logits), there)
+
+
+@triton.jit
+def _strengths_backward(
+    beta: tl.tensor, dout: tl.tensor, dbeta: tl.tensor, stride: tl.tensor, dout_stride: tl.tensor, block: tl.tensor,
+    tokens: tl.tensor, heads: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    token, column, there = _tile(block, tokens, heads, TOKENS, COLUMNS)
+    y = _sigmoid(tl.load(_at(beta, stride, token, column), there, 0.0).to(tl.float32))
+    gradient = tl.load(_at(dout, dout_stride, token, column), there, 0.0).to(tl.float32) * (y * (1 - y))
+    tl.store(_at(dbeta, heads, token, column), gradient.to(dbeta.dtype.element_ty), there)
+
+
+@triton.jit
+def _decays(
+    x: tl.tensor, g: tl.tensor, stride: tl.tensor, rates: tl.tensor, bias: tl.tensor, first: tl.tensor,
+    lower_bound: tl.tensor, block: tl.tensor, tokens: tl.tensor, heads: tl.tensor, channels: tl.tensor,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_FEATURE: tl.constexpr,
     BOUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
+    across, head, column, is_column = _columns(block, heads, channels, COLUMNS, PER_FEATURE)
+    rate, shift = _of_columns(rates, bias, first, head, column, is_column, heads, channels)
+    for step in range(STEPS):
+        token, there = _tokens(block // across, step, tokens, is_column, TOKENS, STEPS)
+        shifted = tl.load(_at(x, stride, token, column), there, 0.0).to(tl.float32) + shift
+        activated = lower_bound * _sigmoid(rate * shifted) if BOUNDED else -rate * _softplus(shifted)
+        tl.store(_at(g, heads * channels, token, column), activated, there)
+
+
+@triton.jit
+def _decays_backward(
+    x: tl.tensor, dg: tl.tensor, dx: tl.tensor, sums: tl.tensor, stride: tl.tensor, dg_stride: tl.tensor,
+    rates: tl.tensor, bias: tl.tensor, first: tl.tensor, lower_bound: tl.tensor, block: tl.tensor, tokens: tl.tensor,
+    heads: tl.tensor, channels: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+    PER_FEATURE: tl.constexpr, BOUNDED: tl.constexpr,
+) -> None:  # fmt: skip
     columns = heads * channels
-    rate, shift = _of_columns(rates, bias, first, block, heads, channels, COLUMNS)
+    across, head, column, is_column = _columns(block, heads, channels, COLUMNS, PER_FEATURE)
+    rate, shift = _of_columns(rates, bias, first, head, column, is_column, heads, channels)
     rate_sum, shift_sum = tl.zeros([1, COLUMNS], tl.float32), tl.zeros([1, COLUMNS], tl.float32)
     for step in range(STEPS):
-        token, column, there = _step_tile(block, step, tokens, columns, TOKENS, COLUMNS, STEPS)
-        shifted = tl.load(_at(x, x_stride, token, column), there, 0.0).to(tl.float32) + shift
+        token, there = _tokens(block // across, step, tokens, is_column, TOKENS, STEPS)
+        shifted = tl.load(_at(x, stride, token, column), there, 0.0).to(tl.float32) + shift
         gradient = tl.load(_at(dg, dg_stride, token, column), there, 0.0).to(tl.float32)
         if BOUNDED:
             y = _sigmoid(rate * shifted)
@@ -218,8 +268,9 @@ def _decays_backward(
         tl.store(_at(dx, columns, token, column), of_shifted.to(dx.dtype.element_ty), there)
         rate_sum += tl.sum(tl.where(there, of_rate, 0.0), 0, keep_dims=True)
         shift_sum += tl.sum(tl.where(there, of_shifted, 0.0), 0, keep_dims=True)
-    _keep(sums, 0, 2, rate_sum, block, columns, COLUMNS)
-    _keep(sums, 1, 2, shift_sum, block, columns, COLUMNS)
+    kept = sums + (block // across) * 2 * columns + column
+    tl.store(kept, rate_sum, is_column)
+    tl.store(kept + columns, shift_sum, is_column)
 
 
 @triton.jit
@@ -235,22 +286,38 @@ def _rows_of_head(
 
 @triton.jit
 def _tile(
-    block: tl.tensor, tokens: tl.tensor, columns: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
+    block: tl.tensor, tokens: tl.tensor, heads: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tl.tuple:
-    """Tokens `[TOKENS, 1]`, columns `[1, COLUMNS]`, and which of both there are; blocks go along the columns first."""
-    return _step_tile(block, 0, tokens, columns, TOKENS, COLUMNS, 1)
+    """Tokens `[TOKENS, 1]`, heads `[1, COLUMNS]`, and which of both there are; blocks go along the heads first."""
+    across, _, column, is_column = _columns(block, heads, 1, COLUMNS, False)
+    token, there = _tokens(block // across, 0, tokens, is_column, TOKENS, 1)
+    return token, column, there
 
 
 @triton.jit
-def _step_tile(
-    block: tl.tensor, step: tl.tensor, tokens: tl.tensor, columns: tl.tensor, TOKENS: tl.constexpr,
-    COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+def _columns(
+    block: tl.tensor, heads: tl.tensor, channels: tl.tensor, COLUMNS: tl.constexpr, PER_FEATURE: tl.constexpr
+) -> tl.tuple:
+    """How many blocks there are side by side; of one its heads, its columns `[1, COLUMNS]`, and which there are."""
+    lane = tl.arange(0, COLUMNS)[None, :]
+    if PER_FEATURE:
+        across, head = heads, block % heads
+        column, is_column = head * channels + lane, lane < channels
+    else:
+        across = tl.cdiv(heads, COLUMNS)
+        column = (block % across) * COLUMNS + lane
+        head, is_column = column, column < heads
+    return across, head, column, is_column
+
+
+@triton.jit
+def _tokens(
+    block: tl.tensor, step: tl.tensor, tokens: tl.tensor, is_column: tl.tensor, TOKENS: tl.constexpr,
+    STEPS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """A step of a block, which has `STEPS` tiles, one after the other along the tokens."""
-    across = tl.cdiv(columns, COLUMNS)
-    token = ((block // across) * STEPS + step) * TOKENS + tl.arange(0, TOKENS)[:, None]
-    column = (block % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    return token, column, (token < tokens) & (column < columns)
+    """The tokens `[TOKENS, 1]` of a step of a block, and where in `[TOKENS, COLUMNS]` there is something."""
+    token = (block.to(tl.int64) * STEPS + step) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    return token, (token < tokens) & is_column
 
 
 @triton.jit
@@ -260,14 +327,12 @@ def _at(table: tl.tensor, stride: tl.tensor, token: tl.tensor, column: tl.tensor
 
 @triton.jit
 def _of_columns(
-    rates: tl.tensor, bias: tl.tensor, first: tl.tensor, block: tl.tensor, heads: tl.tensor, channels: tl.tensor,
-    COLUMNS: tl.constexpr,
+    rates: tl.tensor, bias: tl.tensor, first: tl.tensor, head: tl.tensor, column: tl.tensor, is_column: tl.tensor,
+    heads: tl.tensor, channels: tl.tensor,
 ) -> tl.tuple:  # fmt: skip
-    """The rates and the bias of a block's columns, `[1, COLUMNS]` each."""
-    columns = heads * channels
-    column = (block % tl.cdiv(columns, COLUMNS)) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    rate = tl.exp(tl.load(rates + first + column // channels, column < columns, 0.0).to(tl.float32))
-    return rate, tl.load(bias + first * channels + column, column < columns, 0.0).to(tl.float32)
+    """The rates of heads and the bias of columns."""
+    rate = tl.exp(tl.load(rates + first + head, head < heads, 0.0).to(tl.float32))
+    return rate, tl.load(bias + first * channels + column, is_column, 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -280,17 +345,6 @@ def _unlimited(
     if bias is not None:
         y += tl.load(bias + first + column, column < heads, 0.0).to(tl.float32)
     return _softplus(y) if SOFTPLUS else y
-
-
-@triton.jit
-def _keep(
-    sums: tl.tensor, which: tl.constexpr, kinds: tl.constexpr, values: tl.tensor, block: tl.tensor,
-    columns: tl.tensor, COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
-    """A block's sums in their place of `[blocks along the tokens, kinds, columns]`."""
-    across = tl.cdiv(columns, COLUMNS)
-    column = (block % across) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    tl.store(sums + ((block // across) * kinds + which) * columns + column, values, column < columns)
 
 
 @triton.jit
