@@ -55,20 +55,20 @@ class _Fused(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, beta: Tensor, x: Tensor, rates: Tensor, bias: Tensor, heads: slice,
         lower_bound: float | None, per_feature: bool,
     ) -> Any:  # fmt: skip
-        from megatron_cp.linear.gates import triton
+        from megatron_cp.linear.gates.triton import delta
 
         unit, x_unit = unit_of(q), unit_of(x)
         given = dense((q, k, beta, x, rates, bias), (unit, unit, 1, x_unit, 1, 1))
         ctx.save_for_backward(*given)
-        ctx.options, ctx.units = (heads.start, lower_bound), (unit, unit, x_unit, 1)
-        return triton.delta(*given, *ctx.options, x.shape if per_feature else x.shape[:2])
+        ctx.options, ctx.units = (heads.start, lower_bound, unit, x_unit), (unit, unit, x_unit, 1)
+        return delta(*given, *ctx.options, x.shape if per_feature else x.shape[:2])
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        from megatron_cp.linear.gates import triton
+        from megatron_cp.linear.gates.triton import delta_gradients
 
-        return *triton.delta_gradients(*ctx.saved_tensors, *ctx.options, *dense(gradients, ctx.units)), None, None, None
+        return *delta_gradients(*ctx.saved_tensors, *ctx.options, *dense(gradients, ctx.units)), None, None, None
 
 
 class _OnTorch(torch.autograd.Function):
@@ -129,19 +129,19 @@ class _OnTorch(torch.autograd.Function):
 class _FusedNorms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor) -> Any:
-        from megatron_cp.linear.gates import triton
+        from megatron_cp.linear.gates.triton import norms
 
         ctx.units = (unit_of(q),) * 2
         both = dense((q, k), ctx.units)
         ctx.save_for_backward(*both)
-        return triton.norms(*both)
+        return norms(*both, ctx.units[0])
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        from megatron_cp.linear.gates import triton
+        from megatron_cp.linear.gates.triton import norm_gradients
 
-        return triton.norm_gradients(*ctx.saved_tensors, *dense(gradients, ctx.units))
+        return norm_gradients(*ctx.saved_tensors, ctx.units[0], *dense(gradients, ctx.units))
 
 
 class _NormsOnTorch(torch.autograd.Function):

@@ -44,22 +44,22 @@ class _Fused(torch.autograd.Function):
         ctx: Any, x: Tensor, A_log: Tensor | None, bias: Tensor | None, heads: slice,  # noqa: N803
         limit: tuple[float, float] | None, softplus: bool,
     ) -> Any:  # fmt: skip
-        from megatron_cp.linear.gates import triton
+        from megatron_cp.linear.gates.triton import steps
 
         (x,) = dense((x,), (1,))
         rates = None if A_log is None else A_log.contiguous()
         bias = None if bias is None else bias.contiguous()
         ctx.save_for_backward(x, rates, bias)
         ctx.options = heads, limit, softplus
-        return triton.steps(x, rates, bias, *ctx.options)
+        return steps(x, rates, bias, *ctx.options)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        from megatron_cp.linear.gates import triton
+        from megatron_cp.linear.gates.triton import step_gradients
 
         (dsteps,), (_, ddecays) = dense(gradients[:1], (1,)), gradients
-        return *triton.step_gradients(*ctx.saved_tensors, *ctx.options, dsteps, ddecays), None, None, None
+        return *step_gradients(*ctx.saved_tensors, *ctx.options, dsteps, ddecays), None, None, None
 
 
 class _OnTorch(torch.autograd.Function):

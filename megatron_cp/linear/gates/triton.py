@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_cp.linear.gates.tensors import unit_of
 from megatron_cp.linear.gates.triton_kernels import (
     delta_backward,
     delta_forward,
@@ -58,9 +57,8 @@ def _delta(
     return _Delta(programs, numbers, constants, blocks)
 
 
-def norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Both divided by their norms. Tensors are as `dense` makes them, here and below."""
-    unit = unit_of(q)
+def norms(q: Tensor, k: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+    """Both divided by their norms. Tensors are as `dense` makes them for these units, here and below."""
     told = _delta(*q.shape, unit)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     if told.programs:
@@ -72,9 +70,8 @@ def norms(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return q_out, k_out
 
 
-def norm_gradients(q: Tensor, k: Tensor, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor, Tensor]:
+def norm_gradients(q: Tensor, k: Tensor, unit: int, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of q and k."""
-    unit = unit_of(q)
     told = _delta(*q.shape, unit)
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
     if told.programs:
@@ -89,10 +86,9 @@ def norm_gradients(q: Tensor, k: Tensor, dq_out: Tensor, dk_out: Tensor) -> tupl
 
 def delta(
     q: Tensor, k: Tensor, beta: Tensor, x: Tensor, rates: Tensor, bias: Tensor, first: int,
-    lower_bound: float | None, g_shape: torch.Size,
+    lower_bound: float | None, unit: int, x_unit: int, g_shape: torch.Size,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """q and k normalised, g and beta as the rule takes them."""
-    unit, x_unit = unit_of(q), unit_of(x)
     told = _delta(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     g, beta_out = x.new_empty(g_shape, dtype=torch.float32), x.new_empty(beta.shape[:2], dtype=torch.float32)
@@ -107,10 +103,9 @@ def delta(
 
 def delta_gradients(
     q: Tensor, k: Tensor, beta: Tensor, x: Tensor, rates: Tensor, bias: Tensor, first: int,
-    lower_bound: float | None, dq_out: Tensor, dk_out: Tensor, dg: Tensor, dbeta_out: Tensor,
+    lower_bound: float | None, unit: int, x_unit: int, dq_out: Tensor, dk_out: Tensor, dg: Tensor, dbeta_out: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The gradients of q, k, beta, x, rates and bias."""
-    unit, x_unit = unit_of(q), unit_of(x)
     told = _delta(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
     given = (q, k, beta, x, rates, bias)
     dq, dk, dbeta, dx, drates, dbias = gradients = tuple([each.new_empty(each.shape) for each in given])

@@ -151,7 +151,7 @@ def step_backward(
         y = _unlimited(x, x_stride, bias, first, token, column, there, heads, SOFTPLUS)
         gradient = tl.where((y >= least) & (y <= most), gradient, 0.0)
     if SOFTPLUS:
-        gradient *= _sigmoid(_unlimited(x, x_stride, bias, first, token, column, there, heads, False))
+        gradient *= sigmoid(_unlimited(x, x_stride, bias, first, token, column, there, heads, False))
     tl.store(_at(dx, heads, token, column), gradient.to(dx.dtype.element_ty), there)
     if bias is not None:
         block = tl.program_id(0) // tl.cdiv(heads, COLUMNS)
@@ -214,7 +214,7 @@ def _strengths(
 ) -> None:  # fmt: skip
     token, column, there = _tile(block, tokens, heads, TOKENS, COLUMNS)
     logits = tl.load(_at(beta, stride, token, column), there, 0.0).to(tl.float32)
-    tl.store(_at(out, heads, token, column), _sigmoid(logits), there)
+    tl.store(_at(out, heads, token, column), sigmoid(logits), there)
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def _strengths_backward(
     tokens: tl.tensor, heads: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     token, column, there = _tile(block, tokens, heads, TOKENS, COLUMNS)
-    y = _sigmoid(tl.load(_at(beta, stride, token, column), there, 0.0).to(tl.float32))
+    y = sigmoid(tl.load(_at(beta, stride, token, column), there, 0.0).to(tl.float32))
     gradient = tl.load(_at(dout, dout_stride, token, column), there, 0.0).to(tl.float32) * (y * (1 - y))
     tl.store(_at(dbeta, heads, token, column), gradient.to(dbeta.dtype.element_ty), there)
 
@@ -240,7 +240,7 @@ def _decays(
     for step in range(STEPS):
         token, there = _tokens(block // across, step, tokens, is_column, TOKENS, STEPS)
         shifted = tl.load(_at(x, stride, token, column), there, 0.0).to(tl.float32) + shift
-        activated = lower_bound * _sigmoid(rate * shifted) if BOUNDED else -rate * _softplus(shifted)
+        activated = lower_bound * sigmoid(rate * shifted) if BOUNDED else -rate * _softplus(shifted)
         tl.store(_at(g, heads * channels, token, column), activated, there)
 
 
@@ -260,11 +260,11 @@ def _decays_backward(
         shifted = tl.load(_at(x, stride, token, column), there, 0.0).to(tl.float32) + shift
         gradient = tl.load(_at(dg, dg_stride, token, column), there, 0.0).to(tl.float32)
         if BOUNDED:
-            y = _sigmoid(rate * shifted)
+            y = sigmoid(rate * shifted)
             gradient = gradient * lower_bound * (y * (1 - y))
             of_rate, of_shifted = gradient * shifted, gradient * rate
         else:
-            of_rate, of_shifted = -(gradient * _softplus(shifted)), gradient * -rate * _sigmoid(shifted)
+            of_rate, of_shifted = -(gradient * _softplus(shifted)), gradient * -rate * sigmoid(shifted)
         tl.store(_at(dx, columns, token, column), of_shifted.to(dx.dtype.element_ty), there)
         rate_sum += tl.sum(tl.where(there, of_rate, 0.0), 0, keep_dims=True)
         shift_sum += tl.sum(tl.where(there, of_shifted, 0.0), 0, keep_dims=True)
@@ -365,7 +365,7 @@ def _added(
 
 
 @triton.jit
-def _sigmoid(x: tl.tensor) -> tl.tensor:
+def sigmoid(x: tl.tensor) -> tl.tensor:
     return 1 / (1 + tl.exp(-x))  # exp overflows to inf, whose reciprocal is right: 0
 
 
