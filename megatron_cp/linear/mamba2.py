@@ -154,6 +154,7 @@ def mamba2_mixer(
 
     def gates(layer: LinearOnRank, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
         step, decay = step_gates(dt, heads=layer.heads, A_log=A_log, bias=dt_bias, limit=limit)
+        assert decay is not None
         return [x, step, decay, b, c]
 
     return layer.run(

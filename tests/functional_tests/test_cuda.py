@@ -29,6 +29,7 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, Problem, draw, judge, run_layer, whole
 from megatron_cp.testing.poison import poisoned
+from tests.gates_host_work import host_work, stage_of
 from tests.unit_tests.exchange import test_kernel_copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -246,6 +247,39 @@ def test_host_never_waits(what, monkeypatch):
     assert counters.copied or launches
     assert set(launches) in (set(), {"to_message_kernel", "from_message_kernel"})
     assert counters.host_syncs == {}
+
+
+# Python calls and operators, and launches by name. As torch had them the gates of Gated DeltaNet were 37 operators and 48.
+GATES = {
+    "gdn": ((33, 4), (81, 7), ("delta_forward", "delta_backward", "delta_parameters")),
+    "kda": ((33, 4), (82, 7), ("delta_forward", "delta_backward", "delta_parameters")),
+    "mamba": ((28, 2), (57, 4), ("step_forward", "step_backward", "step_parameters")),
+}
+
+
+@pytest.mark.parametrize("layer", GATES)
+def test_gates_are_one_kernel_forward_and_two_backward(layer, monkeypatch):
+    """Backward the second one adds up the parameters' gradients; operators allocate."""
+    if not copies.runs_on(torch.device(DEVICE)):
+        pytest.skip("needs Triton")
+    from megatron_cp.linear.gates import triton
+
+    forward, backward, names = GATES[layer]
+    found = host_work(layer, DEVICE)
+    assert found.forward.calls <= forward[0]
+    assert found.forward.operators <= forward[1]
+    assert found.backward.calls <= backward[0]
+    assert found.backward.operators <= backward[1]
+
+    launches, (gates, sections, parameters) = Counter(), stage_of(layer, DEVICE)
+    for name in names:
+        monkeypatch.setattr(triton, name, test_kernel_copies.Counted(getattr(triton, name), name, launches))
+    outputs = [y for y in gates(*sections) if y.grad_fn is not None]
+    assert launches == {names[0]: 1}
+    with torch.autograd.set_multithreading_enabled(False):
+        leaves = [x for x in (*sections, *parameters) if x.requires_grad]
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs], allow_unused=True)
+    assert launches == dict.fromkeys(names, 1)
 
 
 def count_launches(monkeypatch):

@@ -60,15 +60,16 @@ class _Fused(torch.autograd.Function):
         unit, x_unit = unit_of(q), unit_of(x)
         given = dense((q, k, beta, x, rates, bias), (unit, unit, 1, x_unit, 1, 1))
         ctx.save_for_backward(*given)
-        ctx.options, ctx.units = (heads.start, lower_bound, unit, x_unit), (unit, unit, x_unit, 1)
-        return delta(*given, *ctx.options, x.shape if per_feature else x.shape[:2])
+        ctx.options, ctx.units = (heads.start, lower_bound, (unit, x_unit)), (unit, unit, x_unit, 1)
+        g_shape = x.shape if per_feature else x.shape[:2]
+        return delta(given, heads.start, lower_bound, (unit, x_unit), g_shape)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates.triton import delta_gradients
 
-        return *delta_gradients(*ctx.saved_tensors, *ctx.options, *dense(gradients, ctx.units)), None, None, None
+        return *delta_gradients(ctx.saved_tensors, dense(gradients, ctx.units), *ctx.options), None, None, None
 
 
 class _OnTorch(torch.autograd.Function):
@@ -134,14 +135,14 @@ class _FusedNorms(torch.autograd.Function):
         ctx.units = (unit_of(q),) * 2
         both = dense((q, k), ctx.units)
         ctx.save_for_backward(*both)
-        return norms(*both, ctx.units[0])
+        return norms(both, ctx.units[0])
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates.triton import norm_gradients
 
-        return norm_gradients(*ctx.saved_tensors, ctx.units[0], *dense(gradients, ctx.units))
+        return norm_gradients(ctx.saved_tensors, dense(gradients, ctx.units), ctx.units[0])
 
 
 class _NormsOnTorch(torch.autograd.Function):

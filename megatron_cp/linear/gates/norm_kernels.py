@@ -43,7 +43,8 @@ def norm_backward(
     weight_sum = tl.zeros([1, SIZE], tl.float32)
     for step in range(STEPS):
         token, there = _rows(block, step, tokens, is_feature, TOKENS, STEPS)
-        y = values = tl.load(x + token * x_stride + feature, there, 0.0).to(tl.float32)
+        values = tl.load(x + token * x_stride + feature, there, 0.0).to(tl.float32)
+        y = values
         if z is not None:
             logits = tl.load(z + token * z_stride + feature, there, 0.0).to(tl.float32)
             opened = sigmoid(logits)

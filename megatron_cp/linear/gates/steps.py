@@ -47,19 +47,19 @@ class _Fused(torch.autograd.Function):
         from megatron_cp.linear.gates.triton import steps
 
         (x,) = dense((x,), (1,))
-        rates = None if A_log is None else A_log.contiguous()
-        bias = None if bias is None else bias.contiguous()
-        ctx.save_for_backward(x, rates, bias)
+        inputs = x, None if A_log is None else A_log.contiguous(), None if bias is None else bias.contiguous()
+        ctx.save_for_backward(*inputs)
         ctx.options = heads, limit, softplus
-        return steps(x, rates, bias, *ctx.options)
+        return steps(inputs, heads, limit, softplus=softplus)
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         from megatron_cp.linear.gates.triton import step_gradients
 
-        (dsteps,), (_, ddecays) = dense(gradients[:1], (1,)), gradients
-        return *step_gradients(*ctx.saved_tensors, *ctx.options, dsteps, ddecays), None, None, None
+        (dsteps,), ddecays, (heads, limit, softplus) = dense(gradients[:1], (1,)), gradients[1], ctx.options
+        found = step_gradients(ctx.saved_tensors, (dsteps, ddecays), heads, limit, softplus=softplus)
+        return *found, None, None, None
 
 
 class _OnTorch(torch.autograd.Function):

@@ -29,14 +29,14 @@ def unit_of(x: Tensor) -> int:
 def dense(tensors: Sequence[Tensor], units: Sequence[int]) -> list[Tensor]:
     """The tensors as kernels take them, which few must be copied for: dense rows, from unit to unit."""
     return [
-        each if _fits(each, unit) else each.clone(memory_format=_DENSE)
+        each if (unit == 1 and each.is_contiguous()) or _fits(each, unit) else each.clone(memory_format=_DENSE)
         for each, unit in zip(tensors, units, strict=True)
     ]
 
 
 def _fits(x: Tensor, unit: int) -> bool:
-    is_dense = x.is_contiguous() or _has_dense_rows(x)
-    return is_dense and (unit == 1 or (x.data_ptr() % _WIDEST == 0 and x.stride(0) % unit == 0))
+    begins_on_units = unit == 1 or (x.data_ptr() % _WIDEST == 0 and x.stride(0) % unit == 0)
+    return begins_on_units and (x.is_contiguous() or _has_dense_rows(x))
 
 
 def _has_dense_rows(x: Tensor) -> bool:

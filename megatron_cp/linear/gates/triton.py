@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -57,8 +58,12 @@ def _delta(
     return _Delta(programs, numbers, constants, blocks)
 
 
-def norms(q: Tensor, k: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Both divided by their norms. Tensors are as `dense` makes them for these units, here and below."""
+Tensors = Sequence[Tensor]
+
+
+def norms(inputs: Tensors, unit: int) -> tuple[Tensor, Tensor]:
+    """q and k divided by their norms. Tensors are as `dense` makes them for these units, here and below."""
+    q, k = inputs
     told = _delta(*q.shape, unit)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     if told.programs:
@@ -70,8 +75,9 @@ def norms(q: Tensor, k: Tensor, unit: int) -> tuple[Tensor, Tensor]:
     return q_out, k_out
 
 
-def norm_gradients(q: Tensor, k: Tensor, unit: int, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of q and k."""
+def norm_gradients(inputs: Tensors, gradients: Tensors, unit: int) -> tuple[Tensor, Tensor]:
+    """The gradients of q and k, from those of what `norms` returned."""
+    (q, k), (dq_out, dk_out) = inputs, gradients
     told = _delta(*q.shape, unit)
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
     if told.programs:
@@ -85,10 +91,18 @@ def norm_gradients(q: Tensor, k: Tensor, unit: int, dq_out: Tensor, dk_out: Tens
 
 
 def delta(
-    q: Tensor, k: Tensor, beta: Tensor, x: Tensor, rates: Tensor, bias: Tensor, first: int,
-    lower_bound: float | None, unit: int, x_unit: int, g_shape: torch.Size,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """q and k normalised, g and beta as the rule takes them."""
+    inputs: Tensors, first: int, lower_bound: float | None, units: tuple[int, int], g_shape: torch.Size
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q and k normalised, g and beta as the rule takes them.
+
+    Args:
+        inputs: q, k, beta, x, rates and bias, as `delta_gates` has them.
+        first: of the own heads.
+        lower_bound: of g, or None.
+        units: of q and k, and of x.
+        g_shape: g's.
+    """
+    (q, k, beta, x, rates, bias), (unit, x_unit) = inputs, units
     told = _delta(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     g, beta_out = x.new_empty(g_shape, dtype=torch.float32), x.new_empty(beta.shape[:2], dtype=torch.float32)
@@ -102,13 +116,13 @@ def delta(
 
 
 def delta_gradients(
-    q: Tensor, k: Tensor, beta: Tensor, x: Tensor, rates: Tensor, bias: Tensor, first: int,
-    lower_bound: float | None, unit: int, x_unit: int, dq_out: Tensor, dk_out: Tensor, dg: Tensor, dbeta_out: Tensor,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The gradients of q, k, beta, x, rates and bias."""
+    inputs: Tensors, gradients: Tensors, first: int, lower_bound: float | None, units: tuple[int, int]
+) -> tuple[Tensor, ...]:
+    """The gradients of all inputs, from those of what `delta` returned."""
+    (q, k, beta, x, rates, bias), (unit, x_unit) = inputs, units
+    dq_out, dk_out, dg, dbeta_out = gradients
     told = _delta(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
-    given = (q, k, beta, x, rates, bias)
-    dq, dk, dbeta, dx, drates, dbias = gradients = tuple([each.new_empty(each.shape) for each in given])
+    dq, dk, dbeta, dx, drates, dbias = of_inputs = tuple([each.new_empty(each.shape) for each in inputs])
     heads, channels = x.shape[1:]
     sums = x.new_empty((told.blocks, 2, heads * channels), dtype=torch.float32)
     with torch.cuda.device_of(x):
@@ -123,14 +137,15 @@ def delta_gradients(
             sums, rates, drates, dbias, told.blocks, first, heads, channels,
             BLOCKS=max(SUMMED // _power_of_2(channels), 4), CHANNELS=_power_of_2(channels), **EXACT,
         )  # fmt: skip
-    return gradients
+    return of_inputs
 
 
 def steps(
-    x: Tensor, rates: Tensor | None, bias: Tensor | None, heads: slice, limit: tuple[float, float] | None,
-    softplus: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Steps `[T, h]` of x `[T, h, 1]`, and `-exp(rates)` `[h]` of own heads."""
+    inputs: Sequence[Tensor | None], heads: slice, limit: tuple[float, float] | None, *, softplus: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Steps `[T, h]` of x `[T, h, 1]`, and `-exp(rates)` `[h]` of own heads; inputs are x, rates and bias."""
+    x, rates, bias = inputs
+    assert x is not None
     tokens, own, _ = x.shape
     out = x.new_empty((tokens, own), dtype=torch.float32)
     decays = None if rates is None else x.new_empty(own, dtype=torch.float32)
@@ -144,10 +159,13 @@ def steps(
 
 
 def step_gradients(
-    x: Tensor, rates: Tensor | None, bias: Tensor | None, heads: slice, limit: tuple[float, float] | None,
-    softplus: bool, dout: Tensor, ddecays: Tensor | None,
+    inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], heads: slice,
+    limit: tuple[float, float] | None, *, softplus: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of x, rates and bias."""
+    """The gradients of x, rates and bias, from those of what `steps` returned."""
+    (x, rates, bias), (dout, ddecays) = inputs, gradients
+    assert x is not None
+    assert dout is not None
     tokens, own, _ = x.shape
     dx = x.new_empty(x.shape)
     drates = None if rates is None else rates.new_empty(rates.shape)

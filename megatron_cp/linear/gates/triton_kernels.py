@@ -366,6 +366,7 @@ def _added(
 
 @triton.jit
 def sigmoid(x: tl.tensor) -> tl.tensor:
+    """`1 / (1 + exp(-x))`."""
     return 1 / (1 + tl.exp(-x))  # exp overflows to inf, whose reciprocal is right: 0
 
 
