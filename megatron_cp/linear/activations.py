@@ -26,8 +26,8 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def sigmoid_value(x: Tensor) -> Tensor:
-    """`1 / (1 + exp(-x))`, not to be differentiated by autograd."""
-    return x.neg().exp_().add_(1).reciprocal_()  # exp overflows to inf below -88 in fp32, whose reciprocal is right: 0
+    """`1 / (1 + exp(-x))`, which autograd differentiates to NaN where exp overflows."""
+    return (x.neg().exp_() + 1).reciprocal_()  # exp overflows to inf below -88 in fp32, whose reciprocal is right: 0
 
 
 def softplus_value(x: Tensor) -> Tensor:

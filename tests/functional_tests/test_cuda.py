@@ -249,7 +249,7 @@ def test_host_never_waits(what, monkeypatch):
     assert counters.host_syncs == {}
 
 
-# Python calls and operators, and launches by name. As torch had them the gates of Gated DeltaNet were 37 operators and 48.
+# Python calls and operators, and launches by name. As torch had them, Gated DeltaNet's were 37 and 48 operators.
 GATES = {
     "gdn": ((33, 4), (81, 7), ("delta_forward", "delta_backward", "delta_parameters")),
     "kda": ((33, 4), (82, 7), ("delta_forward", "delta_backward", "delta_parameters")),

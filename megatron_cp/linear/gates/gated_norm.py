@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_cp.executor.opaque import opaque_backward
 
-ELEMENTS = 2048  # of a tile, or one token's group of features
+ELEMENTS = 1024  # of a tile, or one token's group of features: 8 for each of 128 threads
 STEPS = 4  # tiles of a program, for each of which the weight's sums are kept
 BLOCKS, FEATURES = 32, 64  # of a tile of sums
 EXACT = {"enable_fp_fusion": False}  # products are rounded before they are added, as torch's are
@@ -79,4 +79,4 @@ def _rows(x: Tensor) -> Tensor:
 def _tile(size: int) -> dict[str, int]:
     """Tokens and features of a tile, and the warps for it."""
     padded = 1 << (size - 1).bit_length()
-    return {"TOKENS": max(ELEMENTS // padded, 1), "SIZE": padded, "num_warps": min(max(padded // 512, 4), 16)}
+    return {"TOKENS": max(ELEMENTS // padded, 1), "SIZE": padded, "num_warps": min(max(padded // 256, 4), 16)}

@@ -39,7 +39,7 @@ def norm_backward(
 ) -> None:  # fmt: skip
     """The gradients of x and z, and of the weight sums `[programs along the tokens, groups * size]`."""
     block, feature, is_feature = _place(tl.program_id(0), groups, size, SIZE)
-    weights, width = tl.load(weight + feature, is_feature, 0.0).to(tl.float32), groups * size
+    width = groups * size
     weight_sum = tl.zeros([1, SIZE], tl.float32)
     for step in range(STEPS):
         token, there = _rows(block, step, tokens, is_feature, TOKENS, STEPS)
@@ -52,7 +52,7 @@ def norm_backward(
         scale = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / size + eps)
         gradient = tl.load(dout + token * dout_stride + feature, there, 0.0).to(tl.float32)
         weight_sum += tl.sum(tl.where(there, gradient * (y * scale), 0.0), 0, keep_dims=True)
-        gradient *= weights
+        gradient *= tl.load(weight + feature, is_feature, 0.0).to(tl.float32)  # anew, as registers are few
         along = tl.sum(gradient * y, 1, keep_dims=True) / size * (scale * scale * scale)
         of_y = gradient * scale - along * y
         if z is None:

@@ -69,7 +69,7 @@ def norms(inputs: Tensors, unit: int) -> tuple[Tensor, Tensor]:
     if told.programs:
         with torch.cuda.device_of(q):
             delta_forward[(told.programs,)](
-                q, k, None, None, q.stride(0) // unit, k.stride(0) // unit, 0, 0, None, None, 0, 0.0,
+                q, k, None, None, q.stride(0), k.stride(0), 0, 0, None, None, 0, 0.0,
                 *told.numbers, q_out, k_out, None, None, **told.constants,
             )  # fmt: skip
     return q_out, k_out
@@ -83,8 +83,8 @@ def norm_gradients(inputs: Tensors, gradients: Tensors, unit: int) -> tuple[Tens
     if told.programs:
         with torch.cuda.device_of(q):
             delta_backward[(told.programs,)](
-                q, k, None, None, q.stride(0) // unit, k.stride(0) // unit, 0, 0, None, None, 0, 0.0,
-                *told.numbers, dq_out, dk_out, None, None, dq_out.stride(0) // unit, dk_out.stride(0) // unit, 0, 0,
+                q, k, None, None, q.stride(0), k.stride(0), 0, 0, None, None, 0, 0.0,
+                *told.numbers, dq_out, dk_out, None, None, dq_out.stride(0), dk_out.stride(0), 0, 0,
                 dq, dk, None, None, None, **told.constants,
             )  # fmt: skip
     return dq, dk
@@ -109,7 +109,7 @@ def delta(
     if told.programs:
         with torch.cuda.device_of(x):
             delta_forward[(told.programs,)](
-                q, k, beta, x, q.stride(0) // unit, k.stride(0) // unit, beta.stride(0), x.stride(0) // x_unit, rates,
+                q, k, beta, x, q.stride(0), k.stride(0), beta.stride(0), x.stride(0), rates,
                 bias, first, lower_bound or 0.0, *told.numbers, q_out, k_out, beta_out, g, **told.constants,
             )  # fmt: skip
     return q_out, k_out, g, beta_out
@@ -128,9 +128,9 @@ def delta_gradients(
     with torch.cuda.device_of(x):
         if told.programs:
             delta_backward[(told.programs,)](
-                q, k, beta, x, q.stride(0) // unit, k.stride(0) // unit, beta.stride(0), x.stride(0) // x_unit, rates,
+                q, k, beta, x, q.stride(0), k.stride(0), beta.stride(0), x.stride(0), rates,
                 bias, first, lower_bound or 0.0, *told.numbers, dq_out, dk_out, dbeta_out, dg,
-                dq_out.stride(0) // unit, dk_out.stride(0) // unit, dbeta_out.stride(0), dg.stride(0) // x_unit,
+                dq_out.stride(0), dk_out.stride(0), dbeta_out.stride(0), dg.stride(0),
                 dq, dk, dbeta, dx, sums, **told.constants,
             )  # fmt: skip
         delta_parameters[(rates.shape[0],)](

@@ -17,13 +17,10 @@ from __future__ import annotations
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 
-_DELTA_NUMBERS = (
-    "q_stride", "k_stride", "beta_stride", "x_stride", "first", "lower_bound", "tokens", "key_heads", "head_units",
-    "heads", "channel_units", "norm_programs", "beta_programs",
-)  # fmt: skip
+_WIDEST = tl.constexpr(16)  # bytes of an access
 
 
-@triton.jit(do_not_specialize=(*_DELTA_NUMBERS, "beta", "rates", "bias", "beta_out"))
+@triton.jit(do_not_specialize=range(23))
 def delta_forward(
     q: tl.tensor, k: tl.tensor, beta: tl.tensor, x: tl.tensor,
     q_stride: tl.int64, k_stride: tl.int64, beta_stride: tl.int64, x_stride: tl.int64,
@@ -39,24 +36,19 @@ def delta_forward(
     program = tl.program_id(0)
     if program < norm_programs:
         head_dim = head_units * UNIT
-        _normalise(q, q_out, q_stride * UNIT, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS, DIM)
-        _normalise(k, k_out, k_stride * UNIT, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS, DIM)
+        _normalise(q, q_out, q_stride, program, tokens, key_heads, head_dim, EPS, UNIT, NORM_TOKENS, DIM)
+        _normalise(k, k_out, k_stride, program, tokens, key_heads, head_dim, EPS, UNIT, NORM_TOKENS, DIM)
     elif x is not None:
         if program < norm_programs + beta_programs:
             _strengths(beta, beta_out, beta_stride, program - norm_programs, tokens, heads, BETA_TOKENS, BETA_COLUMNS)
         else:
             _decays(
-                x, g_out, x_stride * X_UNIT, rates, bias, first, lower_bound, program - norm_programs - beta_programs,
-                tokens, heads, channel_units * X_UNIT, TOKENS, COLUMNS, STEPS, PER_FEATURE, BOUNDED,
+                x, g_out, x_stride, rates, bias, first, lower_bound, program - norm_programs - beta_programs,
+                tokens, heads, channel_units * X_UNIT, X_UNIT, TOKENS, COLUMNS, STEPS, PER_FEATURE, BOUNDED,
             )  # fmt: skip
 
 
-@triton.jit(
-    do_not_specialize=(
-        *_DELTA_NUMBERS, "dq_stride", "dk_stride", "dbeta_stride", "dg_stride", "beta", "rates", "bias", "dbeta_out",
-        "dbeta",
-    )
-)  # fmt: skip
+@triton.jit(do_not_specialize=range(32))
 def delta_backward(
     q: tl.tensor, k: tl.tensor, beta: tl.tensor, x: tl.tensor,
     q_stride: tl.int64, k_stride: tl.int64, beta_stride: tl.int64, x_stride: tl.int64,
@@ -78,12 +70,12 @@ def delta_backward(
     if program < norm_programs:
         head_dim = head_units * UNIT
         _normalise_backward(
-            q, dq_out, dq, q_stride * UNIT, dq_stride * UNIT, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS,
-            DIM,
+            q, dq_out, dq, q_stride, dq_stride, program, tokens, key_heads, head_dim, EPS, UNIT,
+            NORM_TOKENS, DIM,
         )  # fmt: skip
         _normalise_backward(
-            k, dk_out, dk, k_stride * UNIT, dk_stride * UNIT, program, tokens, key_heads, head_dim, EPS, NORM_TOKENS,
-            DIM,
+            k, dk_out, dk, k_stride, dk_stride, program, tokens, key_heads, head_dim, EPS, UNIT,
+            NORM_TOKENS, DIM,
         )  # fmt: skip
     elif x is not None:
         if program < norm_programs + beta_programs:
@@ -93,9 +85,9 @@ def delta_backward(
             )  # fmt: skip
         else:
             _decays_backward(
-                x, dg, dx, sums, x_stride * X_UNIT, dg_stride * X_UNIT, rates, bias, first, lower_bound,
+                x, dg, dx, sums, x_stride, dg_stride, rates, bias, first, lower_bound,
                 program - norm_programs - beta_programs, tokens, heads, channel_units * X_UNIT,
-                TOKENS, COLUMNS, STEPS, PER_FEATURE, BOUNDED,
+                X_UNIT, TOKENS, COLUMNS, STEPS, PER_FEATURE, BOUNDED,
             )  # fmt: skip
 
 
@@ -130,7 +122,7 @@ def step_forward(
     if CLAMPED:
         y = tl.where(y < least, least, y)
         y = tl.where(y > most, most, y)
-    tl.store(_at(out, heads, token, column), y, there)
+    tl.store(_at(out, heads, token, column, 1), y, there)
     if rates is not None:
         is_first = (tl.program_id(0) < tl.cdiv(heads, COLUMNS)) & (column < heads)
         decay = -tl.exp(tl.load(rates + first + column, is_first, 0.0).to(tl.float32))
@@ -146,13 +138,13 @@ def step_backward(
 ) -> None:  # fmt: skip
     """The gradient of x, and of the bias sums `[blocks, h]`."""
     token, column, there = _tile(tl.program_id(0), tokens, heads, TOKENS, COLUMNS)
-    gradient = tl.load(_at(dout, dout_stride, token, column), there, 0.0).to(tl.float32)
+    gradient = tl.load(_at(dout, dout_stride, token, column, 1), there, 0.0).to(tl.float32)
     if CLAMPED:
         y = _unlimited(x, x_stride, bias, first, token, column, there, heads, SOFTPLUS)
         gradient = tl.where((y >= least) & (y <= most), gradient, 0.0)
     if SOFTPLUS:
         gradient *= sigmoid(_unlimited(x, x_stride, bias, first, token, column, there, heads, False))
-    tl.store(_at(dx, heads, token, column), gradient.to(dx.dtype.element_ty), there)
+    tl.store(_at(dx, heads, token, column, 1), gradient.to(dx.dtype.element_ty), there)
     if bias is not None:
         block = tl.program_id(0) // tl.cdiv(heads, COLUMNS)
         bias_sum = tl.sum(tl.where(there, gradient, 0.0), 0, keep_dims=True)
@@ -183,28 +175,28 @@ def step_parameters(
 @triton.jit
 def _normalise(
     x: tl.tensor, out: tl.tensor, stride: tl.tensor, program: tl.tensor, tokens: tl.tensor, heads: tl.tensor,
-    head_dim: tl.tensor, EPS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    head_dim: tl.tensor, EPS: tl.constexpr, UNIT: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
 ) -> None:  # fmt: skip
     """Some tokens of one head."""
-    token, head, dim, there = _rows_of_head(program, tokens, heads, head_dim, TOKENS, DIM)
-    full = tl.load(x + token * stride + head * head_dim + dim, there, 0.0).to(tl.float32)
+    token, column, there = _rows_of_head(program, tokens, heads, head_dim, TOKENS, DIM)
+    full = tl.load(_at(x, stride, token, column, UNIT), there, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(full * full, 1, keep_dims=True) + EPS)
-    tl.store(out + (token * heads + head) * head_dim + dim, (full * scale).to(out.dtype.element_ty), there)
+    tl.store(_at(out, heads * head_dim, token, column, UNIT), (full * scale).to(out.dtype.element_ty), there)
 
 
 @triton.jit
 def _normalise_backward(
     x: tl.tensor, dout: tl.tensor, dx: tl.tensor, stride: tl.tensor, dout_stride: tl.tensor, program: tl.tensor,
-    tokens: tl.tensor, heads: tl.tensor, head_dim: tl.tensor, EPS: tl.constexpr, TOKENS: tl.constexpr,
-    DIM: tl.constexpr,
+    tokens: tl.tensor, heads: tl.tensor, head_dim: tl.tensor, EPS: tl.constexpr, UNIT: tl.constexpr,
+    TOKENS: tl.constexpr, DIM: tl.constexpr,
 ) -> None:  # fmt: skip
-    token, head, dim, there = _rows_of_head(program, tokens, heads, head_dim, TOKENS, DIM)
-    full = tl.load(x + token * stride + head * head_dim + dim, there, 0.0).to(tl.float32)
-    gradient = tl.load(dout + token * dout_stride + head * head_dim + dim, there, 0.0).to(tl.float32)
+    token, column, there = _rows_of_head(program, tokens, heads, head_dim, TOKENS, DIM)
+    full = tl.load(_at(x, stride, token, column, UNIT), there, 0.0).to(tl.float32)
+    gradient = tl.load(_at(dout, dout_stride, token, column, UNIT), there, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(full * full, 1, keep_dims=True) + EPS)
     along = tl.sum(gradient * full, 1, keep_dims=True) * (scale * scale * scale)
     of_x = gradient * scale - along * full
-    tl.store(dx + (token * heads + head) * head_dim + dim, of_x.to(dx.dtype.element_ty), there)
+    tl.store(_at(dx, heads * head_dim, token, column, UNIT), of_x.to(dx.dtype.element_ty), there)
 
 
 @triton.jit
@@ -213,8 +205,8 @@ def _strengths(
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     token, column, there = _tile(block, tokens, heads, TOKENS, COLUMNS)
-    logits = tl.load(_at(beta, stride, token, column), there, 0.0).to(tl.float32)
-    tl.store(_at(out, heads, token, column), sigmoid(logits), there)
+    logits = tl.load(_at(beta, stride, token, column, 1), there, 0.0).to(tl.float32)
+    tl.store(_at(out, heads, token, column, 1), sigmoid(logits), there)
 
 
 @triton.jit
@@ -223,33 +215,33 @@ def _strengths_backward(
     tokens: tl.tensor, heads: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     token, column, there = _tile(block, tokens, heads, TOKENS, COLUMNS)
-    y = sigmoid(tl.load(_at(beta, stride, token, column), there, 0.0).to(tl.float32))
-    gradient = tl.load(_at(dout, dout_stride, token, column), there, 0.0).to(tl.float32) * (y * (1 - y))
-    tl.store(_at(dbeta, heads, token, column), gradient.to(dbeta.dtype.element_ty), there)
+    y = sigmoid(tl.load(_at(beta, stride, token, column, 1), there, 0.0).to(tl.float32))
+    gradient = tl.load(_at(dout, dout_stride, token, column, 1), there, 0.0).to(tl.float32) * (y * (1 - y))
+    tl.store(_at(dbeta, heads, token, column, 1), gradient.to(dbeta.dtype.element_ty), there)
 
 
 @triton.jit
 def _decays(
     x: tl.tensor, g: tl.tensor, stride: tl.tensor, rates: tl.tensor, bias: tl.tensor, first: tl.tensor,
     lower_bound: tl.tensor, block: tl.tensor, tokens: tl.tensor, heads: tl.tensor, channels: tl.tensor,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_FEATURE: tl.constexpr,
+    UNIT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, PER_FEATURE: tl.constexpr,
     BOUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
     across, head, column, is_column = _columns(block, heads, channels, COLUMNS, PER_FEATURE)
     rate, shift = _of_columns(rates, bias, first, head, column, is_column, heads, channels)
     for step in range(STEPS):
         token, there = _tokens(block // across, step, tokens, is_column, TOKENS, STEPS)
-        shifted = tl.load(_at(x, stride, token, column), there, 0.0).to(tl.float32) + shift
+        shifted = tl.load(_at(x, stride, token, column, UNIT), there, 0.0).to(tl.float32) + shift
         activated = lower_bound * sigmoid(rate * shifted) if BOUNDED else -rate * _softplus(shifted)
-        tl.store(_at(g, heads * channels, token, column), activated, there)
+        tl.store(_at(g, heads * channels, token, column, UNIT), activated, there)
 
 
 @triton.jit
 def _decays_backward(
     x: tl.tensor, dg: tl.tensor, dx: tl.tensor, sums: tl.tensor, stride: tl.tensor, dg_stride: tl.tensor,
     rates: tl.tensor, bias: tl.tensor, first: tl.tensor, lower_bound: tl.tensor, block: tl.tensor, tokens: tl.tensor,
-    heads: tl.tensor, channels: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-    PER_FEATURE: tl.constexpr, BOUNDED: tl.constexpr,
+    heads: tl.tensor, channels: tl.tensor, UNIT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    STEPS: tl.constexpr, PER_FEATURE: tl.constexpr, BOUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
     columns = heads * channels
     across, head, column, is_column = _columns(block, heads, channels, COLUMNS, PER_FEATURE)
@@ -257,15 +249,15 @@ def _decays_backward(
     rate_sum, shift_sum = tl.zeros([1, COLUMNS], tl.float32), tl.zeros([1, COLUMNS], tl.float32)
     for step in range(STEPS):
         token, there = _tokens(block // across, step, tokens, is_column, TOKENS, STEPS)
-        shifted = tl.load(_at(x, stride, token, column), there, 0.0).to(tl.float32) + shift
-        gradient = tl.load(_at(dg, dg_stride, token, column), there, 0.0).to(tl.float32)
+        shifted = tl.load(_at(x, stride, token, column, UNIT), there, 0.0).to(tl.float32) + shift
+        gradient = tl.load(_at(dg, dg_stride, token, column, UNIT), there, 0.0).to(tl.float32)
         if BOUNDED:
             y = sigmoid(rate * shifted)
             gradient = gradient * lower_bound * (y * (1 - y))
             of_rate, of_shifted = gradient * shifted, gradient * rate
         else:
             of_rate, of_shifted = -(gradient * _softplus(shifted)), gradient * -rate * sigmoid(shifted)
-        tl.store(_at(dx, columns, token, column), of_shifted.to(dx.dtype.element_ty), there)
+        tl.store(_at(dx, columns, token, column, UNIT), of_shifted.to(dx.dtype.element_ty), there)
         rate_sum += tl.sum(tl.where(there, of_rate, 0.0), 0, keep_dims=True)
         shift_sum += tl.sum(tl.where(there, of_shifted, 0.0), 0, keep_dims=True)
     kept = sums + (block // across) * 2 * columns + column
@@ -278,10 +270,10 @@ def _rows_of_head(
     program: tl.tensor, tokens: tl.tensor, heads: tl.tensor, head_dim: tl.tensor, TOKENS: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Tokens `[TOKENS, 1]`, the head, features `[1, DIM]`, and which of `[TOKENS, DIM]` there are."""
+    """Tokens `[TOKENS, 1]`, the columns of a head `[1, DIM]`, and which of `[TOKENS, DIM]` there are."""
     head, block = program % heads, (program // heads).to(tl.int64)
     token, dim = block * TOKENS + tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM)[None, :]
-    return token, head, dim, (token < tokens) & (dim < head_dim)
+    return token, head * head_dim + dim, (token < tokens) & (dim < head_dim)
 
 
 @triton.jit
@@ -321,8 +313,10 @@ def _tokens(
 
 
 @triton.jit
-def _at(table: tl.tensor, stride: tl.tensor, token: tl.tensor, column: tl.tensor) -> tl.tensor:
-    return table + token * stride + column
+def _at(table: tl.tensor, stride: tl.tensor, token: tl.tensor, column: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
+    """Addresses, of which those of a unit are told to lie side by side from a multiple of its size on."""
+    places = table + token * stride + column
+    return tl.multiple_of(places, [1, _WIDEST]) if UNIT > 1 else places
 
 
 @triton.jit
@@ -341,7 +335,7 @@ def _unlimited(
     there: tl.tensor, heads: tl.tensor, SOFTPLUS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A step before its limits."""
-    y = tl.load(_at(x, x_stride, token, column), there, 0.0).to(tl.float32)
+    y = tl.load(_at(x, x_stride, token, column, 1), there, 0.0).to(tl.float32)
     if bias is not None:
         y += tl.load(bias + first + column, column < heads, 0.0).to(tl.float32)
     return _softplus(y) if SOFTPLUS else y
