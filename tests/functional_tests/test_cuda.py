@@ -21,6 +21,8 @@ from megatron_cp.executor.head_exchange import to_heads, to_tokens
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
 from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.gates import delta
+from megatron_cp.linear.gates.tensors import has_kernels
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.plan.schemes import SCHEMES
@@ -31,6 +33,7 @@ from megatron_cp.testing.parity import Case, Problem, draw, judge, run_layer, wh
 from megatron_cp.testing.poison import poisoned
 from tests.gates_host_work import host_work, stage_of
 from tests.unit_tests.exchange import test_kernel_copies
+from tests.unit_tests.linear import test_gates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -247,6 +250,24 @@ def test_host_never_waits(what, monkeypatch):
     assert counters.copied or launches
     assert set(launches) in (set(), {"to_message_kernel", "from_message_kernel"})
     assert counters.host_syncs == {}
+
+
+# -- gates -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", test_gates.CHECKS)
+def test_kernels_of_gates(check):
+    """Against torch's operators, and each head's bits against those that it has among others."""
+    if not copies.runs_on(torch.device(DEVICE)):
+        pytest.skip("needs Triton")
+    with poisoned(), torch.autograd.set_multithreading_enabled(False):
+        getattr(test_gates, check)(DEVICE)
+
+
+def test_gates_in_float64_are_torchs():
+    inputs = test_gates.delta_inputs(test_gates.DELTA[0], torch.float64, device=DEVICE)
+    assert not has_kernels(*inputs)
+    assert delta.normalised(*inputs[:2])[0].dtype == torch.float64
 
 
 # Python calls and operators, and launches by name. As torch had them, Gated DeltaNet's were 37 and 48 operators.

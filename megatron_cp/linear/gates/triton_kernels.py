@@ -3,8 +3,8 @@
 Each token and head is computed by itself, in float32. What is added up is added in the same order on every rank: the
 squares of a norm, and the sums over tokens for the parameters, which every program keeps for its tokens and a second
 kernel adds up. That order follows from a tile's size and from how wide its accesses are, so neither may depend on how
-many heads a rank has or where its rows begin: rows of whole units of 16 bytes are told to begin on one, which
-`triton.py` sees to, and of nothing else is Triton told what it is aligned to.
+many heads a rank has or where its rows begin: rows of whole units of 16 bytes are told to begin on one, which `dense`
+sees to, and of nothing else is Triton told what it is aligned to.
 
 `x` is what a decay or a step is made of, `[T, h, c]`, with one channel a head (Gated DeltaNet, Mamba-2) or one for each
 feature (KDA). Columns are those of `[T, h * c]`; a tile has some of all heads, or those of one.
