@@ -322,9 +322,6 @@ def steps_and_norms(device: str = "cpu") -> None:
                 (slice(1, 1 + heads), limit, softplus_too),
                 step_inputs(tokens, heads, dtype, device),
             )
-                (slice(1, 1 + heads), limit, softplus_too),
-                step_inputs(tokens, heads, dtype, device),
-            )
             for inputs in [(x, rates, bias), (x, None, bias), (x, rates, None), (x, None, None)]:
                 found, expected = (
                     with_gradients(steps_by(function, *options), *inputs) for function in (steps._Fused, steps._OnTorch)
