@@ -270,6 +270,25 @@ def test_gates_in_float64_are_torchs():
     assert delta.normalised(*inputs[:2])[0].dtype == torch.float64
 
 
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_mambas_gated_norm_equals_the_cpus(has_gate):
+    """By a kernel of mamba_ssm's or of ours; the module is Megatron's, as `norms.py` has it."""
+    pytest.importorskip("megatron.core")
+    from megatron_cp.megatron.layers.norms import GatedRMSNorm
+
+    draw, results = torch.Generator().manual_seed(0), []
+    x, z, gradient = (torch.randn(70, 48, generator=draw) for _ in range(3))
+    weight = torch.randn(48, generator=draw)
+    for device in ("cpu", DEVICE):
+        norm = GatedRMSNorm(48, group_size=24, device=device)
+        norm.weight.data.copy_(weight)
+        leaves = [each.to(device).requires_grad_() for each in ((x, z) if has_gate else (x,))]
+        out = norm(*leaves)
+        results.append([out, *torch.autograd.grad(out, [*leaves, norm.weight], gradient.to(device))])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
 # Python calls and operators, and launches by name. As torch had them, Gated DeltaNet's were 37 and 48 operators.
 GATES = {
     "gdn": ((33, 4), (81, 7), ("delta_forward", "delta_backward", "delta_parameters")),
