@@ -123,10 +123,10 @@ def step_forward(
         y = tl.where(y < least, least, y)
         y = tl.where(y > most, most, y)
     tl.store(_at(out, heads, token, column, 1), y, there)
-    if rates is not None:
-        is_first = (tl.program_id(0) < tl.cdiv(heads, COLUMNS)) & (column < heads)
-        decay = -tl.exp(tl.load(rates + first + column, is_first, 0.0).to(tl.float32))
-        tl.store(decays + column, decay, is_first)
+    if rates is not None:  # noqa: SIM102 - the one is asked when this is compiled
+        if tl.program_id(0) < tl.cdiv(heads, COLUMNS):  # those of the first tokens
+            decay = -tl.exp(tl.load(rates + first + column, column < heads, 0.0).to(tl.float32))
+            tl.store(decays + column, decay, column < heads)
 
 
 @triton.jit(do_not_specialize=range(12))
@@ -348,11 +348,11 @@ def _added(
 ) -> tl.tensor:  # fmt: skip
     """The sums of a head over all blocks, `[CHANNELS]`: zero if the head is not there."""
     channel = tl.arange(0, CHANNELS)
-    is_own = (head >= 0) & (head < heads)
+    end = tl.where((head >= 0) & (head < heads), blocks, 0)
     total = tl.zeros([CHANNELS], tl.float32)
-    for begin in range(0, blocks, BLOCKS):
+    for begin in range(0, end, BLOCKS):
         block = begin + tl.arange(0, BLOCKS)[:, None]
-        there = is_own & (block < blocks) & (channel < channels)[None, :]
+        there = (block < end) & (channel < channels)[None, :]
         of_block = sums + (block * kinds + which) * (heads * channels) + head * channels + channel[None, :]
         total += tl.sum(tl.load(of_block, there, 0.0), 0)
     return total
