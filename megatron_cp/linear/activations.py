@@ -15,11 +15,6 @@ from torch import Tensor
 from megatron_cp.executor.opaque import opaque
 
 
-def sigmoid(x: Tensor) -> Tensor:
-    """`1 / (1 + exp(-x))`."""
-    return _Sigmoid.apply(x)
-
-
 def silu(x: Tensor) -> Tensor:
     """`x * sigmoid(x)`."""
     return _Silu.apply(x)
@@ -30,38 +25,30 @@ def softplus(x: Tensor) -> Tensor:
     return _Softplus.apply(x)
 
 
-def _sigmoid(x: Tensor) -> Tensor:
+def sigmoid_value(x: Tensor) -> Tensor:
+    """`1 / (1 + exp(-x))`, which autograd differentiates to NaN where exp overflows."""
     return (x.neg().exp_() + 1).reciprocal_()  # exp overflows to inf below -88 in fp32, whose reciprocal is right: 0
 
 
+def softplus_value(x: Tensor) -> Tensor:
+    """`softplus(x)`, not to be differentiated by autograd."""
+    return x.clamp(min=0).add_(x.abs().neg_().exp_().log1p_())
+
+
 # The gradients are written out because autograd's own would divide inf by inf where exp overflows.
-
-
-class _Sigmoid(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = _sigmoid(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    @opaque
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return gradients[0] * (y * (1 - y))
 
 
 class _Silu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _sigmoid(x).mul_(x)
+        return sigmoid_value(x).mul_(x)
 
     @staticmethod
     @opaque
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        y = _sigmoid(x)
+        y = sigmoid_value(x)
         return gradients[0] * (y * (1 + x * (1 - y)))
 
 
@@ -69,10 +56,10 @@ class _Softplus(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x.clamp(min=0) + x.abs().neg_().exp_().log1p_()
+        return softplus_value(x)
 
     @staticmethod
     @opaque
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return gradients[0] * _sigmoid(x)
+        return gradients[0] * sigmoid_value(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -10,10 +9,9 @@ from megatron_cp.errors import checked_flag
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
-from megatron_cp.linear.activations import sigmoid, softplus
+from megatron_cp.linear.gates.delta import delta_gates, normalised
 from megatron_cp.linear.kernels import Delta, LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, Stage, check_conv
-from megatron_cp.linear.reductions import for_each_token, l2_normalised
 from megatron_cp.plan.plan import Plan
 
 _MAKER = 'plan_linear(kind="gdn")'
@@ -74,7 +72,7 @@ def gated_delta_rule(
 
     def gates(_: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, g: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
-            q, k = l2_normalised(q), l2_normalised(k)
+            q, k = normalised(q, k)
         return [q, k, v, g.squeeze(-1), beta.squeeze(-1)]
 
     return layer.run(
@@ -160,12 +158,8 @@ def mixer_stages(
     """What a rank computes between the exchanges of `gated_delta_net`, as `LinearOnRank.run` takes it."""
 
     def gates(layer: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
-        acc_dtype, tokens = torch.promote_types(alpha.dtype, torch.float32), len(alpha)
-        rate = for_each_token(A_log[layer.heads].to(acc_dtype).exp(), tokens)
-        g = -rate * softplus(
-            alpha.squeeze(-1).to(acc_dtype) + for_each_token(dt_bias[layer.heads].to(acc_dtype), tokens)
-        )
-        return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(acc_dtype))]
+        q, k, g, beta = delta_gates(q, k, beta, alpha, heads=layer.heads, A_log=A_log, dt_bias=dt_bias)
+        return [q, k, v, g, beta]
 
     return {
         "conv": lambda layer, *arrived: layer.convolved(arrived, taps, conv_bias, count=3),

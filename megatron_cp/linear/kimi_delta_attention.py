@@ -10,10 +10,9 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag
 from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
-from megatron_cp.linear.activations import sigmoid, softplus
+from megatron_cp.linear.gates.delta import delta_gates, normalised
 from megatron_cp.linear.kernels import Delta, LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
-from megatron_cp.linear.reductions import for_each_token, l2_normalised
 from megatron_cp.plan.plan import Plan
 
 _MAKER = 'plan_linear(kind="kda")'
@@ -74,7 +73,7 @@ def kda(
 
     def gates(_: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
         if use_qk_l2norm_in_kernel:
-            q, k = l2_normalised(q), l2_normalised(k)
+            q, k = normalised(q, k)
         return [q, k, v, g, beta.squeeze(-1)]
 
     return layer.run(
@@ -152,12 +151,10 @@ def kda_mixer(
     )
 
     def gates(layer: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> list[Tensor]:
-        acc_dtype, tokens = torch.promote_types(g.dtype, torch.float32), len(g)
-        local_bias = dt_bias.unflatten(0, (heads, decay.head_dim))[layer.heads].flatten().to(acc_dtype)
-        rate = for_each_token(A_log[layer.heads].to(acc_dtype).exp(), tokens)[..., None]
-        shifted = g.to(acc_dtype) + for_each_token(local_bias, tokens).view(g.shape)
-        g = -rate * softplus(shifted) if lower_bound is None else lower_bound * sigmoid(rate * shifted)
-        return [l2_normalised(q), l2_normalised(k), v, g, sigmoid(beta.squeeze(-1).to(acc_dtype))]
+        q, k, g, beta = delta_gates(
+            q, k, beta, g, heads=layer.heads, A_log=A_log, dt_bias=dt_bias, lower_bound=lower_bound, per_feature=True
+        )
+        return [q, k, v, g, beta]
 
     return layer.run(
         [qkv, g, beta],

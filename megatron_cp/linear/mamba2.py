@@ -13,13 +13,14 @@ from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
-from megatron_cp.linear.activations import softplus
+from megatron_cp.linear.gates.steps import step_gates
 from megatron_cp.linear.kernels import LinearKernel, StateSpace
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
 from megatron_cp.linear.reductions import for_each_token
 from megatron_cp.plan.plan import Plan
 
 _MAKER = 'plan_linear(kind="mamba")'
+_ANY_STEP = (0.0, math.inf)  # as softplus makes them
 
 
 @opaque
@@ -81,11 +82,11 @@ def mamba2(
         dt_softplus=dt_softplus,
         dt_limit=tuple(map(float, dt_limit)),
     )
+    limit = None if dt_softplus and dt_limit == _ANY_STEP else dt_limit
 
     def gates(layer: LinearOnRank, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
-        acc_dtype = torch.promote_types(dt.dtype, torch.float32)
-        step = _step(dt.squeeze(-1).to(acc_dtype), dt_bias, layer, softplus_too=dt_softplus, limit=dt_limit)
-        return [x, step, A[layer.heads].to(acc_dtype), b, c]
+        step, _ = step_gates(dt, heads=layer.heads, A_log=None, bias=dt_bias, limit=limit, softplus=dt_softplus)
+        return [x, step, A[layer.heads].to(step.dtype), b, c]
 
     return layer.run(
         [x.flatten(1), B.flatten(1), C.flatten(1), dt],
@@ -149,11 +150,12 @@ def mamba2_mixer(
     layer.check_kernels()
     parameters = {"conv": conv, "conv_bias": conv_bias, "A_log": A_log, "D": D, "dt_bias": dt_bias}
     layer.agree("mamba2_mixer", {"xBC": xBC, "dt": dt, **parameters}, dt_limit=tuple(map(float, dt_limit)))
+    limit = None if dt_limit == _ANY_STEP else dt_limit
 
     def gates(layer: LinearOnRank, x: Tensor, b: Tensor, c: Tensor, dt: Tensor) -> list[Tensor]:
-        acc_dtype = torch.promote_types(dt.dtype, torch.float32)
-        step = _step(dt.squeeze(-1).to(acc_dtype), dt_bias, layer, softplus_too=True, limit=dt_limit)
-        return [x, step, -A_log[layer.heads].to(acc_dtype).exp(), b, c]
+        step, decay = step_gates(dt, heads=layer.heads, A_log=A_log, bias=dt_bias, limit=limit)
+        assert decay is not None
+        return [x, step, decay, b, c]
 
     return layer.run(
         [xBC, dt],
@@ -161,17 +163,6 @@ def mamba2_mixer(
         gates=gates,
         rule=lambda layer, *inputs: [_with_skip(layer.recurrence(StateSpace(*inputs), 1.0), inputs[0], skip, layer)],
     )
-
-
-def _step(
-    dt: Tensor, bias: Tensor | None, layer: LinearOnRank, *, softplus_too: bool, limit: tuple[float, float]
-) -> Tensor:
-    """dt `[T, h]` as the recurrence takes it."""
-    if bias is not None:
-        dt = dt + for_each_token(bias[layer.heads].to(dt.dtype), len(dt))
-    if softplus_too:
-        dt = softplus(dt)
-    return dt if softplus_too and limit == (0.0, math.inf) else dt.clamp(*limit)
 
 
 def _with_skip(y: Tensor, x: Tensor, skip: Tensor | None, layer: LinearOnRank) -> Tensor:

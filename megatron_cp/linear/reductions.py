@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,10 +13,29 @@ from megatron_cp.executor.opaque import opaque_backward
 L2_EPS = 1e-6  # as in fla and Megatron
 
 
+@cache
+def acc_type(dtype: torch.dtype) -> torch.dtype:
+    """What values of a type are computed in: float32 at least."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def l2_normalised(x: Tensor) -> Tensor:
     """`[..., d]` divided by its norms."""
-    full = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (full * (full.square().sum(-1, keepdim=True) + L2_EPS).rsqrt()).to(x.dtype)
+    return l2_normalised_and_scale(x)[0]
+
+
+def l2_normalised_and_scale(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`[..., d]` divided by its norms, and what it was multiplied by, `[..., 1]`."""
+    full = x.to(acc_type(x.dtype))
+    scale = full.square().sum(-1, keepdim=True).add_(L2_EPS).rsqrt_()
+    return (full * scale).to(x.dtype), scale
+
+
+def l2_gradient(x: Tensor, scale: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of x from that of `l2_normalised(x)`, by the steps of torch's autograd, whose bits it has."""
+    full, gradient = x.to(scale.dtype), gradient.to(scale.dtype)
+    along = (gradient * full).sum(-1, keepdim=True).mul_(-0.5).mul_(scale.pow(3))
+    return (gradient * scale).add_((full * 2).mul_(along)).to(x.dtype)
 
 
 def sum_over_tokens(rows: Tensor) -> Tensor:

@@ -21,6 +21,8 @@ from megatron_cp.executor.head_exchange import to_heads, to_tokens
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
 from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.gates import delta
+from megatron_cp.linear.gates.tensors import has_kernels
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.plan.schemes import SCHEMES
@@ -29,7 +31,9 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, Problem, draw, judge, run_layer, whole
 from megatron_cp.testing.poison import poisoned
+from tests.gates_host_work import host_work, stage_of
 from tests.unit_tests.exchange import test_kernel_copies
+from tests.unit_tests.linear import test_gates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -246,6 +250,76 @@ def test_host_never_waits(what, monkeypatch):
     assert counters.copied or launches
     assert set(launches) in (set(), {"to_message_kernel", "from_message_kernel"})
     assert counters.host_syncs == {}
+
+
+# -- gates -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check", test_gates.CHECKS)
+def test_kernels_of_gates(check):
+    """Against torch's operators, and each head's bits against those that it has among others."""
+    if not copies.runs_on(torch.device(DEVICE)):
+        pytest.skip("needs Triton")
+    with poisoned(), torch.autograd.set_multithreading_enabled(False):
+        getattr(test_gates, check)(DEVICE)
+
+
+def test_gates_in_float64_are_torchs():
+    inputs = test_gates.delta_inputs(test_gates.DELTA[0], torch.float64, device=DEVICE)
+    assert not has_kernels(*inputs)
+    assert delta.normalised(*inputs[:2])[0].dtype == torch.float64
+
+
+@pytest.mark.parametrize("has_gate", [True, False])
+def test_mambas_gated_norm_equals_the_cpus(has_gate):
+    """By a kernel of mamba_ssm's or of ours; the module is Megatron's, as `norms.py` has it."""
+    pytest.importorskip("megatron.core")
+    from megatron_cp.megatron.layers.norms import GatedRMSNorm
+
+    draw, results = torch.Generator().manual_seed(0), []
+    x, z, gradient = (torch.randn(70, 48, generator=draw) for _ in range(3))
+    weight = torch.randn(48, generator=draw)
+    for device in ("cpu", DEVICE):
+        norm = GatedRMSNorm(48, group_size=24, device=device)
+        norm.weight.data.copy_(weight)
+        leaves = [each.to(device).requires_grad_() for each in ((x, z) if has_gate else (x,))]
+        out = norm(*leaves)
+        results.append([out, *torch.autograd.grad(out, [*leaves, norm.weight], gradient.to(device))])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+# Python calls and operators, and launches by name. As torch had them, Gated DeltaNet's were 37 and 48 operators.
+GATES = {
+    "gdn": ((33, 4), (81, 7), ("delta_forward", "delta_backward", "delta_parameters")),
+    "kda": ((33, 4), (82, 7), ("delta_forward", "delta_backward", "delta_parameters")),
+    "mamba": ((28, 2), (57, 4), ("step_forward", "step_backward", "step_parameters")),
+}
+
+
+@pytest.mark.parametrize("layer", GATES)
+def test_gates_are_one_kernel_forward_and_two_backward(layer, monkeypatch):
+    """Backward the second one adds up the parameters' gradients; operators allocate."""
+    if not copies.runs_on(torch.device(DEVICE)):
+        pytest.skip("needs Triton")
+    from megatron_cp.linear.gates import triton
+
+    forward, backward, names = GATES[layer]
+    found = host_work(layer, DEVICE)
+    assert found.forward.calls <= forward[0]
+    assert found.forward.operators <= forward[1]
+    assert found.backward.calls <= backward[0]
+    assert found.backward.operators <= backward[1]
+
+    launches, (gates, sections, parameters) = Counter(), stage_of(layer, DEVICE)
+    for name in names:
+        monkeypatch.setattr(triton, name, test_kernel_copies.Counted(getattr(triton, name), name, launches))
+    outputs = [y for y in gates(*sections) if y.grad_fn is not None]
+    assert launches == {names[0]: 1}
+    with torch.autograd.set_multithreading_enabled(False):
+        leaves = [x for x in (*sections, *parameters) if x.requires_grad]
+        torch.autograd.grad(outputs, leaves, [torch.ones_like(y) for y in outputs], allow_unused=True)
+    assert launches == dict.fromkeys(names, 1)
 
 
 def count_launches(monkeypatch):

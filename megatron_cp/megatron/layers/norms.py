@@ -14,6 +14,9 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from megatron_cp.linear.gates.gated_norm import gated_norm
+from megatron_cp.linear.gates.tensors import has_kernels
+
 
 class Norm:
     """torch's norm as Megatron wraps it, also under sequence parallelism and for any spec that asks."""
@@ -30,7 +33,7 @@ class Norm:
 class GatedRMSNorm(nn.Module):
     """`weight * y / rms(y)` in groups of features, with y = x silu(z): Megatron's `ExtendedRMSNorm`.
 
-    On CUDA with mamba_ssm's kernel where that is installed, else with torch.
+    On CUDA with mamba_ssm's kernel where that is installed, else with ours; elsewhere with torch.
     """
 
     tp_group: Any
@@ -55,6 +58,8 @@ class GatedRMSNorm(nn.Module):
             shape = {"eps": self.eps, "group_size": self.group_size}
             normed: Tensor = fused(x, self.weight, None, z=z, norm_before_gate=False, **shape)
             return normed
+        if has_kernels(x, *([] if z is None else [z]), self.weight):
+            return gated_norm(x, z, self.weight, self.eps, self.group_size)
         full = x.to(_acc_dtype(x)) if z is None else silu_gated(x, z)
         groups = full.unflatten(-1, (-1, self.group_size))
         groups = groups * (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()

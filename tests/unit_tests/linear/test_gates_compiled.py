@@ -1,0 +1,207 @@
+"""What Triton makes of the gates' kernels for A100, H100 and B200, without one: registers, accesses, and how often.
+
+As for the exchange's kernels (`test_triton_compiled`), a stand-in for the CUDA driver takes Triton's place for good, so
+it has a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_cp.linear.gates import delta, gated_norm, steps
+from tests.unit_tests.exchange.test_triton_compiled import ARCHITECTURES, Driver, described
+
+pytestmark = pytest.mark.slow
+
+BF16, FP32 = torch.bfloat16, torch.float32
+# Registers of a thread as Triton 3.6.0 compiles for sm_80, sm_90 and sm_100.
+REGISTERS = {
+    "gdn delta_forward": (48, 48, 48),
+    "gdn delta_backward": (64, 56, 56),
+    "gdn delta_parameters": (25, 24, 22),
+    "kda delta_forward": (56, 56, 56),
+    "kda delta_backward": (128, 128, 128),
+    "kda delta_parameters": (40, 40, 32),
+    "bounded delta_forward": (48, 48, 48),
+    "bounded delta_backward": (96, 96, 96),
+    "norms delta_forward": (32, 32, 32),
+    "norms delta_backward": (44, 44, 44),
+    "mamba step_forward": (48, 46, 47),
+    "mamba step_backward": (56, 64, 64),
+    "mamba step_parameters": (22, 24, 22),
+    "clamped step_forward": (48, 47, 48),
+    "clamped step_backward": (62, 64, 64),
+    "group of 1024 norm_forward": (32, 32, 32),
+    "group of 1024 norm_backward": (93, 95, 92),
+    "weight norm_weight": (32, 40, 40),
+    "group of 8192 norm_forward": (36, 32, 34),
+    "group of 8192 norm_backward": (128, 128, 128),
+}
+SPILLED = {"group of 8192 norm_backward": 64}  # bytes, at most; 16 elements for each of 512 threads
+MARGIN = 1.1  # for another ptxas
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, Any]:
+    """What a process that compiles has to say."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit_tests.linear.test_gates_compiled"],
+        cwd=Path(__file__).parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
+        timeout=240,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("case", REGISTERS)
+def test_registers_suffice(made, architecture: int, case: str):
+    kernel = made["kernels"][str(architecture)][case]
+    assert kernel["local"] <= SPILLED.get(case, 0)
+    assert kernel["registers"] <= MARGIN * REGISTERS[case][ARCHITECTURES.index(architecture)]
+    assert not kernel["fused"]  # a product is rounded before it is added
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_whole_units_are_read_and_written_at_once(made, architecture: int):
+    """Norms of q and k are 4 wide accesses each way for a thread; KDA's decays are another 2 in and 4 out."""
+    found = {case: each["machine_accesses"] for case, each in made["kernels"][str(architecture)].items()}
+    assert found["gdn delta_forward"]["LDG.128"] == found["gdn delta_forward"]["STG.128"] == 4
+    assert found["kda delta_forward"]["LDG.128"] == 6
+    assert found["kda delta_forward"]["STG.128"] == 8
+    assert "LDG.16" not in found["norms delta_backward"]
+
+
+def test_no_number_and_no_place_makes_another_kernel(made):
+    """A kernel for each type, kind of layer and size of a head, whatever tokens, heads and places there are.
+
+    Another kernel might add up in another order, and a rank's bits would differ from another's.
+    """
+    assert made["drawn"] == made["expected"]
+
+
+# -- in a process of its own -----------------------------------------------------------------------------------------
+
+
+def rows(tokens: int, heads: int, dim: int, *, dtype: torch.dtype = BF16, first: int = 0, gap: int = 0) -> Tensor:
+    """A section of a table, `first` elements into its rows."""
+    table = torch.zeros(tokens, first + heads * dim + gap, dtype=dtype)
+    return table[:, first : first + heads * dim].unflatten(1, (heads, dim))
+
+
+def run(function: Any, inputs: list[Tensor | None], *options: Any) -> None:
+    """Forward and backward."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    outputs = function.apply(*leaves, *options)
+    outputs = [y for y in (outputs if isinstance(outputs, tuple) else [outputs]) if y is not None]
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+
+
+def delta_call(
+    heads: int, tokens: int = 256, channels: int = 1, lower_bound: float | None = None, dim: int = 128, **place: int
+) -> None:
+    q, k = rows(tokens, heads, dim, **place), rows(tokens, heads, dim, **place)
+    beta, x = rows(tokens, heads, 1, **place), rows(tokens, heads, channels, **place)
+    parameters = [torch.zeros(heads + 1), torch.zeros((heads + 1) * channels)]
+    run(delta._Fused, [q, k, beta, x, *parameters], slice(1, heads + 1), lower_bound, channels > 1)
+
+
+def step_call(heads: int, tokens: int = 256, limit: Any = None, **place: int) -> None:
+    parameters = [torch.zeros(heads + 1), torch.zeros(heads + 1)]
+    run(steps._Fused, [rows(tokens, heads, 1, **place), *parameters], slice(1, heads + 1), limit, True)
+
+
+def norm_call(group: int, tokens: int = 256) -> None:
+    x, z, weight = (torch.zeros(n, 2 * group, dtype=BF16) for n in (tokens, tokens, 1))
+    run(gated_norm._GatedNorm, [x, z, weight[0]], 1e-5, group)
+
+
+CALLS = {
+    "gdn": lambda: delta_call(4),
+    "kda": lambda: delta_call(4, channels=128),
+    "bounded": lambda: delta_call(4, channels=128, lower_bound=-5.0),
+    "norms": lambda: run(delta._FusedNorms, [rows(256, 4, 128), rows(256, 4, 128)]),
+    "mamba": lambda: step_call(4),
+    "clamped": lambda: step_call(4, limit=(0.0, 1.0)),
+    "group of 1024": lambda: norm_call(1024),
+    "group of 8192": lambda: norm_call(8192),
+}
+
+
+def drawn_calls(compiled: list[Any]) -> dict[str, int]:
+    """Kernels compiled for other tokens, heads and places."""
+    forget()
+    compiled.clear()
+    draw = np.random.default_rng(0)
+    for number in range(60):
+        place = {"first": int(draw.integers(9)), "gap": int(draw.integers(9))}
+        heads, tokens = int(draw.integers(1, 33)), int(draw.choice([1, 16, 17, draw.integers(1, 700)]))
+        channels, bound = ((1, None), (16, None), (12, -5.0))[number % 3]
+        delta_call(heads, tokens, channels, bound, dim=(64, 12)[number % 2], **place)
+        step_call(heads, tokens, (None, (0.5, 1.0))[number % 2], **place)
+        norm_call(64, tokens)
+    return dict(Counter(kernel.metadata.name for kernel in compiled))
+
+
+# Two sizes of key heads with three kinds of decays, and one or up to 16 channels; with limits and without.
+EXPECTED = {
+    "delta_forward": 6, "delta_backward": 6, "delta_parameters": 2, "step_forward": 2, "step_backward": 2,
+    "step_parameters": 1, "norm_forward": 1, "norm_backward": 1, "norm_weight": 1,
+}  # fmt: skip
+
+
+def forget() -> None:
+    """All that was compiled."""
+    for module in (triton_kernels, norm_kernels):
+        for kernel in vars(module).values():
+            if hasattr(kernel, "device_caches"):
+                kernel.device_caches.clear()
+
+
+def main() -> None:
+    torch.autograd.set_multithreading_enabled(False)
+    driver, compiled = Driver(), []
+    triton.runtime.driver.set_active(driver)
+
+    def keep(*, fn: Any, key: Any, **_: Any) -> None:
+        compiled.append(fn.jit_function.device_caches[0][0][key])
+
+    triton.knobs.runtime.jit_post_compile_hook = keep
+    found: dict[int, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        triton.knobs.cache.dir = folder
+        for architecture in ARCHITECTURES:
+            driver.architecture = architecture
+            forget()
+            found[architecture] = {}
+            for case, call in CALLS.items():
+                compiled.clear()
+                call()
+                for kernel in compiled:
+                    name = kernel.metadata.name
+                    found[architecture][f"{'weight' if name == 'norm_weight' else case} {name}"] = described(
+                        kernel, Path(folder)
+                    )
+        print(json.dumps({"kernels": found, "drawn": drawn_calls(compiled), "expected": EXPECTED}))
+
+
+if __name__ == "__main__":
+    import triton
+
+    from megatron_cp.linear.gates import norm_kernels, triton_kernels
+
+    main()
