@@ -69,6 +69,9 @@ def token_loss(
     weights = _checked_weights(losses, weights, ranks)
     if num_tokens is not None:
         num_tokens = checked_integer("num_tokens", num_tokens, 0)
+        if losses.is_cuda and torch.cuda.is_current_stream_capturing():
+            remedy = "A graph would divide every pack's losses by this number; without it, tokens are counted there."
+            raise ArgumentError("num_tokens", num_tokens, "None in a stream that is being captured", remedy)
     checked_flag("averaged_gradients", averaged_gradients)
     options = {"num_tokens": "given" if num_tokens is not None else None, "averaged_gradients": averaged_gradients}
     mark = agree_on_call(

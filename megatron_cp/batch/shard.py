@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_cp.batch.slots import PlanSlots
+from megatron_cp.batch.slots import PlanSlots, documents_of, filled_up
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, on_device
 from megatron_cp.executor.agreement import check_agreement
@@ -114,7 +114,9 @@ def shard_batch(
     if not isinstance(layout, Layout):
         raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
     ranks, device = as_rank_group(group, layout.cp_size), _checked_device(device)
-    packing = layout.packing if into is None else into.documents(layout)
+    if into is not None and not isinstance(into, PlanSlots):
+        raise ArgumentError("into", into, "PlanSlots, or None")
+    packing = layout.packing if into is None else documents_of(into, layout)
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)
     ids = _integers("tokens", tokens, packing)
@@ -135,7 +137,7 @@ def shard_batch(
         rows["position_ids"] = local_positions(layout, ranks.rank, device)
     else:
         on_host = {
-            name: layout.shard(into.filled(stream, layout, fill), ranks.rank).numpy()
+            name: layout.shard(filled_up(stream, into, layout, fill), ranks.rank).numpy()
             for name, (stream, fill) in streams.items()
         }
         rows = into.load(plans, ranks.rank, device, on_host | {"position_ids": layout.positions(ranks.rank)})

@@ -33,6 +33,7 @@ from megatron_cp.linear.kernels.conv import fixed_heads, heads_key
 from megatron_cp.plan.attention import Attend, Stage
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import MODES, SCHEMES, LinearMode, Scheme
 from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
@@ -41,7 +42,6 @@ from megatron_cp.softmax.kernels.common.varlen_calls import calls_key
 Tables = dict[str, NDArray]
 
 _LAYOUTS = ("zigzag", "contiguous")
-_SCHEMES = ("a2a", "p2p", "headwise")
 _ALIGNMENT = 16  # bytes, of each table
 _FILLED = "filled up"  # under which a layout remembers the documents that it was made for
 
@@ -77,7 +77,7 @@ class PlanSlots:
         for divisor, name in ((cp_size, "cp_size"), (align_documents, "align_documents")):
             if capacity_tokens % divisor:
                 raise ArgumentError("capacity_tokens", capacity_tokens, f"a multiple of {name}, which is {divisor}")
-        if layout not in _LAYOUTS:
+        if not isinstance(layout, str) or layout not in _LAYOUTS:
             raise ArgumentError("layout", layout, " or ".join(_LAYOUTS))
         self._layout_name = layout
         self._memory: _Memory | None = None
@@ -119,27 +119,6 @@ class PlanSlots:
         made.remember(_FILLED, given)
         return made
 
-    def documents(self, layout: Layout) -> Packing:
-        """The documents that `layout` made a layout for.
-
-        Raises:
-            ArgumentError: it did not.
-        """
-        if not layout.remembers(_FILLED) or layout.packing.total != self.capacity_tokens:
-            remedy = "Make it by PlanSlots.layout(lengths)."
-            raise ArgumentError("layout", "one of another pack", "one that is filled up to the capacity", remedy)
-        found: Packing = layout.memo(_FILLED, lambda: layout.packing)
-        return found
-
-    def filled(self, values: Tensor, layout: Layout, fill: float) -> Tensor:
-        """`[total]` values of a pack's tokens as `[capacity_tokens]`, with `fill` for what fills it up."""
-        given = self.documents(layout)
-        starts = layout.packing.cu_seqlens[: given.num_documents]
-        places = np.repeat(starts - given.cu_seqlens[:-1], given.lengths) + np.arange(given.total)
-        filled = values.new_full((self.capacity_tokens,), fill)
-        filled[torch.from_numpy(places)] = values
-        return filled
-
     # -- plans -------------------------------------------------------------------------------------------------------
 
     def load(
@@ -161,7 +140,14 @@ class PlanSlots:
         Raises:
             ArgumentError: plans that graphs cannot serve, or of other shapes than those that were loaded before.
         """
-        self.documents(plans.layout)
+        if not isinstance(plans, BatchPlan):
+            raise ArgumentError("plans", plans, "a BatchPlan, such as that of a LocalBatch")
+        documents_of(self, plans.layout)
+        rank = checked_integer("rank", rank, 0, self.cp_size - 1)
+        if not isinstance(device, torch.device):
+            raise ArgumentError("device", device, "a torch.device")
+        if rows is not None and not (isinstance(rows, Mapping) and all(map(_is_table, rows.values()))):
+            raise ArgumentError("rows", rows, "numpy arrays by name")
         device = indexed(device)
         if self._memory is None:
             self._learn(plans, rank)
@@ -186,6 +172,8 @@ class PlanSlots:
         Raises:
             ArgumentError: others have been loaded since, or these never.
         """
+        if not isinstance(plans, BatchPlan):
+            raise ArgumentError("plans", plans, "a BatchPlan, such as that of a LocalBatch")
         if plans is not self._loaded:
             what = "none" if self._loaded is None else "those of another pack"
             remedy = "Shard the batch with into=slots right before the replay."
@@ -255,6 +243,29 @@ class PlanSlots:
             plan.remember(IN_SLOTS, self)
 
 
+def documents_of(slots: PlanSlots, layout: Layout) -> Packing:
+    """The documents that `PlanSlots.layout` made a layout for.
+
+    Raises:
+        ArgumentError: it did not, or other slots did.
+    """
+    if not isinstance(layout, Layout) or not layout.remembers(_FILLED) or layout.packing.total != slots.capacity_tokens:
+        remedy = "Make it by PlanSlots.layout(lengths)."
+        raise ArgumentError("layout", layout, f"one that is filled up to {slots.capacity_tokens} tokens", remedy)
+    found: Packing = layout.memo(_FILLED, lambda: layout.packing)
+    return found
+
+
+def filled_up(values: Tensor, slots: PlanSlots, layout: Layout, fill: float) -> Tensor:
+    """`[total]` values of a pack's tokens as `[capacity_tokens]`, with `fill` for what fills it up."""
+    given = documents_of(slots, layout)
+    starts = layout.packing.cu_seqlens[: given.num_documents]
+    places = np.repeat(starts - given.cu_seqlens[:-1], given.lengths) + np.arange(given.total)
+    filled = values.new_full((slots.capacity_tokens,), fill)
+    filled[torch.from_numpy(places)] = values
+    return filled
+
+
 def _named(tables: Mapping[str, Any], start: str) -> dict[str, Any]:
     return {name.removeprefix(start): table for name, table in tables.items() if name.startswith(start)}
 
@@ -284,10 +295,13 @@ def _shape_of(plan: Plan) -> str:
 
 def _check_kind(plan: Plan, slots: PlanSlots) -> None:
     """Refuses by name what cannot be captured for every pack."""
-    if plan.scheme not in _SCHEMES:
+    ways: dict[str, Scheme | LinearMode] = {**SCHEMES, **MODES}
+    if not ways[plan.scheme].sends_alike:
         remedy = "What it sends changes from pack to pack: run this layer outside of the graph, or by another scheme."
-        raise ArgumentError("scheme", plan.scheme, " or ".join(_SCHEMES), remedy)
-    if plan.scheme == "p2p" and slots.align_documents % (2 * slots.cp_size):
+        allowed = " or ".join(name for name, way in ways.items() if way.sends_alike)
+        raise ArgumentError("scheme", plan.scheme, allowed, remedy)
+    passes_keys = plan.scheme in SCHEMES and SCHEMES[plan.scheme].exchanges_keys
+    if passes_keys and slots.align_documents % (2 * slots.cp_size):
         raise ArgumentError(
             "align_documents", slots.align_documents, f"a multiple of 2 * cp_size = {2 * slots.cp_size}",
             "In a ring each rank has as many rows of a document as every other one.",
@@ -336,6 +350,10 @@ class _Memory:
         self._hosts.reverse()
         self._copied.reverse()
         return self.views
+
+
+def _is_table(values: object) -> bool:
+    return isinstance(values, np.ndarray) and values.dtype.kind in "biuf"
 
 
 def _torch_type(dtype: np.dtype) -> torch.dtype:

@@ -47,6 +47,11 @@ class Scheme:
         """Whether anything can be coded on its way: heads that are exchanged."""
         return self.exchanges_heads
 
+    @property
+    def sends_alike(self) -> bool:
+        """Whether ranks with as many rows of two packs send as much of both, so that a graph serves both."""
+        return not self.chunks_keys and not self.is_product
+
 
 _ALL = (
     Scheme("a2a", "softmax attention by a full head exchange", True, False, "exact", False),
@@ -93,6 +98,11 @@ class LinearMode:
     remark: str
     exchanges_heads: bool
     redistributes: bool
+
+    @property
+    def sends_alike(self) -> bool:
+        """As of `Scheme`."""
+        return self.exchanges_heads
 
 
 HEADWISE = LinearMode("headwise", "whole documents on a share of the heads: an exchange in, one out", True, False)

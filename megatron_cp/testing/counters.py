@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -132,6 +134,64 @@ class _WatchedGroup(RankGroup):
 
     def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
         self._once(self.group.host_all_gather, received, sent)
+
+
+@dataclass(frozen=True)
+class HostWork:
+    """What the host does for a call, counted: the same under any load.
+
+    Attributes:
+        calls: of functions of Python.
+        operators: of torch, views among them.
+        launches: kernels and copies that are queued on a GPU; None where there is none.
+    """
+
+    calls: int
+    operators: int
+    launches: int | None
+
+
+def host_work(call: Callable[[], Any], device: str) -> HostWork:
+    """Calls three times, and counts something else in each. Backward counts where it runs on this thread.
+
+    Args:
+        call: what any number of calls do alike.
+        device: the type of its tensors' device.
+    """
+    calls, operators = [0], _Operators()
+
+    def counted(_: object, event: str, __: object) -> None:
+        calls[0] += event == "call"
+
+    meet_operators()
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    with operators:
+        call()
+    return HostWork(calls[0], operators.count, _launches(call) if device == "cuda" else None)
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _launches(call: Callable[[], Any]) -> int | None:
+    """As a profiler sees them; None where it sees nothing."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        call()
+        torch.cuda.synchronize()
+    return len([event for event in profile.events() if event.device_type.name == "CUDA"]) or None
 
 
 # Methods are replaced on torch.Tensor while any thread counts, and report to the counters of the thread that calls:

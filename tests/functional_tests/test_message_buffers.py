@@ -8,7 +8,7 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.exchange.head_side import pack_heads
+from megatron_cp.exchange.head_side import pack_heads_apart
 from megatron_cp.executor import head_exchange
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
@@ -104,13 +104,13 @@ def lying(monkeypatch):
     """The addresses of messages that are the tensors which were to be packed, as they lie. They live while noted."""
     found = {}
 
-    def noting(sections, at, buffers):
-        message = pack_heads(sections, at, buffers)
+    def noting(sections, at, buffers, received):
+        message, write_own = pack_heads_apart(sections, at, buffers, received)
         if any(section.numel() and address(section) == address(message) for section in sections):
             found[address(message)] = message
-        return message
+        return message, write_own
 
-    monkeypatch.setattr(head_exchange, "pack_heads", noting)
+    monkeypatch.setattr(head_exchange, "pack_heads_apart", noting)
     return found
 
 

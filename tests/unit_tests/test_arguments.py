@@ -106,6 +106,9 @@ def linear(kind, operation, given, optional_tensors=(), **more):
 
 
 BATCH = cp.shard_batch(STREAM, ALONE)
+SLOTS = cp.PlanSlots(16, 3, 2)
+FILLED = cp.BatchPlan(SLOTS.layout([3, 5]), [cp.AttentionSlot(2, 2, 4, 4, scheme="a2a")])
+SLOTS.load(FILLED, 0, torch.device("cpu"))
 NO_WEIGHTS = [None, 5, 1.0, True, "w", [], STREAM * 1.0, torch.tensor(1.0), torch.ones(8), torch.ones(9, 1),
               torch.ones(9) + 0j, torch.ones(9, device="meta"), torch.ones(9, requires_grad=True), SPARSE, NESTED,
               object(), cp.LocalBatch]  # fmt: skip
@@ -245,7 +248,19 @@ CALLS = {
         "loss_mask": [*optional(NO_ARRAY), STREAM[:, None], STREAM * 1j, STREAM.astype(str), STREAM.astype("m8[s]"),
                       torch.ones(9) * 1j, torch.ones(9) * math.nan, (STREAM + 1) * math.inf, STREAM * 1e300],
         "ignore_index": [value for value in NO_INTEGER if value is not NEGATIVE], "seed": NO_INTEGER, "agree": NO_FLAG,
-        "device": [None, True, 1.5, "", "gpu", b"cpu", [], {"cpu"}, object(), torch.device]}),
+        "device": [None, True, 1.5, "", "gpu", b"cpu", [], {"cpu"}, object(), torch.device],
+        "into": [5, True, "slots", [], {}, cp.PlanSlots]}),
+    "PlanSlots": (cp.PlanSlots, {"capacity_tokens": 16, "capacity_documents": 3, "cp_size": 2}, {
+        "capacity_tokens": [*NO_INTEGER, 0, 15], "capacity_documents": [*NO_INTEGER, 0], "cp_size": [*NO_INTEGER, 0],
+        "align_documents": [*NO_INTEGER, 0], "longest": [*optional(NO_INTEGER), 0, 17],
+        "layout": [*NO_NAME, "balanced"]}),
+    "PlanSlots.layout": (SLOTS.layout, {"lengths": [3]}, {"lengths": [*NO_LIST, [17], [1, 1, 1, 1], [0]]}),
+    "PlanSlots.load": (SLOTS.load, {"plans": FILLED, "rank": 0, "device": torch.device("cpu")}, {
+        "plans": [None, 5, [], FILLED.plans[0], cp.BatchPlan], "rank": [*NO_INTEGER, 2],
+        "device": [None, True, 1.5, "cpu", torch.device],
+        "rows": [5, True, [], {"x": 5}, {"x": torch.ones(3)}, [STREAM]]}),
+    "PlanSlots.check_loaded": (SLOTS.check_loaded, {"plans": FILLED}, {
+        "plans": [None, 5, [], FILLED.plans[0], BATCH.plans, cp.BatchPlan]}),
     "LocalBatch.plan": (BATCH.plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
         "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
     "token_loss": (cp.token_loss, {"losses": torch.ones(9), "weights": BATCH}, {

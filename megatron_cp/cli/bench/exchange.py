@@ -15,6 +15,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_cp.cli.bench.allocator import keep_freed_memory
 from megatron_cp.cli.bench.contenders import Contender, megatrons, ours
@@ -38,7 +39,7 @@ from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.plan.schemes import HEADWISE
-from megatron_cp.testing.counters import Counters
+from megatron_cp.testing.counters import Counters, host_work
 from megatron_cp.testing.parity import Case
 
 _SHAPE = MODELS["qwen3-next"]["gdn"]
@@ -160,6 +161,7 @@ def _measured(group: TorchGroup, case: Case, repeats: int, *, with_megatron: boo
     stages: dict[str, Seen] = {}
     for contender in contenders:
         contender.run(partial(_counted, counters, stages, contender))
+        contender.run(partial(_worked, stages, case.device))
     _time(group, contenders, stages, repeats, watch)
     return OnRank(stages, syncs)
 
@@ -176,6 +178,12 @@ def _counted(
     return result
 
 
+def _worked(stages: dict[str, Seen], device: str, key: str, call: Callable[[], Any]) -> Any:
+    """`call()`, and what the host does for it."""
+    stages[key].work = host_work(call, torch.device(device).type)
+    return call()
+
+
 def _counts(counters: Counters) -> tuple[int, int, int]:
     """Bytes written by copies, collectives, and waits of the host."""
     return sum(counters.copied.values()), counters.collectives, sum(counters.host_syncs.values())
@@ -187,18 +195,29 @@ def _time(
     most = max(contender.entering for contender in contenders)
     source, target = (torch.zeros(most, dtype=torch.uint8, device=contenders[0].inputs[0].device) for _ in range(2))
     numbers = [str(number) for number in range(len(contenders))]
+
+    def collective(size: int) -> None:
+        """The bare one, of as many bytes in equal pieces."""
+        equal = size // group.size * group.size
+        dist.all_to_all_single(target[:equal], source[:equal], group=group.group)
+
     with watched_wire(watch):
         for number in interleaved_order(numbers, repeats):
             contender = contenders[int(number)]
             size = contender.entering
             group.barrier()
             _, copied = watch.timed(lambda size=size: target[:size].copy_(source[:size]))  # type: ignore[misc]
+            group.barrier()
+            _, bare = watch.timed(lambda size=size: collective(size))  # type: ignore[misc]
 
-            def timed(key: str, call: Callable[[], Any], copy: float = copied.wall) -> Any:
+            def timed(
+                key: str, call: Callable[[], Any], copy: float = copied.wall, bare: float = bare.wall
+            ) -> Any:  # fmt: skip
                 group.barrier()
                 result, spent = watch.timed(call)
                 stages[key].spent.append(spent)
                 stages[key].copy.append(copy)
+                stages[key].collective.append(bare)
                 return result
 
             contender.run(timed)

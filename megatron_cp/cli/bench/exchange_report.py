@@ -15,10 +15,12 @@ from megatron_cp.cli.bench.peer_limits import MEGATRON
 from megatron_cp.cli.bench.section_batch import ALL_SECTIONS, LAYOUTS
 from megatron_cp.cli.bench.spread import formatted, spread
 from megatron_cp.cli.bench.timing import BOTH, Timing
+from megatron_cp.testing.counters import HostWork
 from megatron_cp.testing.parity import Case
 
 STAGES = ("inbound forward", "inbound backward", "outbound forward", "outbound backward")
 TARGETS = {LOOP: 5.0, MEGATRON: 3.0}  # over ours, at least, as geometric means
+LEAST_OVER_MEGATRON, MOST_OVER_COLLECTIVE = 1.0, 1.5  # in every cell and direction
 
 LEGEND = f"""\
 Local part: one rank's, on one thread, of messages that are there already. Every stage is timed beside a copy of the
@@ -36,7 +38,9 @@ they leave as rows of all sections, so that packing gathers or does nothing, and
 tensors leave section by section. The limit of unpacking is for these, which are Gated DeltaNet's.
 *Cut from one projection*: what travels is columns of one tensor with the gate; autograd joins the gradients of all.
 *Passes*: bytes written by copy-like operators in units of what enters; *MiB*: the same bytes on a rank. *Syncs*:
-operators and methods that make the host wait."""
+operators and methods that make the host wait. *Host us*: by the clock until the call returns, on the CPU all of it;
+*calls* of functions of Python, *operators* of torch with views, and on CUDA *launches*, on one rank.
+*Collective*: one bare `all_to_all_single` of as many bytes as enter, in equal pieces, own piece included."""
 
 
 @dataclass
@@ -49,6 +53,8 @@ class Seen:
     host_syncs: int = 0
     spent: list[Timing] = field(default_factory=list)
     copy: list[float] = field(default_factory=list)  # a warm copy of `entering` bytes
+    collective: list[float] = field(default_factory=list)  # a bare all-to-all of as many
+    work: HostWork | None = None
 
 
 @dataclass
@@ -73,7 +79,10 @@ def cell_rows(case: Case, ranks: list[OnRank]) -> dict[str, Any]:
         for key in (key for key in times if key.startswith(f"{stage}|")):
             _, name, form = key.split("|")
             busiest = max((rank[key] for rank in stages), key=lambda seen: seen.written)
-            copy = np.max([rank[key].copy for rank in stages], axis=0)
+            copy, bare = (
+                np.max([getattr(rank[key], what) for rank in stages], axis=0) for what in ("copy", "collective")
+            )  # fmt: skip
+            work = stages[0][key].work or HostWork(0, 0, None)
             rows.append({
                 "stage": stage,
                 "contender": name,
@@ -81,6 +90,11 @@ def cell_rows(case: Case, ranks: list[OnRank]) -> dict[str, Any]:
                 "loop_over_this": over(LOOP, stage, key, form),
                 "megatron_over_this": over(MEGATRON, stage, key, form),
                 "over_copy": spread(times[key] / copy),
+                "over_collective": spread(times[key] / bare),
+                "host_us": spread(_slowest(stages, key, "host") * 1e6),
+                "calls": work.calls,
+                "operators": work.operators,
+                "launches": work.launches,
                 "local_over_copy": spread(_slowest(stages, key, "busy") / copy),
                 "copy_passes": busiest.written / busiest.entering,
                 "bytes_written": busiest.written,
@@ -146,7 +160,36 @@ def exchange_ratios(cells: list[dict[str, Any]]) -> dict[str, Any]:
             for peer, limit in TARGETS.items()
             if found[peer]
         },
+        "limits": _limits(cells),
         "cells": cells,
+    }
+
+
+def _limits(cells: list[dict[str, Any]]) -> dict[str, Any]:
+    """The worst of all stages, directions and cells of ours, as layers send: over megatron-core and a bare collective.
+
+    Inbound with gradients in tensors of their own, as Gated DeltaNet's are.
+    """
+    forms = {"inbound forward": "", "inbound backward": SEPARATE, "outbound forward": "", "outbound backward": ""}
+    own = [
+        {**row, "cell": _cell_name(cell)}
+        for cell in cells
+        for row in cell["rows"]
+        if row["contender"] not in TARGETS and row["gradients"] == forms[row["stage"]]
+    ]
+
+    def worst(rows: list[dict[str, Any]], ratio: str, choose: Any, limit: float, name: str) -> dict[str, Any] | None:
+        rows = [row for row in rows if row[ratio] is not None]
+        if not rows:
+            return None
+        row = choose(rows, key=lambda row: row[ratio]["median"])
+        found = row[ratio]["median"]
+        met = found >= limit if choose is min else found <= limit
+        return {name: limit, "found": found, "met": met, "where": f"{row['stage']}, {row['contender']}, {row['cell']}"}
+
+    return {
+        "megatron_over_this": worst(own, "megatron_over_this", min, LEAST_OVER_MEGATRON, "at_least"),
+        "over_collective": worst(own, "over_collective", max, MOST_OVER_COLLECTIVE, "at_most"),
     }
 
 
@@ -165,15 +208,11 @@ def text(case: Case, data: dict[str, Any]) -> str:
         f"{data['repeats']} repeats; {versions}, {data['cores']} cores",
         *(f"{name} was not run: {reason}." for name, reason in data["not_run"].items()),
         "",
+        *_verdicts(data),
+        "",
         f"### Local part, {case.packing.total // case.cp} tokens a rank, cp {case.cp}",
         "",
         *local_table(data),
-        "",
-        *(
-            f"{what.capitalize()}, {ALL_SECTIONS}: at most {found['worst']:.2f} of a copy, at most "
-            f"{found['at_most']} is the target{_of_copies(data)}: {_met(found)}."
-            for what, found in data["local_targets"].items()
-        ),
         "",
         "### One exchange",
         "",
@@ -193,6 +232,32 @@ def text(case: Case, data: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def _verdicts(data: dict[str, Any]) -> list[str]:
+    """Whether each target is met, and where it is missed most."""
+    local = [
+        f"{what.capitalize()}, {ALL_SECTIONS}: at most {found['worst']:.2f} of a copy, at most "
+        f"{found['at_most']} is the target{_of_copies(data)}: {_met(found)}."
+        for what, found in data["local_targets"].items()
+    ]
+    words = {
+        "megatron_over_this": f"{MEGATRON} / ours, the least of all cells and directions",
+        "over_collective": "Ours / a bare all_to_all_single of as many bytes, the most of all cells and directions",
+    }
+    limits = [
+        f"{words[name]}: {found['found']:.2f} ({found['where']}), "
+        f"{'at least' if 'at_least' in found else 'at most'} {found.get('at_least', found.get('at_most'))} is the "
+        f"target{_of_copies(data)}: {_met(found)}."
+        for name, found in data["limits"].items()
+        if found
+    ]
+    means = [
+        f"{peer} / ours, {LAYOUTS[0]}, {ALL_SECTIONS}, both directions, geometric mean: {each['found']['both']:.2f}, "
+        f"at least {each['at_least']:g} is the target{_of_copies(data)}: {_met(each)}."
+        for peer, each in data["exchange_targets"].items()
+    ]
+    return [*local, *limits, *means]
+
+
 def _met(found: Mapping[str, Any]) -> str:
     return "met" if found["met"] else "NOT met"
 
@@ -210,8 +275,8 @@ def _cells_table(data: dict[str, Any]) -> list[str]:
             f"{_cell_name(cell)}:",
             "",
             "| | forward ms | of it local | backward ms | of it local | forward / copy | backward / copy "
-            "| loop / this | megatron-core / this |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+            "| forward / collective | backward / collective | loop / this | megatron-core / this |",
+            f"|---|{'--:|' * 10}",
         ]
         for way, form in (("inbound", SEPARATE), ("outbound", "")):
             for name in [contender for stage, contender, _ in rows if stage == f"{way} forward"]:
@@ -223,6 +288,7 @@ def _cells_table(data: dict[str, Any]) -> list[str]:
                     *(f"{row[what]['median']:.1f}" for row in both
                       for what in ("milliseconds", "local_milliseconds")),
                     *(f"{row['over_copy']['median']:.1f}" for row in both),
+                    *(f"{row['over_collective']['median']:.2f}" for row in both),
                     *(formatted(ratio["both"]) if ratio else "" for ratio in ratios),
                 ]  # fmt: skip
                 lines.append(f"| {' | '.join(cells)} |")
@@ -244,20 +310,20 @@ def _means_table(data: dict[str, Any]) -> list[str]:
     for name in found[MEGATRON]:
         cells = [f"{ratios[name][way]:.2f}" for ratios in found.values() for way in BOTH]
         lines.append(f"| {' | '.join([name, *cells])} |")
-    targets = [
-        f"{peer} / ours, {LAYOUTS[0]}, {ALL_SECTIONS}, both directions: {each['found']['both']:.2f}, at least "
-        f"{each['at_least']:g} is the target{_of_copies(data)}: {_met(each)}."
-        for peer, each in data["exchange_targets"].items()
-    ]
-    return [*lines, "", *targets]
+    return lines
 
 
 def _counts_table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| | | gradients | passes | MiB | collectives | syncs |", "|---|---|---|--:|--:|--:|--:|"]
+    lines = [
+        "| | | gradients | passes | MiB | collectives | syncs | host us | calls | operators | launches |",
+        f"|---|---|---|{'--:|' * 8}",
+    ]
     for row in rows:
         cells = [
             row["stage"], row["contender"], row["gradients"], f"{row['copy_passes']:.2f}",
             f"{row['bytes_written'] / 2**20:.1f}", row["collectives"], row["host_syncs"],
+            f"{row['host_us']['median']:.0f}", row["calls"], row["operators"],
+            "" if row["launches"] is None else row["launches"],
         ]  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return lines

@@ -7,7 +7,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -32,6 +32,7 @@ from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout
 from megatron_cp.plan.kinds import KINDS, MAMBA
+from megatron_cp.testing.counters import HostWork, host_work
 from megatron_cp.testing.parity import FLOOR_SHARE, Case, relative_error
 
 LAYERS = ("gdn", "mamba")
@@ -40,6 +41,7 @@ _MODELS = {"gdn": "qwen3-next", "mamba": "nemotron-h"}  # whose shapes layers ha
 _DOCUMENTS, _TOKENS = 8, 1024
 # Of outputs and gradients. Both sides compute with the same kernels, but round at other places in 16 bits.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-4}
+_LEAST = 1.0  # times as long as ours that megatron-core's takes
 _RATIOS = ("megatron_over_ours", "megatron_over_ours_local", "megatron_over_ours_rest")
 
 LEGEND = f"""\
@@ -49,6 +51,8 @@ gradients (of parameters, summed over the ranks) are compared. Ratios above 1 me
 *Wall*: by the clock. *Local*: all but transfers; on the CPU time of a rank's own thread, which others on the same core
 do not change, on CUDA of its stream. Of it *alike*: inside what both compute with the same functions, projections,
 convolution and rule; *rest*: packing, norm, gates. *Wire*: starting and awaiting transfers, by the clock.
+*Host us*: by the clock until the call returns, on the CPU all of it; *calls* of functions of Python, *operators* of
+torch with views, and on CUDA *launches*, on one rank.
 Medians [quartiles] over the repeats, of the slowest rank; ratios are of one repeat.
 Ours plans once for a microbatch, which is not timed; {MEGATRON} works its order of tokens out in every layer: timed."""
 
@@ -140,11 +144,13 @@ class Seen:
         words: what stood in for what, or why Megatron's layer was not run.
         errors: how far Megatron's layer is from ours: of the output, and the worst of the gradients.
         spent: of each side and direction: every repeat.
+        work: of each side and direction, what the host does.
     """
 
     words: str
     errors: dict[str, float] = field(default_factory=dict)
     spent: dict[str, dict[str, list[Timing]]] = field(default_factory=dict)
+    work: dict[str, dict[str, HostWork]] = field(default_factory=dict)
 
 
 def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
@@ -181,13 +187,21 @@ def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
         out = measured("forward", lambda: layer.forward(hidden))
         # Engine threads of its own would not be on this thread's clock.
         with torch.autograd.set_multithreading_enabled(False):
-            gradients = measured("backward", lambda: torch.autograd.grad(out, leaves, gradient))
+            gradients = measured("backward", lambda: torch.autograd.grad(out, leaves, gradient, retain_graph=True))
         return out.detach(), *gradients
 
     with watched_wire(watch):
         found = {name: step(name, lambda _, call: call()) for name in sides}
         seen = Seen(pair.words, _compared(found, case, group) if MEGATRON in found else {})
         del found
+        for name in sides:
+            seen.work[name] = {}
+
+            def worked(way: str, call: Callable[[], Any], name: str = name) -> Any:
+                seen.work[name][way] = host_work(call, watch.device)
+                return call()
+
+            step(name, worked)
         seen.spent = {name: {way: [] for way in DIRECTIONS} for name in sides}
         for name in interleaved_order(list(sides), repeats):
 
@@ -250,6 +264,10 @@ def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
         "rest_ms": milliseconds(_rest),
         "wire_ms": milliseconds(lambda spent: spent.wall_wire),
         "alike_ms": milliseconds(lambda spent: spent.kernel),
+        "host_us": {
+            name: {way: spread(slowest(name, way, lambda spent: spent.host) * 1e6) for way in BOTH} for name in sides
+        },
+        "work": {name: {way: asdict(ranks[0].work[name][way]) for way in DIRECTIONS} for name in sides},
         "errors": ranks[0].errors,
         "not_run": {} if MEGATRON in sides else {MEGATRON: words},
         "stand_ins": words if MEGATRON in sides else "",
@@ -271,6 +289,7 @@ def _text(data: dict[str, Any]) -> str:
         f"{data['codec']}, {data['repeats']} repeats; torch {data['torch']}, {MEGATRON} "
         f"{data['megatron_core']}, python {data['python']}, {data['cores']} cores"
     ]
+    lines += ["", *(_verdict(name, layer) for name, layer in data["layers"].items() if layer["megatron_over_ours"])]
     for name, layer in data["layers"].items():
         heads, groups, key_dim, value_dim = layer["heads"]
         errors, stand_ins = layer["errors"], layer["stand_ins"]
@@ -280,6 +299,8 @@ def _text(data: dict[str, Any]) -> str:
             f"{sum(layer['lengths'])} tokens in {len(layer['lengths'])} documents, {layer['dtype']}",
             "",
             *_table(layer),
+            "",
+            *_work_table(layer),
             "",
             *(f"{peer} was not run: {reason}." for peer, reason in layer["not_run"].items()),
             *([f"Not as on a GPU: {stand_ins}."] if stand_ins else []),
@@ -292,6 +313,26 @@ def _text(data: dict[str, Any]) -> str:
         f"Trace of one forward and backward of our {name} on rank 0: {path}." for name, path in data["traces"].items()
     ]
     return "\n".join([*lines, "", *traces, *[""] * bool(traces), LEGEND])
+
+
+def _verdict(name: str, layer: dict[str, Any]) -> str:
+    ratios = layer["megatron_over_ours"]
+    way = min(ratios, key=lambda way: ratios[way]["median"])
+    found = ratios[way]["median"]
+    met = "met" if found >= _LEAST else "NOT met"
+    least = f"{MEGATRON} / ours, the least of all directions: {found:.2f} ({way})"
+    return f"{name}: {least}, at least {_LEAST} is the target: {met}."
+
+
+def _work_table(layer: dict[str, Any]) -> list[str]:
+    """What the host does on one rank."""
+    lines = ["| | | host us | calls | operators | launches |", "|---|---|--:|--:|--:|--:|"]
+    for name, ways in layer["work"].items():
+        for way, work in ways.items():
+            launches = "" if work["launches"] is None else str(work["launches"])
+            host = f"{layer['host_us'][name][way]['median']:.0f}"
+            lines.append(f"| {' | '.join([name, way, host, str(work['calls']), str(work['operators']), launches])} |")
+    return lines
 
 
 def _table(layer: dict[str, Any]) -> list[str]:

@@ -29,6 +29,7 @@ class Timing:
         kernel, wire, total: of its thread or stream: inside kernels, starting and awaiting transfers, and in all.
         wall_wire, wall: by the clock.
         sent: bytes to other ranks.
+        host: by the clock until the call returned; on CUDA that is before the device is done.
     """
 
     kernel: float
@@ -37,6 +38,7 @@ class Timing:
     wall_wire: float
     wall: float
     sent: int
+    host: float = 0.0
 
     @property
     def busy(self) -> float:
@@ -65,16 +67,17 @@ class Watch:
         if self.device != "cpu":
             # The host queues the call meanwhile. An idle device would wait for it, and the host's time be the device's.
             torch.cuda._sleep(_HEAD_START)
+        began = time.perf_counter()
         with self.span("total"):
             result = call()
-        return result, self._taken()
+        return result, self._taken(time.perf_counter() - began)
 
-    def _taken(self) -> Timing:
+    def _taken(self, host: float) -> Timing:
         sums = {name: np.zeros(2) for name in ("kernel", "wire", "total")}
         for name, start, end in self.spans:
             sums[name] += self._between(start, end)
         (kernel, _), (wire, wall_wire), (total, wall) = (sums[name].tolist() for name in ("kernel", "wire", "total"))
-        return Timing(kernel, wire, total, wall_wire, wall, self.sent)
+        return Timing(kernel, wire, total, wall_wire, wall, self.sent, host)
 
     def _now(self) -> Any:
         if self.device == "cpu":

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import megatron_cp as cp
+from megatron_cp.batch.slots import documents_of
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
@@ -32,7 +33,7 @@ def test_every_rank_has_as_many_rows_of_every_pack(size, layout):
         made = slots.layout(lengths)
         assert made.row_counts.tolist() == [CAPACITY // size] * size
         assert made.packing.num_documents == DOCUMENTS + 1
-        assert slots.documents(made) == cp.Packing(lengths)
+        assert documents_of(slots, made) == cp.Packing(lengths)
         assert made.in_stream_order == (layout == "contiguous" or size == 1)
 
 
@@ -188,7 +189,7 @@ def test_rejects_layouts_of_other_packs():
     with pytest.raises(cp.ArgumentError, match=r"PlanSlots.layout\(lengths\)"):
         loaded(A2A[0], cp.Layout.zigzag(cp.Packing([CAPACITY]), 2))
     other = cp.PlanSlots(60, 6, 2)
-    with pytest.raises(cp.ArgumentError, match="filled up to the capacity"):
+    with pytest.raises(cp.ArgumentError, match=f"filled up to {CAPACITY} tokens"):
         loaded(A2A[0], other.layout([5]))
 
 
