@@ -16,7 +16,21 @@ GOALS = {
     "gdn headwise": ((500, 60, 5), (500, 60, 11)),
 }
 HELD = {
-    "attention a2a": ((295, 19, 4), (255, 20, 4)),
+    "attention a2a": ((303, 21, 4), (263, 22, 4)),
+    "attention p2p": ((219, 55, 15), (303, 67, 7)),
+    "attention all_gather": ((281, 62, 6), (465, 142, 28)),
+    "attention exact": ((311, 60, 6), (495, 140, 28)),
+    "attention a2a, 2 chunks": ((510, 40, 7), (501, 41, 7)),
+    "attention a2a, contiguous": ((269, 21, 2), (229, 22, 2)),
+    "attention a2a+p2p": ((419, 72, 19), (478, 85, 11)),
+    "gdn headwise": ((412, 33, 5), (260, 39, 11)),
+    "gdn chunkwise": ((421, 66, 8), (271, 74, 13)),
+    "kda headwise": ((423, 36, 5), (266, 47, 16)),
+    "kda chunkwise": ((427, 66, 8), (275, 75, 13)),
+    "mamba headwise": ((433, 44, 11), (274, 57, 27)),
+    "mamba chunkwise": ((431, 73, 16), (279, 82, 25)),
+    "conv1d headwise": ((495, 20, 4), (185, 20, 6)),
+    "conv1d chunkwise": ((516, 25, 3), (121, 24, 4)),
 }
 
 
