@@ -30,6 +30,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.tiles import WholeTiles
 from megatron_cp.linear.kernels.common.chunks import FixedChunks, chunks_key, fixed_chunks
 from megatron_cp.linear.kernels.conv import fixed_heads, heads_key
+from megatron_cp.linear.kernels.fla import documents_key, fixed_documents
 from megatron_cp.plan.attention import Attend, Stage
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
@@ -204,6 +205,7 @@ class PlanSlots:
             own |= self._calls(number, plan, rank)[0]
             if plan.kind in KINDS and KINDS[plan.kind].has_state:
                 own |= {f"chunks {name}": table for name, table in fixed_chunks(plan.packing).items()}
+                own |= {f"fla {name}": table for name, table in fixed_documents(plan.packing).items()}
             if plan.kind in KINDS and KINDS[plan.kind].convolved:
                 own |= fixed_heads(plan.packing, plan.conv_width)
             found |= {f"{number} {name}": table for name, table in own.items()}
@@ -237,6 +239,7 @@ class PlanSlots:
                     attend.remember(Attend.tiles_key(rank // plan.ulysses_degree, stage), tiles)
             if chunks := _named(own, "chunks "):
                 plan.packing.remember(chunks_key(device), FixedChunks(chunks))
+                plan.packing.remember(documents_key(device), _named(own, "fla "))
             if heads := _named(own, "heads "):
                 in_order = [heads[str(back)] for back in range(plan.conv_width)]
                 plan.packing.remember(heads_key(plan.conv_width, device), in_order)

@@ -40,7 +40,7 @@ def choose_kernel[K: Kernel](kernels: Sequence[K], name: str | K, call: Any) -> 
     """The kernel called `name`, or for "auto" the first of `kernels`, which are fastest first, that can run `call`.
 
     A kernel that is given instead of a name is the only choice. On CUDA, "auto" warns when it passes a faster kernel
-    over, with that kernel's reason.
+    over, with that kernel's reason; of kernels that serve no graph it says nothing where the call is for graphs.
 
     Raises:
         ArgumentError: no such kernel, or it cannot run the call, with its reason.
@@ -51,6 +51,7 @@ def choose_kernel[K: Kernel](kernels: Sequence[K], name: str | K, call: Any) -> 
         raise ArgumentError("kernel", name, " or ".join(["auto", *(kernel.name for kernel in kernels)]))
     if name == "auto":
         here = [kernel for kernel in kernels if call.device.type in kernel.devices]
+        here = [kernel for kernel in here if kernel.serves_graphs] if call.for_graphs else here
         refusals = {kernel.name: kernel.refusal(call) for kernel in here}
         chosen = next((kernel for kernel in here if refusals[kernel.name] is None), None)
         if chosen is None:

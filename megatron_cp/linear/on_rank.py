@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
-from megatron_cp.executor.arguments import check_dense, check_stream, check_tensor
+from megatron_cp.executor.arguments import IN_SLOTS, check_dense, check_stream, check_tensor
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.halo import start_halo
@@ -221,7 +221,8 @@ def linear_call(
         )
     packing = plan.packing if segments is None else segments.packing
     return LinearCall(
-        kind.rule, packing, dtype, device, keys.head_dim, plan.conv_width, channels, segments=segments
+        kind.rule, packing, dtype, device, keys.head_dim, plan.conv_width, channels, segments=segments,
+        for_graphs=device.type == "cuda" and plan.remembers(IN_SLOTS),
     )  # fmt: skip
 
 

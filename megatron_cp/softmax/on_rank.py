@@ -17,6 +17,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Sections
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import (
+    IN_SLOTS,
     check_dense,
     check_plan,
     check_stream,
@@ -303,4 +304,5 @@ def attention_call(
         raise ArgumentError("dropout", dropout, "a share from 0 up to but not including 1")
     scale = checked_scale("softmax_scale", softmax_scale, q.head_dim)
     seed = checked_integer("seed", seed, 0, 2**64 - 1)
-    return AttentionCall(scale, q.head_dim, v.head_dim, dtype, device, float(softcap), float(dropout), seed)
+    for_graphs = device.type == "cuda" and plan.remembers(IN_SLOTS)
+    return AttentionCall(scale, q.head_dim, v.head_dim, dtype, device, float(softcap), float(dropout), seed, for_graphs)

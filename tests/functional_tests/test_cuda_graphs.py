@@ -13,8 +13,13 @@ from torch import Tensor
 
 import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup
+from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.linear.kernels import choose_conv, choose_rule
+from megatron_cp.linear.on_rank import LinearOnRank
+from megatron_cp.softmax.kernels import KERNELS
 from megatron_cp.softmax.kernels.common.varlen_calls import on_one_device
+from megatron_cp.softmax.on_rank import attention_call
 from tests.slots_problem import CAPACITY, KINDS, errors_of, packs_drawn, run_on_rank
 from tools.gpu_check.one_rank import StillGroup
 
@@ -175,6 +180,17 @@ def test_rejects_capturing_plans_of_one_pack():
     cp.attention(q, k, v, plan, kernel="varlen")
     with pytest.raises(cp.ArgumentError, match=r"PlanSlots"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         cp.attention(q, k, v, plan, kernel="varlen")
+
+
+def test_auto_takes_kernels_that_serve_graphs():
+    slots = cp.PlanSlots(CAPACITY, 6, 1, align_documents=2)
+    step = HybridStep(ThreadGroup.create(1)[0], slots)
+    plans = step.shard(PACKS[0]).plans
+    linear = LinearOnRank(plans.plan(KINDS["gdn"]), step.group, "auto", "qkv", step.to_gdn)
+    assert choose_rule("auto", linear.call).serves_graphs
+    assert choose_conv("auto", linear.call).serves_graphs
+    call = attention_call(plans.plan(KINDS["a2a"]), torch.bfloat16, DEVICE)
+    assert choose_kernel(KERNELS, "auto", call).serves_graphs
 
 
 def test_rejects_capturing_a_kernel_whose_tables_are_those_of_one_pack():

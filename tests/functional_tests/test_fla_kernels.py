@@ -24,6 +24,8 @@ CASES = {
         {"lengths": RAGGED, "groups": [0, 0, 1], "dk": 16, "dv": 32},
         {"lengths": RAGGED, "groups": [0, 1], "dk": 24, "dv": 8},
         {"lengths": [65], "groups": [0], "dk": 32, "dv": 16},
+        {"lengths": [7, 70, 0, 0, 13], "groups": [0, 0], "dk": 16, "dv": 16, "fixed": True},
+        {"lengths": [1, 2, 3], "groups": [0], "dk": 16, "dv": 16, "fixed": True},  # as many chunks as there may be
         {"lengths": ACROSS, "groups": [0, 0, 1, 1], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 2},
         {"lengths": ACROSS, "groups": [0, 0, 1], "dk": 16, "dv": 24, "layout": "contiguous", "ranks": 3},
         {"lengths": [140, 1, 5], "groups": [0, 0], "dk": 16, "dv": 16, "layout": "zigzag", "ranks": 2},
@@ -31,6 +33,7 @@ CASES = {
     ],
     "kda": [
         {"lengths": [7, 1, 66], "groups": [0], "dk": 16, "dv": 8},
+        {"lengths": [7, 66, 0], "groups": [0], "dk": 16, "dv": 8, "fixed": True},
         {"lengths": ACROSS, "groups": [0], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 2},
         {"lengths": [3, 40, 1, 9], "groups": [0], "dk": 16, "dv": 8, "layout": "contiguous", "ranks": 3},
         {"lengths": [13, 1, 5], "groups": [0, 0, 1], "dk": 16, "dv": 16, "layout": "zigzag", "ranks": 2},

@@ -33,6 +33,7 @@ class LinearCall:
         conv_width: taps of the convolution.
         channels: that it is given at a time, here or on any other rank, so that all ranks refuse or none.
         segments: chunkwise, which of the pieces continue a document or are continued; None headwise.
+        for_graphs: kernels that serve no CUDA graph are passed over.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class LinearCall:
     conv_width: int = 1
     channels: tuple[int, ...] = ()
     segments: LocalSegments | None = None
+    for_graphs: bool = False
 
     def segments_table[T](self, key: Any, make: Callable[[], T]) -> T:
         """What a kernel derives from the segments, made once for all layers of a batch."""

@@ -8,12 +8,16 @@ Shapes: fla has a leading axis of 1, `[1, T, h, d]`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCall, RuleKernel, ScanWork
-from megatron_cp.linear.kernels.common.fla_scan import GdnScan, KdaScan, conv_states, documents
+from megatron_cp.linear.kernels.common.fla_scan import CHUNK, GdnScan, KdaScan, conv_states, documents
 from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
 from megatron_cp.plan.kinds import GDN
 
@@ -33,6 +37,7 @@ class FlaRule(RuleKernel):
     package = "fla-core"
     devices = ("cuda",)
     kinds = ("gdn", "kda")
+    serves_graphs = True
 
     def refusal(self, call: LinearCall) -> str | None:
         reason = _unusable(call)
@@ -56,7 +61,9 @@ class FlaRule(RuleKernel):
         assert isinstance(inputs, Delta)
         operation = chunk_gated_delta_rule if inputs.g.ndim == 2 else chunk_kda
         q, k, v, g, beta = (x[None] for x in _evenly_grouped(inputs, groups))
-        out, _ = operation(q, k, v, g, beta, scale=scale, **documents(call))
+        key = documents_key(call.device)
+        given = _fixed(call, key) if call.packing.remembers(key) else documents(call)
+        out, _ = operation(q, k, v, g, beta, scale=scale, **given)
         return out.squeeze(0)
 
     def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
@@ -99,6 +106,35 @@ class FlaConv(ConvKernel):
         activation = "silu" if silu else None
         y, _ = causal_conv1d(x[None], weight, bias, initial_state=states, activation=activation, **documents(call))
         return y.squeeze(0)
+
+
+def documents_key(device: torch.device) -> tuple[Any, ...]:
+    """Under which a packing keeps what `fixed_documents` made."""
+    return "fla's documents", device
+
+
+def fixed_documents(packing: Packing) -> dict[str, NDArray]:
+    """Where documents and their chunks are, in tables of one shape for all packings of as many tokens and documents.
+
+    A document without tokens is the last. Chunks that a packing does not have are its: they read and write nothing.
+    """
+    counts = -(-packing.lengths // CHUNK)
+    document = np.repeat(np.arange(packing.num_documents), counts)
+    place = np.arange(document.size) - np.repeat(np.cumsum(counts) - counts, counts)
+    chunks = np.zeros((packing.total // CHUNK + packing.num_documents, 2), dtype=np.int32)
+    chunks[:, 0] = packing.num_documents
+    chunks[: document.size] = np.stack([document, place], 1)
+    return {"offsets": np.append(packing.cu_seqlens, packing.total).astype(np.int32), "chunks": chunks}
+
+
+def _fixed(call: LinearCall, key: tuple[Any, ...]) -> dict[str, Any]:
+    """`documents`, for a CUDA graph."""
+    tables: dict[str, Tensor] = call.packing.memo(key, dict)
+    # Another object for each call: fla remembers by the tensor what it made of it, and here another pack's may stand.
+    offsets = tables["offsets"][:]
+    if call.kind == GDN.name:
+        return {"cu_seqlens": offsets, "chunk_indices": tables["chunks"]}
+    return {"cu_seqlens": offsets, "use_graph": True}  # makes its own chunks on the device
 
 
 def _unusable(call: LinearCall) -> str | None:

@@ -25,6 +25,7 @@ class AttentionCall:
         softcap: scores become `softcap * tanh(score / softcap)`; 0 for none.
         dropout: the share of weights that become zero, after the softmax; the others grow by `1 / (1 - dropout)`.
         seed: of the dropout mask, which is a function of seed, head, query token and key token alone.
+        for_graphs: kernels that serve no CUDA graph are passed over.
     """
 
     scale: float
@@ -35,6 +36,7 @@ class AttentionCall:
     softcap: float = 0.0
     dropout: float = 0.0
     seed: int = 0
+    for_graphs: bool = False
 
 
 class AttentionKernel(Kernel):
