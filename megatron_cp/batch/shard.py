@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_cp.batch.slots import PlanSlots, documents_of, filled_up
+from megatron_cp.batch.slots import PlanSlots, documents_of, filled_up, is_filled_up
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, on_device
 from megatron_cp.executor.agreement import check_agreement
@@ -116,6 +116,9 @@ def shard_batch(
     ranks, device = as_rank_group(group, layout.cp_size), _checked_device(device)
     if into is not None and not isinstance(into, PlanSlots):
         raise ArgumentError("into", into, "PlanSlots, or None")
+    if into is None and is_filled_up(layout):
+        remedy = "What fills up the pack would be trained on as tokens."
+        raise ArgumentError("into", None, "the PlanSlots that made the layout", remedy)
     packing = layout.packing if into is None else documents_of(into, layout)
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)

@@ -15,7 +15,8 @@ What fills up a pack is one document of tokens that have no label: no attention 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.device import fill_tables, indexed
 from megatron_cp.executor.arguments import IN_SLOTS
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.tiles import WholeTiles
 from megatron_cp.linear.kernels.common.chunks import FixedChunks, chunks_key, fixed_chunks
 from megatron_cp.linear.kernels.conv import fixed_heads, heads_key
@@ -36,7 +38,7 @@ from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import MODES, SCHEMES, LinearMode, Scheme
 from megatron_cp.plan.steps import ToHeads, ToTokens
-from megatron_cp.planner.batch import BatchPlan
+from megatron_cp.planner.batch import AttentionSlot, BatchPlan, Slot
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import calls_key
 
@@ -44,6 +46,9 @@ Tables = dict[str, NDArray]
 
 _LAYOUTS = ("zigzag", "contiguous")
 _ALIGNMENT = 16  # bytes, of each table
+_LOAD_AGAIN = (
+    "Shard the batch with into=slots right before its step; batches that live at a time need slots of their own."
+)
 _FILLED = "filled up"  # under which a layout remembers the documents that it was made for
 
 
@@ -83,8 +88,10 @@ class PlanSlots:
         self._layout_name = layout
         self._memory: _Memory | None = None
         self._patterns: dict[tuple[int, int], Pattern] = {}
-        self._shape: list[Any] = []
-        self._loaded: BatchPlan | None = None
+        self._kinds: list[Slot] = []
+        self._place: tuple[int, torch.device] | None = None
+        self._loaded: Callable[[], BatchPlan | None] = _nothing
+        self._held: list[weakref.ref[Plan]] = []
 
     # -- packs -------------------------------------------------------------------------------------------------------
 
@@ -117,8 +124,14 @@ class PlanSlots:
         made = getattr(Layout, self._layout_name)(packing, self.cp_size)
         # Packs of which each rank happens to hold a part of the stream are moved by tables as all others are.
         vars(made)["in_stream_order"] = self._layout_name == "contiguous" or self.cp_size == 1
-        made.remember(_FILLED, given)
+        made.remember(_FILLED, (given, self._room))
         return made
+
+    @property
+    def _room(self) -> tuple[Any, ...]:
+        """What packs are filled up to."""
+        sizes = (self.capacity_tokens, self.capacity_documents, self.cp_size, self.align_documents, self.longest)
+        return (*sizes, self._layout_name)
 
     # -- plans -------------------------------------------------------------------------------------------------------
 
@@ -145,26 +158,30 @@ class PlanSlots:
             raise ArgumentError("plans", plans, "a BatchPlan, such as that of a LocalBatch")
         documents_of(self, plans.layout)
         rank = checked_integer("rank", rank, 0, self.cp_size - 1)
-        if not isinstance(device, torch.device):
-            raise ArgumentError("device", device, "a torch.device")
+        if not isinstance(device, torch.device) or device.type not in ("cpu", "cuda"):
+            raise ArgumentError("device", device, "a torch.device of type cpu or cuda")
         if rows is not None and not (isinstance(rows, Mapping) and all(map(_is_table, rows.values()))):
             raise ArgumentError("rows", rows, "numpy arrays by name")
-        device = indexed(device)
+        place = (rank, indexed(device))
         if self._memory is None:
             self._learn(plans, rank)
-        shape = [_shape_of(plan) for plan in plans.plans]
-        if shape != self._shape:
-            other = next((new for new, old in zip(shape, self._shape, strict=False) if new != old), "other layers")
+            self._place, self._kinds = place, plans.kinds
+        if place != self._place:
+            given, before = (f"rank {rank} on {device}" for rank, device in (place, self._place or place))
             raise ArgumentError(
-                "plans", f"{other}", f"{self._shape}, as were loaded before",
-                "A graph serves packs with the same layers and schemes: name schemes instead of auto.",
-            )  # fmt: skip
-        tables = self._tables(plans, rank) | {f"rows {name}": values for name, values in (rows or {}).items()}
+                "device", given, f"{before}, as was loaded before", "Make PlanSlots of their own for it."
+            )
+        if plans.kinds != self._kinds:
+            remedy = "A graph serves packs with the same kinds of layers: make PlanSlots of their own for others."
+            raise ArgumentError("slots", plans.kinds, f"{self._kinds}, as were loaded before", remedy)
+        calls = [self._calls(number, plan, rank) for number, plan in enumerate(plans.plans)]
+        tables = self._tables(plans, rank, calls) | {f"rows {name}": values for name, values in (rows or {}).items()}
         if self._memory is None:
-            self._memory = _Memory(tables, device)
+            self._memory = _Memory(tables, place[1])
         views = self._memory.load(tables)
-        self._install(plans, rank, device, views)
-        self._loaded = plans
+        self._install(plans, rank, place[1], views, calls)
+        # Plans refer to their slots: no cycle.
+        self._loaded, self._held = weakref.ref(plans), [weakref.ref(plan) for plan in plans.plans]
         return {name: views[f"rows {name}"] for name in rows or {}}
 
     def check_loaded(self, plans: BatchPlan) -> None:
@@ -175,34 +192,79 @@ class PlanSlots:
         """
         if not isinstance(plans, BatchPlan):
             raise ArgumentError("plans", plans, "a BatchPlan, such as that of a LocalBatch")
-        if plans is not self._loaded:
-            what = "none" if self._loaded is None else "those of another pack"
-            remedy = "Shard the batch with into=slots right before the replay."
-            raise ArgumentError(
-                "plans", f"plans that are not in the slots, which have {what}", "those loaded last", remedy
-            )
+        if plans is not self._loaded():
+            what = "none" if self._memory is None else "those of another pack"
+            given = f"plans that are not in the slots, which have {what}"
+            raise ArgumentError("plans", given, "those loaded last", _LOAD_AGAIN)
+
+    def check_has(self, plan: Memo) -> None:
+        """Refuses a plan of a pack in whose place another one has been loaded.
+
+        Raises:
+            ArgumentError: its tables, and its batch's tokens, are those of the other one now.
+        """
+        if not any([plan is held() for held in self._held]):  # noqa: C419 - a generator would be a call for each
+            raise ArgumentError("plan", "one of a pack before the last one loaded", "one of the last", _LOAD_AGAIN)
 
     def _learn(self, plans: BatchPlan, rank: int) -> None:
-        """What all packs have in common, from a pack of one document of the most tokens."""
-        one = BatchPlan(self.layout([self.longest]), plans.kinds)
-        self._shape = [_shape_of(plan) for plan in plans.plans]
-        for number, plan in enumerate(one.plans):
-            _check_kind(plan, self)
-            if plan.attend is None:
+        """What all packs have in common, from a pack of one document of the most tokens; and that others have it."""
+        for slot, plan in zip(plans.kinds, plans.plans, strict=True):
+            self._check_kind(slot, plan)
+        step = self.align_documents
+        one = BatchPlan(self.layout([self.longest // step * step]), plans.kinds)
+        several = BatchPlan(
+            self.layout([step] * min(self.capacity_documents, self.capacity_tokens // step)), plans.kinds
+        )
+        for number, slot in enumerate(plans.kinds):
+            if not isinstance(slot, AttentionSlot):
                 continue
-            kv_rank = rank // plan.ulysses_degree
-            for stage in plan.attend.stages:
-                tiles = plan.attend.tiles(kv_rank, stage)
-                bands = tiles.bands
-                if self.longest < self.capacity_tokens:  # half of them are those of what fills it up
-                    bands = bands[: len(bands) // 2]
-                self._patterns[number, stage.number] = Pattern.of(bands, len(tiles.q_tokens), len(tiles.k_tokens))
+            try:
+                self._learn_pattern(number, one, rank)
+                shapes = [_shapes(self._calls(number, packs.plans[number], rank)[0]) for packs in (one, several)]
+            except ArgumentError as error:
+                raise _no_pattern(slot) from error
+            if shapes[0] != shapes[1]:
+                raise _no_pattern(slot)
 
-    def _tables(self, plans: BatchPlan, rank: int) -> Tables:
+    def _learn_pattern(self, number: int, one: BatchPlan, rank: int) -> None:
+        """The bands of the one document of a pack, in each stage."""
+        plan = one.plans[number]
+        assert plan.attend is not None
+        for stage in plan.attend.stages:
+            tiles = plan.attend.tiles(rank // plan.ulysses_degree, stage)
+            bands = tiles.bands
+            if one.layout.packing.lengths[-1]:  # half of them are those of what fills it up
+                bands = bands[: len(bands) // 2]
+            self._patterns[number, stage.number] = Pattern.of(bands, len(tiles.q_tokens), len(tiles.k_tokens))
+
+    def _check_kind(self, slot: Slot, plan: Plan) -> None:
+        """Refuses by name what cannot be captured for every pack."""
+        ways: Mapping[str, Scheme | LinearMode] = SCHEMES if isinstance(slot, AttentionSlot) else MODES
+        name, way = "scheme" if isinstance(slot, AttentionSlot) else "mode", ways[plan.scheme]
+        if not way.sends_alike:
+            remedy = "What it sends changes from pack to pack: run this layer outside of the graph, or in another way."
+            allowed = " or ".join(name for name, way in ways.items() if way.sends_alike)
+            raise ArgumentError(name, plan.scheme, f"{allowed}, said by name", remedy)
+        if plan.kv_layout is not plan.layout:
+            raise ArgumentError(
+                "slots", "cross-attention", "attention of a pack to itself", "Leave it out of the graph."
+            )
+        if not isinstance(way, Scheme) or not way.exchanges_keys or self.cp_size == 1:
+            return
+        if self._layout_name != _LAYOUTS[0]:
+            remedy = f"With {plan.scheme} each rank has as many rows of a document as every other one."
+            raise ArgumentError("layout", self._layout_name, f"{_LAYOUTS[0]} with {plan.scheme}", remedy)
+        if self.align_documents % (2 * self.cp_size):
+            raise ArgumentError(
+                "align_documents", self.align_documents, f"a multiple of 2 * cp_size = {2 * self.cp_size}",
+                f"With {plan.scheme} each rank has as many rows of a document as every other one.",
+            )  # fmt: skip
+
+    def _tables(self, plans: BatchPlan, rank: int, calls: Sequence[tuple[Tables, Any]]) -> Tables:
         found: Tables = {}
         for number, plan in enumerate(plans.plans):
             own = {f"order {name}": table for name, table in _orders(plan, rank).items()}
-            own |= self._calls(number, plan, rank)[0]
+            own |= calls[number][0]
             if plan.kind in KINDS and KINDS[plan.kind].has_state:
                 own |= {f"chunks {name}": table for name, table in fixed_chunks(plan.packing).items()}
                 own |= {f"fla {name}": table for name, table in fixed_documents(plan.packing).items()}
@@ -225,7 +287,10 @@ class PlanSlots:
             made.append((stage, WholeTiles(tiles.bands, tiles.q_tokens, tiles.k_tokens), calls))
         return tables, made
 
-    def _install(self, plans: BatchPlan, rank: int, device: torch.device, views: Mapping[str, Tensor]) -> None:
+    def _install(
+        self, plans: BatchPlan, rank: int, device: torch.device, views: Mapping[str, Tensor],
+        calls: Sequence[tuple[Tables, list[tuple[Stage, WholeTiles, FixedCalls]]]],
+    ) -> None:  # fmt: skip
         """Has the plans remember the tables as theirs."""
         for number, plan in enumerate(plans.plans):
             own = _named(views, f"{number} ")
@@ -234,8 +299,8 @@ class PlanSlots:
                 assert layout is not None
                 layout.remember((name, device), table)
             if attend is not None:
-                for stage, tiles, calls in self._calls(number, plan, rank)[1]:
-                    tiles.remember(calls_key(device), calls.on_device(_named(own, f"stage {stage.number} ")))
+                for stage, tiles, fixed in calls[number][1]:
+                    tiles.remember(calls_key(device), fixed.on_device(_named(own, f"stage {stage.number} ")))
                     attend.remember(Attend.tiles_key(rank // plan.ulysses_degree, stage), tiles)
             if chunks := _named(own, "chunks "):
                 plan.packing.remember(chunks_key(device), FixedChunks(chunks))
@@ -252,11 +317,17 @@ def documents_of(slots: PlanSlots, layout: Layout) -> Packing:
     Raises:
         ArgumentError: it did not, or other slots did.
     """
-    if not isinstance(layout, Layout) or not layout.remembers(_FILLED) or layout.packing.total != slots.capacity_tokens:
-        remedy = "Make it by PlanSlots.layout(lengths)."
+    found = layout.recall(_FILLED) if isinstance(layout, Layout) else None
+    given, room = found or (Packing([0]), None)
+    if room != slots._room:
+        remedy = "Make it by the layout(lengths) of these PlanSlots."
         raise ArgumentError("layout", layout, f"one that is filled up to {slots.capacity_tokens} tokens", remedy)
-    found: Packing = layout.memo(_FILLED, lambda: layout.packing)
-    return found
+    return given
+
+
+def is_filled_up(layout: Layout) -> bool:
+    """Whether some `PlanSlots.layout` made it."""
+    return layout.remembers(_FILLED)
 
 
 def filled_up(values: Tensor, slots: PlanSlots, layout: Layout, fill: float) -> Tensor:
@@ -289,35 +360,24 @@ def _orders(plan: Plan, rank: int) -> Tables:
     return {name: getattr(layout, name).astype(np.int32) for name in ("order", "inverse_order")}
 
 
-def _shape_of(plan: Plan) -> str:
-    """What must not change from pack to pack."""
-    rows = ",".join(map(str, plan.layout.row_counts.tolist()))
-    how = f"{plan.head_chunks} chunks of heads, transport {plan.transport.describe()}"
-    return f"{plan.kind} by {plan.scheme}, {how}, rows {rows}"
+def _no_pattern(slot: AttentionSlot) -> ArgumentError:
+    remedy = "In others documents differ in more than their length: run this layer outside of the graph."
+    return ArgumentError("mask", slot.mask, "causal, full or a window; causal in a ring", remedy)
 
 
-def _check_kind(plan: Plan, slots: PlanSlots) -> None:
-    """Refuses by name what cannot be captured for every pack."""
-    ways: dict[str, Scheme | LinearMode] = {**SCHEMES, **MODES}
-    if not ways[plan.scheme].sends_alike:
-        remedy = "What it sends changes from pack to pack: run this layer outside of the graph, or by another scheme."
-        allowed = " or ".join(name for name, way in ways.items() if way.sends_alike)
-        raise ArgumentError("scheme", plan.scheme, allowed, remedy)
-    passes_keys = plan.scheme in SCHEMES and SCHEMES[plan.scheme].exchanges_keys
-    if passes_keys and slots.align_documents % (2 * slots.cp_size):
-        raise ArgumentError(
-            "align_documents", slots.align_documents, f"a multiple of 2 * cp_size = {2 * slots.cp_size}",
-            "In a ring each rank has as many rows of a document as every other one.",
-        )  # fmt: skip
-    if plan.kv_layout is not plan.layout:
-        raise ArgumentError("plans", "cross-attention", "attention of a pack to itself", "Leave it out of the graph.")
+def _shapes(tables: Tables) -> dict[str, Any]:
+    return {name: (table.shape, table.dtype) for name, table in tables.items()}
+
+
+def _nothing() -> None:
+    return None
 
 
 class _Memory:
     """Tables side by side on a device, and twice in pinned memory: one is filled while the other travels."""
 
     def __init__(self, tables: Tables, device: torch.device) -> None:
-        self._shapes = {name: (table.shape, table.dtype) for name, table in tables.items()}
+        self._shapes = _shapes(tables)
         self._places, end = {}, 0
         for name, table in tables.items():
             self._places[name] = slice(end, end + table.nbytes)
@@ -334,7 +394,7 @@ class _Memory:
 
     def load(self, tables: Tables) -> dict[str, Tensor]:
         """Copies them, and returns what they are on the device."""
-        shapes = {name: (table.shape, table.dtype) for name, table in tables.items()}
+        shapes = _shapes(tables)
         if shapes != self._shapes:
             name = next(name for name in {**shapes, **self._shapes} if shapes.get(name) != self._shapes.get(name))
             given, before = f"a table {name!r} of {shapes.get(name)}", f"{self._shapes.get(name)}, as was loaded before"

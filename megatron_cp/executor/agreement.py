@@ -107,7 +107,7 @@ def agree_on_call(
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             remedy = "Run the step once, eagerly and with the same plans, before it is captured."
             raise ArgumentError(
-                "stream", "one that is being captured", f"a {operation} that ranks have compared", remedy
+                "stream", "one that is being captured", f"a call of {operation} that the ranks have compared", remedy
             )
         _compare_call(ranks, subjects, call, once())
     marks = [agreed.call(call), *map(agreed.plan, plans)]

@@ -94,8 +94,12 @@ def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) 
         kernels: that it calls.
 
     Raises:
-        ArgumentError: naming the argument, or the kernel that a graph of which would not serve other packs.
+        ArgumentError: naming the argument, or the kernel that a graph of which would not serve other packs; or a plan
+            in whose slots another pack's tables have been loaded since.
     """
+    slots = plan.recall(IN_SLOTS)
+    if slots is not None:
+        slots.check_has(plan)
     if device.type != "cuda":
         return
     if torch.cuda.is_current_stream_capturing():
@@ -109,7 +113,7 @@ def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) 
             if not kernel.serves_graphs:
                 raise ArgumentError(
                     "kernel", kernel.name, "one whose graph serves every pack",
-                    "Its tables are those of one pack: name another kernel, or leave this call out of the graph.",
+                    "Its tables are one pack's: leave the choice to kernel='auto', or this call out of the graph.",
                 )  # fmt: skip
     order_tables(device)
 

@@ -26,6 +26,10 @@ class Memo:
         """Keeps what `memo` is to return, made elsewhere."""
         self.__dict__.setdefault("_memo", {})[key] = value
 
+    def recall(self, key: Any) -> Any:
+        """What `memo` has to return, or None."""
+        return self.__dict__.get("_memo", {}).get(key)
+
     def remembers(self, key: Any) -> bool:
         """Whether `memo` has something to return."""
         return key in self.__dict__.get("_memo", {})

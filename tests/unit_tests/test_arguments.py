@@ -259,6 +259,8 @@ CALLS = {
         "plans": [None, 5, [], FILLED.plans[0], cp.BatchPlan], "rank": [*NO_INTEGER, 2],
         "device": [None, True, 1.5, "cpu", torch.device],
         "rows": [5, True, [], {"x": 5}, {"x": torch.ones(3)}, [STREAM]]}),
+    "PlanSlots.check_has": (SLOTS.check_has, {"plan": FILLED.plans[0]}, {
+        "plan": [None, 5, [], BATCH.plans, PLANS["attention"], cp.Plan]}),
     "PlanSlots.check_loaded": (SLOTS.check_loaded, {"plans": FILLED}, {
         "plans": [None, 5, [], FILLED.plans[0], BATCH.plans, cp.BatchPlan]}),
     "LocalBatch.plan": (BATCH.plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {

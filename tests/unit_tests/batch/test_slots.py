@@ -1,5 +1,8 @@
 """`PlanSlots`: packs that are filled up to one size give the numbers of one rank; what does not fit is refused."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -171,12 +174,17 @@ def loaded(kind, layout=None, **options):
     [
         (cp.AttentionSlot(4, 2, 16, 16, scheme="exact"), "scheme: got 'exact'"),
         (cp.AttentionSlot(4, 2, 16, 16, scheme="all_gather"), "scheme: got 'all_gather'"),
-        (cp.LinearSlot("gdn", 4, 2, 16, 16, mode="chunkwise"), "scheme: got 'chunkwise'"),
+        (cp.LinearSlot("gdn", 4, 2, 16, 16, mode="chunkwise"), "mode: got 'chunkwise'; allowed: headwise"),
         (
             cp.AttentionSlot(4, 2, 16, 16, scheme="p2p"),
             r"align_documents: got 1; allowed: a multiple of 2 \* cp_size = 4",
         ),
-        (cp.AttentionSlot(4, 2, 16, 16, mask="first:2+window:4,0", scheme="a2a"), "mask"),
+        (cp.AttentionSlot(4, 2, 16, 16, mask="first:2+window:4,0", scheme="a2a"), r"mask: got 'first:2\+window:4,0'"),
+        (
+            cp.AttentionSlot(4, 2, 16, 16, mask="prefix:2", scheme="a2a"),
+            "mask: got 'prefix:2'; allowed: causal, full or",
+        ),
+        (cp.AttentionSlot(4, 2, 16, 16, mask="chunk:4", scheme="a2a"), "mask: got 'chunk:4'"),
     ],
     ids=str,
 )
@@ -186,17 +194,35 @@ def test_rejects_by_name_what_no_graph_serves(kind, message):
 
 
 def test_rejects_layouts_of_other_packs():
-    with pytest.raises(cp.ArgumentError, match=r"PlanSlots.layout\(lengths\)"):
+    with pytest.raises(cp.ArgumentError, match=r"layout\(lengths\) of these PlanSlots"):
         loaded(A2A[0], cp.Layout.zigzag(cp.Packing([CAPACITY]), 2))
+    slots = loaded(A2A[0])
+    with pytest.raises(cp.ArgumentError, match="device: got 'rank 1 on cpu'; allowed: rank 0 on cpu"):
+        slots.load(cp.BatchPlan(slots.layout([5]), A2A), 1, CPU)
+    with pytest.raises(cp.ArgumentError, match="of type cpu or cuda"):
+        loaded(A2A[0]).load(cp.BatchPlan(slots.layout([5]), A2A), 0, torch.device("meta"))
+    shorter = cp.PlanSlots(CAPACITY, DOCUMENTS, 2, longest=50)
+    with pytest.raises(cp.ArgumentError, match="of these PlanSlots"):
+        shorter.load(cp.BatchPlan(cp.PlanSlots(CAPACITY, DOCUMENTS, 2).layout([60]), A2A), 0, CPU)
     other = cp.PlanSlots(60, 6, 2)
     with pytest.raises(cp.ArgumentError, match=f"filled up to {CAPACITY} tokens"):
         loaded(A2A[0], other.layout([5]))
 
 
-def test_rejects_other_layers_than_were_loaded_before():
+@pytest.mark.parametrize(
+    "kinds",
+    [[], [KINDS["gdn"]], [KINDS["window"]], [*A2A, KINDS["gdn"]], [cp.AttentionSlot(6, 2, 8, 8, scheme="a2a")],
+     [cp.AttentionSlot(6, 3, 16, 16, scheme="a2a")], [cp.AttentionSlot(6, 2, 16, 16, scheme="a2a", codec="fp8")]],
+    ids=str,
+)  # fmt: skip
+def test_rejects_other_layers_than_were_loaded_before(kinds):
     slots = loaded(A2A[0])
-    with pytest.raises(cp.ArgumentError, match="as were loaded before"):
-        slots.load(cp.BatchPlan(slots.layout([5]), [KINDS["gdn"]]), 0, CPU)
+    with pytest.raises(cp.ArgumentError, match=r"slots: got .*as were loaded before"):
+        slots.load(cp.BatchPlan(slots.layout([5]), kinds), 0, CPU)
+
+
+def test_rejects_other_rows_ranks_and_devices_than_were_loaded_before():
+    slots = loaded(A2A[0])
     with pytest.raises(cp.ArgumentError, match="a table 'rows x'"):
         slots.load(cp.BatchPlan(slots.layout([5]), A2A), 0, CPU, {"x": np.zeros(3)})
 
@@ -208,6 +234,47 @@ def test_knows_which_plans_it_has():
         slots.check_loaded(plans)
     slots.load(plans, 0, CPU)
     slots.check_loaded(plans)
-    slots.load(cp.BatchPlan(slots.layout([7]), A2A), 0, CPU)
-    with pytest.raises(cp.ArgumentError, match="right before the replay"):
+    other = cp.BatchPlan(slots.layout([7]), A2A)
+    slots.load(other, 0, CPU)
+    with pytest.raises(cp.ArgumentError, match="right before its step"):
         slots.check_loaded(plans)
+
+
+def test_rejects_a_ring_over_a_contiguous_layout():
+    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 2, layout="contiguous", align_documents=4)
+    with pytest.raises(cp.ArgumentError, match="layout: got 'contiguous'; allowed: zigzag with p2p"):
+        slots.load(cp.BatchPlan(slots.layout([30, 10]), [KINDS["p2p"]]), 0, CPU)
+
+
+def test_rejects_batches_whose_memory_has_another_pack():
+    """Their tokens would be the other's, and their tables."""
+    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1)
+    kinds = [KINDS["a2a"], KINDS["gdn"]]
+    first, _ = (cp.shard_batch(np.arange(sum(n)), slots.layout(n), slots=kinds, into=slots) for n in ([5, 9], [7]))
+    with pytest.raises(cp.ArgumentError, match=r"plan: .*right before its step"):
+        cp.attention(*(torch.ones(CAPACITY, heads, 16) for heads in (6, 2, 2)), first.plan(kinds[0]))
+    with pytest.raises(cp.ArgumentError, match=r"plan: .*slots of their own"):
+        cp.gated_delta_net(
+            torch.ones(CAPACITY, 160), torch.ones(CAPACITY, 6), torch.ones(CAPACITY, 6), first.plan(kinds[1]),
+            conv=torch.ones(160, 4), A_log=torch.ones(6), dt_bias=torch.ones(6),
+        )  # fmt: skip
+
+
+def test_rejects_a_filled_up_layout_without_its_slots():
+    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1)
+    with pytest.raises(cp.ArgumentError, match="into: got None; allowed: the PlanSlots that made the layout"):
+        cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A)
+
+
+def test_plans_that_nobody_has_any_more_are_freed():
+    slots, gone = cp.PlanSlots(CAPACITY, DOCUMENTS, 1), []
+    gc.collect()
+    gc.disable()
+    try:
+        for lengths in ([5], [7, 3]):
+            batch = cp.shard_batch(np.arange(sum(lengths)), slots.layout(lengths), slots=A2A, into=slots)
+            gone.append(weakref.ref(batch.plan(A2A[0])))
+        del batch
+        assert [plan() for plan in gone] == [None, None]
+    finally:
+        gc.enable()
