@@ -59,7 +59,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     args = argparse.Namespace(**vars(args))
     args.dtype, args.scheme = args.dtype or "bfloat16", "headwise"
     cells = _cells(args.cells, asked, world)
-    args.cp = asked or (max(size for size, *_ in cells) if args.cells else EXCHANGE_RANKS)
+    args.cp = asked or EXCHANGE_RANKS
     if args.lengths is None:
         tokens = (args.tokens_per_rank or 2048) * args.cp
         args.lengths = aligned_lengths(tokens, args.documents or _DOCUMENTS, 2 * args.cp, "--tokens-per-rank")

@@ -31,7 +31,8 @@ tokens after it; to tokens, autograd's way back through the same.
 One exchange: {MEGATRON} is what `GatedDeltaNet.forward` does around its collective, the order of tokens built in each
 layer included; {LOOP} is what {MEGATRON} did before, with its own functions: a call for every document and section.
 Medians [quartiles] over the repeats of ratios within each, wall time of the slowest rank; *local*: time of that rank's
-own thread without the wire; *copy*: one warm copy of what enters the exchange, on all ranks at once.
+own thread without the wire; *both*: of the sums of forward and backward in each repeat; *copy*: one warm copy of what
+enters the exchange, on all ranks at once.
 *Gradients* arrive on the head side in tensors of their own, as most kernels return them (for {MEGATRON} after its own
 `torch.split`); *in place* is where the inputs stood, as a kernel that asked `like_rows` for its buffers writes them:
 they leave as rows of all sections, so that packing gathers or does nothing, and unpacking cuts rows. Those of separate
@@ -235,7 +236,7 @@ def text(case: Case, data: dict[str, Any]) -> str:
 def _verdicts(data: dict[str, Any]) -> list[str]:
     """Whether each target is met, and where it is missed most."""
     local = [
-        f"{what.capitalize()}, {ALL_SECTIONS}: at most {found['worst']:.2f} of a copy, at most "
+        f"Local part, {what}, {ALL_SECTIONS}: at most {found['worst']:.2f} of a copy, at most "
         f"{found['at_most']} is the target{_of_copies(data)}: {_met(found)}."
         for what, found in data["local_targets"].items()
     ]
@@ -251,7 +252,8 @@ def _verdicts(data: dict[str, Any]) -> list[str]:
         if found
     ]
     means = [
-        f"{peer} / ours, {LAYOUTS[0]}, {ALL_SECTIONS}, both directions, geometric mean: {each['found']['both']:.2f}, "
+        f"{peer} / ours, inbound, {LAYOUTS[0]}, {ALL_SECTIONS}, forward and backward, geometric mean: "
+        f"{each['found']['both']:.2f}, "
         f"at least {each['at_least']:g} is the target{_of_copies(data)}: {_met(each)}."
         for peer, each in data["exchange_targets"].items()
     ]
