@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.device import fill_tables, indexed
+from megatron_cp.exchange.geometry import has_run
 from megatron_cp.executor.arguments import IN_SLOTS
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.memo import Memo
@@ -65,6 +66,7 @@ class PlanSlots:
         cp_size: ranks.
         align_documents: documents are filled up to a multiple of so many tokens. Causal layers see no difference.
         longest: tokens of the longest document of any pack; `capacity_tokens` if None. Kernels make room for so many.
+            It is filled up as documents are.
         layout: "zigzag" or "contiguous".
 
     Raises:
@@ -79,7 +81,8 @@ class PlanSlots:
         self.capacity_documents = checked_integer("capacity_documents", capacity_documents, 1)
         self.cp_size = checked_integer("cp_size", cp_size, 1)
         self.align_documents = checked_integer("align_documents", align_documents, 1)
-        self.longest = capacity_tokens if longest is None else checked_integer("longest", longest, 1, capacity_tokens)
+        longest = capacity_tokens if longest is None else checked_integer("longest", longest, 1, capacity_tokens)
+        self.longest = -(-longest // self.align_documents) * self.align_documents
         for divisor, name in ((cp_size, "cp_size"), (align_documents, "align_documents")):
             if capacity_tokens % divisor:
                 raise ArgumentError("capacity_tokens", capacity_tokens, f"a multiple of {name}, which is {divisor}")
@@ -162,6 +165,10 @@ class PlanSlots:
             raise ArgumentError("device", device, "a torch.device of type cpu or cuda")
         if rows is not None and not (isinstance(rows, Mapping) and all(map(_is_table, rows.values()))):
             raise ArgumentError("rows", rows, "numpy arrays by name")
+        for plan in plans.plans:
+            if any(isinstance(step, ToHeads | ToTokens) and has_run(step.exchange) for step in plan.steps):
+                remedy = "Load the plans of a new BatchPlan, before any layer has run with them."
+                raise ArgumentError("plans", "plans that layers have run with", "plans with no tables yet", remedy)
         place = (rank, indexed(device))
         if self._memory is None:
             self._learn(plans, rank)
@@ -211,7 +218,7 @@ class PlanSlots:
         for slot, plan in zip(plans.kinds, plans.plans, strict=True):
             self._check_kind(slot, plan)
         step = self.align_documents
-        one = BatchPlan(self.layout([self.longest // step * step]), plans.kinds)
+        one = BatchPlan(self.layout([self.longest]), plans.kinds)
         several = BatchPlan(
             self.layout([step] * min(self.capacity_documents, self.capacity_tokens // step)), plans.kinds
         )
@@ -280,9 +287,10 @@ class PlanSlots:
         for stage in plan.attend.stages if plan.attend is not None else ():
             assert plan.attend is not None
             tiles = plan.attend.tiles(rank // plan.ulysses_degree, stage)
-            num_documents = int(np.count_nonzero(plan.packing.lengths[:-1]))
-            sizes = (num_documents, self.capacity_documents, len(tiles.q_tokens), len(tiles.k_tokens))
-            calls = FixedCalls(tiles.bands, self._patterns[number, stage.number], *sizes)
+            sizes = (self.capacity_documents, len(tiles.q_tokens), len(tiles.k_tokens))
+            documents = np.flatnonzero(plan.packing.lengths[:-1])
+            calls = FixedCalls(tiles.bands, self._patterns[number, stage.number], len(documents), *sizes)
+            calls.check_documents(tiles.bands, documents, plan.packing.documents_of, tiles.q_tokens, tiles.k_tokens)
             tables |= {f"stage {stage.number} {name}": table for name, table in calls.tables().items()}
             made.append((stage, WholeTiles(tiles.bands, tiles.q_tokens, tiles.k_tokens), calls))
         return tables, made
@@ -320,7 +328,7 @@ def documents_of(slots: PlanSlots, layout: Layout) -> Packing:
     found = layout.recall(_FILLED) if isinstance(layout, Layout) else None
     given, room = found or (Packing([0]), None)
     if room != slots._room:
-        remedy = "Make it by the layout(lengths) of these PlanSlots."
+        remedy = "Make it by the layout(lengths) of these PlanSlots, in this process: a pickled one is not known."
         raise ArgumentError("layout", layout, f"one that is filled up to {slots.capacity_tokens} tokens", remedy)
     return given
 

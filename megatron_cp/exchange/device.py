@@ -96,19 +96,21 @@ class _Tables:
             self.numbers[index] = number  # last: who sees it finds the table
 
     def order(self, index: int, reader: int) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # the device was waited for when the capture began; CUDA lets a graph wait for nothing before it
         with self._lock:
-            last, made = self.ordered.get((index, reader), 0), self._made[index]
-            self.ordered[index, reader] = self.numbers[index]
+            number, last, made = self.numbers[index], self.ordered.get((index, reader), 0), self._made[index]
             others = [
                 table for maker, of_stream in made.items() if maker != reader
                 for table in list(of_stream.values()) if table.number > last
             ]  # fmt: skip
-        stream = torch.cuda.current_stream(index)
-        for table in others:
-            copy = table.copy()
-            if copy is not None:
-                stream.wait_event(table.event)
-                copy.record_stream(stream)
+            stream = torch.cuda.current_stream(index)
+            for table in others:
+                copy = table.copy()
+                if copy is not None:
+                    stream.wait_event(table.event)
+                    copy.record_stream(stream)
+            self.ordered[index, reader] = number  # last: another thread of this stream goes on when it has waited
 
 
 class _Table:

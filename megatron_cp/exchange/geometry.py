@@ -18,6 +18,13 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout
 
 
+def has_run(exchange: Exchange) -> bool:
+    """Whether an operation has moved rows by it, or by a part of it: then it holds tables."""
+    return any(
+        isinstance(each, Geometry) or (isinstance(each, Exchange) and has_run(each)) for each in exchange.memories()
+    )
+
+
 class Place(NamedTuple):
     """Where a section stands in a table of rows, as a view of a flat tensor of its type.
 

@@ -53,6 +53,7 @@ def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
     table = None if any(at.coded) else _shared_table(sections, at)
     if _is_message(table, at):
         return table
+    sections = _dense(sections, at)
     message = buffers.acquire(at.head_side_bytes, at.device)
     if table is None and copies.runs_on(at.device) and copies.pack_heads(sections, message, at):
         return message
@@ -74,6 +75,7 @@ def pack_heads_apart(
     if not at.is_own_apart or _is_message(table, at):
         return pack_heads(sections, at, buffers), _nothing
     tokens, row = at.layout.token_counts.tolist(), at.copies * at.format.row_bytes[at.rank]
+    sections = _dense(sections, at)
     sent = buffers.acquire(at.head_side_bytes, at.device)[: at.head_side_bytes - tokens[at.rank] * row]
     ranks, first, end = _everyone(at), sum(tokens[: at.rank]), sum(tokens[: at.rank]) * row
     _pack(sections, table, ranks[: at.rank], sent[:end], at)
@@ -84,6 +86,13 @@ def pack_heads_apart(
 
 def _nothing() -> None:
     pass
+
+
+def _dense(sections: Sequence[Tensor], at: Geometry) -> Sequence[Tensor]:
+    """Sections whose rows are dense, where they are gathered for every rank: made so once."""
+    if not at.section_major or at.order is None:
+        return sections
+    return [section if section[:1].is_contiguous() else section.contiguous() for section in sections]
 
 
 def _everyone(at: Geometry) -> list[slice]:
@@ -121,8 +130,6 @@ def _pack(sections: Sequence[Tensor], table: Tensor | None, ranks: Sequence[slic
 
 def _pack_section_major(sections: Sequence[Tensor], ranks: Sequence[slice], out: Tensor, at: Geometry) -> None:
     row = at.copies * at.format.row_bytes[at.rank]
-    if at.order is not None:  # rows are gathered for every rank, but made dense once
-        sections = [section if section[:1].is_contiguous() else section.contiguous() for section in sections]
     counts = [rows.stop - rows.start for rows in ranks]
     for rows, count, to_rank in zip(ranks, counts, out.split([count * row for count in counts]), strict=True):
         for number, section in enumerate(sections):

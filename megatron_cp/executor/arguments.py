@@ -97,17 +97,17 @@ def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) 
         ArgumentError: naming the argument, or the kernel that a graph of which would not serve other packs; or a plan
             in whose slots another pack's tables have been loaded since.
     """
-    slots = plan.recall(IN_SLOTS)
-    if slots is not None:
-        slots.check_has(plan)
+    check_slots(plan)
     if device.type != "cuda":
         return
     if torch.cuda.is_current_stream_capturing():
         if not plan.remembers(IN_SLOTS):
+            here = "Leave this call out of the graph."
+            if isinstance(plan, Plan):
+                here = "Shard the batch with into=PlanSlots(...), or leave this call out of the graph."
             raise ArgumentError(
                 name, "a tensor in a stream that is being captured", "one in any other stream, or plans of PlanSlots",
-                "A CUDA graph would move the rows of this pack whenever it is replayed. Shard the batch with "
-                "into=PlanSlots(...), or leave this call out of the graph.",
+                f"A CUDA graph would move the rows of this pack whenever it is replayed. {here}",
             )  # fmt: skip
         for kernel in kernels:
             if not kernel.serves_graphs:
@@ -116,6 +116,17 @@ def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) 
                     "Its tables are one pack's: leave the choice to kernel='auto', or this call out of the graph.",
                 )  # fmt: skip
     order_tables(device)
+
+
+def check_slots(plan: Memo) -> None:
+    """Refuses a plan in whose `PlanSlots` another pack's tables have been loaded since.
+
+    Raises:
+        ArgumentError: naming the plan.
+    """
+    slots = plan.recall(IN_SLOTS)
+    if slots is not None:
+        slots.check_has(plan)
 
 
 def rows_first(tensor: Tensor, rows: int, heads: int) -> tuple[tuple[int, ...], str]:

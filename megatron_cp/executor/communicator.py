@@ -16,9 +16,11 @@ from torch.autograd.profiler import record_function
 
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.split_counts import SplitCounts
+from megatron_cp.executor.arguments import check_slots
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.executor.trace import current_layer, range_name
 from megatron_cp.executor.transports import transport_over
+from megatron_cp.layout.memo import Memo
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 
 
@@ -30,6 +32,7 @@ class Communicator:
         transport: how messages travel.
         operation: what the plan is of, for errors.
         scheme: how it is spread, for errors and for the names of ranges.
+        plan: where its tables may be replaced by another pack's meanwhile.
 
     Attributes:
         layer: the number of the layer that made this, or None: for the names of ranges, as is
@@ -39,9 +42,11 @@ class Communicator:
     chunk = (0, 1)
 
     def __init__(
-        self, group: RankGroup, transport: Transport = COLLECTIVE, operation: str = "", scheme: str = ""
-    ) -> None:
+        self, group: RankGroup, transport: Transport = COLLECTIVE, operation: str = "", scheme: str = "",
+        plan: Memo | None = None,
+    ) -> None:  # fmt: skip
         self.group, self.transport, self.operation, self.scheme = group, transport, operation, scheme
+        self._plan = plan
         self.layer = current_layer()
         self.rank, self.size = group.rank, group.size
         self._over_group = transport_over(group, transport)
@@ -55,7 +60,7 @@ class Communicator:
         """The communicator of some of the ranks, this one among them."""
         if len(ranks) == self.size:
             return self
-        part = Communicator(self.group.part(ranks), self.transport.part(ranks), self.operation, self.scheme)
+        part = Communicator(self.group.part(ranks), self.transport.part(ranks), self.operation, self.scheme, self._plan)
         part.layer, part.chunk = self.layer, self.chunk  # also in backward, where no layer is current
         return part
 
@@ -114,7 +119,9 @@ class Communicator:
         return self._over_group.start_messages(sends, receives)
 
     def _enter(self, step: str) -> None:
-        """Tells the group what it is used for from now on."""
+        """Tells the group what it is used for from now on. Before a backward another pack may have come."""
+        if self._plan is not None:
+            check_slots(self._plan)
         self.group.activity = ", ".join(filter(None, (self.operation, self.scheme, step)))
 
 

@@ -30,6 +30,10 @@ class Memo:
         """What `memo` has to return, or None."""
         return self.__dict__.get("_memo", {}).get(key)
 
+    def memories(self) -> list[Any]:
+        """All that `memo` has to return."""
+        return list(self.__dict__.get("_memo", {}).values())
+
     def remembers(self, key: Any) -> bool:
         """Whether `memo` has something to return."""
         return key in self.__dict__.get("_memo", {})

@@ -99,7 +99,7 @@ class LinearOnRank:
         """Raises on every rank if another one calls the operation differently."""
         options["kernel"] = kernel_name(self.kernel)
         mark = agree_on_call(self.ranks, [self.plan], operation, tensors, options)
-        self.comm = Communicator(self.ranks, self.plan.transport, mark, self.plan.scheme)
+        self.comm = Communicator(self.ranks, self.plan.transport, mark, self.plan.scheme, self.plan)
 
     def run(
         self, tensors: list[Tensor], *, conv: Stage | None = None, gates: Stage | None = None, rule: Stage | None = None

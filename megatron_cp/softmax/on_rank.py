@@ -92,7 +92,7 @@ class AttentionOnRank:
             {**numbers, "kernel": self.kernel_name, **more}, once,
         )  # fmt: skip
         name = f"{mark}, seed {call.seed}" if call.dropout else mark
-        self.comm = Communicator(self.ranks, self.plan.transport, name, self.plan.scheme)
+        self.comm = Communicator(self.ranks, self.plan.transport, name, self.plan.scheme, self.plan)
 
     def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
         """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""

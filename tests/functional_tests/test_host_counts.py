@@ -56,5 +56,4 @@ def test_the_host_does_no_more_than_before(found, name):
 def test_the_host_does_as_little_as_was_wanted(found, name):
     for direction, goal in zip(("forward", "backward"), GOALS[name], strict=True):
         here = found[name][direction]
-        assert (here["calls"], here["operators"], here["launches"]) <= goal, direction
         assert all(x <= y for x, y in zip((here["calls"], here["operators"], here["launches"]), goal, strict=True))

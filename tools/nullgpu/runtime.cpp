@@ -271,7 +271,12 @@ cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return captures_on(stream) ? refuse() : cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) { return wait(captures_on(stream) || is_forbidden()); }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+// What an event knows: the number of the capture that it was recorded in, 0 for none.
+unsigned long long& capture_of(cudaEvent_t event) { return *reinterpret_cast<unsigned long long*>(event); }
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  if (captures_on(stream) && capture_of(event) != captures) return last_error = cudaErrorStreamCaptureIsolation;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t callback, void* data, unsigned) {
   callback(stream, cudaSuccess, data);
   return cudaSuccess;
@@ -281,13 +286,17 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t function, void* data) 
   return cudaSuccess;
 }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
-  return *event = static_cast<cudaEvent_t>(malloc(1)), cudaSuccess;
+  return *event = static_cast<cudaEvent_t>(calloc(1, sizeof(unsigned long long))), cudaSuccess;
 }
 cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) { return free(event), cudaSuccess; }
 cudaError_t cudaEventQuery(cudaEvent_t) { return is_forbidden() ? refuse() : cudaSuccess; }
-cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t, cudaStream_t, unsigned) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return capture_of(event) = captures_on(stream) ? captures : 0, cudaSuccess;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  return cudaEventRecord(event, stream);
+}
 cudaError_t cudaEventSynchronize(cudaEvent_t) { return wait(capture != nullptr); }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
   return *milliseconds = 1, cudaSuccess;

@@ -105,6 +105,11 @@ class TorchGroup(RankGroup):
         check_splits(sent, sent_splits, "sent_splits", self.size)
         if self._tagged is not None and not sent.is_cuda:
             return self._start_pieces(received.split(received_splits), sent.split(sent_splits))
+        if received_splits[self.rank] and not sent_splits[self.rank]:  # left out, which one tensor cannot say
+            incoming, outgoing = list(received.split(received_splits)), list(sent.split(sent_splits))
+            incoming[self.rank] = incoming[self.rank][:0]
+            work = dist.all_to_all(incoming, outgoing, group=self.group, async_op=True)
+            return _Works(work, (received, sent), self)
         work = dist.all_to_all_single(received, sent, received_splits, sent_splits, group=self.group, async_op=True)
         return _Works(work, (received, sent), self)
 

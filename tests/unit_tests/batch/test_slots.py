@@ -9,6 +9,8 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.batch.slots import documents_of
+from megatron_cp.executor.communicator import Communicator
+from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import segment_calls
@@ -258,6 +260,32 @@ def test_rejects_batches_whose_memory_has_another_pack():
             torch.ones(CAPACITY, 160), torch.ones(CAPACITY, 6), torch.ones(CAPACITY, 6), first.plan(kinds[1]),
             conv=torch.ones(160, 4), A_log=torch.ones(6), dt_bias=torch.ones(6),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [[1], [20, 20, 20, 4], [3]])
+@pytest.mark.parametrize(("kind", "more"), [("window", {"longest": 20}), ("p2p", {"longest": 4, "align_documents": 4})])
+def test_what_fills_up_may_be_longer_than_any_document(kind, more, lengths):
+    slots = cp.PlanSlots(64, 4, 2, **more)
+    lengths = [min(length, slots.longest) for length in lengths]
+    slots.load(cp.BatchPlan(slots.layout(lengths), [KINDS[kind]]), 0, CPU)
+
+
+def test_the_longest_document_is_filled_up_as_others_are():
+    slots = cp.PlanSlots(64, 4, 2, align_documents=4, longest=30)
+    assert slots.longest == 32
+    assert slots.layout([30]).packing.lengths.tolist() == [32, 0, 0, 0, 32]
+
+
+def test_rejects_a_backward_whose_pack_was_loaded_over():
+    group = ThreadGroup.create(1)[0]
+    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1, layout="zigzag")
+    batch = cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A, into=slots)
+    plan = batch.plan(A2A[0])
+    comm = Communicator(group, plan=plan)
+    comm.start_all_gather(torch.zeros(3), torch.zeros(3)).wait()
+    cp.shard_batch(np.arange(7), slots.layout([7]), slots=A2A, into=slots)
+    with pytest.raises(cp.ArgumentError, match=r"plan: .*right before its step"):
+        comm.start_all_gather(torch.zeros(3), torch.zeros(3))
 
 
 def test_rejects_a_filled_up_layout_without_its_slots():

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.head_side import pack_heads, unpack_heads
+from megatron_cp.exchange.head_side import pack_heads, pack_heads_apart, unpack_heads
 from megatron_cp.exchange.messages import like_rows, section_views
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
@@ -237,10 +237,15 @@ def test_sections_whose_heads_are_not_dense_are_made_so_once_and_not_for_every_r
     at = section_major(geometry(LAYOUTS["shuffled"], batch=batch))
     sections = [torch.cat([section, section], -1)[..., : section.shape[-1]] for section in normal(at)]
     assert at.order is not None
+    received = torch.full((at.token_side_bytes,), 255, dtype=torch.uint8)  # as what nobody writes is
     with CountCopies() as moved:
-        message = pack_heads(sections, at, Buffers())
-    assert moved.counts["clone"] <= len(sections)
-    assert torch.equal(message, pack_heads(normal(at), at, Buffers()))
+        message, write_own = pack_heads_apart(sections, at, Buffers(), received)
+        write_own()
+    assert 0 < moved.counts["clone"] <= len(sections)
+    whole = pack_heads(normal(at), at, Buffers())
+    first, last = at.own_head_side.start, at.own_head_side.stop
+    assert torch.equal(message, torch.cat([whole[:first], whole[last:]]))
+    assert torch.equal(received[at.own_token_side], whole[first:last])
 
 
 @pytest.mark.parametrize("batch", [None, 2], ids=["thd", "sbhd"])

@@ -7,7 +7,7 @@ last document only fills up the pack: its rows are in every call, where rows are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,7 +94,7 @@ class FixedCalls:
         if len(bands) % each or len(bands) < num_documents * each:
             raise ArgumentError("mask", f"one of {len(bands)} bands for {num_documents} documents", _REFUSED, _REMEDY)
         windows = pattern.windows * (len(bands) // each)
-        _check_windows(bands, windows)
+        _check_windows(bands[: num_documents * each], windows[: num_documents * each])
         self._axes: dict[Window, tuple[_FixedAxis, _FixedAxis]] = {}
         hidden = np.ones(num_queries, dtype=bool), np.ones(num_keys, dtype=bool)
         for window, (of_queries, of_keys) in pattern.rounds.items():
@@ -109,6 +109,25 @@ class FixedCalls:
                 unseen[axis.rows[: axis.offsets[-1]]] = False
             self._axes[window] = axes
         self._hidden = hidden
+
+    def check_documents(
+        self, bands: IntArray, documents: IntArray, documents_of: Callable[[IntArray], IntArray], q_tokens: IntArray,
+        k_tokens: IntArray,
+    ) -> None:  # fmt: skip
+        """Refuses bands that are not, document after document, of that document alone.
+
+        Raises:
+            ArgumentError: the mask is not the same in every document.
+        """
+        owners = np.repeat(documents, len(self._pattern.windows))
+        own = bands[: len(owners)]
+        edges = (q_tokens[own[:, 0]], q_tokens[own[:, 1] - 1], k_tokens[own[:, 2]], k_tokens[own[:, 3] - 1])
+        if any((documents_of(tokens) != owners).any() for tokens in edges):
+            raise ArgumentError("mask", "one whose bands are not each document's own", _REFUSED, _REMEDY)
+        for window, axes in self._axes.items():
+            for axis, longest in zip(axes, self._pattern.longest[window], strict=True):
+                if np.diff(axis.offsets).max() > longest:
+                    raise ArgumentError("mask", "one that sees more in some documents", _REFUSED, _REMEDY)
 
     def tables(self) -> dict[str, NDArray]:
         """What stands on the device, by name; the same names, shapes and types for every pack."""
