@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import megatron_cp as cp
+from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.executor.launch import run_ranks
@@ -236,3 +237,17 @@ def test_rejects_gathers_in_a_capture():
     cp.gather(rows, layout, None)
     with pytest.raises(cp.ArgumentError, match="Leave this call out"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         cp.gather(rows, layout, None)
+
+
+def test_rejects_tables_that_would_be_made_in_a_capture():
+    table = np.arange(5)
+    with pytest.raises(cp.ArgumentError, match="Run the step once, eagerly"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        on_device(table, DEVICE)
+    assert on_device(table, DEVICE).tolist() == table.tolist()
+
+
+def test_rejects_a_number_of_tokens_in_a_capture():
+    losses, weights = torch.ones(4, device=DEVICE), torch.ones(4, device=DEVICE)
+    assert cp.token_loss(losses, weights, num_tokens=8).item() == 0.5
+    with pytest.raises(cp.ArgumentError, match="num_tokens: got 8"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        cp.token_loss(losses, weights, num_tokens=8)
