@@ -166,6 +166,10 @@ def test_padded_tables_give_one_ranks_numbers(size):
     for number, lengths in enumerate(packs):
         errors = errors_of(ranks[0][number], lengths, size, torch.bfloat16)
         assert max(errors.values()) <= 2e-2, (lengths, errors)
+        filled = sum(-(-length // (2 * size)) * 2 * size for length in lengths)
+        of_attention = [x for name, x in ranks[0][number].items() if name.split()[0] in ("a2a", "window", "p2p")]
+        assert len(of_attention) == 3 * 4
+        assert not any(x[filled:].count_nonzero() for x in of_attention)  # not even NaN of memory that nobody wrote
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -133,6 +133,21 @@ def add_pairs(found, window, q_rows, q_offsets, k_rows, k_offsets):
                     found[q_rows[q0 + i], k_rows[k0 + j]] += 1
 
 
+def test_bands_must_be_those_of_each_document():
+    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1)
+    plan = KINDS["a2a"].plan(slots.layout([30, 10]))
+    tiles = plan.attend.tiles(0, plan.attend.stages[0])
+    tokens = (plan.packing.documents_of, tiles.q_tokens, tiles.k_tokens)
+    sizes = (2, DOCUMENTS, CAPACITY, CAPACITY)
+    calls = FixedCalls(tiles.bands, Pattern.of(tiles.bands[:1], CAPACITY, CAPACITY), *sizes)
+    calls.check_documents(tiles.bands, np.array([0, 1]), *tokens)
+    with pytest.raises(cp.ArgumentError, match="not each document's own"):
+        calls.check_documents(tiles.bands, np.array([1, 0]), *tokens)
+    longer = FixedCalls(tiles.bands, Pattern.of(tiles.bands[1:2], CAPACITY, CAPACITY), *sizes)
+    with pytest.raises(cp.ArgumentError, match="sees more in some documents"):
+        longer.check_documents(tiles.bands, np.array([0, 1]), *tokens)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -267,7 +282,12 @@ def test_rejects_batches_whose_memory_has_another_pack():
 def test_what_fills_up_may_be_longer_than_any_document(kind, more, lengths):
     slots = cp.PlanSlots(64, 4, 2, **more)
     lengths = [min(length, slots.longest) for length in lengths]
-    slots.load(cp.BatchPlan(slots.layout(lengths), [KINDS[kind]]), 0, CPU)
+    plans = cp.BatchPlan(slots.layout(lengths), [KINDS[kind]])
+    slots.load(plans, 0, CPU)
+    slots.check_loaded(plans)
+    assert plans.layout.packing.lengths[-1] == 64 - sum(
+        -(-length // slots.align_documents) * slots.align_documents for length in lengths
+    )
 
 
 def test_the_longest_document_is_filled_up_as_others_are():
