@@ -1,0 +1,184 @@
+"""`simulate`: plays a program on the ranks of a machine, operation by operation, all ranks at a time.
+
+A rank has one stream for computing; what it sends and receives goes over ports that work meanwhile: one a rank and
+direction for its own host, one a network card and direction for others, which several ranks may share. A message
+leaves when its sender has come to it, its receiver too, and the ports are free; a transfer has arrived at a rank when
+all messages to it have. No torch in here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.planner.predict.hardware import Link, Topology
+from megatron_cp.planner.predict.program import Edges, Program, Seconds, Start, Wait, Work
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """One operation on all ranks.
+
+    Attributes:
+        name, kind: of the work; of a transfer, kind is "send" or "receive", of a wait "wait".
+        start, end: `[ranks]` seconds; equal where a rank has none of it.
+        edges: a transfer's messages.
+    """
+
+    name: str
+    kind: str
+    start: Seconds
+    end: Seconds
+    edges: Edges | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """What each rank did when.
+
+    Attributes:
+        spans: in the order of the program.
+        end: `[ranks]` seconds at which each was done.
+        waited: `[ranks]` seconds of it in which a rank computed nothing.
+    """
+
+    spans: list[Span]
+    end: Seconds
+    waited: Seconds
+
+    @property
+    def seconds(self) -> float:
+        """Until the last rank was done."""
+        return float(self.end.max(initial=0.0))
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which the rank that is done last computed nothing."""
+        return float(self.waited[int(self.end.argmax())]) if self.end.size else 0.0
+
+
+class _Ports:
+    """The ports of one kind, in both directions."""
+
+    def __init__(self, link: Link, port: IntArray) -> None:
+        self.link, self.port = link, port
+        count = int(port.max(initial=-1)) + 1
+        self.free = {"out": np.zeros(count), "in": np.zeros(count)}
+
+    def send(self, edges: Edges, ready: Seconds, starts: int) -> tuple[Seconds, Seconds]:
+        """`[ranks]` when the last message of each has left, and the last one to each has arrived; -inf for none."""
+        link, count, ranks = self.link, self.free["out"].size, ready.size
+        out_of, into = self.port[edges.senders], self.port[edges.receivers]
+        took = edges.nbytes / link.bandwidth + link.message
+        begins = _latest(out_of, ready[edges.senders], count)
+        begins = np.maximum(np.maximum(begins, self.free["out"]), -np.inf)
+        left = begins + np.bincount(out_of, took, minlength=count)
+        first = np.full(count, np.inf)
+        np.minimum.at(first, into, begins[out_of])
+        opens = np.maximum(np.maximum(first, _latest(into, ready[edges.receivers], count)), self.free["in"])
+        came = np.maximum(opens + np.bincount(into, took, minlength=count), _latest(into, left[out_of], count))
+        for way, used, until in (("out", out_of, left), ("in", into, came)):
+            at = np.unique(used)
+            self.free[way][at] = until[at]
+        gone = _latest(edges.senders, left[out_of], ranks)
+        return gone, _latest(edges.receivers, came[into], ranks) + link.latency * starts
+
+
+def _latest(index: IntArray, values: Seconds, count: int) -> Seconds:
+    found = np.full(count, -np.inf)
+    np.maximum.at(found, index, values)
+    return found
+
+
+def simulate(program: Program, topology: Topology, *, cores: int = 0) -> Timeline:
+    """Plays a program.
+
+    Args:
+        program: of as many ranks as the topology has.
+        topology: where they are.
+        cores: ranks of a host that compute at a time; 0 for all of them.
+
+    Raises:
+        ArgumentError: a topology of another number of ranks.
+    """
+    if topology.size != program.ranks:
+        raise ArgumentError("topology", f"{topology.size} ranks", f"the {program.ranks} ranks of the plan")
+    hosts = np.array(topology.hosts)
+    slower = np.maximum(np.bincount(hosts)[hosts] / cores, 1.0) if cores else np.ones(program.ranks)
+    within = _Ports(topology.within, np.arange(program.ranks))
+    between = _Ports(topology.between, topology.rail)
+    now, waited = np.zeros(program.ranks), np.zeros(program.ranks)
+    spans: list[Span] = []
+    under_way: dict[int, tuple[Seconds, Seconds]] = {}
+    for operation in program.operations:
+        match operation:
+            case Work(name, kind, seconds):
+                begun, now = now, now + seconds * slower
+                spans.append(Span(name, kind, begun, now))
+            case Start(name, key, edges, starts):
+                left, arrived = _transfer(edges, now, hosts, within, between, starts)
+                spans.append(Span(name, "send", now, np.maximum(left, now), edges))
+                spans.append(Span(name, "receive", now, np.maximum(arrived, now), edges))
+                under_way[key] = left, arrived
+            case Wait(key):
+                left, arrived = under_way.pop(key)
+                begun, now = now, np.maximum(np.maximum(left, arrived), now)
+                waited = waited + now - begun
+                spans.append(Span("wait", "wait", begun, now))
+    return Timeline(spans, now, waited)
+
+
+def _transfer(
+    edges: Edges, now: Seconds, hosts: IntArray, within: _Ports, between: _Ports, starts: int
+) -> tuple[Seconds, Seconds]:
+    left, arrived = np.full(now.size, -np.inf), np.full(now.size, -np.inf)
+    if not edges.senders.size:
+        return left, arrived
+    near: NDArray[np.bool_] = hosts[edges.senders] == hosts[edges.receivers]
+    for ports, chosen in ((within, near), (between, ~near)):
+        if chosen.all():
+            gone, came = ports.send(edges, now, starts)
+        elif chosen.any():
+            gone, came = ports.send(
+                Edges(edges.senders[chosen], edges.receivers[chosen], edges.nbytes[chosen]), now, starts
+            )
+        else:
+            continue
+        left, arrived = np.maximum(left, gone), np.maximum(arrived, came)
+    return left, arrived
+
+
+def bounds(program: Program, topology: Topology) -> tuple[float, float]:
+    """Seconds that a program takes at least and at most, in closed form, where every rank has a device of its own.
+
+    At least: the busiest rank's work, or the busiest port's bytes. At most: the sum over operations of their slowest
+    rank or port, as if all ranks met after each.
+    """
+    hosts, rail = np.array(topology.hosts), topology.rail
+    busiest, most = float(program.busy().max(initial=0.0)), 0.0
+    kinds = ((topology.within, np.arange(program.ranks), True), (topology.between, rail, False))
+    load = {
+        (kind, way): np.zeros(program.ranks + topology.num_hosts * topology.rails) for kind in (0, 1) for way in (0, 1)
+    }
+    for operation in program.operations:
+        if isinstance(operation, Work):
+            most += float(operation.seconds.max(initial=0.0))
+        elif isinstance(operation, Start):
+            longest = 0.0
+            near = hosts[operation.edges.senders] == hosts[operation.edges.receivers]
+            for kind, (link, port, is_near) in enumerate(kinds):
+                chosen = near if is_near else ~near
+                took = (operation.edges.nbytes / link.bandwidth + link.message) * chosen
+                both = []
+                for way, ends in enumerate((operation.edges.senders, operation.edges.receivers)):
+                    of_port = np.bincount(port[ends], took, minlength=load[kind, way].size)
+                    load[kind, way] += of_port
+                    both.append(float(of_port.max(initial=0.0)))
+                if chosen.any():
+                    longest = max(longest, sum(both) + link.latency * operation.starts)
+            most += longest
+    return max(busiest, *(float(each.max()) for each in load.values())), most

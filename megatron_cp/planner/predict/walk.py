@@ -1,0 +1,344 @@
+"""`program_of`: what the executor will do for a plan, walked over the same data, as a `Program` of all ranks.
+
+Transfers have the bytes and the order of the executor's own. Times of local work come from `Hardware`'s rates:
+attention by visible pairs and by the tiles that a mask cuts, linear layers by products, everything else by the bytes
+that it writes. No torch in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.attention import Attend, Stage
+from megatron_cp.plan.flows import Fetch, PassOn
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
+from megatron_cp.plan.transport import num_rounds
+from megatron_cp.planner.predict.hardware import Hardware
+from megatron_cp.planner.predict.kernels import attention_seconds, rule_seconds, scan_seconds
+from megatron_cp.planner.predict.program import Edges, Program, Seconds
+
+_AT_A_TIME = 4  # rounds that the pairwise transport has under way
+
+
+def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> Program:
+    """One direction of a layer, without its projections.
+
+    Args:
+        plan: of the layer.
+        hardware: rates of a rank.
+        item_size: bytes of an element.
+        forward: the direction; backward recomputes nothing but what kernels do themselves.
+    """
+    walk = _Walk(plan, hardware, item_size, forward=forward)
+    return walk.forward() if forward else walk.backward()
+
+
+class _Walk:
+    def __init__(self, plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> None:
+        self.plan, self.hardware, self.item, self.is_forward = plan, hardware, item_size, forward
+        self.program = Program(plan.cp_size)
+        self.degree = plan.ulysses_degree
+        self.ranks = np.arange(plan.cp_size)
+        self.kv_ranks, self.head_ranks = self.ranks // self.degree, self.ranks % self.degree
+
+    # -- the steps, in the executor's order ----------------------------------------------------------------------------
+
+    def forward(self) -> Program:
+        plan = self.plan
+        inbound = [step.exchange for step in plan.steps if isinstance(step, ToHeads) and not step.exchange.is_local]
+        arriving = [(exchange, self._to_heads(exchange)) for exchange in inbound]
+        leaving: list[int] = []
+        back = plan.steps[-1].exchange if isinstance(plan.steps[-1], ToTokens) else None
+        for chunk in range(plan.head_chunks):
+            for exchange, keys in arriving:
+                self._arrived_at_heads(exchange, chunk, keys[chunk])
+            for step in plan.steps:
+                self._computed(step, chunk)
+            if back is not None and not back.is_local:
+                leaving.append(self._to_tokens(back, chunk))
+        if back is not None:
+            self._arrived_at_tokens(back, leaving)
+        return self.program
+
+    def backward(self) -> Program:
+        plan, returning = self.plan, []
+        inbound = [step.exchange for step in plan.steps if isinstance(step, ToHeads) and not step.exchange.is_local]
+        back = plan.steps[-1].exchange if isinstance(plan.steps[-1], ToTokens) else None
+        exchanged = back is not None and not back.is_local
+        keys = self._to_heads(back) if exchanged and back is not None else []
+        for chunk in reversed(range(plan.head_chunks)):
+            if exchanged and back is not None:
+                self._arrived_at_heads(back, chunk, keys[chunk])
+            for step in reversed(plan.steps):
+                self._computed(step, chunk)
+            returning.append([self._to_tokens(exchange, chunk) for exchange in inbound])
+        for number, exchange in enumerate(inbound):
+            self._arrived_at_tokens(exchange, [of_chunk[number] for of_chunk in returning])
+        return self.program
+
+    def _computed(self, step: object, chunk: int) -> None:
+        match step:
+            case ToHeads() | ToTokens():
+                return
+            case Compute(name):
+                self._linear_work(name, chunk)
+            case Halo():
+                self._halo(step)
+            case Scan():
+                self._scan(step)
+            case Attend():
+                self._attend(self.plan.attend_of(chunk))
+
+    # -- head exchanges -----------------------------------------------------------------------------------------------
+
+    def _rows(self, exchange: Exchange, part: int) -> IntArray:
+        """`[degree]` bytes of a token in the message to each head rank."""
+        sizes = [self.item] * len(exchange.sections.blocks)
+        return np.array(exchange.row_format(part, sizes).row_bytes, dtype=np.int64)
+
+    def _edges(self, exchange: Exchange, part: int) -> Edges:
+        rows, tokens = self._rows(exchange, part), exchange.layout.token_counts
+        senders = np.repeat(self.ranks, self.degree)
+        readers = np.tile(np.arange(self.degree), self.plan.cp_size)
+        return Edges.of(senders, senders - senders % self.degree + readers, tokens[senders] * rows[readers])
+
+    def _to_heads(self, exchange: Exchange) -> list[int]:
+        keys = []
+        for part in range(len(exchange.parts)):
+            self._copy("pack tokens", exchange.layout.token_counts * self._rows(exchange, part).sum(), exchange)
+            keys.append(self._start("to heads", self._edges(exchange, part)))
+        return keys
+
+    def _head_side(self, exchange: Exchange, part: int) -> IntArray:
+        """`[ranks]` bytes of all tokens of a KV rank and the own heads."""
+        tokens = exchange.layout.token_counts.reshape(-1, self.degree).sum(axis=1)
+        return tokens[self.kv_ranks] * self._rows(exchange, part)[self.head_ranks]
+
+    def _arrived_at_heads(self, exchange: Exchange, part: int, key: int) -> None:
+        self.program.wait(key)
+        if not exchange.layout.in_stream_order or exchange.codec is not None:
+            self._copy("unpack heads", self._head_side(exchange, part), exchange)
+
+    def _to_tokens(self, exchange: Exchange, part: int) -> int:
+        if not exchange.layout.in_stream_order or exchange.codec is not None or not self.plan.attend:
+            self._copy("pack heads", self._head_side(exchange, part), exchange)
+        return self._start("to tokens", self._edges(exchange, part).reversed())
+
+    def _arrived_at_tokens(self, exchange: Exchange, keys: list[int]) -> None:
+        for key in keys:
+            self.program.wait(key)
+        rows = sum(self._rows(exchange, part).sum() for part in range(len(exchange.parts)))
+        if not exchange.is_local:
+            self._copy("unpack tokens", exchange.layout.token_counts * rows, exchange)
+
+    def _start(self, name: str, edges: Edges) -> int:
+        """By the plan's transport."""
+        transport = self.plan.transport
+        if transport.hosts:
+            edges = self._by_hosts(edges)
+        rounds = num_rounds(self.degree if self.degree > 1 else self.plan.cp_size)
+        return self.program.start(name, edges, 1 if transport.name == "collective" else max(1, rounds // _AT_A_TIME))
+
+    def _by_hosts(self, edges: Edges) -> Edges:
+        """One message to each other host, to the rank of the same place there, which takes it to whom it is for."""
+        hosts = np.array(self.plan.transport.hosts)
+        first = np.searchsorted(hosts, np.arange(hosts.max() + 1)) if (np.diff(hosts) >= 0).all() else None
+        if first is None:
+            return edges
+        counts = np.bincount(hosts)
+        far = hosts[edges.senders] != hosts[edges.receivers]
+        senders, receivers, nbytes = edges.senders[far], edges.receivers[far], edges.nbytes[far]
+        place = senders - first[hosts[senders]]
+        proxy = first[hosts[receivers]] + place % counts[hosts[receivers]]
+        pairs, of_pair = np.unique(senders * hosts.size + proxy, return_inverse=True)
+        together = np.bincount(of_pair, nbytes).astype(np.int64)
+        passed = Edges.of(proxy, receivers, nbytes)
+        return Edges(
+            np.concatenate([edges.senders[~far], pairs // hosts.size, passed.senders]),
+            np.concatenate([edges.receivers[~far], pairs % hosts.size, passed.receivers]),
+            np.concatenate([edges.nbytes[~far], together, passed.nbytes]),
+        )
+
+    def _copy(self, name: str, nbytes: IntArray | Seconds, exchange: Exchange | None = None) -> None:
+        """Work that writes so many bytes: coding reads and writes once more."""
+        passes = 2.0 if exchange is not None and exchange.codec is not None else 1.0
+        written: Seconds = np.asarray(nbytes, dtype=np.float64)
+        self.program.work(name, "copy", (written > 0) * (written * passes / self.hardware.copy + self.hardware.launch))
+
+    # -- softmax attention --------------------------------------------------------------------------------------------
+
+    def _attend(self, step: Attend) -> None:
+        flow = step.stages[-1].keys
+        if flow is None:
+            for chunk in range(step.head_chunks):
+                self._attend_stage(step, step.stages[0], chunk)
+        elif isinstance(flow, Fetch):
+            self._attend_fetched(step, flow)
+        else:
+            self._attend_ring(step)
+
+    def _groups(self, step: Attend, chunk: int) -> IntArray:
+        """`[ranks]` key/value heads of a rank in a chunk."""
+        return np.array([step.chunks(rank)[chunk].num_groups for rank in range(self.degree)])[self.head_ranks]
+
+    def _row_bytes(self, step: Attend, chunk: int) -> IntArray:
+        """`[ranks]` bytes of a token's keys and values."""
+        return self._groups(step, chunk) * (step.head_dim + step.value_head_dim) * self.item
+
+    def _attend_stage(self, step: Attend, stage: Stage, chunk: int) -> None:
+        heads = np.array([part.heads.stop - part.heads.start for part in (
+            step.chunks(rank)[chunk] for rank in range(self.degree))])[self.head_ranks]  # fmt: skip
+        seconds = attention_seconds(step, stage, self.hardware, self.item, forward=self.is_forward)
+        self.program.work(f"attend stage {stage.number}", "kernel", seconds(self.kv_ranks, heads))
+        if not stage.is_first:
+            rows = step.queries.token_counts[self.kv_ranks] * heads
+            size = step.value_head_dim if self.is_forward else step.head_dim
+            self._copy("merge", rows * size * max(self.item, 4) * (3 if self.is_forward else 1))
+
+    def _across(self, step: Attend, counts: IntArray, chunk: int, item_factor: int = 1) -> Edges:
+        """Rows from each KV rank to each, as the messages between ranks of equal head rank."""
+        size = self.degree
+        of_kv = np.arange(step.num_kv_ranks)
+        senders, readers = (x.ravel() for x in np.meshgrid(of_kv, of_kv, indexing="ij"))
+        row = self._row_bytes(step, chunk)
+        parts = [
+            (senders * size + head, readers * size + head, counts[senders, readers] * int(row[head]) * item_factor)
+            for head in range(size)
+        ]
+        return Edges.of(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+
+    def _attend_fetched(self, step: Attend, flow: Fetch) -> None:
+        counts, chunks = flow.split_counts.counts, range(step.head_chunks)
+        sent = np.full_like(counts, flow.longest) if flow.equal_shares else counts
+        row = self._rows_of_chunks(step)
+        packed = sent.sum(axis=1) if not flow.equal_shares else np.full(step.num_kv_ranks, flow.longest)
+        in_order = np.array([flow.arrives_in_order(rank) for rank in range(step.num_kv_ranks)])
+        back: int | None = None
+
+        def start(chunk: int) -> int:
+            self._copy("pack keys", packed[self.kv_ranks] * row[chunk])
+            return self._start("keys and values", self._across(step, sent, chunk))
+
+        coming = start(0)
+        for chunk in chunks:
+            self.program.wait(coming)
+            if chunk + 1 < step.head_chunks:
+                coming = start(chunk + 1)
+            wanted = counts.sum(axis=0)[self.kv_ranks] * row[chunk]
+            self._copy("order keys", wanted * ~in_order[self.kv_ranks])
+            self._attend_stage(step, step.stages[0], chunk)
+            if not self.is_forward:
+                if back is not None:
+                    self._returned(back, packed, row[chunk - 1])
+                self._copy("order gradients", wanted * ~in_order[self.kv_ranks])
+                back = self._start("gradients of keys and values", self._across(step, counts.T, chunk))
+        if back is not None:
+            self._returned(back, packed, row[step.head_chunks - 1])
+
+    def _rows_of_chunks(self, step: Attend) -> list[IntArray]:
+        return [self._row_bytes(step, chunk) for chunk in range(step.head_chunks)]
+
+    def _returned(self, key: int, rows: IntArray, row: IntArray) -> None:
+        self.program.wait(key)
+        self._copy("sum gradients", rows[self.kv_ranks] * row * max(4 // self.item, 1))
+
+    def _attend_ring(self, step: Attend) -> None:
+        row, tokens = self._row_bytes(step, 0), step.keys.token_counts
+        self._copy("pack keys", tokens[self.kv_ranks] * row)
+        coming: int | None = None
+        gradient: int | None = None
+        for number, stage in enumerate(step.stages):
+            if coming is not None:
+                self.program.wait(coming)
+            following = step.stages[number + 1] if number + 1 < len(step.stages) else None
+            if following is not None:
+                assert isinstance(following.keys, PassOn)
+                coming = self._start("keys and values", self._passed(step, following.keys, row))
+            self._attend_stage(step, stage, 0)
+            if self.is_forward or stage.gradients is None:
+                continue
+            assert isinstance(stage.gradients, PassOn)
+            wide = row * max(4 // self.item, 1)
+            if gradient is not None:
+                self.program.wait(gradient)
+                self._copy("sum gradients", tokens[(self.kv_ranks - number) % step.num_kv_ranks] * wide)
+            gradient = self._start("gradients of keys and values", self._passed(step, stage.gradients, wide))
+        if gradient is not None:
+            self.program.wait(gradient)
+            self._copy("own gradients", tokens[self.kv_ranks] * row)
+
+    def _passed(self, step: Attend, flow: PassOn, row: IntArray) -> Edges:
+        rows = np.array([flow.rows_sent(rank) for rank in range(step.num_kv_ranks)])[self.kv_ranks]
+        after = (self.kv_ranks + 1) % step.num_kv_ranks * self.degree + self.head_ranks
+        return Edges.of(self.ranks, after, rows * row)
+
+    # -- linear layers ------------------------------------------------------------------------------------------------
+
+    @property
+    def _tokens_at_hand(self) -> IntArray:
+        """`[ranks]` tokens that a rank computes: its own, or all of those with which it exchanged heads."""
+        counts = self.plan.layout.token_counts
+        if self.plan.recurrent_steps:
+            return counts
+        return counts.reshape(-1, self.degree).sum(axis=1)[self.kv_ranks]
+
+    @property
+    def _widths(self) -> IntArray:
+        """`[ranks]` features that a rank computes in all head chunks."""
+        blocks = self.plan.sections.blocks
+        return np.array(
+            [sum(block.heads_on(rank) * block.head_dim for block in blocks) for rank in range(self.degree)]
+        )[self.head_ranks]
+
+    def _linear_work(self, name: str, chunk: int) -> None:
+        plan = self.plan
+        if name == "rule":
+            seconds = rule_seconds(plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward)
+            self.program.work("rule", "kernel", seconds / plan.head_chunks)
+            return
+        passes = (1 if name == "conv" else 0.25) * (1 if self.is_forward else 3) / plan.head_chunks
+        self._copy(name, (self._tokens_at_hand * self._widths * self.item).astype(np.float64) * passes)
+
+    def _halo(self, step: Halo) -> None:
+        if step.crosses:
+            self._copy("pack halo", step.split_counts.counts.sum(axis=1) * step.channels * self.item)
+            counts = step.split_counts.counts if self.is_forward else step.split_counts.counts.T
+            self.program.wait(self._start("halo", self._of_counts(counts * step.channels * self.item)))
+        self._linear_work("conv", 0)
+
+    def _scan(self, step: Scan) -> None:
+        local = rule_seconds(self.plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward)
+        self.program.work(
+            "maps", "kernel", scan_seconds(self.plan, step, self.hardware, self.item, forward=self.is_forward)
+        )
+        if step.crosses:
+            counts = step.split_counts(forward=self.is_forward).counts
+            key = self._start("states of segments", self._of_counts(counts * max(self.item, 4)))
+            self.program.work("rule, before states", "kernel", local / 2)
+            self.program.wait(key)
+            self._copy("fold states", counts.sum(axis=0) * max(self.item, 4))
+            self.program.work("rule, after states", "kernel", local / 2)
+        else:
+            self.program.work("rule", "kernel", local)
+
+    def _of_counts(self, nbytes: IntArray) -> Edges:
+        senders, readers = (x.ravel() for x in np.meshgrid(self.ranks, self.ranks, indexing="ij"))
+        return Edges.of(senders, readers, nbytes[senders, readers])
+
+
+def transfers_of(program: Program, rank: int) -> Iterator[tuple[str, dict[int, int], dict[int, int]]]:
+    """What one rank starts, in order: the name, the bytes to each other rank, and those from each."""
+    for start in program.transfers:
+        edges = start.edges
+        sent, received = edges.senders == rank, edges.receivers == rank
+        yield (
+            start.name,
+            dict(zip(edges.receivers[sent].tolist(), edges.nbytes[sent].tolist(), strict=True)),
+            dict(zip(edges.senders[received].tolist(), edges.nbytes[received].tolist(), strict=True)),
+        )

@@ -1,0 +1,123 @@
+"""The transfers that a prediction walks over are those of a real run: the bytes of each to and from each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.walk import program_of, transfers_of
+from megatron_cp.testing.parity import Case, run_layer
+
+Log = list[tuple[dict[int, int], dict[int, int]]]
+LENGTHS = (37, 1, 130, 64, 5, 211)
+HEADS = {"heads": 12, "groups": 4, "dtype": torch.float32}
+SCHEMES = [
+    (3, "a2a", None), (4, "p2p", None), (3, "all_gather", None), (5, "exact", None), (4, "a2a+p2p", 2),
+    (4, "a2a+exact", 2), (4, "a2a+all_gather", 2),
+]  # fmt: skip
+LAYOUTS = ("zigzag", "contiguous")
+CASES = [
+    *(
+        Case("attention", size, LENGTHS, layout, scheme=scheme, ulysses_degree=degree, **HEADS)
+        for size, scheme, degree in SCHEMES
+        for layout in LAYOUTS
+    ),
+    Case("attention", 3, LENGTHS, "balanced", scheme="a2a", head_chunks=2, heads=12, groups=6, dtype=torch.float32),
+    Case("attention", 2, LENGTHS, scheme="a2a", dtype=torch.bfloat16, codec="int8", heads=12, groups=4),
+    Case("attention", 4, LENGTHS, "random", mask="window:40,0", scheme="exact", dtype=torch.bfloat16),
+    *(
+        Case(layer, 3, LENGTHS, layout, scheme=mode, dtype=torch.float32)
+        for layer in ("gdn", "mamba", "conv1d")
+        for mode in ("headwise", "chunkwise")
+        for layout in LAYOUTS
+    ),
+]
+
+
+def logged(group: RankGroup, case: Case) -> Log:
+    """What this rank starts in a forward and a backward: the bytes to each other rank, and those from each."""
+    log: Log = []
+    size, rank = group.size, group.rank
+    all_to_all, all_gather, messages = group.start_all_to_all, group.start_all_gather, group.start_messages
+    of_host = group.host_all_gather
+
+    def host_all_gather(received: Any, sent: Any) -> None:  # ranks compare plans, outside the step
+        before = len(log)
+        of_host(received, sent)
+        del log[before:]
+
+    def kept(sent: dict[int, int], received: dict[int, int]) -> None:
+        log.append(
+            tuple({peer: n for peer, n in sorted(way.items()) if n and peer != rank} for way in (sent, received))
+        )
+
+    def start_all_to_all(received: Any, sent: Any, received_splits: list[int], sent_splits: list[int]) -> Any:
+        item = received.element_size(), sent.element_size()
+        kept(
+            {r: n * item[1] for r, n in enumerate(sent_splits)}, {r: n * item[0] for r, n in enumerate(received_splits)}
+        )
+        return all_to_all(received, sent, received_splits, sent_splits)
+
+    def start_all_gather(received: Any, sent: Any) -> Any:
+        kept(dict.fromkeys(range(size), sent.nbytes), dict.fromkeys(range(size), sent.nbytes))
+        before = len(log)
+        pending = all_gather(received, sent)
+        del log[before:]  # what a group makes it of
+        return pending
+
+    def start_messages(sends: Any, receives: Any) -> Any:
+        ways = ({}, {})
+        for way, given in zip(ways, (sends, receives), strict=True):
+            for message in given:
+                way[message.peer] = way.get(message.peer, 0) + message.tensor.nbytes
+        kept(*ways)
+        return messages(sends, receives)
+
+    group.start_all_to_all, group.start_all_gather = start_all_to_all, start_all_gather
+    group.start_messages, group.host_all_gather = start_messages, host_all_gather
+    run_layer(group, case)
+    return log
+
+
+def predicted(case: Case, rank: int) -> Log:
+    plan, hardware = case.plan(), machine().hardware
+    log: Log = []
+    for forward in (True, False):
+        program = program_of(plan, hardware, case.dtype.itemsize, forward=forward)
+        log += [tuple(dict(sorted(way.items())) for way in ways) for _, *ways in transfers_of(program, rank)]
+    return log
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_walks_over_the_transfers_of_a_real_run(case):
+    for rank, log in enumerate(run_ranks(logged, case.cp, case)):
+        assert log == predicted(case, rank), f"rank {rank}"
+
+
+def test_walks_over_the_transfers_of_a_run_over_gloo():
+    cases = [*CASES[:10:2], CASES[11], CASES[-12], CASES[-9]]
+    found = run_ranks(_logged_all, 5, cases, kind="processes", timeout=120)
+    for number, case in enumerate(cases):
+        for rank in range(case.cp):
+            assert found[rank][number] == predicted(case, rank), f"rank {rank} of {case}"
+
+
+def _logged_all(group: RankGroup, cases: list[Case]) -> list[Log | None]:
+    import torch.distributed as dist
+
+    from megatron_cp.executor.groups.torch_group import TorchGroup
+
+    found: list[Log | None] = []
+    for case in cases:
+        ranks = dist.new_group(list(range(case.cp)))
+        inside = group.rank < case.cp
+        found.append(logged(TorchGroup(ranks), case) if inside else None)
+        dist.barrier()
+        if inside:
+            dist.destroy_process_group(ranks)
+    return found
