@@ -29,6 +29,7 @@ from megatron_cp.exchange.device import fill_tables, indexed
 from megatron_cp.exchange.geometry import has_run
 from megatron_cp.executor.arguments import IN_SLOTS
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.layout import FILLED
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.tiles import WholeTiles
 from megatron_cp.linear.kernels.common.chunks import FixedChunks, chunks_key, fixed_chunks
@@ -50,7 +51,6 @@ _ALIGNMENT = 16  # bytes, of each table
 _LOAD_AGAIN = (
     "Shard the batch with into=slots right before its step; batches that live at a time need slots of their own."
 )
-_FILLED = "filled up"  # under which a layout remembers the documents that it was made for
 
 
 class PlanSlots:
@@ -127,7 +127,7 @@ class PlanSlots:
         made = getattr(Layout, self._layout_name)(packing, self.cp_size)
         # Packs of which each rank happens to hold a part of the stream are moved by tables as all others are.
         vars(made)["in_stream_order"] = self._layout_name == "contiguous" or self.cp_size == 1
-        made.remember(_FILLED, (given, self._room))
+        made.remember(FILLED, (given, self._room))
         return made
 
     @property
@@ -325,7 +325,7 @@ def documents_of(slots: PlanSlots, layout: Layout) -> Packing:
     Raises:
         ArgumentError: it did not, or other slots did.
     """
-    found = layout.recall(_FILLED) if isinstance(layout, Layout) else None
+    found = layout.recall(FILLED) if isinstance(layout, Layout) else None
     given, room = found or (Packing([0]), None)
     if room != slots._room:
         remedy = "Make it by the layout(lengths) of these PlanSlots, in this process: a pickled one is not known."
@@ -335,7 +335,7 @@ def documents_of(slots: PlanSlots, layout: Layout) -> Packing:
 
 def is_filled_up(layout: Layout) -> bool:
     """Whether some `PlanSlots.layout` made it."""
-    return layout.remembers(_FILLED)
+    return layout.remembers(FILLED)
 
 
 def filled_up(values: Tensor, slots: PlanSlots, layout: Layout, fill: float) -> Tensor:

@@ -20,7 +20,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
-from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.plan.schemes import DEFAULT, HEADWISE, SCHEMES
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 from megatron_cp.testing.sweep import sweep
 
@@ -77,8 +77,8 @@ def _fitting(args: argparse.Namespace, sizes: list[int], world: TorchGroup | Non
     """
     device = "cuda" if world and dist.get_backend() == "nccl" else "cpu"
     given = given_axes(args)
-    if args.scheme is None and args.layer != "attention":
-        args.scheme = "headwise"  # the one that is to be bitwise; --all runs every one
+    if args.scheme is None:  # the one that is to be bitwise; --all runs every one
+        args.scheme = DEFAULT.name if args.layer == "attention" else HEADWISE.name
     fitting: list[Case] = []
     refused: dict[int, ArgumentError] = {}
     for size in sizes:

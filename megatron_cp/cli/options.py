@@ -82,7 +82,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument(
         "--scheme",
         help=f"{'|'.join(working('scheme'))} for attention, {'|'.join(working('mode'))} for linear layers "
-        "(default: auto; of check for linear layers: headwise)",
+        "(default: auto; of check: a2a and headwise)",
     )
     group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
     group.add_argument(

@@ -26,6 +26,7 @@ from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
 
+FILLED = "filled up"  # what a layout remembers that was filled up to the rows and documents of all others of its kind
 IGNORE_INDEX = -100  # the label that torch's cross entropy skips
 
 Array = TypeVar("Array", np.ndarray, Any)  # or a torch tensor

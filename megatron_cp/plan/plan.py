@@ -35,6 +35,8 @@ class Price:
         bytes_sent: at most by a rank, forward, that share included.
         is_bound: these are lower bounds, which were enough to rule it out.
         hardware: on what, in words.
+        exposed: milliseconds of both in which that rank waits for others and computes nothing.
+        detail: of the way, beside its name.
     """
 
     scheme: str
@@ -43,14 +45,23 @@ class Price:
     bytes_sent: int
     is_bound: bool = False
     hardware: str = ""
+    exposed: float = 0.0
+    detail: str = ""
+
+    @property
+    def total(self) -> float:
+        """Milliseconds of both directions."""
+        return self.forward + self.backward
 
     def describe(self, which: str) -> str:
         """A line about it."""
-        least = "at least " if self.is_bound else ""
-        most = "ranks send at least" if self.is_bound else "a rank sends at most"
+        name = f"{self.scheme}{self.detail}"
+        if self.is_bound:
+            times = f"predicted at least {self.forward:.3f} ms forward, {self.backward:.3f} ms backward"
+            return f"{which} {name:<20} {times}; ranks send at least {words.size(self.bytes_sent)} forward"
         return (
-            f"{which} {self.scheme:<9} predicted {least}{self.forward:.3f} ms forward, {self.backward:.3f} ms "
-            f"backward; {most} {words.size(self.bytes_sent)} forward"
+            f"{which} {name:<20} predicted {self.forward:.3f} ms forward, {self.backward:.3f} ms backward, "
+            f"{self.exposed:.3f} ms of it waiting; a rank sends at most {words.size(self.bytes_sent)} forward"
         )
 
 

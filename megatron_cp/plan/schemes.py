@@ -69,7 +69,7 @@ _ALL = (
 )  # fmt: skip
 
 SCHEMES = {scheme.name: scheme for scheme in _ALL}
-DEFAULT = SCHEMES["a2a"]  # what "auto" takes, until plans are priced
+DEFAULT = SCHEMES["a2a"]  # what "auto" takes where nothing is to be chosen
 
 
 def scheme_named(name: str) -> Scheme:

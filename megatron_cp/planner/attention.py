@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.layout import FILLED
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.rank_sets import merge_ranks
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import SCHEMES, Scheme, alternatives, scheme_named
+from megatron_cp.plan.plan import Plan, Price
+from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, alternatives, scheme_named
 from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
@@ -23,10 +25,13 @@ from megatron_cp.planner.checks import (
     checked_chunks,
     checked_codec,
     checked_heads,
+    checked_topology,
     exchange_of,
     no_chunks,
     notes_of,
 )
+from megatron_cp.planner.predict.hardware import Machine, Topology, machine
+from megatron_cp.planner.weigh import in_best_chunks, weighed
 
 
 def plan_attention(
@@ -45,6 +50,9 @@ def plan_attention(
     head_chunks: int | None = None,
     transport: Transport | str = COLLECTIVE,
     codec: str = "none",
+    hardware: Machine | str | None = None,
+    topology: Topology | None = None,
+    item_size: int = 2,
 ) -> Plan:
     """How to run softmax attention over a batch.
 
@@ -67,15 +75,19 @@ def plan_attention(
         mask: which keys a query sees; causal in each document if None, or full if keys are given a packing or a layout.
         kv_packing, kv_layout: for cross-attention, the documents of the keys (as many as those of the queries) and who
             holds them; None for self-attention.
-        scheme: one of the above, or "auto", which is a2a until plans are priced.
+        scheme: one of the above, or "auto", which takes the way that is predicted to be fastest: the scheme, its degree
+            and, where that is left open, the number of head chunks.
         ulysses_degree: `u`, for the last three; the largest divisor of `cp_size` by which the key/value heads can be
-            shared out evenly if None.
+            shared out evenly if None. With "auto", that of the ways to choose from.
         head_chunks: parts in which heads travel, each while the one before is computed: keys of all_gather, exact and
             their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in a2a
             and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
         transport: how messages travel: "collective", "pairwise" or a `Transport`, which hierarchical takes.
         codec: how heads are coded while they change places: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2) or
             "int8", each with a scale for each token and head.
+        hardware: on what "auto" predicts: a preset such as "h100", its file, or a `Machine`; "h100" if None.
+        topology: where the ranks are; full hosts of that machine if None.
+        item_size: bytes of an activation, for predictions.
 
     Raises:
         ArgumentError: an argument that does not fit the others, or that no scheme here can run.
@@ -91,21 +103,113 @@ def plan_attention(
         raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
+    for name, value in (("head_chunks", head_chunks), ("ulysses_degree", ulysses_degree)):
+        if value is not None:
+            checked_integer(name, value, 1)
+    require("codec", codec)
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
-    way = scheme_named(scheme)
-    degree = _degree(way, layout.cp_size, kv_heads, ulysses_degree)
-    partition = partition_heads(heads, kv_heads, degree)
-    q = Section("q", heads, head_dim, partition.heads)
-    k = Section("k", kv_heads, head_dim, partition.groups)
-    v = Section("v", kv_heads, value_head_dim, partition.groups)
-    chunks = _head_chunks(head_chunks, way, partition)
-    coding = checked_codec(codec, way.name, "" if way.takes_codec else _codec_remedy())
-    transport = checked_transport(transport, layout.cp_size)
-    steps = _steps(way, layout, kv_layout, mask, partition, (q, k, v), chunks, coding)
-    attend = next(step for step in steps if isinstance(step, Attend))
-    notes = notes_of(partition, layout, "head", "key/value head", "; exact and p2p use them all")
-    notes += _many_bands(attend, way)
-    return Plan("attention", way.name, layout, Sections((q, k, v)), partition, mask, steps, notes, transport=transport)
+    request = _Request(layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec)
+    request = replace(request, transport=checked_transport(transport, layout.cp_size))
+    item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
+    topology = checked_topology(topology, on, layout.cp_size)
+    if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
+        return request.plan(scheme_named(scheme), ulysses_degree)
+    found: _Choice = layout.memo(
+        ("auto", *request.key, ulysses_degree, on, topology, item_size),
+        lambda: _cheapest(request, ulysses_degree, on, topology, item_size),
+    )
+    chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree)
+    return replace(chosen, prices=found.prices)
+
+
+class _Choice(NamedTuple):
+    """What "auto" takes. No plan: a layout remembers it, which plans refer to."""
+
+    way: Scheme
+    degree: int | None
+    head_chunks: int | None
+    prices: tuple[Price, ...]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What was asked for, but for the scheme."""
+
+    layout: Layout
+    kv_layout: Layout
+    mask: Mask
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    head_chunks: int | None
+    codec: str
+    transport: Transport = COLLECTIVE
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """All of it but the layout."""
+        keys = None if self.kv_layout == self.layout else self.kv_layout
+        sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
+        return (keys, self.mask, *sizes, self.head_chunks, self.codec, self.transport)
+
+    def plan(self, way: Scheme, ulysses_degree: int | None) -> Plan:
+        """The plan of one scheme."""
+        degree = _degree(way, self.layout.cp_size, self.kv_heads, ulysses_degree)
+        partition = partition_heads(self.heads, self.kv_heads, degree)
+        q = Section("q", self.heads, self.head_dim, partition.heads)
+        k = Section("k", self.kv_heads, self.head_dim, partition.groups)
+        v = Section("v", self.kv_heads, self.value_head_dim, partition.groups)
+        chunks = _head_chunks(self.head_chunks, way, partition)
+        coding = checked_codec(self.codec, way.name, "" if way.takes_codec else _codec_remedy())
+        steps = _steps(way, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding)
+        attend = next(step for step in steps if isinstance(step, Attend))
+        notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=4)
+        notes += _many_bands(attend, way)
+        sections = Sections((q, k, v))
+        return Plan(
+            "attention", way.name, self.layout, sections, partition, self.mask, steps, notes, transport=self.transport
+        )
+
+    def with_chunks(self, plan: Plan, chunks: int) -> Plan | None:
+        """The same way in so many head chunks; None where it cannot be, or was asked for otherwise."""
+        way = SCHEMES[plan.scheme]
+        if self.head_chunks is not None or not way.takes_chunks or chunks > plan.partition.most_groups:
+            return None
+        return replace(self, head_chunks=chunks).plan(way, plan.ulysses_degree)
+
+
+def _cheapest(
+    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, item_size: int
+) -> _Choice:
+    """The way that is predicted to be fastest, with the prices of all."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
+        ways, refused = list[Plan](), None
+        for way in SCHEMES.values():
+            for degree in _degrees(way, request.layout.cp_size, ulysses_degree):
+                try:
+                    ways.append(request.plan(way, degree))
+                except ArgumentError as error:
+                    refused = refused or error
+        if not ways:
+            assert refused is not None
+            raise refused
+        found = weighed(ways, on, topology, item_size)
+        price, plan = in_best_chunks(found[0], request.with_chunks, on, topology, item_size)
+    way, chunks = SCHEMES[plan.scheme], request.head_chunks
+    if chunks is None and way.takes_chunks:
+        assert plan.attend is not None
+        chunks = max(plan.head_chunks, plan.attend.head_chunks)
+    degree = plan.ulysses_degree if way.is_product else None
+    return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:])))
+
+
+def _degrees(way: Scheme, cp_size: int, asked: int | None) -> list[int | None]:
+    """The degrees among which "auto" chooses."""
+    if asked is not None or not way.is_product:
+        return [asked]
+    return [degree for degree in range(2, cp_size) if cp_size % degree == 0]
 
 
 def _steps(
@@ -216,5 +320,5 @@ def _many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
         f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gather keys "
         f"and compute {at_once}"
     )
-    warnings.warn(note, stacklevel=3)
+    warnings.warn(note, stacklevel=4)
     return (note,)

@@ -20,6 +20,7 @@ from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import plan_linear, unused
+from megatron_cp.planner.predict.hardware import Machine, machine
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,13 @@ class AttentionSlot:
     head_chunks: int | None = None
     transport: Transport | str = COLLECTIVE
     codec: str = "none"
+    hardware: Machine | str | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self, ("heads", "kv_heads", "head_dim", "value_head_dim"), ("ulysses_degree", "head_chunks"))
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
+        object.__setattr__(self, "hardware", machine(self.hardware))
         Mask.named(Packing([1]), self.mask)  # as much as can be said of it without a batch
         object.__setattr__(
             self, "transport", Transport.named(self.transport)
@@ -66,6 +69,7 @@ class AttentionSlot:
             head_chunks=self.head_chunks,
             transport=self.transport,
             codec=self.codec,
+            hardware=self.hardware,
         )
 
 
@@ -85,6 +89,7 @@ class LinearSlot:
         hidden_size: of the model, where hidden states can be redistributed around this layer's run of linear layers.
         item_size: bytes of an activation, for predictions.
         head_chunks: of headwise, at most; a rank may have fewer key heads.
+        hardware: on what "auto" predicts; see `plan_attention`.
         transport, codec: see `plan_attention`; the codec is headwise's alone. Other modes leave codec and head chunks
             unused, which a note of the plan says.
         run: the kinds of the run's layers, this one's among them and each as often as it occurs, without runs of their
@@ -104,6 +109,7 @@ class LinearSlot:
     transport: Transport | str = COLLECTIVE
     codec: str = "none"
     run: tuple[LinearSlot, ...] = ()
+    hardware: Machine | str | None = None
 
     def __post_init__(self) -> None:
         sizes = ("heads", "key_heads", "head_dim", "value_head_dim", "conv_width", "item_size")
@@ -113,6 +119,7 @@ class LinearSlot:
         if not isinstance(self.run, tuple) or not all(isinstance(slot, LinearSlot) for slot in self.run):
             raise ArgumentError("run", self.run, "a tuple of the slots of the run's layers")
         object.__setattr__(self, "transport", Transport.named(self.transport))
+        object.__setattr__(self, "hardware", machine(self.hardware))
 
     def plan(self, layout: Layout) -> Plan:
         _check_layout(layout)
@@ -149,7 +156,7 @@ class LinearSlot:
             layout.packing, layout, self.kind, **of_kind, conv_width=self.conv_width,
             mode=mode, hidden_size=self.hidden_size, layers=max(len(self.run), 1),
             item_size=self.item_size, head_chunks=chunks, transport=self.transport,
-            codec=self.codec if exchanges else "none",
+            codec=self.codec if exchanges else "none", hardware=self.hardware,
         )  # fmt: skip
         if exchanges or layout.cp_size == 1:
             return plan

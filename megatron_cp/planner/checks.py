@@ -10,6 +10,7 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Sections
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.predict.hardware import Machine, Topology
 
 
 def check_layout(packing: Packing, layout: Layout) -> None:
@@ -18,6 +19,16 @@ def check_layout(packing: Packing, layout: Layout) -> None:
         raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
     if not isinstance(layout, Layout) or layout.packing != packing:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
+
+
+def checked_topology(topology: Topology | None, on: Machine, cp_size: int) -> Topology:
+    """Where the ranks are: full hosts of the machine, unless it is said."""
+    if topology is None:
+        return on.topology(cp_size)
+    if not isinstance(topology, Topology) or topology.size != cp_size:
+        given = f"{topology.size} ranks" if isinstance(topology, Topology) else topology
+        raise ArgumentError("topology", given, f"a Topology of the {cp_size} ranks")
+    return topology
 
 
 def checked_heads(**counts: int) -> tuple[int, int]:
@@ -81,8 +92,10 @@ def exchange_of(
     return Exchange(layout, sections, parts, codec if sections.cp_size > 1 else None, section_major)
 
 
-def notes_of(partition: HeadPartition, layout: Layout, head: str, group: str, remedy: str = "") -> tuple[str, ...]:
-    """What the user should know about a head exchange."""
+def notes_of(
+    partition: HeadPartition, layout: Layout, head: str, group: str, remedy: str = "", stacklevel: int = 3
+) -> tuple[str, ...]:
+    """What the user should know about a head exchange; `stacklevel` is the caller's caller's, whom it warns."""
     notes = []
     if partition.idle_ranks:
         idle = partition.idle_ranks * layout.cp_size // len(partition.heads)
@@ -90,7 +103,7 @@ def notes_of(partition: HeadPartition, layout: Layout, head: str, group: str, re
             f"{idle} of {layout.cp_size} ranks get no {head} and compute nothing here: "
             f"a head exchange uses at most as many ranks as there are heads{remedy}"
         )
-        warnings.warn(notes[-1], stacklevel=3)
+        warnings.warn(notes[-1], stacklevel=stacklevel)
     if partition.replicated:
         notes.append(f"some ranks share a {group}: it is sent to each of them and its gradient is summed")
     return tuple(notes)

@@ -22,11 +22,13 @@ from megatron_cp.planner.checks import (
     checked_chunks,
     checked_codec,
     checked_heads,
+    checked_topology,
     exchange_of,
     no_chunks,
     notes_of,
 )
-from megatron_cp.planner.predict.cost import H100, Hardware, lower_bound, priced
+from megatron_cp.planner.predict.hardware import Machine, Topology, machine
+from megatron_cp.planner.predict.price import priced, state_bounds
 
 MAX_CONV_WIDTH = 64  # far beyond any model; a halo and its tables grow with it
 
@@ -87,7 +89,8 @@ def plan_linear(
     mode: str = "auto",
     hidden_size: int | None = None,
     layers: int = 1,
-    hardware: Hardware = H100,
+    hardware: Machine | str | None = None,
+    topology: Topology | None = None,
     item_size: int = 2,
     head_chunks: int | None = None,
     transport: Transport | str = COLLECTIVE,
@@ -117,7 +120,10 @@ def plan_linear(
             may then be another than the given one, which is its `hidden_layout`; `relayout` moves hidden states
             between the two.
         layers: how many linear layers share such a redistribution.
-        hardware, item_size: what predictions assume: rates, and the bytes of an activation.
+        hardware: on what it is predicted to be fastest: a preset such as "h100", its file, or a `Machine`; "h100" if
+            None.
+        topology: where the ranks are; full hosts of that machine if None.
+        item_size: bytes of an activation, for predictions.
         head_chunks: parts in which headwise's heads travel, each while the one before is computed; at most as many as a
             rank has key heads, 1 if None. Of no other mode: those refuse more than one.
         transport: how messages travel; see `plan_attention`.
@@ -140,8 +146,8 @@ def plan_linear(
     if hidden_size is not None:
         hidden_size = checked_integer("hidden_size", hidden_size, 1)
     mode = _mode(mode, layout, hidden_size, layers)
-    if not isinstance(hardware, Hardware):
-        raise ArgumentError("hardware", hardware, "rates, as in megatron_cp.planner.predict.cost.H100")
+    on = machine(hardware)
+    topology = checked_topology(topology, on, layout.cp_size)
     item_size = checked_integer("item_size", item_size, 1)
     transport = checked_transport(transport, layout.cp_size)
     partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
@@ -157,7 +163,7 @@ def plan_linear(
         makers = {MODES[mode]: makers[MODES[mode]]}
     elif not _can_redistribute(layout, hidden_size):
         del makers[REDISTRIBUTE]
-    weighed = _weighed(makers, layout, shape, hardware, item_size)
+    weighed = _weighed(makers, on, topology, item_size)
     chosen = next(plan for _, plan in weighed if plan is not None)
     if chosen.partition.idle_ranks:
         warnings.warn(chosen.notes[0], stacklevel=2)
@@ -195,18 +201,22 @@ def _chunks(kind: LinearKind, mode: str, asked: int | None, partition: HeadParti
 
 
 def _weighed(
-    makers: dict[LinearMode, Callable[[], Plan]], layout: Layout, shape: LinearShape, hardware: Hardware, item_size: int
+    makers: dict[LinearMode, Callable[[], Plan]], on: Machine, topology: Topology, item_size: int
 ) -> list[tuple[Price, Plan | None]]:
     """The ways with their prices, the cheapest first; without a plan where a bound of its price was enough."""
     weighed: list[tuple[Price, Plan | None]] = []
     for mode, make in makers.items():
-        bound = lower_bound(layout, shape.state_size, hardware) if weighed and mode is CHUNKWISE else None
-        if bound is not None and _total(bound) > _total(weighed[0][0]):
-            weighed.append((bound, None))  # making the plan and its tables would take longer than it is worth
-            continue
         plan = make()
-        weighed.append((replace(priced(plan, hardware, item_size=item_size), scheme=mode.name), plan))
-    return sorted(weighed, key=lambda pair: _total(pair[0]))
+        if weighed and mode is CHUNKWISE:
+            best, _ = weighed[0]
+            bound = next(
+                (bound for bound in state_bounds(plan, on, topology, item_size) if bound.total > best.total), None
+            )
+            if bound is not None:
+                weighed.append((bound, None))  # to price it would take longer than it is worth
+                continue
+        weighed.append((replace(priced(plan, on, topology, item_size=item_size), scheme=mode.name), plan))
+    return sorted(weighed, key=lambda pair: pair[0].total)
 
 
 def _redistributed(layout: Layout, shape: LinearShape, hidden_size: int, layers: int) -> Plan:
@@ -228,10 +238,6 @@ def contiguous_like(layout: Layout) -> Layout:
 
 def _can_redistribute(layout: Layout, hidden_size: int | None) -> bool:
     return hidden_size is not None and contiguous_like(layout) != layout
-
-
-def _total(price: Price) -> float:
-    return price.forward + price.backward
 
 
 def _headwise(layout: Layout, shape: LinearShape, partition: HeadPartition, chunks: int, codec: Codec | None) -> Plan:

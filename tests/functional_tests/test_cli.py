@@ -81,8 +81,8 @@ def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme, capsys):
     assert re.search(rf"chosen {scheme} +predicted [0-9.]+ ms forward", out)
     assert re.search(r"other  headwise +predicted", out)
     # For what, so that nobody takes these numbers for those of the machine at hand.
-    assert "predicted for an H100 as its data sheet says, measured nowhere: 8 ranks a host, 250 GB/s" in out
-    assert report["predicted_for"].startswith("an H100 as its data sheet says, measured nowhere")
+    assert "predicted for h100: NVIDIA H100 SXM5 80 GB, eight a host with NVLink" in out
+    assert report["predicted_for"].startswith("h100: NVIDIA H100 SXM5 80 GB")
 
 
 def test_one_long_document_costs_less_than_its_activations(capsys):

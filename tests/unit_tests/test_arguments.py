@@ -12,6 +12,7 @@ import torch
 import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, ThreadGroup
+from megatron_cp.planner.predict import machine
 
 P, KEYS = cp.Packing([5, 0, 4]), cp.Packing([2, 3, 3])
 LAYOUT = cp.Layout.zigzag(P, 2, align=4)
@@ -83,6 +84,8 @@ PLANS = {
 TAPS, BIAS, HEADS = torch.ones(24, 4), torch.ones(24), torch.ones(2)
 CROSS = {"packing": P, "layout": LAYOUT, "kv_packing": KEYS, "kv_layout": cp.Layout.contiguous(KEYS, 2)}
 MIXER = {"conv": TAPS, "conv_bias": BIAS, "A_log": HEADS}
+NO_MACHINE = [5, True, "h1000", "", b"h100", {}, 1.5, ["h100"], torch.ones(2), cp.Layout]
+NO_TOPOLOGY = [5, True, "h100", (0, 0), machine().topology(5), cp.Layout]
 WIRE = {"transport": optional(NO_NAME), "codec": NO_NAME}
 NO_TRANSPORT = [*NO_NAME, "hierarchical", cp.Transport, cp.Transport("hierarchical", (0, 0)), ("pairwise", ())]
 QKV = {name: ones(2, 4) for name in "qkv"}
@@ -188,12 +191,12 @@ CALLS = {
     "AttentionSlot": (cp.AttentionSlot, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
-        **{name: optional(NO_INTEGER) for name in ("ulysses_degree", "head_chunks")}}),
+        **{name: optional(NO_INTEGER) for name in ("ulysses_degree", "head_chunks")}, "hardware": NO_MACHINE}),
     "LinearSlot": (cp.LinearSlot, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]
            for name in ("heads", "key_heads", "head_dim", "value_head_dim", "conv_width", "item_size")},
-        **{name: optional(NO_INTEGER) for name in ("hidden_size", "head_chunks")}}),
+        **{name: optional(NO_INTEGER) for name in ("hidden_size", "head_chunks")}, "hardware": NO_MACHINE}),
     "AttentionSlot.plan": (cp.AttentionSlot(2, 2, 4, 4).plan, {"layout": LAYOUT}, {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS}),
     "LinearSlot.plan": (cp.LinearSlot("gdn", 2, 2, 4, 4).plan, {"layout": LAYOUT}, {"layout": NO_LAYOUT[:-1]}),
@@ -216,7 +219,8 @@ CALLS = {
         "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
         **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
-        "ulysses_degree": optional([*NO_INTEGER, 0, 1, 2.0])}),
+        "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
+        "item_size": [*NO_INTEGER, 0]}),
     "plan_attention, cross": (cp.plan_attention, CROSS | SHAPES, {
         "kv_packing": [*NO_PACKING, cp.Packing([3])], "kv_layout": [*NO_LAYOUT, LAYOUT],
         "mask": [*NO_MASK, cp.Mask.causal(P)]}),
@@ -227,7 +231,7 @@ CALLS = {
         "packing": NO_PACKING, "layout": NO_LAYOUT, "kind": NO_NAME, "mode": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim", "conv_width", "item_size", "layers")},
         **{name: optional([*NO_INTEGER, 0]) for name in ("key_heads", "value_head_dim", "hidden_size", "head_chunks")},
-        "hardware": [None, 5, "h100", {}]}),
+        "hardware": NO_MACHINE, "topology": NO_TOPOLOGY}),
     "plan_linear, mamba": (cp.plan_linear, {"packing": P, "layout": LAYOUT, "kind": "mamba", "state": 4, **SHAPES}, {
         "state": [*NO_INTEGER, 0], "groups": optional([*NO_INTEGER, 0, 3])}),
     "plan_linear, conv1d": (cp.plan_linear, {"packing": P, "layout": LAYOUT, "kind": "conv1d", "channels": 4}, {

@@ -1,1 +1,5 @@
-"""What a plan will take, from the plan alone: `memory` in bytes, `cost` in time on named hardware."""
+"""What a plan will take: `memory` in bytes, `price` in time, on machines that `hardware` names."""
+
+from megatron_cp.planner.predict.hardware import Hardware, Link, Machine, Topology, machine, presets
+
+__all__ = ["Hardware", "Link", "Machine", "Topology", "machine", "presets"]

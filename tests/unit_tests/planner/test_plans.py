@@ -322,7 +322,7 @@ def test_explain_says_which_heads_each_rank_gets():
 
 def test_explain_says_what_is_sent_at_which_item_size():
     packing = Packing([512])
-    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8)
+    plan = plan_attention(packing, Layout.contiguous(packing, 2), heads=2, head_dim=8, scheme="a2a")
     assert plan.bytes_sent(2, forward=True) == [256 * (3 + 1) * 16] * 2
     for item_size, sent in ((2, "16.0 KiB"), (4, "32.0 KiB")):
         said = f"sends at most {sent}; {sent} without alignment and keys that nobody sees; at {item_size} bytes"
@@ -331,7 +331,7 @@ def test_explain_says_what_is_sent_at_which_item_size():
 
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_explain_says_where_nothing_moves(cp_size):
-    text = plan_attention(PACKING, Layout.contiguous(PACKING, cp_size), heads=2, head_dim=8).explain()
+    text = plan_attention(PACKING, Layout.contiguous(PACKING, cp_size), heads=2, head_dim=8, scheme="a2a").explain()
     assert text.count("all tokens at hand") == 1
     assert text.count("one collective") == (0 if cp_size == 1 else 2)
 
@@ -359,7 +359,8 @@ def test_warns_the_caller_of_idle_ranks(planner, arguments):
 @pytest.mark.parametrize(("groups", "notes"), [(1, 1), (3, 0)])
 def test_notes_groups_that_ranks_share(planner, arguments, groups, notes):
     shared = {name: groups for name in arguments if name in ("kv_heads", "key_heads")}
-    plan = planner(**{**arguments, **shared})
+    scheme = {"scheme": "a2a"} if planner is plan_attention else {"mode": "headwise"}
+    plan = planner(**{**arguments, **shared, **scheme})
     assert [note for note in plan.notes if "sent to each of them and its gradient is summed" in note] == [*plan.notes]
     assert len(plan.notes) == notes
 
@@ -542,6 +543,7 @@ def test_rejects_head_chunks_where_there_are_none(scheme, chunks):
 @PLANNERS
 def test_a_refusal_of_head_chunks_says_why_and_what_to_do(planner, arguments):
     group = "key/value head" if planner is plan_attention else "key head"
+    arguments = {**arguments, "scheme": "a2a"} if planner is plan_attention else arguments
     with refusal_of("head_chunks", 2) as caught:
         planner(**{**arguments, "layout": Layout.zigzag(PACKING, 2)}, head_chunks=2)
     assert str(caught.value).endswith(

@@ -1,0 +1,140 @@
+"""`priced`: what a plan takes on a machine, forward and backward, on the rank that is done last. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from megatron_cp.layout.route import pieces_between
+from megatron_cp.plan.flows import Fetch
+from megatron_cp.plan.plan import Plan, Price
+from megatron_cp.plan.recurrence import Scan
+from megatron_cp.planner.predict.hardware import Hardware, Machine, Topology
+from megatron_cp.planner.predict.program import Edges, Program
+from megatron_cp.planner.predict.simulate import Timeline, simulate
+from megatron_cp.planner.predict.walk import program_of
+
+
+def timelines(
+    plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2
+) -> tuple[Timeline, Timeline]:
+    """What each rank does when, forward and backward.
+
+    Args:
+        plan: of one layer.
+        on: the machine.
+        topology: where the ranks are; the machine's own hosts if None.
+        item_size: bytes of an activation.
+
+    Raises:
+        ArgumentError: a topology of another number of ranks.
+    """
+    topology = on.topology(plan.cp_size) if topology is None else topology
+    forward, backward = (
+        simulate(program_of(plan, on.hardware, item_size, forward=way), topology, cores=on.hardware.cores)
+        for way in (True, False)
+    )
+    return forward, backward
+
+
+def priced(plan: Plan, on: Machine, topology: Topology | None = None, *, item_size: int = 2) -> Price:
+    """What a plan takes, by `simulate`; a redistribution's share included.
+
+    See `timelines`.
+    """
+    topology = on.topology(plan.cp_size) if topology is None else topology
+    forward, backward = timelines(plan, on, topology, item_size=item_size)
+    moved, seconds = 0, 0.0
+    if plan.redistribution is not None:
+        moved = max(plan.redistribution.bytes_sent(plan.layout, item_size)) // plan.redistribution.layers
+        seconds = simulate(redistribution_of(plan, on.hardware, item_size), topology).seconds
+        seconds /= plan.redistribution.layers
+    return Price(
+        plan.scheme,
+        forward=1e3 * (forward.seconds + seconds),
+        backward=1e3 * (backward.seconds + seconds),
+        bytes_sent=max(plan.bytes_sent(item_size, forward=True)) + moved,
+        exposed=1e3 * (forward.exposed + backward.exposed + 2 * seconds),
+        hardware=described(on, topology),
+    )
+
+
+def described(on: Machine, topology: Topology) -> str:
+    """A machine and how many of its ranks and hosts, in words."""
+    hosts = "1 host" if topology.num_hosts == 1 else f"{topology.num_hosts} hosts"
+    return f"{on.describe()}; {topology.size} ranks on {hosts}"
+
+
+def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program:
+    """Hidden states that are moved to a plan's layout, and back after a run of layers."""
+    assert plan.redistribution is not None
+    program, ranks = Program(plan.cp_size), plan.cp_size
+    before, after, sizes = pieces_between(plan.redistribution.hidden_layout, plan.layout)
+    counts = np.zeros((ranks, ranks), dtype=np.int64)
+    np.add.at(counts, (before, after), sizes)
+    senders, receivers = (x.ravel() for x in np.meshgrid(np.arange(ranks), np.arange(ranks), indexing="ij"))
+    row = plan.redistribution.hidden_size * item_size
+    edges = Edges.of(senders, receivers, counts.ravel() * row)
+    for way in (edges, edges.reversed()):
+        for moved in (counts.sum(axis=1), counts.sum(axis=0)):
+            program.work("order hidden states", "copy", moved * row / hardware.copy + hardware.launch)
+        program.wait(program.start("hidden states", way))
+    return program
+
+
+def attention_bound(plan: Plan, on: Machine, topology: Topology, item_size: int) -> float:
+    """Milliseconds that an attention takes at least, forward and backward: its busiest kernels, or its bytes.
+
+    Without any table, so that ways that are far from the best are never made.
+    """
+    assert plan.attend is not None
+    areas = np.array(plan.work_per_rank(), dtype=np.float64)
+    size, value = plan.attend.head_dim, plan.attend.value_head_dim
+    seconds = 0.0
+    for forward, operations in ((True, 2 * (size + value)), (False, 2 * (3 * size + 2 * value))):
+        rate = on.hardware.attention_rate((size + value) // 2, forward=forward) / on.hardware.slower(item_size)
+        kernels = float(areas.max(initial=0.0)) * operations / rate
+        sent = _bytes_at_least(plan, item_size)
+        bandwidth = topology.within.bandwidth
+        if topology.num_hosts > 1:
+            bandwidth += topology.between.bandwidth  # both ports of a rank at a time, at best
+        seconds += max(kernels, sent / bandwidth)
+    return 1e3 * seconds
+
+
+def _bytes_at_least(plan: Plan, item_size: int) -> float:
+    """Bytes that a rank sends at least in one direction, on average, from the sizes of shares alone."""
+    step, tokens = plan.attend, plan.layout.packing.total / plan.cp_size
+    assert step is not None
+    blocks = [block for exchange, _ in plan.exchanges(forward=True) for block in exchange.sections.blocks]
+    degree, kv_ranks = plan.ulysses_degree, step.num_kv_ranks
+    sent = tokens * sum(block.width for block in blocks) * (degree - 1) / degree
+    if kv_ranks > 1 and not any(isinstance(flow, Fetch) and not flow.equal_shares for flow in step.flows(forward=True)):
+        row = sum(hi - lo for lo, hi in step.partition.groups) / degree * (step.head_dim + step.value_head_dim)
+        sent += row * step.keys.packing.total * (kv_ranks - 1) / kv_ranks
+    return sent * item_size
+
+
+def state_bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> Iterator[Price]:
+    """What a chunkwise plan takes at least, in bounds that rise, and take longer to find: its messages alone.
+
+    First one state for each token of a document that another rank's token precedes, which takes no table of segments;
+    then the maps that are really sent.
+    """
+    bandwidth = topology.within.bandwidth + (topology.between.bandwidth if topology.num_hosts > 1 else 0.0)
+    words, layout = described(on, topology), plan.layout
+    scan = next((step for step in plan.recurrent_steps if isinstance(step, Scan)), None)
+    if scan is None:
+        return
+    owners = layout.located(np.sort(layout.starts))[0]
+    changes = np.count_nonzero(owners[1:] != owners[:-1]) - (layout.packing.num_documents - 1)
+    few = max(int(changes), 0) * scan.state_size * 4 // plan.cp_size  # by the rank that sends most: at least the mean
+    finds: tuple[Callable[[bool], int], ...] = (
+        lambda _: few,
+        lambda forward: max(plan.bytes_sent(item_size, forward=forward)),
+    )
+    for find in finds:
+        sent = find(True), find(False)
+        forward, backward = (each / bandwidth * 1e3 for each in sent)
+        yield Price(plan.scheme, forward, backward, sent[0], is_bound=True, hardware=words)

@@ -1,0 +1,70 @@
+"""Which of several ways of running an attention is predicted to be fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from megatron_cp.plan.plan import Plan, Price
+from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.planner.predict.price import attention_bound, described, priced
+
+# What a prediction must gain before a way is taken that another is preferred to. A head exchange gives the bits of one
+# rank; a kernel that returns its results in bf16 rounds once where all keys are there, and in a ring once a stage.
+# As factors, and in milliseconds.
+_GAIN_OF_KEYS, _GAIN_OF_STAGES = (1.01, 0.02), (1.04, 0.1)
+CHUNKS = (1, 2, 4)
+
+
+def weighed(ways: Sequence[Plan], on: Machine, topology: Topology, item_size: int) -> list[tuple[Price, Plan]]:
+    """The ways with their prices, the one to take first.
+
+    Ways are looked at in the order of what they take at least; from the first on that takes at least as much as
+    another one was predicted to take, they have that bound for a price.
+    """
+    bounds = [attention_bound(plan, on, topology, item_size) for plan in ways]
+    found: list[tuple[Price, Plan]] = []
+    best = float("inf")
+    for bound, plan in sorted(zip(bounds, ways, strict=True), key=lambda pair: pair[0]):
+        if _handicapped(bound, plan) >= best:
+            sent = max(plan.bytes_sent(item_size, forward=True))
+            words = described(on, topology)
+            price = Price(plan.scheme, bound / 3, bound * 2 / 3, sent, True, words, detail=detail_of(plan))
+        else:
+            price = replace(priced(plan, on, topology, item_size=item_size), detail=detail_of(plan))
+            best = min(best, _handicapped(price.total, plan))
+        found.append((price, plan))
+    return sorted(found, key=lambda pair: (pair[0].is_bound, _handicapped(pair[0].total, pair[1])))
+
+
+def in_best_chunks(
+    chosen: tuple[Price, Plan], with_chunks: Callable[[Plan, int], Plan | None], on: Machine, topology: Topology,
+    item_size: int,
+) -> tuple[Price, Plan]:  # fmt: skip
+    """The same way in as many head chunks as are predicted to be fastest."""
+    best = chosen
+    for chunks in CHUNKS:
+        plan = with_chunks(chosen[1], chunks)
+        if plan is None or plan == chosen[1]:
+            continue
+        price = replace(priced(plan, on, topology, item_size=item_size), detail=detail_of(plan))
+        if price.total < best[0].total:
+            best = price, plan
+    return best
+
+
+def detail_of(plan: Plan) -> str:
+    """What a scheme's name leaves open."""
+    assert plan.attend is not None
+    degree = f" (u = {plan.ulysses_degree})" if SCHEMES[plan.scheme].is_product else ""
+    chunks = max(plan.head_chunks, plan.attend.head_chunks)
+    return degree + (f", {chunks} chunks" if chunks > 1 else "")
+
+
+def _handicapped(milliseconds: float, plan: Plan) -> float:
+    assert plan.attend is not None
+    if plan.attend.num_kv_ranks == 1:
+        return milliseconds
+    factor, more = _GAIN_OF_STAGES if plan.attend.num_stages > 1 else _GAIN_OF_KEYS
+    return milliseconds * factor + more
