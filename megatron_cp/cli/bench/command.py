@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from megatron_cp.executor.groups import TorchGroup
 
 HELP = "measure a layer: local work, waits, memory and bytes, over what each could be"
-BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire")
-_LATER = ("planner",)
+BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire", "planner")
 DEVICES = ("cpu", "cuda")
 
 
@@ -66,22 +65,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of layer: a Chrome trace of one forward and backward of our layer on rank 0, made once all is measured; "
         "of two layers FILE.gdn.json and FILE.mamba.json",
     )
+    parser.add_argument(
+        "--calibrate", metavar="FILE.toml", help="of planner: where to write the rates of this machine, as a preset"
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME-OR-FILE", help="of planner: the machine to predict for (default: measured beforehand)"
+    )
     parser.add_argument("--timeout", type=seconds, default=600.0, help="seconds the run may take (default: 600)")
 
 
 def run(args: argparse.Namespace) -> Report:
     """Measures, on local ranks or on those of torchrun."""
     if args.what not in BENCHMARKS:
-        later = f"{args.what} is not built yet." if args.what in _LATER else ""
-        raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS), later)
-    for option, benchmark in (("only", "wire"), ("cells", "exchange"), ("profile", "layer")):
+        raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS))
+    of_planner = (("calibrate", "planner"), ("gpu", "planner"))
+    for option, benchmark in (("only", "wire"), ("cells", "exchange"), ("profile", "layer"), *of_planner):
         if getattr(args, option) is not None and args.what != benchmark:
             raise ArgumentError(f"--{option}", getattr(args, option), f"nothing but with bench {benchmark}")
     check_paths(args)
     import torch
     import torch.distributed as dist
 
-    from megatron_cp.cli.bench import attention, exchange, layer, linear, wire
+    from megatron_cp.cli.bench import attention, exchange, layer, linear, planner, wire
     from megatron_cp.executor.launch import in_torchrun, start_torchrun_rank
 
     reports: dict[str, Callable[[argparse.Namespace, TorchGroup | None], Report]] = {
@@ -90,6 +95,7 @@ def run(args: argparse.Namespace) -> Report:
         "exchange": exchange.report,
         "layer": layer.report,
         "wire": wire.report,
+        "planner": planner.report,
     }
     torch.set_num_threads(1)
     world = start_torchrun_rank(args.timeout) if in_torchrun() else None

@@ -61,6 +61,7 @@ class Hardware:
         launch: seconds that any other operation takes beside its work.
         memory: bytes of a rank's memory.
         cores: ranks of a host that compute at a time; 0 where each has a device of its own.
+        band: seconds for each band of a mask: kernels of the CPU are called for each.
         wider: how many times longer an element of 4 and of 8 bytes takes than one of 2.
         sources: where each number comes from.
     """
@@ -79,11 +80,12 @@ class Hardware:
     launch: float
     memory: float
     cores: int = 0
+    band: float = 0.0
     wider: tuple[float, float] = (2.0, 4.0)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_numbers(self, at_least_zero=("matrix_rows", "units", "rule_floor", "call", "launch", "cores"))
+        _check_numbers(self, at_least_zero=("matrix_rows", "units", "rule_floor", "call", "launch", "cores", "band"))
         rows = [row for row in self.attention if len(row) == 3 and all(_is_number(x) and x > 0 for x in row)]
         if not rows or len(rows) != len(self.attention):
             raise ArgumentError("attention", self.attention, "rows of a head size and two rates")
@@ -229,15 +231,13 @@ def _read(path: Path) -> Machine:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ArgumentError("hardware", str(path), "a file in TOML, as the presets are", str(error)) from error
     of_rank, links = given.get("hardware", {}), given.get("topology", {})
-    wanted = {x.name for x in fields(Hardware)} - {"name", "about", "sources", "cores", "wider"}
+    wanted = {x.name for x in fields(Hardware)} - {"name", "about", "sources", "cores", "band", "wider"}
     lacking = [f"hardware.{name}" for name in sorted(wanted - set(of_rank))]
     lacking += [f"topology.{name}" for name in ("ranks_per_host", "within", "between", "rails") if name not in links]
     unknown = sorted(set(of_rank) - {x.name for x in fields(Hardware)})
     if lacking or unknown:
-        remedy = "; ".join(
-            [*([f"It lacks {', '.join(lacking)}."] if lacking else []), *(f"It has {name}." for name in unknown)]
-        )
-        raise ArgumentError("hardware", str(path), "the numbers that the presets have", remedy)
+        remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
+        raise ArgumentError("hardware", str(path), "the numbers that the presets have", " ".join(remedy))
     try:
         tuples: dict[str, Any] = {name: tuple(of_rank[name]) for name in ("rule", "wider") if name in of_rank}
         tuples["attention"] = tuple(tuple(row) for row in of_rank["attention"])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.layout.bands import areas, cut
 from megatron_cp.layout.packing import IntArray
@@ -21,44 +21,42 @@ CHUNK = 64  # tokens that a chunked kernel takes at once
 _MOST_PIECES = 500_000  # of bands between ranks, beyond which a ring's stages are taken to be alike
 
 
-def visible_pairs(step: Attend) -> NDArray[np.int64]:
-    """`[stages, kv_ranks]` visible pairs of each stage."""
-    found: NDArray[np.int64] = step.memo(("visible pairs",), lambda: _pairs_and_rows(step)[0])
+class StageShapes(NamedTuple):
+    """What the kernel calls of an attention are like, each `[stages, kv_ranks]`.
+
+    Attributes:
+        pairs: visible (query, key) pairs.
+        rows: queries of all bands, each of which cuts a tile of keys where its band ends.
+        bands: how many there are.
+    """
+
+    pairs: IntArray
+    rows: IntArray
+    bands: IntArray
+
+
+def stage_shapes(step: Attend) -> StageShapes:
+    """Those of every stage."""
+    found: StageShapes = step.memo(("stage shapes",), lambda: _stage_shapes(step))
     return found
 
 
-def edge_rows(step: Attend) -> NDArray[np.int64]:
-    """`[stages, kv_ranks]` queries of all bands: each cuts a tile of keys where its band ends."""
-    found: NDArray[np.int64] = step.memo(("edge rows",), lambda: _pairs_and_rows(step)[1])
-    return found
-
-
-def _pairs_and_rows(step: Attend) -> tuple[IntArray, IntArray]:
-    ranks = range(step.num_kv_ranks)
+def _stage_shapes(step: Attend) -> StageShapes:
+    ranks, stages = range(step.num_kv_ranks), step.num_stages
     bands = [step._bands_of(rank) for rank in ranks]
-    if step.num_stages == 1:
-        found = np.array([[step.area(rank) for rank in ranks]]), np.array([[_rows(each) for each in bands]])
-    elif sum(step.count_bands(rank)[0] for rank in ranks) > _MOST_PIECES:
-        found = tuple(
-            np.broadcast_to(-(-np.array(whole) // step.num_stages), (step.num_stages, len(whole)))
-            for whole in ([step.area(rank) for rank in ranks], [_rows(each) for each in bands])
-        )  # type: ignore[assignment]
-    else:
-        pairs, rows = np.zeros((2, step.num_stages, step.num_kv_ranks), dtype=np.int64)
-        edges, owners = pieces_of(step.keys)
-        for rank, each in zip(ranks, bands, strict=True):
-            pieces, number = cut(each, edges[:-1], edges[1:], queries=False)
-            hops = (rank - owners[number]) % step.num_kv_ranks
-            pairs[:, rank] = np.bincount(hops, areas(pieces), minlength=step.num_stages)
-            rows[:, rank] = np.bincount(hops, pieces[:, 1] - pieces[:, 0], minlength=step.num_stages)
-        found = pairs, rows
-    step.memo(("visible pairs",), lambda: found[0])
-    step.memo(("edge rows",), lambda: found[1])
-    return found
-
-
-def _rows(bands: IntArray) -> int:
-    return int((bands[:, 1] - bands[:, 0]).sum())
+    of_ranks = np.array([[areas(each).sum(), (each[:, 1] - each[:, 0]).sum(), len(each)] for each in bands]).T
+    if stages == 1:
+        return StageShapes(*of_ranks[:, None])
+    if sum(step.count_bands(rank)[0] for rank in ranks) > _MOST_PIECES:
+        return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, len(each))) for each in of_ranks))
+    found = np.zeros((3, stages, step.num_kv_ranks), dtype=np.int64)
+    edges, owners = pieces_of(step.keys)
+    for rank, each in zip(ranks, bands, strict=True):
+        pieces, number = cut(each, edges[:-1], edges[1:], queries=False)
+        hops = (rank - owners[number]) % step.num_kv_ranks
+        for row, weights in enumerate((areas(pieces), pieces[:, 1] - pieces[:, 0], None)):
+            found[row, :, rank] = np.bincount(hops, weights, minlength=stages)
+    return StageShapes(*found)
 
 
 def attention_seconds(
@@ -70,7 +68,7 @@ def attention_seconds(
     half is computed for nothing, so each band's queries have half a tile of keys more.
     """
     number = stage.number if stage.keys is None or isinstance(stage.keys, PassOn) else 0
-    pairs, rows = visible_pairs(step)[number], edge_rows(step)[number]
+    pairs, rows, bands = (each[number] for each in stage_shapes(step))
     computed = pairs + np.minimum(rows * (hardware.tile / 2), pairs)
     size, value = step.head_dim, step.value_head_dim
     each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
@@ -80,7 +78,8 @@ def attention_seconds(
     def seconds(kv_ranks: IntArray, heads: IntArray) -> Seconds:
         work, units = computed[kv_ranks] * heads, tiles[kv_ranks] * heads
         short = 1 + hardware.units / np.maximum(units, 1)
-        found: Seconds = (work > 0) * (work * each / rate * short + hardware.call)
+        calls = hardware.call + hardware.band * bands[kv_ranks]
+        found: Seconds = (work > 0) * (work * each / rate * short + calls)
         return found
 
     return seconds

@@ -1,0 +1,92 @@
+"""Presets are files with a source for every number; what is no machine is refused."""
+
+import dataclasses
+
+import pytest
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.predict import Link, Topology, machine, presets
+from megatron_cp.planner.predict.hardware import SAFE, written
+
+
+def test_the_presets_that_are_promised_are_there():
+    assert {"a100", "h100", "h200", "b200", "h800", "rtx4090", "cpu"} <= set(presets())
+    assert SAFE in presets()
+    assert machine() is machine(SAFE)
+
+
+@pytest.mark.parametrize("name", presets())
+def test_every_number_has_a_source(name):
+    found = machine(name)
+    numbers = {field.name for field in dataclasses.fields(found.hardware)} - {"name", "about", "sources"}
+    lacking = numbers - {"cores", "wider"} - set(found.hardware.sources)
+    assert not lacking
+    assert {"within", "between"} <= set(found.hardware.sources)
+    assert all(len(source) >= 10 or source == "data sheet" for source in found.hardware.sources.values())
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_machine_is_the_same_from_its_own_file(name, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(written(machine(name)))
+    again = machine(path)
+    assert again == machine(name)
+    assert again.hardware.sources == machine(name).hardware.sources
+
+
+def test_hosts_are_full_but_for_the_last():
+    found = machine("h100").topology(19)
+    assert found.hosts == (0,) * 8 + (1,) * 8 + (2,) * 3
+    assert found.rail.tolist() == [*range(19)]  # a card each
+    assert machine("h100").topology(5, 2).hosts == (0, 0, 0, 1, 1)
+    assert machine("rtx4090").topology(8).rail.tolist() == [0] * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("h1000", r"Did you mean h100\?"),
+        ("nothing like it", "--calibrate` writes such a file"),
+        (5, "a100, b200, cpu"),
+    ],
+)
+def test_rejects_unknown_machines(name, says):
+    with pytest.raises(ArgumentError, match=says) as caught:
+        machine(name)
+    assert caught.value.argument == "hardware"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("copy = ", "copies = "), "It lacks hardware.copy. It has copies"),
+        (("[topology]", "[topologies]"), "It lacks topology.ranks_per_host"),
+        (("matrix = 6.5e+14", "matrix = -1"), "matrix: got -1; allowed: a number above 0"),
+        (("launch = ", "launch = nonsense"), "a file in TOML"),
+        (("attention = [[", "attention = [[1], ["), "rows of a head size and two rates"),
+        (("rails = 8", "rails = 0"), "rails"),
+    ],
+)
+def test_rejects_malformed_files(change, says, tmp_path):
+    path, text = tmp_path / "mine.toml", written(machine("h100"))
+    assert change[0] in text
+    path.write_text(text.replace(*change))
+    with pytest.raises(ArgumentError, match=says.replace(".", r"\.")):
+        machine(path)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("hosts", lambda: machine().topology(4, 5)),
+        ("hosts", lambda: machine().topology(4, [0, 0, 1])),
+        ("ranks", lambda: machine().topology(0)),
+        ("hosts", lambda: Topology((0, 2), Link(0, 0, 1), Link(0, 0, 1))),
+        ("bandwidth", lambda: Link(0.0, 0.0, 0.0)),
+        ("latency", lambda: Link(-1.0, 0.0, 1.0)),
+    ],
+)
+def test_rejects_impossible_places(argument, call):
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert caught.value.argument == argument

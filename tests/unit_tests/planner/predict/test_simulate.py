@@ -1,0 +1,108 @@
+"""Programs whose end can be worked out by hand, and bounds that hold for any."""
+
+import numpy as np
+import pytest
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.linear import plan_linear
+from megatron_cp.planner.predict import Link, Topology, machine
+from megatron_cp.planner.predict.program import Edges, Program
+from megatron_cp.planner.predict.simulate import bounds, simulate
+from megatron_cp.planner.predict.walk import program_of
+
+SLOW, FAST = Link(1.0, 0.0, 10.0), Link(0.5, 0.0, 100.0)
+TWO_HOSTS = Topology((0, 0, 1, 1), FAST, SLOW, rails=1)
+
+
+def edges(*messages):
+    return Edges.of(*(np.array(each) for each in zip(*messages, strict=True)))
+
+
+def test_a_transfer_waits_for_its_sender_and_takes_its_bytes():
+    program = Program(4)
+    program.work("kernel", "kernel", np.array([3.0, 0.0, 0.0, 0.0]))
+    program.wait(program.start("x", edges((0, 1, 200))))
+    timeline = simulate(program, TWO_HOSTS)
+    assert timeline.end.tolist() == [5.0, 5.5, 0.0, 0.0]  # 3 + 200 / 100, and half a second later there
+    assert timeline.waited.tolist() == [2.0, 5.5, 0.0, 0.0]
+    assert timeline.seconds == 5.5
+
+
+def test_a_transfer_hides_behind_work():
+    program = Program(2)
+    key = program.start("x", edges((0, 1, 200), (1, 0, 200)))
+    program.work("kernel", "kernel", 10.0)
+    program.wait(key)
+    timeline = simulate(program, Topology((0, 0), FAST, SLOW))
+    assert timeline.end.tolist() == [10.0, 10.0]
+    assert timeline.exposed == 0.0
+
+
+def test_ranks_of_a_host_share_its_card():
+    program = Program(4)
+    program.wait(program.start("x", edges((0, 2, 100), (1, 3, 100))))
+    assert simulate(program, TWO_HOSTS).seconds == 21.0  # both over one card of 10 bytes a second
+    two_cards = Topology((0, 0, 1, 1), FAST, SLOW, rails=2)
+    assert simulate(program, two_cards).seconds == 11.0
+
+
+def test_a_port_sends_one_transfer_after_another():
+    program = Program(2)
+    first, second = (program.start(name, edges((0, 1, 1000))) for name in ("x", "y"))
+    program.wait(second)
+    program.wait(first)
+    assert simulate(program, Topology((0, 0), FAST, SLOW)).seconds == 20.5
+
+
+def test_ranks_that_share_cores_take_turns():
+    program = Program(4)
+    program.work("kernel", "kernel", 1.0)
+    topology = Topology((0, 0, 0, 1), FAST, SLOW)
+    assert simulate(program, topology, cores=2).end.tolist() == [1.5, 1.5, 1.5, 1.0]
+
+
+def test_what_a_rank_keeps_is_no_message():
+    kept = edges((0, 0, 5), (0, 1, 0), (1, 0, 7))
+    assert (kept.senders.tolist(), kept.receivers.tolist(), kept.nbytes.tolist()) == ([1], [0], [7])
+
+
+def test_rejects_a_topology_of_other_ranks():
+    with pytest.raises(ArgumentError, match="the 2 ranks of the plan"):
+        simulate(Program(2), TWO_HOSTS)
+
+
+LENGTHS = (700, 1, 3000, 395, 52)
+PLANS = [
+    lambda layout, scheme=scheme, degree=degree: plan_attention(
+        layout.packing, layout, heads=8, kv_heads=4, head_dim=64, scheme=scheme, ulysses_degree=degree
+    )
+    for scheme, degree in [("a2a", None), ("p2p", None), ("all_gather", None), ("exact", None), ("a2a+p2p", 2)]
+] + [
+    lambda layout, mode=mode: plan_linear(layout.packing, layout, "gdn", heads=8, head_dim=64, mode=mode)
+    for mode in ("headwise", "chunkwise")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["zigzag", "contiguous", "balanced"])
+@pytest.mark.parametrize("preset", ["h100", "cpu"])
+def test_the_closed_form_bounds_what_is_played(name, preset):
+    """At least the busiest rank or port, at most as if all ranks met after each operation."""
+    on = machine(preset)
+    for make in PLANS:
+        plan = make(getattr(Layout, name)(Packing(LENGTHS), 6))
+        topology = on.topology(6, 2)
+        for forward in (True, False):
+            program = program_of(plan, on.hardware, 2, forward=forward)
+            least, most = bounds(program, topology)
+            seconds = simulate(program, topology).seconds
+            assert 0 < least <= seconds * (1 + 1e-9)
+            assert seconds <= most * (1 + 1e-9)
+
+
+def test_an_empty_batch_takes_no_time():
+    layout = Layout.contiguous(Packing([0]), 3)
+    for make in PLANS[:4]:
+        program = program_of(make(layout), machine().hardware, 2, forward=True)
+        assert simulate(program, machine().topology(3)).seconds == 0.0
