@@ -61,6 +61,19 @@ def checked_flag(argument: str, value: object) -> bool:
     return value
 
 
+def checked_scale(name: str, scale: float | None, head_dim: int) -> float:
+    """The scale as a finite float; `head_dim ** -0.5` if None.
+
+    Raises:
+        ArgumentError: it is no finite number.
+    """
+    if scale is None:
+        return head_dim**-0.5
+    if not math.isfinite(as_number(scale)):
+        raise ArgumentError(name, scale, "a finite number, or None for head_dim ** -0.5")
+    return float(scale)
+
+
 class PlanMismatchError(RuntimeError):
     """The ranks of one group made different plans. Raised on every rank, with the difference."""
 

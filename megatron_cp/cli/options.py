@@ -15,6 +15,7 @@ from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.capabilities import refuse_unbuilt, require, working
+from megatron_cp.testing.case import DTYPES, LayerCase
 
 if TYPE_CHECKING:
     from megatron_cp.executor.groups import RankGroup
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 MAX_LOCAL_RANKS = 64
 RANK_KINDS = ("threads", "processes")  # those of `run_ranks`, whose module imports torch
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--learned-sink", action="store_true", help="a learned score a head in every softmax")
     group.add_argument("--softcap", type=number, default=0.0, help="limit of attention scores (default: none)")
     group.add_argument("--dropout", type=number, default=0.0, help="share of attention weights dropped (default: none)")
-    group.add_argument("--dtype", choices=DTYPES, default=dtype, help=f"default: {dtype}")
+    group.add_argument("--dtype", choices=list(DTYPES), default=dtype, help=f"default: {dtype}")
     group.add_argument(
         "--scheme",
         help=f"{'|'.join(working('scheme'))} for attention, {'|'.join(working('mode'))} for linear layers "
@@ -144,17 +144,23 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
 
 
 def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
-    """The case that the arguments describe, over `cp_size` ranks."""
+    """The case that the arguments describe, over `cp_size` ranks, to be run: imports torch."""
+    case = layer_case_of(args, cp_size)
+    import torch
+
+    from megatron_cp.testing.parity import Case
+
+    return Case(**{**vars(case), "dtype": getattr(torch, args.dtype), **rest})
+
+
+def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
+    """The same case, to be planned alone: imports no torch."""
     layer = require("layer", args.layer)
     shape = _layer_shape(args)
     lengths = _document_lengths(args, cp_size)
     mask = args.mask or "causal"
     refuse_unbuilt("mask", mask)
-    import torch
-
-    from megatron_cp.testing.parity import Case
-
-    return Case(
+    return LayerCase(
         layer=layer,
         cp=cp_size,
         lengths=lengths,
@@ -177,9 +183,8 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
         learned_sink=args.learned_sink,
         softmax_scale=args.softmax_scale,
         align=args.align,
-        dtype=getattr(torch, args.dtype),
+        dtype=DTYPES[args.dtype],
         seed=args.seed,
-        **rest,
     )
 
 

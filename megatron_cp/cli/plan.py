@@ -7,11 +7,11 @@ import contextlib
 import time
 import warnings
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, case_of
+from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, layer_case_of
 from megatron_cp.cli.parser import positive
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
@@ -22,9 +22,8 @@ from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
-
-if TYPE_CHECKING:
-    from megatron_cp.testing.parity import Case
+from megatron_cp.softmax.options import checked_options
+from megatron_cp.testing.case import LayerCase
 
 HELP = "explain a plan: who owns what, transfers and balance"
 
@@ -40,18 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     check_paths(args)
-    case = case_of(args, args.cp)
+    case = layer_case_of(args, args.cp)
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
         plan = case.plan()
     milliseconds = (time.perf_counter() - started) * 1e3
     if case.layer == "attention":
-        import torch
-
-        from megatron_cp.softmax.on_rank import attention_call
-
-        attention_call(plan, case.dtype, torch.device("cpu"), **case.softmax_options)  # for what it refuses
+        checked_options(case.head_dim, **case.softmax_options)  # for what the layer would refuse
     item_size = case.dtype.itemsize
     text = [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
     schemes = _schemes(case, plan, item_size) if case.layer == "attention" else {}
@@ -63,7 +58,7 @@ def run(args: argparse.Namespace) -> Report:
     return Report("\n".join(text), {**as_json(plan, item_size, milliseconds), "schemes": schemes})
 
 
-def _schemes(case: Case, chosen: Plan, item_size: int) -> dict[str, Any]:
+def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
     """What each scheme would send for the same batch, layout and options, and how even its work would be."""
     found = {}
     for scheme in working("scheme"):
@@ -88,7 +83,7 @@ def _schemes(case: Case, chosen: Plan, item_size: int) -> dict[str, Any]:
     return found
 
 
-def _like(case: Case, scheme: str) -> Plan:
+def _like(case: LayerCase, scheme: str) -> Plan:
     """The plan of another scheme, with as much of what was asked for as it can do."""
     way = scheme_named(scheme)
     codec = case.codec if way.takes_codec else "none"
@@ -101,7 +96,7 @@ def _like(case: Case, scheme: str) -> Plan:
     return replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=chunks, codec=codec).plan()
 
 
-def _not_as_asked(case: Case, schemes: dict[str, Any]) -> list[str]:
+def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
     """One line about the rows that are without some of what was asked for."""
     rows = []
     for name, scheme in schemes.items():

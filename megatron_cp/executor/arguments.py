@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError, as_number
+from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import order_tables
 from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.trace import NO_RANGE
@@ -156,15 +155,6 @@ def check_rows(name: str, tensor: object, rows: int, rank: int) -> None:
     assert isinstance(tensor, Tensor)
     if tensor.ndim == 0 or len(tensor) != rows:
         raise ArgumentError(name, f"{len(tensor)} rows" if tensor.ndim else "no rows", f"{rows} on rank {rank}")
-
-
-def checked_scale(name: str, scale: float | None, head_dim: int) -> float:
-    """The scale as a finite float; `head_dim ** -0.5` if None."""
-    if scale is None:
-        return head_dim**-0.5
-    if not math.isfinite(as_number(scale)):
-        raise ArgumentError(name, scale, "a finite number, or None for head_dim ** -0.5")
-    return float(scale)
 
 
 def check_plan(plan: Plan, kind: str, maker: str) -> None:

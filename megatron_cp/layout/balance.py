@@ -6,8 +6,12 @@ have no more than their share and some no less, and neighbouring windows differ 
 end. So some window has its share but for half the work of one token, whether or not all windows can be of one size.
 Taking it out costs two cuts, and the last rank keeps the rest: at most `2 * ranks - 1` fragments in all.
 
-    work   [total + 1] the work of all tokens before each place of the stream
     place  a number that counts along what is left, 0 where it starts in the stream
+
+Not every window is looked at. The circle falls into a few *arcs*: the windows that start within one take as many cuts
+and leave as many fragments as each other. Arcs are searched from the one that leaves fewest, until a window is found
+whose share is near enough. Work is linear in pieces along the stream, a few for each document, and no table is made of
+tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +23,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megatron_cp.layout.fragments import arange_ranges
 from megatron_cp.layout.packing import IntArray
 
 MOST_FRAGMENTS = 3  # of a rank, wherever one of the attempts finds such shares
@@ -32,24 +38,70 @@ _ATTEMPTS = [(tolerance, near) for tolerance in (CLOSE, 2 * CLOSE) for near in (
 # With so few tokens a rank one token is worth more than `CLOSE`: the most even of these attempts is taken.
 FEW_TOKENS = 64
 _ATTEMPTS_AT_FEW = [(0.0, near) for near in (None, 0.0, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0)]
-_MOST_WINDOWS = 512  # that all attempts together take; each costs about 1 ms to find
+_MOST_WINDOWS = 512  # that all attempts together take; each costs 0.2 to 1 ms to find
 _STARTS = 256  # windows looked at between which the share is then sought by bisection
+_FEW_STARTS = 64  # between two of them: a bisection of so few takes less time than to see where it would lead
 
 type Fragments = list[tuple[int, int]]
 
 
-def even_shares(work_of_tokens: IntArray, cp_size: int) -> list[Fragments]:
+@dataclass(frozen=True, eq=False)
+class Work:
+    """The work of each token of the stream: linear in pieces.
+
+    Attributes:
+        starts: `[n]` the first token of each piece, from 0 on.
+        first: `[n]` the work of that token.
+        slope: `[n]` how much more each next token of the piece has.
+        total: tokens of the stream, at least one where a place is asked for.
+    """
+
+    starts: IntArray
+    first: IntArray
+    slope: IntArray
+    total: int
+
+    @classmethod
+    def of_tokens(cls, work: IntArray) -> Work:
+        """From a number for each token."""
+        starts = np.flatnonzero(np.diff(work, prepend=work[:1] - 1))
+        return cls(starts, work[starts], np.zeros_like(starts), work.size)
+
+    def before(self, places: IntArray) -> IntArray:
+        """The work of all tokens before each place of the stream."""
+        piece = self._next.searchsorted(places, side="right")
+        tokens = places - self.starts[piece]
+        return self._before[piece] + (tokens * (self._twice_first[piece] + self.slope[piece] * tokens) >> 1)
+
+    @cached_property
+    def _next(self) -> IntArray:
+        """The first token of each piece but the first."""
+        return self.starts[1:]
+
+    @cached_property
+    def _twice_first(self) -> IntArray:
+        """Of each piece what makes the sum of n of its tokens `n (twice_first + slope n) / 2`."""
+        return 2 * self.first - self.slope
+
+    @cached_property
+    def _before(self) -> IntArray:
+        """The work before each piece."""
+        tokens = np.diff(self.starts, append=self.total)
+        work = tokens * self.first + self.slope * (tokens * (tokens - 1) // 2)
+        return np.cumsum(work) - work
+
+
+def even_shares(work: Work, cp_size: int) -> list[Fragments]:
     """For each rank its fragments in stream order; token counts differ by at most one.
 
     Args:
-        work_of_tokens: `[total]` such as the number of keys that each query sees.
+        work: such as the number of keys that each query sees.
         cp_size: the number of ranks. Their numbers follow the first token that they hold.
     """
-    total = work_of_tokens.size
-    work = np.concatenate([[0], np.cumsum(work_of_tokens)])
+    total, everything = work.total, work.before(np.array([work.total]))[0] if work.total else 0
     cuts = (np.arange(cp_size + 1) * total // cp_size).tolist()
     contiguous = [[(start, end)] for start, end in pairwise(cuts)]
-    if total <= cp_size or _most_work(contiguous, work) * cp_size <= (1 + CLOSE) * work[-1]:
+    if total <= cp_size or _most_work(contiguous, work) * cp_size <= (1 + CLOSE) * everything:
         return contiguous
     few = total <= FEW_TOKENS * cp_size
 
@@ -61,7 +113,7 @@ def even_shares(work_of_tokens: IntArray, cp_size: int) -> list[Fragments]:
     return min(contiguous, sorted(best), key=lambda shares: _most_work(shares, work))
 
 
-def _attempts(work: IntArray, cp_size: int, *, few: bool) -> Iterator[list[Fragments]]:
+def _attempts(work: Work, cp_size: int, *, few: bool) -> Iterator[list[Fragments]]:
     """Shares from one attempt after another, all where tokens are few, else until one keeps to `MOST_FRAGMENTS`."""
     attempts = _ATTEMPTS_AT_FEW if few else _ATTEMPTS
     for tolerance, near in attempts[: max(1, _MOST_WINDOWS // cp_size)]:
@@ -71,50 +123,25 @@ def _attempts(work: IntArray, cp_size: int, *, few: bool) -> Iterator[list[Fragm
             return
 
 
-def _shares(work: IntArray, cp_size: int, tolerance: float, near: float | None) -> list[Fragments]:
-    tokens, longer = divmod(work.size - 1, cp_size)  # so many ranks hold one token more
-    rest = _Rest(work, np.array([0]), np.array([work.size - 1]))
+def _shares(work: Work, cp_size: int, tolerance: float, near: float | None) -> list[Fragments]:
+    tokens, longer = divmod(work.total, cp_size)  # so many ranks hold one token more
+    rest = _Rest(work, np.array([0]), np.array([work.total]))
     shares = []
     for ranks in range(cp_size, 1, -1):
         sizes = [tokens + 1] * (longer > 0) + [tokens] * (longer < ranks)
         share = rest.work_before[-1] / ranks
-        start, size = _best(rest.windows(sizes, share), share, tolerance, near, rest.offsets[-1])
+        start, size = _Search(rest, sizes, share, tolerance, near).best()
         fragments, rest = rest.split(start, size)
         shares.append(fragments)
         longer -= size - tokens
     return [*shares, _pairs(rest.starts, rest.ends)]
 
 
-class _Windows(NamedTuple):
-    """Windows of what is left, a row each, over the end and on from the start where they are long enough.
-
-    `work`; `fragments` in it; `cuts` that it takes; `left`, the fragments of all other tokens.
-    """
-
-    start: IntArray
-    size: IntArray
-    work: IntArray
-    fragments: IntArray
-    cuts: IntArray
-    left: IntArray
-
-
-def _best(windows: _Windows, share: float, tolerance: float, near: float | None, total: int) -> tuple[int, int]:
-    """The start and size of the window to take: of those that have their share, the one that cuts least."""
-    missed = np.abs(windows.work - share)
-    away = missed if near is None else np.abs(windows.start + windows.size / 2 - near * total)
-    excess = np.maximum(np.maximum(windows.fragments, windows.left) - MOST_FRAGMENTS, 0)
-    reached = np.flatnonzero(missed <= max(tolerance * share, missed.min()))
-    order = np.lexsort([values[reached] for values in (missed, away, windows.left, windows.cuts, excess)])
-    best = reached[order[0]]
-    return int(windows.start[best]), int(windows.size[best])
-
-
 @dataclass(frozen=True, eq=False)
 class _Rest:
     """What is left of the stream: `starts` and `ends` of its fragments, in stream order."""
 
-    work: IntArray
+    work: Work
     starts: IntArray
     ends: IntArray
 
@@ -126,63 +153,243 @@ class _Rest:
     @cached_property
     def work_before(self) -> IntArray:
         """The work before each of the `offsets`."""
-        return np.concatenate([[0], np.cumsum(self.work[self.ends] - self.work[self.starts])])
-
-    def windows(self, sizes: list[int], share: float) -> _Windows:
-        """The windows worth a look: at the ends of fragments, on a grid, and beside the `share` of work between."""
-        starts = [self._starts(size, share) for size in sizes]
-        start, size = np.concatenate(starts), np.repeat(sizes, [places.size for places in starts])
-        total, count = self.offsets[-1], self.starts.size
-        end = start + size
-        wraps = end > total
-        end = np.where(wraps, end - total, end)
-        first = np.searchsorted(self.offsets, start, side="right") - 1
-        last = np.searchsorted(self.offsets, end, side="left") - 1
-        fragments = last - first + 1 + np.where(wraps, count, 0)
-        cuts = (start > self.offsets[first]).astype(np.int64) + (end < self.offsets[last + 1])
-        return _Windows(start, size, self._work_of(start, size), fragments, cuts, count + cuts - fragments)
+        return np.concatenate([[0], np.cumsum(self.work.before(self.ends) - self.work.before(self.starts))])
 
     def split(self, start: int, size: int) -> tuple[Fragments, _Rest]:
         """A window's fragments in stream order, and what is left without it."""
         total = self.offsets[-1]
         end = start + size
         places = np.unique(np.concatenate([self.offsets, [start, end if end <= total else end - total]]))
-        starts = self._in_stream(places[:-1])
+        starts = places[:-1] + self.shift(places[:-1])
         ends = starts + np.diff(places)
         taken = ((places[:-1] >= start) & (places[:-1] < end)) | (places[:-1] < end - total)
         return _pairs(starts[taken], ends[taken]), _Rest(self.work, starts[~taken], ends[~taken])
 
-    def _starts(self, size: int, share: float) -> IntArray:
-        total = self.offsets[-1]
-        # Windows side by side are among them, without which nothing says that some lie on either side of the share.
-        evenly, side_by_side = (np.arange(0, total, step) for step in (-(-total // _STARTS), size))
-        grid = np.unique(np.concatenate([evenly, side_by_side, self.offsets[:-1], (self.offsets[1:] - size) % total]))
-        below = self._work_of(grid, size) <= share
-        crosses = below != np.roll(below, -1)
-        low, high, below = grid[crosses], np.append(grid[1:], total)[crosses], below[crosses]
+    def work_of(self, start: IntArray, size: IntArray) -> IntArray:
+        """The work of windows, over the end and on from the start where they are long enough."""
+        ends, shift, before = self._twice
+        places = np.concatenate([start, start + size])
+        fragment = ends.searchsorted(places, side="right")
+        work = self.work.before(places + shift[fragment]) + before[fragment]
+        return work[start.size :] - work[: start.size]
+
+    def shift(self, places: IntArray) -> IntArray:
+        """What leads from each place to the stream, of what is left twice over."""
+        ends, shift, _ = self._twice
+        return shift[ends.searchsorted(places, side="right")]
+
+    @cached_property
+    def _twice(self) -> tuple[IntArray, IntArray, IntArray]:
+        """What is left twice over, so that no window ends beyond it.
+
+        Where fragments end, the last one aside; what leads from each one's places to the stream; and the work before it
+        less that before it in the stream.
+        """
+        firsts = np.concatenate([self.offsets[:-1], self.offsets[:-1] + self.offsets[-1]])
+        before = np.concatenate([self.work_before[:-1], self.work_before[:-1] + self.work_before[-1]])
+        starts = np.concatenate([self.starts, self.starts])
+        return firsts[1:], starts - firsts, before - self.work.before(starts)
+
+
+class _Arcs(NamedTuple):
+    """Windows of one size that start between `start` and `end`, neither included, a row each.
+
+    All windows of an arc take two cuts and hold as many fragments, and so do those that they leave.
+    """
+
+    start: IntArray
+    end: IntArray
+    size: IntArray
+    turn: IntArray
+    cost: IntArray
+
+    def take(self, rows: IntArray) -> _Arcs:
+        """Some of them."""
+        return _Arcs(*(values[rows] for values in self))
+
+
+class _Windows(NamedTuple):
+    """Windows of what is left, a row each, over the end and on from the start where they are long enough.
+
+    Attributes:
+        start: the place of the first token.
+        size: in tokens.
+        work: of all of them.
+        cost: a number that rises with the fragments beyond `MOST_FRAGMENTS`, then with the cuts that the window takes,
+            then with the fragments of all other tokens.
+        turn: of windows that are equal in all else the first one is taken: of the first turn, and of the first `start`.
+    """
+
+    start: IntArray
+    size: IntArray
+    work: IntArray
+    cost: IntArray
+    turn: IntArray
+
+
+class _Search:
+    """The search for one rank's window: of those that have their share, the one that costs least.
+
+    Args:
+        rest: what is left.
+        sizes: the windows' sizes.
+        share: the work that a window is to have.
+        tolerance: by what fraction of it the work may miss that.
+        near: which windows are looked at first among equals: see `_ATTEMPTS`.
+    """
+
+    def __init__(self, rest: _Rest, sizes: list[int], share: float, tolerance: float, near: float | None) -> None:
+        self.rest, self.sizes, self.share, self.tolerance, self.near = rest, sizes, share, tolerance, near
+        self.total = int(rest.offsets[-1])
+        self.step = -(-self.total // _STARTS)
+
+    def best(self) -> tuple[int, int]:
+        """The start and the size of the window to take."""
+        arcs, edges = self._arcs()
+        windows, lowest = [edges], self._lowest_cost(edges)
+        # Without a tolerance no window is near enough before all have been seen.
+        for cost in sorted(set(arcs.cost.tolist())) if self.tolerance else [None]:
+            if lowest is not None and cost is not None and lowest < cost:
+                break
+            windows.append(self._searched(arcs if cost is None else arcs.take(np.flatnonzero(arcs.cost == cost))))
+            lowest = min((each for each in (lowest, self._lowest_cost(windows[-1])) if each is not None), default=None)
+        start, size, work, cost, turn = (np.concatenate(values) for values in zip(*windows, strict=True))
+        missed = np.abs(work - self.share)
+        away = missed if self.near is None else np.abs(start + size / 2 - self.near * self.total)
+        reached = np.flatnonzero(missed <= max(self.tolerance * self.share, missed.min()))
+        best = reached[np.lexsort([values[reached] for values in (start, turn, missed, away, cost)])[0]]
+        return int(start[best]), int(size[best])
+
+    def _lowest_cost(self, windows: _Windows) -> int | None:
+        """Of those that have their share within the tolerance; None if none has."""
+        reached = np.abs(windows.work - self.share) <= self.tolerance * self.share
+        return int(windows.cost[reached].min()) if reached.any() else None
+
+    def _arcs(self) -> tuple[_Arcs, _Windows]:
+        """The arcs of each size, and the windows between, which begin or end with a fragment."""
+        offsets, sizes = self.rest.offsets, np.array(self.sizes)[:, None]
+        begins = np.broadcast_to(offsets[:-1], (sizes.size, offsets.size - 1))
+        starts = np.sort(np.concatenate([begins, (offsets[1:] - sizes) % self.total], axis=1), axis=1)
+        end = np.concatenate([starts[:, 1:], np.full_like(sizes, self.total)], axis=1).ravel()
+        # Turns of grids, of windows below crossings and of those above, size by size.
+        start, size = starts.ravel(), np.repeat(self.sizes, starts.shape[1])
+        turn = np.repeat(3 * np.arange(sizes.size), starts.shape[1])
+        cost, cost_inside = self._cost(np.concatenate([start, start + 1]), np.tile(size, 2)).reshape(2, -1)
+        edges = _Windows(start, size, self.rest.work_of(start, size), cost, turn)
+        below = (edges.work <= self.share).reshape(starts.shape)
+        crosses = (below[:, 1:] != below[:, :-1], below[:, :1] != below[:, -1:])
+        # Of an arc without a grid nothing is looked at but what lies between its ends.
+        has_grid = ((end - 1) // size > start // size) | ((end - 1) // self.step > start // self.step)
+        arcs = np.flatnonzero((end - start > 1) & (has_grid | np.concatenate(crosses, axis=1).ravel()))
+        return _Arcs(start, end, size, turn, cost_inside).take(arcs), edges
+
+    def _cost(self, start: IntArray, size: IntArray) -> IntArray:
+        offsets, count = self.rest.offsets, self.rest.starts.size
+        end = start + size
+        wraps = end > self.total
+        end = np.where(wraps, end - self.total, end)
+        first = offsets.searchsorted(start, side="right") - 1
+        last = offsets.searchsorted(end, side="left") - 1
+        fragments = last - first + 1 + np.where(wraps, count, 0)
+        cuts = (start > offsets[first]).astype(np.int64) + (end < offsets[last + 1])
+        left = count + cuts - fragments
+        excess = np.maximum(np.maximum(fragments, left) - MOST_FRAGMENTS, 0)
+        return (excess * 3 + cuts) * (count + 3) + left
+
+    def _searched(self, arcs: _Arcs) -> _Windows:
+        """The windows of arcs that are worth a look: on a grid, and beside the share of work between."""
+        places, arc = self._grid(arcs)
+        work = self.rest.work_of(places, arcs.size[arc])
+        below = work <= self.share
+        crosses = np.flatnonzero((below[1:] != below[:-1]) & (arc[1:] == arc[:-1]))
+        low, high = self._crossings(places[crosses], places[crosses + 1], arcs.size[arc[crosses]], below[crosses])
+        places, arc = np.concatenate([places, low, high]), np.concatenate([arc, arc[crosses], arc[crosses]])
+        turn = arcs.turn[arc] + np.repeat([0, 1, 2], [work.size, low.size, high.size])
+        work = np.concatenate([work, self.rest.work_of(places[work.size :], arcs.size[arc[work.size :]])])
+        inside = np.flatnonzero((places > arcs.start[arc]) & (places < arcs.end[arc]))
+        arc = arc[inside]
+        return _Windows(places[inside], arcs.size[arc], work[inside], arcs.cost[arc], turn[inside])
+
+    def _grid(self, arcs: _Arcs) -> tuple[IntArray, IntArray]:
+        """Where windows are looked at first: arc after arc, from the start of each to the end; and whose arc it is.
+
+        At even distances, and side by side: without those nothing says that some lie on either side of the share.
+        """
+        places, owners = [arcs.start, arcs.end], [np.arange(arcs.start.size)] * 2
+        for step in (np.full_like(arcs.size, self.step), arcs.size):
+            first, last = arcs.start // step + 1, (arcs.end - 1) // step + 1
+            owners.append(np.repeat(owners[0], last - first))
+            places.append(arange_ranges(first, last) * step[owners[-1]])
+        place, arc = np.concatenate(places), np.concatenate(owners)
+        order = np.lexsort((place, arc))
+        return place[order], arc[order]
+
+    def _crossings(
+        self, low: IntArray, high: IntArray, size: IntArray, below: NDArray[np.bool_]
+    ) -> tuple[IntArray, IntArray]:
+        """Neighbouring starts of windows with work on either side of the share, by bisection between `low` and `high`.
+
+        These are of one arc, and `below` says on which side `low` is. Where several neighbours have work on either
+        side, the steps decide which ones are found.
+        """
+        if not low.size:
+            return low, high
+        if (high - low).max() > _FEW_STARTS:
+            low, high = self._narrowed(low, high, size)
         while (high - low > 1).any():
             middle = (low + high) // 2
-            like_low = (self._work_of(middle, size) <= share) == below
+            like_low = (self.rest.work_of(middle, size) <= self.share) == below
             low, high = np.where(like_low, middle, low), np.where(like_low, high, middle)
-        return np.concatenate([grid, low, high % total])
+        return low, high
 
-    def _work_of(self, start: IntArray, size: IntArray | int) -> IntArray:
-        total, end = self.offsets[-1], start + size
-        wraps = end > total
-        work = self._work_up_to(np.where(wraps, end - total, end)) - self._work_up_to(start)
-        return work + np.where(wraps, self.work_before[-1], 0)
+    def _narrowed(self, low: IntArray, high: IntArray, size: IntArray) -> tuple[IntArray, IntArray]:
+        """The neighbours at once where there are no others: where the work of windows rises or falls evenly.
 
-    def _work_up_to(self, place: IntArray) -> IntArray:
-        fragment = self._fragment(place)
-        return self.work[self._in_stream(place)] - self.work[self.starts[fragment]] + self.work_before[fragment]
+        That is between the starts at which the first token or the one after the last begins a piece of the work, if
+        both pieces have one slope. A bisection would take a step for each bit of `high - low`.
+        """
+        place, row, is_even = self._bends(low, high, size)
+        work = self.rest.work_of(place, size[row])
+        below = work <= self.share
+        crosses = np.flatnonzero((below[1:] != below[:-1]) & (row[1:] == row[:-1]))
+        alone = np.bincount(row[crosses], minlength=low.size) == 1
+        alone[row[:-1][~is_even & (row[1:] == row[:-1])]] = False
+        crosses = crosses[alone[row[crosses]]]
+        begin, rise = place[crosses], (work[crosses + 1] - work[crosses]) // (place[crosses + 1] - place[crosses])
 
-    def _in_stream(self, place: IntArray) -> IntArray:
-        fragment = self._fragment(place)
-        return self.starts[fragment] + place - self.offsets[fragment]
+        def like_begin(steps: IntArray) -> NDArray[np.bool_]:
+            found: NDArray[np.bool_] = (work[crosses] + steps * rise <= self.share) == below[crosses]
+            return found
 
-    def _fragment(self, place: IntArray) -> IntArray:
-        """The fragment of each place; the end belongs to the last one."""
-        return np.minimum(np.searchsorted(self.offsets, place, side="right"), self.starts.size) - 1
+        steps = np.floor((self.share - work[crosses]) / rise).astype(np.int64)
+        steps -= ~like_begin(steps)  # on the very step, and by rounding
+        sure = like_begin(steps) & ~like_begin(steps + 1)
+        low, high, begin = low.copy(), high.copy(), (begin + steps)[sure]
+        low[row[crosses[sure]]], high[row[crosses[sure]]] = begin, begin + 1
+        return low, high
+
+    def _bends(self, low: IntArray, high: IntArray, size: IntArray) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
+        """The starts from `low` to `high` at which the work of windows may bend, `low` and `high` among them.
+
+        Returns:
+            the starts, row after row; the row of each; and whether the work rises or falls evenly up to the next.
+        """
+        pieces, slope = self.rest.work.starts, self.rest.work.slope
+        rows = np.arange(low.size)
+        places, of_rows, number = [low, high], [rows, rows], []
+        for moved in (0, size):
+            shift = self.rest.shift(low + moved) + moved  # from the start of a window to its first token, or its end
+            first = pieces.searchsorted(low + shift, side="right")
+            last = pieces.searchsorted(high + shift, side="left")
+            of_rows.append(np.repeat(rows, last - first))
+            places.append(pieces[arange_ranges(first, last)] - shift[of_rows[-1]])
+            number.append(shift)
+        place, row = np.concatenate(places), np.concatenate(of_rows)
+        order = np.lexsort((place, row))
+        place, row = place[order], row[order]
+        at_start, at_end = (pieces.searchsorted(place + shift[row], side="right") - 1 for shift in number)
+        is_even = (slope[at_start] == slope[at_end])[:-1] | (np.diff(place) <= 1)
+        return place, row, is_even
 
 
 def _pairs(starts: IntArray, ends: IntArray) -> Fragments:
@@ -193,5 +400,8 @@ def _most_fragments(shares: list[Fragments]) -> int:
     return max(map(len, shares))
 
 
-def _most_work(shares: list[Fragments], work: IntArray) -> int:
-    return max(sum(int(work[end] - work[start]) for start, end in share) for share in shares)
+def _most_work(shares: list[Fragments], work: Work) -> int:
+    flat = np.array([fragment for fragments in shares for fragment in fragments])
+    of_each = work.before(flat[:, 1]) - work.before(flat[:, 0])
+    firsts = np.cumsum([0, *map(len, shares[:-1])])
+    return int(np.add.reduceat(of_each, firsts).max())

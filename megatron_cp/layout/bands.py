@@ -63,18 +63,35 @@ def _sum_of_clipped(first: IntArray, count: IntArray, limit: IntArray) -> IntArr
 
 def keys_seen(bands: IntArray, total: int) -> IntArray:
     """`[total]` the number of keys that each query sees, of disjoint bands."""
+    starts, first, slope = seen_in_pieces(bands, total)
+    sizes = np.diff(starts, append=total)
+    # In place: a fresh table of a token each costs page faults.
+    steps = np.repeat(slope, sizes)  # from the query before, which the first of a piece has instead from another piece
+    steps[starts] = np.diff(first, prepend=0) - np.append(0, ((sizes - 1) * slope)[:-1])
+    return np.cumsum(steps, out=steps)
+
+
+def seen_in_pieces(bands: IntArray, total: int) -> tuple[IntArray, IntArray, IntArray]:
+    """The number of keys that each query sees, of disjoint bands, where it rises or falls evenly.
+
+    Returns:
+        `[n]` each: the first query of a piece, from 0 on; what it sees; and how much more each next query sees.
+    """
     q0, q1, k0, k1, lo, hi = shrink(bands).T
     # min(k1, i + hi + 1) rises with i until it stays at k1, max(k0, i + lo) stays at k0 until it rises: each is a
     # constant and a slope that begins or ends once, so two sums of steps hold them all.
-    height, slope = np.zeros(total + 1, dtype=np.int64), np.zeros(total + 1, dtype=np.int64)
-    flat_from = np.clip(k1 - hi - 1, q0, q1)
-    rises_from = np.clip(k0 - lo, q0, q1)
-    np.add.at(height, q0, np.minimum(k1, q0 + hi + 1) - np.maximum(k0, q0 + lo))
-    np.add.at(height, q1, -(np.minimum(k1, q1 + hi + 1) - np.maximum(k0, q1 + lo)))
-    for at, change in ((q0, 1), (flat_from, -1), (rises_from, -1), (q1, 1)):
+    flat_from, rises_from = np.clip(k1 - hi - 1, q0, q1), np.clip(k0 - lo, q0, q1)
+    starts, number = np.unique(np.concatenate([[0], q0, q1, flat_from, rises_from]), return_inverse=True)
+    begins, ends, flat, rises = number[1:].reshape(4, -1)
+    height, slope = np.zeros(starts.size, dtype=np.int64), np.zeros(starts.size, dtype=np.int64)
+    np.add.at(height, begins, np.minimum(k1, q0 + hi + 1) - np.maximum(k0, q0 + lo))
+    np.add.at(height, ends, -(np.minimum(k1, q1 + hi + 1) - np.maximum(k0, q1 + lo)))
+    for at, change in ((begins, 1), (flat, -1), (rises, -1), (ends, 1)):
         np.add.at(slope, at, change)
-    # A slope that begins at `at` adds from the query after it on.
-    return np.cumsum(height + np.concatenate([[0], np.cumsum(slope)[:-1]]))[:total]
+    slope = np.cumsum(slope)
+    height[1:] += np.diff(starts) * slope[:-1]
+    kept = starts < total
+    return starts[kept], np.cumsum(height)[kept], slope[kept]
 
 
 def cut(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> tuple[IntArray, IntArray]:

@@ -20,8 +20,9 @@ from megatron_cp.layout.arrays import (
     lengthened,
     take,
 )
-from megatron_cp.layout.balance import FEW_TOKENS, even_shares
-from megatron_cp.layout.fragments import MAX_CP_SIZE, Fragment, checked_fragments, joined_up
+from megatron_cp.layout.balance import FEW_TOKENS, Work, even_shares
+from megatron_cp.layout.bands import seen_in_pieces
+from megatron_cp.layout.fragments import MAX_CP_SIZE, Fragment, arange_ranges, checked_fragments, joined_up
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
@@ -173,7 +174,7 @@ class Layout(Memo):
             raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
         if mask.area >= 2**62:
             raise ArgumentError("mask", mask, "one of fewer than 2**62 pairs", "Use zigzag, which counts no work.")
-        shares = even_shares(mask.seen, cp_size)
+        shares = even_shares(Work(*seen_in_pieces(mask.bands, packing.total), packing.total), cp_size)
         flat = np.array([fragment for fragments in shares for fragment in fragments])
         offsets = np.concatenate([[0], np.cumsum([len(fragments) for fragments in shares])])
         layout = cls(packing, flat[:, 0], flat[:, 1], offsets, align=align)
@@ -399,15 +400,6 @@ def _served_before(rank: NDArray, first: NDArray, count: NDArray, cp_size: int) 
     """How many of the ranks `0 .. rank - 1` are among the `count` ranks served in turn from `first` on, cyclically."""
     last = first + count
     return np.clip(rank, first, last) - first + np.minimum(rank, np.maximum(last - cp_size, 0))
-
-
-def arange_ranges(starts: IntArray, ends: IntArray) -> IntArray:
-    """The integers of each `[start, end)`, one range after another, without a loop."""
-    sizes = ends - starts
-    stops = np.cumsum(sizes)
-    numbers = np.arange(stops[-1] if stops.size else 0)
-    numbers += np.repeat(starts - stops + sizes, sizes)  # in place: a fresh table of a token each costs page faults
-    return numbers
 
 
 def _checked_cp_size(cp_size: int) -> int:

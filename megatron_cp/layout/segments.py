@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.layout.layout import Layout, arange_ranges
+from megatron_cp.layout.fragments import arange_ranges
+from megatron_cp.layout.layout import Layout
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray, Packing
 

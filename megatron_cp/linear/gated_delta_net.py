@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import checked_flag
-from megatron_cp.executor.arguments import check_plan, check_tensor, checked_scale
+from megatron_cp.errors import checked_flag, checked_scale
+from megatron_cp.executor.arguments import check_plan, check_tensor
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.gates.delta import delta_gates, normalised

@@ -21,7 +21,7 @@ import numpy as np
 
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.layout import Layout
-from megatron_cp.layout.layout import arange_ranges
+from megatron_cp.layout.fragments import arange_ranges
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.exchange.device import indexed
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import Sections
@@ -22,7 +21,6 @@ from megatron_cp.executor.arguments import (
     check_plan,
     check_stream,
     check_tensor,
-    checked_scale,
     part_of,
     rows_first,
     without_autocast,
@@ -40,6 +38,7 @@ from megatron_cp.plan.attention import Attend, HeadChunk
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
+from megatron_cp.softmax.options import checked_options
 
 _NEXT_ENTRY = 2**31 - 1  # between the seeds of a batch's entries: farther apart than callers number layers and steps
 
@@ -298,11 +297,8 @@ def attention_call(
     """
     assert plan.mask is not None
     q, _, v = plan.sections.blocks
-    if not 0 <= as_number(softcap) < float("inf"):
-        raise ArgumentError("softcap", softcap, "a finite number of at least 0, 0 for none")
-    if not 0 <= as_number(dropout) < 1:
-        raise ArgumentError("dropout", dropout, "a share from 0 up to but not including 1")
-    scale = checked_scale("softmax_scale", softmax_scale, q.head_dim)
-    seed = checked_integer("seed", seed, 0, 2**64 - 1)
+    options = checked_options(q.head_dim, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout, seed=seed)
     for_graphs = device.type == "cuda" and plan.remembers(IN_SLOTS)
-    return AttentionCall(scale, q.head_dim, v.head_dim, dtype, device, float(softcap), float(dropout), seed, for_graphs)
+    return AttentionCall(
+        options.scale, q.head_dim, v.head_dim, dtype, device, options.softcap, options.dropout, options.seed, for_graphs
+    )

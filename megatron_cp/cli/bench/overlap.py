@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.cli.bench.timing import Measure
+from megatron_cp.errors import checked_scale
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.executor.arguments import checked_scale
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.head_exchange import start_to_heads

@@ -1,6 +1,8 @@
 """`Layout.balanced`: tokens and work both even, in few fragments."""
 
+import hashlib
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Mask, Packing
-from megatron_cp.layout.balance import even_shares
+from megatron_cp.layout.balance import Work, even_shares
+from megatron_cp.layout.bands import seen_in_pieces
 
 ragged = settings(derandomize=True, deadline=None, max_examples=60)
 LENGTHS = st.lists(st.sampled_from([0, 1, 1, 2, 5, 13, 97]) | st.integers(0, 300), min_size=1, max_size=8)
@@ -160,10 +163,55 @@ def test_ten_thousand_documents_in_well_below_a_second():
     assert imbalance(layout, Mask.causal(packing)) < 1.002
 
 
+# Of the arrays, by the search that looked at every window: what a plan is must not change with how it is found.
+DIGESTS = [
+    ("causal", 8, 2000, "f9d23e7005795220"),
+    ("causal", 64, 2000, "e26be32c9d51e7ce"),
+    ("causal", 64, 3, "3696029401e7a972"),
+    ("causal", 37, 300, "25a7b171f90f03a2"),
+    ("window:500,0", 24, 300, "e092ff57525c915a"),
+    ("prefix:300", 64, 300, "aa50284e420fcb8c"),
+    ("chunk:100", 12, 30, "6007b1c9c1a7b1df"),
+    ("first:4+window:90,0", 48, 30, "4cb391bffb83299c"),
+]
+
+
+@pytest.mark.parametrize(("spec", "cp_size", "scale", "expected"), DIGESTS)
+def test_fragments_stay_those_of_the_whole_search(spec, cp_size, scale, expected):
+    found = hashlib.blake2b(digest_size=8)
+    for seed in range(4):
+        packing = heavy_tailed(seed, scale)
+        layout = Layout.balanced(packing, cp_size, mask=Mask.named(packing, spec))
+        for array in (layout.starts, layout.ends, layout.fragment_offsets):
+            found.update(array.tobytes())
+    assert found.hexdigest() == expected
+
+
+@ragged
+@given(lengths=LENGTHS.filter(any), spec=st.sampled_from(MASKS))
+def test_work_before_each_place(lengths, spec):
+    mask = Mask.named(Packing(lengths), spec)
+    work = Work(*seen_in_pieces(mask.bands, mask.packing.total), mask.packing.total)
+    places = np.arange(mask.packing.total + 1)
+    assert work.before(places).tolist() == np.cumsum(np.append(0, mask.seen)).tolist()
+    assert Work.of_tokens(mask.seen).before(places).tolist() == work.before(places).tolist()
+
+
+def test_no_table_is_made_of_tokens():
+    packing = heavy_tailed(0, scale=30_000)
+    assert packing.total > 2**21
+    tracemalloc.start()
+    layout = Layout.balanced(packing, 64)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert layout.cp_size == 64
+    assert peak < packing.total  # far below a byte a token
+
+
 def test_even_shares_takes_any_work():
     work = np.array([9, 0, 0, 0, 0, 0, 0, 9])
-    assert even_shares(work, 2) == [[(0, 4)], [(4, 8)]]
-    shares = even_shares(work[[0, 7, 1, 2, 3, 4, 5, 6]], 2)
+    assert even_shares(Work.of_tokens(work), 2) == [[(0, 4)], [(4, 8)]]
+    shares = even_shares(Work.of_tokens(work[[0, 7, 1, 2, 3, 4, 5, 6]]), 2)
     assert sorted(sum(int(work[[0, 7, 1, 2, 3, 4, 5, 6]][a:b].sum()) for a, b in share) for share in shares) == [9, 9]
 
 

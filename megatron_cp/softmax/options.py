@@ -1,0 +1,43 @@
+"""The numbers that a softmax attention takes besides its tensors. No torch in here: the command line checks them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron_cp.errors import ArgumentError, as_number, checked_integer, checked_scale
+
+
+class SoftmaxOptions(NamedTuple):
+    """Checked numbers of a softmax.
+
+    Attributes:
+        scale: scores are multiplied by it.
+        softcap: limit of scores; 0 for none.
+        dropout: share of weights that are dropped.
+        seed: of dropout.
+    """
+
+    scale: float
+    softcap: float
+    dropout: float
+    seed: int
+
+
+def checked_options(
+    head_dim: int, *, softmax_scale: float | None = None, softcap: float = 0.0, dropout: float = 0.0, seed: int = 0
+) -> SoftmaxOptions:
+    """The options of `attention` for keys of `head_dim` features.
+
+    Raises:
+        ArgumentError: a scale, cap, share of dropout or seed that is no such thing.
+
+    Example:
+        >>> checked_options(16, dropout=0.1)
+        SoftmaxOptions(scale=0.25, softcap=0.0, dropout=0.1, seed=0)
+    """
+    if not 0 <= as_number(softcap) < float("inf"):
+        raise ArgumentError("softcap", softcap, "a finite number of at least 0, 0 for none")
+    if not 0 <= as_number(dropout) < 1:
+        raise ArgumentError("dropout", dropout, "a share from 0 up to but not including 1")
+    scale = checked_scale("softmax_scale", softmax_scale, head_dim)
+    return SoftmaxOptions(scale, float(softcap), float(dropout), checked_integer("seed", seed, 0, 2**64 - 1))

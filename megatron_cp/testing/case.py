@@ -1,0 +1,205 @@
+"""`LayerCase`: one layer on one batch over some ranks, as data. No torch in here, so that a plan is made without it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megatron_cp.layout import Packing
+from megatron_cp.layout.mask import Mask
+from megatron_cp.plan.kinds import KINDS
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.transport import Transport, knows_hosts
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.linear import LinearShape, linear_shape, plan_linear
+
+
+class ElementType(Protocol):
+    """The type of a tensor's elements: torch's own, or what a plan needs to know of it."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+
+
+@dataclass(frozen=True)
+class NamedType:
+    """The type that torch calls so, where torch is not imported.
+
+    Attributes:
+        name: such as "bfloat16".
+        itemsize: bytes of an element.
+    """
+
+    name: str
+    itemsize: int
+
+    def __str__(self) -> str:
+        return self.name
+
+
+FLOAT64 = NamedType("float64", 8)
+DTYPES = {
+    dtype.name: dtype for dtype in (FLOAT64, NamedType("float32", 4), NamedType("bfloat16", 2), NamedType("float16", 2))
+}
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """One layer on one batch over some ranks: its documents, its layout and its plan.
+
+    Attributes:
+        layer: "attention", or the whole mixer of a kind of linear layer, one of `kinds.KINDS`.
+        cp: the number of ranks.
+        lengths: of the documents.
+        layout: a name that `layout_by_name` knows.
+        heads: query or value heads; of mamba heads of x.
+        groups: key/value or key heads; of mamba groups of B and C.
+        head_dim, value_head_dim: features of a key and of a value head; of mamba of B and C, and of a head of x. conv1d
+            has `heads * value_head_dim` channels.
+        conv_width: taps of a linear layer's convolution.
+        mask: of attention, as `Mask.named` spells it, or the name of a method that makes one, with its arguments:
+            `("from_slices", slices)`.
+        kv_lengths, kv_layout: of cross-attention, the documents of the keys and their layout; None for those of the
+            queries.
+        scheme: of attention, or the mode of a linear layer.
+        ulysses_degree: of attention; see `plan_attention`.
+        head_chunks: of attention and of headwise linear layers.
+        transport: how messages travel.
+        num_hosts: hosts of a hierarchical transport, of neighbouring ranks, unless `hosts` says better.
+        hosts: the host of each rank.
+        codec: how heads that change places are coded.
+        hidden_size: of the model, where hidden states may be redistributed around a linear layer; None where not.
+        softmax_scale: None for `head_dim ** -0.5`.
+        softcap, dropout, learned_sink: of attention; see `attention`.
+        align: of the layout.
+        dtype: of all tensors.
+        device: where they are.
+        kernel: the backend, or "auto".
+        seed: of the inputs and of a random layout.
+    """
+
+    layer: str
+    cp: int
+    lengths: tuple[int, ...]
+    layout: str = "zigzag"
+    heads: int = 6
+    groups: int = 2
+    head_dim: int = 16
+    value_head_dim: int = 16
+    conv_width: int = 4
+    mask: str | tuple[Any, ...] = "causal"
+    kv_lengths: tuple[int, ...] | None = None
+    kv_layout: str = "contiguous"
+    scheme: str = "auto"
+    ulysses_degree: int | None = None
+    head_chunks: int | None = None
+    transport: str = "collective"
+    num_hosts: int = 2
+    hosts: tuple[int, ...] = ()
+    codec: str = "none"
+    hidden_size: int | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+    learned_sink: bool = False
+    align: int = 1
+    dtype: ElementType = FLOAT64
+    device: str = "cpu"
+    kernel: str = "auto"
+    seed: int = 0
+
+    def __str__(self) -> str:
+        lengths = ",".join(map(str, self.lengths[:6])) + (",..." if len(self.lengths) > 6 else "")
+        extras = [
+            *([self.mask if isinstance(self.mask, str) else self.mask[0]] if self.layer == "attention" else []),
+            *([f"keys {self.kv_layout} {list(self.kv_lengths)}"] if self.kv_lengths else []),
+            *(["sink"] if self.learned_sink else []),
+            *([f"softcap {self.softcap:g}"] if self.softcap else []),
+            *([f"dropout {self.dropout:g}"] if self.dropout else []),
+            *([f"{self.head_chunks} chunks"] if self.head_chunks else []),
+            *([self._transport_words()] if self.transport != "collective" else []),
+            *([self.codec if self.codes else f"{self.codec} (nothing is coded)"] if self.codec != "none" else []),
+        ]
+        sizes = f" of {self.head_dim}/{self.value_head_dim}" if self.head_dim != self.value_head_dim else ""
+        return (
+            f"{self.layer} {self.scheme} cp={self.cp} {self.layout} [{lengths}] heads {self.heads}/{self.groups}{sizes}"
+            f" {' '.join([*extras, str(self.dtype).removeprefix('torch.')])}"
+        )
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(self.lengths)
+
+    @property
+    def kv_packing(self) -> Packing:
+        return Packing(self.kv_lengths) if self.kv_lengths else self.packing
+
+    def made_mask(self) -> Mask:
+        """The mask of attention."""
+        if isinstance(self.mask, str):
+            return Mask.named(self.packing, self.mask, self.kv_packing if self.kv_lengths else None)
+        name, *arguments = self.mask
+        made: Mask = getattr(Mask, name)(self.packing, *arguments)
+        return made
+
+    def plan(self) -> Plan:
+        mask = self.made_mask() if self.layer == "attention" else None
+        wire: dict[str, Any] = {
+            "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
+        }  # fmt: skip
+        layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
+        if self.layer == "attention":
+            cross: dict[str, Any] = {}
+            if self.kv_lengths:
+                kv_layout = layout_by_name(self.kv_layout, self.kv_packing, self.cp, seed=self.seed + 1)
+                cross = {"kv_packing": self.kv_packing, "kv_layout": kv_layout}
+            return plan_attention(
+                self.packing, layout, heads=self.heads, kv_heads=self.groups, head_dim=self.head_dim,
+                value_head_dim=self.value_head_dim, mask=mask, scheme=self.scheme,
+                ulysses_degree=self.ulysses_degree, **wire, **cross,
+            )  # fmt: skip
+        return plan_linear(
+            self.packing, layout, require("kind", self.layer), conv_width=self.conv_width, mode=self.scheme,
+            hidden_size=self.hidden_size, item_size=self.dtype.itemsize, **self._linear_sizes(), **wire,
+        )  # fmt: skip
+
+    def _linear_sizes(self) -> dict[str, Any]:
+        """The sizes of a linear layer, as `plan_linear` calls them; conv1d has the channels of all heads."""
+        kind = KINDS[self.layer]
+        heads = self.heads if kind.has_state else self.heads * self.value_head_dim
+        sizes = {"heads": heads, "groups": self.groups, "key_dim": self.head_dim, "value_dim": self.value_head_dim}
+        return {argument.name: sizes[argument.field] for argument in kind.arguments}
+
+    @property
+    def linear_shape(self) -> LinearShape:
+        """The sizes of a linear layer, in one vocabulary."""
+        return linear_shape(self.layer, self.conv_width, **self._linear_sizes())
+
+    def _transport(self) -> Transport:
+        require("transport", self.transport)
+        if knows_hosts(self.transport) and self.hosts:
+            return Transport(self.transport, self.hosts)
+        return Transport.of_even_hosts(self.transport, self.cp, min(self.num_hosts, self.cp))
+
+    def _transport_words(self) -> str:
+        hosts = self._transport().hosts
+        ranks = "+".join(str(hosts.count(host)) for host in range(len(set(hosts))))
+        return f"{self.transport} over {ranks} ranks" if hosts else self.transport
+
+    @property
+    def codes(self) -> bool:
+        """Whether anything is coded on its way."""
+        exchanges = [exchange for exchange, _ in self.plan().exchanges(forward=True)]
+        return any(any(each.coded([self.dtype.itemsize] * len(each.sections.blocks))) for each in exchanges)
+
+    @property
+    def softmax_options(self) -> dict[str, Any]:
+        return {
+            "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
+            "dropout": self.dropout,
+            "seed": self.seed,
+        }
