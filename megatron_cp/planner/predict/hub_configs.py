@@ -270,6 +270,7 @@ def _kimi_linear(config: Fields) -> Blocks:
         config.size("qk_nope_head_dim", 128) + shared_key,
         config.size("v_head_dim", 128),
         output_gate=config.flag("mla_use_output_gate"),
+        qk_norm=True,
         kv_rank=config.size("kv_lora_rank"),
         query_rank=config.optional("q_lora_rank"),
         shared_key_dim=shared_key,

@@ -195,6 +195,7 @@ def _latent(given: Fields) -> AttentionMixer:
         heads,
         given.size("--qk-head-dim", 128) + shared,
         given.size("--v-head-dim", 128),
+        qk_norm=given.flag("--qk-layernorm"),
         output_bias=_has_bias(given),
         kv_rank=given.size("--kv-lora-rank", 32),
         query_rank=given.optional("--q-lora-rank"),

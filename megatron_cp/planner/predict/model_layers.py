@@ -41,7 +41,7 @@ class AttentionMixer:
         head_dim, value_head_dim: features of a query or key head, and of a value head.
         mask: a spelling of `Mask.named`, such as "causal" or "window:4095,0".
         output_gate: the query projection also makes a gate for each feature of the output.
-        qk_norm: queries and keys are normalised head by head.
+        qk_norm: queries and keys are normalised head by head; of latent attention, the latents are.
         bias, output_bias: of the projections of queries, keys and values, and of the output projection.
         sink: a learned score a head.
         kv_rank: of multi-head latent attention: features of the latent that keys and values are made from; None for
@@ -102,17 +102,22 @@ class AttentionMixer:
 
     def vectors(self, hidden_size: int) -> int:
         """Parameters that are in no product: norms, biases and sinks."""
-        count = (self.query_rank or 0) + (self.kv_rank or 0) + (2 * self.head_dim if self.qk_norm else 0)
+        norms = self._latents or 2 * self.head_dim
+        count = norms if self.qk_norm else 0
         count += self._queries + self._keys + self._values if self.bias else 0
         return count + (hidden_size if self.output_bias else 0) + (self.heads if self.sink else 0)
 
     def saved(self, *, selective: bool) -> int:
         """Bytes that a token saves between the input norm and the output projection: see `activation_bytes`."""
-        features = self._queries + self._keys + self._values
-        features += self._queries + self._keys if self.qk_norm else 0
+        features = self._queries + self._keys + self._values + self._latents
+        features += (self._latents or self._queries + self._keys) if self.qk_norm else 0
         features += 2 * self._outputs if self.output_gate else 0
-        features += 2 * (self.query_rank or 0) + 2 * (self.kv_rank or 0)
         return BF16 * features
+
+    @property
+    def _latents(self) -> int:
+        """Features of the latents; 0 without latent attention."""
+        return (self.query_rank or 0) + (self.kv_rank or 0)
 
     @property
     def _queries(self) -> int:

@@ -39,7 +39,7 @@ def _qwen3_next() -> ModelSpec:
 def _kimi_linear() -> ModelSpec:
     experts = MLP(1024, experts=256, experts_per_token=8, shared_size=1024, router_bias=True)
     # A key is 128 features of its own and 64 that all heads share.
-    latent = AttentionMixer(32, 32, 192, 128, kv_rank=512, shared_key_dim=64)
+    latent = AttentionMixer(32, 32, 192, 128, qk_norm=True, kv_rank=512, shared_key_dim=64)
     linear = kimi_delta_attention(heads=32, key_heads=32, head_dim=128, decay_rank=128, gate_rank=128)
     full_layers = {4, 8, 12, 16, 20, 24, 27}  # counted from 1, as full_attn_layers is
     blocks = tuple(

@@ -35,10 +35,11 @@ class ModelSpec:
         ArgumentError: sizes that cannot be, or blocks that are none.
 
     Example:
+        >>> from megatron_cp.planner.predict.model_layers import MLP, AttentionMixer
         >>> attention = AttentionMixer(heads=8, kv_heads=2, head_dim=16, value_head_dim=16)
         >>> model = ModelSpec("small", 128, 1000, True, (Block(attention, MLP(256)),) * 4)
         >>> model.parameters, len(model.slots())
-        (693376, 4)
+        (686208, 4)
     """
 
     name: str
@@ -140,8 +141,8 @@ class ModelSpec:
         value_head_dim), `i` intermediate size, `s` that of the shared experts, `e` experts per token:
 
             each norm            h, and h for its output, which projections read; Gemma's norms of outputs h more
-            attention            q + k + v; of normalised queries and keys q + k more; with an output gate 2 o more
-              latent             twice the rank of each latent more
+            attention            q + k + v; of heads that are normalised q + k more; with an output gate 2 o more
+              latent             the rank of each latent more; twice, where latents are normalised
             linear layer         its sections as they travel, and 2 o: the output gate, and the gated norm's output
               low rank           each rank more
             MLP                  3 i, gated; 2 i otherwise
