@@ -11,10 +11,13 @@ import numpy as np
 from megatron_cp.cli.parser import MAX_TOKENS, integers, natural, number, positive, rows, size
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.plan.kinds import KINDS
+from megatron_cp.plan.kinds import CONV1D, KINDS
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.capabilities import refuse_unbuilt, require, working
+from megatron_cp.planner.predict.model_layers import AttentionMixer, LinearMixer
+from megatron_cp.planner.predict.model_presets import PRESETS
+from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.testing.case import DTYPES, LayerCase
 
 if TYPE_CHECKING:
@@ -36,20 +39,29 @@ class LayerShape:
     conv_width: int = 4
 
 
-# Published configurations: Qwen3-Next-80B-A3B, Kimi-Linear-48B-A3B, Nemotron-H-8B and Llama-3-8B; tiny is for trying
-# things out. Of mamba the groups are those of B and C, and the second number is the size of the state.
+def _layer_shapes(model: ModelSpec) -> dict[str, LayerShape]:
+    """The shape of the first layer of each kind."""
+    shapes: dict[str, LayerShape] = {}
+    for mixer in dict.fromkeys(block.mixer for block in model.blocks):
+        match mixer:
+            case AttentionMixer(heads=heads, kv_heads=groups):
+                shape = LayerShape(heads, groups, mixer.head_dim, mixer.value_head_dim)
+            case LinearMixer(heads=heads, key_heads=groups):
+                shape = LayerShape(heads, groups, mixer.head_dim, mixer.value_head_dim, mixer.conv_width)
+            case _:
+                continue
+        shapes.setdefault(mixer.layer, shape)
+    return shapes
+
+
+# Shapes of single layers of the known models. Of mamba the groups are those of B and C, and the second number is the
+# size of the state. A convolution alone is a layer of no model: Qwen3-Next's is the one within Gated DeltaNet.
+_CONVOLUTIONS = {"qwen3-next": LayerShape(64, 64, 128, 128), "tiny": LayerShape(6, 2, 16, 16)}
 MODELS = {
-    "qwen3-next": {
-        "attention": LayerShape(16, 2, 256, 256),
-        "gdn": LayerShape(32, 16, 128, 128),
-        "conv1d": LayerShape(64, 64, 128, 128),
-    },
-    "kimi-linear": {"attention": LayerShape(32, 32, 192, 128), "kda": LayerShape(32, 32, 128, 128)},
-    "nemotron-h": {"attention": LayerShape(32, 8, 128, 128), "mamba": LayerShape(128, 8, 128, 64)},
-    "llama3-8b": {"attention": LayerShape(32, 8, 128, 128)},
-    "tiny": {name: LayerShape(6, 2, 16, 16) for name in ("attention", *KINDS)},
+    name: _layer_shapes(model) | ({CONV1D.name: _CONVOLUTIONS[name]} if name in _CONVOLUTIONS else {})
+    for name, model in PRESETS.items()
 }
-HIDDEN_SIZES = {"qwen3-next": 2048, "kimi-linear": 2304, "nemotron-h": 4096, "llama3-8b": 4096, "tiny": 96}
+HIDDEN_SIZES = {name: model.hidden_size for name, model in PRESETS.items()}
 
 
 def _with(argument: str) -> str:
