@@ -15,6 +15,7 @@ from megatron_cp.plan.kinds import CONV1D, KINDS
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.capabilities import refuse_unbuilt, require, working
+from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.planner.predict.model_layers import AttentionMixer, LinearMixer
 from megatron_cp.planner.predict.model_presets import PRESETS
 from megatron_cp.planner.predict.models import ModelSpec
@@ -74,7 +75,12 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     """`--layer` and what shapes it, in `dtype` unless told otherwise."""
     group = parser.add_argument_group("layer")
     group.add_argument("--layer", default="attention", metavar="|".join(working("layer")), help="default: attention")
-    group.add_argument("--model", choices=sorted(MODELS), help="the layer's shape in a known model (default: tiny)")
+    group.add_argument(
+        "--model",
+        metavar="NAME|FILE|FLAGS",
+        help=f"the layer's shape in a model: {', '.join(sorted(MODELS))}, a Hugging Face config.json, or Megatron's "
+        "flags in one string (default: tiny)",
+    )
     group.add_argument("--heads", type=size, help="query heads, value heads, or heads of x of mamba")
     group.add_argument("--kv-heads", type=size, help="key/value heads of attention")
     group.add_argument("--key-heads", type=size, help=f"query and key heads of {_with('key_heads')}")
@@ -169,7 +175,7 @@ def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
     """The same case, to be planned alone: imports no torch."""
     layer = require("layer", args.layer)
     shape = _layer_shape(args)
-    lengths = _document_lengths(args, cp_size)
+    lengths = document_lengths(args, cp_size)
     mask = args.mask or "causal"
     refuse_unbuilt("mask", mask)
     return LayerCase(
@@ -228,7 +234,7 @@ def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
     """Of the model; None where nobody says, or where nothing of it can be redistributed."""
     if args.layer == "attention":
         return None
-    known = HIDDEN_SIZES[args.model] if args.model else None
+    known = read_model(args.model).hidden_size if args.model else None
     return args.hidden_size or known or (shape.heads * shape.value_dim if args.scheme == REDISTRIBUTE.name else None)
 
 
@@ -245,11 +251,12 @@ def given_axes(args: argparse.Namespace) -> list[str]:
 def _layer_shape(args: argparse.Namespace) -> LayerShape:
     """The layer's shape: the model's, with what was given instead."""
     model = args.model or "tiny"
-    if args.layer not in MODELS[model]:
+    shapes = MODELS.get(model) or _layer_shapes(read_model(model))
+    if args.layer not in shapes:
         raise ArgumentError(
             "--model", model, " or ".join(sorted(name for name, layers in MODELS.items() if args.layer in layers))
         )
-    known, groups = MODELS[model][args.layer], _shared_by_heads(args.layer)
+    known, groups = shapes[args.layer], _shared_by_heads(args.layer)
     for name in _not_of(args.layer):
         if getattr(args, name):
             raise ArgumentError(
@@ -289,7 +296,7 @@ def _not_of(layer: str) -> tuple[str, ...]:
     return ("kv_heads", *lacking, *(() if kind.scales_queries else ("softmax_scale",)), *_OF_ATTENTION)
 
 
-def _document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
+def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
     """The documents: as given, or drawn from a log-normal law, which packed corpora resemble."""
     if args.lengths is not None:
         for name in ("documents", "tokens_per_rank"):

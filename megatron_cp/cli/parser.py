@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -49,7 +50,7 @@ class Parser(argparse.ArgumentParser):
 
 def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
     """The error as the user of the command line spells the argument."""
-    name = {"cp_size": "cp", "mode": "scheme"}.get(error.argument, error.argument)
+    name = {"cp_size": "cp", "mode": "scheme", "hardware": "gpu"}.get(error.argument, error.argument)
     flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument
     return f"{flag}{str(error).removeprefix(error.argument)}"
 
@@ -77,6 +78,22 @@ def size(text: str) -> int:
 def rows(text: str) -> int:
     """argparse type: tokens that fit a batch."""
     return _integer(text, 1, MAX_TOKENS, "such as 16")
+
+
+_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def memory_size(text: str) -> float:
+    """argparse type: bytes, such as 80GiB."""
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) *([A-Za-z]*)", text.strip())
+    unit = _UNITS.get(found[2].upper(), 0) if found else 0
+    try:
+        value = float(found[1]) * unit if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not 0 < value < _LARGEST:
+        raise argparse.ArgumentTypeError(f"got {_short(text)}; allowed: bytes above 0, such as 80GiB or 64e9") from None
+    return value
 
 
 def integers(least: int) -> Callable[[str], list[int]]:

@@ -12,16 +12,23 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, layer_case_of
-from megatron_cp.cli.parser import positive
+from megatron_cp.cli.parser import integers, memory_size, positive
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
-from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, scheme_named
+from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
+from megatron_cp.planner.predict import machine, presets
+from megatron_cp.planner.predict.hardware import SAFE
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
+from megatron_cp.planner.predict.model_layers import RECOMPUTATION
+from megatron_cp.planner.predict.price import priced
+from megatron_cp.planner.predict.step import SHARDINGS
+from megatron_cp.planner.weigh import detail_of
 from megatron_cp.softmax.options import checked_options
 from megatron_cp.testing.case import LayerCase
 
@@ -30,20 +37,82 @@ HELP = "explain a plan: who owns what, transfers and balance"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--cp", type=positive, default=4, metavar="N", help="context-parallel size (default: 4)")
+    parser.add_argument(
+        "--cp", type=integers(1), default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
+    )
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
     parser.add_argument("--plot", metavar="FILE.png", help="save a picture of who owns what")
+    group = parser.add_argument_group("prediction")
+    group.add_argument(
+        "--gpu",
+        metavar="NAME-OR-FILE",
+        help=f"the machine: {', '.join(presets())}, or a file of bench planner --calibrate (default: {SAFE})",
+    )
+    group.add_argument("--whole", action="store_true", help="price a step of the whole --model (default: qwen3-next)")
+    group.add_argument(
+        "--fit",
+        type=memory_size,
+        metavar="BYTES",
+        help="of --whole: memory of a rank, such as 80GiB (default: --gpu's)",
+    )
+    group.add_argument("--sharding", choices=SHARDINGS, help="of --whole: of weights and optimizer (default: zero3)")
+    group.add_argument("--replicas", type=positive, help="of --whole: data-parallel groups (default: 1)")
+    group.add_argument(
+        "--recompute", choices=RECOMPUTATION, help="of --whole (default: selective, or full where that does not fit)"
+    )
+    group.add_argument("--report", metavar="FILE.html", help="of --whole: save a page that shows the step")
 
 
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     check_paths(args)
-    case = layer_case_of(args, args.cp)
+    if args.whole:
+        _refuse(args, ("plot",), "without --whole")
+        from megatron_cp.cli.plan_whole import run_whole
+
+        return run_whole(args)
+    _refuse(args, ("fit", "sharding", "replicas", "recompute", "report"), "with --whole")
+    if len(args.cp) == 1:
+        return _explained(args, args.cp[0])
+    _refuse(args, ("plot",), "with one --cp")
+    return _compared(args)
+
+
+def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ArgumentError(f"--{name}", getattr(args, name), f"nothing but {allowed}")
+
+
+def _compared(args: argparse.Namespace) -> Report:
+    """A line for each size."""
+    reports = {cp: _explained(args, cp) for cp in args.cp}
+    lines = [f"{'cp':>4} {'by':<24}{'forward ms':>12}{'backward ms':>13}{'a rank sends':>14}{'imbalance':>11}"]
+    for cp, report in reports.items():
+        found, sent = report.data, report.data["bytes_sent_per_rank"]
+        times = [found["predicted_ms"][way] for way in _BOTH]
+        shown = [f"{time:.3f}" if time is not None else "-" for time in times]
+        lines.append(
+            f"{cp:>4} {found['scheme'] + found['detail']:<24}{shown[0]:>12}{shown[1]:>13}"
+            f"{size(max(sent['forward']) + max(sent['backward'])):>14}{found['work_imbalance']:>11.3f}"
+        )
+    lines.append(f"predicted for {machine(args.gpu).describe()}; one --cp explains its plan")
+    first = next(iter(reports.values())).data
+    return Report("\n".join(lines), {**first, "sizes": {str(cp): report.data for cp, report in reports.items()}})
+
+
+def _explained(args: argparse.Namespace, cp: int) -> Report:
+    """One plan in words and numbers."""
+    of_wire = args.hosts if knows_hosts(args.transport) else None
+    given = argparse.Namespace(**{**vars(args), "hosts": of_wire})
+    case = replace(layer_case_of(given, cp), machine=machine(args.gpu), machine_hosts=args.hosts)
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
         plan = case.plan()
+        if not plan.prices:  # of a scheme that was asked for
+            plan = replace(plan, prices=(_priced_as(case, plan),))
     milliseconds = (time.perf_counter() - started) * 1e3
     if case.layer == "attention":
         checked_options(case.head_dim, **case.softmax_options)  # for what the layer would refuse
@@ -79,8 +148,20 @@ def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
                 },
                 "buffer_bytes_of_rank_0": buffer_bytes(plan, 0, item_size),
                 "work_imbalance": plan.work_imbalance,
+                "predicted_ms": _price_of(case, plan),
             }
     return found
+
+
+def _priced_as(case: LayerCase, plan: Plan) -> Price:
+    on = machine(case.machine)
+    price = priced(plan, on, on.topology(case.cp, case.machine_hosts), item_size=case.dtype.itemsize)
+    return replace(price, detail=detail_of(plan) if plan.attend else "")
+
+
+def _price_of(case: LayerCase, plan: Plan) -> dict[str, float]:
+    price = _priced_as(case, plan)
+    return {"forward": price.forward, "backward": price.backward}
 
 
 def _like(case: LayerCase, scheme: str) -> Plan:
@@ -120,7 +201,14 @@ def _head_chunks(plan: Plan) -> int:
 
 
 def _table(schemes: dict[str, Any]) -> list[str]:
-    heads = ("all ranks send: forward", "backward", "most of a rank, both", "memory of rank 0", "imbalance")
+    heads = (
+        "all ranks send: forward",
+        "backward",
+        "most of a rank, both",
+        "memory of rank 0",
+        "imbalance",
+        "predicted ms",
+    )
     lines = [f"{'from this layout':<24}" + "".join(f"{head:>{len(head) + 3}}" for head in heads)]
     for name, scheme in schemes.items():
         total, largest = scheme["bytes_sent"], scheme["largest_bytes_sent_per_rank"]
@@ -130,6 +218,7 @@ def _table(schemes: dict[str, Any]) -> list[str]:
             size(largest["forward"] + largest["backward"]),
             size(max(scheme["peak_bytes_of_rank_0"].values()) + scheme["buffer_bytes_of_rank_0"]),
             f"{scheme['work_imbalance']:.3f}",
+            f"{sum(scheme['predicted_ms'].values()):.3f}",
         )
         row = "".join(f"{cell:>{len(head) + 3}}" for head, cell in zip(heads, cells, strict=True))
         degree = f" (u = {scheme['ulysses_degree']})" if scheme_named(name).is_product else ""
@@ -140,8 +229,8 @@ def _table(schemes: dict[str, Any]) -> list[str]:
         min(schemes, key=lambda n: schemes[n]["work_imbalance"]),
     )
     lines.append(
-        f"fewest bytes: {fewest}, {size(total[fewest])} in all; most even work: {most_even}. Nothing weighs the two "
-        "against each other yet, nor links and kernels: measure with `megatron-cp bench attention`."
+        f"fewest bytes: {fewest}, {size(total[fewest])} in all; most even work: {most_even}; predicted to be fastest: "
+        f"{min(schemes, key=lambda n: sum(schemes[n]['predicted_ms'].values()))}"
     )
     return lines
 
@@ -181,6 +270,17 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
         "redistribution": _redistribution(plan, item_size),
         "predicted_ms": {name: _predicted(plan, forward=forward) for name, forward in _BOTH.items()},
+        "detail": plan.prices[0].detail if plan.prices else "",
+        "prices": [
+            {
+                "way": f"{price.scheme}{price.detail}",
+                "forward": price.forward,
+                "backward": price.backward,
+                "exposed": price.exposed,
+                "is_bound": price.is_bound,
+            }
+            for price in plan.prices
+        ],
         "predicted_for": plan.prices[0].hardware if plan.prices else None,
         "plan_ms": milliseconds,
         "notes": list(plan.notes),

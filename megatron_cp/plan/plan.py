@@ -24,6 +24,8 @@ from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.steps import Compute, Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 
+_SHOWN = 7  # ways in words, the chosen one among them
+
 
 @dataclass(frozen=True)
 class Price:
@@ -338,7 +340,8 @@ class Plan(Memo):
             described = words.words_of(step, self.cp_size, item_size, chunkwise=bool(self.recurrent_steps))
             lines.extend(f"step {number}: {line}" for line in described)
         lines += ["", *self._explain_costs(item_size), *self._explain_redistribution(item_size)]
-        lines += [price.describe("other " if number else "chosen") for number, price in enumerate(self.prices)]
+        lines += [price.describe("other " if number else "chosen") for number, price in enumerate(self.prices[:_SHOWN])]
+        lines += [f"and {len(self.prices) - _SHOWN} ways more"] * (len(self.prices) > _SHOWN)
         lines.extend(f"predicted for {price.hardware}" for price in self.prices[:1])
         lines.extend(f"note: {note}" for note in self.notes)
         return "\n".join(lines)

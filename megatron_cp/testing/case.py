@@ -14,6 +14,7 @@ from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import LinearShape, linear_shape, plan_linear
+from megatron_cp.planner.predict import Machine, Topology, machine
 
 
 class ElementType(Protocol):
@@ -79,6 +80,8 @@ class LayerCase:
         device: where they are.
         kernel: the backend, or "auto".
         seed: of the inputs and of a random layout.
+        machine: on which "auto" predicts; a safe one if None.
+        machine_hosts: on how many of its hosts the ranks are; as many as they fill if None.
     """
 
     layer: str
@@ -110,6 +113,8 @@ class LayerCase:
     device: str = "cpu"
     kernel: str = "auto"
     seed: int = 0
+    machine: Machine | None = None
+    machine_hosts: int | None = None
 
     def __str__(self) -> str:
         lengths = ",".join(map(str, self.lengths[:6])) + (",..." if len(self.lengths) > 6 else "")
@@ -149,6 +154,7 @@ class LayerCase:
         mask = self.made_mask() if self.layer == "attention" else None
         wire: dict[str, Any] = {
             "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
+            "hardware": self.machine, "topology": self._topology(), "item_size": self.dtype.itemsize,
         }  # fmt: skip
         layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
         if self.layer == "attention":
@@ -163,7 +169,7 @@ class LayerCase:
             )  # fmt: skip
         return plan_linear(
             self.packing, layout, require("kind", self.layer), conv_width=self.conv_width, mode=self.scheme,
-            hidden_size=self.hidden_size, item_size=self.dtype.itemsize, **self._linear_sizes(), **wire,
+            hidden_size=self.hidden_size, **self._linear_sizes(), **wire,
         )  # fmt: skip
 
     def _linear_sizes(self) -> dict[str, Any]:
@@ -177,6 +183,9 @@ class LayerCase:
     def linear_shape(self) -> LinearShape:
         """The sizes of a linear layer, in one vocabulary."""
         return linear_shape(self.layer, self.conv_width, **self._linear_sizes())
+
+    def _topology(self) -> Topology:
+        return machine(self.machine).topology(self.cp, self.machine_hosts)
 
     def _transport(self) -> Transport:
         require("transport", self.transport)

@@ -36,18 +36,17 @@ def calibrated(group: RankGroup, dtype: torch.dtype, repeats: int) -> Machine:
     rates = replace(
         base.hardware, name="measured", about=f"{group.size} ranks on {os.cpu_count()} cores ({platform.machine()})",
         copy=_copy_rate(slowest), launch=_launch(slowest), matrix=_matrix_rate(slowest, dtype), matrix_rows=16.0,
+        matrix_peak=1.0,
         units=0.0, cores=0, wider=(1.0, 2.0), rule_floor=0.0, tile=32,
     )  # fmt: skip
+    rates = replace(rates, matrix_peak=rates.matrix)
     rates = _with_attention(rates, slowest, dtype)
     within, between = _links(group, slowest)
     found = Machine(rates, group.size, within, between, 1)
     found = replace(found, hardware=_with_rule(found, slowest, dtype))
     words = f"measured by `megatron-cp bench planner --calibrate`, {torch.__version__}, {dtype}".replace("torch.", "")
-    names = (
-        "matrix", "matrix_rows", "attention", "tile", "units", "rule", "rule_floor", "copy", "call", "band", "launch",
-        "memory", "within", "between",
-    )  # fmt: skip
-    return replace(found, hardware=replace(found.hardware, sources=dict.fromkeys(names, words)))
+    names = [name for name in vars(rates) if name not in ("name", "about", "sources", "cores", "wider")]
+    return replace(found, hardware=replace(found.hardware, sources=dict.fromkeys([*names, "within", "between"], words)))
 
 
 class Slowest:

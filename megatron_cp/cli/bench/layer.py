@@ -25,13 +25,14 @@ from megatron_cp.cli.bench.profile import trace_files, write_trace
 from megatron_cp.cli.bench.spread import formatted, spread
 from megatron_cp.cli.bench.timing import BOTH, DIRECTIONS, Timing, Watch, interleaved_order
 from megatron_cp.cli.bench.watched_kernels import WatchedLinearKernel, watched
-from megatron_cp.cli.options import HIDDEN_SIZES, MODELS, case_of
+from megatron_cp.cli.options import MODELS, case_of
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout
 from megatron_cp.plan.kinds import KINDS, MAMBA
+from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.testing.counters import HostWork, host_work
 from megatron_cp.testing.parity import FLOOR_SHARE, Case, relative_error
 
@@ -121,7 +122,7 @@ def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Wor
         tokens = (args.tokens_per_rank or _TOKENS) * args.cp
         args.lengths = aligned_lengths(tokens, args.documents or _DOCUMENTS, 2 * args.cp, "--tokens-per-rank")
         args.tokens_per_rank = args.documents = None
-    hidden_size = args.hidden_size or HIDDEN_SIZES[args.model or _MODELS[layer]]
+    hidden_size = args.hidden_size or read_model(args.model or _MODELS[layer]).hidden_size
     args.hidden_size = None  # nothing is redistributed here
     known = MODELS[_MODELS[layer]][layer]
     shape = {"heads": known.heads, "key_heads": known.groups, "head_dim": known.head_dim}

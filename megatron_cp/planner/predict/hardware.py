@@ -49,6 +49,7 @@ class Hardware:
         name: the preset's.
         about: what machine that is.
         matrix: floating-point operations a second of large matrix products.
+        matrix_peak: of which the data sheet speaks; what utilisation is measured by.
         matrix_rows: rows of a product at which half of that rate is reached.
         attention: for each head size the operations a second of softmax attention's kernel, forward and backward;
             in between and beyond, the nearest.
@@ -69,6 +70,7 @@ class Hardware:
     name: str
     about: str
     matrix: float
+    matrix_peak: float
     matrix_rows: float
     attention: tuple[tuple[int, float, float], ...]
     tile: int

@@ -1,0 +1,284 @@
+"""`megatron-cp plan --whole`: a whole model's step, for every size and layout, and what to run."""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from megatron_cp import __version__
+from megatron_cp.cli.options import document_lengths
+from megatron_cp.cli.report import Report
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.words import size
+from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.predict import Machine, Topology, machine
+from megatron_cp.planner.predict.model_files import read_model
+from megatron_cp.planner.predict.models import ModelSpec
+from megatron_cp.planner.predict.price import described, timelines
+from megatron_cp.planner.predict.simulate import Span
+from megatron_cp.planner.predict.step import StepChoice, StepPrice, predict_step, way_of
+
+_LAYOUTS = ("contiguous", "zigzag", "balanced")
+_MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
+_FOR_LINEAR = ("headwise", "chunkwise", "redistribute")
+
+
+def run_whole(args: argparse.Namespace) -> Report:
+    """Prices every size and layout, and names the best that fits."""
+    started = time.perf_counter()
+    model, on = read_model(args.model or "qwen3-next"), machine(args.gpu)
+    lengths = document_lengths(args, max(args.cp))
+    limit = on.hardware.memory if args.fit is None else args.fit
+    rows = _rows(args, model, on, Packing(lengths), limit)
+    if not rows:
+        raise ArgumentError("--cp", args.cp, "a size that some scheme can run with these heads")
+    fitting = [row for row in rows if row.memory.total <= limit]
+    best = min(fitting, key=lambda row: row.step / row.tokens * row.choice.cp) if fitting else None
+    if args.fit is not None and fitting:
+        smallest = min(row.choice.cp for row in fitting)
+        best = min((row for row in fitting if row.choice.cp == smallest), key=lambda row: row.step)
+    milliseconds = (time.perf_counter() - started) * 1e3
+    chosen = best or min(rows, key=lambda row: row.memory.total)
+    topology = _topology(args, on, chosen.choice.cp)
+    data = {
+        "model": model.name, "parameters": model.parameters, "active_parameters": model.active_parameters,
+        "tokens": int(sum(lengths)), "documents": len(lengths), "machine": described(on, topology),
+        "memory_limit": limit, "fits": best is not None, "take_this": best.flags if best else None,
+        "best": _as_json(chosen, on, limit), "rows": [_as_json(row, on, limit) for row in rows],
+        "longest": _longest(chosen, limit), "plan_ms": milliseconds,
+    }  # fmt: skip
+    text = _text(model, lengths, on, rows, best, limit, data)
+    if args.report is not None:
+        from megatron_cp.planner.page import save_page
+
+        save_page(report_of(model, Packing(lengths), on, topology, rows, chosen, limit, text[-1]), args.report)
+        text.append(f"report: {args.report}")
+    return Report("\n".join(text), data)
+
+
+def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
+    """A price for each size and layout; with all layers recomputed where it would not fit otherwise."""
+    names = _LAYOUTS if args.layout is None else (require("layout", args.layout),)
+    scheme, mode = _asked(args)
+    rows = []
+    for cp in args.cp:
+        topology = _topology(args, on, cp)
+        for name in names:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                layout = layout_by_name(name, packing, cp, align=args.align, seed=args.seed)
+                choice = StepChoice(cp, name, scheme, args.ulysses_degree, mode, args.recompute or "selective")
+                try:
+                    row = _priced(model, layout, choice, on, topology, args)
+                    if row.memory.total > limit and args.recompute is None:
+                        row = _priced(model, layout, replace(choice, recompute="full"), on, topology, args)
+                except ArgumentError as error:
+                    if error.argument not in ("scheme", "ulysses_degree", "head_chunks") or len(args.cp) == 1:
+                        raise
+                    continue
+            rows.append(row)
+    return rows
+
+
+def _asked(args: argparse.Namespace) -> tuple[str, str]:
+    """The scheme of attention and the mode of linear layers: `--scheme` is of the one that has it."""
+    if args.scheme in _FOR_LINEAR:
+        return "auto", args.scheme
+    return args.scheme or "auto", "auto"
+
+
+def _priced(
+    model: ModelSpec, layout: Layout, choice: StepChoice, on: Machine, topology: Topology, args: argparse.Namespace
+) -> StepPrice:
+    return predict_step(
+        model, layout, choice, on, topology, sharding=args.sharding or "zero3", replicas=args.replicas or 1
+    )
+
+
+def _topology(args: argparse.Namespace, on: Machine, cp: int) -> Topology:
+    if args.hosts is not None and args.hosts > cp:
+        return on.topology(cp, cp)
+    return on.topology(cp, args.hosts)
+
+
+def _as_json(row: StepPrice, on: Machine, limit: float) -> dict[str, Any]:
+    return {
+        "cp": row.choice.cp, "layout": row.choice.layout, "recompute": row.choice.recompute,
+        "plans": [
+            {"kind": plan.kind, "way": way_of(plan), "ulysses_degree": plan.ulysses_degree, "layers": count}
+            for plan, count in row.plans
+        ],
+        "milliseconds": _parts(row) | {"step": row.step},
+        "tokens_per_second_per_gpu": row.tokens_per_second_per_gpu, "mfu": row.mfu(on.hardware.matrix_peak),
+        "bytes": _bytes(row), "fits": row.memory.total <= limit, "flags": row.flags,
+    }  # fmt: skip
+
+
+def _parts(row: StepPrice) -> dict[str, float]:
+    return {
+        "attention": row.attention, "linear layers": row.linear, "products": row.products,
+        "exposed transfers": row.exposed, "memory traffic": row.others,
+    }  # fmt: skip
+
+
+def _bytes(row: StepPrice) -> dict[str, float]:
+    memory = row.memory
+    return {
+        "parameters": memory.parameters, "optimizer": memory.optimizer, "activations": memory.activations,
+        "buffers": memory.buffers,
+    }  # fmt: skip
+
+
+def _longest(row: StepPrice, limit: float) -> int:
+    """About how many tokens would fit: activations and buffers grow with them, all else does not."""
+    fixed = row.memory.parameters + row.memory.optimizer
+    each = (row.memory.activations + row.memory.buffers) / max(row.tokens, 1)
+    return max(int((limit - fixed) / each), 0) if each else 0
+
+
+def _text(
+    model: ModelSpec, lengths: Sequence[int], on: Machine, rows: list[StepPrice], best: StepPrice | None, limit: float,
+    data: dict[str, Any],
+) -> list[str]:  # fmt: skip
+    heads = ("attention", "linear", "products", "exposed", "memory", "step ms", "tokens/s/GPU", "MFU", "GiB a rank")
+    lines = [
+        f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, {model.active_parameters / 1e9:.2f}e9 active; "
+        f"{len(lengths)} documents, {sum(lengths)} tokens a step of one context-parallel group, longest {max(lengths)}",
+        f"predicted for {on.describe()}; nothing of it was measured here",
+        "",
+        f"{'cp':>4} {'layout':<11}{'attention by':<22}{'linear by':<13}{'recompute':<10}"
+        + "".join(f"{head:>{len(head) + 2}}" for head in heads),
+    ]
+    for row in rows:
+        attention = next((plan for plan, _ in row.plans if plan.attend is not None), None)
+        linear = next((plan for plan, _ in row.plans if plan.attend is None), None)
+        cells = (
+            *(f"{value:.1f}" for value in _parts(row).values()), f"{row.step:.1f}",
+            f"{row.tokens_per_second_per_gpu:.0f}", f"{row.mfu(on.hardware.matrix_peak):.0%}",
+            f"{row.memory.total / 2**30:.1f}",
+        )  # fmt: skip
+        shown = "".join(f"{cell:>{len(head) + 2}}" for head, cell in zip(heads, cells, strict=True))
+        ways = f"{_name(attention):<22}{_name(linear):<13}{row.choice.recompute:<10}"
+        lines.append(f"{row.choice.cp:>4} {row.choice.layout:<11}{ways}{shown}" + ("  <-" if row is best else ""))
+    lines += [
+        "",
+        "ms of one forward and backward of the rank that is done last: inside attention's and linear layers' kernels, "
+        "products of weights, waiting for transfers, memory traffic of norms and activations. Sums of gradients over "
+        "data-parallel ranks, pipelines and experts' exchanges are not in it. GiB: parameters, gradients, optimizer, "
+        "activations, buffers.",
+    ]
+    if best is None:
+        near = min(rows, key=lambda row: row.memory.total)
+        lines.append(
+            f"nothing fits {size(int(limit))}: the nearest is cp {near.choice.cp}, {near.choice.layout}, which takes "
+            f"{size(int(near.memory.total))}; about {data['longest']} tokens would fit. Use more ranks, "
+            "--sharding zero3 or --recompute full."
+        )
+    else:
+        lines.append(f"up to about {data['longest']} tokens fit {size(int(limit))} this way")
+        lines.append(f"take this: {best.flags}")
+    return lines
+
+
+def _name(plan: Plan | None) -> str:
+    if plan is None:
+        return "-"
+    exchanged = 1 < plan.ulysses_degree < plan.cp_size
+    return way_of(plan) + (f" (u = {plan.ulysses_degree})" if exchanged else "")
+
+
+def report_of(
+    model: ModelSpec, packing: Packing, on: Machine, topology: Topology, rows: list[StepPrice], chosen: StepPrice,
+    limit: float, summary: str,
+) -> dict[str, Any]:  # fmt: skip
+    """What the page of a step shows."""
+    plans = [plan for plan, _ in chosen.plans]
+    layout = plans[0].hidden_layout or plans[0].layout
+    events, layers, traffic = _timeline(plans, on, topology)
+    return {
+        "title": f"{model.name}, {packing.total:,} tokens, cp {chosen.choice.cp}",
+        "summary": summary,
+        "facts": [
+            ["machine", described(on, topology)], ["documents", f"{packing.num_documents}"],
+            ["model", model.source or model.name], ["version", __version__],
+            *([name, text] for name, text in on.hardware.sources.items()),
+        ],
+        "candidates": [_candidate(row, on, limit, chosen) for row in rows],
+        "ownership": {
+            "lengths": packing.lengths.tolist(), "starts": layout.starts.tolist(), "ends": layout.ends.tolist(),
+            "ranks": np.repeat(np.arange(layout.cp_size), np.diff(layout.fragment_offsets)).tolist(),
+        },
+        "work": {"unit": "ms", "values": _work(chosen, on, topology)},
+        "timeline": {"unit": "us", "layers": layers, "events": events},
+        "traffic": {"unit": "bytes", "matrix": traffic.tolist()},
+        "hosts": list(topology.hosts),
+        "notes": [note for plan in plans for note in plan.notes],
+    }  # fmt: skip
+
+
+def _candidate(row: StepPrice, on: Machine, limit: float, chosen: StepPrice) -> dict[str, Any]:
+    fits = row.memory.total <= limit
+    return {
+        "name": f"cp {row.choice.cp}, {row.choice.layout}, " + ", ".join(_name(plan) for plan, _ in row.plans),
+        "kind": row.choice.layout, "cp": row.choice.cp, "flags": row.flags,
+        "milliseconds": _parts(row) | {"step": row.step},
+        "tokens_per_second_per_gpu": row.tokens_per_second_per_gpu, "mfu": row.mfu(on.hardware.matrix_peak),
+        "bytes": _bytes(row), "limit_bytes": limit, "chosen": row is chosen,
+        "why_not": "" if row is chosen else "slower per token and GPU" if fits else "does not fit the memory",
+    }  # fmt: skip
+
+
+def _work(chosen: StepPrice, on: Machine, topology: Topology) -> list[float]:
+    """Milliseconds of kernels of each rank, of all layers."""
+    total = np.zeros(chosen.choice.cp)
+    for plan, count in chosen.plans:
+        for timeline in timelines(plan, on, topology):
+            busy = [span.end - span.start for span in timeline.spans if span.kind == "kernel"]
+            total += count * np.sum(busy, axis=0) if busy else 0.0
+    return [round(1e3 * value, 3) for value in total.tolist()]
+
+
+def _timeline(plans: list[Plan], on: Machine, topology: Topology) -> tuple[list[dict[str, Any]], list[str], Any]:
+    """One layer of each kind, forward and backward, one after the other; and the bytes between ranks."""
+    events: list[dict[str, Any]] = []
+    names, begun = [], np.zeros(topology.size)
+    traffic = np.zeros((topology.size, topology.size), dtype=np.int64)
+    spans = []
+    for plan in plans:
+        for way, timeline in zip(("forward", "backward"), timelines(plan, on, topology), strict=True):
+            names.append(f"{plan.kind} {way}")
+            spans += [(names[-1], span, begun) for span in timeline.spans]
+            begun = np.full(topology.size, float((begun + timeline.end).max()))
+            for span in timeline.spans:
+                if span.kind == "send" and span.edges is not None:
+                    np.add.at(traffic, (span.edges.senders, span.edges.receivers), span.edges.nbytes)
+    shown = max(1, _MOST_EVENTS // max(len(spans), 1))
+    ranks = np.unique(np.linspace(0, topology.size - 1, min(shown, topology.size)).astype(np.int64))
+    for name, span, offset in spans:
+        events += _events(name, span, offset, ranks)
+    return events, names, traffic
+
+
+_STREAMS = {"send": "send", "receive": "receive"}
+
+
+def _events(name: str, span: Span, offset: Any, ranks: Any) -> list[dict[str, Any]]:
+    kind = "transfer" if span.kind in _STREAMS else span.kind
+    starts, ends = (1e6 * (offset + each) for each in (span.start, span.end))
+    return [
+        {
+            "rank": rank, "stream": _STREAMS.get(span.kind, "compute"), "start": round(starts[rank], 2),
+            "end": round(ends[rank], 2), "name": f"{name}: {span.name}", "kind": kind,
+        }
+        for rank in ranks.tolist()
+        if ends[rank] > starts[rank]
+    ]  # fmt: skip

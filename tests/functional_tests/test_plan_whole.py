@@ -1,0 +1,100 @@
+"""`megatron-cp plan --whole`, several sizes, machines and what fits."""
+
+import json
+
+import pytest
+
+from megatron_cp.cli.main import main
+
+BATCH = ["--documents", "64", "--tokens-per-rank", "4096"]
+
+
+def printed(capsys, *arguments):
+    assert main(["plan", *arguments, "--json"]) == 0
+    out = capsys.readouterr().out
+    return out, json.loads(out.splitlines()[-1])
+
+
+def test_a_whole_model_has_a_row_for_each_size_and_layout(capsys):
+    out, found = printed(capsys, "--whole", "--model", "qwen3-next", "--cp", "8,16", *BATCH, "--gpu", "h200")
+    assert [(row["cp"], row["layout"]) for row in found["rows"]] == [
+        (cp, layout) for cp in (8, 16) for layout in ("contiguous", "zigzag", "balanced")
+    ]
+    for row in found["rows"]:
+        parts = [value for name, value in row["milliseconds"].items() if name != "step"]
+        assert row["milliseconds"]["step"] == pytest.approx(sum(parts))
+        assert 0 < row["mfu"] < 1
+        assert {plan["kind"] for plan in row["plans"]} == {"attention", "gdn"}
+    assert found["machine"].startswith("h200: ")
+    assert "predicted for h200" in out
+    if found["fits"]:
+        assert out.count("take this: --context-parallel-size") == 1
+        assert found["take_this"] == found["best"]["flags"]
+        rate = {row["flags"]: row["tokens_per_second_per_gpu"] for row in found["rows"] if row["fits"]}
+        assert rate[found["take_this"]] == max(rate.values())
+
+
+def test_the_smallest_size_that_fits_is_taken(capsys):
+    shape = ["--whole", "--model", "llama3-8b", "--layout", "balanced", *BATCH]
+    _, roomy = printed(capsys, *shape, "--cp", "4,8,16", "--fit", "60GiB")
+    fitting = [row["cp"] for row in roomy["rows"] if row["fits"]]
+    assert roomy["best"]["cp"] == min(fitting)
+    out, small = printed(capsys, *shape, "--cp", "4,8", "--fit", "2GiB")
+    assert (small["fits"], small["take_this"]) == (False, None)
+    assert "nothing fits 2.0 GiB: the nearest is cp 8" in out
+
+
+def test_hosts_that_are_far_apart_cost_time(capsys):
+    shape = ["--model", "llama3-8b", "--cp", "8", "--scheme", "a2a", "--lengths", "65536"]
+    times = [printed(capsys, *shape, "--hosts", hosts)[1]["predicted_ms"]["forward"] for hosts in ("1", "4")]
+    assert times[1] > 1.1 * times[0]
+
+
+def test_several_sizes_have_a_line_each(capsys):
+    out, found = printed(capsys, "--cp", "2,4,8", "--layer", "gdn", "--model", "qwen3-next", *BATCH)
+    assert list(found["sizes"]) == ["2", "4", "8"]
+    assert found["cp"] == 2
+    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["2", "4", "8"]
+
+
+def test_the_default_plan_has_even_work(capsys):
+    _, found = printed(capsys)
+    assert found["work_imbalance"] < 1.02
+    assert found["predicted_ms"]["forward"] > 0
+    assert found["prices"][0]["way"].startswith(found["scheme"])
+
+
+def test_a_model_may_be_a_config_or_flags(capsys, tmp_path):
+    config = {
+        "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "intermediate_size": 1024, "vocab_size": 1000, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    _, by_config = printed(capsys, "--whole", "--model", str(path), "--lengths", "4096")
+    flags = (
+        "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --group-query-attention --num-query-groups 4 "
+        "--ffn-hidden-size 1024 --swiglu --vocab-size 1000 --make-vocab-size-divisible-by 1 --normalization RMSNorm "
+        "--disable-bias-linear"
+    )
+    _, by_flags = printed(capsys, "--whole", "--model", flags, "--lengths", "4096")
+    assert by_config["parameters"] == by_flags["parameters"]
+    assert by_config["best"]["milliseconds"] == pytest.approx(by_flags["best"]["milliseconds"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gpu", "h1000"], "--gpu: got 'h1000'; allowed: a100"),
+        (["--whole", "--model", "llama4-900b"], "--model: got 'llama4-900b'"),
+        (["--whole", "--plot", "x.png"], "--plot: got 'x.png'; allowed: nothing but without --whole"),
+        (["--fit", "80GiB"], "--fit"),
+        (["--fit", "80 apples"], "allowed: bytes above 0, such as 80GiB"),
+        (["--whole", "--cp", "3", "--scheme", "a2a+exact"], "3 has no other divisor"),
+        (["--cp", "4", "--hosts", "5"], "--hosts: got 5; allowed: 1 to the 4 ranks"),
+    ],
+)
+def test_rejects(arguments, says, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert says in capsys.readouterr().err

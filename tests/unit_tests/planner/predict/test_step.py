@@ -1,0 +1,104 @@
+"""A whole model's step: its parts add up, memory and flags follow the choice, and what cannot be is refused."""
+
+import dataclasses
+
+import pytest
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.planner.predict import machine
+from megatron_cp.planner.predict.model_files import read_model
+from megatron_cp.planner.predict.price import priced
+from megatron_cp.planner.predict.step import SHARDINGS, StepChoice, predict_step
+
+H100, TINY, LLAMA = machine("h100"), read_model("tiny"), read_model("llama3-8b")
+PACKING = Packing([5000, 1, 3000, 187])
+THREE = Layout.zigzag(PACKING, 3)
+
+
+def step(model=TINY, cp=4, name="zigzag", **change):
+    layout = getattr(Layout, name)(PACKING, cp)
+    more = {key: change.pop(key) for key in ("sharding", "replicas") if key in change}
+    return predict_step(model, layout, StepChoice(cp, name, **change), H100, H100.topology(cp), **more)
+
+
+def test_a_step_is_the_sum_of_its_layers():
+    found = step(LLAMA)
+    ((plan, count),) = found.plans
+    assert count == 32
+    assert found.linear == 0
+    assert found.attention + found.exposed == pytest.approx(32 * priced(plan, H100).total)
+    parts = found.attention + found.products + found.exposed + found.others
+    assert found.step == pytest.approx(parts)
+    assert found.tokens_per_second_per_gpu == pytest.approx(8188 / found.step * 1e3 / 4)
+
+
+def test_operations_are_those_of_weights_and_visible_pairs():
+    pairs = sum(n * (n + 1) // 2 for n in PACKING.lengths.tolist())
+    weights = 6 * LLAMA.active_parameters * PACKING.total
+    assert step(LLAMA).operations == pytest.approx(weights + 32 * 32 * 12 * 128 * pairs)
+    assert 0 < step(LLAMA).mfu(H100.hardware.matrix_peak) < 1
+
+
+def test_products_take_their_time_on_the_rank_that_holds_most():
+    fast = dataclasses.replace(H100, hardware=dataclasses.replace(H100.hardware, matrix=2 * H100.hardware.matrix))
+    layout = Layout.contiguous(PACKING, 4)
+    choice = StepChoice(4, "contiguous")
+    one, two = (predict_step(LLAMA, layout, choice, on, on.topology(4)).products for on in (H100, fast))
+    assert one == pytest.approx(2 * two)
+    full = predict_step(LLAMA, layout, dataclasses.replace(choice, recompute="full"), H100, H100.topology(4))
+    assert full.products == pytest.approx(one * 4 / 3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h", "kimi-linear", "tiny"])
+def test_hybrid_models_have_both_kinds(name):
+    model = read_model(name)
+    found = step(model)
+    kinds = {plan.kind: count for plan, count in found.plans}
+    assert "attention" in kinds
+    assert len(kinds) >= 2
+    assert found.linear > 0
+    assert found.attention > 0
+    assert "--linear-cp-mode" in found.flags
+    assert "--cp-comm-type" in found.flags
+
+
+def test_sharding_divides_what_it_says():
+    memories = {sharding: step(LLAMA, sharding=sharding).memory for sharding in SHARDINGS}
+    count = LLAMA.parameters
+    assert memories["none"].parameters == 2 * count
+    assert memories["none"].optimizer == 16 * count
+    assert memories["zero1"].optimizer == 4 * count + 12 * count / 4
+    assert memories["zero3"].parameters == 2 * count / 4
+    assert step(LLAMA, sharding="zero3", replicas=2).memory.optimizer == 16 * count / 8
+    assert len({memory.activations for memory in memories.values()}) == 1
+
+
+def test_recomputing_takes_less_memory_and_more_time():
+    none, selective, full = (step(LLAMA, recompute=how) for how in ("none", "selective", "full"))
+    assert none.memory.activations > selective.memory.activations > 3 * full.memory.activations
+    assert full.step > selective.step == none.step
+    assert "--recompute-granularity full" in full.flags
+    assert "recompute" not in none.flags
+
+
+def test_flags_name_the_degree_of_a_product():
+    found = step(LLAMA, 4, scheme="a2a+exact", ulysses_degree=2)
+    assert "--cp-comm-type a2a+exact --hierarchical-context-parallel-sizes 2 2" in found.flags
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("sharding", lambda: step(sharding="zero2")),
+        ("replicas", lambda: step(replicas=0)),
+        ("scheme", lambda: step(scheme="nothing")),
+        ("recompute", lambda: step(recompute="some")),
+        ("layout", lambda: predict_step(TINY, THREE, StepChoice(4, "zigzag"), H100, H100.topology(4))),
+        ("topology", lambda: predict_step(TINY, THREE, StepChoice(3, "zigzag"), H100, H100.topology(4))),
+    ],
+)
+def test_rejects(argument, call):
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert caught.value.argument == argument
