@@ -88,14 +88,18 @@ class ModelSpec:
             ArgumentError: a choice that does not exist.
         """
         both: dict[str, Any] = {"head_chunks": head_chunks, "transport": Transport.named(transport), "codec": codec}
-        found: list[Slot] = []
+        of_attention = {"scheme": scheme, "ulysses_degree": ulysses_degree, **both}
+        of_linear = {"mode": mode, "item_size": item_size, **both}
         mixers = [block.mixer for block in self.blocks if block.mixer is not None]
+        alone = {
+            mixer: replace(mixer.slot(), **(of_linear if isinstance(mixer, LinearMixer) else of_attention))
+            for mixer in dict.fromkeys(mixers)
+        }
+        found: list[Slot] = []
         for is_linear, group in itertools.groupby(mixers, lambda mixer: isinstance(mixer, LinearMixer)):
-            own: dict[str, Any] = {"scheme": scheme, "ulysses_degree": ulysses_degree}
-            own = {"mode": mode, "item_size": item_size} if is_linear else own
-            members = [replace(mixer.slot(), **own, **both) for mixer in group]
+            members = [alone[mixer] for mixer in group]
             run: dict[str, Any] = {"run": tuple(members), "hidden_size": self.hidden_size} if is_linear else {}
-            made = {slot: replace(slot, **run) for slot in dict.fromkeys(members)}
+            made = {slot: replace(slot, **run) if run else slot for slot in dict.fromkeys(members)}
             found += [made[slot] for slot in members]
         return tuple(found)
 

@@ -197,6 +197,48 @@ def test_left_out_sizes_follow_from_others(read):
 
 
 @pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (MIXTRAL, ["num_local_experts", "num_experts_per_tok"]),
+        (QWEN3, ["head_dim", "use_sliding_window", "tie_word_embeddings"]),
+        (QWEN3_MOE, ["mlp_only_layers", "decoder_sparse_step"]),
+        (QWEN3_NEXT, ["head_dim", "linear_conv_kernel_dim", "full_attention_interval"]),
+        (GEMMA2, ["head_dim", "sliding_window"]),
+        (GEMMA3, ["head_dim", "sliding_window_pattern"]),
+        (GPT_OSS, ["head_dim", "num_experts_per_tok", "sliding_window", "attention_bias", "layer_types"]),
+        (NEMOTRON_H, ["head_dim", "n_groups", "conv_kernel", "use_conv_bias", "num_hidden_layers"]),
+        (KIMI_LINEAR, ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"]),
+        (MAMBA2, ["n_groups", "conv_kernel", "use_conv_bias"]),
+        (BAMBA, ["mamba_n_groups", "mamba_d_conv", "mamba_expand", "mamba_conv_bias"]),
+        (GRANITE, ["shared_intermediate_size", "mamba_n_groups", "mamba_d_conv"]),
+    ],
+)
+def test_sizes_that_are_as_usual_can_be_left_out(read, config, names):
+    """Files lack what their model type has without them."""
+    rest = {name: value for name, value in config.items() if name not in names}
+    assert set(names) <= set(config)
+    assert read(rest).blocks == read(config).blocks
+
+
+def test_kimi_without_shared_or_dense_layers(read):
+    rest = {
+        name: value
+        for name, value in KIMI_LINEAR.items()
+        if name not in ("num_shared_experts", "first_k_dense_replace")
+    }
+    model = read(rest)
+    assert {(block.mlp.experts, block.mlp.shared_size) for block in model.blocks} == {(256, 0)}
+
+
+def test_only_gemma_ties_embeddings_unless_told_otherwise(read):
+    tied = set()
+    for config, *_ in PUBLISHED:
+        rest = {name: value for name, value in config.items() if name != "tie_word_embeddings"}
+        tied |= {config["model_type"]} if read(rest).tied_embeddings else set()
+    assert tied == {"gemma2", "gemma3_text"}
+
+
+@pytest.mark.parametrize(
     ("config", "changes", "more"),
     [
         (LLAMA, {"attention_bias": True}, 32 * (32 + 8 + 8 + 32) * 128),

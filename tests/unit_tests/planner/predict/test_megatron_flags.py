@@ -111,10 +111,17 @@ def test_linear_layers_are_in_their_places(freq, expected):
 
 
 def test_mamba_has_twice_the_hidden_size_unless_told_otherwise():
-    model = read_flags("--hybrid-layer-pattern M|M --hidden-size 512 --vocab-size 10 --mamba-head-dim 64")
+    model = read_flags("--hybrid-layer-pattern M|M --hidden-size 512 --vocab-size 10")
     assert [(slot.heads, slot.key_heads, slot.head_dim, slot.value_head_dim) for slot in model.slots()] == [
         (16, 8, 128, 64)
     ] * 2
+
+
+def test_latent_attention_has_megatrons_default_sizes():
+    mixer = read_flags(SMALL + "--multi-latent-attention").blocks[0].mixer
+    sizes = (mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.value_head_dim, mixer.kv_rank, mixer.shared_key_dim)
+    assert sizes == (4, 4, 192, 128, 32, 64)
+    assert (mixer.query_rank, mixer.qk_norm) == (None, False)
 
 
 PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
@@ -128,6 +135,7 @@ PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
             "model: got '--num-expert'; allowed: flags of Megatron. Did you mean --num-experts?",
         ),
         ("--num-layers", "--num-layers: got None; allowed: one value"),
+        ("num-layers 4 --hidden-size 64", "model: got 'num-layers'; allowed: flags, which begin with --"),
         ("--num-layers 4 5", "--num-layers: got '4 5'; allowed: one value"),
         ("--num-layers four", "--num-layers: got 'four'; allowed: an integer"),
         ("--num-layers 100000000 --hidden-size 64", "--num-layers: got 100000000; allowed: an integer from 1 to 10000"),
