@@ -9,6 +9,7 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig as MegatronTransformerConfig
 
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.predict.hardware import SAFE, machine, presets
 
 
 @dataclass
@@ -27,6 +28,7 @@ class TransformerConfig(MegatronTransformerConfig):
             None and there are as many key/value heads.
         cp_transport: how messages travel: collective, pairwise or hierarchical.
         cp_codec: how heads that change places are coded: none, fp8, fp8_e5m2 or int8.
+        cp_hardware: on what `auto` predicts: a preset such as h100, or a file of `bench planner --calibrate`; h100 if None.
         cp_packed_order: how packed batches were cut that Megatron's own pipeline sharded: each "document" or the whole
             "pack" in 2 * cp chunks. If None, it is what the next two say; where neither is set, such batches are
             refused on several ranks. Batches of `shard_batch` need none of the three.
@@ -42,6 +44,7 @@ class TransformerConfig(MegatronTransformerConfig):
     cp_head_chunks: int | None = None
     cp_transport: str = "collective"
     cp_codec: str = "none"
+    cp_hardware: str | None = None
     cp_packed_order: str | None = None
     sft: bool = False
     dataloader_inter_document_masking: bool = False
@@ -91,6 +94,7 @@ def _settle(config: Any) -> None:
     for option in ("layout", "transport", "codec"):
         require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}")
     require("mode", config.linear_cp_mode, name="--linear-cp-mode")
+    machine(config.cp_hardware, argument="--cp-hardware")
     if config.cp_packed_order is not None:
         require("packed_order", config.cp_packed_order, name="--cp-packed-order")
     elif config.sft:
@@ -114,4 +118,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cp-packed-order", help=f"{orders}; by default as --sft or its masking says")
     codecs = "how heads that change places are coded: none, fp8, fp8_e5m2 or int8"
     group.add_argument("--cp-codec", default="none", help=codecs)
+    group.add_argument("--cp-hardware", help=f"on what auto predicts: {', '.join(presets())} or a file; {SAFE} if None")
     return parser

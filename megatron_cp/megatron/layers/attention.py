@@ -82,6 +82,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             head_chunks=getattr(config, "cp_head_chunks", None) if scheme_named(scheme).takes_chunks else None,
             transport=transport_of(config, self.ranks),
             codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(scheme), how=f"--cp-comm-type {scheme}"),
+            hardware=getattr(config, "cp_hardware", None),
         )
         _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)

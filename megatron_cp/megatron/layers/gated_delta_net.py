@@ -54,6 +54,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             head_chunks=getattr(config, "cp_head_chunks", None),
             transport=transport_of(config, self.ranks),
             codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(mode), how=f"Gated DeltaNet, {mode}"),
+            hardware=getattr(config, "cp_hardware", None),
         )
         self.agree()
         if self.tp_size > 1 and not config.sequence_parallel:

@@ -61,6 +61,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             head_chunks=getattr(config, "cp_head_chunks", None),
             transport=transport_of(config, self.ranks),
             codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(mode), how=f"Mamba, {mode}"),
+            hardware=getattr(config, "cp_hardware", None),
         )
         self.agree()
 

@@ -14,6 +14,7 @@ from megatron_cp.plan.schemes import REDISTRIBUTE, may_exchange_heads, scheme_na
 from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import MAX_CONV_WIDTH
+from megatron_cp.planner.predict import machine
 
 METRICS = "metrics.jsonl"  # of a run, in its folder: a line a step
 
@@ -88,6 +89,7 @@ class TrainingOptions:
     cp_head_chunks: int | None = _flag(None, "parts in which heads change places, or keys are gathered", "parallelism")
     cp_transport: str = _flag("collective", "how messages travel: collective, pairwise or hierarchical", "parallelism")
     cp_codec: str = _flag("none", "coding of heads that change places: none, fp8, fp8_e5m2 or int8", "parallelism")
+    cp_hardware: str | None = _flag(None, "on what auto predicts: a preset such as h100, or a file", "parallelism")
     cp_layout: str = _flag("zigzag", "who holds which tokens: zigzag, contiguous or balanced", "parallelism")
     distributed_timeout_minutes: float = _flag(
         0.75, "wait so long for another rank, after the first step; in it and while saving, ten minutes", "parallelism"
@@ -180,6 +182,7 @@ class TrainingOptions:
         require("mode", self.linear_cp_mode, name="linear_cp_mode")
         require("transport", self.cp_transport, name="cp_transport")
         require("codec", self.cp_codec, name="cp_codec")
+        machine(self.cp_hardware, argument="cp_hardware")
         for scheme in self.cp_comm_type:
             require("scheme", scheme, name="cp_comm_type")
             self._check_scheme(scheme)

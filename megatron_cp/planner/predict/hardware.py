@@ -193,11 +193,12 @@ def presets() -> list[str]:
     return sorted(path.stem for path in _PRESETS.glob("*.toml"))
 
 
-def machine(name: Machine | str | Path | None = None) -> Machine:
+def machine(name: Machine | str | Path | None = None, *, argument: str = "hardware") -> Machine:
     """A preset by its name or its file.
 
     Args:
         name: one of `presets()`, a file of such a form, a machine as it is, or None for `SAFE`.
+        argument: what errors call it.
 
     Raises:
         ArgumentError: another name, or a file that is none or lacks something.
@@ -211,14 +212,14 @@ def machine(name: Machine | str | Path | None = None) -> Machine:
     if name is None:
         name = SAFE
     if not isinstance(name, str | Path):
-        raise ArgumentError("hardware", name, f"{', '.join(presets())} or a file")
+        raise ArgumentError(argument, name, f"{', '.join(presets())} or a file")
     if str(name) in presets():
         return _preset(str(name))
     path = Path(name)
     if not path.is_file():
         near = difflib.get_close_matches(str(name).lower(), presets(), 1)
         remedy = f"Did you mean {near[0]}?" if near else "`megatron-cp bench planner --calibrate` writes such a file."
-        raise ArgumentError("hardware", str(name), f"{', '.join(presets())} or a file", remedy)
+        raise ArgumentError(argument, str(name), f"{', '.join(presets())} or a file", remedy)
     return _read(path)
 
 

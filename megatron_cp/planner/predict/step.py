@@ -126,7 +126,7 @@ class StepPrice:
         if self.choice.recompute == "full":
             found.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         elif self.choice.recompute == "selective":
-            found.append("--recompute-granularity selective")
+            found.append("--recompute-granularity selective --recompute-modules core_attn layernorm")
         return " ".join(found)
 
 
