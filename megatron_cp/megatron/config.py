@@ -28,7 +28,7 @@ class TransformerConfig(MegatronTransformerConfig):
             None and there are as many key/value heads.
         cp_transport: how messages travel: collective, pairwise or hierarchical.
         cp_codec: how heads that change places are coded: none, fp8, fp8_e5m2 or int8.
-        cp_hardware: on what `auto` predicts: a preset such as h100, or a file of `bench planner --calibrate`; h100 if None.
+        cp_hardware: on what `auto` predicts: a preset, or a file of `bench planner --calibrate`; "h100" if None.
         cp_packed_order: how packed batches were cut that Megatron's own pipeline sharded: each "document" or the whole
             "pack" in 2 * cp chunks. If None, it is what the next two say; where neither is set, such batches are
             refused on several ranks. Batches of `shard_batch` need none of the three.

@@ -37,7 +37,7 @@ _BLOCKS = "in Python Mask.from_blocks makes it from a table of blocks"
 
 CAPABILITIES = (
     *(Capability("scheme", scheme.name, True, scheme.remark) for scheme in SCHEMES.values()),
-    Capability("scheme", AUTO, True, "a2a until plans are priced; it warns where exact would use more ranks"),
+    Capability("scheme", AUTO, True, "the way that is predicted to be fastest"),
     Capability("scheme", "tiled", False, f"{_LATER}; use exact"),
     Capability("mask", "causal", True, "a query sees its document up to itself"),
     Capability("mask", "full", True, "a query sees all of its document"),

@@ -92,7 +92,11 @@ def test_allows_zero(name):
             "cp_head_chunks",
             "1 to 2",
         ),
-        ({"cp_head_chunks": 2, "context_parallel_size": 2}, "cp_head_chunks", "1, for 2 key/value heads over 2 ranks"),
+        (
+            {"cp_comm_type": ("a2a",), "cp_head_chunks": 2, "context_parallel_size": 2},
+            "cp_head_chunks",
+            "1, for 2 key/value heads over 2 ranks",
+        ),
         ({"cp_head_chunks": 99}, "cp_head_chunks", "1 to 2, for 2 key/value heads."),
         (
             {"cp_codec": "fp8", "context_parallel_size": 2, "cp_comm_type": ("p2p",), "linear_cp_mode": "chunkwise"},
