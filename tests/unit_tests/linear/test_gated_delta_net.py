@@ -12,9 +12,9 @@ HEADS, KEY_HEADS, DIM = 4, 2, 8
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
 
 
-def plan_for(lengths=(5, 1, 6), cp_size=1):
-    packing = cp.Packing(lengths)
-    return cp.plan_linear(packing, cp.Layout.zigzag(packing, cp_size), heads=HEADS, key_heads=KEY_HEADS, head_dim=DIM)
+def plan_for(lengths=(5, 1, 6), cp_size=1, mode="auto"):
+    packing, sizes = cp.Packing(lengths), {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": DIM}
+    return cp.plan_linear(packing, cp.Layout.zigzag(packing, cp_size), **sizes, mode=mode)
 
 
 def rule_inputs(rows=12):
@@ -105,7 +105,7 @@ def test_a_kernel_of_the_callers_computes_both():
 
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 def test_parameters_in_a_wider_type_do_not_widen_the_message():
-    plan = plan_for(cp_size=6)
+    plan = plan_for(cp_size=6, mode="headwise")
     inputs = mixer_inputs()
 
     def rank(group):
@@ -132,7 +132,8 @@ def test_autocast_does_not_change_the_arithmetic(kernel):
     ("heads", "key_heads", "dim", "value_dim"), [(6, 2, 16, 24), (32, 16, 64, 64), (4, 4, 16, 16), (8, 4, 16, 16)]
 )
 def test_gradients_are_the_same_bits_where_no_head_is_shared(heads, key_heads, dim, value_dim):
-    case = Case("gdn", 2, (7, 1, 70), heads=heads, groups=key_heads, head_dim=dim, value_head_dim=value_dim)
+    sizes = {"heads": heads, "groups": key_heads, "head_dim": dim, "value_head_dim": value_dim}
+    case = Case("gdn", 2, (7, 1, 70), scheme="headwise", **sizes)
     assert compare(case).bitwise_backward
 
 
@@ -161,7 +162,7 @@ def test_a_conv_bias_reaches_the_output_and_gets_a_gradient():
 
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 def test_every_rank_gets_a_gradient_for_every_parameter_even_without_heads():
-    plan = plan_for(cp_size=6)
+    plan = plan_for(cp_size=6, mode="headwise")
     inputs = mixer_inputs()
 
     def rank(group):
