@@ -97,13 +97,14 @@ class Exchange(Memo):
     def bytes_sent(self, item_size: int, *, to_heads: bool, alignment: int = ROW_ALIGNMENT) -> list[int]:
         """For each rank, the bytes that it sends to other ranks in one direction, for elements of `item_size` bytes."""
         item_sizes = [item_size] * len(self.sections.blocks)
-        of_parts = [self.row_format(part, item_sizes, alignment).row_bytes for part in range(len(self.parts))]
+        of_parts = [part.row_bytes(item_sizes, alignment, self.coded(item_sizes)) for part in self.parts]
         rows = [sum(of_rank) for of_rank in zip(*of_parts, strict=True)]
-        sent = []
+        sent, row = [], sum(rows)
         for kv_rank in range(self.layout.cp_size // self.degree):
             tokens = self.layout.token_counts[kv_rank * self.degree : (kv_rank + 1) * self.degree].tolist()
-            for head_rank, count in enumerate(tokens):
-                sent.append(
-                    count * (sum(rows) - rows[head_rank]) if to_heads else rows[head_rank] * (sum(tokens) - count)
-                )
+            total = sum(tokens)
+            sent += [
+                count * (row - of_rank) if to_heads else of_rank * (total - count)
+                for count, of_rank in zip(tokens, rows, strict=True)
+            ]
         return sent

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.memo import Memo
 
 ROW_ALIGNMENT = 16  # bytes: the widest access of a GPU thread, and what attention kernels ask of their pointers
 SCALE_SIZE = 4  # bytes of a float32
@@ -222,7 +223,7 @@ class RowFormat:
 
 
 @dataclass(frozen=True)
-class Sections:
+class Sections(Memo):
     """The feature axis of a head exchange: blocks of heads that travel together in one message.
 
     `parent` is set where these are a chunk of each rank's heads: blocks are then as wide, and ranges cover a part.
@@ -273,7 +274,29 @@ class Sections:
 
         Those of sections that are `coded` take a byte, and `SCALE_SIZE` more a head.
         """
+        key = "row format", tuple(item_sizes), alignment, None if coded is None else tuple(coded)
+        return self.memo(key, lambda: self._make_row_format(item_sizes, alignment, coded))
+
+    def row_bytes(self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]) -> tuple[int, ...]:
+        """For each rank, the bytes of one token in messages to (or from) it: of `row_format`, without its copies."""
+        key = "row layout", tuple(item_sizes), alignment, tuple(coded)
+        return self.memo(key, lambda: self._row_layout(item_sizes, alignment, coded))[2]
+
+    def _make_row_format(self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool] | None) -> RowFormat:
         coded = [False] * len(self.blocks) if coded is None else coded
+        offsets, scales, row_bytes = self._row_layout(item_sizes, alignment, coded)
+        head_copies = tuple(
+            head_copy
+            for index, block in enumerate(self.blocks)
+            for head_copy in _head_copies(index, block, (self.parent or self).blocks[index], row_bytes, offsets, scales)
+        )
+        row_starts = tuple(itertools.accumulate(row_bytes, initial=0))[:-1]
+        return RowFormat(row_bytes, row_starts, offsets, scales, head_copies)
+
+    def _row_layout(
+        self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]
+    ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int | None, ...], ...], tuple[int, ...]]:
+        """Of a row format the offsets, the scales and the bytes."""
         offsets, scales, row_bytes = [], [], []
         for rank in range(self.cp_size):
             starts, places, end = [], list[int | None](), 0
@@ -288,18 +311,12 @@ class Sections:
             offsets.append(tuple(starts))
             scales.append(tuple(places))
             row_bytes.append(_round_up(end, alignment))
-        head_copies = tuple(
-            head_copy
-            for index, block in enumerate(self.blocks)
-            for head_copy in _head_copies(index, block, (self.parent or self).blocks[index], row_bytes, offsets, scales)
-        )
-        row_starts = tuple(itertools.accumulate(row_bytes, initial=0))[:-1]
-        return RowFormat(tuple(row_bytes), row_starts, tuple(offsets), tuple(scales), head_copies)
+        return tuple(offsets), tuple(scales), tuple(row_bytes)
 
 
 def _head_copies(
-    index: int, block: Section, parent: Section, row_bytes: list[int], offsets: list[tuple[int, ...]],
-    scales: list[tuple[int | None, ...]],
+    index: int, block: Section, parent: Section, row_bytes: tuple[int, ...], offsets: tuple[tuple[int, ...], ...],
+    scales: tuple[tuple[int | None, ...], ...],
 ) -> list[HeadCopy]:  # fmt: skip
     """The fewest copies for one section: neighbouring ranks whose messages are alike share one.
 
@@ -321,7 +338,7 @@ def _head_copies(
     return runs
 
 
-def _extended(run: HeadCopy, next_rank: HeadCopy, row_bytes: list[int]) -> HeadCopy | None:
+def _extended(run: HeadCopy, next_rank: HeadCopy, row_bytes: tuple[int, ...]) -> HeadCopy | None:
     """`run` with one more rank, or None where the next rank's message is not like the others."""
     step = next_rank.first_head - run.first_head - (run.num_ranks - 1) * run.head_step
     alike = (

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from megatron_cp.layout.packing import IntArray
 
 _STEPS = 8  # sizes of buffers between one power of two and the next
+_MOST_COUNTS = 2**17  # in one table of `count_by_owner`: 1 MiB, which caches hold
 SPARE = 2  # times a message's size that its buffer may have, so that ragged batches share buffers
 
 
@@ -15,6 +18,31 @@ def rounded(size: int) -> int:
     """The bytes of a buffer for a message of `size`."""
     step = max(1 << max(size.bit_length() - 1, 0), 512) // _STEPS
     return -(-max(size, 1) // step) * step
+
+
+def count_by_owner(
+    owner: IntArray, amount: IntArray, starts: IntArray, ends: IntArray, offsets: IntArray, ranks: int
+) -> IntArray:
+    """`[ranks, readers]` how much each reader gets from each rank.
+
+    Args:
+        owner, amount: `[n]` the rank that has each piece, and how much that is.
+        starts, ends: the pieces that readers want, as ranges of the `n`, one reader's after the other's.
+        offsets: `[readers + 1]` where the ranges of each reader begin.
+        ranks: their number.
+    """
+    counts = np.zeros((ranks, offsets.size - 1), dtype=np.int64)
+    wanting = np.flatnonzero(np.diff(offsets))
+    # Of each rank what it has before each piece: differences of these are what a range holds of it.
+    block = max(1, _MOST_COUNTS // max(owner.size, starts.size, 1))
+    for first in range(0, ranks if wanting.size else 0, block):
+        of_block = np.flatnonzero((owner >= first) & (owner < first + block))
+        before = np.zeros((owner.size + 1, min(block, ranks - first)), dtype=np.int64)
+        before[of_block + 1, owner[of_block] - first] = amount[of_block]
+        np.cumsum(before, axis=0, out=before)
+        found = np.add.reduceat(before[ends] - before[starts], offsets[wanting], axis=0)
+        counts[first : first + block, wanting] = found.T
+    return counts
 
 
 @dataclass(frozen=True, eq=False)

@@ -103,13 +103,24 @@ class Segments(Memo):
         return self.memo(("needed", rank, forward), lambda: self._needed(rank, forward))
 
     def _needed(self, rank: int, forward: bool) -> IntArray:
-        ids = np.flatnonzero(self.rank == rank)
-        _, first, counts = np.unique(self.chain_start[ids], return_index=True, return_counts=True)
+        starts, ends, offsets = self.needed_ranges(forward=forward)
+        own = slice(*offsets[rank : rank + 2])
+        return arange_ranges(starts[own], ends[own])
+
+    def needed_ranges(self, *, forward: bool) -> tuple[IntArray, IntArray, IntArray]:
+        """`needed` of all ranks, one after the other, as ranges; and `[cp_size + 1]` where those of each begin."""
+        return self.memo(("needed ranges", forward), lambda: self._needed_ranges(forward))
+
+    def _needed_ranges(self, forward: bool) -> tuple[IntArray, IntArray, IntArray]:
+        pair = self.rank * self.start.size + self.chain_start  # of a rank and a document
+        ids = np.argsort(pair, kind="stable")
+        first = np.flatnonzero(np.diff(pair[ids], prepend=-1))
         if forward:
-            last = ids[first + counts - 1]
-            return arange_ranges(self.chain_start[last], last)
-        head = ids[first]
-        return arange_ranges(head + 1, self.chain_end[head])
+            last = ids[np.append(first[1:], ids.size)[: first.size] - 1]
+            starts, ends = self.chain_start[last], last
+        else:
+            starts, ends = ids[first] + 1, self.chain_end[ids[first]]
+        return starts, ends, np.searchsorted(self.rank[ids[first]], np.arange(self.layout.cp_size + 1))
 
     def sent(self, source: int, target: int, *, forward: bool) -> IntArray:
         """The segments whose maps one rank sends to another; rising. None to itself."""

@@ -78,6 +78,26 @@ def bands_of_queries(bands: IntArray, layout: Layout, rank: int) -> IntArray:
     return _in_rows(bands, *_fragments(layout, rank), queries=True)
 
 
+def bands_of_ranks(bands: IntArray, layout: Layout, ranks: range, *, queries: bool) -> tuple[IntArray, IntArray]:
+    """`bands_of_queries`, or `bands_of_held_keys`, of neighbouring ranks, cut in one pass.
+
+    Returns:
+        the bands, rank after rank, and `[len(ranks) + 1]` where those of each rank begin.
+    """
+    offsets = layout.fragment_offsets[ranks.start : ranks.stop + 1]
+    starts, ends = (edges[offsets[0] : offsets[-1]] for edges in (layout.starts, layout.ends))
+    owners = np.repeat(np.arange(len(ranks)), np.diff(offsets))
+    firsts = np.concatenate([[0], np.cumsum(ends - starts)])
+    rows = firsts[:-1] - firsts[offsets[:-1] - offsets[0]][owners]  # where each range begins among the rank's rows
+    order = np.argsort(starts, kind="stable")
+    pieces, number = band.cut(bands, starts[order], ends[order], queries=queries)
+    fragment = order[number]
+    shift, owner = (rows - starts)[fragment], owners[fragment]
+    pieces = band.moved(pieces, shift, 0) if queries else band.moved(pieces, 0, shift)
+    by_rank = np.lexsort((pieces[:, 2], pieces[:, 0], owner))
+    return pieces[by_rank], np.searchsorted(owner[by_rank], np.arange(len(ranks) + 1))
+
+
 def bands_of_keys(bands: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
     """The part of a mask over keys that lie in rows, range after range of the stream, counted in those rows."""
     return _in_rows(bands, starts, ends, queries=False)
@@ -90,12 +110,29 @@ def bands_of_held_keys(bands: IntArray, layout: Layout, rank: int) -> IntArray:
 
 def ranges_seen(bands: IntArray) -> tuple[IntArray, IntArray]:
     """The keys that the queries of tight bands see, as starts and ends of the fewest ranges, in rising order."""
-    order = np.argsort(bands[:, 2], kind="stable")
-    starts, ends = bands[order, 2], np.maximum.accumulate(bands[order, 3]) if len(bands) else bands[:, 3]
+    starts, ends, _ = ranges_seen_by_ranks(bands, np.array([0, len(bands)]))
+    return starts, ends
+
+
+def ranges_seen_by_ranks(bands: IntArray, offsets: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """`ranges_seen` of several ranks at once.
+
+    Args:
+        bands: of one rank after another.
+        offsets: `[ranks + 1]` where those of each begin.
+
+    Returns:
+        starts and ends, rank after rank, and `[ranks + 1]` where those of each rank begin.
+    """
+    rank = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
+    apart = rank * (int(bands[:, 3].max(initial=0)) + 1)  # so that no range of one rank touches one of the next
+    starts, ends = bands[:, 2] + apart, bands[:, 3] + apart
+    order = np.argsort(starts, kind="stable")
+    starts, ends, apart, rank = starts[order], np.maximum.accumulate(ends[order]), apart[order], rank[order]
     first = np.ones(starts.size, dtype=bool)
     np.greater(starts[1:], ends[:-1], out=first[1:])
     last = np.append(first[1:], True)[: starts.size]
-    return starts[first], ends[last]
+    return (starts - apart)[first], (ends - apart)[last], np.searchsorted(rank[first], np.arange(offsets.size))
 
 
 def _fragments(layout: Layout, rank: int) -> tuple[IntArray, IntArray]:

@@ -18,18 +18,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
 from megatron_cp.exchange.sections import HeadPartition, head_runs
 from megatron_cp.layout import Layout, Mask
-from megatron_cp.layout.bands import area
+from megatron_cp.layout.bands import areas
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_queries, ranges_seen
+from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks, ranges_seen_by_ranks
 from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn, Return, RowFlow, pieces_of
+
+_MOST_FRAGMENTS = 2**13  # of KV ranks whose queries are cut out of a mask in one pass
+_MOST_BANDS = 2**18  # of one KV rank that are kept for all its stages: 12 MiB
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ class Attend(Memo):
 
     def area(self, kv_rank: int) -> int:
         """The number of visible (query, key) pairs of a KV rank's queries."""
-        return area(self._bands_of(kv_rank))
+        return self._seen.areas[kv_rank]
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""
@@ -172,15 +175,30 @@ class Attend(Memo):
 
     def bytes_sent(self, rank: int, item_size: int, *, forward: bool) -> int:
         """Bytes that a rank sends to others, for elements of `item_size` bytes."""
-        kv_rank = rank // self.num_head_ranks
-        flows = self.flows(forward=forward)
-        return self._row(rank) * sum(flow.rows_sent(kv_rank) * flow.item_size(item_size) for flow in flows)
+        return self._row(rank) * self._bytes_along_keys(item_size, forward=forward)[rank // self.num_head_ranks]
 
     def bytes_needed(self, rank: int, item_size: int, *, forward: bool) -> int:
         """`bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other."""
-        kv_rank, fetch = rank // self.num_head_ranks, self.needed
-        rows = fetch.rows_sent(kv_rank) + (0 if forward else Return(fetch).rows_sent(kv_rank))
-        return self._row(rank) * item_size * rows
+        return self._row(rank) * item_size * self._rows_needed(forward=forward)[rank // self.num_head_ranks]
+
+    def _bytes_along_keys(self, item_size: int, *, forward: bool) -> list[int]:
+        """For each KV rank the bytes that it sends, for each element of a token's keys and values."""
+
+        def make() -> list[int]:
+            flows = self.flows(forward=forward)
+            sent = [flow.rows_sent_by_ranks() * flow.item_size(item_size) for flow in flows]
+            return sum(sent, np.zeros(self.num_kv_ranks, dtype=np.int64)).tolist()
+
+        return self.memo(("bytes along keys", item_size, forward), make)
+
+    def _rows_needed(self, *, forward: bool) -> list[int]:
+        """For each KV rank the rows of keys that other KV ranks see, and in backward those whose gradients it sends."""
+
+        def make() -> list[int]:
+            rows = self.needed.rows_sent_by_ranks()
+            return (rows if forward else rows + Return(self.needed).rows_sent_by_ranks()).tolist()
+
+        return self.memo(("rows needed", forward), make)
 
     def describe(self) -> list[str]:
         """The step's value, but for queries' layout and mask, which are the plan's."""
@@ -209,15 +227,33 @@ class Attend(Memo):
         return self.memo(("seen",), lambda: _Seen(self.mask, self.queries))
 
     def _tiles(self, kv_rank: int, stage: Stage) -> Tiles:
-        k_tokens = self.keys.tokens(kv_rank) if stage.keys is None else stage.keys.tokens(kv_rank)
-        return Tiles(self.bands(kv_rank, stage), self.queries.tokens(kv_rank), k_tokens)
+        q_tokens = self.memo(("query tokens", kv_rank), lambda: self.queries.tokens(kv_rank))
+        if stage.keys is not None:
+            k_tokens = stage.keys.tokens(kv_rank)
+        else:
+            k_tokens = q_tokens if self.keys is self.queries else self.keys.tokens(kv_rank)
+        return Tiles(self.bands(kv_rank, stage), q_tokens, k_tokens)
 
     def bands(self, kv_rank: int, stage: Stage) -> IntArray:
         """The bands of a stage's tiles, without a table of their tokens."""
+        source = kv_rank if stage.keys is None else stage.keys.source(kv_rank)
+        if source is None:
+            assert stage.keys is not None
+            return stage.keys.bands(self._bands_of(kv_rank), kv_rank)
+        bands, offsets = self.memo(("bands of ranks' keys", kv_rank), lambda: self._bands_of_all_keys(kv_rank))
+        if offsets is None:
+            return bands_of_held_keys(bands, self.keys, source)
+        return bands[offsets[source] : offsets[source + 1]]
+
+    def _bands_of_all_keys(self, kv_rank: int) -> tuple[IntArray, IntArray | None]:
+        """The bands of a KV rank's queries over each KV rank's rows of keys, and where those of each begin.
+
+        Where they are many, the bands over the stream of keys and None.
+        """
         bands = self._bands_of(kv_rank)
-        if stage.keys is None:
-            return bands_of_held_keys(bands, self.keys, kv_rank)
-        return stage.keys.bands(bands, kv_rank)
+        if self.count_bands(kv_rank)[0] > _MOST_BANDS:
+            return bands, None
+        return bands_of_ranks(bands, self.keys, range(self.keys.cp_size), queries=False)
 
     def count_bands(self, kv_rank: int) -> tuple[int, int]:
         """About how many bands a KV rank computes in all stages, and how many if it had all its keys at once.
@@ -238,18 +274,40 @@ class Attend(Memo):
 
 
 class _Seen(Memo):
-    """What the queries of each KV rank see."""
+    """What the queries of each KV rank see, made for neighbouring KV ranks at once, which takes little more time."""
 
     def __init__(self, mask: Mask, queries: Layout) -> None:
         self.mask, self.queries = mask, queries
+        self.block = max(1, _MOST_FRAGMENTS * queries.cp_size // max(queries.starts.size, 1))
 
     def bands(self, kv_rank: int) -> IntArray:
         """In rows of the queries, over the stream of keys."""
-        return self.memo(("bands", kv_rank), lambda: bands_of_queries(self.mask.bands, self.queries, kv_rank))
+        bands, offsets = self._bands(kv_rank // self.block)
+        return bands[slice(*offsets[kv_rank % self.block :][:2])]
 
     def keys(self, kv_rank: int) -> tuple[IntArray, IntArray]:
         """The keys that are seen, as ranges of the stream."""
-        return self.memo(("keys", kv_rank), lambda: ranges_seen(self.bands(kv_rank)))
+        block = kv_rank // self.block
+        starts, ends, offsets = self.memo(("keys", block), lambda: ranges_seen_by_ranks(*self._bands(block)))
+        own = slice(*offsets[kv_rank % self.block :][:2])
+        return starts[own], ends[own]
+
+    @cached_property
+    def areas(self) -> list[int]:
+        """For each KV rank the (query, key) pairs that are seen."""
+        found = list[int]()
+        for block in range(-(-self.queries.cp_size // self.block)):
+            bands, offsets = self._bands(block)
+            before = np.concatenate([[0], np.cumsum(areas(bands))])
+            found += map(int, np.diff(before[offsets]))
+        return found
+
+    def _bands(self, block: int) -> tuple[IntArray, IntArray]:
+        """Of a block of KV ranks, with where those of each begin."""
+        first = block * self.block
+        ranks = range(first, min(first + self.block, self.queries.cp_size))
+        make = partial(bands_of_ranks, self.mask.bands, self.queries, ranks, queries=True)
+        return self.memo(("bands", block), make)
 
 
 # -- how keys travel -------------------------------------------------------------------------------------------------

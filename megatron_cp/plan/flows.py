@@ -18,14 +18,16 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_cp.exchange.split_counts import SplitCounts
+from megatron_cp.exchange.split_counts import SplitCounts, count_by_owner
 from megatron_cp.layout import Layout
-from megatron_cp.layout.fragments import arange_ranges
-from megatron_cp.layout.memo import Memo
+from megatron_cp.layout.fragments import arange_ranges, index_ranges
+from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys
 
+IndexTable = NDArray[np.int32] | IntArray  # in 32 bits where those hold its numbers
 Ranges = tuple[IntArray, IntArray]  # starts and ends of ranges of the stream, in rising order
 
 
@@ -58,8 +60,12 @@ class RowFlow(ABC):
         return self.layout.cp_size
 
     @abstractmethod
+    def rows_sent_by_ranks(self) -> IntArray:
+        """`[ranks]` rows that each rank sends to others."""
+
     def rows_sent(self, rank: int) -> int:
         """Rows that a rank sends to others."""
+        return int(self.rows_sent_by_ranks()[rank])
 
     @abstractmethod
     def message_rows(self, rank: int) -> MessageRows:
@@ -80,6 +86,10 @@ class KeyFlow(RowFlow):
     @abstractmethod
     def bands(self, bands: IntArray, rank: int) -> IntArray:
         """Bands over the stream of keys, counted in the rows that are then at hand."""
+
+    def source(self, rank: int) -> int | None:
+        """The rank whose rows, as they stand, are then at hand; None where they are of several."""
+        return None
 
     @abstractmethod
     def describe(self) -> str:
@@ -110,6 +120,9 @@ class PassOn(KeyFlow):
     def bands(self, bands: IntArray, rank: int) -> IntArray:
         return bands_of_held_keys(bands, self.layout, self.source(rank))
 
+    def rows_sent_by_ranks(self) -> IntArray:
+        return np.roll(self.layout.token_counts, self.hops - 1)
+
     def rows_sent(self, rank: int) -> int:
         return int(self.layout.token_counts[(rank - self.hops + 1) % self.layout.cp_size])
 
@@ -138,11 +151,11 @@ class FetchTables(NamedTuple):
         tokens: `[sum(recv_counts)]` place in the stream of the fetched rows, rising.
     """
 
-    send_rows: IntArray
+    send_rows: IndexTable
     send_counts: IntArray
     recv_counts: IntArray
-    order: IntArray | None
-    inverse: IntArray | None
+    order: IndexTable | None
+    inverse: IndexTable | None
     tokens: IntArray
 
 
@@ -177,11 +190,11 @@ class Fetch(Memo, KeyFlow):
         """Rows of the longest share."""
         return int(self.layout.token_counts.max())
 
-    def rows_sent(self, rank: int) -> int:
+    def rows_sent_by_ranks(self) -> IntArray:
         if self.equal_shares:
-            return self.longest * (self.size - 1)
-        sent = self.split_counts.sent_by(rank)
-        return sum(sent) - sent[rank]
+            return np.full(self.size, self.longest * (self.size - 1))
+        counts = self.split_counts.counts
+        return self.memo(("rows sent",), lambda: frozen(counts.sum(axis=1) - counts.diagonal()))
 
     def message_rows(self, rank: int) -> MessageRows:
         return self.memo(("message rows", rank), lambda: self._message_rows(rank))
@@ -198,78 +211,98 @@ class Fetch(Memo, KeyFlow):
 
     def arrives_in_order(self, rank: int) -> bool:
         """Whether the rows that a rank fetches, one owner's after the other's, are in stream order."""
-        owners = self._pieces[1][self._taken(*self.wanted(rank)) > 0]
+        _, _, owners = self._wanted_pieces(rank)
         return bool((owners[1:] >= owners[:-1]).all())
 
     def tables(self, rank: int) -> FetchTables:
         """What a rank sends and receives, row by row."""
         return self.memo(("tables", rank), lambda: self._make_tables(rank))
 
-    def shares(self) -> IntArray:
+    def shares(self) -> IndexTable:
         """`[total]` where each row of the stream stands among shares that are all as long as the longest."""
-        counts, places = self.layout.token_counts, self.layout.inverse_order
-        lasts = np.cumsum(counts)
-        owners = np.searchsorted(lasts, places, side="right")
-        found: IntArray = owners * self.longest + places - (lasts - counts)[owners]
-        return found
+        starts = np.sort(self.layout.starts)
+        owners, rows = self.layout.located(starts)
+        places = owners * self.longest + rows
+        return index_ranges(places, places + np.diff(starts, append=self.layout.packing.total))
 
     def _make_tables(self, rank: int) -> FetchTables:
-        tokens, owners = self._owners(*self.wanted(rank))
-        by_owner = np.argsort(owners, kind="stable")
+        # Piece by piece: a piece has one owner and lies in one range.
+        starts, ends, owners = self._wanted_pieces(rank)
+        sizes, by_owner = ends - starts, np.argsort(owners, kind="stable")
         in_order = bool((by_owner[1:] > by_owner[:-1]).all())
-        order = np.empty_like(by_owner)
-        order[by_owner] = np.arange(by_owner.size)
-        send_rows = [self._rows_within(rank, *self.wanted(reader)) for reader in range(self.size)]
-        return FetchTables(
-            send_rows=np.concatenate(send_rows),
-            send_counts=np.array([rows.size for rows in send_rows]),
-            recv_counts=np.bincount(owners, minlength=self.size),
-            order=None if in_order else order,
-            inverse=None if in_order else by_owner,
-            tokens=tokens,
-        )
+        order: IndexTable | None = None
+        inverse: IndexTable | None = None
+        if not in_order:
+            places = (np.cumsum(sizes) - sizes)[by_owner]
+            inverse = index_ranges(places, places + sizes[by_owner])
+            arrived = np.empty_like(sizes)
+            arrived[by_owner] = np.cumsum(sizes[by_owner]) - sizes[by_owner]
+            order = index_ranges(arrived, arrived + sizes)
+        send_rows, send_counts = self._sent_rows(rank)
+        recv_counts = np.bincount(owners, weights=sizes, minlength=self.size).astype(np.int64)
+        return FetchTables(send_rows, send_counts, recv_counts, order, inverse, arange_ranges(*self.wanted(rank)))
+
+    def _sent_rows(self, rank: int) -> tuple[IndexTable, IntArray]:
+        """A rank's own rows that others want, reader after reader, each in stream order; and how many each wants."""
+        if self.equal_shares:
+            rows = self._rows_within(rank, *self.wanted(rank), np.array([0, self.wanted(rank)[0].size]))[0]
+            return np.concatenate([rows] * self.size), np.full(self.size, rows.size)
+        return self._rows_within(rank, *self._all_wanted)
 
     def _count_rows(self) -> IntArray:
+        """`[owners, readers]`."""
         if self.equal_shares:
             return np.repeat(self.layout.token_counts[:, None], self.size, axis=1)
-        _, owner = self._pieces
-        counts = np.zeros((self.size, self.size), dtype=np.int64)
-        for reader in range(self.size):
-            counts[:, reader] = np.bincount(owner, weights=self._taken(*self.wanted(reader)), minlength=self.size)
+        edges, owner = pieces_of(self.layout)
+        starts, ends, offsets = self._all_wanted
+        places = np.concatenate([starts, ends])
+        # Whole pieces from the one where a range begins up to the one where it ends, and the difference within those.
+        piece = np.searchsorted(edges[1:-1], places, side="right")
+        within, sign = places - edges[piece], np.repeat([-1, 1], [starts.size, ends.size])
+        reader = np.tile(np.repeat(np.arange(self.size), np.diff(offsets)), 2)
+        counts = count_by_owner(owner, np.diff(edges), piece[: starts.size], piece[starts.size :], offsets, self.size)
+        np.add.at(counts, (owner[piece], reader), sign * within)
         return counts
 
-    def _taken(self, starts: IntArray, ends: IntArray) -> IntArray:
-        """How many rows of each piece lie in ranges of the stream."""
-        edges, _ = self._pieces
-        return _covered(edges[1:], starts, ends) - _covered(edges[:-1], starts, ends)
-
     @property
-    def _pieces(self) -> tuple[IntArray, IntArray]:
-        """The fragments of all rows in stream order: `[n + 1]` edges, and the rank that owns each."""
-        return self.memo(("pieces",), lambda: pieces_of(self.layout))
+    def _all_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
+        """The ranges that ranks want, one rank's after the other's, and `[ranks + 1]` where those of each begin."""
+        return self.memo(("all wanted",), self._join_wanted)
 
-    def _rows_within(self, rank: int, starts: IntArray, ends: IntArray) -> IntArray:
-        """A rank's own rows that lie in rising ranges of the stream, in stream order."""
+    def _join_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
+        starts, ends = zip(*(self.wanted(reader) for reader in range(self.size)), strict=True)
+        return np.concatenate(starts), np.concatenate(ends), np.cumsum([0, *(ranges.size for ranges in starts)])
+
+    def _wanted_pieces(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
+        """The ranges that a rank wants, cut where the owner changes: starts, ends and owners, in stream order."""
+        (edges, owners), (starts, ends) = pieces_of(self.layout), self.wanted(rank)
+        number, piece = _meetings(starts, ends, edges[:-1], edges[1:])
+        return np.maximum(starts[number], edges[piece]), np.minimum(ends[number], edges[piece + 1]), owners[piece]
+
+    def _rows_within(
+        self, rank: int, starts: IntArray, ends: IntArray, offsets: IntArray
+    ) -> tuple[IndexTable, IntArray]:
+        """A rank's own rows that lie in ranges of the stream, which rise for each reader.
+
+        Args:
+            rank: whose rows.
+            starts, ends: of the ranges, reader after reader.
+            offsets: `[readers + 1]` where the ranges of each begin.
+
+        Returns:
+            the rows, reader after reader, each in stream order; and how many there are for each reader.
+        """
         lo, hi = self.layout.fragment_offsets[rank : rank + 2]
         local_starts, local_ends = self.layout.starts[lo:hi], self.layout.ends[lo:hi]
         first_rows = np.cumsum(local_ends - local_starts) - (local_ends - local_starts)
         order = np.argsort(local_starts, kind="stable")
         local_starts, local_ends, first_rows = local_starts[order], local_ends[order], first_rows[order]
-        # Every own fragment meets `count` ranges from `lowest` on.
-        lowest = np.searchsorted(ends, local_starts, side="right")
-        count = np.maximum(np.searchsorted(starts, local_ends, side="left") - lowest, 0)
-        piece = np.repeat(np.arange(order.size), count)
-        met = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(lowest, count)
-        shift = first_rows[piece] - local_starts[piece]
-        return arange_ranges(
-            np.maximum(local_starts[piece], starts[met]) + shift, np.minimum(local_ends[piece], ends[met]) + shift
-        )
-
-    def _owners(self, starts: IntArray, ends: IntArray) -> tuple[IntArray, IntArray]:
-        """The tokens of ranges of the stream, with the rank that owns each."""
-        tokens = arange_ranges(starts, ends)
-        lasts = np.cumsum(self.layout.token_counts)
-        return tokens, np.searchsorted(lasts, self.layout.inverse_order[tokens], side="right")
+        met, piece = _meetings(starts, ends, local_starts, local_ends)
+        begins, stops = np.maximum(local_starts[piece], starts[met]), np.minimum(local_ends[piece], ends[met])
+        shift, readers = first_rows[piece] - local_starts[piece], offsets.size - 1
+        reader = np.repeat(np.arange(readers), np.diff(offsets))[met]
+        counts = np.bincount(reader, weights=stops - begins, minlength=readers).astype(np.int64)
+        return index_ranges(begins + shift, stops + shift), counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,9 +319,9 @@ class Return(RowFlow):
     def layout(self) -> Layout:  # type: ignore[override]
         return self.fetch.layout
 
-    def rows_sent(self, rank: int) -> int:
-        sent = self.fetch.split_counts.received_by(rank)
-        return sum(sent) - sent[rank]
+    def rows_sent_by_ranks(self) -> IntArray:
+        counts = self.fetch.split_counts.counts
+        return self.fetch.memo(("rows returned",), lambda: frozen(counts.sum(axis=0) - counts.diagonal()))
 
     def message_rows(self, rank: int) -> MessageRows:
         sent = sum(self.fetch.split_counts.received_by(rank))
@@ -301,14 +334,16 @@ class Return(RowFlow):
 
 def pieces_of(layout: Layout) -> tuple[IntArray, IntArray]:
     """The fragments of a layout in stream order: `[n + 1]` edges, and the rank that has each."""
+    return layout.memo(("pieces",), lambda: _pieces_of(layout))
+
+
+def _pieces_of(layout: Layout) -> tuple[IntArray, IntArray]:
     starts = np.sort(layout.starts)
     return np.append(starts, layout.packing.total), layout.located(starts)[0]
 
 
-def _covered(places: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
-    """How many tokens before each place lie in disjoint ranges that rise."""
-    if not starts.size:
-        return np.zeros_like(places)
-    before = np.concatenate([[0], np.cumsum(ends - starts)])
-    index = np.searchsorted(starts, places, side="right")  # ranges that begin at or before the place
-    return before[index] - np.maximum(ends[index - 1] - places, 0) * (index > 0)
+def _meetings(starts: IntArray, ends: IntArray, rising_starts: IntArray, rising_ends: IntArray) -> Ranges:
+    """The pairs of a range and one of disjoint rising ranges that have tokens in common, in this order."""
+    lowest = np.searchsorted(rising_ends, starts, side="right")
+    last = np.maximum(np.searchsorted(rising_starts, ends, side="left"), lowest)
+    return np.repeat(np.arange(starts.size), last - lowest), arange_ranges(lowest, last)

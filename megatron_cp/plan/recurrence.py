@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.exchange.split_counts import SplitCounts
+from megatron_cp.exchange.split_counts import SplitCounts, count_by_owner
 from megatron_cp.layout import Layout
 from megatron_cp.layout.fragments import arange_ranges
 from megatron_cp.layout.memo import Memo
@@ -184,10 +184,7 @@ class Scan(Memo):
 
     def _make_split_counts(self, forward: bool) -> SplitCounts:
         ranks, sizes = self.layout.cp_size, self.sizes(np.arange(self.segments.start.size), forward=forward)
-        counts = np.zeros((ranks, ranks), dtype=np.int64)
-        for target in range(ranks):
-            needed = self.segments.needed(target, forward=forward)
-            counts[:, target] = np.bincount(self.segments.rank[needed], weights=sizes[needed], minlength=ranks)
+        counts = count_by_owner(self.segments.rank, sizes, *self.segments.needed_ranges(forward=forward), ranks)
         np.fill_diagonal(counts, 0)
         return SplitCounts(counts)
 

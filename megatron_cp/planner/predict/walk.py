@@ -274,7 +274,7 @@ class _Walk:
             self._copy("own gradients", tokens[self.kv_ranks] * row)
 
     def _passed(self, step: Attend, flow: PassOn, row: IntArray) -> Edges:
-        rows = np.array([flow.rows_sent(rank) for rank in range(step.num_kv_ranks)])[self.kv_ranks]
+        rows = flow.rows_sent_by_ranks()[self.kv_ranks]
         after = (self.kv_ranks + 1) % step.num_kv_ranks * self.degree + self.head_ranks
         return Edges.of(self.ranks, after, rows * row)
 

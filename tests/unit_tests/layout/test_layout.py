@@ -22,6 +22,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 import megatron_cp.layout.layout as layout_module
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.fragments import arange_ranges, index_ranges
 
 ragged = settings(derandomize=True, deadline=None, max_examples=40)
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
@@ -519,3 +520,21 @@ def test_rejects_too_few_shards():
 def test_rejects_a_shard_of_another_length():
     with refusal_of("shards[1]", "'3 rows'"):
         Layout.zigzag(Packing([8]), 2).unshard([np.arange(4), np.arange(3)])
+
+
+def test_ranges_are_counted_block_by_block():
+    random = np.random.default_rng(0)
+    for count in (0, 1, 7, 3000):
+        starts = random.integers(0, 2**20, count)
+        ends = starts + random.integers(0, 50, count)
+        pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+        expected = [number for start, end in pairs for number in range(start, end)]
+        for found, dtype in ((arange_ranges(starts, ends), np.int64), (index_ranges(starts, ends), np.int32)):
+            assert found.tolist() == expected
+            assert found.dtype == dtype
+
+
+def test_ranges_beyond_32_bits_are_counted_in_64():
+    starts = np.array([2**31 - 2, 0, 2**40])
+    assert index_ranges(starts, starts + 2).tolist() == [2**31 - 2, 2**31 - 1, 0, 1, 2**40, 2**40 + 1]
+    assert index_ranges(starts[:2], starts[:2] + 1).dtype == np.int32

@@ -1,11 +1,20 @@
 """Tiles count pairs in the rows at hand, and know which tokens stand in them."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_cp.layout import Layout, Mask, Packing
-from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen
+from megatron_cp.layout.tiles import (
+    Tiles,
+    bands_of_held_keys,
+    bands_of_keys,
+    bands_of_queries,
+    bands_of_ranks,
+    ranges_seen,
+    ranges_seen_by_ranks,
+)
 from megatron_cp.planner.layouts import layout_by_name
 from tests.mask_oracle import causal, pairs_of, window
 
@@ -62,3 +71,23 @@ def test_the_keys_that_are_seen_are_all_and_only_those(mask, cp_size, rank):
     assert (starts[1:] > ends[:-1]).all()  # the fewest ranges
     tiles = Tiles(bands_of_keys(bands, starts, ends), layout.tokens(rank), np.array(seen, dtype=np.int64))
     assert len(pairs_by_token(tiles)) == pairs[layout.tokens(rank)].sum()
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "random"])
+@pytest.mark.parametrize("ranks", [range(4), range(1, 3), range(3, 4)], ids=str)
+def test_ranks_at_once_are_ranks_by_themselves(name, ranks):
+    packing = Packing([5, 1, 9, 0, 4])
+    layout = layout_by_name(name, packing, 4, seed=3)
+    for mask in (Mask.causal(packing), Mask.window(packing, 2, 1), Mask.from_slices(packing, [])):
+        bands, offsets = bands_of_ranks(mask.bands, layout, ranks, queries=True)
+        starts, ends, firsts = ranges_seen_by_ranks(bands, offsets)
+        assert len(offsets) == len(firsts) == len(ranks) + 1
+        for number, rank in enumerate(ranks):
+            own = bands_of_queries(mask.bands, layout, rank)
+            assert bands[slice(*offsets[number : number + 2])].tolist() == own.tolist()
+            seen = slice(*firsts[number : number + 2])
+            assert [starts[seen].tolist(), ends[seen].tolist()] == [edges.tolist() for edges in ranges_seen(own)]
+        bands, offsets = bands_of_ranks(mask.bands, layout, ranks, queries=False)
+        for number, rank in enumerate(ranks):
+            held = bands_of_held_keys(mask.bands, layout, rank)
+            assert bands[slice(*offsets[number : number + 2])].tolist() == held.tolist()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan import attention as plan_attention_steps
 from megatron_cp.plan.attention import SCHEDULES, Attend
 from megatron_cp.plan.flows import Fetch, PassOn, Return
 from megatron_cp.planner.layouts import layout_by_name
@@ -62,6 +63,8 @@ def test_a_fetch_counts_what_its_tables_hold(drawn):
         ordered = None if tables.order is None else len(tables.tokens)
         assert fetch.message_rows(rank) == (len(tables.send_rows), len(tables.tokens), ordered)
         assert back.message_rows(rank) == (ordered, len(tables.send_rows), None)
+    for flow in (fetch, back):
+        assert flow.rows_sent_by_ranks().tolist() == [flow.rows_sent(rank) for rank in range(fetch.size)]
     assert sum(fetch.rows_sent(rank) for rank in range(fetch.size)) == sum(
         back.rows_sent(rank) for rank in range(fetch.size)
     )
@@ -88,6 +91,7 @@ def test_a_ring_brings_every_block_once_and_its_gradient_home(size):
         assert met[0] == PassOn(layout, size).source(rank) == rank
         for hops in range(1, size):
             flow = PassOn(layout, hops)
+            assert flow.rows_sent_by_ranks()[rank] == flow.rows_sent(rank)
             # What a rank sends is what the next one then has.
             assert flow.rows_sent(rank) == flow.rows_received((rank + 1) % size) == counts[flow.source(rank + 1)]
             assert flow.tokens(rank).tolist() == layout.tokens(flow.source(rank)).tolist()
@@ -152,3 +156,17 @@ def test_chunks_know_which_heads_of_the_layer_they_are():
     assert [chunk.first_head for chunk in step.chunks(0)] == [0, 2, 4]
     assert [chunk.first_head for chunk in step.chunks(1)] == [6, 8, 10]
     assert [chunk.heads for chunk in step.chunks(1)] == [slice(0, 2), slice(2, 4), slice(4, 6)]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_bands_of_a_ring_are_the_same_where_they_are_too_many_to_keep(size, monkeypatch):
+    layout = layout_by_name("random", RAGGED, size, seed=3)
+
+    def bands():
+        step = Attend(Mask.causal(RAGGED), layout, layout, partition_heads(4, 2, 1), "p2p", 8, 8)
+        return [step.bands(rank, stage).tolist() for rank in range(size) for stage in step.stages]
+
+    kept = bands()
+    monkeypatch.setattr(plan_attention_steps, "_MOST_BANDS", 0)
+    monkeypatch.setattr(plan_attention_steps, "_MOST_FRAGMENTS", 1)  # and ranks one by one
+    assert bands() == kept

@@ -1,0 +1,97 @@
+"""How many functions are called to plan a batch and to make one rank's tables: no time, which a busy machine changes.
+
+Whatever is done for each pair of ranks, or row by row, shows here: at cp 64 there are 4096 pairs.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.flows import Fetch
+from megatron_cp.plan.recurrence import Halo
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.linear import plan_linear
+
+DRAWS = np.random.default_rng(0).lognormal(8, 1.2, 64)
+LENGTHS = np.diff(np.round(np.cumsum(DRAWS) / DRAWS.sum() * 2**18).astype(int), prepend=0)
+RANK = 5
+
+
+def attention(layout, scheme, **options):
+    return plan_attention(layout.packing, layout, heads=32, kv_heads=8, head_dim=128, scheme=scheme, **options)
+
+
+def linear(layout, mode):
+    return plan_linear(layout.packing, layout, "gdn", heads=32, key_heads=16, head_dim=128, mode=mode)
+
+
+WAYS = {
+    "a2a": lambda layout: attention(layout, "a2a"),
+    "p2p": lambda layout: attention(layout, "p2p"),
+    "all_gather": lambda layout: attention(layout, "all_gather"),
+    "exact": lambda layout: attention(layout, "exact"),
+    "a2a+exact": lambda layout: attention(layout, "a2a+exact", ulysses_degree=8),
+    "headwise": lambda layout: linear(layout, "headwise"),
+    "chunkwise": lambda layout: linear(layout, "chunkwise"),
+}
+
+
+def make_tables(plan, rank):
+    """What a rank needs to run a plan, and the sums that a choice between plans needs."""
+    kv_rank = rank // plan.ulysses_degree
+    for exchange, _ in plan.exchanges(forward=True):
+        layout = exchange.within(kv_rank).layout
+        _ = layout.order, layout.inverse_order
+    for step in plan.recurrent_steps:
+        if isinstance(step, Halo):
+            _ = step.tables(rank), step.split_counts
+        else:
+            for forward in (True, False):
+                _ = step.split_counts(forward=forward), step.segments.needed(rank, forward=forward)
+    for stage in plan.attend.stages if plan.attend else ():
+        if len(plan.attend.tiles(kv_rank, stage).bands):
+            plan.attend.call_tiles(kv_rank, stage)
+        if isinstance(stage.keys, Fetch):
+            _ = stage.keys.tables(kv_rank), stage.keys.split_counts
+            _ = stage.keys.shares() if stage.keys.equal_shares else None
+    for forward in (True, False):
+        plan.bytes_sent(2, forward=forward)
+    plan.work_per_rank()
+
+
+def calls_of(work):
+    """Functions of Python and of C that it calls."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+# At cp 64: a quarter more than there are, or more where prices are part of the plan.
+MOST_CALLS = {
+    "a2a": 7_600, "p2p": 17_000, "all_gather": 4_700, "exact": 5_400, "a2a+exact": 5_800, "headwise": 25_000,
+    "chunkwise": 9_000,
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["zigzag", "balanced"])
+@pytest.mark.parametrize("way", WAYS)
+def test_calls_grow_no_faster_than_ranks(way, name):
+    counts = {}
+    for cp_size in (16, 64, 256):  # the first one of a process also imports what only some plans need
+        layout = getattr(Layout, name)(Packing(LENGTHS), cp_size)
+        counts[cp_size] = calls_of(lambda layout=layout: make_tables(WAYS[way](layout), RANK))
+    assert counts[64] <= MOST_CALLS[way]
+    assert counts[256] <= 4 * counts[64]
