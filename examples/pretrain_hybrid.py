@@ -181,7 +181,9 @@ def main() -> None:
     if args.dataloader_type != "external":
         raise SystemExit("pass --dataloader-type external: packs come from an iterator")
     if args.cp_even_packs and (args.sft or args.rampup_batch_size is not None):
-        raise SystemExit("--cp-even-packs: neither with --sft, whose packs Megatron fills, nor with --rampup-batch-size")
+        raise SystemExit(
+            "--cp-even-packs: neither with --sft, whose packs Megatron fills, nor with --rampup-batch-size"
+        )
     if args.fp8 is not None:
         raise SystemExit("--fp8-format: packs have any number of rows; align the layout (align=16) to use it")
     config = with_options(core_transformer_config_from_args(args, TransformerConfig), args)

@@ -1,8 +1,9 @@
 """Documents on disk become packed batches.
 
 Owns `Tokenizer` (text to token numbers), `Corpus` (the documents as tokens), best-fit packing, `even_packs` (packs of a
-global batch that take equally long) and `PackedStream` (the endless sequence of packs that training reads). Everything here is numpy on the host and a function of its arguments:
-no torch, no ranks, no padding, no labels, nothing of Megatron's.
+global batch that take equally long) and `PackedStream` (the endless sequence of packs that training reads). Everything
+here is numpy on the host and a function of its arguments: no torch, no groups, no padding, no labels, nothing of
+Megatron's.
 """
 
 from megatron_cp.data.corpus import Corpus, TokenCorpus, read_corpus

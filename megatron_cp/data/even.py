@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +20,9 @@ TRIES = 64  # pairs of packs in a round, so that a batch of any size takes some 
 ROUNDS = 2  # of microbatches; a third gains less than a thousandth
 TAILS = (0.0, 0.1, 0.4)  # shares of the tokens that best fit adds where packs would overflow
 ROOM = 0.01  # with less of the budget to spare, packs would overflow without a tail
+
+
+_MOST_TOKENS = 2**60  # sums of a few such numbers are integers of 64 bits
 
 
 class Cost(Protocol):
@@ -147,10 +150,12 @@ def even_packs(
     """
     budget = checked_integer("budget", budget, 1)
     sizes = host_array("lengths", lengths)
-    if sizes.ndim != 1 or (sizes.size and not is_integral(sizes)):
-        raise ArgumentError("lengths", sizes.tolist(), "a flat list of integers of at least 1")
+    if sizes.ndim != 1 or sizes.size == 0 or not is_integral(sizes):
+        raise ArgumentError("lengths", sizes.tolist(), "a flat list of at least one integer of at least 1")
     batch = GlobalBatch(ranks, 1 if microbatches is None else microbatches, cost, barrier)
     packs = best_fit(sizes, budget)
+    if sum(sizes.tolist()) > _MOST_TOKENS:
+        raise ArgumentError("lengths", sizes.tolist(), f"at most {_MOST_TOKENS} tokens in a global batch")
     needed = max(-(-len(packs) // batch.ranks), 1)
     if microbatches is None:
         batch = GlobalBatch(batch.ranks, needed, cost, barrier)
@@ -178,10 +183,11 @@ def evened(
     Returns:
         as many packs, each a rising list of documents, at least one.
     """
-    # No pack is larger than all documents; so sums of a few budgets stay integers of 64 bits.
-    budget = min(budget, int(lengths.sum()))
+    budget = min(budget, int(lengths.sum()))  # more is never used, and a few budgets are an integer of 64 bits
     tokens = lengths.astype(np.float64)
-    work = float(batch.cost.token) * tokens + float(batch.cost.pair) * tokens * tokens
+    token, pair = float(batch.cost.token), float(batch.cost.pair)
+    unit = max(token, pair) or 1.0  # cancels, and keeps sums of squares finite
+    work = token / unit * tokens + pair / unit * tokens * tokens
     best = Assignment(lengths, work, budget, batch.ranks, packs)
     start = greedy(lengths, work, budget, batch)
     found = Assignment(lengths, work, budget, batch.ranks, packs if start is None else start)
@@ -214,7 +220,7 @@ def _levels(least: FloatArray, total: float) -> FloatArray:
         total: work of a rank.
     """
     if least.sum() >= total:
-        return least * (total / least.sum())
+        return least * (total / least.sum() if total else 1.0)
     falling = np.sort(least)[::-1]
     level = 0.0
     for raised, highest in enumerate(falling):
@@ -250,7 +256,8 @@ def greedy(lengths: IntArray, work: FloatArray, budget: int, batch: GlobalBatch)
     for count in counts:
         if count > len(chosen):
             continue
-        rooms = budget - np.bincount(chosen[:count], sizes[:count], batch.packs).astype(np.int64)
+        rooms = np.full(batch.packs, budget)
+        np.subtract.at(rooms, np.array(chosen[:count], np.int64), sizes[:count])
         tail = _into_rooms(sizes[count:].tolist(), rooms.tolist())
         if tail is None:
             continue
@@ -282,10 +289,10 @@ def _longest_first(sizes: list[int], work: list[float], count: int, budget: int,
         chosen.append(number)
         if room[number] >= smallest:
             heappush(packs[rank], (weight + added, number))
-        ranks += full
-        heapify(ranks) if full else None
         if packs[rank]:
-            heappush(ranks, (load + added, rank))
+            full.append((load + added, rank))
+        for entry in full:
+            heappush(ranks, entry)
     return chosen
 
 

@@ -46,11 +46,15 @@ class PackedStream:
 
     Example:
         >>> import numpy as np
-        >>> from megatron_cp.data import TokenCorpus
+        >>> from megatron_cp.data import GlobalBatch, TokenCorpus
         >>> from megatron_cp.planner.predict.pack_cost import PackCost
         >>> corpus = TokenCorpus("numbers", 24, np.arange(24), np.array([0, 8, 12, 16, 18, 20, 22, 24]))
-        >>> [PackedStream(corpus, 8).pack(index)[0].lengths.tolist() for index in range(3)]
-        [[4, 2, 2], [2, 2, 4], [8]]
+        >>> stream = PackedStream(corpus, 12)
+        >>> [stream.pack(index)[0].lengths.tolist() for index in range(2)]
+        [[8, 4], [4, 2, 2, 2, 2]]
+        >>> stream = PackedStream(corpus, 12, even=GlobalBatch(ranks=2, microbatches=1, cost=PackCost(0, 1, 1)))
+        >>> [stream.pack(index)[0].lengths.tolist() for index in range(2)]
+        [[8, 2, 2], [4, 4, 2, 2]]
     """
 
     def __init__(

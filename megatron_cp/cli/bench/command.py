@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_cp.cli.bench.defaults import EXCHANGE_RANKS, RANKS, WIRE_RANKS
+from megatron_cp.cli.bench.defaults import EXCHANGE_RANKS, PACK_RANKS, RANKS, WIRE_RANKS
 from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
 from megatron_cp.cli.parser import positive, seconds
 from megatron_cp.cli.paths import check_paths
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatron_cp.executor.groups import TorchGroup
 
 HELP = "measure a layer: local work, waits, memory and bytes, over what each could be"
-BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire")
+BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire", "packs")
 _LATER = ("planner",)
 DEVICES = ("cpu", "cuda")
 
@@ -29,13 +29,13 @@ DEVICES = ("cpu", "cuda")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("what", metavar="|".join(BENCHMARKS), help="what to measure")
-    *most, last = map(str, WIRE_RANKS)
+    wire, packs = (f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" for sizes in (WIRE_RANKS, PACK_RANKS))
     parser.add_argument(
         "--cp",
         type=positive,
         metavar="N",
-        help=f"context-parallel size (default: {RANKS}; of exchange {EXCHANGE_RANKS}, of wire {', '.join(most)} and "
-        f"{last})",
+        help=f"context-parallel size (default: {RANKS}; of exchange {EXCHANGE_RANKS}, of wire {wire}, of packs "
+        f"{packs})",
     )
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed rounds (default: 5)")
     add_layer_arguments(parser, dtype="float32")
@@ -66,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of layer: a Chrome trace of one forward and backward of our layer on rank 0, made once all is measured; "
         "of two layers FILE.gdn.json and FILE.mamba.json",
     )
+    parser.add_argument(
+        "--batches", type=positive, metavar="N", help="of packs: global batches for each number of ranks (default: 100)"
+    )
     parser.add_argument("--timeout", type=seconds, default=600.0, help="seconds the run may take (default: 600)")
 
 
@@ -74,14 +77,14 @@ def run(args: argparse.Namespace) -> Report:
     if args.what not in BENCHMARKS:
         later = f"{args.what} is not built yet." if args.what in _LATER else ""
         raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS), later)
-    for option, benchmark in (("only", "wire"), ("cells", "exchange"), ("profile", "layer")):
+    for option, benchmark in (("only", "wire"), ("cells", "exchange"), ("profile", "layer"), ("batches", "packs")):
         if getattr(args, option) is not None and args.what != benchmark:
             raise ArgumentError(f"--{option}", getattr(args, option), f"nothing but with bench {benchmark}")
     check_paths(args)
     import torch
     import torch.distributed as dist
 
-    from megatron_cp.cli.bench import attention, exchange, layer, linear, wire
+    from megatron_cp.cli.bench import attention, exchange, layer, linear, packs, wire
     from megatron_cp.executor.launch import in_torchrun, start_torchrun_rank
 
     reports: dict[str, Callable[[argparse.Namespace, TorchGroup | None], Report]] = {
@@ -90,6 +93,7 @@ def run(args: argparse.Namespace) -> Report:
         "exchange": exchange.report,
         "layer": layer.report,
         "wire": wire.report,
+        "packs": packs.report,
     }
     torch.set_num_threads(1)
     world = start_torchrun_rank(args.timeout) if in_torchrun() else None

@@ -102,9 +102,8 @@ class TrainingOptions:
     seq_length: int = _flag(4096, "tokens of a pack at most: a microbatch, over all its ranks", "data")
     global_batch_size: int = _flag(1, "packs of a step", "data")
     cp_even_packs: bool = _flag(
-        False, "assign a step's documents to its packs so that all replicas take equally long, by the flops of the model "
-        "(default: packs as best fit fills them)", "data",
-    )  # fmt: skip
+        False, "assign a step's documents to its packs so that replicas take equally long, by the model's flops", "data"
+    )
     # Optimisation.
     train_iters: int = _flag(100, "steps", "optimisation")
     # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these, or

@@ -30,7 +30,7 @@ def pack_cost_of(options: TrainingOptions, layers: Sequence[str], vocab_size: in
     Example:
         >>> cost = pack_cost_of(TrainingOptions(), "GG*-GG*-", vocab_size=256)
         >>> round(cost.token / cost.pair)  # tokens of a document that cost as much as its pairs
-        2701
+        2880
     """
     hidden = options.hidden_size
     weights, token, features = hidden * vocab_size, 0.0, 0

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from megatron_cp.errors import MAX_INTEGER, ArgumentError, as_number
 from megatron_cp.layout.packing import IntArray, host_array, is_integral
 
 FLOPS_OF_A_PARAMETER = 6  # a token's multiply-add forward, and two backward (Kaplan et al., arXiv 2001.08361)
-# Of a feature and a pair of tokens: two products of two flops forward and twice that backward, for one half of the pairs.
+# Of a feature and a pair of tokens: two products of two flops forward, twice that backward, and half of all pairs.
 FLOPS_OF_A_CAUSAL_PAIR = 6
 
 
@@ -54,7 +54,7 @@ class PackCost:
     def of_flops(cls, *, active_parameters: int, softmax_features: int, token: float = 0.0) -> PackCost:
         """A pack's flops, forward and backward, from the sizes of a causal model alone.
 
-        It knows no hardware: a kernel of attention and a GEMM count as equally fast, and no pack has a start of its own.
+        It knows no hardware: attention and GEMMs count as equally fast, and a pack costs nothing of its own.
 
         Args:
             active_parameters: weights that a token is multiplied with: of all GEMMs, of experts those that it visits.
@@ -89,7 +89,7 @@ class PackCost:
         """
         return self.pack + float(self.of_documents(lengths).sum())
 
-    def of_documents(self, lengths: ArrayLike) -> NDArray[np.float64]:
+    def of_documents(self, lengths: Sequence[int] | IntArray) -> NDArray[np.float64]:
         """`[documents]` seconds that each document adds to its pack.
 
         Args:
