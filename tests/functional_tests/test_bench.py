@@ -165,7 +165,6 @@ def test_nobody_always_comes_first_or_after_the_same_one():
         ("exchange", "--only", "codecs"),
         ("wire", "--cells", "2x64/2"),
         ("wire", "--profile", "a.json"),
-        ("layer", "--batches", "3"),
     ],
 )
 def test_options_of_another_benchmark_are_refused(what, option, value, capsys):

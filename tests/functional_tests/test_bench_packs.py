@@ -61,3 +61,8 @@ def test_a_step_of_megatron_core_is_its_groups_one_after_another():
 def test_rejects_what_it_does_not_measure(options, says, capsys):
     assert main(["bench", "packs", *options]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_its_option_is_refused_elsewhere(capsys):
+    assert main(["bench", "wire", "--batches", "3"]) == 2
+    assert "--batches: got 3; allowed: nothing but with bench packs" in capsys.readouterr().err

@@ -69,10 +69,10 @@ def test_ranks_swap_packs_of_a_microbatch(keep_peaks):
 
 
 def test_ranks_exchange_documents_of_any_microbatches():
-    made, lengths = assignment([[8], [8], [4, 4], [1] * 8], ranks=2)
+    made, _ = assignment([[8], [8], [4, 4], [1] * 8], ranks=2)
     made.even_ranks(10, keep_peaks=True)
     assert made.work.sum(0).tolist() == [84, 84]
-    made, lengths = assignment([[4, 4], [4, 4], [1], [1]], ranks=2, budget=9, power=1)
+    made, _ = assignment([[4, 4], [4, 4], [1], [1]], ranks=2, budget=9, power=1)
     made.even_ranks(10, keep_peaks=False)
     assert made.work.sum(0).tolist() == [9, 9]
 

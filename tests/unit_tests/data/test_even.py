@@ -253,7 +253,7 @@ def test_rejects_bad_arguments(options, says):
 
 @pytest.mark.parametrize("times", [[1], [1, 2, 3, float("nan")], [[1, 2], [3, 4]], None, ["a"] * 4])
 def test_rejects_times_of_other_packs(times):
-    with pytest.raises(ArgumentError, match="times: got .* allowed: a finite number for each of 4 packs"):
+    with pytest.raises(ArgumentError, match=r"times: got .* allowed: a finite number for each of 4 packs"):
         GlobalBatch(2, 2, COST).step_time(times)
 
 

@@ -275,7 +275,7 @@ def test_what_is_returned_is_the_callers():
 
 @pytest.mark.parametrize("even", [True, 3, (2, 2), COST])
 def test_rejects_what_is_no_global_batch(even):
-    with pytest.raises(ArgumentError, match="even: got .* allowed: a GlobalBatch or None"):
+    with pytest.raises(ArgumentError, match=r"even: got .* allowed: a GlobalBatch or None"):
         PackedStream(corpus_of(LENGTHS), 16, even=even)
 
 
