@@ -41,6 +41,15 @@ def test_one_long_document_goes_for_a_run_of_short_ones():
     assert lengths_of(made, lengths) == [[4, 1, 1, 1, 1]] * 2
 
 
+def test_a_pack_gives_until_it_is_even():
+    made, lengths = assignment([[5] * 6, [1] * 30], ranks=2)
+    made.even_packs(np.full((1, 2), 90.0), 10)
+    assert lengths_of(made, lengths) == [[5, 5, 5] + [1] * 15] * 2
+    made, lengths = assignment([[6] * 5, [1] * 30, [1] * 30], ranks=3)
+    made.even_packs(np.full((1, 3), 80.0), 2)  # two tries: two exchanges
+    assert [pack.count(6) for pack in lengths_of(made, lengths)] == [3, 1, 1]
+
+
 def test_a_document_moves_alone_where_there_is_room():
     made, lengths = assignment([[5, 4], [1]], ranks=2)
     made.even_packs(np.full((1, 2), 21.0), 10)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import megatron_cp.data.even as even_module
 from megatron_cp.data import GlobalBatch, best_fit, even_packs
-from megatron_cp.data.assignment import EVEN
 from megatron_cp.data.even import evened, greedy
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict.pack_cost import PackCost
@@ -127,18 +126,16 @@ def test_the_small_batches_are_equal_to_the_best_as_a_rule():
     assert np.mean(over) < 1.02
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_each_kind_of_step_gets_its_own_packs(seed):
-    lengths = heavy_tail(300, 32768, seed)
-    kinds = [GlobalBatch(4, 4, COST, barrier) for barrier in (False, True)]
-    budget = int(lengths.sum() / 16 * 1.2)
-    assert lengths.max() <= budget
-    found = [
-        even_packs(lengths, budget=budget, cost=COST, ranks=4, microbatches=4, barrier=kind.barrier) for kind in kinds
-    ]
-    for own, kind in enumerate(kinds):
-        times = [kind.step_time(times_of(packs, lengths, COST)) for packs in found]
-        assert times[own] <= times[1 - own] * (1 + EVEN)
+    lengths = heavy_tail(800, 65536, seed)
+    batch = {"cost": COST, "ranks": 8, "microbatches": 4}
+    kinds = [GlobalBatch(**batch, barrier=barrier) for barrier in (False, True)]
+    budget = int(lengths.sum() / 32 * 1.1)
+    found = [even_packs(lengths, budget=budget, **batch, barrier=kind.barrier) for kind in kinds]
+    once, always = ([kind.step_time(times_of(packs, lengths, COST)) for packs in found] for kind in kinds)
+    assert once[0] < 0.995 * once[1]
+    assert always[1] < 0.95 * always[0]
 
 
 def test_as_many_microbatches_as_best_fit_needs_unless_told():
