@@ -7,6 +7,7 @@ checkpoints. `docs/moving-a-megatron-job.md` walks through it.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -24,8 +25,10 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import hybrid_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import num_floating_point_operations
 
 from megatron_cp.data.corpus import Corpus, split_corpus
+from megatron_cp.data.even import GlobalBatch
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
 from megatron_cp.megatron.config import TransformerConfig, add_arguments, with_options
@@ -35,6 +38,7 @@ from megatron_cp.megatron.loss import forward_step as forward_step_of
 from megatron_cp.megatron.modules import slots_of
 from megatron_cp.megatron.pack import Pack, broadcast_pack
 from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.predict.pack_cost import PackCost
 
 
 @cache
@@ -67,10 +71,23 @@ def forward_step(data_iterator: Iterator[Pack] | None, model: Any) -> Any:
     return forward_step_of(iter([get_batch(data_iterator, model)]), model)
 
 
+def global_batch() -> GlobalBatch | None:
+    """With `--cp-even-packs`: what a step reads, and what Megatron counts as the flops of its packs."""
+    args = get_args()
+    if not args.cp_even_packs:
+        return None
+    ranks = mpu.get_data_parallel_world_size()
+    token = num_floating_point_operations(args, 1, seqlen_squared_sum_in_batch=0, total_real_tokens_in_batch=1)
+    pair = num_floating_point_operations(args, 1, seqlen_squared_sum_in_batch=1, total_real_tokens_in_batch=0)
+    # Stages and experts wait for each other in each microbatch; else ranks wait once a step.
+    barrier = args.pipeline_model_parallel_size > 1 or args.expert_model_parallel_size > 1
+    return GlobalBatch(ranks, args.global_batch_size // ranks, PackCost(0.0, token, pair), barrier)
+
+
 def packs(corpus: Corpus, first: int, number: int) -> Iterator[Pack]:
     """Packs of `--seq-length` tokens at most for one data-parallel rank: its share of `number`, from the `first` on."""
     args = get_args()
-    stream = PackedStream(corpus, args.seq_length, args.seed)
+    stream = PackedStream(corpus, args.seq_length, args.seed, even=global_batch())
     start = first + mpu.get_data_parallel_rank()
     for index in range(start, first + number, mpu.get_data_parallel_world_size()):
         packing, tokens = stream.pack(index)
@@ -144,18 +161,29 @@ def need_no_evaluation(reason: str) -> None:
 datasets.is_distributed = True  # type: ignore[attr-defined] # every rank calls it
 
 
+def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The library's flags, and this job's own."""
+    even = "assign a step's documents to its packs so that all data-parallel ranks take equally long, by their flops"
+    add_arguments(parser).add_argument("--cp-even-packs", action="store_true", help=even)
+    return parser
+
+
 def main() -> None:
     """Parses Megatron's flags and ours, and trains."""
     if not Path(dataset_utils.__file__).with_name("Makefile").exists():
         # Megatron-Core's wheel brings these helpers compiled, and not the Makefile that `pretrain` would run.
         dataset_utils.compile_helpers = lambda: None
-    args = parse_and_validate_args(extra_args_provider=add_arguments)
+    args = parse_and_validate_args(extra_args_provider=arguments)
     if not args.calculate_per_token_loss:
         raise SystemExit("pass --calculate-per-token-loss: ranks hold different numbers of tokens")
     if args.micro_batch_size != 1:
         raise SystemExit("pass --micro-batch-size 1: a pack is a whole microbatch")
     if args.dataloader_type != "external":
         raise SystemExit("pass --dataloader-type external: packs come from an iterator")
+    if args.cp_even_packs and (args.sft or args.rampup_batch_size is not None):
+        raise SystemExit(
+            "--cp-even-packs: neither with --sft, whose packs Megatron fills, nor with --rampup-batch-size"
+        )
     if args.fp8 is not None:
         raise SystemExit("--fp8-format: packs have any number of rows; align the layout (align=16) to use it")
     config = with_options(core_transformer_config_from_args(args, TransformerConfig), args)

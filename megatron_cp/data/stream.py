@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_cp.data.corpus import Corpus
+from megatron_cp.data.even import GlobalBatch, evened
 from megatron_cp.data.pieces import Piece, best_fit, cut
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Packing
@@ -24,28 +25,55 @@ class PackedStream:
     In each epoch every token comes exactly once. Documents are shuffled, those longer than `budget` are cut into
     pieces, the pieces are packed by best fit, and packs and the pieces inside each are shuffled again.
 
+    With `even`, global batch number n is packs `n * even.packs` up to the next one's, and holds the pieces that it has
+    without, in packs whose predicted times are even (`even_packs`). Pieces keep the order that they have without: first
+    those of the batch's first pack. Where an epoch ends inside of a global batch, a pack may hold pieces of two.
+
+    Training is what it was, since a step reads the same documents: each sees itself alone, wherever it is packed, and
+    the loss and its gradient are sums over the tokens of a global batch divided by their number. They differ by
+    rounding, and by what looks at a whole pack: draws of dropout, and losses that balance experts in each microbatch.
+
     Args:
         corpus: the documents.
         budget: the most tokens of a pack, at least 2, since a next-token label needs two. Packs are not padded.
         seed: of the shuffles, together with the epoch.
         window: best fit sees this many pieces at a time, which bounds its time and memory.
+        even: what a global batch is and what its packs cost, if they are to take equally long.
 
     Raises:
         ArgumentError: `budget` (called `seq_length`, as Megatron spells it), `seed` or `window` is no integer in
-            range, or the corpus has no tokens.
+            range, `even` is no `GlobalBatch`, or the corpus has no tokens.
+
+    Example:
+        >>> import numpy as np
+        >>> from megatron_cp.data import GlobalBatch, TokenCorpus
+        >>> from megatron_cp.planner.predict.pack_cost import PackCost
+        >>> corpus = TokenCorpus("numbers", 24, np.arange(24), np.array([0, 8, 12, 16, 18, 20, 22, 24]))
+        >>> stream = PackedStream(corpus, 12)
+        >>> [stream.pack(index)[0].lengths.tolist() for index in range(2)]
+        [[8, 4], [4, 2, 2, 2, 2]]
+        >>> stream = PackedStream(corpus, 12, even=GlobalBatch(ranks=2, microbatches=1, cost=PackCost(0, 1, 1)))
+        >>> [stream.pack(index)[0].lengths.tolist() for index in range(2)]
+        [[8, 2, 2], [4, 4, 2, 2]]
     """
 
-    def __init__(self, corpus: Corpus, budget: int, seed: int = 0, window: int = 65536) -> None:
+    def __init__(
+        self, corpus: Corpus, budget: int, seed: int = 0, window: int = 65536, even: GlobalBatch | None = None
+    ) -> None:
         self.corpus = corpus
         self.budget = checked_integer("seq_length", budget, 2)
         self.seed = checked_integer("seed", seed, 0)
         self.window = checked_integer("window", window, 1)
+        if even is not None and not isinstance(even, GlobalBatch):
+            raise ArgumentError("even", even, "a GlobalBatch or None", "GlobalBatch(ranks, microbatches, cost)")
+        self.even = even
         self._lengths = np.asarray(corpus.lengths, np.int64)
         self.tokens_per_epoch = int(self._lengths.sum())
         if self.tokens_per_epoch == 0:
             raise ArgumentError("data_path", corpus.name, "a corpus with at least one token")
         self._first_packs = [0]  # the number of the first pack of each epoch, as far as anyone asked
         self._latest: _Epoch | None = None
+        self._batch: tuple[int, list[list[Piece]]] = (-1, [])  # the latest global batch, and the packs that were evened
 
     def pack(self, index: int) -> tuple[Packing, IntArray]:
         """Pack number `index`: the lengths of its pieces, and their tokens `[packing.total]` in one stream.
@@ -64,6 +92,23 @@ class PackedStream:
             ArgumentError: `index` is no integer of at least 0.
         """
         index = checked_integer("index", index, 0)
+        if self.even is None:
+            return self._best_fit(index)
+        batch, place = divmod(index, self.even.packs)
+        if self._batch[0] != batch:
+            self._batch = batch, self._evened(batch, self.even)
+        return list(self._batch[1][place])
+
+    def _evened(self, number: int, even: GlobalBatch) -> list[list[Piece]]:
+        """The packs of a global batch: the pieces that best fit gave it, so that a step reads what it would have."""
+        given = [self._best_fit(index) for index in range(number * even.packs, (number + 1) * even.packs)]
+        pieces = [piece for pack in given for piece in pack]
+        bounds = np.cumsum([0, *map(len, given)])
+        packs = [np.arange(first, last) for first, last in itertools.pairwise(bounds)]
+        lengths = np.array([piece.end - piece.start for piece in pieces])
+        return [[pieces[place] for place in pack] for pack in evened(lengths, packs, self.budget, even)]
+
+    def _best_fit(self, index: int) -> list[Piece]:
         while self._first_packs[-1] <= index:
             self._count_next_epoch()
         epoch = bisect_right(self._first_packs, index) - 1

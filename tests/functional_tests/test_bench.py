@@ -101,7 +101,7 @@ def test_torchrun_brings_its_ranks():
 
 def test_rejects_a_benchmark_that_is_not_built_yet(capsys):
     assert main(["bench", "planner"]) == 2
-    known = "attention or linear or exchange or layer or wire"
+    known = "attention or linear or exchange or layer or wire or packs"
     assert f"benchmark: got 'planner'; allowed: {known}. planner is not built yet." in capsys.readouterr().err
 
 
@@ -181,7 +181,7 @@ def test_as_many_ranks_as_the_help_says_are_measured(what, ranks, capsys, monkey
     with pytest.raises(SystemExit):
         main(["bench", "--help"])
     said = " ".join(capsys.readouterr().out.split())
-    assert "context-parallel size (default: 2; of exchange 4, of wire 3, 4, 5 and 8)" in said
+    assert "context-parallel size (default: 2; of exchange 4, of wire 3, 4, 5 and 8, of packs 1, 2, 4 and 8)" in said
     assert "default: float32; of exchange, layer and wire bfloat16" in said
     module = importlib.import_module(f"megatron_cp.cli.bench.{what}")
     made = []

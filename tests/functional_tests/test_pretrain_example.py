@@ -128,8 +128,9 @@ def one_rank(documents, checkpoint):
         (under_torchrun, 2, "--context-parallel-size 2 --cp-layout contiguous"),
         (forked, 4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
         (forked, 4, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-"),
+        (forked, 4, "--context-parallel-size 2 --cp-even-packs"),
     ],
-    ids=["cp2", "tp2-cp2-sequence-parallel", "pp2-cp2"],
+    ids=["cp2", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs"],
 )
 def test_the_example_continues_a_one_rank_checkpoint(run, num_ranks, flags, documents, checkpoint, one_rank):
     steps = pretrain(num_ranks, documents, "--train-iters", 4, "--load", checkpoint, *flags.split(), run=run)

@@ -169,9 +169,11 @@ def assert_compared(report, steps):
     assert report["tokens_per_second"] > 0
 
 
-def test_replicas_are_one_rank_with_the_same_batch(data, uninterrupted, tmp_path, capsys):
+@pytest.mark.parametrize("even", [[], ["--cp-even-packs"]], ids=["best-fit", "even-packs"])
+def test_replicas_are_one_rank_with_the_same_batch(even, data, uninterrupted, tmp_path, capsys):
+    """Also where documents of a step are in other packs."""
     folder = tmp_path / "run"
-    arguments = [*HYBRID, *STEPS, *BATCH, "--train-iters", "4", "--data-parallel-size", "2", "--json"]
+    arguments = [*HYBRID, *STEPS, *BATCH, *even, "--train-iters", "4", "--data-parallel-size", "2", "--json"]
     assert main(["train", *arguments, "--data-path", str(data), "--run-dir", str(folder)]) == 0
     report = report_of(capsys.readouterr().out)
     assert (report["max_loss_diff"], report["first_step_grad_diff"]) == (None, None)

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatron_cp.cli.bench.defaults import EXCHANGE_RANKS, RANKS, WIRE_RANKS
+from megatron_cp.cli.bench.defaults import EXCHANGE_RANKS, PACK_RANKS, RANKS, WIRE_RANKS
 from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
 from megatron_cp.cli.parser import positive, seconds
 from megatron_cp.cli.paths import check_paths
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
     from megatron_cp.executor.groups import TorchGroup
 
 HELP = "measure a layer: local work, waits, memory and bytes, over what each could be"
-BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire", "planner")
+BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire", "packs", "planner")
 DEVICES = ("cpu", "cuda")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("what", metavar="|".join(BENCHMARKS), help="what to measure")
-    *most, last = map(str, WIRE_RANKS)
+    wire, packs = (f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" for sizes in (WIRE_RANKS, PACK_RANKS))
     parser.add_argument(
         "--cp",
         type=positive,
         metavar="N",
-        help=f"context-parallel size (default: {RANKS}; of exchange {EXCHANGE_RANKS}, of wire {', '.join(most)} and "
-        f"{last})",
+        help=f"context-parallel size (default: {RANKS}; of exchange {EXCHANGE_RANKS}, of wire {wire}, of packs "
+        f"{packs})",
     )
     parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed rounds (default: 5)")
     add_layer_arguments(parser, dtype="float32")
@@ -66,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of two layers FILE.gdn.json and FILE.mamba.json",
     )
     parser.add_argument(
+        "--batches", type=positive, metavar="N", help="of packs: global batches for each number of ranks (default: 100)"
+    )
+    parser.add_argument(
         "--calibrate", metavar="FILE.toml", help="of planner: where to write the rates of this machine, as a preset"
     )
     parser.add_argument(
@@ -78,15 +81,18 @@ def run(args: argparse.Namespace) -> Report:
     """Measures, on local ranks or on those of torchrun."""
     if args.what not in BENCHMARKS:
         raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS))
-    of_planner = (("calibrate", "planner"), ("gpu", "planner"))
-    for option, benchmark in (("only", "wire"), ("cells", "exchange"), ("profile", "layer"), *of_planner):
+    of_one = {
+        "only": "wire", "cells": "exchange", "profile": "layer", "batches": "packs", "calibrate": "planner",
+        "gpu": "planner",
+    }  # fmt: skip
+    for option, benchmark in of_one.items():
         if getattr(args, option) is not None and args.what != benchmark:
             raise ArgumentError(f"--{option}", getattr(args, option), f"nothing but with bench {benchmark}")
     check_paths(args)
     import torch
     import torch.distributed as dist
 
-    from megatron_cp.cli.bench import attention, exchange, layer, linear, planner, wire
+    from megatron_cp.cli.bench import attention, exchange, layer, linear, packs, planner, wire
     from megatron_cp.executor.launch import in_torchrun, start_torchrun_rank
 
     reports: dict[str, Callable[[argparse.Namespace, TorchGroup | None], Report]] = {
@@ -96,6 +102,7 @@ def run(args: argparse.Namespace) -> Report:
         "layer": layer.report,
         "wire": wire.report,
         "planner": planner.report,
+        "packs": packs.report,
     }
     torch.set_num_threads(1)
     world = start_torchrun_rank(args.timeout) if in_torchrun() else None

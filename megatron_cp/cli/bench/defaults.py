@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megatron_cp.executor.groups import TorchGroup
 
 # Of local runs that name no number. Of exchange, its local part: between processes it has sizes of its own.
-RANKS, EXCHANGE_RANKS, WIRE_RANKS = 2, 4, (3, 4, 5, 8)
+RANKS, EXCHANGE_RANKS, WIRE_RANKS, PACK_RANKS = 2, 4, (3, 4, 5, 8), (1, 2, 4, 8)
 
 
 def with_defaults(

@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from tqdm import tqdm
 
 from megatron_cp.data.corpus import Corpus, read_corpus
+from megatron_cp.data.even import GlobalBatch
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.data.tokenizer import read_tokenizer
 from megatron_cp.errors import ArgumentError
@@ -30,8 +31,9 @@ from megatron_cp.megatron.modules import slots_of
 from megatron_cp.megatron.patches import gradients_reduced_one_by_one
 from megatron_cp.megatron.train import checkpoint
 from megatron_cp.megatron.train.options import METRICS, Run, TrainingOptions
+from megatron_cp.megatron.train.pack_cost import pack_cost_of
 from megatron_cp.megatron.train.run_folder import CHECKPOINTS, write_whole, writing
-from megatron_cp.megatron.train.setup import Training, build_training, start_model_parallel
+from megatron_cp.megatron.train.setup import Training, build_training, layers_of, start_model_parallel
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.picture import save_picture
@@ -58,6 +60,24 @@ def load_corpus(options: TrainingOptions) -> Corpus:
     return IndexedCorpus(options.data_path, vocab_size)
 
 
+def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> PackedStream:
+    """The packs of a run.
+
+    Args:
+        options: of the run.
+        corpus: its documents.
+        replicas: data-parallel ranks; they divide the packs of a step.
+
+    Raises:
+        ArgumentError: a spec or a pattern that does not exist.
+    """
+    even = None
+    if options.cp_even_packs:
+        cost = pack_cost_of(options, layers_of(options), options.padded_vocab_size(corpus.vocab_size))
+        even = GlobalBatch(replicas, options.global_batch_size // replicas, cost)
+    return PackedStream(corpus, options.seq_length, options.seed, even=even)
+
+
 def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
     """Trains on this rank, from the run's checkpoint or from its seed, and returns what happened.
 
@@ -81,8 +101,8 @@ def train(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
 
 def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]:
     options = run.options
-    stream = PackedStream(load_corpus(options), options.seq_length, options.seed)
-    start = checkpoint.check_checkpoint(run.resume, options, stream.corpus.vocab_size) if run.resume else 0
+    corpus = load_corpus(options)
+    start = checkpoint.check_checkpoint(run.resume, options, corpus.vocab_size) if run.resume else 0
     cp_group = start_model_parallel(options)
     wait = 60 * options.distributed_timeout_minutes
     long_wait = max(wait, launch.FIRST_STEP)
@@ -90,7 +110,8 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
     replicas = parallel_state.get_data_parallel_world_size()
     if options.global_batch_size % replicas:
         raise ArgumentError("global_batch_size", options.global_batch_size, f"a multiple of the {replicas} replicas")
-    training = build_training(options, stream.corpus.vocab_size, cp_group, where)
+    stream = packed_stream(options, corpus, replicas)
+    training = build_training(options, corpus.vocab_size, cp_group, where)
     if run.resume:
         checkpoint.load_checkpoint(run.resume, training)
     batches = _Batches(stream, training, options, start)
@@ -129,7 +150,7 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
                 set_timeout(wait)
             due = options.save_interval and step % options.save_interval == 0
             if run.save and (due or step == options.train_iters):
-                shape = options.shape(stream.corpus.vocab_size)
+                shape = options.shape(corpus.vocab_size)
                 set_timeout(long_wait)  # one rank may write, hash or sync for long while others wait
                 checkpoint.save_checkpoint(run.folder / CHECKPOINTS, training, shape, step)
                 set_timeout(wait)

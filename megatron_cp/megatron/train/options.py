@@ -103,6 +103,9 @@ class TrainingOptions:
     vocab_size: int | None = _flag(None, "of a .bin/.idx pair whose tokenizer is not given", "data")
     seq_length: int = _flag(4096, "tokens of a pack at most: a microbatch, over all its ranks", "data")
     global_batch_size: int = _flag(1, "packs of a step", "data")
+    cp_even_packs: bool = _flag(
+        False, "assign a step's documents to its packs so that replicas take equally long, by the model's flops", "data"
+    )
     # Optimisation.
     train_iters: int = _flag(100, "steps", "optimisation")
     # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these, or

@@ -118,7 +118,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
         ArgumentError: a spec or a pattern that does not exist, or options that do not go with it or the device.
     """
     _, is_hybrid = resolve_spec(options.spec)
-    num_layers, schemes = _num_layers(options, is_hybrid), options.cp_comm_type
+    num_layers, schemes = len(layers_of(options)), options.cp_comm_type
     if len(schemes) not in (1, num_layers):
         raise ArgumentError("cp_comm_type", schemes, f"one value, or one for each of {num_layers} layers")
     if is_hybrid and options.experimental_attention_variant is not None:
@@ -221,9 +221,15 @@ def _layer_spec(spec: tuple[str, ...], config: TransformerConfig) -> Any:
     return made
 
 
-def _num_layers(options: TrainingOptions, is_hybrid: bool) -> int:
-    if not is_hybrid:
-        return options.num_layers
+def layers_of(options: TrainingOptions) -> list[str]:
+    """The letters of each layer, as in `--hybrid-layer-pattern`: one of HybridModel's, mixer and MLP of GPTModel's.
+
+    Raises:
+        ArgumentError: a spec or a pattern that does not exist.
+    """
+    if not resolve_spec(options.spec)[1]:
+        every = 1 if options.experimental_attention_variant is None else options.linear_attention_freq
+        return ["G-" if number % every else "*-" for number in range(1, options.num_layers + 1)]
     try:
         pattern = parse_hybrid_pattern(options.hybrid_layer_pattern)
         layers = (pattern.main_pattern or "").replace("|", "")
@@ -231,7 +237,7 @@ def _num_layers(options: TrainingOptions, is_hybrid: bool) -> int:
         raise ArgumentError("hybrid_layer_pattern", options.hybrid_layer_pattern, _PATTERN, f"{error}.") from None
     if not layers or pattern.mtp_num_depths or "|" in options.hybrid_layer_pattern:
         raise ArgumentError("hybrid_layer_pattern", options.hybrid_layer_pattern, _PATTERN)
-    return len(layers)
+    return list(layers)
 
 
 _PATTERN = "layers such as MG*-: M for Mamba-2, G for GatedDeltaNet, * for attention, - for an MLP"

@@ -1,5 +1,6 @@
 """`PackedStream`: the packs that training reads."""
 
+import doctest
 import re
 from collections import Counter
 from itertools import pairwise
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_cp.data import PackedStream, TokenCorpus
+import megatron_cp.data.stream as stream_module
+from megatron_cp.data import GlobalBatch, PackedStream, TokenCorpus
 from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.predict.pack_cost import PackCost
 
 ragged = settings(derandomize=True, deadline=None, max_examples=60)
 LENGTHS = [1, 7, 30, 2, 2, 13, 8, 9, 1, 16, 5, 17, 3, 97]
@@ -191,3 +194,91 @@ def test_a_budget_of_any_size_holds_every_document():
     stream = PackedStream(corpus_of([3, 1, 4]), 2**63 - 1)
     assert stream.packs_per_epoch(0) == 1
     assert stream.pack(0)[0].total == 8
+
+
+# -- packs that take equally long --------------------------------------------------------------------------------------
+
+COST = PackCost(0, 1, 0.1)
+
+
+@ragged
+@given(
+    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=20).filter(any),
+    budget=st.integers(2, 20),
+    ranks=st.integers(1, 3),
+    microbatches=st.integers(1, 4),
+    barrier=st.booleans(),
+)
+def test_a_global_batch_holds_what_it_would_hold(lengths, budget, ranks, microbatches, barrier):
+    """Over the ends of epochs too."""
+    kind = GlobalBatch(ranks, microbatches, COST, barrier)
+    plain_stream, stream = (PackedStream(corpus_of(lengths), budget, even=even) for even in (None, kind))
+    assert [stream.packs_per_epoch(epoch) for epoch in range(2)] == [
+        plain_stream.packs_per_epoch(epoch) for epoch in range(2)
+    ]
+    for batch in range(3):
+        numbers = range(batch * kind.packs, (batch + 1) * kind.packs)
+        given_, even = ([each.pieces(number) for number in numbers] for each in (plain_stream, stream))
+        assert Counter(piece for pack in given_ for piece in pack) == Counter(piece for pack in even for piece in pack)
+        assert all(even)
+        assert max(sum(piece.end - piece.start for piece in pack) for pack in even) <= budget
+        times = [[COST.of([p.end - p.start for p in pack]) for pack in packs] for packs in (even, given_)]
+        assert kind.step_time(times[0]) <= kind.step_time(times[1]) * (1 + 1e-9)
+
+
+def test_the_step_is_shorter_and_the_batch_is_the_same():
+    corpus = corpus_of(np.minimum(np.random.default_rng(0).lognormal(3, 1.5, 2000).astype(int) + 1, 500).tolist())
+    kind = GlobalBatch(4, 2, COST)
+    given_, even = (PackedStream(corpus, 500, even=each) for each in (None, kind))
+    steps = np.array([
+        [kind.step_time([COST.of(each.pack(8 * batch + k)[0].lengths) for k in range(8)]) for batch in range(5)]
+        for each in (given_, even)
+    ])  # fmt: skip
+    assert (steps[1] < steps[0]).all()
+    assert plain(map(given_.pack, range(8))) != plain(map(even.pack, range(8)))
+
+
+def test_every_token_comes_once_before_the_batch_in_which_an_epoch_ends():
+    """And in it, for the first time of the next."""
+    stream = PackedStream(corpus_of(LENGTHS), 16, even=GlobalBatch(2, 2, COST))
+    count = stream.packs_per_epoch(0)
+    last = -(-count // 4) * 4
+    tokens = Counter(np.concatenate([stream.pack(index)[1] for index in range(last)]).tolist())
+    assert sorted(tokens) == list(range(sum(LENGTHS)))
+    assert sum(tokens.values()) - sum(LENGTHS) <= 16 * (last - count)
+
+
+def test_an_even_pack_is_a_function_of_its_number():
+    kind = GlobalBatch(2, 2, COST)
+    read = [PackedStream(corpus_of(LENGTHS), 16, 5, even=kind).pack(index) for index in range(40)]
+    stream = PackedStream(corpus_of(LENGTHS), 16, 5, even=kind)
+    for index in np.random.default_rng(0).permutation(40):
+        assert plain([stream.pack(index)]) == plain([read[index]])
+
+
+def test_pieces_keep_their_order():
+    plain_stream = PackedStream(corpus_of(LENGTHS), 16)
+    stream = PackedStream(corpus_of(LENGTHS), 16, even=GlobalBatch(2, 2, COST))
+    order = [piece for index in range(4) for piece in plain_stream.pieces(index)]
+    for index in range(4):
+        places = [order.index(piece) for piece in stream.pieces(index)]
+        assert places == sorted(places)
+
+
+def test_what_is_returned_is_the_callers():
+    stream = PackedStream(corpus_of(LENGTHS), 16, even=GlobalBatch(2, 2, COST))
+    pieces = stream.pieces(1)
+    kept = list(pieces)
+    pieces.clear()
+    assert stream.pieces(1) == kept
+
+
+@pytest.mark.parametrize("even", [True, 3, (2, 2), COST])
+def test_rejects_what_is_no_global_batch(even):
+    with pytest.raises(ArgumentError, match=r"even: got .* allowed: a GlobalBatch or None"):
+        PackedStream(corpus_of(LENGTHS), 16, even=even)
+
+
+def test_examples_are_true():
+    assert doctest.testmod(stream_module).failed == 0
+    assert doctest.testmod(stream_module).attempted >= 5

@@ -1,0 +1,226 @@
+"""`Assignment`: which documents of a global batch are in which pack, and how exchanges even out their work.
+
+Work is what a document adds to its pack's time, in any unit. Packs are numbered as they are read: pack number
+`microbatch * ranks + rank` is the microbatch of that rank.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.layout.packing import IntArray
+
+FloatArray = NDArray[np.float64]
+
+EVEN = 1e-3  # a difference of this share of the mean is not worth an exchange
+GAIN = 0.02  # an exchange closes at least this share of the gap
+GIVEN, TAKEN = 24, 96  # documents of a pack that are tried as the one that goes, and as the first that come for it
+TAKERS = 6  # packs that are tried for what one pack gives, the lightest first
+
+
+class _Pack(NamedTuple):
+    """A pack's documents `[n]`, longest first, and running sums `[n + 1]` of their tokens and of their work."""
+
+    documents: IntArray
+    tokens: IntArray
+    work: FloatArray
+
+
+class Exchange(NamedTuple):
+    """One document of a pack for a run of another's, which may be empty.
+
+    Attributes:
+        given: place of the document in the pack that gives it.
+        start, end: places of the run in the pack that takes the document.
+        work: what the first pack loses, and the second gains.
+    """
+
+    given: int
+    start: int
+    end: int
+    work: float
+
+
+class Assignment:
+    """The packs of a global batch, which exchange documents. Tokens of a pack never exceed the budget.
+
+    Args:
+        lengths: `[documents]` tokens of each.
+        work: `[documents]` of each.
+        budget: the most tokens of a pack.
+        ranks: data-parallel ranks; they divide the number of packs.
+        packs: the documents of each, at least one.
+    """
+
+    def __init__(
+        self, lengths: IntArray, work: FloatArray, budget: int, ranks: int, packs: Sequence[Sequence[int] | IntArray]
+    ) -> None:
+        self._lengths, self._work, self._budget, self.ranks = lengths, work, budget, ranks
+        self._packs = [self._pack(np.asarray(pack, np.int64)) for pack in packs]
+
+    def copy(self) -> Assignment:
+        """The same packs, which then change apart."""
+        copied = copy.copy(self)
+        copied._packs = list(self._packs)
+        return copied
+
+    @property
+    def packs(self) -> list[IntArray]:
+        """The documents of each pack, longest first."""
+        return [pack.documents for pack in self._packs]
+
+    @property
+    def work(self) -> FloatArray:
+        """`[microbatches, ranks]` of the packs."""
+        return np.array([pack.work[-1] for pack in self._packs]).reshape(-1, self.ranks)
+
+    @property
+    def longest(self) -> FloatArray:
+        """`[microbatches, ranks]` work of the longest document of each pack."""
+        return np.array([pack.work[1] for pack in self._packs]).reshape(-1, self.ranks)
+
+    def sort_into_microbatches(self) -> None:
+        """Packs of like work become one microbatch; in it, the rank with the least work so far gets the heaviest."""
+        work = self.work.ravel()
+        order = np.argsort(-work, kind="stable").reshape(-1, self.ranks)
+        loads = np.zeros(self.ranks)
+        for row in order:
+            row[np.argsort(loads, kind="stable")] = row.copy()
+            loads += work[row]
+        self._packs = [self._packs[pack] for pack in order.ravel().tolist()]
+
+    def sort_in_ranks(self) -> None:
+        """Each rank's packs by falling work, so that those of one microbatch are alike."""
+        order = np.argsort(-self.work, axis=0, kind="stable") * self.ranks + np.arange(self.ranks)
+        self._packs = [self._packs[pack] for pack in order.ravel().tolist()]
+
+    def even_packs(self, targets: FloatArray, tries: int) -> None:
+        """Exchanges documents until no pack is above its target, as far as exchanges of two packs can do that.
+
+        Args:
+            targets: `[microbatches, ranks]` work of each pack, with the sum of what there is.
+            tries: the most pairs of packs that are tried.
+        """
+        least = EVEN * float(targets.mean())
+        done = np.zeros(len(self._packs), bool)
+        while tries > 0:
+            above = (self.work - targets).ravel()
+            giver = int(np.where(done, -np.inf, above).argmax())
+            if done[giver] or above[giver] <= least:
+                return
+            done[giver] = True
+            for taker in np.argsort(above, kind="stable")[:TAKERS].tolist():
+                gap = float(above[giver] - above[taker])
+                if gap <= least:
+                    break
+                tries -= 1
+                found = self._find(giver, taker, gap / 2)
+                if found is not None:
+                    self._carry_out(giver, taker, found)
+                    done[giver] = False
+                    break
+
+    def even_ranks(self, tries: int, *, keep_peaks: bool) -> None:
+        """Exchanges documents or packs until the ranks' sums are even, as far as exchanges of two ranks can do that.
+
+        Args:
+            tries: the most pairs of ranks that are tried.
+            keep_peaks: no pack may grow beyond the heaviest of its microbatch.
+        """
+        done = np.zeros(self.ranks, bool)
+        while tries > 0:
+            work = self.work
+            loads = work.sum(0)
+            least = EVEN * float(loads.mean())
+            giver = int(np.where(done, -np.inf, loads).argmax())
+            if done[giver] or loads[giver] - loads.mean() <= least:
+                return
+            done[giver] = True
+            for taker in np.argsort(loads, kind="stable")[:TAKERS].tolist():
+                gap = float(loads[giver] - loads[taker])
+                if gap <= least:
+                    break
+                tries -= 1
+                peaks = work.max(1) if keep_peaks else np.full(len(work), np.inf)
+                if self._exchange_of_ranks(giver, taker, gap / 2, peaks):
+                    done[giver] = False
+                    break
+
+    def _exchange_of_ranks(self, giver: int, taker: int, amount: float, peaks: FloatArray) -> bool:
+        """Carries out what brings two ranks closest: whole packs of a microbatch, or documents of any two packs."""
+        work, ranks = self.work, self.ranks
+        best = abs(work[:, giver] - work[:, taker] - amount)
+        nearest, whole = float(best.min()), int(best.argmin())
+        found: tuple[int, int, Exchange] | None = None
+        for own in _spread(np.argsort(-work[:, giver], kind="stable"), 4).tolist():
+            for other in _spread(np.argsort(work[:, taker], kind="stable"), 4).tolist():
+                pair = own * ranks + giver, other * ranks + taker
+                exchange = self._find(*pair, amount)
+                if exchange is None or work[other, taker] + exchange.work > peaks[other]:
+                    continue
+                if abs(exchange.work - amount) < nearest:
+                    nearest, found = abs(exchange.work - amount), (*pair, exchange)
+        if nearest >= (1 - GAIN) * amount:
+            return False
+        if found is not None:
+            self._carry_out(*found)
+        else:
+            first, second = whole * ranks + giver, whole * ranks + taker
+            self._packs[first], self._packs[second] = self._packs[second], self._packs[first]
+        return True
+
+    def _find(self, giver: int, taker: int, amount: float) -> Exchange | None:
+        """The exchange whose work is closest to `amount`, if it closes enough of the gap of twice that.
+
+        A document for a run of shorter ones: where packs are full, tokens have to balance while work, which grows with
+        the square of a document's length, changes place.
+        """
+        gives, takes = self._packs[giver], self._packs[taker]
+        places = _spread(np.arange(gives.documents.size), GIVEN)
+        starts = _spread(np.arange(takes.documents.size + 1), TAKEN)
+        tokens = np.diff(gives.tokens)[places, None]
+        work = np.diff(gives.work)[places, None]
+        before = takes.tokens[starts] + tokens
+        # Ends of the runs that fit: what comes back must leave room for the document, and fit where that was.
+        first = np.searchsorted(takes.tokens, before - (self._budget - takes.tokens[-1]))
+        last = np.searchsorted(takes.tokens, before + (self._budget - gives.tokens[-1]), side="right") - 1
+        first = np.maximum(first, starts)
+        wanted = np.searchsorted(takes.work, takes.work[starts] + work - amount)
+        nearest, found = (1 - GAIN) * amount, None
+        for ends in (wanted, wanted - 1):
+            ends = np.clip(ends, first, np.maximum(first, last)).clip(max=takes.documents.size)
+            moved = work - (takes.work[ends] - takes.work[starts])
+            miss = np.where(first <= last, abs(moved - amount), np.inf)
+            if gives.documents.size == 1:
+                miss[ends == starts] = np.inf  # a pack keeps a document
+            row, column = divmod(int(miss.argmin()), starts.size)
+            if miss[row, column] < nearest:
+                nearest = float(miss[row, column])
+                run = int(starts[column]), int(ends[row, column])
+                found = Exchange(int(places[row]), *run, float(moved[row, column]))
+        return found
+
+    def _carry_out(self, giver: int, taker: int, exchange: Exchange) -> None:
+        gives, takes = self._packs[giver].documents, self._packs[taker].documents
+        given, run = gives[exchange.given], takes[exchange.start : exchange.end]
+        kept = np.delete(takes, slice(exchange.start, exchange.end))
+        self._packs[giver] = self._pack(np.append(np.delete(gives, exchange.given), run))
+        self._packs[taker] = self._pack(np.append(kept, given))
+
+    def _pack(self, documents: IntArray) -> _Pack:
+        # By number where lengths are equal, so that a pack does not depend on what happened before.
+        documents = documents[np.lexsort((documents, -self._lengths[documents]))]
+        tokens, work = self._lengths[documents], self._work[documents]
+        return _Pack(documents, np.append(0, np.cumsum(tokens)), np.append(0.0, np.cumsum(work)))
+
+
+def _spread(values: IntArray, count: int) -> IntArray:
+    """At most so many of the values: half of them the first ones, the others spread over all."""
+    if values.size <= count:
+        return values
+    return values[np.unique(np.append(np.arange(count // 2), np.linspace(0, values.size - 1, count // 2).astype(int)))]

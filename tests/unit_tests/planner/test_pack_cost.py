@@ -1,0 +1,66 @@
+"""`PackCost`: what a pack takes, from the lengths of its documents."""
+
+import doctest
+import math
+import re
+
+import numpy as np
+import pytest
+
+import megatron_cp.planner.predict.pack_cost as module
+from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.predict.pack_cost import PackCost
+
+
+def test_a_pack_costs_its_start_its_tokens_and_its_pairs():
+    cost = PackCost(0.5, 2.0, 0.25)
+    assert cost.of([3, 1, 0]) == 0.5 + 2.0 * 4 + 0.25 * (9 + 1)
+    assert cost.of([]) == 0.5
+    assert cost.of_documents([3, 1, 0]).tolist() == [6 + 2.25, 2.25, 0]
+    assert cost.of(np.array([3, 1], np.uint8)) == cost.of([3, 1])
+
+
+def test_squares_of_long_documents_do_not_wrap():
+    assert PackCost(0, 0, 1).of([2**40]) == 2.0**80
+
+
+def test_flops_are_those_of_gemms_and_of_causal_attention():
+    """Of one document of a Llama-like layer, counted product by product."""
+    tokens, hidden, heads, head_dim = 100, 32, 4, 16
+    weights = 4 * hidden * heads * head_dim
+    gemms = 3 * 2 * tokens * weights  # forward, and one for each gradient
+    attention = 3 * 2 * (2 * tokens * tokens * heads * head_dim) / 2  # two products, half of the pairs
+    cost = PackCost.of_flops(active_parameters=weights, softmax_features=heads * head_dim, token=7.0)
+    assert cost.of([tokens]) == gemms + attention + 7.0 * tokens
+    assert cost.pack == 0
+
+
+def test_numbers_are_floats_and_the_value_can_be_a_key():
+    assert PackCost(1, 2, 3) == PackCost(1.0, np.float64(2), np.int64(3))
+    assert len({PackCost(1, 2, 3), PackCost(1.0, 2.0, 3.0)}) == 1
+    assert isinstance(PackCost(1, 2, 3).token, float)
+
+
+@pytest.mark.parametrize("name", ["pack", "token", "pair"])
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, None, "1", True, [1.0]])
+def test_rejects_what_is_no_cost(name, value):
+    with pytest.raises(ArgumentError, match=re.escape(f"{name}: got {value!r}; allowed: a finite number of at least")):
+        PackCost(**{"pack": 1, "token": 1, "pair": 1, name: value})
+
+
+@pytest.mark.parametrize("name", ["active_parameters", "softmax_features", "token"])
+@pytest.mark.parametrize("value", [-1, math.nan, None, "1"])
+def test_rejects_sizes_that_no_model_has(name, value):
+    with pytest.raises(ArgumentError, match=f"{name}: got"):
+        PackCost.of_flops(**{"active_parameters": 1, "softmax_features": 1, name: value})
+
+
+@pytest.mark.parametrize("lengths", [[-1], [1.5], ["a"], [[1]], None, "12", {1, 2}, [True], np.array(3)])
+def test_rejects_lengths_that_no_document_has(lengths):
+    with pytest.raises(ArgumentError, match="lengths: got"):
+        PackCost(1, 1, 1).of(lengths)
+
+
+def test_examples_are_true():
+    assert doctest.testmod(module).failed == 0
+    assert doctest.testmod(module).attempted >= 4
