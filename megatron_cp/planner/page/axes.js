@@ -95,8 +95,9 @@ const KEYS = {ArrowLeft: ["x", -0.15], ArrowRight: ["x", 0.15], ArrowUp: ["y", -
 function movable(canvas, {views, box, redraw, hover, click = () => {}, told}) {
   let waiting = false;
   const repaint = () => {
-    if (!waiting) requestAnimationFrame(() => { waiting = false; redraw(); });
+    if (waiting) return;
     waiting = true;
+    requestAnimationFrame(() => { waiting = false; redraw(); });
   };
   const shares = (x, y) => ({
     x: Math.min(1, Math.max(0, (x - box().left) / box().width)),

@@ -5,7 +5,9 @@ const ARRAYS = {u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, f4: Float32Arr
 
 // A column that `columns.packed` made. The bytes are little-endian, as on every machine that has a browser today.
 function numbers([type, text]) {
-  const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+  const characters = atob(text);
+  const bytes = new Uint8Array(characters.length);
+  for (let at = 0; at < bytes.length; at++) bytes[at] = characters.charCodeAt(at);
   return new ARRAYS[type](bytes.buffer);
 }
 
@@ -58,7 +60,7 @@ const BYTE_UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
 function bytes(value) {
   const step = value < 1024 ? 0 : Math.min(BYTE_UNITS.length - 1, Math.floor(Math.log2(value) / 10));
-  return step === 0 ? `${count(value)} bytes` : `${decimal(value / 1024 ** step)} ${BYTE_UNITS[step]}`;
+  return step === 0 ? plural(value, "byte") : `${decimal(value / 1024 ** step)} ${BYTE_UNITS[step]}`;
 }
 
 function amount(value, unit) {
