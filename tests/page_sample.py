@@ -19,7 +19,7 @@ KINDS = {"exact, headwise, balanced": 1.0, "a2a, headwise, contiguous": 1.12, "p
 
 
 def sample(cp_size, *, events=400, name="Qwen3-Next"):
-    """A whole report of a step of `cp_size` ranks, with about `events` events in its timeline, or three for each rank."""
+    """A whole report of a step of `cp_size` ranks, with about `events` events in its timeline, seven for each stage."""
     draw = np.random.default_rng(cp_size)
     lengths = np.sort(np.rint(draw.lognormal(7.5, 1.4, size=max(5, min(2000, 2 * cp_size)))).astype(int) + 1)
     draw.shuffle(lengths)
@@ -104,16 +104,18 @@ def timeline_of(work, matrix, stages):
         for stage in range(stages):
             span = micro[rank] * (1 + 0.2 * ((rank * 7 + stage * 3) % 5))
             peer = int(peers[stage % len(peers)]) if len(peers) else None
-            events += [
-                dict(rank=rank, stream="compute", start=at, end=at + span, name=f"attend stage {stage}", kind="kernel"),
-                dict(rank=rank, stream="compute", start=at + span, end=at + span + 40, name="merge", kind="copy"),
-                dict(rank=rank, stream="compute", start=at + span + 40, end=at + span + 200, name="out projection", kind="product"),
-                dict(rank=rank, stream="receive", start=at, end=at + 0.4 * span, name="keys and values", kind="transfer", peer=peer),
-                dict(rank=rank, stream="receive", start=at + 0.4 * span, end=at + 0.5 * span, name="for a slot", kind="wait"),
-                dict(rank=rank, stream="send", start=at + 30, end=at + 0.35 * span + 30, name="keys and values", kind="transfer",
-                     peer=(rank + stage + 1) % len(work)),
-                dict(rank=rank, stream="compute", start=at + span + 200, end=at + 2000, name="for the slowest rank", kind="wait"),
-            ]  # fmt: skip
+            end, target = at + span, (rank + stage + 1) % len(work)
+            for stream, begin, until, name, kind, other in (
+                ("compute", at, end, f"attend stage {stage}", "kernel", None),
+                ("compute", end, end + 40, "merge", "copy", None),
+                ("compute", end + 40, end + 200, "out projection", "product", None),
+                ("compute", end + 200, at + 2000, "for the slowest rank", "wait", None),
+                ("receive", at, at + 0.4 * span, "keys and values", "transfer", peer),
+                ("receive", at + 0.4 * span, at + 0.5 * span, "for a slot", "wait", None),
+                ("send", at + 30, at + 0.35 * span + 30, "keys and values", "transfer", target),
+            ):
+                event = {"rank": rank, "stream": stream, "start": begin, "end": until, "name": name, "kind": kind}
+                events.append(event if other is None else {**event, "peer": other})
             at += 2000
     return {"unit": "us", "layers": ["attention", "gated delta net"], "events": events}
 
@@ -130,7 +132,8 @@ def main():
         page = page_of(report)
         seconds = time.perf_counter() - begun
         save_page(report, args.to / f"step_{size}.html")
-        print(f"cp {size}: {len(report['timeline']['events']):,} events, {len(page) / 1e6:.2f} MB, joined in {seconds:.2f} s")
+        events = len(report["timeline"]["events"])
+        print(f"cp {size}: {events:,} events, {len(page) / 1e6:.2f} MB, joined in {seconds:.2f} s")
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ function drawLines(picture, lines, title, of, show) {
   const points = lines.flatMap((line) => line.points).filter((point) => of(point) !== undefined);
   const cps = [...new Set(points.map((point) => point.cp))].sort((one, other) => one - other);
   const [lo, hi] = [Math.log2(cps[0]), Math.log2(cps.at(-1))];
-  const most = Math.max(...points.map(of)) * 1.05;
+  const most = Math.max(...points.map(of)) * 1.05 || 1;
   const x = (cp) => box.left + (hi > lo ? (Math.log2(cp) - lo) / (hi - lo) : 0.5) * box.width;
   const y = (value) => box.top + box.height * (1 - value / most);
   const svg = shape("svg", {width, height, role: "group", "aria-label": `${title} against cp`});

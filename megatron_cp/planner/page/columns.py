@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 
 # Names that the scripts know (`numbers` in base.js), in the order in which they are tried.
 _INTEGERS = {"u1": 1 << 8, "u2": 1 << 16, "u4": 1 << 32}
-_SPARSE = 0.25  # a matrix with a smaller share of entries is sent as places and values: fewer bytes, and not close to it
+_SPARSE = (
+    0.25  # a matrix with a smaller share of entries is sent as places and values: fewer bytes, and not close to it
+)
 TICKS = (1 << 32) - 1  # times are multiples of the whole span over this: finer than float32, in as many bytes
 
 Column = tuple[str, str]

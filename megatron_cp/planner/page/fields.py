@@ -76,7 +76,9 @@ def _texts(where: str, value: Any) -> list[str]:
 def _number(where: str, value: Any, most: float = math.inf) -> float:
     number = as_number(value)
     if not 0 <= number <= most or number == math.inf:
-        raise ArgumentError(where, value, "a number of at least 0" if most == math.inf else f"a number from 0 to {most:g}")
+        raise ArgumentError(
+            where, value, "a number of at least 0" if most == math.inf else f"a number from 0 to {most:g}"
+        )
     return int(value) if isinstance(value, Integral) else number
 
 
@@ -147,7 +149,9 @@ def _candidates(where: str, value: Any) -> list[dict[str, Any]]:
     chosen = [candidate["name"] for candidate in candidates if candidate.get("chosen")]
     if len(chosen) > 1:
         raise ArgumentError(f"{where}.chosen", chosen, "one chosen candidate, or none")
-    return sorted(candidates, key=lambda each: (not each.get("chosen"), each.get("milliseconds", {}).get("step", math.inf)))
+    return sorted(
+        candidates, key=lambda each: (not each.get("chosen"), each.get("milliseconds", {}).get("step", math.inf))
+    )
 
 
 def _without_cp(name: str) -> str:
@@ -171,8 +175,8 @@ def _ownership(where: str, value: Any) -> dict[str, Any]:
     starts, ends, ranks = starts[order], ends[order], ranks[order]
     if (starts[1:] < ends[:-1]).any():
         wrong = int(np.flatnonzero(starts[1:] < ends[:-1])[0])
-        given = [(int(starts[at]), int(ends[at])) for at in (wrong, wrong + 1)]
-        raise ArgumentError(where, given, "fragments that do not overlap")
+        both = [(int(starts[at]), int(ends[at])) for at in (wrong, wrong + 1)]
+        raise ArgumentError(where, both, "fragments that do not overlap")
     return {name: packed(each) for name, each in zip(_OWNERSHIP, (lengths, starts, ends, ranks), strict=True)}
 
 
@@ -210,7 +214,9 @@ def _timeline(where: str, value: Any) -> dict[str, Any]:
     texts = [_text(f"{here}[{index}].name", event["name"]) for index, event in enumerate(events)]
     names = {name: place for place, name in enumerate(dict.fromkeys(texts))}
     has_peer = [event.get("peer") is not None for event in events]
-    peers = _column(here, "peer", [event["peer"] if has else 0 for event, has in zip(events, has_peer, strict=True)], whole=True)
+    peers = _column(
+        here, "peer", [event["peer"] if has else 0 for event, has in zip(events, has_peer, strict=True)], whole=True
+    )
     columns = {
         "rank": ranks,
         "stream": streams,
@@ -236,9 +242,10 @@ def _column(where: str, name: str, values: list[Any], *, whole: bool = False) ->
         column = np.array(values, dtype=None if values else np.int64)
     except (ValueError, OverflowError):
         column = np.array([None])
-    if column.ndim == 1 and column.dtype.kind in ("iu" if whole else "iuf") and np.isfinite(column).all():
-        if not whole or ((column >= 0) & (column < _RANKS)).all():
-            return column.astype(np.int64 if whole else np.float64)
+    is_numbers = column.ndim == 1 and column.dtype.kind in ("iu" if whole else "iuf") and np.isfinite(column).all()
+    has_flags = not {bool, np.bool_}.isdisjoint(map(type, values))  # which numpy takes as 0 and 1 among numbers
+    if is_numbers and not has_flags and (not whole or ((column >= 0) & (column < _RANKS)).all()):
+        return column.astype(np.int64 if whole else np.float64)
     for index, value in enumerate(values):
         here = f"{where}[{index}].{name}"
         if whole:
@@ -303,5 +310,7 @@ def _count_ranks(given: dict[str, Any]) -> int:
     most = max(counts.values(), default=max(named.values()) + 1)
     for name, rank in named.items():
         if rank >= most:
-            raise ArgumentError(f"report.{name}", rank, f"ranks below {most}, which is how many {next(iter(counts))} has")
+            raise ArgumentError(
+                f"report.{name}", rank, f"ranks below {most}, which is how many {next(iter(counts))} has"
+            )
     return most

@@ -21,8 +21,8 @@ _SCRIPTS = ("base.js", "axes.js", "tables.js", "charts.js", "stream.js", "timeli
 def page_of(report: dict[str, Any]) -> str:
     """The page that shows a predicted training step.
 
-    Every part of the report may be absent; its section is then left out. Texts are shown as they are: nothing in them is
-    taken for HTML. The page asks for nothing outside itself, and its own policy forbids it to.
+    Every part of the report may be absent; its section is then left out. Texts are shown as they are: nothing in
+    them is taken for HTML. The page asks for nothing outside itself, and its own policy forbids it to.
 
     Args:
         report: a dictionary of
@@ -104,8 +104,15 @@ def check_page(name: str, path: str | Path) -> None:
         ArgumentError: the folder does not exist, or the ending is not .html.
     """
     target = Path(path) if isinstance(path, str | Path) and "\0" not in str(path) else None
-    if target is None or target.suffix != ".html" or not target.parent.is_dir() or target.is_dir():
+    if target is None or target.suffix != ".html" or not _is_folder(target.parent) or _is_folder(target):
         raise ArgumentError(name, path, "a file ending in .html, in a folder that exists")
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _hash(text: str) -> str:
@@ -114,5 +121,5 @@ def _hash(text: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """JSON that can stand inside a script element: without a "<", no text in it can end the element or open a comment."""
+    """JSON that can stand inside a script element: without a "<", no text can end the element or open a comment."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
