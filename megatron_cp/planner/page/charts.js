@@ -40,8 +40,9 @@ function chosenParts(chosen, candidates) {
   if (chosen.tokens_per_second_per_gpu !== undefined) tile("throughput", count(chosen.tokens_per_second_per_gpu), "tokens/s per GPU");
   if (chosen.mfu !== undefined) tile("MFU", decimal(100 * chosen.mfu), "%");
   if (chosen.bytes) tile("memory of a rank", bytes(sum(chosen.bytes)), chosen.limit_bytes === undefined ? "" : `of ${bytes(chosen.limit_bytes)}`);
-  const next = candidates.find((candidate) => !candidate.chosen && stepOf(candidate) !== undefined && fits(candidate));
-  if (next && stepOf(chosen) > 0) tile("next candidate that fits", `${decimal(stepOf(next) / stepOf(chosen))} ×`, next.name);
+  // Of the same size: a step of twice the ranks is shorter, and no better for that.
+  const next = candidates.find((candidate) => !candidate.chosen && candidate.cp === chosen.cp && stepOf(candidate) !== undefined && fits(candidate));
+  if (next && stepOf(chosen) > 0) tile("next that fits at this cp", `${decimal(stepOf(next) / stepOf(chosen))} ×`, `the time: ${next.name}`);
   const found = [element("p", {}, `Chosen: ${chosen.name}.`)];
   if (chosen.flags) {
     const code = element("pre", {tabindex: "0", "aria-label": "Flags of the chosen candidate"}, chosen.flags);
@@ -57,7 +58,7 @@ function chosenParts(chosen, candidates) {
 
 function candidateTable(candidates) {
   const has = (field) => candidates.some((candidate) => candidate[field] !== undefined && candidate[field] !== "");
-  const columns = [{name: "candidate", of: (row) => row.name, head: true, text: true, show: (name, row) => (row.chosen ? `${name} (chosen)` : name)}];
+  const columns = [{name: "candidate", of: (row) => row.name, head: true, text: true, long: true, show: (name, row) => (row.chosen ? `${name} (chosen)` : name)}];
   if (has("cp")) columns.push({name: "cp", of: (row) => row.cp, show: count});
   if (has("milliseconds")) {
     columns.push({name: "step, ms", of: stepOf, show: decimal});
@@ -129,7 +130,7 @@ function stackedBars(parent, candidates, bars) {
 function drawBars(picture, candidates, bars, colourOf, isMarked) {
   const width = picture.clientWidth || 800;
   const isNarrow = width < 640;
-  const left = isNarrow ? 0 : Math.min(320, width * 0.3);
+  const left = isNarrow ? 0 : Math.min(320, width * 0.34);
   const [right, high, pitch] = [isNarrow ? 4 : 150, 20, isNarrow ? 46 : 30];
   const most = Math.max(...candidates.map((candidate) => Math.max(sum(Object.fromEntries(bars.parts(candidate))), isMarked(candidate) ? bars.whole(candidate) : 0)), 1e-9);
   const scale = (width - left - right) / most;
@@ -163,7 +164,7 @@ function drawBars(picture, candidates, bars, colourOf, isMarked) {
 
 // A text that is about as wide as it may be: the whole of it is in its title.
 function clipped(text, width) {
-  const most = Math.max(6, Math.floor(width / 6.6));
+  const most = Math.max(6, Math.floor(width / 7));
   return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }
 

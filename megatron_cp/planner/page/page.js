@@ -30,7 +30,7 @@ function buildRanks(parent) {
 }
 
 function rankTable() {
-  const columns = [{name: "rank", of: (rank) => rank, show: count, head: true}];
+  const columns = [{name: "rank", of: (rank) => rank, show: count, head: true, text: true}];
   if (report.hosts) columns.push({name: "host", of: hostOf, text: true});
   if (report.ownership) {
     const [starts, ends, ranks] = ["starts", "ends", "ranks"].map((name) => numbers(report.ownership[name]));

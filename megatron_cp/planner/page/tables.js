@@ -26,7 +26,7 @@ function sortable(caption, columns, rows, {classOf = () => null} = {}) {
 function cell(column, row) {
   const value = column.of(row);
   const shown = value === undefined || value === "" ? "–" : column.show ? column.show(value, row) : String(value);
-  if (column.head) return element("th", {scope: "row"}, shown);
+  if (column.head) return element("th", {scope: "row", class: column.long ? "long" : null}, shown);
   return element("td", {class: [column.text ? "text" : "", column.long ? "long" : ""].join(" ").trim() || null}, shown);
 }
 
