@@ -1,4 +1,4 @@
-"""`auto` against every fixed choice over 60 cells, in the simulator: `python -m tools.auto_suite [--json] [--gpu NAME]`.
+"""`auto` against every fixed choice over 60 cells, in the simulator: `python -m tools.auto_suite [--json]`.
 
 A cell is a model, a context-parallel size, a batch and a mask, on full hosts of one machine. Fixed choices are every
 scheme with every degree, and every mode of the linear layers; a cell's time is that of all layers of the model.

@@ -20,6 +20,7 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.page.page import check_page, save_page
 from megatron_cp.planner.predict import Machine, Topology, machine
 from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.planner.predict.models import ModelSpec
@@ -34,6 +35,8 @@ _FOR_LINEAR = ("headwise", "chunkwise", "redistribute")
 
 def run_whole(args: argparse.Namespace) -> Report:
     """Prices every size and layout, and names the best that fits."""
+    if args.report is not None:
+        check_page("--report", args.report)
     started = time.perf_counter()
     model, on = read_model(args.model or "qwen3-next"), machine(args.gpu)
     lengths = document_lengths(args, max(args.cp))
@@ -58,9 +61,8 @@ def run_whole(args: argparse.Namespace) -> Report:
     }  # fmt: skip
     text = _text(model, lengths, on, rows, best, limit, data)
     if args.report is not None:
-        from megatron_cp.planner.page import save_page
-
-        save_page(report_of(model, Packing(lengths), on, topology, rows, chosen, limit, text[-1]), args.report)
+        page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, text[-1])
+        save_page(page, args.report)
         text.append(f"report: {args.report}")
     return Report("\n".join(text), data)
 
