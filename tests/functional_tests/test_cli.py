@@ -301,7 +301,7 @@ def test_rejects_a_mask_without_a_spelling_with_what_makes_the_same_one(name, ca
         (["check", "--codec", "fp7"], "--codec"),
         (["plan", "--transport", "pigeon"], "--transport"),
         (["plan", "--transport", "hierarchical", "--hosts", "9", "--cp", "4"], "at most the 4 ranks"),
-        (["plan", "--hosts", "2"], "nothing without --transport hierarchical"),
+        (["plan", "--hosts", "9"], "1 to the 4 ranks"),
         (["plan", "--nodes", "2"], "there is no such option. Did you mean --hosts?"),
         (["plan", "--layer", "gdn", "--scheme", "relay"], "Did you mean redistribute?"),
         (["plan", "--dropout", "1.5"], "--dropout"),

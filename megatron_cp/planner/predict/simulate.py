@@ -74,16 +74,15 @@ class _Ports:
         link, count, ranks = self.link, self.free["out"].size, ready.size
         out_of, into = self.port[edges.senders], self.port[edges.receivers]
         took = edges.nbytes / link.bandwidth + link.message
-        begins = _latest(out_of, ready[edges.senders], count)
-        begins = np.maximum(np.maximum(begins, self.free["out"]), -np.inf)
+        # Ports that have none of it stay free from when they were.
+        begins = np.maximum(_latest(out_of, ready[edges.senders], count), self.free["out"])
         left = begins + np.bincount(out_of, took, minlength=count)
         first = np.full(count, np.inf)
         np.minimum.at(first, into, begins[out_of])
-        opens = np.maximum(np.maximum(first, _latest(into, ready[edges.receivers], count)), self.free["in"])
+        opens = np.maximum(np.where(np.isinf(first), -np.inf, first), self.free["in"])
+        opens = np.maximum(opens, _latest(into, ready[edges.receivers], count))
         came = np.maximum(opens + np.bincount(into, took, minlength=count), _latest(into, left[out_of], count))
-        for way, used, until in (("out", out_of, left), ("in", into, came)):
-            at = np.unique(used)
-            self.free[way][at] = until[at]
+        self.free = {"out": left, "in": came}
         gone = _latest(edges.senders, left[out_of], ranks)
         return gone, _latest(edges.receivers, came[into], ranks) + link.latency * starts
 

@@ -19,7 +19,7 @@ def test_the_presets_that_are_promised_are_there():
 def test_every_number_has_a_source(name):
     found = machine(name)
     numbers = {field.name for field in dataclasses.fields(found.hardware)} - {"name", "about", "sources"}
-    lacking = numbers - {"cores", "wider"} - set(found.hardware.sources)
+    lacking = numbers - {"cores", "band", "wider"} - set(found.hardware.sources)
     assert not lacking
     assert {"within", "between"} <= set(found.hardware.sources)
     assert all(len(source) >= 10 or source == "data sheet" for source in found.hardware.sources.values())
