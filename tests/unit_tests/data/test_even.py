@@ -20,7 +20,7 @@ from megatron_cp.planner.predict.pack_cost import PackCost
 
 ragged = settings(derandomize=True, deadline=None, max_examples=150)
 COST = PackCost(0, 1, 1 / 32768)
-COSTS = [COST, PackCost(5e-3, 2e-7, 0), PackCost(0, 0, 1), PackCost(0, 0, 0), PackCost(1, 1e-300, 1e300)]
+COSTS = [COST, PackCost(5e-3, 2e-7, 0), PackCost(0, 0, 1), PackCost(0, 0, 0), PackCost(1, 1e-300, 1e305)]
 
 
 @st.composite
