@@ -51,6 +51,14 @@ def test_contiguous_ranges_are_even_at_any_total():
         assert max(counts) - min(counts) <= 1
 
 
+def test_balanced_looks_at_no_token(little_memory):
+    packing = Packing([7, 2**30 + 1, 1, 2**29])
+    layout, mask = Layout.balanced(packing, CP), Mask.causal(packing)
+    work = plan_attention(packing, layout, heads=8, head_dim=64, mask=mask, scheme="exact").work_per_rank()
+    assert np.ptp(layout.token_counts) <= 1
+    assert max(work) * CP <= 1.002 * sum(work)
+
+
 def test_zigzag_is_even_at_any_total():
     for total in (2**31 - 1, 2**31, 2**40 + 17):
         layout = Layout.zigzag(Packing([total]), 5)

@@ -669,7 +669,7 @@ def test_memory_is_counted_without_tables_of_tokens(scheme, monkeypatch):
     def made(*args):
         raise AssertionError("a table with an entry a token was made")
 
-    for owner, name in ((Fetch, "_make_tables"), (Fetch, "_rows_within"), (Fetch, "_sent_rows"), (Attend, "_tiles")):
+    for owner, name in ((Fetch, "_make_tables"), (Fetch, "_rows_within"), (Fetch, "shares"), (Attend, "_tiles")):
         monkeypatch.setattr(owner, name, made)
     packing = Packing([10**7])
     plan = plan_attention(packing, Layout.zigzag(packing, 4), heads=8, head_dim=16, scheme=scheme)
