@@ -69,9 +69,9 @@ class Work:
 
     def before(self, places: IntArray) -> IntArray:
         """The work of all tokens before each place of the stream."""
-        piece = self._next.searchsorted(places, side="right")
-        tokens = places - self.starts[piece]
-        return self._before[piece] + (tokens * (self._twice_first[piece] + self.slope[piece] * tokens) >> 1)
+        start, before, twice_first, slope = self._sums[self._next.searchsorted(places, side="right")].T
+        tokens = places - start
+        return before + (tokens * (twice_first + slope * tokens) >> 1)
 
     @cached_property
     def _next(self) -> IntArray:
@@ -79,9 +79,12 @@ class Work:
         return self.starts[1:]
 
     @cached_property
-    def _twice_first(self) -> IntArray:
-        """Of each piece what makes the sum of n of its tokens `n (twice_first + slope n) / 2`."""
-        return 2 * self.first - self.slope
+    def _sums(self) -> IntArray:
+        """`[n, 4]` of each piece its start, the work before it, and what makes the sum of its first `t` tokens.
+
+        That is `t (twice_first + slope t) / 2`. Side by side, since they are looked up together.
+        """
+        return np.stack([self.starts, self._before, 2 * self.first - self.slope, self.slope], axis=1)
 
     @cached_property
     def _before(self) -> IntArray:
@@ -148,7 +151,7 @@ class _Rest:
     @cached_property
     def offsets(self) -> IntArray:
         """The place of each fragment, and of the end."""
-        return np.concatenate([[0], np.cumsum(self.ends - self.starts)])
+        return np.concatenate([[0], (self.ends - self.starts).cumsum()])
 
     @cached_property
     def work_before(self) -> IntArray:
@@ -159,10 +162,14 @@ class _Rest:
         """A window's fragments in stream order, and what is left without it."""
         total = self.offsets[-1]
         end = start + size
-        places = np.unique(np.concatenate([self.offsets, [start, end if end <= total else end - total]]))
-        starts = places[:-1] + self.shift(places[:-1])
-        ends = starts + np.diff(places)
-        taken = ((places[:-1] >= start) & (places[:-1] < end)) | (places[:-1] < end - total)
+        places = np.concatenate([self.offsets, [start, end if end <= total else end - total]])
+        places.sort()
+        sizes = places[1:] - places[:-1]
+        kept = sizes > 0
+        places, sizes = places[:-1][kept], sizes[kept]
+        starts = places + self.shift(places)
+        ends = starts + sizes
+        taken = ((places >= start) & (places < end)) | (places < end - total)
         return _pairs(starts[taken], ends[taken]), _Rest(self.work, starts[~taken], ends[~taken])
 
     def work_of(self, start: IntArray, size: IntArray) -> IntArray:
@@ -249,38 +256,41 @@ class _Search:
         windows, lowest = [edges], self._lowest_cost(edges)
         # Without a tolerance no window is near enough before all have been seen.
         for cost in sorted(set(arcs.cost.tolist())) if self.tolerance else [None]:
-            if lowest is not None and cost is not None and lowest < cost:
+            if cost is not None and lowest < cost:
                 break
-            windows.append(self._searched(arcs if cost is None else arcs.take(np.flatnonzero(arcs.cost == cost))))
-            lowest = min((each for each in (lowest, self._lowest_cost(windows[-1])) if each is not None), default=None)
+            windows.append(self._searched(arcs if cost is None else arcs.take((arcs.cost == cost).nonzero()[0])))
+            lowest = min(lowest, self._lowest_cost(windows[-1]))
         start, size, work, cost, turn = (np.concatenate(values) for values in zip(*windows, strict=True))
         missed = np.abs(work - self.share)
         away = missed if self.near is None else np.abs(start + size / 2 - self.near * self.total)
-        reached = np.flatnonzero(missed <= max(self.tolerance * self.share, missed.min()))
+        reached = (missed <= max(self.tolerance * self.share, missed.min())).nonzero()[0]
         best = reached[np.lexsort([values[reached] for values in (start, turn, missed, away, cost)])[0]]
         return int(start[best]), int(size[best])
 
-    def _lowest_cost(self, windows: _Windows) -> int | None:
-        """Of those that have their share within the tolerance; None if none has."""
+    def _lowest_cost(self, windows: _Windows) -> float:
+        """Of those that have their share within the tolerance; infinite if none has."""
         reached = np.abs(windows.work - self.share) <= self.tolerance * self.share
-        return int(windows.cost[reached].min()) if reached.any() else None
+        return float(windows.cost[reached].min()) if reached.any() else np.inf
 
     def _arcs(self) -> tuple[_Arcs, _Windows]:
         """The arcs of each size, and the windows between, which begin or end with a fragment."""
         offsets, sizes = self.rest.offsets, np.array(self.sizes)[:, None]
-        begins = np.broadcast_to(offsets[:-1], (sizes.size, offsets.size - 1))
-        starts = np.sort(np.concatenate([begins, (offsets[1:] - sizes) % self.total], axis=1), axis=1)
-        end = np.concatenate([starts[:, 1:], np.full_like(sizes, self.total)], axis=1).ravel()
+        count = offsets.size - 1
+        starts = np.empty((sizes.size, 2 * count), dtype=np.int64)
+        starts[:, :count], starts[:, count:] = offsets[:-1], (offsets[1:] - sizes) % self.total
+        starts.sort(axis=1)
+        ends = np.empty_like(starts)
+        ends[:, :-1], ends[:, -1] = starts[:, 1:], self.total
         # Turns of grids, of windows below crossings and of those above, size by size.
-        start, size = starts.ravel(), np.repeat(self.sizes, starts.shape[1])
-        turn = np.repeat(3 * np.arange(sizes.size), starts.shape[1])
-        cost, cost_inside = self._cost(np.concatenate([start, start + 1]), np.tile(size, 2)).reshape(2, -1)
+        start, end = starts.ravel(), ends.ravel()
+        size, turn = sizes.ravel().repeat(2 * count), np.arange(0, 3 * sizes.size, 3).repeat(2 * count)
+        cost, cost_inside = self._cost(np.concatenate([start, start + 1]), np.concatenate([size, size])).reshape(2, -1)
         edges = _Windows(start, size, self.rest.work_of(start, size), cost, turn)
         below = (edges.work <= self.share).reshape(starts.shape)
-        crosses = (below[:, 1:] != below[:, :-1], below[:, :1] != below[:, -1:])
+        crosses = below != np.concatenate([below[:, 1:], below[:, :1]], axis=1)
         # Of an arc without a grid nothing is looked at but what lies between its ends.
         has_grid = ((end - 1) // size > start // size) | ((end - 1) // self.step > start // self.step)
-        arcs = np.flatnonzero((end - start > 1) & (has_grid | np.concatenate(crosses, axis=1).ravel()))
+        arcs = ((end - start > 1) & (has_grid | crosses.ravel())).nonzero()[0]
         return _Arcs(start, end, size, turn, cost_inside).take(arcs), edges
 
     def _cost(self, start: IntArray, size: IntArray) -> IntArray:
@@ -301,12 +311,14 @@ class _Search:
         places, arc = self._grid(arcs)
         work = self.rest.work_of(places, arcs.size[arc])
         below = work <= self.share
-        crosses = np.flatnonzero((below[1:] != below[:-1]) & (arc[1:] == arc[:-1]))
+        crosses = ((below[1:] != below[:-1]) & (arc[1:] == arc[:-1])).nonzero()[0]
         low, high = self._crossings(places[crosses], places[crosses + 1], arcs.size[arc[crosses]], below[crosses])
         places, arc = np.concatenate([places, low, high]), np.concatenate([arc, arc[crosses], arc[crosses]])
-        turn = arcs.turn[arc] + np.repeat([0, 1, 2], [work.size, low.size, high.size])
+        turn = arcs.turn[arc]
+        turn[work.size :] += 1
+        turn[work.size + low.size :] += 1
         work = np.concatenate([work, self.rest.work_of(places[work.size :], arcs.size[arc[work.size :]])])
-        inside = np.flatnonzero((places > arcs.start[arc]) & (places < arcs.end[arc]))
+        inside = ((places > arcs.start[arc]) & (places < arcs.end[arc])).nonzero()[0]
         arc = arc[inside]
         return _Windows(places[inside], arcs.size[arc], work[inside], arcs.cost[arc], turn[inside])
 
@@ -316,10 +328,11 @@ class _Search:
         At even distances, and side by side: without those nothing says that some lie on either side of the share.
         """
         places, owners = [arcs.start, arcs.end], [np.arange(arcs.start.size)] * 2
-        for step in (np.full_like(arcs.size, self.step), arcs.size):
+        for step in (self.step, arcs.size):
             first, last = arcs.start // step + 1, (arcs.end - 1) // step + 1
-            owners.append(np.repeat(owners[0], last - first))
-            places.append(arange_ranges(first, last) * step[owners[-1]])
+            owner = owners[0].repeat(last - first)
+            owners.append(owner)
+            places.append(arange_ranges(first, last) * (step if isinstance(step, int) else step[owner]))
         place, arc = np.concatenate(places), np.concatenate(owners)
         order = np.lexsort((place, arc))
         return place[order], arc[order]
@@ -351,7 +364,7 @@ class _Search:
         place, row, is_even = self._bends(low, high, size)
         work = self.rest.work_of(place, size[row])
         below = work <= self.share
-        crosses = np.flatnonzero((below[1:] != below[:-1]) & (row[1:] == row[:-1]))
+        crosses = ((below[1:] != below[:-1]) & (row[1:] == row[:-1])).nonzero()[0]
         alone = np.bincount(row[crosses], minlength=low.size) == 1
         alone[row[:-1][~is_even & (row[1:] == row[:-1])]] = False
         crosses = crosses[alone[row[crosses]]]

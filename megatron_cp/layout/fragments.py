@@ -57,8 +57,8 @@ def _in_order[T](values: Iterable[T]) -> Iterable[T]:
 def arange_ranges(starts: IntArray, ends: IntArray) -> IntArray:
     """The integers of each `[start, end)`, one range after another."""
     sizes = ends - starts
-    stops = np.cumsum(sizes)
-    return _counted(np.repeat(starts - stops + sizes, sizes))
+    stops = sizes.cumsum()
+    return _counted((starts - stops + sizes).repeat(sizes))
 
 
 def index_ranges(starts: IntArray, ends: IntArray) -> NDArray[np.int32] | IntArray:
@@ -66,8 +66,8 @@ def index_ranges(starts: IntArray, ends: IntArray) -> NDArray[np.int32] | IntArr
     if int(ends.max(initial=0)) >= 2**31:
         return arange_ranges(starts, ends)
     sizes = ends - starts
-    stops = np.cumsum(sizes)
-    return _counted(np.repeat((starts - stops + sizes).astype(np.int32), sizes))
+    stops = sizes.cumsum()
+    return _counted((starts - stops + sizes).astype(np.int32).repeat(sizes))
 
 
 def _counted[Numbers: NDArray](numbers: Numbers) -> Numbers:
