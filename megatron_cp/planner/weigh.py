@@ -15,19 +15,22 @@ from megatron_cp.planner.predict.price import attention_bound, described, priced
 # As factors, and in milliseconds.
 _GAIN_OF_KEYS, _GAIN_OF_STAGES = (1.01, 0.02), (1.04, 0.1)
 CHUNKS = (1, 2, 4)
+_PLAYED, _FEW = 8, 3  # ways that are played at most; of layouts of very many fragments, each of which takes seconds
+_VERY_MANY = 200_000
 
 
 def weighed(ways: Sequence[Plan], on: Machine, topology: Topology, item_size: int) -> list[tuple[Price, Plan]]:
     """The ways with their prices, the one to take first.
 
-    Ways are looked at in the order of what they take at least; from the first on that takes at least as much as
-    another one was predicted to take, they have that bound for a price.
+    Ways are looked at in the order of what they take at least. From the first on that takes at least as much as another
+    one was predicted to take, and after as many as are played at most, they have that bound for a price.
     """
+    most = _FEW if ways[0].layout.starts.size > _VERY_MANY else _PLAYED
     bounds = [attention_bound(plan, on, topology, item_size) for plan in ways]
     found: list[tuple[Price, Plan]] = []
     best = float("inf")
     for bound, plan in sorted(zip(bounds, ways, strict=True), key=lambda pair: pair[0]):
-        if _handicapped(bound, plan) >= best:
+        if _handicapped(bound, plan) >= best or len(found) >= most:
             sent = max(plan.bytes_sent(item_size, forward=True))
             words = described(on, topology)
             price = Price(plan.scheme, bound / 3, bound * 2 / 3, sent, True, words, detail=detail_of(plan))
