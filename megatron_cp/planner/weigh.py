@@ -7,25 +7,25 @@ from dataclasses import replace
 
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.planner.predict.bound import attention_bound
 from megatron_cp.planner.predict.hardware import Machine, Topology
-from megatron_cp.planner.predict.price import attention_bound, described, priced
+from megatron_cp.planner.predict.price import described, priced
 
 # What a prediction must gain before a way is taken that another is preferred to. A head exchange gives the bits of one
 # rank; a kernel that returns its results in bf16 rounds once where all keys are there, and in a ring once a stage.
 # As factors, and in milliseconds.
 _GAIN_OF_KEYS, _GAIN_OF_STAGES = (1.01, 0.02), (1.04, 0.1)
 CHUNKS = (1, 2, 4)
-_PLAYED, _FEW = 8, 3  # ways that are played at most; of layouts of very many fragments, each of which takes seconds
-_VERY_MANY = 200_000
+_FEW, _VERY_MANY = 3, 200_000  # ways that are played at most, of layouts of very many fragments: each takes seconds
 
 
 def weighed(ways: Sequence[Plan], on: Machine, topology: Topology, item_size: int) -> list[tuple[Price, Plan]]:
     """The ways with their prices, the one to take first.
 
     Ways are looked at in the order of what they take at least. From the first on that takes at least as much as another
-    one was predicted to take, and after as many as are played at most, they have that bound for a price.
+    one was predicted to take, they have that bound for a price.
     """
-    most = _FEW if ways[0].layout.starts.size > _VERY_MANY else _PLAYED
+    most = _FEW if ways[0].layout.starts.size > _VERY_MANY else len(ways)
     bounds = [attention_bound(plan, on, topology, item_size) for plan in ways]
     found: list[tuple[Price, Plan]] = []
     best = float("inf")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from megatron_cp.layout.route import pieces_between
-from megatron_cp.plan.flows import Fetch, PassOn
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.recurrence import Scan
 from megatron_cp.planner.predict.hardware import Hardware, Machine, Topology
@@ -81,57 +80,6 @@ def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program
             program.work("order hidden states", "copy", moved * row / hardware.copy + hardware.launch)
         program.wait(program.start("hidden states", way))
     return program
-
-
-def attention_bound(plan: Plan, on: Machine, topology: Topology, item_size: int) -> float:
-    """Milliseconds that an attention takes at least, forward and backward.
-
-    Its busiest kernels and, one after the other, what of its transfers nothing hides: heads that are exchanged and keys
-    that are fetched, but for those of later chunks. Of a ring the longer of the two. Without any table, so that ways
-    that are far from the best are never played.
-    """
-    step = plan.attend
-    assert step is not None
-    areas = np.array(plan.work_per_rank(), dtype=np.float64)
-    size, value = step.head_dim, step.value_head_dim
-    exchanged, keys, hidden = _transfers_at_least(plan, topology, item_size)
-    seconds = 0.0
-    for forward, operations in ((True, 2 * (size + value)), (False, 2 * (3 * size + 2 * value))):
-        rate = on.hardware.attention_rate((size + value) // 2, forward=forward) / on.hardware.slower(item_size)
-        kernels = float(areas.max(initial=0.0)) * operations / rate
-        seconds += exchanged + (max(kernels, keys) if hidden else kernels + keys)
-    return 1e3 * seconds
-
-
-def _transfers_at_least(plan: Plan, topology: Topology, item_size: int) -> tuple[float, float, bool]:
-    """Seconds of a head exchange there and back, and of keys, in one direction; and whether keys hide behind work."""
-    step, degree = plan.attend, plan.ulysses_degree
-    assert step is not None
-    hosts = np.array(topology.hosts)
-    fewest = float(plan.layout.token_counts.min(initial=0)) * item_size
-    blocks = [block for exchange, _ in plan.exchanges(forward=True) for block in exchange.sections.blocks]
-    coded = 0.5 if plan.codec is not None else 1.0
-    sent = fewest * coded * sum(block.num_heads * block.head_dim for block in blocks) / degree / plan.head_chunks
-    groups = hosts.reshape(-1, degree)
-    near = float((groups[:, :, None] == groups[:, None, :]).sum(axis=2).max()) - 1  # peers of the same host, at most
-    exchanged = max(sent * (degree - 1 - near) / topology.between.bandwidth, sent * near / topology.within.bandwidth)
-    flow = step.stages[-1].keys
-    if flow is None:
-        return exchanged, 0.0, False
-    row = (step.head_dim + step.value_head_dim) * item_size / step.head_chunks
-    row *= min(hi - lo for lo, hi in step.partition.groups)
-    columns = hosts.reshape(-1, degree).T  # of ranks with the same heads
-    if isinstance(flow, PassOn):
-        crosses = bool((columns != np.roll(columns, 1, axis=1)).any())
-        rows = float(step.keys.token_counts.min(initial=0)) * (step.num_kv_ranks - 1)
-        link = topology.between if crosses else topology.within
-        return exchanged, rows * row / link.bandwidth, True
-    if isinstance(flow, Fetch) and flow.equal_shares:
-        near = float((columns[:, :, None] == columns[:, None, :]).sum(axis=2).max()) - 1
-        each = float(flow.longest) * row
-        far = (step.num_kv_ranks - 1 - near) * each / topology.between.bandwidth
-        return exchanged, max(far, near * each / topology.within.bandwidth), False
-    return exchanged, 0.0, False
 
 
 def state_bounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> Iterator[Price]:
