@@ -17,7 +17,7 @@ from megatron_cp.layout import bands as band
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.layout.packing import IntArray, Packing
 
-MOST_BLOCKS = 256  # so that thousands of documents are planned within a second or two
+MOST_BLOCKS = 256  # thousands of documents are planned within seconds
 
 
 @dataclass(frozen=True)

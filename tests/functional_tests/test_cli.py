@@ -250,7 +250,7 @@ def test_rejects_training_without_megatron_in_a_sentence(capsys, monkeypatch):
 def test_tables_of_blocks_are_masks_by_name(mask, capsys):
     lengths = ["--lengths", "7,1,130,3,64"]
     assert main(["plan", "--cp", "3", "--mask", mask, *lengths]) == 0
-    assert f"mask: {mask} in each document" in capsys.readouterr().out
+    assert f", {mask} in each document" in capsys.readouterr().out
     assert main(["check", "--cp", "3,5", "--mask", mask, "--scheme", "exact", *lengths, "--json"]) == 0
     assert last_json(capsys.readouterr().out)["pass"]
 
