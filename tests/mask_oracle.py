@@ -93,6 +93,28 @@ def blocks(packing: Packing, table: Pairs, block_size: int, *, causal: bool = Fa
     return seen
 
 
+def table(packing: Packing, name: str, num_blocks: int | None = None) -> Pairs:
+    """A table of blocks of that name in each document."""
+    num_blocks = num_blocks or {"strided": 16, "global_local": 16, "star": 4, "streaming": 8}[name]
+
+    rules: dict[str, Callable[[int, int], bool]] = {
+        "strided": lambda q, k: abs(q - k) in (0, num_blocks // 4, num_blocks // 2),
+        "global_local": lambda q, k: q == 0 or k == 0 or q == k,
+        "star": lambda q, k: k in (0, q),
+        "streaming": lambda q, k: k == 0 or q - 2 <= k <= q,
+    }
+    blocks = []  # of each document's tokens
+    for length in packing.lengths.tolist():
+        sizes = [length // num_blocks + (number < length % num_blocks) for number in range(num_blocks)]
+        blocks.append([number for number, size in enumerate(sizes) for _ in range(size)])
+
+    def sees(document: int, i: int, j: int, *lengths: int) -> bool:
+        block = blocks[document]
+        return rules[name](block[i], block[j]) and (j <= i or name not in ("star", "streaming"))
+
+    return _in_documents(packing, None, sees)
+
+
 def _in_documents(packing: Packing, kv_packing: Packing | None, sees: Callable[..., bool]) -> Pairs:
     """The pairs of one document for which `sees(document, i, j, queries, keys)`, places counted in the document."""
     kv_packing = kv_packing or packing
@@ -115,6 +137,8 @@ def pairs_of_case(case: Case) -> Pairs:
     first, _, rest = spec.partition("+") if spec.startswith("first:") else ("first:0", "", spec)
     name, _, numbers = rest.partition(":")
     arguments = [int(number) for number in numbers.split(",") if number]
+    if name in ("strided", "global_local", "star", "streaming"):
+        return table(case.packing, name, *arguments)
     if name == "window":
         return window(case.packing, *arguments, first=int(first.removeprefix("first:")), **cross)
     return _MADE_BY[name](case.packing, *arguments, **cross)

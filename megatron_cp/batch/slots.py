@@ -29,6 +29,7 @@ from megatron_cp.exchange.device import fill_tables, indexed
 from megatron_cp.exchange.geometry import has_run
 from megatron_cp.executor.arguments import IN_SLOTS
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.block_masks import is_block_table
 from megatron_cp.layout.layout import FILLED
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.tiles import WholeTiles
@@ -256,6 +257,9 @@ class PlanSlots:
             raise ArgumentError(
                 "slots", "cross-attention", "attention of a pack to itself", "Leave it out of the graph."
             )
+        # Blocks are cut by a document's own length, and here documents are filled up.
+        if isinstance(slot, AttentionSlot) and is_block_table(slot.mask):
+            raise _no_pattern(slot)
         if not isinstance(way, Scheme) or not way.exchanges_keys or self.cp_size == 1:
             return
         if self._layout_name != _LAYOUTS[0]:

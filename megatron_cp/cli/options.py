@@ -14,7 +14,7 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import CONV1D, KINDS
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
-from megatron_cp.planner.capabilities import refuse_unbuilt, require, working
+from megatron_cp.planner.capabilities import require, working
 from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.planner.predict.model_layers import AttentionMixer, LinearMixer
 from megatron_cp.planner.predict.model_presets import PRESETS
@@ -176,8 +176,6 @@ def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
     layer = require("layer", args.layer)
     shape = _layer_shape(args)
     lengths = document_lengths(args, cp_size)
-    mask = args.mask or "causal"
-    refuse_unbuilt("mask", mask)
     return LayerCase(
         layer=layer,
         cp=cp_size,
@@ -188,7 +186,7 @@ def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
         head_dim=shape.head_dim,
         value_head_dim=shape.value_dim,
         conv_width=shape.conv_width,
-        mask=mask,
+        mask=args.mask or "causal",
         scheme=args.scheme or "auto",
         hidden_size=_hidden_size(args, shape),
         ulysses_degree=args.ulysses_degree,

@@ -15,7 +15,7 @@ from megatron_cp import __version__
 from megatron_cp.cli.options import document_lengths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
@@ -39,6 +39,8 @@ def run_whole(args: argparse.Namespace) -> Report:
         check_page("--report", args.report)
     started = time.perf_counter()
     model, on = read_model(args.model or "qwen3-next"), machine(args.gpu)
+    if args.mask is not None:
+        model = model.with_mask(args.mask)
     lengths = document_lengths(args, max(args.cp))
     limit = on.hardware.memory if args.fit is None else args.fit
     rows = _rows(args, model, on, Packing(lengths), limit)
@@ -71,13 +73,14 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
     """A price for each size and layout; with all layers recomputed where it would not fit otherwise."""
     names = _LAYOUTS if args.layout is None else (require("layout", args.layout),)
     scheme, mode = _asked(args)
+    mask = None if args.mask is None else Mask.named(packing, args.mask)
     rows = []
     for cp in args.cp:
         topology = _topology(args, on, cp)
         for name in names:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
-                layout = layout_by_name(name, packing, cp, align=args.align, seed=args.seed)
+                layout = layout_by_name(name, packing, cp, align=args.align, seed=args.seed, mask=mask)
                 choice = StepChoice(cp, name, scheme, args.ulysses_degree, mode, args.recompute or "selective")
                 try:
                     row = _priced(model, layout, choice, on, topology, args)

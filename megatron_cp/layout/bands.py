@@ -20,6 +20,14 @@ NO_BANDS: IntArray = np.empty((0, 6), dtype=np.int64)
 NO_BARRIERS: IntArray = np.empty(0, dtype=np.int64)
 
 
+def of_ranges(
+    q_starts: IntArray, q_ends: IntArray, k_starts: IntArray, k_ends: IntArray, hi: int = UNBOUNDED
+) -> IntArray:
+    """`[n, 6]` a band for each range of queries and keys: full ones, or with the bound `hi`."""
+    unbounded = np.full_like(q_starts, -UNBOUNDED)
+    return np.stack([q_starts, q_ends, k_starts, k_ends, unbounded, np.full_like(q_starts, hi)], axis=1)
+
+
 def shrink(bands: IntArray) -> IntArray:
     """The same pairs in the smallest boxes, empty bands dropped: every query sees a key and every key a query."""
     boxes = tight_boxes(bands)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.layout import bands as band
 from megatron_cp.layout.bands import UNBOUNDED
+from megatron_cp.layout.block_masks import BLOCK_TABLES, checked_table, runs_of_blocks
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing, host_array, is_integral
 
@@ -123,7 +124,7 @@ class Mask(Memo):
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         starts = np.repeat(packing.cu_seqlens[:-1], count) + number * size
         ends = np.minimum(starts + size, np.repeat(packing.cu_seqlens[1:], count))
-        return cls(packing, packing, _boxes(starts, ends, starts, ends, hi=0), name)
+        return cls(packing, packing, band.of_ranges(starts, ends, starts, ends, hi=0), name)
 
     @classmethod
     def shared_question(cls, packing: Packing, parts: Sequence[Sequence[int]]) -> Mask:
@@ -143,7 +144,10 @@ class Mask(Memo):
         causal = np.where(starts <= question_ends, begins, starts)
         apart = starts > question_ends
         bands = np.concatenate(
-            [_boxes(starts, ends, causal, ends, hi=0), _boxes(starts, ends, begins, question_ends)[apart]]
+            [
+                band.of_ranges(starts, ends, causal, ends, hi=0),
+                band.of_ranges(starts, ends, begins, question_ends)[apart],
+            ]
         )
         return cls(packing, packing, band.joined(bands, packing.cu_seqlens), "shared_question")
 
@@ -182,9 +186,9 @@ class Mask(Memo):
             causal: no query sees keys after its own position, whatever the table says.
         """
         block_size, causal = checked_integer("block_size", block_size, 1), checked_flag("causal", causal)
-        rows, first, last = _runs_of_blocks(_checked_table(checked_packing(packing), table, block_size))
+        rows, first, last = runs_of_blocks(checked_table(checked_packing(packing), table, block_size))
         edges = np.minimum(np.arange(table.shape[0] + 1) * block_size, packing.total)
-        runs = _boxes(edges[rows], edges[rows + 1], edges[first], edges[last])
+        runs = band.of_ranges(edges[rows], edges[rows + 1], edges[first], edges[last])
         bands = _within_documents(band.joined(_near(runs, packing)), packing, packing)
         if causal:
             bands[:, 5] = np.minimum(bands[:, 5], 0)
@@ -192,23 +196,32 @@ class Mask(Memo):
 
     @classmethod
     def named(cls, packing: Packing, spec: str, kv_packing: Packing | None = None) -> Mask:
-        """The mask that is spelled so on the command line, such as "causal", "window:127,0" or "prefix:5".
+        """The mask that is spelled so on the command line, such as "causal", "window:127,0", "prefix:5" or "strided".
 
         The `name` of every mask made by `causal`, `full`, `window`, `prefix` (with one number) and `chunk` is such a
-        spelling.
+        spelling. `strided`, `global_local`, `star` and `streaming` are tables of blocks that each document has for
+        itself (`layout/block_masks.py`). A document is cut into as many blocks as the table has rows, of equal length
+        but for the first ones, which may be a token longer; one of fewer tokens than that has blocks of one token, in
+        the first rows of the table. A number after a colon is another number of blocks: `strided:32`.
 
         Raises:
             ArgumentError: a spelling that is not known, or one without a meaning for keys packed otherwise.
+
+        Example:
+            >>> Mask.named(Packing([8, 3]), "star").seen.tolist()
+            [1, 2, 3, 4, 3, 4, 3, 4, 1, 2, 2]
         """
         checked_packing(packing)
-        form, numbers = _parsed(spec)
-        if not form:
-            remedy = "Numbers of tokens: a chunk has at least 1, and LEFT or RIGHT may be -1 for no limit."
+        kind, numbers = _parsed(spec)
+        if not kind:
+            remedy = (
+                "Numbers of tokens: a chunk has at least 1, and LEFT or RIGHT may be -1 for no limit;"
+                " BLOCKS a document may be left out."
+            )
             raise ArgumentError("mask", spec, " | ".join(_SPELLINGS), remedy)
-        if form in ("causal", "full"):
-            return (cls.causal if form == "causal" else cls.full)(packing, kv_packing)
+        if kind in ("causal", "full"):
+            return (cls.causal if kind == "causal" else cls.full)(packing, kv_packing)
         kv_packing = _checked_kv_packing(packing, kv_packing)
-        kind = form.partition(":")[0]
         if kv_packing != packing and kind not in ("window", "first"):
             allowed = (
                 "causal, full, window:LEFT,RIGHT or first:N+window:LEFT,RIGHT where keys have a packing of their own"
@@ -221,10 +234,17 @@ class Mask(Memo):
                 return cls.window(packing, *numbers[1:], first=numbers[0], kv_packing=kv_packing)
             case "prefix":
                 return cls.prefix(packing, *numbers)
-        return cls.chunk(packing, *numbers)
+            case "chunk":
+                return cls.chunk(packing, *numbers)
+        table = BLOCK_TABLES[kind].with_blocks(*numbers)
+        bands = table.bands_of_documents(packing.cu_seqlens[:-1], packing.lengths)
+        return cls(packing, packing, bands, spec)
 
     def of_tokens(self, lengths: Sequence[int] | IntArray) -> Mask:
         """The same mask where documents end in pads: only the first `lengths[i]` tokens of document i see and are seen.
+
+        A table of blocks that has a name cuts these tokens alone into blocks: a document sees the same with and
+        without pads.
 
         Args:
             lengths: a number for each document of the packing, which counts pads too.
@@ -242,9 +262,13 @@ class Mask(Memo):
             raise ArgumentError("lengths", own.tolist(), f"numbers up to {whole[:8].tolist()}, of self-attention")
         if np.array_equal(own, whole):
             return self
-        ends = (self.packing.cu_seqlens[:-1] + own)[self.packing.documents_of(self.bands[:, 0])]
-        bands = self.bands.copy()
-        bands[:, 1], bands[:, 3] = np.minimum(bands[:, 1], ends), np.minimum(bands[:, 3], ends)
+        starts, (kind, numbers) = self.packing.cu_seqlens[:-1], _parsed(self.name)
+        if kind in BLOCK_TABLES:
+            bands = BLOCK_TABLES[kind].with_blocks(*numbers).bands_of_documents(starts, own)
+        else:
+            ends = (starts + own)[self.packing.documents_of(self.bands[:, 0])]
+            bands = self.bands.copy()
+            bands[:, 1], bands[:, 3] = np.minimum(bands[:, 1], ends), np.minimum(bands[:, 3], ends)
         return Mask(self.packing, self.packing, bands, f"{self.name} of {own.sum()} tokens")
 
     @classmethod
@@ -308,28 +332,23 @@ _SPELLINGS = {
     "prefix:N": f"prefix:{_NUMBER}",
     "chunk:N": "chunk:([1-9][0-9]{0,14})",
     "first:N+window:LEFT,RIGHT": rf"first:{_NUMBER}\+window:{_LIMIT},{_LIMIT}",
+    **{table.spelling: f"{table.name}(?::{_NUMBER})?" for table in BLOCK_TABLES.values()},
 }
 
 
 def _parsed(spec: str) -> tuple[str, list[int]]:
-    """Which spelling it is, and its numbers; "" if it is none."""
+    """The first word of its spelling, and its numbers; "" if it is none."""
     for form, pattern in _SPELLINGS.items():
         found = re.fullmatch(pattern, spec) if isinstance(spec, str) else None
         if found:
-            return form, list(map(int, found.groups()))
+            return re.split(r"\W", form)[0], [int(number) for number in found.groups() if number is not None]
     return "", []
-
-
-def _boxes(q_starts: IntArray, q_ends: IntArray, k_starts: IntArray, k_ends: IntArray, hi: int = UNBOUNDED) -> IntArray:
-    return np.stack(
-        [q_starts, q_ends, k_starts, k_ends, np.full_like(q_starts, -UNBOUNDED), np.full_like(q_starts, hi)], axis=1
-    )
 
 
 def _documents(packing: Packing, kv_packing: Packing) -> IntArray:
     """Every document as a band in which every query sees every key."""
     queries, keys = packing.cu_seqlens, kv_packing.cu_seqlens
-    return _boxes(queries[:-1], queries[1:], keys[:-1], keys[1:])
+    return band.of_ranges(queries[:-1], queries[1:], keys[:-1], keys[1:])
 
 
 def _within_documents(bands: IntArray, packing: Packing, kv_packing: Packing) -> IntArray:
@@ -340,13 +359,6 @@ def _within_documents(bands: IntArray, packing: Packing, kv_packing: Packing) ->
     pieces[:, 2] = np.maximum(pieces[:, 2], documents[number, 2])
     pieces[:, 3] = np.minimum(pieces[:, 3], documents[number, 3])
     return band.shrink(pieces)
-
-
-def _runs_of_blocks(table: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
-    """The runs of true blocks along each row: rows, first columns, and one past the last columns."""
-    edges = np.diff(table.astype(np.int8), axis=1, prepend=0, append=0)
-    rows, first = np.nonzero(edges > 0)
-    return rows, first, np.nonzero(edges < 0)[1]
 
 
 def _near(bands: IntArray, packing: Packing) -> IntArray:
@@ -425,13 +437,3 @@ def _checked_slices(slices: Iterable[Slice], queries: int, keys: int) -> IntArra
     bands[:, 4] = np.where(from_first, bands[:, 2] - bands[:, 0], -UNBOUNDED)
     bands[:, 5] = np.where(to_last, bands[:, 3] - bands[:, 1], UNBOUNDED)
     return bands
-
-
-def _checked_table(packing: Packing, table: NDArray[np.bool_], block_size: int) -> NDArray[np.bool_]:
-    blocks = -(-packing.total // block_size)
-    is_array = isinstance(table, np.ndarray) and not np.ma.isMaskedArray(table)
-    if not is_array or table.dtype != np.bool_ or table.shape != (blocks, blocks):
-        given = f"{type(table).__name__} of {getattr(table, 'dtype', 'no type')} {getattr(table, 'shape', '')}"
-        allowed = f"a numpy array of bool [{blocks}, {blocks}]: {packing.total} tokens in blocks of {block_size}"
-        raise ArgumentError("table", given, allowed)
-    return table

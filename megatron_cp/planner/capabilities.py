@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.block_masks import BLOCK_TABLES
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES
 
@@ -33,7 +34,6 @@ _BALANCE = (
     "balance by --moe-router-enable-expert-bias (with --moe-router-score-function sigmoid and"
     " --moe-router-load-balancing-type none), or use one rank"
 )
-_BLOCKS = "in Python Mask.from_blocks makes it from a table of blocks"
 
 CAPABILITIES = (
     *(Capability("scheme", scheme.name, True, scheme.remark) for scheme in SCHEMES.values()),
@@ -45,10 +45,7 @@ CAPABILITIES = (
     Capability("mask", "prefix:N", True, "the first N tokens see one another, the rest is causal"),
     Capability("mask", "chunk:N", True, "causal within chunks of N tokens"),
     Capability("mask", "first:N+window:LEFT,RIGHT", True, "a window, and the first N tokens stay visible"),
-    Capability("mask", "strided", False, f"{_LATER}; {_BLOCKS}"),
-    Capability("mask", "global_local", False, f"{_LATER}; {_BLOCKS}"),
-    Capability("mask", "star", False, f"{_LATER}; {_BLOCKS}"),
-    Capability("mask", "streaming", False, f"{_LATER}; {_BLOCKS}"),
+    *(Capability("mask", table.spelling, True, table.remark) for table in BLOCK_TABLES.values()),
     Capability(
         "attention", "shared questions", True, "Mask.shared_question: answers see their question, not each other"
     ),

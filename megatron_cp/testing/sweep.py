@@ -7,12 +7,15 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
+from megatron_cp.layout.block_masks import BLOCK_TABLES
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import MODES, SCHEMES, may_exchange_heads, scheme_named
 from megatron_cp.planner.capabilities import require, working
 from megatron_cp.testing.parity import Case
 
-MASKS = ("causal", "full", "window:5,0", "window:4,2", "prefix:5", "chunk:6", "first:2+window:4,0")
+MASKS = (
+    "causal", "full", "window:5,0", "window:4,2", "prefix:5", "chunk:6", "first:2+window:4,0", *BLOCK_TABLES,
+)  # fmt: skip
 HEADS: tuple[dict[str, Any], ...] = (
     {"heads": 6, "groups": 2},
     {"heads": 7, "groups": 7},

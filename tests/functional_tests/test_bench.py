@@ -115,7 +115,7 @@ def test_rejects_a_benchmark_that_is_not_built_yet(capsys):
         (["attention", "--cp", "1024"], "at most 64 local ranks"),
         (["attention", "--kernel", "varlen"], "runs on CUDA"),
         (["attention", "--kernel", "nonsense"], "--kernel: got 'nonsense'"),
-        (["attention", "--mask", "strided"], "in Python Mask.from_blocks makes it"),
+        (["attention", "--mask", "strided:6"], "strided:BLOCKS with a multiple of 4 from 4 to 256"),
         (["attention", "--key-heads", "2"], "--kv-heads"),
         (["attention", "--lengths", "5", "--tokens-per-rank", "7"], "not together with --lengths"),
     ],

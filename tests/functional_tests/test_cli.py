@@ -7,15 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_cp.cli.main import main
-from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import picture
 from megatron_cp.testing.parity import Case
-from megatron_cp.testing.sweep import sweep
+from megatron_cp.testing.sweep import MASKS, sweep
 from tests.limits import limit
 
 BATCH = ["--lengths", "7,1,130,64,2", "--heads", "6"]
@@ -58,9 +57,9 @@ def test_check_all_varies_what_is_not_given(capsys):
     report = last_json(out)
     assert report["pass"] is True
     on_two = [name for name, scheme in SCHEMES.items() if not scheme.is_product]
-    assert report["cases"] == (len(on_two) + len(SCHEMES)) * 7  # schemes that are possible times masks
+    assert report["cases"] == (len(on_two) + len(SCHEMES)) * len(MASKS)  # schemes that are possible times masks
     assert max(error for error in report["max_rel_err"].values()) <= 1e-12
-    assert "ok     cp=4 a2a+exact          7 cases" in out
+    assert f"ok     cp=4 a2a+exact         {len(MASKS):2} cases" in out
 
 
 def test_check_all_runs_every_mode_of_a_linear_layer(capsys):
@@ -247,30 +246,13 @@ def test_rejects_training_without_megatron_in_a_sentence(capsys, monkeypatch):
     assert capsys.readouterr().err == said
 
 
-MASK_TABLES = {
-    # Name -> which block of 16 sees which, as in the paper that the names come from, and whether it is causal.
-    "strided": (lambda q, k: abs(q - k) in (0, 4, 8), False),
-    "global_local": (lambda q, k: q == 0 or k == 0 or q == k, False),
-    "star": (lambda q, k: k in (0, q), True),
-    "streaming": (lambda q, k: k == 0 or q - 2 <= k <= q, True),
-}
-
-
-@pytest.mark.parametrize("name", MASK_TABLES)
-def test_rejects_a_mask_without_a_spelling_with_what_makes_the_same_one(name, capsys):
-    """No other mask is offered: a remedy must not change the result."""
-    assert main(["check", "--mask", name]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"megatron-cp check: --mask: got '{name}'; allowed: causal or full or window:LEFT,RIGHT")
-    remedy = error.partition("allowed:")[2].partition(". ")[2]
-    assert remedy == f"{name} is not built yet; in Python Mask.from_blocks makes it from a table of blocks.\n"
-    sees, causal = MASK_TABLES[name]
-    blocks = range(16)
-    table = np.array([[sees(q, k) for k in blocks] for q in blocks])
-    mask = Mask.from_blocks(Packing([32]), table, 2, causal=causal)
-    tokens = range(32)
-    expected = [sum(sees(q // 2, k // 2) and (k <= q or not causal) for k in tokens) for q in tokens]
-    assert mask.seen.tolist() == expected
+@pytest.mark.parametrize("mask", ["strided", "global_local", "star", "streaming", "streaming:5"])
+def test_tables_of_blocks_are_masks_by_name(mask, capsys):
+    lengths = ["--lengths", "7,1,130,3,64"]
+    assert main(["plan", "--cp", "3", "--mask", mask, *lengths]) == 0
+    assert f", {mask} in each document" in capsys.readouterr().out
+    assert main(["check", "--cp", "3,5", "--mask", mask, "--scheme", "exact", *lengths, "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["pass"]
 
 
 @pytest.mark.parametrize(
@@ -280,6 +262,7 @@ def test_rejects_a_mask_without_a_spelling_with_what_makes_the_same_one(name, ca
         (["check", "--layout", "striped"], "balanced"),
         (["check", "--mask", "window:5"], "window:LEFT,RIGHT"),
         (["check", "--mask", "chunk:0"], "at least 1"),
+        (["check", "--mask", "strided:6"], "strided:BLOCKS with a multiple of 4 from 4 to 256"),
         (["check", "--scheme", "a2a+p2p", "--cp", "5"], "5 has no other divisor"),
         (["check", "--scheme", "a2a+p2p", "--cp", "4", "--ulysses-degree", "3"], "--ulysses-degree"),
         (["check", "--scheme", "p2p", "--head-chunks", "2"], "--head-chunks"),

@@ -34,6 +34,17 @@ def test_a_whole_model_has_a_row_for_each_size_and_layout(capsys):
         assert rate[found["take_this"]] == max(rate.values())
 
 
+def test_a_mask_is_that_of_every_attention(capsys):
+    shape = ["--whole", "--model", "llama3-8b", "--cp", "8", "--layout", "balanced", "--lengths", "262144"]
+    times = {}
+    for mask in ("causal", "star", "strided"):
+        found = printed(capsys, *shape, "--mask", mask)[1]
+        times[mask] = found["rows"][0]["milliseconds"]["attention"]
+    # As visible pairs: a half, 5/16 and 56/256 of all.
+    assert times["star"] == pytest.approx(10 / 16 * times["causal"], rel=0.02)
+    assert times["strided"] == pytest.approx(112 / 256 * times["causal"], rel=0.02)
+
+
 def test_the_smallest_size_that_fits_is_taken(capsys):
     shape = ["--whole", "--model", "llama3-8b", "--layout", "balanced", *BATCH]
     _, roomy = printed(capsys, *shape, "--cp", "4,8,16", "--fit", "60GiB")

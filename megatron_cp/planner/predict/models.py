@@ -14,7 +14,16 @@ from typing import Any
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.batch import Slot
-from megatron_cp.planner.predict.model_layers import BF16, FP32, NONE, Block, Gemm, LinearMixer, check_recompute
+from megatron_cp.planner.predict.model_layers import (
+    BF16,
+    FP32,
+    NONE,
+    AttentionMixer,
+    Block,
+    Gemm,
+    LinearMixer,
+    check_recompute,
+)
 
 MAX_LAYERS = 10_000  # of a model: a slip of the pen must not take all memory
 
@@ -59,6 +68,26 @@ class ModelSpec:
         if not isinstance(self.blocks, tuple) or not all(isinstance(block, Block) for block in self.blocks):
             raise ArgumentError("blocks", self.blocks, "a tuple of Block")
         checked_integer("blocks", len(self.blocks), 1, MAX_LAYERS)
+
+    def with_mask(self, mask: str) -> ModelSpec:
+        """The same model with another mask in every layer of softmax attention.
+
+        Args:
+            mask: a spelling of `Mask.named`, such as "causal" or "strided".
+
+        Raises:
+            ArgumentError: a mask that does not exist.
+        """
+        mixers = {
+            mixer: replace(mixer, mask=mask)
+            for mixer in {block.mixer for block in self.blocks}
+            if isinstance(mixer, AttentionMixer)
+        }
+        blocks = tuple(
+            replace(block, mixer=mixers[block.mixer]) if isinstance(block.mixer, AttentionMixer) else block
+            for block in self.blocks
+        )
+        return replace(self, blocks=blocks)
 
     # -- layers under context parallelism ------------------------------------------------------------------------------
 

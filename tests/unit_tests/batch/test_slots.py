@@ -332,3 +332,10 @@ def test_rejects_masks_whose_tables_grow_with_the_number_of_documents():
     """Of documents that are long enough to have the same bands."""
     with pytest.raises(cp.ArgumentError, match="mask: got 'prefix:2'; allowed: causal"):
         loaded(cp.AttentionSlot(4, 2, 16, 16, mask="prefix:2", scheme="a2a"), align_documents=4)
+
+
+@pytest.mark.parametrize("mask", ["strided", "global_local", "star", "streaming", "star:2"])
+@pytest.mark.parametrize("step", [1, 4])
+def test_rejects_tables_of_blocks_since_filling_would_move_their_blocks(mask, step):
+    with pytest.raises(cp.ArgumentError, match=f"mask: got '{mask}'; allowed: causal, full or a window"):
+        loaded(cp.AttentionSlot(4, 2, 16, 16, mask=mask, scheme="a2a"), align_documents=step)

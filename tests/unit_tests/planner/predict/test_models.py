@@ -151,6 +151,16 @@ def test_windows_are_masks_of_their_slots():
     assert [slot.mask for slot in model.slots()] == ["window:7,0", "causal"]
 
 
+def test_another_mask_is_that_of_every_attention_and_changes_nothing_else():
+    model = PRESETS["qwen3-next"]
+    masked = model.with_mask("strided")
+    masks = [slot.mask for slot in masked.slots() if isinstance(slot, AttentionSlot)]
+    assert masks == ["strided"] * 12
+    assert masked.with_mask("causal") == model
+    with pytest.raises(ArgumentError, match="mask: got 'strided:6'"):
+        model.with_mask("strided:6")
+
+
 def test_slots_are_planned():
     layout = Layout.contiguous(Packing([70, 1, 130]), 3)
     plans = BatchPlan(layout, PRESETS["tiny"].slots())

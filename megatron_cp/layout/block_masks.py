@@ -1,0 +1,148 @@
+"""Masks that are tables of blocks: the ones with a name, and what every table of blocks is made of.
+
+A named table is one table for all documents: each document is cut into as many blocks as the table has rows, so that a
+longer document has longer blocks and never more bands. `Mask.named` makes masks of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import bands as band
+from megatron_cp.layout.bands import UNBOUNDED
+from megatron_cp.layout.packing import IntArray, Packing
+
+MOST_BLOCKS = 256  # thousands of documents are planned within seconds
+
+
+@dataclass(frozen=True)
+class BlockTable:
+    """A rule that says which blocks of a document see which.
+
+    Attributes:
+        name: how the mask is spelled, alone or with a number of blocks after a colon.
+        num_blocks: the rows of the table, unless the user asks for another number.
+        is_causal: no query sees keys after its own position, whatever the table says.
+        sees: from the numbers of the query's and of the key's block and the number of blocks, whether it is visible.
+        remark: what a query sees.
+        multiple_of: a divisor of the number of blocks.
+    """
+
+    name: str
+    num_blocks: int
+    is_causal: bool
+    sees: Callable[[IntArray, IntArray, int], NDArray[np.bool_]]
+    remark: str
+    multiple_of: int = 1
+
+    @property
+    def spelling(self) -> str:
+        """How the command line lists it."""
+        return f"{self.name}[:BLOCKS]"
+
+    def with_blocks(self, num_blocks: int | None = None) -> BlockTable:
+        """The same rule over another number of blocks, or over its own if None.
+
+        Raises:
+            ArgumentError: a number that the rule has no meaning for, or more than `MOST_BLOCKS`.
+        """
+        if num_blocks is None:
+            return self
+        if num_blocks % self.multiple_of or not 1 <= num_blocks <= MOST_BLOCKS:
+            kind = f"a multiple of {self.multiple_of}" if self.multiple_of > 1 else "a number"
+            allowed = f"{self.name}:BLOCKS with {kind} from {self.multiple_of} to {MOST_BLOCKS}"
+            remedy = f"{self.name} alone has {self.num_blocks} blocks."
+            raise ArgumentError("mask", f"{self.name}:{num_blocks}", allowed, remedy)
+        return replace(self, num_blocks=num_blocks)
+
+    def bands_of_documents(self, starts: IntArray, lengths: IntArray) -> IntArray:
+        """The table in each document.
+
+        A document of at least `num_blocks` tokens is cut into blocks of which the first ones are a token longer where
+        the number of blocks does not divide its length. A shorter document has blocks of one token, in the first rows
+        and columns of the table.
+
+        Args:
+            starts: `[documents]` the first token of each in the stream.
+            lengths: `[documents]` tokens of each.
+
+        Returns:
+            `[n, 6]` disjoint bands; see `layout/bands.py`.
+        """
+        queries, keys = np.indices((self.num_blocks, self.num_blocks))
+        runs = runs_of_blocks(self.sees(queries, keys, self.num_blocks))
+        found = [band.NO_BANDS]
+        counts = np.minimum(lengths, self.num_blocks)
+        for count in np.unique(counts[counts > 0]).tolist():
+            own = counts == count
+            rows, first, last = _within(count, *runs)
+            size, longer = np.divmod(lengths[own][:, None], count)
+            number = np.arange(count + 1)
+            edges = starts[own][:, None] + number * size + np.minimum(number, longer)
+            q_starts, q_ends, k_starts, k_ends = (edges[:, places].ravel() for places in (rows, rows + 1, first, last))
+            found.append(band.of_ranges(q_starts, q_ends, k_starts, k_ends, hi=0 if self.is_causal else UNBOUNDED))
+        return band.joined(np.concatenate(found), starts)
+
+
+# Those of UltraAttn (SC'25, doi 10.1145/3712285.3759894), whose published measurements are of these masks: its tables,
+# with `strided` in the order of the document.
+BLOCK_TABLES = {
+    table.name: table
+    for table in (
+        BlockTable(
+            "strided", 16, False, lambda q, k, n: np.isin(abs(q - k), (0, n // 4, n // 2)),
+            "a block of a document (16 of them) sees itself and those 4 and 8 away: a quarter and a half of BLOCKS",
+            multiple_of=4,
+        ),
+        BlockTable(
+            "global_local", 16, False, lambda q, k, _: (q == 0) | (k == 0) | (q == k),
+            "a block of a document (16 of them) sees itself and the first, and the first sees all",
+        ),
+        BlockTable(
+            "star", 4, True, lambda q, k, _: (k == 0) | (q == k),
+            "a block of a document (4 of them) sees itself and the first, causally",
+        ),
+        BlockTable(
+            "streaming", 8, True, lambda q, k, _: (k == 0) | ((q - 2 <= k) & (k <= q)),
+            "a block of a document (8 of them) sees itself, the two before it and the first, causally",
+        ),
+    )
+}  # fmt: skip
+
+
+def is_block_table(spec: str) -> bool:
+    """Whether a mask that is spelled so is a table of blocks with a name."""
+    return spec.partition(":")[0] in BLOCK_TABLES
+
+
+def runs_of_blocks(table: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
+    """The runs of true blocks along each row: rows, first columns, and one past the last columns."""
+    edges = np.diff(table.astype(np.int8), axis=1, prepend=0, append=0)
+    rows, first = np.nonzero(edges > 0)
+    return rows, first, np.nonzero(edges < 0)[1]
+
+
+def _within(count: int, rows: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """The runs in the first `count` rows and columns of a table."""
+    kept = (rows < count) & (first < count)
+    return rows[kept], first[kept], np.minimum(last[kept], count)
+
+
+def checked_table(packing: Packing, table: NDArray[np.bool_], block_size: int) -> NDArray[np.bool_]:
+    """A table over the whole stream in blocks of `block_size` tokens.
+
+    Raises:
+        ArgumentError: no array of booleans, or one of another size.
+    """
+    blocks = -(-packing.total // block_size)
+    is_array = isinstance(table, np.ndarray) and not np.ma.isMaskedArray(table)
+    if not is_array or table.dtype != np.bool_ or table.shape != (blocks, blocks):
+        given = f"{type(table).__name__} of {getattr(table, 'dtype', 'no type')} {getattr(table, 'shape', '')}"
+        allowed = f"a numpy array of bool [{blocks}, {blocks}]: {packing.total} tokens in blocks of {block_size}"
+        raise ArgumentError("table", given, allowed)
+    return table
