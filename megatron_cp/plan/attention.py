@@ -124,6 +124,11 @@ class Attend(Memo):
         """The class of what brings keys, one for all stages; None where all stages have the own rows, as they stand."""
         return next((type(stage.keys) for stage in self.stages if stage.keys is not None), None)
 
+    @property
+    def fetches_ranges(self) -> bool:
+        """Whether ranks fetch the keys that they need, and not all of them."""
+        return any(isinstance(stage.keys, Fetch) and not stage.keys.equal_shares for stage in self.stages)
+
     @cached_property
     def returns_gradients(self) -> bool:
         """Whether gradients of keys go to other ranks."""

@@ -31,7 +31,7 @@ from megatron_cp.planner.checks import (
     notes_of,
 )
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
-from megatron_cp.planner.weigh import in_best_chunks, weighed
+from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, weighed
 
 
 def plan_attention(
@@ -187,7 +187,7 @@ def _cheapest(
         warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
         ways, refused = list[Plan](), None
         for way in SCHEMES.values():
-            for degree in _degrees(way, request.layout.cp_size, ulysses_degree):
+            for degree in _degrees(way, request.layout, ulysses_degree, topology):
                 try:
                     ways.append(request.plan(way, degree))
                 except ArgumentError as error:
@@ -205,11 +205,15 @@ def _cheapest(
     return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:])))
 
 
-def _degrees(way: Scheme, cp_size: int, asked: int | None) -> list[int | None]:
-    """The degrees among which "auto" chooses."""
+def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
+    """The degrees among which "auto" chooses; of layouts of very many fragments, the ranks of a host."""
     if asked is not None or not way.is_product:
         return [asked]
-    return [degree for degree in range(2, cp_size) if cp_size % degree == 0]
+    degrees: list[int | None] = [degree for degree in range(2, layout.cp_size) if layout.cp_size % degree == 0]
+    if layout.starts.size <= VERY_MANY:
+        return degrees
+    host = topology.hosts.count(topology.hosts[0])
+    return [degree for degree in degrees if degree == host] or degrees[:1]
 
 
 def _steps(

@@ -16,7 +16,9 @@ from megatron_cp.planner.predict.price import described, priced
 # As factors, and in milliseconds.
 _GAIN_OF_KEYS, _GAIN_OF_STAGES = (1.01, 0.02), (1.04, 0.1)
 CHUNKS = (1, 2, 4)
-_FEW, _VERY_MANY = 3, 200_000  # ways that are played at most, of layouts of very many fragments: each takes seconds
+# Fragments of a layout over which a plan takes seconds: few ways are looked at, by their bounds, and none whose ranks
+# fetch ranges of keys, which would be tables of as many ranges.
+VERY_MANY = 200_000
 
 
 def weighed(ways: Sequence[Plan], on: Machine, topology: Topology, item_size: int) -> list[tuple[Price, Plan]]:
@@ -25,12 +27,13 @@ def weighed(ways: Sequence[Plan], on: Machine, topology: Topology, item_size: in
     Ways are looked at in the order of what they take at least. From the first on that takes at least as much as another
     one was predicted to take, they have that bound for a price.
     """
-    most = _FEW if ways[0].layout.starts.size > _VERY_MANY else len(ways)
+    if ways[0].layout.starts.size > VERY_MANY:
+        ways = [plan for plan in ways if plan.attend is not None and not plan.attend.fetches_ranges] or ways
     bounds = [attention_bound(plan, on, topology, item_size) for plan in ways]
     found: list[tuple[Price, Plan]] = []
     best = float("inf")
     for bound, plan in sorted(zip(bounds, ways, strict=True), key=lambda pair: pair[0]):
-        if _handicapped(bound, plan) >= best or len(found) >= most:
+        if _handicapped(bound, plan) >= best or (found and plan.layout.starts.size > VERY_MANY):
             sent = max(plan.bytes_sent(item_size, forward=True))
             words = described(on, topology)
             price = Price(plan.scheme, bound / 3, bound * 2 / 3, sent, True, words, detail=detail_of(plan))
