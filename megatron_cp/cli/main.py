@@ -71,8 +71,12 @@ def _run(args: argparse.Namespace) -> int:
 
 def console() -> None:
     """The console script. Leaves at once where threads that ran out of time are still at work."""
-    status = main()
-    sys.stdout.flush()
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
     sys.stderr.flush()
     if any(thread.daemon for thread in threading.enumerate() if thread is not threading.current_thread()):
         os._exit(status)

@@ -56,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         help="of --whole: memory of a rank, such as 80GiB (default: --gpu's)",
     )
+    for action in parser._actions:
+        if action.dest == "hosts":
+            action.help = (
+                "hosts that the ranks are on, as many on each (default: full hosts; of --transport hierarchical 2)"
+            )
     group.add_argument("--sharding", choices=SHARDINGS, help="of --whole: of weights and optimizer (default: zero3)")
     group.add_argument("--replicas", type=positive, help="of --whole: data-parallel groups (default: 1)")
     group.add_argument(
@@ -82,7 +87,7 @@ def run(args: argparse.Namespace) -> Report:
 def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> None:
     for name in names:
         if getattr(args, name) is not None:
-            raise ArgumentError(f"--{name}", getattr(args, name), f"nothing but {allowed}")
+            raise ArgumentError(f"--{name}", getattr(args, name), f"only {allowed}")
 
 
 def _compared(args: argparse.Namespace) -> Report:

@@ -15,7 +15,8 @@ from megatron_cp import __version__
 from megatron_cp.cli.options import document_lengths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout import Mask, Packing
+from megatron_cp.plan import words
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
@@ -23,6 +24,7 @@ from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.page.page import check_page, save_page
 from megatron_cp.planner.predict import Machine, Topology, machine
 from megatron_cp.planner.predict.model_files import read_model
+from megatron_cp.planner.predict.model_layers import FULL
 from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.planner.predict.price import described, timelines
 from megatron_cp.planner.predict.simulate import Span
@@ -30,13 +32,22 @@ from megatron_cp.planner.predict.step import StepChoice, StepPrice, predict_step
 
 _LAYOUTS = ("contiguous", "zigzag", "balanced")
 _MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
+_OF_A_LAYER = (
+    "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
+    "softmax_scale", "learned_sink", "softcap", "dropout",
+)  # fmt: skip
 _FOR_LINEAR = ("headwise", "chunkwise", "redistribute")
 
 
 def run_whole(args: argparse.Namespace) -> Report:
     """Prices every size and layout, and names the best that fits."""
+    for option in _OF_A_LAYER:
+        if getattr(args, option):
+            allowed = "only without --whole, which prices all layers of --model"
+            raise ArgumentError(f"--{option.replace('_', '-')}", getattr(args, option), allowed)
     if args.report is not None:
         check_page("--report", args.report)
+    args.cp = list(dict.fromkeys(args.cp))
     started = time.perf_counter()
     model, on = read_model(args.model or "qwen3-next"), machine(args.gpu)
     if args.mask is not None:
@@ -61,7 +72,7 @@ def run_whole(args: argparse.Namespace) -> Report:
         "best": _as_json(chosen, on, limit), "rows": [_as_json(row, on, limit) for row in rows],
         "longest": _longest(chosen, limit), "plan_ms": milliseconds,
     }  # fmt: skip
-    text = _text(model, lengths, on, rows, best, limit, data)
+    text = _text(args, model, lengths, on, rows, best, limit, data)
     if args.report is not None:
         page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, text[-1])
         save_page(page, args.report)
@@ -81,11 +92,14 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)
                 layout = layout_by_name(name, packing, cp, align=args.align, seed=args.seed, mask=mask)
-                choice = StepChoice(cp, name, scheme, args.ulysses_degree, mode, args.recompute or "selective")
+                choice = StepChoice(
+                    cp, name, scheme, args.ulysses_degree, mode, args.recompute or "selective", args.head_chunks,
+                    args.transport, args.codec, args.sharding or "zero3", args.replicas or 1,
+                )  # fmt: skip
                 try:
-                    row = _priced(model, layout, choice, on, topology, args)
+                    row = predict_step(model, layout, choice, on, topology)
                     if row.memory.total > limit and args.recompute is None:
-                        row = _priced(model, layout, replace(choice, recompute="full"), on, topology, args)
+                        row = predict_step(model, layout, replace(choice, recompute=FULL), on, topology)
                 except ArgumentError as error:
                     if error.argument not in ("scheme", "ulysses_degree", "head_chunks") or len(args.cp) == 1:
                         raise
@@ -101,17 +115,7 @@ def _asked(args: argparse.Namespace) -> tuple[str, str]:
     return args.scheme or "auto", "auto"
 
 
-def _priced(
-    model: ModelSpec, layout: Layout, choice: StepChoice, on: Machine, topology: Topology, args: argparse.Namespace
-) -> StepPrice:
-    return predict_step(
-        model, layout, choice, on, topology, sharding=args.sharding or "zero3", replicas=args.replicas or 1
-    )
-
-
 def _topology(args: argparse.Namespace, on: Machine, cp: int) -> Topology:
-    if args.hosts is not None and args.hosts > cp:
-        return on.topology(cp, cp)
     return on.topology(cp, args.hosts)
 
 
@@ -132,6 +136,7 @@ def _parts(row: StepPrice) -> dict[str, float]:
     return {
         "attention": row.attention, "linear layers": row.linear, "products": row.products,
         "exposed transfers": row.exposed, "memory traffic": row.others,
+        "sharded weights": row.shards,
     }  # fmt: skip
 
 
@@ -151,54 +156,96 @@ def _longest(row: StepPrice, limit: float) -> int:
 
 
 def _text(
-    model: ModelSpec, lengths: Sequence[int], on: Machine, rows: list[StepPrice], best: StepPrice | None, limit: float,
-    data: dict[str, Any],
+    args: argparse.Namespace, model: ModelSpec, lengths: Sequence[int], on: Machine, rows: list[StepPrice],
+    best: StepPrice | None, limit: float, data: dict[str, Any],
 ) -> list[str]:  # fmt: skip
-    heads = ("attention", "linear", "products", "exposed", "memory", "step ms", "tokens/s/GPU", "MFU", "GiB a rank")
+    choice, middle = rows[0].choice, sorted(lengths)[len(lengths) // 2]
+    drawn = "given" if args.lengths is not None else f"drawn from the corpus {args.corpus}"
+    drawn += " and scaled" if args.lengths is None and args.tokens_per_rank is not None else ""
     lines = [
-        f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, {model.active_parameters / 1e9:.2f}e9 active; "
-        f"{len(lengths)} documents, {sum(lengths)} tokens a step of one context-parallel group, longest {max(lengths)}",
-        f"predicted for {on.describe()}; nothing of it was measured here",
+        f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, of which a token meets "
+        f"{model.active_parameters / 1e9:.2f}e9 in products; {model.source}",
+        f"a step of one context-parallel group: {sum(lengths)} tokens in {words.counted(len(lengths), 'document')}, "
+        f"{drawn}; median {middle}, longest {max(lengths)}",
+        f"predicted for {data['machine']}; attention: {on.hardware.sources.get('attention', 'given')}",
+        f"sharding {choice.sharding} over {words.counted(choice.replicas, 'replica')} of the group's ranks",
         "",
-        f"{'cp':>4} {'layout':<11}{'attention by':<22}{'linear by':<13}{'recompute':<10}"
-        + "".join(f"{head:>{len(head) + 2}}" for head in heads),
+        *_table(rows, best, on),
+        "",
+        "ms of one forward and backward of the rank that is done last: inside attention's and linear layers' kernels, "
+        "products of weights, waiting for context parallelism's transfers, memory traffic of norms and activations, "
+        "gathers and sums of sharded weights and gradients as far as nothing hides them. Pipelines, tensor "
+        "parallelism, experts' exchanges and the host's own time are not in it. GiB: parameters, gradients, optimizer, activations, "
+        "buffers, and 2.8 for CUDA and its libraries.",
     ]
+    if best is None:
+        return [*lines, _nearest(rows, limit, data)]
+    faster = max((row for row in rows if row.memory.total <= limit), key=lambda row: row.tokens_per_second_per_gpu)
+    gain = faster.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu
+    if args.fit is not None and gain > 1.005:
+        lines.append(f"the smallest size that fits; cp {faster.choice.cp} does {gain:.2f} times as much a GPU")
+    return [
+        *lines,
+        f"up to about {data['longest']} tokens fit {size(int(limit))} this way",
+        f"take this: {best.flags}",
+    ]
+
+
+def _nearest(rows: list[StepPrice], limit: float, data: dict[str, Any]) -> str:
+    """What is nearest to fitting, and what is left to try."""
+    near = min(rows, key=lambda row: row.memory.total)
+    fixed = near.memory.parameters + near.memory.optimizer
+    text = (
+        f"nothing fits {size(int(limit))}: the nearest is cp {near.choice.cp}, {near.choice.layout}, which takes "
+        f"{size(int(near.memory.total))}"
+    )
+    ways = ["more ranks or replicas"] + ["--sharding zero3"] * (near.choice.sharding != "zero3")
+    ways += ["--recompute full"] * (near.choice.recompute != FULL)
+    if fixed >= limit:
+        text += f", {size(int(fixed))} of it weights, gradients and optimizer"
+    else:
+        text += f"; about {data['longest']} tokens would fit"
+    return f"{text}. Use {' or '.join(ways)}."
+
+
+def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[str]:
+    """A line for each, as wide as its cells."""
+    heads = [
+        "cp", "layout", "attention by", "linear by", "recompute", "attention", "linear", "products", "exposed",
+        "traffic", "shards", "step ms", "tokens/s/GPU", "MFU", "GiB a rank", "",
+    ]  # fmt: skip
+    cells = [heads]
     for row in rows:
         attention = next((plan for plan, _ in row.plans if plan.attend is not None), None)
         linear = next((plan for plan, _ in row.plans if plan.attend is None), None)
-        cells = (
-            *(f"{value:.1f}" for value in _parts(row).values()), f"{row.step:.1f}",
-            f"{row.tokens_per_second_per_gpu:.0f}", f"{row.mfu(on.hardware.matrix_peak):.0%}",
-            f"{row.memory.total / 2**30:.1f}",
+        cells.append(
+            [
+                str(row.choice.cp), row.choice.layout, _name(attention), _name(linear), row.choice.recompute,
+                *(f"{value:,.1f}" for value in _parts(row).values()), f"{row.step:,.1f}",
+                f"{row.tokens_per_second_per_gpu:,.0f}", f"{row.mfu(on.hardware.matrix_peak):.0%}",
+                f"{row.memory.total / 2**30:.1f}", "<-" if row is best else "",
+            ]
         )  # fmt: skip
-        shown = "".join(f"{cell:>{len(head) + 2}}" for head, cell in zip(heads, cells, strict=True))
-        ways = f"{_name(attention):<22}{_name(linear):<13}{row.choice.recompute:<10}"
-        lines.append(f"{row.choice.cp:>4} {row.choice.layout:<11}{ways}{shown}" + ("  <-" if row is best else ""))
-    lines += [
-        "",
-        "ms of one forward and backward of the rank that is done last: inside attention's and linear layers' kernels, "
-        "products of weights, waiting for transfers, memory traffic of norms and activations. Sums of gradients over "
-        "data-parallel ranks, pipelines and experts' exchanges are not in it. GiB: parameters, gradients, optimizer, "
-        "activations, buffers.",
+    widths = [max(len(row[column]) for row in cells) for column in range(len(heads))]
+    return [
+        "  ".join(
+            cell.ljust(width) if 1 <= number <= 4 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
     ]
-    if best is None:
-        near = min(rows, key=lambda row: row.memory.total)
-        lines.append(
-            f"nothing fits {size(int(limit))}: the nearest is cp {near.choice.cp}, {near.choice.layout}, which takes "
-            f"{size(int(near.memory.total))}; about {data['longest']} tokens would fit. Use more ranks, "
-            "--sharding zero3 or --recompute full."
-        )
-    else:
-        lines.append(f"up to about {data['longest']} tokens fit {size(int(limit))} this way")
-        lines.append(f"take this: {best.flags}")
-    return lines
 
 
 def _name(plan: Plan | None) -> str:
     if plan is None:
         return "-"
     exchanged = 1 < plan.ulysses_degree < plan.cp_size
-    return way_of(plan) + (f" (u = {plan.ulysses_degree})" if exchanged else "")
+    chunks = max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
+    return (
+        way_of(plan)
+        + (f" (u = {plan.ulysses_degree})" if exchanged else "")
+        + (f", {chunks} chunks" if chunks > 1 else "")
+    )
 
 
 def report_of(
@@ -213,7 +260,12 @@ def report_of(
         "title": f"{model.name}, {packing.total:,} tokens, cp {chosen.choice.cp}",
         "summary": summary,
         "facts": [
-            ["machine", described(on, topology)], ["documents", f"{packing.num_documents}"],
+            ["machine", described(on, topology)],
+            ["documents", f"{packing.num_documents}, longest {packing.lengths.max()}"],
+            ["sharding", f"{chosen.choice.sharding}, {chosen.choice.replicas} replicas"],
+            ["recomputation", chosen.choice.recompute],
+            ["work by rank", "of kernels, in one forward and one backward of all layers"],
+            ["not priced", "pipelines, tensor parallelism, experts' exchanges, the host's own time"],
             ["model", model.source or model.name], ["version", __version__],
             *([name, text] for name, text in on.hardware.sources.items()),
         ],

@@ -328,7 +328,7 @@ class Plan(Memo):
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         lines = [
-            f"{self.kind} by {way} over {self.cp_size} ranks: {self.packing.num_documents} documents, "
+            f"{self.kind} by {way} over {self.cp_size} ranks: {words.counted(self.packing.num_documents, 'document')}, "
             f"{self.packing.total} tokens, {about}",
             "",
             *words.ownership(self.layout),
@@ -342,6 +342,14 @@ class Plan(Memo):
         lines += ["", *self._explain_costs(item_size), *self._explain_redistribution(item_size)]
         lines += [price.describe("other " if number else "chosen") for number, price in enumerate(self.prices[:_SHOWN])]
         lines += [f"and {len(self.prices) - _SHOWN} ways more"] * (len(self.prices) > _SHOWN)
+        played = [price for price in self.prices if not price.is_bound]
+        fastest = min(played, key=lambda price: price.total, default=None)
+        if fastest is not None and fastest.total < self.prices[0].total:
+            gain = f"{self.prices[0].total / fastest.total - 1:.1%}"
+            lines.append(
+                f"{fastest.scheme}{fastest.detail} is predicted to be {gain} faster, which is not worth another order of "
+                "sums: see docs/planning.md"
+            )
         lines.extend(f"predicted for {price.hardware}" for price in self.prices[:1])
         lines.extend(f"note: {note}" for note in self.notes)
         return "\n".join(lines)

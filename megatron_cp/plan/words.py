@@ -111,3 +111,8 @@ def size(count: int) -> str:
             break
         value /= 1024
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number of something, in the singular where it is one."""
+    return f"{count} {noun}" + ("s" if count != 1 else "")

@@ -99,8 +99,10 @@ def test_a_model_may_be_a_config_or_flags(capsys, tmp_path):
     [
         (["--gpu", "h1000"], "--gpu: got 'h1000'; allowed: a100"),
         (["--whole", "--model", "llama4-900b"], "--model: got 'llama4-900b'"),
-        (["--whole", "--plot", "x.png"], "--plot: got 'x.png'; allowed: nothing but without --whole"),
+        (["--whole", "--plot", "x.png"], "--plot: got 'x.png'; allowed: only without --whole"),
         (["--fit", "80GiB"], "--fit"),
+        (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
+        (["--whole", "--hosts", "9"], "1 to the 4 ranks"),
         (["--fit", "80 apples"], "allowed: bytes above 0, such as 80GiB"),
         (["--whole", "--cp", "3", "--scheme", "a2a+exact"], "3 has no other divisor"),
         (["--cp", "4", "--hosts", "5"], "--hosts: got 5; allowed: 1 to the 4 ranks"),

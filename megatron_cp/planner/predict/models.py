@@ -157,6 +157,17 @@ class ModelSpec:
         return self.active_parameters + resting + embedding
 
     @property
+    def block_parameters(self) -> tuple[int, ...]:
+        """Parameters of each different block, experts that rest included."""
+        found = []
+        for block in dict.fromkeys(self.blocks):
+            count = sum(gemm.multiply_adds for gemm in block.gemms(self.hidden_size)) + block.vectors(self.hidden_size)
+            if block.mlp:
+                count += (block.mlp.experts - block.mlp.experts_per_token) * block.mlp.expert(self.hidden_size)
+            found.append(count)
+        return tuple(found)
+
+    @property
     def active_parameters(self) -> int:
         """Parameters that one token meets: no experts of others, and no embedding but as a tied output head."""
         weights = sum(gemm.multiply_adds for gemm in self.gemms)

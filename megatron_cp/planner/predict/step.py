@@ -1,8 +1,8 @@
 """`predict_step`: what a whole model's training step takes on named machines, for one way of splitting it.
 
 No torch in here. One pack of one context-parallel group is predicted: every layer's operation by the simulator, its
-weights' products and other activations by rates. Data parallelism repeats that, and its sums of gradients are not
-counted.
+weights' products and other activations by rates, and what sharded weights and gradients send by the bytes that enter a
+host.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ from dataclasses import dataclass, replace
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Layout
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import stage_shapes
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
+from megatron_cp.planner.predict.model_layers import FULL, LinearMixer
 from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.planner.predict.price import priced, timelines
 
 SHARDINGS = ("none", "zero1", "zero3")
 _PARAMETER, _GRADIENT, _OPTIMIZER = 2, 4, 12  # bytes: bf16, fp32 sums, fp32 weights and two moments of Adam
 _BACKWARD = 2  # products of a layer's weights in backward, over those forward
+_LOGITS = 6  # bytes of a word's logit and gradient while the loss is computed, beside the probability that is saved
+_RUNTIME = 3e9  # bytes that CUDA, NCCL and libraries keep for themselves: an estimate, measured nowhere
+_EXPERT_TILE = 128  # rows that a grouped product of experts takes at once
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,10 @@ class StepChoice:
         scheme, ulysses_degree: of attention; "auto" weighs all.
         mode: of linear layers; "auto" weighs all.
         recompute: of `ModelSpec.activation_bytes`.
+        head_chunks, transport, codec: of both; see `plan_attention`.
+        sharding: of parameters, gradients and optimizer over all ranks: "none"; "zero1" (optimizer: Megatron's
+            distributed optimizer); "zero3" (all of them: FSDP).
+        replicas: data-parallel groups that share that sharding.
     """
 
     cp: int
@@ -44,6 +54,11 @@ class StepChoice:
     ulysses_degree: int | None = None
     mode: str = "auto"
     recompute: str = "selective"
+    head_chunks: int | None = None
+    transport: str = "collective"
+    codec: str = "none"
+    sharding: str = "zero1"
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -53,8 +68,8 @@ class StepMemory:
     Attributes:
         parameters: weights in bf16.
         optimizer: gradients in fp32, and the optimizer's states.
-        activations: what the forward of all layers saves, and the worst moment of one.
-        buffers: of messages.
+        activations: what the forward of all layers saves, the worst moment of one, and of the loss.
+        buffers: of messages, and what CUDA and its libraries keep.
     """
 
     parameters: float
@@ -78,10 +93,12 @@ class StepPrice:
         products: of weights, forward, backward and made again.
         exposed: in which layers wait for transfers.
         others: norms, activations and whatever else reads and writes memory.
+        shards: sums of gradients and gathers of weights that take longer than all of that, behind which they hide.
         memory: of a rank.
         tokens: of the pack.
         operations: floating-point operations of the pack that the model needs, no recomputation counted.
         plans: of each kind of layer, with how often it occurs.
+        modules: of `--recompute-modules`, for what selective recomputation makes again.
     """
 
     choice: StepChoice
@@ -90,15 +107,17 @@ class StepPrice:
     products: float
     exposed: float
     others: float
+    shards: float
     memory: StepMemory
     tokens: int
     operations: float
     plans: tuple[tuple[Plan, int], ...]
+    modules: tuple[str, ...] = ("layernorm",)
 
     @property
     def step(self) -> float:
         """Milliseconds of a forward and a backward."""
-        return self.attention + self.linear + self.products + self.exposed + self.others
+        return self.attention + self.linear + self.products + self.exposed + self.others + self.shards
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -123,11 +142,22 @@ class StepPrice:
         found += [f"--linear-cp-mode {way_of(plan)}" for plan in linear[:1]]
         chunks = {plan.head_chunks for plan in attention if plan.head_chunks > 1}
         found += [f"--cp-head-chunks {max(chunks)}"] if chunks else []
-        if self.choice.recompute == "full":
+        if self.choice.transport != "collective":
+            found.append(f"--cp-transport {self.choice.transport}")
+        if self.choice.codec != "none":
+            found.append(f"--cp-codec {self.choice.codec}")
+        found += [_SHARDING_FLAGS[self.choice.sharding]] if self.choice.sharding in _SHARDING_FLAGS else []
+        if self.choice.recompute == FULL:
             found.append("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
         elif self.choice.recompute == "selective":
-            found.append("--recompute-granularity selective --recompute-modules core_attn layernorm")
+            found.append(f"--recompute-granularity selective --recompute-modules {' '.join(self.modules)}")
         return " ".join(found)
+
+
+_SHARDING_FLAGS = {
+    "zero1": "--use-distributed-optimizer",
+    "zero3": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+}
 
 
 def way_of(plan: Plan) -> str:
@@ -135,10 +165,7 @@ def way_of(plan: Plan) -> str:
     return plan.scheme if plan.redistribution is None else plan.prices[0].scheme if plan.prices else "redistribute"
 
 
-def predict_step(
-    model: ModelSpec, layout: Layout, choice: StepChoice, on: Machine, topology: Topology, *, sharding: str = "zero1",
-    replicas: int = 1,
-) -> StepPrice:  # fmt: skip
+def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machine, topology: Topology) -> StepPrice:
     """The price of one pack.
 
     Args:
@@ -147,41 +174,80 @@ def predict_step(
         choice: how it is split.
         on: the machine.
         topology: where the group's ranks are.
-        sharding: of parameters, gradients and optimizer over all ranks: "none"; "zero1" (optimizer, Megatron's
-            distributed optimizer); "zero3" (all of them, FSDP).
-        replicas: data-parallel groups that share that sharding.
 
     Raises:
-        ArgumentError: another sharding, a layout of another number of ranks, or a scheme that cannot run.
+        ArgumentError: another sharding, a layout or a topology of another number of ranks, or a scheme that cannot run.
     """
-    if sharding not in SHARDINGS:
-        raise ArgumentError("sharding", sharding, " or ".join(SHARDINGS))
+    if choice.sharding not in SHARDINGS:
+        raise ArgumentError("sharding", choice.sharding, " or ".join(SHARDINGS))
     if layout.cp_size != choice.cp:
         raise ArgumentError("layout", f"{layout.cp_size} ranks", f"the {choice.cp} ranks of the choice")
-    ranks = choice.cp * checked_integer("replicas", replicas, 1)
-    slots = Counter(model.slots(scheme=choice.scheme, ulysses_degree=choice.ulysses_degree, mode=choice.mode))
+    checked_integer("replicas", choice.replicas, 1)
+    slots = Counter(
+        model.slots(
+            scheme=choice.scheme, ulysses_degree=choice.ulysses_degree, mode=choice.mode,
+            head_chunks=choice.head_chunks, codec=choice.codec,
+            transport=Transport.of_even_hosts(choice.transport, choice.cp, topology.num_hosts),
+        )
+    )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        plans = [(_planned(slot, layout, on), count) for slot, count in slots.items()]
+        plans = [(_planned(slot, layout, _on_hosts(on, topology)), count) for slot, count in slots.items()]
     attention = linear = exposed = operations = 0.0
     for plan, count in plans:
-        price = priced(plan, on, topology)
-        busy = sum(each.seconds - each.exposed for each in timelines(plan, on, topology)) * 1e3
-        again = _forward_again(plan, on, topology) if choice.recompute == "full" else 0.0
-        waits = price.total - busy
+        ways = timelines(plan, on, topology)
+        waits = priced(plan, on, topology).total - 1e3 * sum(each.seconds - each.exposed for each in ways)
+        busy = [1e3 * (each.seconds - each.exposed) for each in ways]
+        if choice.recompute == FULL:  # the forward once more, with its waits
+            busy.append(busy[0])
+            waits += 1e3 * ways[0].exposed
         exposed += waits * count
         if plan.attend is None:
-            linear += (busy + again) * count
+            linear += sum(busy) * count
         else:
-            attention += (busy + again) * count
+            attention += sum(busy) * count
             operations += count * _attention_operations(plan)
     tokens = int(layout.token_counts.max(initial=0))
-    products = 1e3 * _products(model, tokens, choice, on)
+    products, others = 1e3 * _products(model, tokens, choice, on), 1e3 * _others(model, tokens, choice, on)
+    busy_in_all = attention + linear + products + others + exposed
     return StepPrice(
-        choice, attention, linear, products, exposed, 1e3 * _others(model, tokens, choice, on),
-        _memory(model, layout, choice, plans, sharding, ranks), layout.packing.total,
-        operations + 6.0 * model.active_parameters * layout.packing.total, tuple(plans),
+        choice, attention, linear, products, exposed, others,
+        max(1e3 * _shard_seconds(model, choice, topology) - busy_in_all, 0.0),
+        _memory(model, layout, choice, plans), layout.packing.total,
+        operations + 6.0 * model.active_parameters * layout.packing.total, tuple(plans), _modules(model),
     )  # fmt: skip
+
+
+def _on_hosts(on: Machine, topology: Topology) -> Machine:
+    """The machine with as many ranks a host as there are, so that layers choose for those hosts."""
+    each = topology.hosts.count(topology.hosts[0])
+    found = replace(on, ranks_per_host=each)
+    return found if found.topology(topology.size).hosts == topology.hosts else on
+
+
+def _modules(model: ModelSpec) -> tuple[str, ...]:
+    """What `--recompute-modules` names for what is priced as made again."""
+    mixers = [block.mixer for block in model.blocks]
+    experts = any(block.mlp is not None and block.mlp.experts for block in model.blocks)
+    gated = any(isinstance(mixer, LinearMixer) and KINDS[mixer.kind].is_dense for mixer in mixers)
+    return ("layernorm", *(["moe_act"] if experts else []), *(["gdn_norm_out"] if gated else []))
+
+
+def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> float:
+    """Seconds of a sharding's transfers: by the bytes that enter a host, over all of its cards.
+
+    Gradients are summed in fp32 and scattered, and weights gathered in bf16: once with a sharded optimizer, in forward
+    and in backward with sharded weights. Without sharding gradients are summed where they are.
+    """
+    ranks, hosts = choice.cp * choice.replicas, topology.num_hosts * choice.replicas
+    if ranks == 1:
+        return 0.0
+    gathers = {"none": 0, "zero1": 1, "zero3": 2}[choice.sharding]
+    sums = 2 if choice.sharding == "none" else 1
+    nbytes = model.parameters * float(sums * _GRADIENT + gathers * _PARAMETER)
+    if hosts == 1:
+        return nbytes * (1 - 1 / ranks) / topology.within.bandwidth
+    return nbytes * (1 - 1 / hosts) / (topology.between.bandwidth * topology.rails)
 
 
 def _planned(slot: Slot, layout: Layout, on: Machine) -> Plan:
@@ -191,11 +257,6 @@ def _planned(slot: Slot, layout: Layout, on: Machine) -> Plan:
     made: Plan = replace(slot, hardware=on, run=run).plan(layout)
     assert isinstance(slot, LinearSlot)
     return made
-
-
-def _forward_again(plan: Plan, on: Machine, topology: Topology) -> float:
-    """Milliseconds of the forward that recomputing a whole layer does once more, transfers included."""
-    return timelines(plan, on, topology)[0].seconds * 1e3
 
 
 def _attention_operations(plan: Plan) -> float:
@@ -208,35 +269,46 @@ def _attention_operations(plan: Plan) -> float:
 
 
 def _products(model: ModelSpec, tokens: int, choice: StepChoice, on: Machine) -> float:
-    """Seconds of the weights' products of a rank's tokens."""
-    times = 1 + _BACKWARD + (1 if choice.recompute == "full" else 0)
+    """Seconds of the weights' products of a rank's tokens.
+
+    An expert has as many rows as tokens are routed to it, in whole tiles.
+    """
+    times = 1 + _BACKWARD + (1 if choice.recompute == FULL else 0)
     rate = on.hardware.matrix / (1 + on.hardware.matrix_rows / max(tokens, 1))
-    return 2.0 * sum(gemm.multiply_adds for gemm in model.gemms) * tokens * times / rate
+    adds = float(sum(gemm.multiply_adds for gemm in model.gemms))
+    for block, count in Counter(model.blocks).items():
+        if block.mlp is not None and block.mlp.experts and tokens:
+            rows = tokens * block.mlp.experts_per_token / block.mlp.experts
+            tiles = -(-rows // _EXPERT_TILE) * _EXPERT_TILE
+            adds += count * block.mlp.experts_per_token * block.mlp.expert(model.hidden_size) * (tiles / rows - 1)
+    return 2.0 * adds * tokens * times / rate
 
 
 def _others(model: ModelSpec, tokens: int, choice: StepChoice, on: Machine) -> float:
     """Seconds of what reads and writes memory: activations once forward, twice in backward."""
-    times = 3 + (1 if choice.recompute == "full" else 0)
+    times = 3 + (1 if choice.recompute == FULL else 0)
     return model.activation_bytes("none") * tokens * times / on.hardware.copy
 
 
-def _memory(
-    model: ModelSpec, layout: Layout, choice: StepChoice, plans: list[tuple[Plan, int]], sharding: str, ranks: int
-) -> StepMemory:
-    over = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero3": (ranks, ranks, ranks)}[sharding]
+def _memory(model: ModelSpec, layout: Layout, choice: StepChoice, plans: list[tuple[Plan, int]]) -> StepMemory:
+    ranks = choice.cp * choice.replicas
+    over = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero3": (ranks, ranks, ranks)}[choice.sharding]
     parameters, gradients, optimizer = (
         model.parameters * size / share for size, share in zip((_PARAMETER, _GRADIENT, _OPTIMIZER), over, strict=True)
     )
+    if choice.sharding == "zero3" and ranks > 1:  # one block's weights and gradients are whole while it is computed
+        largest = max(model.block_parameters)
+        parameters, gradients = parameters + largest * _PARAMETER, gradients + largest * _GRADIENT
     rank = int(layout.token_counts.argmax())
     tokens = int(layout.token_counts[rank])
     saved = tokens * (model.activation_bytes(choice.recompute) + model.recomputed_bytes(choice.recompute))
-    worst = 0
+    worst = tokens * model.vocab_size * _LOGITS
     for plan, count in plans:
         most = peak_bytes(plan, rank, 2, forward=True) if plan.attend else _linear_saved(plan, rank)
-        saved += most * (1 if choice.recompute == "full" else count)
+        saved += most * (1 if choice.recompute == FULL else count)
         worst = max(worst, peak_bytes(plan, rank, 2, forward=False) if plan.attend else most)
     buffers = max((buffer_bytes(plan, rank, 2) for plan, _ in plans), default=0)
-    return StepMemory(parameters, gradients + optimizer, float(saved + worst), float(buffers))
+    return StepMemory(parameters, gradients + optimizer, float(saved + worst), buffers + _RUNTIME)
 
 
 def _linear_saved(plan: Plan, rank: int) -> int:
