@@ -175,8 +175,8 @@ def _text(
         "ms of one forward and backward of the rank that is done last: inside attention's and linear layers' kernels, "
         "products of weights, waiting for context parallelism's transfers, memory traffic of norms and activations, "
         "gathers and sums of sharded weights and gradients as far as nothing hides them. Pipelines, tensor "
-        "parallelism, experts' exchanges and the host's own time are not in it. GiB: parameters, gradients, optimizer, activations, "
-        "buffers, and 2.8 for CUDA and its libraries.",
+        "parallelism, experts' exchanges and the host's own time are not in it. GiB: parameters, gradients, optimizer, "
+        "activations, buffers, and 2.8 for CUDA and its libraries.",
     ]
     if best is None:
         return [*lines, _nearest(rows, limit, data)]

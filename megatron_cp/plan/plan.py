@@ -347,8 +347,8 @@ class Plan(Memo):
         if fastest is not None and fastest.total < self.prices[0].total:
             gain = f"{self.prices[0].total / fastest.total - 1:.1%}"
             lines.append(
-                f"{fastest.scheme}{fastest.detail} is predicted to be {gain} faster, which is not worth another order of "
-                "sums: see docs/planning.md"
+                f"{fastest.scheme}{fastest.detail} is predicted to be {gain} faster, which is not worth another order "
+                "of sums: see docs/planning.md"
             )
         lines.extend(f"predicted for {price.hardware}" for price in self.prices[:1])
         lines.extend(f"note: {note}" for note in self.notes)

@@ -140,8 +140,8 @@ class StepPrice:
                 degrees = f"{plan.ulysses_degree} {plan.cp_size // plan.ulysses_degree}"
                 found.append(f"--hierarchical-context-parallel-sizes {degrees}")
         found += [f"--linear-cp-mode {way_of(plan)}" for plan in linear[:1]]
-        chunks = {plan.head_chunks for plan in attention if plan.head_chunks > 1}
-        found += [f"--cp-head-chunks {max(chunks)}"] if chunks else []
+        chunks = max((max(plan.head_chunks, plan.attend.head_chunks) for plan in attention if plan.attend), default=1)
+        found += [f"--cp-head-chunks {chunks}"] * (chunks > 1)
         if self.choice.transport != "collective":
             found.append(f"--cp-transport {self.choice.transport}")
         if self.choice.codec != "none":
