@@ -18,13 +18,14 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import words
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import MODES
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.page.page import check_page, save_page
 from megatron_cp.planner.predict import Machine, Topology, machine
 from megatron_cp.planner.predict.model_files import read_model
-from megatron_cp.planner.predict.model_layers import FULL
+from megatron_cp.planner.predict.model_layers import FULL, LinearMixer
 from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.planner.predict.price import described, timelines
 from megatron_cp.planner.predict.simulate import Span
@@ -36,7 +37,6 @@ _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
     "softmax_scale", "learned_sink", "softcap", "dropout",
 )  # fmt: skip
-_FOR_LINEAR = ("headwise", "chunkwise", "redistribute")
 
 
 def run_whole(args: argparse.Namespace) -> Report:
@@ -45,6 +45,10 @@ def run_whole(args: argparse.Namespace) -> Report:
         if getattr(args, option):
             allowed = "only without --whole, which prices all layers of --model"
             raise ArgumentError(f"--{option.replace('_', '-')}", getattr(args, option), allowed)
+    if args.dtype not in ("bfloat16", "float16"):
+        raise ArgumentError(
+            "--dtype", args.dtype, "bfloat16 or float16 with --whole, which counts two bytes an element"
+        )
     if args.report is not None:
         check_page("--report", args.report)
     args.cp = list(dict.fromkeys(args.cp))
@@ -52,6 +56,9 @@ def run_whole(args: argparse.Namespace) -> Report:
     model, on = read_model(args.model or "qwen3-next"), machine(args.gpu)
     if args.mask is not None:
         model = model.with_mask(args.mask)
+    linear = any(isinstance(block.mixer, LinearMixer) for block in model.blocks)
+    if args.scheme in MODES and not linear:
+        raise ArgumentError("--scheme", args.scheme, f"a scheme of attention: {model.name} has no linear layer")
     lengths = document_lengths(args, max(args.cp))
     limit = on.hardware.memory if args.fit is None else args.fit
     rows = _rows(args, model, on, Packing(lengths), limit)
@@ -110,7 +117,7 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
 
 def _asked(args: argparse.Namespace) -> tuple[str, str]:
     """The scheme of attention and the mode of linear layers: `--scheme` is of the one that has it."""
-    if args.scheme in _FOR_LINEAR:
+    if args.scheme in MODES:
         return "auto", args.scheme
     return args.scheme or "auto", "auto"
 

@@ -49,7 +49,7 @@ class Segments(Memo):
     """Each fragment of a layout, cut where documents begin; numbered in stream order.
 
     Attributes:
-        layout: whose fragments.
+        cp_size: ranks of the layout whose fragments they are.
         start, end: `[n]` range of the packed stream.
         rank, row: `[n]` who holds it, and in which row it begins.
         document: `[n]`
@@ -57,7 +57,8 @@ class Segments(Memo):
     """
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, packing = layout, layout.packing
+        # Not the layout itself, which remembers these: a circle would keep both until a collector comes.
+        self.cp_size, packing = layout.cp_size, layout.packing
         starts_of_documents = packing.cu_seqlens[:-1][packing.lengths > 0]
         self.start = np.union1d(layout.starts, starts_of_documents)
         self.end = np.append(self.start[1:], packing.total)[: self.start.size]
@@ -120,7 +121,7 @@ class Segments(Memo):
             starts, ends = self.chain_start[last], last
         else:
             starts, ends = ids[first] + 1, self.chain_end[ids[first]]
-        return starts, ends, np.searchsorted(self.rank[ids[first]], np.arange(self.layout.cp_size + 1))
+        return starts, ends, np.searchsorted(self.rank[ids[first]], np.arange(self.cp_size + 1))
 
     def sent(self, source: int, target: int, *, forward: bool) -> IntArray:
         """The segments whose maps one rank sends to another; rising. None to itself."""
@@ -143,7 +144,7 @@ class Segments(Memo):
         # A rank takes part in a document up to its last (backward: from its first) segment of it.
         ids = np.arange(self.start.size)
         order = ids if forward else ids[::-1]
-        pair = self.chain_start * self.layout.cp_size + self.rank
+        pair = self.chain_start * self.cp_size + self.rank
         _, extreme = np.unique(pair[order[::-1]], return_index=True)
         _, inverse = np.unique(pair, return_inverse=True)
         bounds = np.sort(order[::-1][extreme])  # for each rank and document, its last (first) segment

@@ -328,7 +328,7 @@ class Plan(Memo):
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         lines = [
-            f"{self.kind} by {way} over {self.cp_size} ranks: {words.counted(self.packing.num_documents, 'document')}, "
+            f"{self.kind} by {way} over {self.cp_size} ranks: {self.packing.num_documents} documents, "
             f"{self.packing.total} tokens, {about}",
             "",
             *words.ownership(self.layout),

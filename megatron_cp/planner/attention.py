@@ -111,7 +111,7 @@ def plan_attention(
     request = _Request(layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec)
     request = replace(request, transport=checked_transport(transport, layout.cp_size))
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
-    topology = checked_topology(topology, on, layout.cp_size)
+    topology = checked_topology(topology, on, layout.cp_size, request.transport)
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
         return request.plan(scheme_named(scheme), ulysses_degree)
     found: _Choice = layout.memo(

@@ -20,7 +20,7 @@ from megatron_cp.plan.transport import COLLECTIVE, Transport
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import plan_linear, unused
-from megatron_cp.planner.predict.hardware import Machine, machine
+from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,13 @@ class AttentionSlot:
     transport: Transport | str = COLLECTIVE
     codec: str = "none"
     hardware: Machine | str | None = None
+    topology: Topology | None = None
+    item_size: int = 2
 
     def __post_init__(self) -> None:
-        _check_sizes(self, ("heads", "kv_heads", "head_dim", "value_head_dim"), ("ulysses_degree", "head_chunks"))
+        sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
+        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
+        _check_topology(self.topology)
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
         object.__setattr__(self, "hardware", machine(self.hardware))
@@ -70,6 +74,8 @@ class AttentionSlot:
             transport=self.transport,
             codec=self.codec,
             hardware=self.hardware,
+            topology=self.topology,
+            item_size=self.item_size,
         )
 
 
@@ -89,7 +95,7 @@ class LinearSlot:
         hidden_size: of the model, where hidden states can be redistributed around this layer's run of linear layers.
         item_size: bytes of an activation, for predictions.
         head_chunks: of headwise, at most; a rank may have fewer key heads.
-        hardware: on what "auto" predicts; see `plan_attention`.
+        hardware, topology: on what "auto" predicts; see `plan_attention`.
         transport, codec: see `plan_attention`; the codec is headwise's alone. Other modes leave codec and head chunks
             unused, which a note of the plan says.
         run: the kinds of the run's layers, this one's among them and each as often as it occurs, without runs of their
@@ -110,10 +116,12 @@ class LinearSlot:
     codec: str = "none"
     run: tuple[LinearSlot, ...] = ()
     hardware: Machine | str | None = None
+    topology: Topology | None = None
 
     def __post_init__(self) -> None:
         sizes = ("heads", "key_heads", "head_dim", "value_head_dim", "conv_width", "item_size")
         _check_sizes(self, sizes, ("hidden_size", "head_chunks"))
+        _check_topology(self.topology)
         for name in ("kind", "mode", "codec"):
             require(name, getattr(self, name))
         if not isinstance(self.run, tuple) or not all(isinstance(slot, LinearSlot) for slot in self.run):
@@ -157,6 +165,7 @@ class LinearSlot:
             mode=mode, hidden_size=self.hidden_size, layers=max(len(self.run), 1),
             item_size=self.item_size, head_chunks=chunks, transport=self.transport,
             codec=self.codec if exchanges else "none", hardware=self.hardware,
+            topology=self.topology,
         )  # fmt: skip
         if exchanges or layout.cp_size == 1:
             return plan
@@ -170,6 +179,11 @@ def _check_sizes(slot: Slot, sizes: tuple[str, ...], optional: tuple[str, ...]) 
     """Refuses sizes that are no integers of at least 1, when the slot is made."""
     for name in sizes + tuple(name for name in optional if getattr(slot, name) is not None):
         checked_integer(name, getattr(slot, name), 1)
+
+
+def _check_topology(topology: Topology | None) -> None:
+    if topology is not None and not isinstance(topology, Topology):
+        raise ArgumentError("topology", topology, "a Topology, or None")
 
 
 def _check_layout(layout: Layout) -> None:

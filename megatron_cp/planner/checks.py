@@ -9,6 +9,7 @@ from megatron_cp.exchange.codec import CODECS, Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Sections
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import Machine, Topology
 
@@ -21,10 +22,12 @@ def check_layout(packing: Packing, layout: Layout) -> None:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
 
 
-def checked_topology(topology: Topology | None, on: Machine, cp_size: int) -> Topology:
-    """Where the ranks are: full hosts of the machine, unless it is said."""
+def checked_topology(topology: Topology | None, on: Machine, cp_size: int, transport: Transport) -> Topology:
+    """Where the ranks are: on the hosts that a transport knows of, or full hosts of the machine, unless it is said."""
     if topology is None:
-        return on.topology(cp_size)
+        return on.topology(cp_size, transport.hosts or None)
+    if transport.hosts and isinstance(topology, Topology) and topology.hosts != transport.hosts:
+        raise ArgumentError("topology", topology.hosts, f"the hosts of the transport, {transport.hosts}")
     if not isinstance(topology, Topology) or topology.size != cp_size:
         given = f"{topology.size} ranks" if isinstance(topology, Topology) else topology
         raise ArgumentError("topology", given, f"a Topology of the {cp_size} ranks")

@@ -147,9 +147,9 @@ def plan_linear(
         hidden_size = checked_integer("hidden_size", hidden_size, 1)
     mode = _mode(mode, layout, hidden_size, layers)
     on = machine(hardware)
-    topology = checked_topology(topology, on, layout.cp_size)
     item_size = checked_integer("item_size", item_size, 1)
     transport = checked_transport(transport, layout.cp_size)
+    topology = checked_topology(topology, on, layout.cp_size, transport)
     partition = partition_heads(shape.heads, shape.groups, layout.cp_size)
     coding, chunks = _coding(record, mode, codec), _chunks(record, mode, head_chunks, partition)
     if mode == REDISTRIBUTE.name and contiguous_like(layout) == layout:

@@ -184,8 +184,8 @@ class LayerCase:
         """The sizes of a linear layer, in one vocabulary."""
         return linear_shape(self.layer, self.conv_width, **self._linear_sizes())
 
-    def _topology(self) -> Topology:
-        return machine(self.machine).topology(self.cp, self.machine_hosts)
+    def _topology(self) -> Topology | None:
+        return machine(self.machine).topology(self.cp, self.machine_hosts) if self.machine_hosts else None
 
     def _transport(self) -> Transport:
         require("transport", self.transport)

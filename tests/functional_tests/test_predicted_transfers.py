@@ -29,6 +29,17 @@ CASES = [
     ),
     Case("attention", 3, LENGTHS, "balanced", scheme="a2a", head_chunks=2, heads=12, groups=6, dtype=torch.float32),
     Case("attention", 2, LENGTHS, scheme="a2a", dtype=torch.bfloat16, codec="int8", heads=12, groups=4),
+    # Chunks that are not equal: 9 groups over 3 ranks in 2 chunks.
+    Case("attention", 3, LENGTHS, scheme="a2a", head_chunks=2, heads=18, groups=9, dtype=torch.float32),
+    Case("gdn", 3, LENGTHS, scheme="headwise", head_chunks=2, heads=18, groups=9, dtype=torch.float32),
+    Case("attention", 5, LENGTHS, scheme="a2a", heads=6, groups=3, dtype=torch.float32),  # ranks without heads
+    Case("attention", 3, LENGTHS, kv_lengths=(5, 60, 7, 1, 90, 33), mask="full", scheme="a2a", **HEADS),
+    Case("attention", 3, LENGTHS, kv_lengths=(5, 60, 7, 1, 90, 33), mask="full", scheme="exact", **HEADS),
+    *(
+        Case("attention", 5, LENGTHS, scheme=scheme, transport="hierarchical", hosts=(0, 0, 0, 1, 1), **HEADS)
+        for scheme in ("a2a", "exact", "all_gather", "p2p")
+    ),
+    Case("attention", 4, LENGTHS, scheme="a2a", transport="hierarchical", hosts=(0, 1, 0, 1), **HEADS),
     Case("attention", 4, LENGTHS, "random", mask="window:40,0", scheme="exact", dtype=torch.bfloat16),
     *(
         Case(layer, 3, LENGTHS, layout, scheme=mode, dtype=torch.float32)

@@ -191,12 +191,14 @@ CALLS = {
     "AttentionSlot": (cp.AttentionSlot, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
-        **{name: optional(NO_INTEGER) for name in ("ulysses_degree", "head_chunks")}, "hardware": NO_MACHINE}),
+        **{name: optional(NO_INTEGER) for name in ("ulysses_degree", "head_chunks")}, "hardware": NO_MACHINE,
+        "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0]}),
     "LinearSlot": (cp.LinearSlot, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]
            for name in ("heads", "key_heads", "head_dim", "value_head_dim", "conv_width", "item_size")},
-        **{name: optional(NO_INTEGER) for name in ("hidden_size", "head_chunks")}, "hardware": NO_MACHINE}),
+        **{name: optional(NO_INTEGER) for name in ("hidden_size", "head_chunks")}, "hardware": NO_MACHINE,
+        "topology": NO_TOPOLOGY[:-2]}),
     "AttentionSlot.plan": (cp.AttentionSlot(2, 2, 4, 4).plan, {"layout": LAYOUT}, {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS}),
     "LinearSlot.plan": (cp.LinearSlot("gdn", 2, 2, 4, 4).plan, {"layout": LAYOUT}, {"layout": NO_LAYOUT[:-1]}),

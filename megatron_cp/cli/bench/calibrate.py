@@ -42,14 +42,15 @@ def calibrated(group: RankGroup, dtype: torch.dtype, repeats: int) -> Machine:
     rates = replace(rates, matrix_peak=rates.matrix)
     rates = _with_attention(rates, slowest, dtype)
     within, between = _links(group, slowest)
-    found = Machine(rates, group.size, within, between, 1)
+    hosts = hosts_of(group)
+    found = Machine(rates, max(map(hosts.count, hosts)), within, between, 1)
     found = replace(found, hardware=_with_rule(found, slowest, dtype))
     words = f"measured by `megatron-cp bench planner --calibrate`, {torch.__version__}, {dtype}".replace("torch.", "")
     given = "not measured: as of the preset cpu, or what leaves predictions as they are"
     unmeasured = ("memory", "tile", "units", "rule_floor", "call", "matrix_rows", "matrix_peak")
     rates_of = [name for name in vars(rates) if name not in ("name", "about", "sources", "cores", "wider")]
     sources = {name: given if name in unmeasured else words for name in (*rates_of, "within", "between")}
-    if len(set(hosts_of(group))) == 1:
+    if len(set(hosts)) == 1:
         sources["between"] = "not measured: as within the host"
     return replace(found, hardware=replace(found.hardware, sources=sources))
 

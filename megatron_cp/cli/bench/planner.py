@@ -60,6 +60,13 @@ class Cell:
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     """What the command prints."""
     given = None if args.gpu is None else machine(args.gpu)
+    if _size(args, world) == 1:
+        raise ArgumentError("--cp", 1, "at least 2 ranks, between which there are links to measure")
+    if args.calibrate is not None:
+        if given is not None:
+            raise ArgumentError("--calibrate", args.calibrate, "not together with --gpu, which measures nothing")
+        if not Path(args.calibrate).resolve().parent.is_dir():
+            raise ArgumentError("--calibrate", args.calibrate, "a file in a folder that exists")
     layers = _LAYERS if args.layer is None else (args.layer,)
     cells = [cell for layer in layers for cell in _cells(args, world, layer)]
     if not cells:
@@ -74,7 +81,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         "machine": found.describe(), "hosts": list(hosts), "cp": len(hosts), "repeats": args.repeats,
         "torch": torch.__version__, "cores": os.cpu_count(),
     }  # fmt: skip
-    if args.calibrate is not None:
+    if args.calibrate is not None and (world is None or world.rank == 0):
         Path(args.calibrate).write_text(written(found))
     return Report(_text(data, found, args.calibrate), data, quiet=world is not None and world.rank != 0)
 

@@ -83,6 +83,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             transport=transport_of(config, self.ranks),
             codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(scheme), how=f"--cp-comm-type {scheme}"),
             hardware=getattr(config, "cp_hardware", None),
+            item_size=config.params_dtype.itemsize,
         )
         _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.flows import PassOn
 from megatron_cp.plan.plan import Plan
@@ -16,9 +15,9 @@ from megatron_cp.planner.predict.program import Seconds
 def attention_bound(plan: Plan, on: Machine, topology: Topology, item_size: int) -> float:
     """Milliseconds that an attention takes at least, forward and backward.
 
-    Its busiest kernels and, one after the other, what of its transfers nothing hides: heads that are exchanged and keys
-    that are fetched, but for those of later chunks. Of a ring the longer of the two. So ways that are far from the best
-    are never played.
+    On each rank its kernels and, one after the other, what of its own transfers nothing hides: a chunk of the heads
+    that it exchanges, and of the keys that it sends to who fetches them. In a ring the longer of keys and kernels. So
+    ways that are far from the best are never played.
     """
     step = plan.attend
     assert step is not None
@@ -26,8 +25,9 @@ def attention_bound(plan: Plan, on: Machine, topology: Topology, item_size: int)
     keys, hidden = _keys(plan, step, topology, item_size)
     seconds = 0.0
     for forward in (True, False):
-        kernels = float(_kernels(plan, step, on, item_size, forward=forward).max(initial=0.0))
-        seconds += exchanged + (max(kernels, keys) if hidden else kernels + keys)
+        kernels = _kernels(plan, step, on, item_size, forward=forward)
+        busy = exchanged + (np.maximum(kernels, keys) if hidden else kernels + keys)
+        seconds += float(busy.max(initial=0.0))
     return 1e3 * seconds
 
 
@@ -46,52 +46,56 @@ def _kernels(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: 
     return found
 
 
-def _exchanged(plan: Plan, topology: Topology, item_size: int) -> float:
-    """Seconds of a head exchange there and back, of which the later chunks may hide."""
-    blocks = [block for exchange, _ in plan.exchanges(forward=True) for block in exchange.sections.blocks]
+def _exchanged(plan: Plan, topology: Topology, item_size: int) -> Seconds:
+    """`[ranks]` seconds in which a rank sends the smallest chunk of each head exchange, there and back."""
     degree = plan.ulysses_degree
-    if degree == 1 or not blocks:
-        return 0.0
-    coded = 0.5 if plan.codec is not None else 1.0
-    row = coded * item_size * sum(block.num_heads * block.head_dim for block in blocks) / degree / plan.head_chunks
+    seconds: Seconds = np.zeros(plan.cp_size)
     hosts = np.array(topology.hosts).reshape(-1, degree)
-    near = (hosts[:, :, None] == hosts[:, None, :]).sum(
-        axis=2
-    ).ravel() - 1  # other ranks of the host, of the same group
-    sent = plan.layout.token_counts * row
-    return _longest(topology, sent * near, sent * (degree - 1 - near)) + 2 * _latency(topology, near, degree - 1)
+    is_near = hosts[:, :, None] == hosts[:, None, :]  # [kv ranks, senders, receivers]
+    np.einsum("kii->ki", is_near)[:] = False
+    is_far = hosts[:, :, None] != hosts[:, None, :]
+    for exchange, to_heads in plan.exchanges(forward=True):
+        if exchange.is_local:
+            continue
+        sizes = [item_size] * len(exchange.sections.blocks)
+        rows = np.array([exchange.row_format(part, sizes).row_bytes for part in range(len(exchange.parts))]).min(axis=0)
+        tokens = exchange.layout.token_counts.reshape(-1, degree)
+        nbytes = tokens[:, :, None] * rows[None, None, :]  # of a sender of tokens to each reader of heads
+        nbytes = nbytes if to_heads else nbytes.transpose(0, 2, 1)
+        near, far = ((nbytes * each).sum(axis=2).ravel() for each in (is_near, is_far))
+        seconds = seconds + _sending(topology, near, far)
+    return seconds
 
 
-def _keys(plan: Plan, step: Attend, topology: Topology, item_size: int) -> tuple[float, bool]:
-    """Seconds of keys on their way, of one direction, and whether they hide behind work."""
+def _keys(plan: Plan, step: Attend, topology: Topology, item_size: int) -> tuple[Seconds, bool]:
+    """`[ranks]` seconds of keys on their way, of one direction, and whether they hide behind work."""
     flow, degree = step.stages[-1].keys, plan.ulysses_degree
+    nothing: Seconds = np.zeros(plan.cp_size)
     if flow is None:
-        return 0.0, False
+        return nothing, False
     ranks, count = np.arange(plan.cp_size), step.num_kv_ranks
-    widths = np.array([hi - lo for lo, hi in step.partition.groups])
-    row = widths[ranks % degree] * (step.head_dim + step.value_head_dim) * item_size / step.head_chunks
+    groups = np.array([min(each.num_groups for each in step.chunks(rank)) for rank in range(degree)])
+    row = groups[ranks % degree] * (step.head_dim + step.value_head_dim) * item_size
     hosts = np.array(topology.hosts)
     columns = hosts.reshape(-1, degree)
     if isinstance(flow, PassOn):
-        follows = np.roll(columns, -1, axis=0).ravel()
-        rows = float(step.keys.packing.total) - step.keys.token_counts[(ranks // degree + 1) % count]
-        sent = rows * row
-        link = topology.within if (hosts == follows).all() else topology.between
-        seconds = _longest(topology, sent * (hosts == follows), sent * (hosts != follows))
-        return max(seconds, (count - 1) * min(link.latency, topology.within.latency)), True
+        is_near = hosts == np.roll(columns, -1, axis=0).ravel()
+        sent = (step.keys.packing.total - step.keys.token_counts[(ranks // degree + 1) % count]) * row
+        return _sending(topology, sent * is_near, sent * ~is_near), True
     near = (columns[:, None, :] == columns[None, :, :]).sum(axis=1).ravel() - 1
     sent = flow.rows_sent_by_ranks()[ranks // degree] * row
-    # Which of the rows go to the same host is not asked: as many as can be.
-    share = near / max(count - 1, 1) if getattr(flow, "equal_shares", False) else (near > 0) * 1.0
-    return _longest(topology, sent * share, sent * (1 - share)), False
+    if getattr(flow, "equal_shares", False):
+        share = near / max(count - 1, 1)
+        return _sending(topology, sent * share, sent * (1 - share)), False
+    # Which of the rows go to the same host is not asked: over both ports at a time, at best.
+    bandwidth = np.where(near > 0, topology.within.bandwidth, 0.0) + topology.between.bandwidth * (
+        topology.num_hosts > 1
+    )
+    return sent / np.maximum(bandwidth, 1.0), False
 
 
-def _longest(topology: Topology, within: Seconds, between: Seconds) -> float:
-    """Seconds of the busiest port."""
-    cards = np.bincount(topology.rail, between)
-    near = float(within.max(initial=0.0)) / topology.within.bandwidth
-    return max(near, float(cards.max(initial=0.0)) / topology.between.bandwidth)
-
-
-def _latency(topology: Topology, near: IntArray, peers: int) -> float:
-    return topology.within.latency if (near == peers).any() else min(topology.within.latency, topology.between.latency)
+def _sending(topology: Topology, within: Seconds, between: Seconds) -> Seconds:
+    """`[ranks]` seconds in which a rank's ports are busy; ranks that share a card wait for one another."""
+    cards = np.bincount(topology.rail, between)[topology.rail] / topology.between.bandwidth
+    found: Seconds = np.maximum(within / topology.within.bandwidth, cards * (between > 0))
+    return found

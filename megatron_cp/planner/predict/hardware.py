@@ -91,6 +91,15 @@ class Hardware:
         rows = [row for row in self.attention if len(row) == 3 and all(_is_number(x) and x > 0 for x in row)]
         if not rows or len(rows) != len(self.attention):
             raise ArgumentError("attention", self.attention, "rows of a head size and two rates")
+        for name in ("rule", "wider"):
+            pair = getattr(self, name)
+            if len(pair) != 2 or not all(_is_number(x) and x > 0 for x in pair):
+                raise ArgumentError(name, pair, "two numbers above 0")
+        for name, least in (("tile", 1), ("cores", 0)):
+            checked_integer(name, getattr(self, name), least)
+        for name in ("name", "about"):
+            if not isinstance(getattr(self, name), str):
+                raise ArgumentError(name, getattr(self, name), "a text")
 
     def attention_rate(self, head_dim: int, *, forward: bool) -> float:
         """Operations a second of heads of this size."""
@@ -220,35 +229,40 @@ def machine(name: Machine | str | Path | None = None, *, argument: str = "hardwa
         near = difflib.get_close_matches(str(name).lower(), presets(), 1)
         remedy = f"Did you mean {near[0]}?" if near else "`megatron-cp bench planner --calibrate` writes such a file."
         raise ArgumentError(argument, str(name), f"{', '.join(presets())} or a file", remedy)
-    return _read(path)
+    return _read(path, argument)
 
 
 @cache
 def _preset(name: str) -> Machine:
-    return _read(_PRESETS / f"{name}.toml")
+    return _read(_PRESETS / f"{name}.toml", "hardware")
 
 
-def _read(path: Path) -> Machine:
+def _read(path: Path, argument: str) -> Machine:
     try:
         given = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ArgumentError("hardware", str(path), "a file in TOML, as the presets are", str(error)) from error
-    of_rank, links = given.get("hardware", {}), given.get("topology", {})
+        raise ArgumentError(argument, str(path), "a file in TOML, as the presets are", str(error)) from error
+    tables = [given.get(name, {}) for name in ("hardware", "topology", "sources")]
+    if not all(isinstance(table, dict) for table in tables):
+        raise ArgumentError(
+            argument, str(path), "tables [hardware], [topology] and [sources], as the presets have them"
+        )
+    of_rank, links, sources = tables
     wanted = {x.name for x in fields(Hardware)} - {"name", "about", "sources", "cores", "band", "wider"}
     lacking = [f"hardware.{name}" for name in sorted(wanted - set(of_rank))]
     lacking += [f"topology.{name}" for name in ("ranks_per_host", "within", "between", "rails") if name not in links]
     unknown = sorted(set(of_rank) - {x.name for x in fields(Hardware)})
     if lacking or unknown:
         remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
-        raise ArgumentError("hardware", str(path), "the numbers that the presets have", " ".join(remedy))
+        raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
     try:
         tuples: dict[str, Any] = {name: tuple(of_rank[name]) for name in ("rule", "wider") if name in of_rank}
         tuples["attention"] = tuple(tuple(row) for row in of_rank["attention"])
         about = {"name": given.get("name", path.stem), "about": given.get("about", "")}
-        hardware = Hardware(**{**of_rank, **tuples, **about}, sources=dict(given.get("sources", {})))
+        hardware = Hardware(**{**of_rank, **tuples, **about}, sources=dict(sources))
         ends = {name: Link(**links[name]) for name in ("within", "between")}
     except (TypeError, ValueError) as error:
-        raise ArgumentError("hardware", str(path), "numbers as the presets have them", str(error)) from error
+        raise ArgumentError(argument, str(path), "numbers as the presets have them", str(error)) from error
     ranks, rails = (checked_integer(f"topology.{name}", links[name], 1) for name in ("ranks_per_host", "rails"))
     return Machine(hardware, ranks, **ends, rails=rails)
 

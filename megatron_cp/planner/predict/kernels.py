@@ -98,14 +98,17 @@ def rule_products(plan: Plan) -> float:
     return float(rule)
 
 
-def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, tokens: IntArray, *, forward: bool) -> Seconds:
-    """`[ranks]` seconds of the chunked rule for so many tokens and all heads that a rank computes.
+def rule_seconds(
+    plan: Plan, hardware: Hardware, item_size: int, tokens: IntArray, *, forward: bool, chunks: int = 1
+) -> Seconds:
+    """`[ranks]` seconds of the chunked rule for so many tokens and a rank's heads, or one of several chunks of them.
 
     Args:
         tokens: `[ranks]` that each computes.
+        chunks: parts of the heads, each with a call of its own.
     """
     heads = np.array([hi - lo for rank in range(plan.cp_size) for lo, hi in (plan.heads_of(rank),)])
-    products = tokens * heads * rule_products(plan) * (1 if forward else 2)
+    products = tokens * heads * rule_products(plan) * (1 if forward else 2) / chunks
     taken = products / hardware.rule[0 if forward else 1] * hardware.slower(item_size)
     floor = hardware.rule_floor * (1 if forward else 2)
     found: Seconds = (products > 0) * np.maximum(taken, floor)

@@ -47,7 +47,7 @@ def priced(plan: Plan, on: Machine, topology: Topology | None = None, *, item_si
     moved, seconds = 0, 0.0
     if plan.redistribution is not None:
         moved = max(plan.redistribution.bytes_sent(plan.layout, item_size)) // plan.redistribution.layers
-        seconds = simulate(redistribution_of(plan, on.hardware, item_size), topology).seconds
+        seconds = simulate(redistribution_of(plan, on.hardware, item_size), topology, cores=on.hardware.cores).seconds
         seconds /= plan.redistribution.layers
     return Price(
         plan.scheme,

@@ -10,13 +10,15 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Layout
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.plan.transport import Transport
-from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
+from megatron_cp.planner.batch import AttentionSlot, Slot
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import stage_shapes
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
@@ -122,11 +124,11 @@ class StepPrice:
     @property
     def tokens_per_second_per_gpu(self) -> float:
         """Of one context-parallel group."""
-        return self.tokens / self.step * 1e3 / self.choice.cp
+        return self.tokens / self.step * 1e3 / self.choice.cp if self.step else 0.0
 
     def mfu(self, peak: float) -> float:
         """Operations that the model needs, over those that `peak` operations a second of every rank could do."""
-        return self.operations / (self.step / 1e3) / self.choice.cp / peak
+        return self.operations / (self.step / 1e3) / self.choice.cp / peak if self.step else 0.0
 
     @property
     def flags(self) -> str:
@@ -140,8 +142,11 @@ class StepPrice:
                 degrees = f"{plan.ulysses_degree} {plan.cp_size // plan.ulysses_degree}"
                 found.append(f"--hierarchical-context-parallel-sizes {degrees}")
         found += [f"--linear-cp-mode {way_of(plan)}" for plan in linear[:1]]
-        chunks = max((max(plan.head_chunks, plan.attend.head_chunks) for plan in attention if plan.attend), default=1)
-        found += [f"--cp-head-chunks {chunks}"] * (chunks > 1)
+        for plan in attention[:1]:
+            chunks, default = max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1), 1
+            if SCHEMES[plan.scheme].chunks_keys:
+                default = min(2, plan.partition.most_groups)
+            found += [f"--cp-head-chunks {chunks}"] * (chunks != default)
         if self.choice.transport != "collective":
             found.append(f"--cp-transport {self.choice.transport}")
         if self.choice.codec != "none":
@@ -192,7 +197,7 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        plans = [(_planned(slot, layout, _on_hosts(on, topology)), count) for slot, count in slots.items()]
+        plans = [(_planned(slot, layout, on, topology), count) for slot, count in slots.items()]
     attention = linear = exposed = operations = 0.0
     for plan, count in plans:
         ways = timelines(plan, on, topology)
@@ -216,13 +221,6 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
         _memory(model, layout, choice, plans), layout.packing.total,
         operations + 6.0 * model.active_parameters * layout.packing.total, tuple(plans), _modules(model),
     )  # fmt: skip
-
-
-def _on_hosts(on: Machine, topology: Topology) -> Machine:
-    """The machine with as many ranks a host as there are, so that layers choose for those hosts."""
-    each = topology.hosts.count(topology.hosts[0])
-    found = replace(on, ranks_per_host=each)
-    return found if found.topology(topology.size).hosts == topology.hosts else on
 
 
 def _modules(model: ModelSpec) -> tuple[str, ...]:
@@ -250,13 +248,11 @@ def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> 
     return nbytes * (1 - 1 / hosts) / (topology.between.bandwidth * topology.rails)
 
 
-def _planned(slot: Slot, layout: Layout, on: Machine) -> Plan:
+def _planned(slot: Slot, layout: Layout, on: Machine, topology: Topology) -> Plan:
+    where: dict[str, Any] = {"hardware": on, "topology": topology}
     if isinstance(slot, AttentionSlot):
-        return replace(slot, hardware=on).plan(layout)
-    run = tuple(replace(each, hardware=on) for each in slot.run)
-    made: Plan = replace(slot, hardware=on, run=run).plan(layout)
-    assert isinstance(slot, LinearSlot)
-    return made
+        return replace(slot, **where).plan(layout)
+    return replace(slot, **where, run=tuple(replace(each, **where) for each in slot.run)).plan(layout)
 
 
 def _attention_operations(plan: Plan) -> float:

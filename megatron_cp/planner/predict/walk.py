@@ -43,6 +43,7 @@ class _Walk:
     def __init__(self, plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> None:
         self.plan, self.hardware, self.item, self.is_forward = plan, hardware, item_size, forward
         self.program = Program(plan.cp_size)
+        self.second_hops: dict[int, tuple[str, Edges]] = {}
         self.degree = plan.ulysses_degree
         self.ranks = np.arange(plan.cp_size)
         self.kv_ranks, self.head_ranks = self.ranks // self.degree, self.ranks % self.degree
@@ -71,14 +72,14 @@ class _Walk:
         inbound = [step.exchange for step in plan.steps if isinstance(step, ToHeads) and not step.exchange.is_local]
         back = plan.steps[-1].exchange if isinstance(plan.steps[-1], ToTokens) else None
         exchanged = back is not None and not back.is_local
-        keys = self._to_heads(back) if exchanged and back is not None else []
+        keys = self._to_heads(back) if exchanged and back is not None else {}
         for chunk in reversed(range(plan.head_chunks)):
             if exchanged and back is not None:
                 self._arrived_at_heads(back, chunk, keys[chunk])
             for step in reversed(plan.steps):
                 self._computed(step, chunk)
-            returning.append([self._to_tokens(exchange, chunk) for exchange in inbound])
-        for number, exchange in enumerate(inbound):
+            returning.append([self._to_tokens(exchange, chunk) for exchange in reversed(inbound)])
+        for number, exchange in enumerate(reversed(inbound)):
             self._arrived_at_tokens(exchange, [of_chunk[number] for of_chunk in returning])
         return self.program
 
@@ -108,11 +109,12 @@ class _Walk:
         readers = np.tile(np.arange(self.degree), self.plan.cp_size)
         return Edges.of(senders, senders - senders % self.degree + readers, tokens[senders] * rows[readers])
 
-    def _to_heads(self, exchange: Exchange) -> list[int]:
-        keys = []
-        for part in range(len(exchange.parts)):
+    def _to_heads(self, exchange: Exchange) -> dict[int, int]:
+        """The key of each part, which leave in the order in which they are waited for."""
+        keys = {}
+        for part in range(len(exchange.parts)) if self.is_forward else reversed(range(len(exchange.parts))):
             self._copy("pack tokens", exchange.layout.token_counts * self._rows(exchange, part).sum(), exchange)
-            keys.append(self._start("to heads", self._edges(exchange, part)))
+            keys[part] = self._start("to heads", self._edges(exchange, part))
         return keys
 
     def _head_side(self, exchange: Exchange, part: int) -> IntArray:
@@ -121,7 +123,7 @@ class _Walk:
         return tokens[self.kv_ranks] * self._rows(exchange, part)[self.head_ranks]
 
     def _arrived_at_heads(self, exchange: Exchange, part: int, key: int) -> None:
-        self.program.wait(key)
+        self._wait(key)
         if not exchange.layout.in_stream_order or exchange.codec is not None:
             self._copy("unpack heads", self._head_side(exchange, part), exchange)
 
@@ -132,38 +134,32 @@ class _Walk:
 
     def _arrived_at_tokens(self, exchange: Exchange, keys: list[int]) -> None:
         for key in keys:
-            self.program.wait(key)
+            self._wait(key)
         rows = sum(self._rows(exchange, part).sum() for part in range(len(exchange.parts)))
         if not exchange.is_local:
             self._copy("unpack tokens", exchange.layout.token_counts * rows, exchange)
 
-    def _start(self, name: str, edges: Edges) -> int:
-        """By the plan's transport."""
+    def _start(self, name: str, edges: Edges, *, shares: bool = False) -> int:
+        """By the plan's transport.
+
+        Args:
+            shares: every receiver gets the same bytes of a sender.
+        """
         transport = self.plan.transport
         if transport.hosts:
-            edges = self._by_hosts(edges)
+            first, second = _by_hosts(edges, np.array(transport.hosts), shares=shares)
+            key = self.program.start(name, first)
+            self.second_hops[key] = name, second
+            return key
         rounds = num_rounds(self.degree if self.degree > 1 else self.plan.cp_size)
         return self.program.start(name, edges, 1 if transport.name == "collective" else max(1, rounds // _AT_A_TIME))
 
-    def _by_hosts(self, edges: Edges) -> Edges:
-        """One message to each other host, to the rank of the same place there, which takes it to whom it is for."""
-        hosts = np.array(self.plan.transport.hosts)
-        first = np.searchsorted(hosts, np.arange(hosts.max() + 1)) if (np.diff(hosts) >= 0).all() else None
-        if first is None:
-            return edges
-        counts = np.bincount(hosts)
-        far = hosts[edges.senders] != hosts[edges.receivers]
-        senders, receivers, nbytes = edges.senders[far], edges.receivers[far], edges.nbytes[far]
-        place = senders - first[hosts[senders]]
-        proxy = first[hosts[receivers]] + place % counts[hosts[receivers]]
-        pairs, of_pair = np.unique(senders * hosts.size + proxy, return_inverse=True)
-        together = np.bincount(of_pair, nbytes).astype(np.int64)
-        passed = Edges.of(proxy, receivers, nbytes)
-        return Edges(
-            np.concatenate([edges.senders[~far], pairs // hosts.size, passed.senders]),
-            np.concatenate([edges.receivers[~far], pairs % hosts.size, passed.receivers]),
-            np.concatenate([edges.nbytes[~far], together, passed.nbytes]),
-        )
+    def _wait(self, key: int) -> None:
+        """Until a transfer has arrived; over hosts, the second hop begins when the first has been waited for."""
+        self.program.wait(key)
+        if key in self.second_hops:
+            name, edges = self.second_hops.pop(key)
+            self.program.wait(self.program.start(f"{name}, within hosts", edges))
 
     def _copy(self, name: str, nbytes: IntArray | Seconds, exchange: Exchange | None = None) -> None:
         """Work that writes so many bytes: coding reads and writes once more."""
@@ -223,11 +219,12 @@ class _Walk:
 
         def start(chunk: int) -> int:
             self._copy("pack keys", packed[self.kv_ranks] * row[chunk])
-            return self._start("keys and values", self._across(step, sent, chunk))
+            edges = self._across(step, sent, chunk)
+            return self._start("keys and values", edges, shares=flow.equal_shares)
 
         coming = start(0)
         for chunk in chunks:
-            self.program.wait(coming)
+            self._wait(coming)
             if chunk + 1 < step.head_chunks:
                 coming = start(chunk + 1)
             wanted = counts.sum(axis=0)[self.kv_ranks] * row[chunk]
@@ -245,7 +242,7 @@ class _Walk:
         return [self._row_bytes(step, chunk) for chunk in range(step.head_chunks)]
 
     def _returned(self, key: int, rows: IntArray, row: IntArray) -> None:
-        self.program.wait(key)
+        self._wait(key)
         self._copy("sum gradients", rows[self.kv_ranks] * row * max(4 // self.item, 1))
 
     def _attend_ring(self, step: Attend) -> None:
@@ -259,7 +256,7 @@ class _Walk:
             following = step.stages[number + 1] if number + 1 < len(step.stages) else None
             if following is not None:
                 assert isinstance(following.keys, PassOn)
-                coming = self._start("keys and values", self._passed(step, following.keys, row))
+                coming = self.program.start("keys and values", self._passed(step, following.keys, row))
             self._attend_stage(step, stage, 0)
             if self.is_forward or stage.gradients is None:
                 continue
@@ -268,7 +265,7 @@ class _Walk:
             if gradient is not None:
                 self.program.wait(gradient)
                 self._copy("sum gradients", tokens[(self.kv_ranks - number) % step.num_kv_ranks] * wide)
-            gradient = self._start("gradients of keys and values", self._passed(step, stage.gradients, wide))
+            gradient = self.program.start("gradients of keys and values", self._passed(step, stage.gradients, wide))
         if gradient is not None:
             self.program.wait(gradient)
             self._copy("own gradients", tokens[self.kv_ranks] * row)
@@ -299,18 +296,23 @@ class _Walk:
     def _linear_work(self, name: str, chunk: int) -> None:
         plan = self.plan
         if name == "rule":
-            seconds = rule_seconds(plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward)
-            self.program.work("rule", "kernel", seconds / plan.head_chunks)
+            seconds = rule_seconds(
+                plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward, chunks=plan.head_chunks
+            )
+            self.program.work("rule", "kernel", seconds)
             return
         passes = (1 if name == "conv" else 0.25) * (1 if self.is_forward else 3) / plan.head_chunks
         self._copy(name, (self._tokens_at_hand * self._widths * self.item).astype(np.float64) * passes)
 
     def _halo(self, step: Halo) -> None:
+        if not self.is_forward:  # what a convolution wants of other ranks is known after it
+            self._linear_work("conv", 0)
         if step.crosses:
-            self._copy("pack halo", step.split_counts.counts.sum(axis=1) * step.channels * self.item)
             counts = step.split_counts.counts if self.is_forward else step.split_counts.counts.T
-            self.program.wait(self._start("halo", self._of_counts(counts * step.channels * self.item)))
-        self._linear_work("conv", 0)
+            self._copy("pack halo", counts.sum(axis=1) * step.channels * self.item)
+            self._wait(self._start("halo", self._of_counts(counts * step.channels * self.item)))
+        if self.is_forward:
+            self._linear_work("conv", 0)
 
     def _scan(self, step: Scan) -> None:
         local = rule_seconds(self.plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward)
@@ -321,7 +323,7 @@ class _Walk:
             counts = step.split_counts(forward=self.is_forward).counts
             key = self._start("states of segments", self._of_counts(counts * max(self.item, 4)))
             self.program.work("rule, before states", "kernel", local / 2)
-            self.program.wait(key)
+            self._wait(key)
             self._copy("fold states", counts.sum(axis=0) * max(self.item, 4))
             self.program.work("rule, after states", "kernel", local / 2)
         else:
@@ -332,13 +334,50 @@ class _Walk:
         return Edges.of(senders, readers, nbytes[senders, readers])
 
 
+def _by_hosts(edges: Edges, hosts: IntArray, *, shares: bool) -> tuple[Edges, Edges]:
+    """One message to each other host, to the rank of the same place there, and from it to whom it is for.
+
+    Args:
+        hosts: of each rank.
+        shares: receivers of a host get the same bytes, which travel once.
+    """
+    of_host = [np.flatnonzero(hosts == host) for host in range(int(hosts.max()) + 1)]
+    place = np.zeros(hosts.size, dtype=np.int64)
+    for ranks in of_host:
+        place[ranks] = np.arange(ranks.size)
+    far = hosts[edges.senders] != hosts[edges.receivers]
+    senders, receivers, nbytes = edges.senders[far], edges.receivers[far], edges.nbytes[far]
+    proxy = np.array(
+        [
+            of_host[hosts[to]][place[rank] % of_host[hosts[to]].size]
+            for rank, to in zip(senders, receivers, strict=True)
+        ],
+        dtype=np.int64,
+    )
+    pairs, of_pair = np.unique(senders * hosts.size + proxy, return_inverse=True)
+    together = np.zeros(pairs.size, dtype=np.int64)
+    (np.maximum if shares else np.add).at(together, of_pair, nbytes)
+    first = Edges(
+        np.concatenate([edges.senders[~far], pairs // hosts.size]),
+        np.concatenate([edges.receivers[~far], pairs % hosts.size]),
+        np.concatenate([edges.nbytes[~far], together]),
+    )
+    return first, Edges.of(proxy, receivers, nbytes)
+
+
 def transfers_of(program: Program, rank: int) -> Iterator[tuple[str, dict[int, int], dict[int, int]]]:
     """What one rank starts, in order: the name, the bytes to each other rank, and those from each."""
     for start in program.transfers:
         edges = start.edges
         sent, received = edges.senders == rank, edges.receivers == rank
         yield (
-            start.name,
-            dict(zip(edges.receivers[sent].tolist(), edges.nbytes[sent].tolist(), strict=True)),
-            dict(zip(edges.senders[received].tolist(), edges.nbytes[received].tolist(), strict=True)),
-        )
+            start.name, _by_peer(edges.receivers[sent], edges.nbytes[sent]),
+            _by_peer(edges.senders[received], edges.nbytes[received]),
+        )  # fmt: skip
+
+
+def _by_peer(peers: IntArray, nbytes: IntArray) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for peer, count in zip(peers.tolist(), nbytes.tolist(), strict=True):
+        found[peer] = found.get(peer, 0) + count
+    return found

@@ -1,6 +1,7 @@
 """Presets are files with a source for every number; what is no machine is refused."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -65,13 +66,18 @@ def test_rejects_unknown_machines(name, says):
         (("launch = ", "launch = nonsense"), "a file in TOML"),
         (("attention = [[", "attention = [[1], ["), "rows of a head size and two rates"),
         (("rails = 8", "rails = 0"), "rails"),
+        (("rule = [3.6e+13, 3.2e+13]", "rule = [3.6e+13]"), "rule: got (36000000000000.0,)"),
+        (("rule = [3.6e+13, 3.2e+13]", "rule = [0, -5]"), "two numbers above 0"),
+        (("tile = 128", "tile = 0.5"), "tile: got 0.5"),
+        (("cores = 0", "cores = 2.5"), "cores: got 2.5"),
+        (("wider = [2, 4]", "wider = [0, 0]"), "wider: got (0, 0)"),
     ],
 )
 def test_rejects_malformed_files(change, says, tmp_path):
     path, text = tmp_path / "mine.toml", written(machine("h100"))
     assert change[0] in text
     path.write_text(text.replace(*change))
-    with pytest.raises(ArgumentError, match=says.replace(".", r"\.")):
+    with pytest.raises(ArgumentError, match=re.escape(says)):
         machine(path)
 
 

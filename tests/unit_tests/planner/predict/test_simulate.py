@@ -102,7 +102,8 @@ def test_the_closed_form_bounds_what_is_played(name, preset):
 
 
 def test_an_empty_batch_takes_no_time():
-    layout = Layout.contiguous(Packing([0]), 3)
-    for make in PLANS[:4]:
-        program = program_of(make(layout), machine().hardware, 2, forward=True)
-        assert simulate(program, machine().topology(3)).seconds == 0.0
+    layout = Layout.contiguous(Packing([0]), 6)
+    for make in PLANS:
+        for forward in (True, False):
+            program = program_of(make(layout), machine().hardware, 2, forward=forward)
+            assert simulate(program, machine().topology(6)).seconds == 0.0
