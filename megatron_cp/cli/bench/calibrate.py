@@ -25,7 +25,7 @@ from megatron_cp.planner.predict.price import timelines
 from megatron_cp.testing.parity import Case
 
 HEAD_DIMS = (64, 128)
-_TOKENS, _HEADS = 1024, 2
+_TOKENS, _HEADS = 2048, 2
 _SMALL, _LARGE = 1 << 12, 1 << 23  # bytes of the messages of a link
 
 
@@ -111,7 +111,7 @@ def _with_attention(rates: Hardware, slowest: Slowest, dtype: torch.dtype) -> Ha
         rows.append((size, computed * 4 * size / forward, computed * 10 * size / max(both - forward, 1e-9)))
     count, short = 64, 8
     many = Case("attention", 1, (short,) * count, heads=_HEADS, groups=1, head_dim=64, value_head_dim=64, dtype=dtype)
-    band = slowest(_steps(many)[0]) / count
+    band = slowest(_steps(many)[1]) / (2 * count)  # of both directions, whose bands cost alike
     return replace(rates, attention=tuple(rows), band=band, call=0.0)
 
 
@@ -128,7 +128,10 @@ def _with_rule(found: Machine, slowest: Slowest, dtype: torch.dtype) -> Hardware
 
 
 def _links(group: RankGroup, slowest: Slowest) -> tuple[Link, Link]:
-    """Between ranks of one host and of two, by messages of two sizes between neighbours, all at a time."""
+    """Between ranks of one host and of two, by messages of two sizes between neighbours, all at a time.
+
+    Between hosts the ranks of a host share its card, so that has as many times the rate of a rank.
+    """
     hosts = hosts_of(group)
     place = {way: _partner(hosts, group.rank, same=way) for way in (True, False)}
     known = [group.all_gather_object(place[way] is not None) for way in (True, False)]
@@ -138,8 +141,11 @@ def _links(group: RankGroup, slowest: Slowest) -> tuple[Link, Link]:
             continue
         small, large = _SMALL, _LARGE if way else _LARGE // 16
         first, second = (slowest(_message(group, place[way], nbytes)) for nbytes in (small, large))
-        rate = (large - small) / max(second - first, 1e-9)
-        links[way] = Link(max(first - small / rate, 1e-7), 0.0, rate)
+        at_a_time = (
+            1 if way else max(sum(of for of, at in zip(everyone, hosts, strict=True) if at == host) for host in hosts)
+        )
+        rate = at_a_time * (large - small) / max(second - first, 1e-9)
+        links[way] = Link(max(first - at_a_time * small / rate, 1e-7), 0.0, rate)
     within = links.get(True) or links[False]
     return within, links.get(False, within)
 
