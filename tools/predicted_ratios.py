@@ -32,7 +32,7 @@ def main() -> None:
         on = machine(name)
         print(f"\n### {on.describe()}\n")
         print(
-            "| tokens | cp | headwise ms | chunkwise ms | headwise / chunkwise, forward | both | a2a ms | p2p ms | ratio |"
+            print("| tokens | cp | headwise ms | chunkwise ms | ratio forward | ratio | a2a ms | p2p ms | p2p / a2a |")
         )
         print("|--:|--:|--:|--:|--:|--:|--:|--:|--:|")
         for tokens in (32768, 65536):
