@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_cp as cp
 from megatron_cp.cli import options
 from megatron_cp.cli.bench import on_ranks
 from megatron_cp.cli.bench.timing import interleaved_order
 from megatron_cp.cli.main import main
 from megatron_cp.executor.launch import RankError
 from megatron_cp.plan import schemes
+from megatron_cp.planner.predict import machine
 from tests.limits import limit
 
 TINY = ["--device", "cpu", "--lengths", "70,1,130,64,2", "--heads", "4", "--kv-heads", "2", "--head-dim", "8"]
@@ -99,10 +101,47 @@ def test_torchrun_brings_its_ranks():
     assert run.stdout.count("peak_bytes") == 1  # one rank prints
 
 
-def test_rejects_a_benchmark_that_is_not_built_yet(capsys):
-    assert main(["bench", "planner"]) == 2
-    known = "attention or linear or exchange or layer or wire or packs"
-    assert f"benchmark: got 'planner'; allowed: {known}. planner is not built yet." in capsys.readouterr().err
+def test_rejects_a_benchmark_that_there_is_not(capsys):
+    assert main(["bench", "planets"]) == 2
+    known = "attention or linear or exchange or layer or wire or packs or planner"
+    assert f"benchmark: got 'planets'; allowed: {known}" in capsys.readouterr().err
+
+
+def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
+    """Every way of a layer on two batches; and the machine's rates as a file that predictions read."""
+    path = tmp_path / "mine.toml"
+    arguments = ["bench", "planner", "--cp", "2", "--repeats", "1", "--tokens-per-rank", "64", "--layer", "gdn"]
+    assert main([*arguments, "--ranks", "threads", "--calibrate", str(path), "--json"]) == 0
+    found = last_json(capsys.readouterr().out)
+    assert [len(cell["ratio"]) for cell in found["cells"]] == [3, 3]
+    for cell in found["cells"]:
+        assert set(cell["measured_ms"]) == set(cell["predicted_ms"])
+        assert all(
+            ratio == cell["predicted_ms"][way] / cell["measured_ms"][way] for way, ratio in cell["ratio"].items()
+        )
+        assert cell["named"] == min(cell["predicted_ms"], key=cell["predicted_ms"].get)
+        assert cell["named_over_fastest"] >= 1
+    mine = machine(path)
+    assert mine.ranks_per_host == 2
+    assert mine.hardware.sources["memory"].startswith("not measured")
+    assert mine.hardware.sources["copy"].startswith("measured by")
+    plan = cp.plan_attention(
+        cp.Packing([100, 1]), cp.Layout.zigzag(cp.Packing([100, 1]), 2), heads=4, head_dim=16, hardware=str(path)
+    )
+    assert plan.prices[0].hardware.startswith("measured: 2 ranks")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--cp", "1"], "--cp: got 1; allowed: at least 2 ranks"),
+        (["--gpu", "h100", "--calibrate", "x.toml"], "not together with --gpu"),
+        (["--calibrate", "/no/such/folder/x.toml"], "a file in a folder that exists"),
+    ],
+)
+def test_planner_rejects(arguments, says, capsys):
+    assert main(["bench", "planner", *arguments]) == 2
+    assert says in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
