@@ -244,7 +244,7 @@ class Attend(Memo):
         source = kv_rank if stage.keys is None else stage.keys.source(kv_rank)
         if source is None:
             assert stage.keys is not None
-            return stage.keys.bands(self._bands_of(kv_rank), kv_rank)
+            return stage.keys.bands(self.bands_of_kv_rank(kv_rank), kv_rank)
         bands, offsets = self.memo(("bands of ranks' keys", kv_rank), lambda: self._bands_of_all_keys(kv_rank))
         if offsets is None:
             return bands_of_held_keys(bands, self.keys, source)
@@ -255,7 +255,7 @@ class Attend(Memo):
 
         Where they are many, the bands over the stream of keys and None.
         """
-        bands = self._bands_of(kv_rank)
+        bands = self.bands_of_kv_rank(kv_rank)
         if self.count_bands(kv_rank)[0] > _MOST_BANDS:
             return bands, None
         return bands_of_ranks(bands, self.keys, range(self.keys.cp_size), queries=False)
@@ -266,14 +266,14 @@ class Attend(Memo):
         A kernel of the CPU is called for each, one of CUDA has a segment for each. Counted, not made: a ring over
         fragments of single tokens has one for every pair that is visible.
         """
-        bands = self._bands_of(kv_rank)
+        bands = self.bands_of_kv_rank(kv_rank)
         if self.num_stages == 1:
             return len(bands), len(bands)
         edges, _ = pieces_of(self.keys)
         met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
         return int(met.sum()), len(bands)
 
-    def _bands_of(self, kv_rank: int) -> IntArray:
+    def bands_of_kv_rank(self, kv_rank: int) -> IntArray:
         """The mask of a KV rank's queries, in their rows, over the stream of keys."""
         return self._seen.bands(kv_rank)
 

@@ -43,7 +43,7 @@ def stage_shapes(step: Attend) -> StageShapes:
 
 def _stage_shapes(step: Attend) -> StageShapes:
     ranks, stages = range(step.num_kv_ranks), step.num_stages
-    bands = [step._bands_of(rank) for rank in ranks]
+    bands = [step.bands_of_kv_rank(rank) for rank in ranks]
     of_ranks = np.array([[areas(each).sum(), (each[:, 1] - each[:, 0]).sum(), len(each)] for each in bands]).T
     if stages == 1:
         return StageShapes(*of_ranks[:, None])

@@ -197,14 +197,14 @@ class _Walk:
             size = step.value_head_dim if self.is_forward else step.head_dim
             self._copy("merge", rows * size * max(self.item, 4) * (3 if self.is_forward else 1))
 
-    def _across(self, step: Attend, counts: IntArray, chunk: int, item_factor: int = 1) -> Edges:
+    def _across(self, step: Attend, counts: IntArray, chunk: int) -> Edges:
         """Rows from each KV rank to each, as the messages between ranks of equal head rank."""
         size = self.degree
         of_kv = np.arange(step.num_kv_ranks)
         senders, readers = (x.ravel() for x in np.meshgrid(of_kv, of_kv, indexing="ij"))
         row = self._row_bytes(step, chunk)
         parts = [
-            (senders * size + head, readers * size + head, counts[senders, readers] * int(row[head]) * item_factor)
+            (senders * size + head, readers * size + head, counts[senders, readers] * int(row[head]))
             for head in range(size)
         ]
         return Edges.of(*(np.concatenate(each) for each in zip(*parts, strict=True)))
