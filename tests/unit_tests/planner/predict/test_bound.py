@@ -29,7 +29,8 @@ def free(on):
     """The machine with kernels that take no time, so that transfers stand alone."""
     rates = dict.fromkeys(("call", "launch", "rule_floor", "band", "units"), 0.0)
     fast = dataclasses.replace(on.hardware, attention=((64, 1e30, 1e30),), copy=1e30, **rates)
-    return dataclasses.replace(on, hardware=fast)
+    within, between = (dataclasses.replace(link, latency=0.0, message=0.0) for link in (on.within, on.between))
+    return dataclasses.replace(on, hardware=fast, within=within, between=between)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -44,8 +45,9 @@ def test_a_bound_is_no_more_than_the_price(seed):
     options = {"codec": str(random.choice(["none", "fp8", "int8"])), "head_chunks": random.choice([None, 2])}
     item = int(random.choice([2, 4, 8]))
     on = machine(str(random.choice(presets())))
-    topology = on.topology(size, int(random.integers(1, size + 1)))
+    hosts = int(random.integers(1, size + 1))
     for one in (on, free(on)):
+        topology = one.topology(size, hosts)
         for plan in ways(layout, mask, groups * int(random.choice([1, 4])), groups, **options):
             bound, price = attention_bound(plan, one, topology, item), priced(plan, one, topology, item_size=item).total
             assert bound <= price * (1 + 1e-9), (plan.scheme, plan.ulysses_degree)
