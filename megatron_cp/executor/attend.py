@@ -17,9 +17,15 @@ from megatron_cp.exchange.messages import like_rows
 from megatron_cp.executor.arguments import part_of, summed_in
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.trace import NO_RANGE, profiling
-from megatron_cp.executor.transfers import KeyTransfers, unpack
+from megatron_cp.executor.transfers import Keys, KeyTransfers, unpack
+from megatron_cp.executor.visitors import Visitors, row_sums, stand_in
 from megatron_cp.layout.tiles import Tiles
-from megatron_cp.plan.attention import Attend, HeadChunk, Stage
+from megatron_cp.plan.attention import Attend, Stage
+from megatron_cp.plan.head_chunks import HeadChunk
+
+# What goes out with visiting queries and what comes home, for errors and the names of ranges.
+_VISITS = ("queries of assigned tiles", "partial outputs of assigned tiles")
+_RETURNS = ("queries and output gradients of assigned tiles", "query gradients of assigned tiles")
 
 
 class TileWork(Protocol):
@@ -56,12 +62,23 @@ def attend(
     if own.stop < len(q):
         out[own.stop :], lse[..., own.stop :] = 0, -torch.inf
     of_tokens, lse_of_tokens = (part_of(q, 0, own), part_of(out, 0, own)), part_of(lse, -1, own)
-    transfers = _transfers(step, kv_rank, head_rank, comm, k, v, forward=True)
+    visitors = (
+        Visitors(step, kv_rank, comm, of_tokens[:1], _VISITS, forward=True)
+        if step.moves_queries(forward=True)
+        else None
+    )
+    transfers = _transfers(step, kv_rank, head_rank, comm, k, v, visitors, forward=True)
     for stage, chunk, keys in transfers.arrivals():
+        if visitors is not None and stage.visitors is not None:
+            with transfers.traced("attend", "visitors", stage, chunk) if profiling() else NO_RANGE:
+                _attend_visitors(work, visitors, *keys, step.visiting_tiles(kv_rank, stage), chunk, stage)
         queries, merged = [part_of(x, -2, chunk.heads) for x in of_tokens]
         merged_lse = part_of(lse_of_tokens, -2, chunk.heads)
         with transfers.traced("attend", "", stage, chunk) if profiling() else NO_RANGE:
-            _attend_stage(work, merged, merged_lse, queries, *keys, step.tiles(kv_rank, stage), chunk, stage)
+            tiles = step.tiles(kv_rank, stage)
+            _attend_stage(work, merged, merged_lse, queries, *keys, tiles, chunk, is_first=stage.is_first)
+    if visitors is not None:
+        _merge_visits(visitors, of_tokens[1], lse_of_tokens)
     return out.to(q.dtype), lse
 
 
@@ -79,27 +96,40 @@ def attend_backward(
         if tokens.stop < len(gradient):
             gradient[tokens.stop :] = 0
     acc_dtype = summed_in(q.dtype)
-    in_place = step.num_stages == 1 or dq.dtype == acc_dtype
+    in_place = len(step.backward_stages) == 1 or dq.dtype == acc_dtype
     total = part_of(dq, 0, own)
     total = total if in_place else torch.empty_like(total, dtype=acc_dtype)
     of_tokens, lse_of_tokens = [part_of(x, 0, own) for x in (total, dout, q, out)], part_of(lse, -1, own)
     dkeys, dvalues = part_of(dk, 0, own_keys), part_of(dv, 0, own_keys)
-    transfers = _transfers(step, kv_rank, head_rank, comm, k, v, forward=False)
+    visitors = None
+    if step.moves_queries(forward=False):
+        visitors = Visitors(step, kv_rank, comm, _leaving(of_tokens, lse_of_tokens), _RETURNS, forward=False)
+    transfers = _transfers(step, kv_rank, head_rank, comm, k, v, visitors, forward=False)
     for stage, chunk, keys in transfers.arrivals():
         packed = None
         if stage.gradients is not None:
             packed = transfers.gradients_like(keys)
             gradients = unpack(packed, *keys)
         else:
-            gradients = part_of(dkeys, -2, chunk.groups), part_of(dvalues, -2, chunk.groups)
+            own_gradients = part_of(dkeys, -2, chunk.groups), part_of(dvalues, -2, chunk.groups)
+            gradients = transfers.own_sums(chunk) or own_gradients
         target, do, queries, o = [part_of(x, -2, chunk.heads) for x in of_tokens]
         with transfers.traced("attend", "", stage, chunk) if profiling() else NO_RANGE:
+            visiting = None
+            if visitors is not None and stage.visitors is not None:
+                tiles = step.visiting_tiles(kv_rank, stage)
+                visiting = _attend_visitors_backward(work, visitors, *keys, tiles, chunk, stage)
+            dk_part, dv_part = gradients if visiting is None else map(torch.empty_like, visiting)
             _attend_stage_backward(
-                work, target, *gradients, do, queries, o, part_of(lse_of_tokens, -2, chunk.heads), *keys,
-                step.tiles(kv_rank, stage), chunk, stage,
+                work, target, dk_part, dv_part, do, queries, o, part_of(lse_of_tokens, -2, chunk.heads), *keys,
+                step.tiles(kv_rank, stage), chunk, is_first=stage.is_first,
             )  # fmt: skip
+            for gradient, own_part, part in zip(gradients, (dk_part, dv_part), visiting or (), strict=False):
+                gradient.copy_(own_part.add_(part))
         if packed is not None:
             transfers.return_gradient(stage, chunk, packed)
+    if visitors is not None:
+        _sum_visits(visitors, total)
     if step.returns_gradients:
         transfers.reduce_gradients(dkeys, dvalues)
     if total.dtype != dq.dtype:
@@ -109,15 +139,19 @@ def attend_backward(
 
 def _attend_stage(
     work: TileWork, merged: Tensor, merged_lse: Tensor, queries: Tensor, keys: Tensor, values: Tensor, tiles: Tiles,
-    chunk: HeadChunk, stage: Stage,
+    chunk: HeadChunk, *, is_first: bool,
 ) -> None:  # fmt: skip
-    """Adds what the queries of some heads see among a stage's keys. A function, so that its tensors end with it."""
+    """Adds what the queries of some heads see among a stage's keys. A function, so that its tensors end with it.
+
+    Args:
+        is_first: nothing has been computed for these queries: all of them are written.
+    """
     if _is_empty(tiles, queries):
-        if stage.is_first:
+        if is_first:
             merged.zero_(), merged_lse.fill_(-torch.inf)
         return
     seen = tiles.key_rows
-    if stage.is_first:
+    if is_first:
         work.forward(
             merged, merged_lse, queries, part_of(keys, 0, seen), part_of(values, 0, seen), tiles.cropped_keys, chunk
         )  # fmt: skip
@@ -130,28 +164,91 @@ def _attend_stage(
 
 def _attend_stage_backward(
     work: TileWork, target: Tensor, dkeys: Tensor, dvalues: Tensor, dout: Tensor, queries: Tensor, out: Tensor,
-    lse: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, stage: Stage,
+    lse: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, *, is_first: bool,
 ) -> None:  # fmt: skip
     """Adds to `target` the queries' gradients from a stage's keys, and writes those of the keys."""
     if _is_empty(tiles, queries):
-        for unseen in (*([target] if stage.is_first else []), dkeys, dvalues):
+        for unseen in (*([target] if is_first else []), dkeys, dvalues):
             unseen.zero_()
         return
-    rows, seen = slice(0, len(queries)) if stage.is_first else tiles.query_rows, tiles.key_rows
+    rows, seen = slice(0, len(queries)) if is_first else tiles.query_rows, tiles.key_rows
     for x in (dkeys, dvalues):
         if seen.start:
             x[: seen.start].zero_()
         if seen.stop < len(x):
             x[seen.stop :].zero_()
-    part = target if stage.is_first else torch.empty_like(target[rows])
+    part = target if is_first else torch.empty_like(target[rows])
     dk, dv, k, v = [part_of(x, 0, seen) for x in (dkeys, dvalues, keys, values)]
     do, q, o = [part_of(x, 0, rows) for x in (dout, queries, out)]
     work.backward(
         part, dk, dv, do, q, k, v, o, part_of(lse, -1, rows),
-        tiles.cropped_keys if stage.is_first else tiles.cropped, chunk,
+        tiles.cropped_keys if is_first else tiles.cropped, chunk,
     )  # fmt: skip
-    if not stage.is_first:
+    if not is_first:
         target[rows].add_(part)
+
+
+def _attend_visitors(
+    work: TileWork, visitors: Visitors, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, stage: Stage
+) -> None:
+    """Computes the queries of others that have arrived, and sends home their partial outputs and log-sum-exps."""
+    (queries,) = visitors.arrive(stage, chunk)
+    (heads, size), acc_dtype = (queries.shape[-2], values.shape[-1]), summed_in(queries.dtype)
+    message = visitors.message_like(len(queries), heads * (size + 1), acc_dtype)
+    part, part_lse = _results(message, heads, size)
+    lse = message.new_empty(*queries.shape[1:-1], len(queries))
+    _attend_stage(work, part, lse, queries, keys, values, tiles, chunk, is_first=True)
+    part_lse.copy_(lse.movedim(-1, 0))
+    visitors.leave()
+    visitors.start_home(stage, chunk, message)
+
+
+def _merge_visits(visitors: Visitors, out: Tensor, lse: Tensor) -> None:
+    """Adds what other ranks made of own queries to what this rank has."""
+    for home in visitors.come_home():
+        merged, merged_lse = part_of(out, -2, home.chunk.heads), part_of(lse, -2, home.chunk.heads)
+        part, part_lse = _results(home.message, merged.shape[-2], merged.shape[-1])
+        own, own_lse = merged.index_select(0, home.rows), merged_lse.index_select(-1, home.rows)
+        merge(own, own_lse, part, part_lse.movedim(0, -1))
+        rows = home.rows.long()
+        merged.index_copy_(0, rows, own)
+        merged_lse.index_copy_(-1, rows, own_lse)
+
+
+def _results(message: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
+    """Views `[s, (b,) h, v]` and `[s, (b,) h]` of partial outputs and log-sum-exps on their way home."""
+    out, lse = message.split([heads * size, heads], -1)
+    return out.unflatten(-1, (heads, size)), lse
+
+
+def _leaving(of_tokens: list[Tensor], lse: Tensor) -> list[Tensor]:
+    """What backward needs of own queries elsewhere."""
+    _, dout, q, out = of_tokens
+    return [lse.movedim(-1, 0).unsqueeze(-1), row_sums(dout, out), q, dout]
+
+
+def _attend_visitors_backward(
+    work: TileWork, visitors: Visitors, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, stage: Stage
+) -> Keys:
+    """Sends home the gradients of others' queries. Returns those of the keys, in at least fp32."""
+    lse, sums, queries, dout = visitors.arrive(stage, chunk)
+    message = visitors.message_like(len(queries), queries.shape[-2:].numel(), queries.dtype)
+    dk, dv = (torch.empty_like(x, dtype=summed_in(x.dtype)) for x in (keys, values))
+    _attend_stage_backward(
+        work, message.unflatten(-1, queries.shape[-2:]), dk, dv, dout, queries, stand_in(dout, sums),
+        lse.squeeze(-1).movedim(0, -1).contiguous(), keys, values, tiles, chunk, is_first=True,
+    )  # fmt: skip
+    visitors.leave()
+    visitors.start_home(stage, chunk, message)
+    return dk, dv
+
+
+def _sum_visits(visitors: Visitors, total: Tensor) -> None:
+    """Adds the gradients that other ranks made of own queries."""
+    for home in visitors.come_home():
+        of_heads = part_of(total, -2, home.chunk.heads)
+        part = home.message.unflatten(-1, of_heads.shape[-2:])
+        of_heads.index_add_(0, home.rows, part.to(total.dtype))
 
 
 def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -184,10 +281,12 @@ def row_padded_copy(lse: Tensor) -> Tensor:
 
 
 def _transfers(
-    step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor, *, forward: bool
-) -> KeyTransfers:
+    step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor, visitors: Visitors | None, *,
+    forward: bool,
+) -> KeyTransfers:  # fmt: skip
     own = slice(0, int(step.keys.token_counts[kv_rank]))
-    return KeyTransfers(step, kv_rank, head_rank, comm, part_of(k, 0, own), part_of(v, 0, own), forward=forward)
+    own_keys = part_of(k, 0, own), part_of(v, 0, own)
+    return KeyTransfers(step, kv_rank, head_rank, comm, *own_keys, visitors, forward=forward)
 
 
 def _is_empty(tiles: Tiles, queries: Tensor) -> bool:

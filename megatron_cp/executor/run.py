@@ -133,7 +133,9 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
         prepare_relayout(plan.layout, plan.hidden_layout, rank, device)
     if plan.attend is None:
         return
-    for stage in plan.attend.stages:
+    for stage in plan.attend.all_stages:
         if len(plan.attend.tiles(kv_rank, stage).bands):
             _ = plan.attend.call_tiles(kv_rank, stage)
+        if stage.visitors is not None:
+            _ = plan.attend.visiting_tiles(kv_rank, stage).cropped_keys
     prepare_transfers(plan.attend, kv_rank, device)

@@ -3,7 +3,8 @@
 `KeyTransfers` walks over the stages of an attention: the next flow is under way while a stage is computed. A flow is
 carried by the class of its kind, in both directions: rows come, and in backward their gradients go on.
 
-    Fetch     rows come in one collective a head chunk; gradients go back in another, and their owner sums them
+    Fetch     rows come in one collective a head chunk; gradients go back in another, and their owner sums them; those
+              of tiles at home, which need no message, are the first of that sum
     PassOn    blocks pass from rank to rank; gradients follow one stage behind, are summed on the way and end at home
 
 What is packed is in the group's buffers, and what arrives in memory of the transport.
@@ -25,13 +26,15 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.arguments import part_of, summed_in
 from megatron_cp.executor.communicator import Communicator
+from megatron_cp.executor.fetched import fetch_index, prepare_fetch, reordered
 from megatron_cp.executor.groups import Message, Pending
 from megatron_cp.executor.trace import NO_RANGE, profiling
-from megatron_cp.plan.attention import Attend, HeadChunk, Stage
+from megatron_cp.executor.visitors import Visitors
+from megatron_cp.plan.attention import Attend, Stage
 from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn
+from megatron_cp.plan.head_chunks import HeadChunk
 
 Keys = tuple[Tensor, Tensor]  # `[s, (b,) g, d]` keys and `[s, (b,) g, v]` values of a chunk's heads
 
@@ -67,31 +70,36 @@ class KeyTransfers:
         kv_rank, head_rank: of this rank.
         comm: the ranks of one `head_rank`, and the transport between them.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]` the own keys and values, without pad rows.
+        visitors: queries that leave their ranks, whose messages follow those of the keys.
         forward: the direction in which they are computed with.
     """
 
     def __init__(
-        self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor, *, forward: bool
-    ) -> None:
+        self, step: Attend, kv_rank: int, head_rank: int, comm: Communicator, k: Tensor, v: Tensor,
+        visitors: Visitors | None = None, *, forward: bool,
+    ) -> None:  # fmt: skip
         self._step, self._head_rank, self._comm, self._k, self._v = step, head_rank, comm, k, v
-        self._forward = forward
+        self._visitors, self._forward = visitors, forward
         flow = step.key_flow
         self._carrier = None if flow is None else _CARRIERS[flow](step, kv_rank, comm, k, v)
 
     def arrivals(self) -> Iterator[tuple[Stage, HeadChunk, Keys]]:
-        """Each stage of each head chunk, and the keys at hand: good until the next is asked for."""
+        """Each stage of each head chunk, and the keys at hand: good until the next is asked for.
+
+        Stage by stage: what is at hand is computed for all heads while the first rows are on their way.
+        """
         chunks = self._step.chunks(self._head_rank)
-        if self._carrier is None:
-            for chunk in chunks:
-                yield (
-                    self._step.stages[0],
-                    chunk,
-                    (part_of(self._k, -2, chunk.groups), part_of(self._v, -2, chunk.groups)),
-                )
+        at_home, travelling = list[tuple[Stage, HeadChunk]](), list[tuple[Stage, HeadChunk]]()
+        for stage in self._step.stages_of(forward=self._forward):
+            stays = stage.keys is None and (self._carrier is None or not self._carrier.starts_at_home)
+            (at_home if stays else travelling).extend((stage, chunk) for chunk in chunks)
+        coming = self._start(*travelling[0], None) if travelling else None
+        for stage, chunk in at_home:
+            yield stage, chunk, (part_of(self._k, -2, chunk.groups), part_of(self._v, -2, chunk.groups))
+        if self._carrier is None or coming is None:
             return
-        order = [(stage, chunk) for chunk in chunks for stage in self._step.stages]
-        coming: _Arrival | None = self._start(*order[0], None)
-        for (stage, chunk), following in itertools.pairwise([*order, None]):  # type: ignore[misc]
+        following: tuple[Stage, HeadChunk] | None
+        for (stage, chunk), following in itertools.pairwise([*travelling, None]):  # type: ignore[misc]
             assert coming is not None
             with self.traced("wait", "k,v", stage, chunk) if profiling() else NO_RANGE:
                 block = coming.wait(self._comm)
@@ -105,7 +113,11 @@ class KeyTransfers:
     def _start(self, stage: Stage, chunk: HeadChunk, block: Tensor | None) -> _Arrival:
         assert self._carrier is not None
         with self.traced("send", "k,v", stage, chunk) if profiling() else NO_RANGE:
-            return self._carrier.start(stage, chunk, block)
+            started = self._carrier.start(stage, chunk, block)
+        if stage.visitors is not None:
+            assert self._visitors is not None
+            self._visitors.start(stage, chunk)
+        return started
 
     def traced(self, name: str, what: str, stage: Stage, chunk: HeadChunk) -> record_function:
         """The range of something that is done for a stage of a head chunk."""
@@ -121,6 +133,11 @@ class KeyTransfers:
         assert self._carrier is not None
         self._carrier.return_gradient(stage, chunk, gradient)
 
+    def own_sums(self, chunk: HeadChunk) -> Keys | None:
+        """Where a stage of own keys writes their gradients, if others are added to them; else None."""
+        sums = None if self._carrier is None else self._carrier.sums
+        return None if sums is None else (part_of(sums[0], -2, chunk.groups), part_of(sums[1], -2, chunk.groups))
+
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         """Writes the gradients of the own keys and values, once every stage's have been returned."""
         assert self._carrier is not None
@@ -130,7 +147,7 @@ class KeyTransfers:
 def _traced(
     step: Attend, comm: Communicator, name: str, what: str, stage: Stage, chunk: HeadChunk, *, forward: bool
 ) -> record_function:
-    chunks, stages = (chunk.number, step.head_chunks), (stage.number, step.num_stages)
+    chunks, stages = (chunk.number, step.head_chunks), (stage.number, len(step.stages_of(forward=forward)))
     return comm.traced(name, what, forward=forward, chunk=chunks, stage=stages)
 
 
@@ -160,9 +177,13 @@ class _Carrier(ABC):
 
     Attributes:
         reorders: rows may arrive in another order than the stage wants them.
+        starts_at_home: own rows, as they stand, are what it starts with.
+        sums: of the gradients of the own keys and values, where it adds them up here; else None.
     """
 
     reorders = False
+    starts_at_home = False
+    sums: Keys | None = None
 
     def __init__(self, step: Attend, kv_rank: int, comm: Communicator, k: Tensor, v: Tensor) -> None:
         self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
@@ -198,6 +219,7 @@ class _Carrier(ABC):
 class _PassesOn(_Carrier):
     """Gradients are summed on the way, in at least fp32, in the order of the KV ranks that the block visits."""
 
+    starts_at_home = True
     _gradient: _Arrival | None = None  # of the block that is on its way here
 
     @property
@@ -273,7 +295,7 @@ class _Fetches(_Carrier):
         flow = self._flow(stage)
         if flow.message_rows(self.kv_rank).ordered is None:
             return block
-        return self._reordered(block, self._index(flow, "shares" if flow.equal_shares else "order"))
+        return reordered(block, self._index(flow, "shares" if flow.equal_shares else "order"), self.comm)
 
     def return_gradient(self, stage: Stage, chunk: HeadChunk, gradient: Tensor) -> None:
         self._finish_returns()
@@ -284,7 +306,7 @@ class _Fetches(_Carrier):
         flow = self._flow(stage)
         tables = flow.tables(self.kv_rank)
         if tables.inverse is not None:
-            gradient = self._reordered(gradient, self._index(flow, "inverse"))
+            gradient = reordered(gradient, self._index(flow, "inverse"), self.comm)
         received = self.comm.acquire_like(self.k, *self._shape(tables.send_rows.size, chunk))
         split_counts = flow.split_counts.reversed().times(received.shape[1:].numel())
         pending = self.comm.start_all_to_all(
@@ -294,30 +316,23 @@ class _Fetches(_Carrier):
 
     def reduce_gradients(self, dk: Tensor, dv: Tensor) -> None:
         self._finish_returns()
-        for target, total in zip((dk, dv), self._sums, strict=True):
+        for target, total in zip((dk, dv), self.sums, strict=True):
             target.copy_(total)
 
     @cached_property
-    def _sums(self) -> list[Tensor]:
-        """Of the gradients of the own keys and values."""
-        return [torch.zeros_like(x, dtype=self.acc_dtype) for x in (self.k, self.v)]
+    def sums(self) -> Keys:  # type: ignore[override]
+        dk, dv = (torch.zeros_like(x, dtype=self.acc_dtype) for x in (self.k, self.v))
+        return dk, dv
 
     def _flow(self, stage: Stage) -> Fetch:
         assert isinstance(stage.keys, Fetch)
         return stage.keys
 
     def _index(self, flow: Fetch, name: str) -> Tensor:
-        return _index(flow, self.kv_rank, name, self.k.device)
+        return fetch_index(flow, self.kv_rank, name, self.k.device)
 
     def _shape(self, rows: int, chunk: HeadChunk) -> tuple[int, ...]:
         return rows, *self.k.shape[1:-2], chunk.num_groups * (self.k.shape[-1] + self.v.shape[-1])
-
-    def _reordered(self, rows: Tensor, index: Tensor) -> Tensor:
-        """The rows of a buffer in another one, which takes its place."""
-        ordered = self.buffers.acquire_like(rows, len(index), *rows.shape[1:])
-        torch.index_select(rows, 0, index, out=ordered)
-        self.comm.release(rows)
-        return ordered
 
     def _finish_returns(self) -> None:
         for stage, chunk, returned in self._returning:
@@ -329,7 +344,7 @@ class _Fetches(_Carrier):
         self._returning = []
 
     def _add(self, flow: Fetch, chunk: HeadChunk, received: Tensor) -> None:
-        sums = [total[..., chunk.groups, :] for total in self._sums]
+        sums = [total[..., chunk.groups, :] for total in self.sums]
         counts = flow.tables(self.kv_rank).send_counts.tolist()
         for rows, piece in zip(self._index(flow, "send_rows").split(counts), received.split(counts), strict=True):
             for total, part in zip(sums, unpack(piece, self.k, self.v, chunk.num_groups), strict=True):
@@ -341,20 +356,7 @@ _CARRIERS: dict[type[KeyFlow], type[_Carrier]] = {PassOn: _PassesOn, Fetch: _Fet
 
 def prepare_transfers(step: Attend, kv_rank: int, device: torch.device) -> None:
     """Makes the tables that transfers use, so that no layer has to."""
-    for stage in step.stages:
-        if not isinstance(stage.keys, Fetch):
-            continue
-        flow, tables = stage.keys, stage.keys.tables(kv_rank)
-        _ = flow.split_counts
-        _index(flow, kv_rank, "send_rows", device)
-        if tables.inverse is not None:
-            _index(flow, kv_rank, "inverse", device)
-        if flow.message_rows(kv_rank).ordered is not None:
-            _index(flow, kv_rank, "shares" if flow.equal_shares else "order", device)
-
-
-def _index(flow: Fetch, kv_rank: int, name: str, device: torch.device) -> Tensor:
-    """A table of a fetch on a device; where rows stand among equal shares is the same for every rank."""
-    if name == "shares":
-        return flow.memo((name, device), lambda: on_device(flow.shares(), device))
-    return flow.memo((name, kv_rank, device), lambda: on_device(getattr(flow.tables(kv_rank), name), device))
+    for stage in step.all_stages:
+        for flow in (stage.keys, stage.visitors):
+            if isinstance(flow, Fetch):
+                prepare_fetch(flow, kv_rank, device)

@@ -9,52 +9,34 @@ of these rows on.
     p2p          stage s has the keys of the KV rank s places before, passed on from neighbour to neighbour
     all_gather   one stage a head chunk: all keys, in one collective
     exact        one stage a head chunk: the keys that the own queries see and no others, in one collective
+    tiled        own queries and own keys; then, a head chunk at a time, what else a rank was assigned: keys of other
+                 ranks, and queries of other ranks that visit it, whose partial results go home and are merged there
 
 A rank merges the partial results of stages, and never those of head chunks, which are different heads.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 
-from megatron_cp.exchange.sections import HeadPartition, head_runs
+from megatron_cp.exchange.sections import HeadPartition
 from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.bands import areas
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks, ranges_seen_by_ranks
+from megatron_cp.plan.assignment import AssignedTiles, Solution, TileAssignment
+from megatron_cp.plan.carried import WIDTHS, Carried, RowSizes
 from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn, Return, RowFlow, pieces_of
+from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
 
 _MOST_FRAGMENTS = 2**13  # of KV ranks whose queries are cut out of a mask in one pass
 _MOST_BANDS = 2**18  # of one KV rank that are kept for all its stages: 12 MiB
-
-
-@dataclass(frozen=True)
-class HeadChunk:
-    """Some of a rank's heads, whose keys travel together.
-
-    Attributes:
-        heads, groups: the query heads and the key/value heads, as ranges of the rank's own.
-        runs: query heads and the key/value heads that they read, counted within the chunk, in runs of one ratio.
-        first_head: the number in the layer of the first query head.
-        number: of the chunk, from 0.
-    """
-
-    heads: slice
-    groups: slice
-    runs: tuple[tuple[slice, slice], ...]
-    first_head: int
-    number: int = 0
-
-    @property
-    def num_groups(self) -> int:
-        return self.groups.stop - self.groups.start
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +47,39 @@ class Stage:
         number: of the stage, from 0; results of later ones are merged into those of the first.
         keys: how these keys come; None for the own rows, as they stand.
         gradients: in backward, how the gradients of these keys go on; None for own rows, which they are written to.
+        visitors: how queries of other ranks come, which see these keys too; None where none do.
+        assigned: the tiles; None where they are all that own queries see among these keys.
     """
 
     number: int
     keys: KeyFlow | None
     gradients: RowFlow | None
+    visitors: Fetch | None = None
+    assigned: AssignedTiles | None = None
 
     @property
     def is_first(self) -> bool:
         """Whether nothing has been computed before."""
         return self.number == 0
+
+    @cached_property
+    def results(self) -> Return | None:
+        """How the partial results of visitors go home."""
+        return None if self.visitors is None else Return(self.visitors)
+
+
+@dataclass(frozen=True)
+class TiledWork:
+    """Who computes which tile, forward and backward.
+
+    Attributes:
+        forward, backward: the assignments.
+        solutions: what is known of each; not part of the value.
+    """
+
+    forward: TileAssignment
+    backward: TileAssignment
+    solutions: tuple[Solution, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class Attend(Memo):
         partition: the heads of each `head_rank`.
         kv_schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
         head_dim, value_head_dim: features of a key and of a value head.
-        head_chunks: into how many parts the key/value heads of a rank are cut, for `all_gather` and `exact`.
+        head_chunks: into how many parts the key/value heads of a rank are cut, where keys are fetched.
+        tiled: who computes which tile, where that is not the rank that holds the queries.
     """
 
     mask: Mask
@@ -98,6 +104,7 @@ class Attend(Memo):
     head_dim: int
     value_head_dim: int
     head_chunks: int = 1
+    tiled: TiledWork | None = None
 
     @cached_property
     def num_kv_ranks(self) -> int:
@@ -109,40 +116,70 @@ class Attend(Memo):
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """In order, the same for every head chunk, forward and backward."""
+        """Of forward, in order, the same for every head chunk."""
+        return self._stages(forward=True)
+
+    @cached_property
+    def backward_stages(self) -> tuple[Stage, ...]:
+        """Of backward, in order: those of forward but where tiles are assigned one by one."""
+        return self.stages if self.tiled is None else self._stages(forward=False)
+
+    def stages_of(self, *, forward: bool) -> tuple[Stage, ...]:
+        """Of one direction."""
+        return self.stages if forward else self.backward_stages
+
+    @property
+    def all_stages(self) -> tuple[Stage, ...]:
+        """Of both directions, each once."""
+        return tuple(dict.fromkeys((*self.stages, *self.backward_stages)))
+
+    def _stages(self, *, forward: bool) -> tuple[Stage, ...]:
         if self.num_kv_ranks == 1:
             return (Stage(0, None, None),)
-        stages = SCHEDULES[self.kv_schedule](self)
-        own_first, flows = stages[0].keys is None, {type(stage.keys) for stage in stages if stage.keys is not None}
-        assert len(flows) == 1, "the keys of all stages come by flows of one class"
-        assert not own_first or flows != {Fetch}, "where keys are fetched, own rows are fetched too"
+        stages = SCHEDULES[self.kv_schedule](self, forward)
+        flows = {type(stage.keys) for stage in stages if stage.keys is not None}
+        assert len(flows) <= 1, "the keys of all stages come by flows of one class"
         assert all(stage.keys is not None for stage in stages[1:]), "own rows, as they stand, come first"
         return stages
 
     @cached_property
     def key_flow(self) -> type[KeyFlow] | None:
         """The class of what brings keys, one for all stages; None where all stages have the own rows, as they stand."""
-        return next((type(stage.keys) for stage in self.stages if stage.keys is not None), None)
+        return next((type(stage.keys) for stage in self.all_stages if stage.keys is not None), None)
 
     @property
     def fetches_ranges(self) -> bool:
         """Whether ranks fetch the keys that they need, and not all of them."""
-        return any(isinstance(stage.keys, Fetch) and not stage.keys.equal_shares for stage in self.stages)
+        return any(isinstance(stage.keys, Fetch) and not stage.keys.equal_shares for stage in self.all_stages)
+
+    def moves_queries(self, *, forward: bool) -> bool:
+        """Whether queries visit other ranks in one direction."""
+        return any(stage.visitors is not None for stage in self.stages_of(forward=forward))
 
     @cached_property
     def returns_gradients(self) -> bool:
         """Whether gradients of keys go to other ranks."""
-        return any(stage.gradients is not None for stage in self.stages)
+        return any(stage.gradients is not None for stage in self.backward_stages)
 
     @cached_property
     def num_stages(self) -> int:
-        """Partial results that are merged for each head."""
+        """Stages of forward: partial results of own queries that are merged for each head."""
         return len(self.stages)
 
-    def flows(self, *, forward: bool) -> list[RowFlow]:
+    def carried(self, *, forward: bool) -> list[Carried]:
         """What travels in one direction, for each head chunk."""
-        found = [flow for stage in self.stages for flow in (stage.keys, None if forward else stage.gradients)]
-        return [flow for flow in found if flow is not None]
+        found: list[tuple[str, RowFlow | None]] = []
+        for stage in self.stages_of(forward=forward):
+            found += [("keys", stage.keys), ("visitors" if forward else "visitors and gradients", stage.visitors)]
+            found.append(("results" if forward else "gradients of visitors", stage.results))
+            if not forward:
+                sums = isinstance(stage.gradients, PassOn)
+                found.append(("sums of gradients of keys" if sums else "gradients of keys", stage.gradients))
+        return [Carried(name, flow) for name, flow in found if flow is not None]
+
+    def flows(self, *, forward: bool) -> list[RowFlow]:
+        """How it travels."""
+        return [flow for _, flow in self.carried(forward=forward)]
 
     def chunks(self, head_rank: int) -> list[HeadChunk]:
         """A rank's heads in as many chunks as every other rank has; some may be empty."""
@@ -151,7 +188,7 @@ class Attend(Memo):
     @cached_property
     def _chunks(self) -> list[list[HeadChunk]]:
         # No memo: the attentions of several chunks of heads share that.
-        return [_chunks(self.partition, rank, self.head_chunks) for rank in range(self.num_head_ranks)]
+        return [cut_heads(self.partition, rank, self.head_chunks) for rank in range(self.num_head_ranks)]
 
     def tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         """What the queries of a KV rank see among the keys of a stage."""
@@ -160,7 +197,22 @@ class Attend(Memo):
     @staticmethod
     def tiles_key(kv_rank: int, stage: Stage) -> tuple[Any, ...]:
         """Under which an attention remembers them."""
-        return "tiles", kv_rank, stage.number
+        return "tiles", kv_rank, stage.number, *(() if stage.assigned is None else stage.assigned.directions)
+
+    def visiting_tiles(self, kv_rank: int, stage: Stage) -> Tiles:
+        """What the queries that visit a KV rank see among the keys of a stage."""
+        key = ("visiting", *self.tiles_key(kv_rank, stage))
+        return self.memo(key, lambda: self._visiting_tiles(kv_rank, stage))
+
+    @staticmethod
+    def _visiting_tiles(kv_rank: int, stage: Stage) -> Tiles:
+        assert stage.assigned is not None
+        assert stage.visitors is not None
+        assert stage.keys is not None
+        bands = stage.assigned.visiting_tiles(kv_rank)
+        return Tiles(
+            bands[np.lexsort((bands[:, 2], bands[:, 0]))], stage.visitors.tokens(kv_rank), stage.keys.tokens(kv_rank)
+        )
 
     def call_tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         """What a kernel is called with: the tiles between the rows from the first that counts to the last.
@@ -171,8 +223,8 @@ class Attend(Memo):
         return tiles.cropped_keys if stage.is_first else tiles.cropped
 
     def area(self, kv_rank: int) -> int:
-        """The number of visible (query, key) pairs of a KV rank's queries."""
-        return self._seen.areas[kv_rank]
+        """The number of visible (query, key) pairs that a KV rank computes forward: of its queries, or as assigned."""
+        return self._seen.areas[kv_rank] if self.tiled is None else self.tiled.forward.areas[kv_rank]
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""
@@ -180,21 +232,42 @@ class Attend(Memo):
 
     def bytes_sent(self, rank: int, item_size: int, *, forward: bool) -> int:
         """Bytes that a rank sends to others, for elements of `item_size` bytes."""
-        return self._row(rank) * self._bytes_along_keys(item_size, forward=forward)[rank // self.num_head_ranks]
+        kv_rank, head_rank = divmod(rank, self.num_head_ranks)
+        return sum(
+            rows[kv_rank] * self.row_bytes(name, head_rank, item_size)
+            for name, rows in self._rows_carried(forward=forward).items()
+        )
 
     def bytes_needed(self, rank: int, item_size: int, *, forward: bool) -> int:
-        """`bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other."""
-        return self._row(rank) * item_size * self._rows_needed(forward=forward)[rank // self.num_head_ranks]
+        """`bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other.
 
-    def _bytes_along_keys(self, item_size: int, *, forward: bool) -> list[int]:
-        """For each KV rank the bytes that it sends, for each element of a token's keys and values."""
+        Where tiles are assigned one by one, of this assignment.
+        """
+        if self.tiled is not None:
+            return self.bytes_sent(rank, item_size, forward=forward)
+        kv_rank, head_rank = divmod(rank, self.num_head_ranks)
+        return self.row_bytes("keys", head_rank, item_size) * self._rows_needed(forward=forward)[kv_rank]
 
-        def make() -> list[int]:
-            flows = self.flows(forward=forward)
-            sent = [flow.rows_sent_by_ranks() * flow.item_size(item_size) for flow in flows]
-            return sum(sent, np.zeros(self.num_kv_ranks, dtype=np.int64)).tolist()
+    def row_bytes(self, name: str, head_rank: int, item_size: int, chunk: HeadChunk | None = None) -> int:
+        """Bytes of a row on its way, of one of a rank's head chunks or of all together.
 
-        return self.memo(("bytes along keys", item_size, forward), make)
+        Args:
+            name: of what it holds, as in `Carried`.
+        """
+        chunks = self.chunks(head_rank) if chunk is None else [chunk]
+        sizes = RowSizes(self.head_dim, self.value_head_dim, item_size)
+        return sum(WIDTHS[name](sizes, each.heads.stop - each.heads.start, each.num_groups) for each in chunks)
+
+    def _rows_carried(self, *, forward: bool) -> dict[str, list[int]]:
+        """For each kind of rows, the rows that each KV rank sends."""
+
+        def make() -> dict[str, list[int]]:
+            found: dict[str, IntArray] = {}
+            for name, flow in self.carried(forward=forward):
+                found[name] = found.get(name, np.zeros(self.num_kv_ranks, np.int64)) + flow.rows_sent_by_ranks()
+            return {name: rows.tolist() for name, rows in found.items()}
+
+        return self.memo(("rows carried", forward), make)
 
     def _rows_needed(self, *, forward: bool) -> list[int]:
         """For each KV rank the rows of keys that other KV ranks see, and in backward those whose gradients it sends."""
@@ -213,12 +286,12 @@ class Attend(Memo):
         return [
             f"attend by {self.kv_schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}",
             *keys,
+            *(f"tiles by {each.digest}" for each in self._assignments),
         ]
 
-    def _row(self, rank: int) -> int:
-        """Elements of one token's keys and values on a rank."""
-        lo, hi = self.partition.groups[rank % self.num_head_ranks]
-        return (hi - lo) * (self.head_dim + self.value_head_dim)
+    @property
+    def _assignments(self) -> list[TileAssignment]:
+        return [] if self.tiled is None else [self.tiled.forward, self.tiled.backward]
 
     @property
     def needed(self) -> Fetch:
@@ -240,7 +313,10 @@ class Attend(Memo):
         return Tiles(self.bands(kv_rank, stage), q_tokens, k_tokens)
 
     def bands(self, kv_rank: int, stage: Stage) -> IntArray:
-        """The bands of a stage's tiles, without a table of their tokens."""
+        """The bands of a stage's tiles of own queries, without a table of their tokens."""
+        if stage.assigned is not None:
+            tiles = stage.assigned
+            return tiles.at_home(kv_rank) if stage.keys is None else tiles.far_tiles(kv_rank)
         source = kv_rank if stage.keys is None else stage.keys.source(kv_rank)
         if source is None:
             assert stage.keys is not None
@@ -274,8 +350,8 @@ class Attend(Memo):
         return int(met.sum()), len(bands)
 
     def bands_of_kv_rank(self, kv_rank: int) -> IntArray:
-        """The mask of a KV rank's queries, in their rows, over the stream of keys."""
-        return self._seen.bands(kv_rank)
+        """The mask of a KV rank's queries, in their rows, over the stream of keys; or what it was assigned."""
+        return self._seen.bands(kv_rank) if self.tiled is None else self.tiled.forward.of_rank(kv_rank)
 
 
 class _Seen(Memo):
@@ -318,7 +394,7 @@ class _Seen(Memo):
 # -- how keys travel -------------------------------------------------------------------------------------------------
 
 
-def _ring(step: Attend) -> tuple[Stage, ...]:
+def _ring(step: Attend, _: bool) -> tuple[Stage, ...]:
     """Blocks of keys pass from rank to rank; their gradients follow one stage behind, and end at home."""
     return tuple(
         Stage(hops, PassOn(step.keys, hops) if hops else None, PassOn(step.keys, hops + 1, sums=True))
@@ -326,49 +402,40 @@ def _ring(step: Attend) -> tuple[Stage, ...]:
     )
 
 
-def _gather_all(step: Attend) -> tuple[Stage, ...]:
+def _gather_all(step: Attend, _: bool) -> tuple[Stage, ...]:
     everything = np.array([0]), np.array([step.keys.packing.total])
     words = f"all keys gathered from {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
     fetch = Fetch(step.keys, lambda _: everything, words, equal_shares=True)
     return (Stage(0, fetch, Return(fetch)),)
 
 
-def _fetch_needed(step: Attend) -> tuple[Stage, ...]:
+def _fetch_needed(step: Attend, _: bool) -> tuple[Stage, ...]:
     return (Stage(0, step.needed, Return(step.needed)),)
 
 
-SCHEDULES: dict[str, Callable[[Attend], tuple[Stage, ...]]] = {
-    "p2p": _ring, "all_gather": _gather_all, "exact": _fetch_needed,
+def _assigned(step: Attend, forward: bool) -> tuple[Stage, ...]:
+    """What is at hand needs no message: it is computed while the first rows are on their way."""
+    work = step.tiled
+    assert work is not None
+    alike = work.forward == work.backward
+    assignment = work.forward if forward else work.backward
+    name = ("assigned", True if alike else forward, True if alike else not forward)
+
+    def make() -> tuple[Stage, ...]:
+        tiles = AssignedTiles(
+            assignment, step.queries, step.keys, forward=alike or forward, backward=alike or not forward
+        )
+        at_home = Stage(0, None, None, None, tiles)
+        if not tiles.moves_keys:
+            return (at_home,)
+        chunks = f"{step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
+        keys = Fetch(step.keys, tiles.wanted_keys, f"tiles of a mask assigned to {chunks}")
+        visitors = Fetch(step.queries, tiles.wanted_queries, "queries of those tiles") if tiles.moves_queries else None
+        return at_home, Stage(1, keys, Return(keys), visitors, tiles)
+
+    return step.memo(name, make)
+
+
+SCHEDULES: dict[str, Callable[[Attend, bool], tuple[Stage, ...]]] = {
+    "p2p": _ring, "all_gather": _gather_all, "exact": _fetch_needed, "tiled": _assigned,
 }  # fmt: skip
-
-
-# -- head chunks -----------------------------------------------------------------------------------------------------
-
-
-def _chunks(partition: HeadPartition, head_rank: int, count: int) -> list[HeadChunk]:
-    runs = head_runs(partition, head_rank)
-    first, last = partition.groups[head_rank]
-    cuts = [(last - first) * chunk // count for chunk in range(count + 1)]
-    first_of_rank = partition.heads[head_rank][0]
-    return [_chunk(runs, lo, hi, first_of_rank, number) for number, (lo, hi) in enumerate(itertools.pairwise(cuts))]
-
-
-def _chunk(runs: list[tuple[slice, slice]], lo: int, hi: int, first_of_rank: int, number: int) -> HeadChunk:
-    """The heads of groups `[lo, hi)`, from runs that are cut where the chunk begins and ends."""
-    parts = []
-    for heads, groups in runs:
-        first, last = max(groups.start, lo), min(groups.stop, hi)
-        if first >= last:
-            continue
-        ratio = (heads.stop - heads.start) // (groups.stop - groups.start)
-        begin = heads.start + (first - groups.start) * ratio
-        parts.append((slice(begin, begin + (last - first) * ratio), slice(first, last)))
-    if not parts:
-        return HeadChunk(slice(0, 0), slice(lo, hi), (), first_of_rank, number)
-    start = parts[0][0].start
-    within = tuple((_moved(heads, -start), _moved(groups, -lo)) for heads, groups in parts)
-    return HeadChunk(slice(start, parts[-1][0].stop), slice(lo, hi), within, first_of_rank + start, number)
-
-
-def _moved(span: slice, by: int) -> slice:
-    return slice(span.start + by, span.stop + by)

@@ -38,6 +38,11 @@ class Scheme:
         return self.exchanges_heads and self.exchanges_keys
 
     @property
+    def assigns_tiles(self) -> bool:
+        """Whether a planner says which rank computes which tile."""
+        return self.kv_schedule == "tiled"
+
+    @property
     def takes_chunks(self) -> bool:
         """Whether heads travel in parts: a ring alone passes on all heads of a key at once."""
         return self.chunks_keys or self.exchanges_heads
@@ -61,11 +66,16 @@ _ALL = (
         "exact", "every rank receives the keys that its queries see, in head chunks", False, True, "exact", True
     ),
     Scheme(
+        "tiled", "tiles of the mask are assigned to ranks: keys travel, and queries where that sends less",
+        False, True, "tiled", True,
+    ),
+    Scheme(
         "a2a+p2p", "heads change places within groups of ranks, keys pass round a ring of such groups",
         True, True, "p2p", False,
     ),
     Scheme("a2a+all_gather", "likewise, and keys are gathered from all groups", True, True, "all_gather", True),
     Scheme("a2a+exact", "likewise, and a group receives the keys that its queries see", True, True, "exact", True),
+    Scheme("a2a+tiled", "likewise, and tiles of the mask are assigned to groups", True, True, "tiled", True),
 )  # fmt: skip
 
 SCHEMES = {scheme.name: scheme for scheme in _ALL}

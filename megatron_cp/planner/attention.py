@@ -31,6 +31,7 @@ from megatron_cp.planner.checks import (
     notes_of,
 )
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
+from megatron_cp.planner.tiled import assigned
 from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, weighed
 
 
@@ -232,6 +233,8 @@ def _steps(
     )
     parts, of_keys = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
     attend = Attend(mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, of_keys)
+    if scheme.assigns_tiles and queries.cp_size > 1:
+        attend = replace(attend, tiled=assigned(attend))
     if not exchanged:
         return (attend,)
 

@@ -38,7 +38,6 @@ _BALANCE = (
 CAPABILITIES = (
     *(Capability("scheme", scheme.name, True, scheme.remark) for scheme in SCHEMES.values()),
     Capability("scheme", AUTO, True, "the way that is predicted to be fastest"),
-    Capability("scheme", "tiled", False, f"{_LATER}; use exact"),
     Capability("mask", "causal", True, "a query sees its document up to itself"),
     Capability("mask", "full", True, "a query sees all of its document"),
     Capability("mask", "window:LEFT,RIGHT", True, "so many tokens before and after itself; -1 for no limit"),

@@ -34,7 +34,8 @@ from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.executor.trace import profiling
 from megatron_cp.layout.tiles import Tiles
-from megatron_cp.plan.attention import Attend, HeadChunk
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
@@ -275,9 +276,11 @@ def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
     device = indexed(device)
     kernel = next(kernel for kernel in KERNELS if device.type in kernel.devices)
     kv_rank = rank // step.num_head_ranks
-    for stage in step.stages:
+    for stage in step.all_stages:
         if len(step.tiles(kv_rank, stage).bands):
             kernel.prepare(step.call_tiles(kv_rank, stage), device)
+        if stage.visitors is not None and len(step.visiting_tiles(kv_rank, stage).bands):
+            kernel.prepare(step.visiting_tiles(kv_rank, stage).cropped_keys, device)
 
 
 def attention_call(

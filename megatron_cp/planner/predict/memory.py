@@ -12,8 +12,9 @@ from functools import cached_property
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.split_counts import SPARE, rounded
-from megatron_cp.plan.attention import Attend, HeadChunk, Stage
+from megatron_cp.plan.attention import Attend, Stage
 from megatron_cp.plan.flows import MessageRows, Return
+from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 

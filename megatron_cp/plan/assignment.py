@@ -1,0 +1,169 @@
+"""`TileAssignment`: which KV rank computes which part of a mask. Pure data; no torch in here.
+
+A rank may compute tiles between queries that it does not hold and keys that it does not hold. Then both travel: the
+queries as *visitors*, whose partial results go home again, and the keys as in every other schedule.
+
+Shapes: bands are `[n, 6]`, see `layout/bands.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.layout import Layout
+from megatron_cp.layout.bands import areas, cut, moved
+from megatron_cp.layout.memo import Memo, frozen
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen
+from megatron_cp.plan.flows import Ranges
+
+
+class TileAssignment(Memo):
+    """The parts of a mask that each KV rank computes. Compared and hashed by value.
+
+    Attributes:
+        bands: disjoint, over the streams of queries and keys, one rank's after the other's.
+        offsets: `[ranks + 1]` where those of each rank begin.
+    """
+
+    def __init__(self, bands: IntArray, offsets: IntArray) -> None:
+        self.bands, self.offsets = frozen(np.ascontiguousarray(bands)), frozen(np.ascontiguousarray(offsets))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.offsets.size - 1
+
+    def of_rank(self, rank: int) -> IntArray:
+        """The bands of one rank."""
+        return self.bands[slice(*self.offsets[rank : rank + 2])]
+
+    @cached_property
+    def areas(self) -> list[int]:
+        """For each rank the (query, key) pairs that it computes."""
+        before = np.concatenate([[0], np.cumsum(areas(self.bands))])
+        return [int(count) for count in np.diff(before[self.offsets])]
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits that differ where two assignments differ, up to hash collisions."""
+        found = hashlib.blake2b(self.bands.astype(np.int64).tobytes(), digest_size=8)
+        found.update(self.offsets.astype(np.int64).tobytes())
+        return found.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TileAssignment):
+            return NotImplemented
+        return np.array_equal(self.offsets, other.offsets) and np.array_equal(self.bands, other.bands)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What is known of one direction of an assignment.
+
+    Attributes:
+        bytes_on_the_way: that the busiest KV rank sends or receives, of one head rank, whichever is more.
+        bound: that no assignment of this mask to these owners under this load cap is below.
+        is_optimal: the bound is reached, or a solver has proved that nothing is better.
+        load_cap: (query, key) pairs that a KV rank computes at most.
+        seconds: that the search took.
+    """
+
+    bytes_on_the_way: int
+    bound: int
+    is_optimal: bool
+    load_cap: int
+    seconds: float = 0.0
+
+
+class AssignedTiles(Memo):
+    """An assignment beside the layouts of who holds what: what each rank computes with own rows, and what it wants.
+
+    Args:
+        assignment: which rank computes what.
+        queries, keys: who holds which tokens.
+        forward, backward: the directions in which the tiles are computed so; one of them, or both.
+    """
+
+    def __init__(
+        self, assignment: TileAssignment, queries: Layout, keys: Layout, *, forward: bool, backward: bool
+    ) -> None:
+        self.assignment, self.queries, self.keys = assignment, queries, keys
+        self.forward, self.backward = forward, backward
+
+    @property
+    def directions(self) -> tuple[bool, bool]:
+        """By which a step remembers what it derived from these tiles."""
+        return self.forward, self.backward
+
+    def at_home(self, rank: int) -> IntArray:
+        """The tiles of own queries and own keys: queries in their rows, keys in theirs."""
+        return bands_of_held_keys(self._own_queries(rank), self.keys, rank)
+
+    def of_far_keys(self, rank: int) -> IntArray:
+        """The tiles of own queries, in their rows, and keys of other ranks, as places in the stream."""
+        return self.memo(("far", rank), lambda: _outside(self._own_queries(rank), self.keys, rank, queries=False))
+
+    def of_visitors(self, rank: int) -> IntArray:
+        """The tiles of queries of other ranks, both as places in the stream."""
+        return self.memo(
+            ("visiting", rank), lambda: _outside(self.assignment.of_rank(rank), self.queries, rank, queries=True)
+        )
+
+    def wanted_keys(self, rank: int) -> Ranges:
+        """The keys that a rank computes with but for tiles at home, as ranges of the stream."""
+        far = np.concatenate([self.of_far_keys(rank), self.of_visitors(rank)])
+        return self.memo(("wanted keys", rank), lambda: ranges_seen(far))
+
+    def wanted_queries(self, rank: int) -> Ranges:
+        """The queries of other ranks that a rank computes, as ranges of the stream."""
+        return self.memo(("wanted queries", rank), lambda: ranges_seen(self.of_visitors(rank)[:, [2, 3, 0, 1, 4, 5]]))
+
+    def far_tiles(self, rank: int) -> IntArray:
+        """`of_far_keys`, with keys counted in the rows that a rank wants."""
+        return bands_of_keys(self.of_far_keys(rank), *self.wanted_keys(rank))
+
+    def visiting_tiles(self, rank: int) -> IntArray:
+        """`of_visitors`, with queries and keys counted in the rows that a rank wants."""
+        (starts, ends), visiting = self.wanted_queries(rank), self.of_visitors(rank)
+        pieces, number = cut(visiting, starts, ends, queries=True)
+        rows = np.cumsum(ends - starts) - (ends - starts)
+        return bands_of_keys(moved(pieces, (rows - starts)[number], 0), *self.wanted_keys(rank))
+
+    @cached_property
+    def moves_queries(self) -> bool:
+        """Whether any rank computes queries of another."""
+        return any(len(self.of_visitors(rank)) for rank in range(self.assignment.size))
+
+    @cached_property
+    def moves_keys(self) -> bool:
+        """Whether any rank computes anything but its own rows."""
+        return self.moves_queries or any(len(self.of_far_keys(rank)) for rank in range(self.assignment.size))
+
+    def _own_queries(self, rank: int) -> IntArray:
+        return self.memo(("own", rank), lambda: bands_of_queries(self.assignment.of_rank(rank), self.queries, rank))
+
+
+def _outside(bands: IntArray, layout: Layout, rank: int, *, queries: bool) -> IntArray:
+    """The part of bands over the stream whose queries, or keys, one rank does not hold."""
+    starts, ends = _others(layout, rank)
+    pieces, _ = cut(bands, starts, ends, queries=queries)
+    return pieces
+
+
+def _others(layout: Layout, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The ranges of the stream that a rank does not hold, in rising order."""
+    own = slice(*layout.fragment_offsets[rank : rank + 2])
+    order = np.argsort(layout.starts[own], kind="stable")
+    starts = np.concatenate([[0], layout.ends[own][order]])
+    ends = np.append(layout.starts[own][order], layout.packing.total)
+    kept = ends > starts
+    return starts[kept], ends[kept]
