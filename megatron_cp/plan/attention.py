@@ -222,9 +222,11 @@ class Attend(Memo):
         tiles = self.tiles(kv_rank, stage)
         return tiles.cropped_keys if stage.is_first else tiles.cropped
 
-    def area(self, kv_rank: int) -> int:
-        """The number of visible (query, key) pairs that a KV rank computes forward: of its queries, or as assigned."""
-        return self._seen.areas[kv_rank] if self.tiled is None else self.tiled.forward.areas[kv_rank]
+    def area(self, kv_rank: int, *, forward: bool = True) -> int:
+        """The number of visible (query, key) pairs that a KV rank computes: of its queries, or as assigned."""
+        if self.tiled is None:
+            return self._seen.areas[kv_rank]
+        return (self.tiled.forward if forward else self.tiled.backward).areas[kv_rank]
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""

@@ -260,11 +260,17 @@ class Plan(Memo):
         ]
         return [sum(of_rank) for of_rank in zip(*sent, strict=True)] if sent else [0] * self.cp_size
 
-    def work_per_rank(self) -> list[int]:
-        """The local work of each rank: query-key pairs times heads for attention, tokens times heads for a rule."""
+    def work_per_rank(self, *, forward: bool = True) -> list[int]:
+        """The local work of each rank: query-key pairs times heads for attention, tokens times heads for a rule.
+
+        Args:
+            forward: the direction; they differ where tiles are assigned one by one.
+        """
         degree, tokens = self.ulysses_degree, self.layout.token_counts
         areas = [
-            self.attend.area(kv_rank) if self.attend else int(tokens[kv_rank * degree : (kv_rank + 1) * degree].sum())
+            self.attend.area(kv_rank, forward=forward)
+            if self.attend
+            else int(tokens[kv_rank * degree : (kv_rank + 1) * degree].sum())
             for kv_rank in range(self.cp_size // degree)
         ]
         return [areas[rank // degree] * (hi - lo) for rank in range(self.cp_size) for lo, hi in (self.heads_of(rank),)]

@@ -42,7 +42,7 @@ def _kernels(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: 
     size, value = step.head_dim, step.value_head_dim
     operations = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
     rate = on.hardware.attention_rate((size + value) // 2, forward=forward) / on.hardware.slower(item_size)
-    found: Seconds = np.array(plan.work_per_rank(), dtype=np.float64) * operations / rate
+    found: Seconds = np.array(plan.work_per_rank(forward=forward), dtype=np.float64) * operations / rate
     return found
 
 
@@ -84,6 +84,7 @@ def _keys(plan: Plan, step: Attend, topology: Topology, item_size: int) -> tuple
         return _sending(topology, sent * is_near, sent * ~is_near), True
     near = (columns[:, None, :] == columns[None, :, :]).sum(axis=1).ravel() - 1
     sent = flow.rows_sent_by_ranks()[ranks // degree] * row
+    hidden = step.tiled is not None  # behind the tiles at home
     if getattr(flow, "equal_shares", False):
         share = near / max(count - 1, 1)
         return _sending(topology, sent * share, sent * (1 - share)), False
@@ -91,7 +92,7 @@ def _keys(plan: Plan, step: Attend, topology: Topology, item_size: int) -> tuple
     bandwidth = np.where(near > 0, topology.within.bandwidth, 0.0) + topology.between.bandwidth * (
         topology.num_hosts > 1
     )
-    return sent / np.maximum(bandwidth, 1.0), False
+    return sent / np.maximum(bandwidth, 1.0), hidden
 
 
 def _sending(topology: Topology, within: Seconds, between: Seconds) -> Seconds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -44,9 +44,9 @@ def stage_shapes(step: Attend) -> StageShapes:
 def _stage_shapes(step: Attend) -> StageShapes:
     ranks, stages = range(step.num_kv_ranks), step.num_stages
     bands = [step.bands_of_kv_rank(rank) for rank in ranks]
-    of_ranks = np.array([[areas(each).sum(), (each[:, 1] - each[:, 0]).sum(), len(each)] for each in bands]).T
+    of_ranks = shapes_of(bands)
     if stages == 1:
-        return StageShapes(*of_ranks[:, None])
+        return StageShapes(*(each[None] for each in of_ranks))
     if sum(step.count_bands(rank)[0] for rank in ranks) > _MOST_PIECES:
         return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, len(each))) for each in of_ranks))
     found = np.zeros((3, stages, step.num_kv_ranks), dtype=np.int64)
@@ -68,7 +68,37 @@ def attention_seconds(
     half is computed for nothing, so each band's queries have half a tile of keys more.
     """
     number = stage.number if stage.keys is None or isinstance(stage.keys, PassOn) else 0
-    pairs, rows, bands = (each[number] for each in stage_shapes(step))
+    shapes = StageShapes(*(each[number] for each in stage_shapes(step)))
+    return seconds_of_calls(step, shapes, hardware, item_size, forward=forward)
+
+
+def shapes_of(bands: Iterable[IntArray]) -> StageShapes:
+    """Those of one kernel call on each KV rank, from its bands: each `[kv_ranks]`."""
+    found = [[areas(each).sum(), (each[:, 1] - each[:, 0]).sum(), len(each)] for each in bands]
+    return StageShapes(*np.array(found, dtype=np.int64).T)
+
+
+class TiledCalls:
+    """The shapes of the kernel calls of assigned tiles, by what is at hand for them.
+
+    Args:
+        stage: one with the tiles.
+        ranks: KV ranks.
+    """
+
+    def __init__(self, stage: Stage, ranks: int) -> None:
+        tiles = stage.assigned
+        assert tiles is not None
+        self.at_home = shapes_of(tiles.at_home(rank) for rank in range(ranks))
+        self.far = shapes_of(tiles.of_far_keys(rank) for rank in range(ranks))
+        self.visiting = shapes_of(tiles.of_visitors(rank) for rank in range(ranks))
+
+
+def seconds_of_calls(
+    step: Attend, shapes: StageShapes, hardware: Hardware, item_size: int, *, forward: bool
+) -> Callable[[IntArray, IntArray], Seconds]:
+    """`attention_seconds` of kernel calls of these shapes, each `[kv_ranks]`."""
+    pairs, rows, bands = shapes
     computed = pairs + np.minimum(rows * (hardware.tile / 2), pairs)
     size, value = step.head_dim, step.value_head_dim
     each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)

@@ -14,13 +14,20 @@ import numpy as np
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.attention import Attend, Stage
-from megatron_cp.plan.flows import Fetch, PassOn
+from megatron_cp.plan.flows import Fetch, PassOn, RowFlow
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.plan.transport import num_rounds
 from megatron_cp.planner.predict.hardware import Hardware
-from megatron_cp.planner.predict.kernels import attention_seconds, rule_seconds, scan_seconds
+from megatron_cp.planner.predict.kernels import (
+    StageShapes,
+    TiledCalls,
+    attention_seconds,
+    rule_seconds,
+    scan_seconds,
+    seconds_of_calls,
+)
 from megatron_cp.planner.predict.program import Edges, Program, Seconds
 
 _AT_A_TIME = 4  # rounds that the pairwise transport has under way
@@ -171,7 +178,9 @@ class _Walk:
 
     def _attend(self, step: Attend) -> None:
         flow = step.stages[-1].keys
-        if flow is None:
+        if step.tiled is not None:
+            self._attend_tiled(step)
+        elif flow is None:
             for chunk in range(step.head_chunks):
                 self._attend_stage(step, step.stages[0], chunk)
         elif isinstance(flow, Fetch):
@@ -197,12 +206,16 @@ class _Walk:
             size = step.value_head_dim if self.is_forward else step.head_dim
             self._copy("merge", rows * size * max(self.item, 4) * (3 if self.is_forward else 1))
 
-    def _across(self, step: Attend, counts: IntArray, chunk: int) -> Edges:
-        """Rows from each KV rank to each, as the messages between ranks of equal head rank."""
+    def _across(self, step: Attend, counts: IntArray, chunk: int, row: IntArray | None = None) -> Edges:
+        """Rows from each KV rank to each, as the messages between ranks of equal head rank.
+
+        Args:
+            row: `[degree]` bytes of a row, or more of the like; those of keys if None.
+        """
         size = self.degree
         of_kv = np.arange(step.num_kv_ranks)
         senders, readers = (x.ravel() for x in np.meshgrid(of_kv, of_kv, indexing="ij"))
-        row = self._row_bytes(step, chunk)
+        row = self._row_bytes(step, chunk) if row is None else row
         parts = [
             (senders * size + head, readers * size + head, counts[senders, readers] * int(row[head]))
             for head in range(size)
@@ -237,6 +250,99 @@ class _Walk:
                 back = self._start("gradients of keys and values", self._across(step, counts.T, chunk))
         if back is not None:
             self._returned(back, packed, row[step.head_chunks - 1])
+
+    # -- tiles that are assigned one by one ---------------------------------------------------------------------------
+
+    def _attend_tiled(self, step: Attend) -> None:
+        stages, chunks = step.stages_of(forward=self.is_forward), range(step.head_chunks)
+        calls = TiledCalls(stages[0], step.num_kv_ranks)
+        if len(stages) == 1:
+            for chunk in chunks:
+                self._tiles(step, calls.at_home, chunk, "at home")
+            return
+        stage, results, back = stages[1], list[tuple[int, int]](), None
+        coming = self._start_tiles(step, stage, 0)
+        for chunk in chunks:
+            self._tiles(step, calls.at_home, chunk, "at home")
+        for chunk in chunks:
+            self._wait(coming[0])
+            following = self._start_tiles(step, stage, chunk + 1) if chunk + 1 < step.head_chunks else coming
+            self._in_order(step, stage.keys, "keys", chunk)
+            if stage.visitors is not None:
+                self._wait(coming[1])
+                name = "visitors" if self.is_forward else "visitors and gradients"
+                self._in_order(step, stage.visitors, name, chunk)
+                self._tiles(step, calls.visiting, chunk, "visitors")
+                results.append((chunk, self._results_home(step, stage.visitors, chunk)))
+            self._tiles(step, calls.far, chunk, "far keys", merges=True)
+            coming = following
+            if not self.is_forward:
+                assert isinstance(stage.keys, Fetch)
+                if back is not None:
+                    self._came_back(step, stage.keys, "gradients of keys", *back)
+                self._in_order(step, stage.keys, "gradients of keys", chunk)
+                edges = self._rows_across(step, stage.keys, "gradients of keys", chunk, back=True)
+                back = chunk, self._start("gradients of keys and values", edges)
+        for chunk, key in results:
+            assert stage.visitors is not None
+            self._came_back(step, stage.visitors, "results" if self.is_forward else "gradients of visitors", chunk, key)
+        if back is not None:
+            assert isinstance(stage.keys, Fetch)
+            self._came_back(step, stage.keys, "gradients of keys", *back)
+
+    def _start_tiles(self, step: Attend, stage: Stage, chunk: int) -> tuple[int, int]:
+        """The keys, and the queries that visit; the same key twice where none do."""
+        assert isinstance(stage.keys, Fetch)
+        self._packed(step, stage.keys, "keys", chunk)
+        first = self._start("keys and values", self._rows_across(step, stage.keys, "keys", chunk))
+        if stage.visitors is None:
+            return first, first
+        name = "visitors" if self.is_forward else "visitors and gradients"
+        self._packed(step, stage.visitors, name, chunk)
+        return first, self._start(name, self._rows_across(step, stage.visitors, name, chunk))
+
+    def _results_home(self, step: Attend, flow: Fetch, chunk: int) -> int:
+        name = "results" if self.is_forward else "gradients of visitors"
+        self._in_order(step, flow, name, chunk)
+        return self._start(name, self._rows_across(step, flow, name, chunk, back=True))
+
+    def _tiles(self, step: Attend, shapes: StageShapes, chunk: int, name: str, *, merges: bool = False) -> None:
+        heads = np.array([part.heads.stop - part.heads.start for part in (
+            step.chunks(rank)[chunk] for rank in range(self.degree))])[self.head_ranks]  # fmt: skip
+        seconds = seconds_of_calls(step, shapes, self.hardware, self.item, forward=self.is_forward)
+        self.program.work(f"attend {name}", "kernel", seconds(self.kv_ranks, heads))
+        if merges:
+            size = step.value_head_dim if self.is_forward else step.head_dim
+            rows = shapes.rows[self.kv_ranks] * heads
+            self._copy("merge", rows * size * max(self.item, 4) * (3 if self.is_forward else 1))
+
+    def _widths_of(self, step: Attend, name: str, chunk: int) -> IntArray:
+        """`[degree]` bytes of a row on its way."""
+        return np.array(
+            [step.row_bytes(name, rank, self.item, step.chunks(rank)[chunk]) for rank in range(self.degree)]
+        )
+
+    def _rows_across(self, step: Attend, flow: Fetch, name: str, chunk: int, *, back: bool = False) -> Edges:
+        counts = flow.split_counts.counts
+        return self._across(step, counts.T if back else counts, chunk, self._widths_of(step, name, chunk))
+
+    def _packed(self, step: Attend, flow: Fetch, name: str, chunk: int) -> None:
+        rows = flow.split_counts.counts.sum(axis=1)[self.kv_ranks]
+        self._copy(f"pack {name}", rows * self._widths_of(step, name, chunk)[self.head_ranks])
+
+    def _in_order(self, step: Attend, flow: RowFlow | None, name: str, chunk: int) -> None:
+        """The copy that puts rows in order, of ranks where they are not."""
+        assert isinstance(flow, Fetch)
+        jumbled = np.array([not flow.arrives_in_order(rank) for rank in range(step.num_kv_ranks)])
+        rows = (flow.split_counts.counts.sum(axis=0) * jumbled)[self.kv_ranks]
+        self._copy(f"order {name}", rows * self._widths_of(step, name, chunk)[self.head_ranks])
+
+    def _came_back(self, step: Attend, flow: Fetch, name: str, chunk: int, key: int) -> None:
+        """The wait for what others made of own rows, which is added to what this rank has."""
+        self._wait(key)
+        rows = flow.split_counts.counts.sum(axis=1)[self.kv_ranks]
+        width = self._widths_of(step, name, chunk)[self.head_ranks]
+        self._copy(f"add {name}", rows * width * max(4 // self.item, 1) * (3 if self.is_forward else 1))
 
     def _rows_of_chunks(self, step: Attend) -> list[IntArray]:
         return [self._row_bytes(step, chunk) for chunk in range(step.head_chunks)]
