@@ -17,7 +17,7 @@ def add_halves(monkeypatch):
     monkeypatch.setattr(capabilities, "CAPABILITIES", (*capabilities.CAPABILITIES, row))
 
 
-def in_halves(step):
+def in_halves(step, forward):
     """The keys of the first KV ranks, and then those of the others, each fetched in one collective."""
     seen = step.needed
 

@@ -232,23 +232,26 @@ class Attend(Memo):
         """What each rank starts in one direction."""
         return self.head_chunks * len(self.flows(forward=forward))
 
-    def bytes_sent(self, rank: int, item_size: int, *, forward: bool) -> int:
-        """Bytes that a rank sends to others, for elements of `item_size` bytes."""
-        kv_rank, head_rank = divmod(rank, self.num_head_ranks)
-        return sum(
-            rows[kv_rank] * self.row_bytes(name, head_rank, item_size)
-            for name, rows in self._rows_carried(forward=forward).items()
-        )
+    def bytes_sent(self, item_size: int, *, forward: bool) -> IntArray:
+        """`[ranks]` bytes that each rank sends to others, for elements of `item_size` bytes."""
+        return self._bytes(self._rows_carried(forward=forward), item_size)
 
-    def bytes_needed(self, rank: int, item_size: int, *, forward: bool) -> int:
+    def bytes_needed(self, item_size: int, *, forward: bool) -> IntArray:
         """`bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other.
 
         Where tiles are assigned one by one, of this assignment.
         """
         if self.tiled is not None:
-            return self.bytes_sent(rank, item_size, forward=forward)
-        kv_rank, head_rank = divmod(rank, self.num_head_ranks)
-        return self.row_bytes("keys", head_rank, item_size) * self._rows_needed(forward=forward)[kv_rank]
+            return self.bytes_sent(item_size, forward=forward)
+        return self._bytes({"keys": self._rows_needed(forward=forward)}, item_size)
+
+    def _bytes(self, rows: dict[str, IntArray], item_size: int) -> IntArray:
+        """Of rows of some kinds that each KV rank sends."""
+        total = np.zeros(self.num_kv_ranks * self.num_head_ranks, dtype=np.int64)
+        for name, count in rows.items():
+            widths = [self.row_bytes(name, head_rank, item_size) for head_rank in range(self.num_head_ranks)]
+            total += np.outer(count, widths).ravel()
+        return total
 
     def row_bytes(self, name: str, head_rank: int, item_size: int, chunk: HeadChunk | None = None) -> int:
         """Bytes of a row on its way, of one of a rank's head chunks or of all together.
@@ -260,23 +263,24 @@ class Attend(Memo):
         sizes = RowSizes(self.head_dim, self.value_head_dim, item_size)
         return sum(WIDTHS[name](sizes, each.heads.stop - each.heads.start, each.num_groups) for each in chunks)
 
-    def _rows_carried(self, *, forward: bool) -> dict[str, list[int]]:
+    def _rows_carried(self, *, forward: bool) -> dict[str, IntArray]:
         """For each kind of rows, the rows that each KV rank sends."""
 
-        def make() -> dict[str, list[int]]:
+        def make() -> dict[str, IntArray]:
             found: dict[str, IntArray] = {}
             for name, flow in self.carried(forward=forward):
-                found[name] = found.get(name, np.zeros(self.num_kv_ranks, np.int64)) + flow.rows_sent_by_ranks()
-            return {name: rows.tolist() for name, rows in found.items()}
+                rows = flow.rows_sent_by_ranks()
+                found[name] = found[name] + rows if name in found else rows
+            return found
 
         return self.memo(("rows carried", forward), make)
 
-    def _rows_needed(self, *, forward: bool) -> list[int]:
+    def _rows_needed(self, *, forward: bool) -> IntArray:
         """For each KV rank the rows of keys that other KV ranks see, and in backward those whose gradients it sends."""
 
-        def make() -> list[int]:
+        def make() -> IntArray:
             rows = self.needed.rows_sent_by_ranks()
-            return (rows if forward else rows + Return(self.needed).rows_sent_by_ranks()).tolist()
+            return rows if forward else rows + Return(self.needed).rows_sent_by_ranks()
 
         return self.memo(("rows needed", forward), make)
 

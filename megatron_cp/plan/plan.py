@@ -230,7 +230,7 @@ class Plan(Memo):
             self._exchanged(item_size, forward=forward, alignment=ROW_ALIGNMENT), item_size, forward=forward
         )
         if self.attend is not None:
-            along = [self.attend.bytes_sent(rank, item_size, forward=forward) for rank in range(self.cp_size)]
+            along = self.attend.bytes_sent(item_size, forward=forward).tolist()
             sent = [sum(pair) for pair in zip(sent, along, strict=True)]
         return sent
 
@@ -244,7 +244,7 @@ class Plan(Memo):
             self._exchanged(item_size, forward=forward, alignment=1), item_size, forward=forward
         )
         if self.attend is not None:
-            along = [self.attend.bytes_needed(rank, item_size, forward=forward) for rank in range(self.cp_size)]
+            along = self.attend.bytes_needed(item_size, forward=forward).tolist()
             sent = [sum(pair) for pair in zip(sent, along, strict=True)]
         return sent
 

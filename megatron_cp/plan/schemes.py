@@ -89,7 +89,7 @@ def scheme_named(name: str) -> Scheme:
 
 def alternatives(scheme: Scheme) -> list[Scheme]:
     """Other schemes that fetch keys, with as much exchange of heads as this one."""
-    fetching = (other for other in _ALL if other.exchanges_keys and other.chunks_keys)
+    fetching = (other for other in _ALL if other.exchanges_keys and other.chunks_keys and not other.assigns_tiles)
     return [other for other in fetching if other != scheme and other.exchanges_heads == scheme.exchanges_heads]
 
 

@@ -187,7 +187,7 @@ def _cheapest(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
         ways, refused = list[Plan](), None
-        for way in SCHEMES.values():
+        for way in (each for each in SCHEMES.values() if not each.assigns_tiles):
             for degree in _degrees(way, request.layout, ulysses_degree, topology):
                 try:
                     ways.append(request.plan(way, degree))
