@@ -256,6 +256,21 @@ def _predicted(plan: Plan, *, forward: bool) -> float | None:
     return (plan.prices[0].forward if forward else plan.prices[0].backward) if plan.prices else None
 
 
+def _solver(plan: Plan) -> dict[str, Any]:
+    """What is known of assigned tiles, forward and backward; `None` of other plans."""
+    solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
+    if not solutions:
+        return {"optimal": None, "bound": None, "load_cap": None, "seconds": None}
+    both = dict(zip(_BOTH, solutions, strict=True))
+    return {
+        "optimal": {name: each.is_optimal for name, each in both.items()},
+        "bound": {name: each.bound for name, each in both.items()},
+        "found": {name: each.bytes_on_the_way for name, each in both.items()},
+        "load_cap": {name: each.load_cap for name, each in both.items()},
+        "seconds": {name: each.seconds for name, each in both.items()},
+    }
+
+
 def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
     """The plan in numbers. `null` where nothing prices or solves yet."""
     return {
@@ -271,7 +286,7 @@ def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
         "work_imbalance": plan.work_imbalance,
         "bytes_sent_per_rank": {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()},
         "bytes_lower_bound": {name: plan.bytes_needed(item_size, forward=forward) for name, forward in _BOTH.items()},
-        "solver": {"optimal": None, "bound": None, "load_cap": None},
+        "solver": _solver(plan),
         "collectives": {name: plan.collectives(forward=forward) for name, forward in _BOTH.items()},
         "redistribution": _redistribution(plan, item_size),
         "predicted_ms": {name: _predicted(plan, forward=forward) for name, forward in _BOTH.items()},

@@ -369,9 +369,23 @@ class Plan(Memo):
                 f"{name}: a rank starts {self.collectives(forward=forward)} transfers and sends at most "
                 f"{words.size(max(sent))}; {words.size(max(needed))} without {spare}; at {item_size} bytes an element"
             )
+        lines += self._explain_assignment()
         if self.transport != COLLECTIVE:
             lines.append(f"transport: {self.transport.describe()}")
         return [*lines, f"busiest rank: {self.work_imbalance:.3f} x the mean work"]
+
+    def _explain_assignment(self) -> list[str]:
+        """How near assigned tiles are to the least that any assignment sends."""
+        tiled = self.attend.tiled if self.attend else None
+        lines = []
+        for name, found in zip(("forward", "backward"), tiled.solutions if tiled else (), strict=False):
+            most, bound = words.size(found.bytes_on_the_way), words.size(found.bound)
+            beside = "which is the least" if found.is_optimal else f"no assignment needs less than {bound}"
+            lines.append(
+                f"{name}: the busiest rank sends or receives {most} for tiles, {beside}, if no rank computes more than "
+                f"{found.load_cap} pairs; found in {found.seconds:.2f} s"
+            )
+        return lines
 
     def _explain_redistribution(self, item_size: int) -> list[str]:
         if self.redistribution is None:

@@ -77,8 +77,23 @@ def _attend(step: Attend) -> list[str]:
         return ["attention of own heads, all tokens at hand"]
     among = "" if step.num_head_ranks == 1 else f", each of {step.num_head_ranks} ranks with other heads"
     row = step.head_dim + step.value_head_dim
+    if step.tiled is not None:
+        return _tiled(step, among)
     way = " and ".join(dict.fromkeys(stage.keys.describe() for stage in step.stages if stage.keys is not None))
     return [f"attention: {way}{among}; a key and its value are {row} elements a head"]
+
+
+def _tiled(step: Attend, among: str) -> list[str]:
+    """Which tiles each KV rank computes, in numbers of the busiest one."""
+    lines = [
+        f"attention: tiles of the mask assigned to {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
+        f"{among}; those of own rows first"
+    ]
+    for name, forward in (("forward", True), ("backward", False)):
+        carried = step.carried(forward=forward)
+        rows = ", ".join(f"{each.name} {int(each.flow.rows_sent_by_ranks().max())}" for each in carried)
+        lines.append(f"{name}, rows that a rank sends at most: {rows or 'none'}")
+    return lines
 
 
 def table_of_ranks(
