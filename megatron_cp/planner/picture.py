@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout
+from megatron_cp.layout.bands import canonical
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.assignment import TileAssignment
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 
@@ -46,7 +50,14 @@ def save_picture(plan: Plan, path: str | Path) -> None:
 
     streams = streams_of(plan)
     height = 2.6 + 0.22 * min(plan.cp_size, 32)
-    figure = Figure(figsize=(11, height * len(streams)), layout="constrained")
+    tiled = plan.attend.tiled if plan.attend is not None else None
+    whole: Any = Figure(figsize=(11, height * len(streams) + 5.5 * (tiled is not None)), layout="constrained")
+    figure = whole
+    if tiled is not None:
+        figure, of_tiles = whole.subfigures(2, 1, height_ratios=(height, 5.5))
+        directions = (("forward", tiled.forward), ("backward", tiled.backward))
+        for axis, (name, assignment) in zip(of_tiles.subplots(1, 2), directions, strict=True):
+            _draw_tiles(axis, f"{name}: who computes which tile of the mask", assignment)
     axes = figure.subplots(len(streams), 2, width_ratios=(4, 1), squeeze=False)
     way = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
     figure.suptitle(
@@ -59,7 +70,7 @@ def save_picture(plan: Plan, path: str | Path) -> None:
         is_plans = layout is plan.layout
         _draw_shares(shares, layout, plan.work_per_rank() if is_plans else None)
     try:
-        figure.savefig(path, dpi=130)
+        whole.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise ArgumentError(
             "plot", str(path), "a file that can be written, ending in .png, .pdf or .svg", str(error)
@@ -93,6 +104,39 @@ def _draw_ownership(axes: Any, layout: Layout) -> None:
     axes.set_xlim(0, max(packing.total, 1))
     _rank_axis(axes, layout.cp_size)
     axes.set_xlabel("token of the packed stream; dotted lines begin documents")
+
+
+def _draw_tiles(axes: Any, title: str, assignment: TileAssignment) -> None:
+    """The mask, keys to the right and queries down, each tile in the colour of the rank that computes it."""
+    from matplotlib.collections import PolyCollection
+
+    colours, outlines, ranks = _colours(assignment.size), [], []
+    for rank in range(assignment.size):
+        own = outlines_of(assignment.of_rank(rank))
+        outlines.append(own)
+        ranks += [rank] * len(own)
+    corners, numbers = np.concatenate(outlines), np.array(ranks, dtype=np.int64)
+    if len(corners) > _LARGEST_RUNS:
+        title += f", the largest {_LARGEST_RUNS} of {len(corners)}"
+        height = corners[:, 2, 1] - corners[:, 0, 1]
+        drawn = np.argsort(-height, kind="stable")[:_LARGEST_RUNS]
+        corners, numbers = corners[drawn], numbers[drawn]
+    axes.add_collection(PolyCollection(list(corners), facecolors=colours[numbers], edgecolors="face", linewidths=0.3))
+    axes.set_title(title, fontsize=9)
+    most = corners.reshape(-1, 2).max(axis=0, initial=1)
+    axes.set_xlim(0, most[0])
+    axes.set_ylim(most[1], 0)
+    axes.set_xlabel("key")
+    axes.set_ylabel("query")
+
+
+def outlines_of(bands: IntArray) -> NDArray[np.float64]:
+    """`[n, 4, 2]` the corners, key and query, of what each of the straight pieces of bands covers."""
+    q0, q1, k0, k1, lo, hi = canonical(bands).T
+    top, bottom = [(np.maximum(k0, q + lo), np.minimum(k1, q + hi + 1)) for q in (q0, q1 - 1)]
+    edges = [(top[0], q0), (top[1], q0), (bottom[1], q1), (bottom[0], q1)]
+    found: NDArray[np.float64] = np.stack([np.stack(corner, axis=-1) for corner in edges], axis=1).astype(np.float64)
+    return found
 
 
 def _draw_shares(axes: Any, layout: Layout, work: list[int] | None) -> None:
