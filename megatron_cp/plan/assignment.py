@@ -9,14 +9,14 @@ Shapes: bands are `[n, 6]`, see `layout/bands.py`.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron_cp.layout import Layout
-from megatron_cp.layout.bands import areas, cut, moved
+from megatron_cp.layout.bands import NO_BANDS, areas, cut, moved
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys, bands_of_queries, ranges_seen
@@ -85,24 +85,15 @@ class Solution:
 
 
 class AssignedTiles(Memo):
-    """An assignment beside the layouts of who holds what: what each rank computes with own rows, and what it wants.
+    """An assignment beside the layouts of who holds what, cut into parts by what must be at hand for them.
 
     Args:
         assignment: which rank computes what.
         queries, keys: who holds which tokens.
-        forward, backward: the directions in which the tiles are computed so; one of them, or both.
     """
 
-    def __init__(
-        self, assignment: TileAssignment, queries: Layout, keys: Layout, *, forward: bool, backward: bool
-    ) -> None:
+    def __init__(self, assignment: TileAssignment, queries: Layout, keys: Layout) -> None:
         self.assignment, self.queries, self.keys = assignment, queries, keys
-        self.forward, self.backward = forward, backward
-
-    @property
-    def directions(self) -> tuple[bool, bool]:
-        """By which a step remembers what it derived from these tiles."""
-        return self.forward, self.backward
 
     def at_home(self, rank: int) -> IntArray:
         """The tiles of own queries and own keys: queries in their rows, keys in theirs."""
@@ -118,25 +109,13 @@ class AssignedTiles(Memo):
             ("visiting", rank), lambda: _outside(self.assignment.of_rank(rank), self.queries, rank, queries=True)
         )
 
-    def wanted_keys(self, rank: int) -> Ranges:
-        """The keys that a rank computes with but for tiles at home, as ranges of the stream."""
-        far = np.concatenate([self.of_far_keys(rank), self.of_visitors(rank)])
-        return self.memo(("wanted keys", rank), lambda: ranges_seen(far))
+    def beside_visitors(self, rank: int) -> IntArray:
+        """Of `of_far_keys` the tiles of keys that visitors see too."""
+        return _cut_to(self.of_far_keys(rank), *self._keys_of_visitors(rank))
 
-    def wanted_queries(self, rank: int) -> Ranges:
-        """The queries of other ranks that a rank computes, as ranges of the stream."""
-        return self.memo(("wanted queries", rank), lambda: ranges_seen(self.of_visitors(rank)[:, [2, 3, 0, 1, 4, 5]]))
-
-    def far_tiles(self, rank: int) -> IntArray:
-        """`of_far_keys`, with keys counted in the rows that a rank wants."""
-        return bands_of_keys(self.of_far_keys(rank), *self.wanted_keys(rank))
-
-    def visiting_tiles(self, rank: int) -> IntArray:
-        """`of_visitors`, with queries and keys counted in the rows that a rank wants."""
-        (starts, ends), visiting = self.wanted_queries(rank), self.of_visitors(rank)
-        pieces, number = cut(visiting, starts, ends, queries=True)
-        rows = np.cumsum(ends - starts) - (ends - starts)
-        return bands_of_keys(moved(pieces, (rows - starts)[number], 0), *self.wanted_keys(rank))
+    def after_visitors(self, rank: int) -> IntArray:
+        """Of `of_far_keys` the others."""
+        return _cut_to(self.of_far_keys(rank), *_gaps(*self._keys_of_visitors(rank), self.keys.packing.total))
 
     @cached_property
     def moves_queries(self) -> bool:
@@ -145,11 +124,63 @@ class AssignedTiles(Memo):
 
     @cached_property
     def moves_keys(self) -> bool:
-        """Whether any rank computes anything but its own rows."""
-        return self.moves_queries or any(len(self.of_far_keys(rank)) for rank in range(self.assignment.size))
+        """Whether any rank computes own queries with keys of another."""
+        return any(len(self.of_far_keys(rank)) for rank in range(self.assignment.size))
+
+    def parts(self, rounds: int) -> list[TilePart]:
+        """What is computed once the rows of each round are at hand; the tiles at home are not among them.
+
+        Args:
+            rounds: 1 for all rows together, 2 for visitors and the keys that they see first.
+        """
+        if not self.moves_queries:
+            return [TilePart(self, self.of_far_keys, None)] * self.moves_keys
+        if rounds == 1 or not any(len(self.after_visitors(rank)) for rank in range(self.assignment.size)):
+            return [TilePart(self, self.of_far_keys, self.of_visitors)]
+        return [TilePart(self, self.beside_visitors, self.of_visitors), TilePart(self, self.after_visitors, None)]
+
+    def _keys_of_visitors(self, rank: int) -> Ranges:
+        return self.memo(("keys of visitors", rank), lambda: ranges_seen(self.of_visitors(rank)))
 
     def _own_queries(self, rank: int) -> IntArray:
         return self.memo(("own", rank), lambda: bands_of_queries(self.assignment.of_rank(rank), self.queries, rank))
+
+
+class TilePart(Memo):
+    """The tiles that each rank computes with the rows of one round.
+
+    Args:
+        tiles: of which these are a part.
+        own: for each rank those of own queries, in their rows, over the stream of keys.
+        visiting: for each rank those of visitors, over both streams; None where there are none.
+    """
+
+    def __init__(
+        self, tiles: AssignedTiles, own: Callable[[int], IntArray], visiting: Callable[[int], IntArray] | None
+    ) -> None:
+        self.tiles, self.own, self.visiting = tiles, own, visiting
+
+    def wanted_keys(self, rank: int) -> Ranges:
+        """The keys that a rank computes with, as ranges of the stream."""
+        return self.memo(("keys", rank), lambda: ranges_seen(np.concatenate([self.own(rank), self._visiting(rank)])))
+
+    def wanted_queries(self, rank: int) -> Ranges:
+        """The queries of other ranks that a rank computes, as ranges of the stream."""
+        return self.memo(("queries", rank), lambda: ranges_seen(self._visiting(rank)[:, [2, 3, 0, 1, 4, 5]]))
+
+    def own_tiles(self, rank: int) -> IntArray:
+        """Those of own queries, with keys counted in the rows that a rank wants."""
+        return bands_of_keys(self.own(rank), *self.wanted_keys(rank))
+
+    def visiting_tiles(self, rank: int) -> IntArray:
+        """Those of visitors, with queries and keys counted in the rows that a rank wants."""
+        starts, ends = self.wanted_queries(rank)
+        pieces, number = cut(self._visiting(rank), starts, ends, queries=True)
+        rows = np.cumsum(ends - starts) - (ends - starts)
+        return bands_of_keys(moved(pieces, (rows - starts)[number], 0), *self.wanted_keys(rank))
+
+    def _visiting(self, rank: int) -> IntArray:
+        return NO_BANDS if self.visiting is None else self.visiting(rank)
 
 
 def _outside(bands: IntArray, layout: Layout, rank: int, *, queries: bool) -> IntArray:
@@ -159,11 +190,20 @@ def _outside(bands: IntArray, layout: Layout, rank: int, *, queries: bool) -> In
     return pieces
 
 
-def _others(layout: Layout, rank: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _others(layout: Layout, rank: int) -> Ranges:
     """The ranges of the stream that a rank does not hold, in rising order."""
     own = slice(*layout.fragment_offsets[rank : rank + 2])
     order = np.argsort(layout.starts[own], kind="stable")
-    starts = np.concatenate([[0], layout.ends[own][order]])
-    ends = np.append(layout.starts[own][order], layout.packing.total)
-    kept = ends > starts
-    return starts[kept], ends[kept]
+    return _gaps(layout.starts[own][order], layout.ends[own][order], layout.packing.total)
+
+
+def _gaps(starts: IntArray, ends: IntArray, total: int) -> Ranges:
+    """What lies between rising ranges, and before and after them."""
+    begins, stops = np.concatenate([[0], ends]), np.append(starts, total)
+    kept = stops > begins
+    return begins[kept], stops[kept]
+
+
+def _cut_to(bands: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
+    pieces, _ = cut(bands, starts, ends, queries=False)
+    return pieces

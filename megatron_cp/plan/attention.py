@@ -17,7 +17,7 @@ A rank merges the partial results of stages, and never those of head chunks, whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -30,7 +30,7 @@ from megatron_cp.layout.bands import areas
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks, ranges_seen_by_ranks
-from megatron_cp.plan.assignment import AssignedTiles, Solution, TileAssignment
+from megatron_cp.plan.assignment import AssignedTiles, Solution, TileAssignment, TilePart
 from megatron_cp.plan.carried import WIDTHS, Carried, RowSizes
 from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn, Return, RowFlow, pieces_of
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
@@ -49,13 +49,17 @@ class Stage:
         gradients: in backward, how the gradients of these keys go on; None for own rows, which they are written to.
         visitors: how queries of other ranks come, which see these keys too; None where none do.
         assigned: the tiles; None where they are all that own queries see among these keys.
+        home: of these, the ones of own rows alone.
+        directions: that have this stage, where tiles are assigned: forward, backward.
     """
 
     number: int
     keys: KeyFlow | None
     gradients: RowFlow | None
     visitors: Fetch | None = None
-    assigned: AssignedTiles | None = None
+    assigned: TilePart | None = None
+    home: AssignedTiles | None = None
+    directions: tuple[bool, bool] = (True, True)
 
     @property
     def is_first(self) -> bool:
@@ -74,11 +78,14 @@ class TiledWork:
 
     Attributes:
         forward, backward: the assignments.
+        rounds: in which rows travel: 1, or 2 where keys that only own queries see come after visitors and their keys,
+            so that results go home meanwhile.
         solutions: what is known of each; not part of the value.
     """
 
     forward: TileAssignment
     backward: TileAssignment
+    rounds: int = 1
     solutions: tuple[Solution, ...] = field(default=(), compare=False)
 
 
@@ -197,7 +204,7 @@ class Attend(Memo):
     @staticmethod
     def tiles_key(kv_rank: int, stage: Stage) -> tuple[Any, ...]:
         """Under which an attention remembers them."""
-        return "tiles", kv_rank, stage.number, *(() if stage.assigned is None else stage.assigned.directions)
+        return "tiles", kv_rank, stage.number, stage.directions
 
     def visiting_tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         """What the queries that visit a KV rank see among the keys of a stage."""
@@ -292,12 +299,14 @@ class Attend(Memo):
         return [
             f"attend by {self.kv_schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}",
             *keys,
-            *(f"tiles by {each.digest}" for each in self._assignments),
+            *self._describe_tiles(),
         ]
 
-    @property
-    def _assignments(self) -> list[TileAssignment]:
-        return [] if self.tiled is None else [self.tiled.forward, self.tiled.backward]
+    def _describe_tiles(self) -> list[str]:
+        if self.tiled is None:
+            return []
+        digests = f"{self.tiled.forward.digest} forward, {self.tiled.backward.digest} backward"
+        return [f"tiles assigned by {digests}, in {self.tiled.rounds} rounds"]
 
     @property
     def needed(self) -> Fetch:
@@ -320,9 +329,10 @@ class Attend(Memo):
 
     def bands(self, kv_rank: int, stage: Stage) -> IntArray:
         """The bands of a stage's tiles of own queries, without a table of their tokens."""
+        if stage.home is not None:
+            return stage.home.at_home(kv_rank)
         if stage.assigned is not None:
-            tiles = stage.assigned
-            return tiles.at_home(kv_rank) if stage.keys is None else tiles.far_tiles(kv_rank)
+            return stage.assigned.own_tiles(kv_rank)
         source = kv_rank if stage.keys is None else stage.keys.source(kv_rank)
         if source is None:
             assert stage.keys is not None
@@ -424,22 +434,22 @@ def _assigned(step: Attend, forward: bool) -> tuple[Stage, ...]:
     work = step.tiled
     assert work is not None
     alike = work.forward == work.backward
+    directions = (True, True) if alike else (forward, not forward)
     assignment = work.forward if forward else work.backward
-    name = ("assigned", True if alike else forward, True if alike else not forward)
+    return step.memo(
+        ("assigned", work.rounds, directions),
+        lambda: tuple(_stages_of_tiles(step, AssignedTiles(assignment, step.queries, step.keys), directions)),
+    )
 
-    def make() -> tuple[Stage, ...]:
-        tiles = AssignedTiles(
-            assignment, step.queries, step.keys, forward=alike or forward, backward=alike or not forward
-        )
-        at_home = Stage(0, None, None, None, tiles)
-        if not tiles.moves_keys:
-            return (at_home,)
-        chunks = f"{step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
-        keys = Fetch(step.keys, tiles.wanted_keys, f"tiles of a mask assigned to {chunks}")
-        visitors = Fetch(step.queries, tiles.wanted_queries, "queries of those tiles") if tiles.moves_queries else None
-        return at_home, Stage(1, keys, Return(keys), visitors, tiles)
 
-    return step.memo(name, make)
+def _stages_of_tiles(step: Attend, tiles: AssignedTiles, directions: tuple[bool, bool]) -> Iterator[Stage]:
+    assert step.tiled is not None
+    yield Stage(0, None, None, home=tiles, directions=directions)
+    words = f"tiles of a mask assigned to {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
+    for number, part in enumerate(tiles.parts(step.tiled.rounds), start=1):
+        keys = Fetch(step.keys, part.wanted_keys, words)
+        visitors = None if part.visiting is None else Fetch(step.queries, part.wanted_queries, "queries of those tiles")
+        yield Stage(number, keys, Return(keys), visitors, part, directions=directions)
 
 
 SCHEDULES: dict[str, Callable[[Attend, bool], tuple[Stage, ...]]] = {

@@ -78,22 +78,6 @@ def shapes_of(bands: Iterable[IntArray]) -> StageShapes:
     return StageShapes(*np.array(found, dtype=np.int64).T)
 
 
-class TiledCalls:
-    """The shapes of the kernel calls of assigned tiles, by what is at hand for them.
-
-    Args:
-        stage: one with the tiles.
-        ranks: KV ranks.
-    """
-
-    def __init__(self, stage: Stage, ranks: int) -> None:
-        tiles = stage.assigned
-        assert tiles is not None
-        self.at_home = shapes_of(tiles.at_home(rank) for rank in range(ranks))
-        self.far = shapes_of(tiles.of_far_keys(rank) for rank in range(ranks))
-        self.visiting = shapes_of(tiles.of_visitors(rank) for rank in range(ranks))
-
-
 def seconds_of_calls(
     step: Attend, shapes: StageShapes, hardware: Hardware, item_size: int, *, forward: bool
 ) -> Callable[[IntArray, IntArray], Seconds]:

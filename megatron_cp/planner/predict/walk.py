@@ -8,13 +8,14 @@ that it writes. No torch in here.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.attention import Attend, Stage
-from megatron_cp.plan.flows import Fetch, PassOn, RowFlow
+from megatron_cp.plan.flows import Fetch, PassOn
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
@@ -22,11 +23,11 @@ from megatron_cp.plan.transport import num_rounds
 from megatron_cp.planner.predict.hardware import Hardware
 from megatron_cp.planner.predict.kernels import (
     StageShapes,
-    TiledCalls,
     attention_seconds,
     rule_seconds,
     scan_seconds,
     seconds_of_calls,
+    shapes_of,
 )
 from megatron_cp.planner.predict.program import Edges, Program, Seconds
 
@@ -44,6 +45,15 @@ def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool)
     """
     walk = _Walk(plan, hardware, item_size, forward=forward)
     return walk.forward() if forward else walk.backward()
+
+
+class _Back(NamedTuple):
+    """What goes back to the owners of fetched rows."""
+
+    flow: Fetch
+    name: str
+    chunk: int
+    key: int
 
 
 class _Walk:
@@ -254,41 +264,41 @@ class _Walk:
     # -- tiles that are assigned one by one ---------------------------------------------------------------------------
 
     def _attend_tiled(self, step: Attend) -> None:
-        stages, chunks = step.stages_of(forward=self.is_forward), range(step.head_chunks)
-        calls = TiledCalls(stages[0], step.num_kv_ranks)
-        if len(stages) == 1:
-            for chunk in chunks:
-                self._tiles(step, calls.at_home, chunk, "at home")
-            return
-        stage, results, back = stages[1], list[tuple[int, int]](), None
-        coming = self._start_tiles(step, stage, 0)
-        for chunk in chunks:
-            self._tiles(step, calls.at_home, chunk, "at home")
-        for chunk in chunks:
-            self._wait(coming[0])
-            following = self._start_tiles(step, stage, chunk + 1) if chunk + 1 < step.head_chunks else coming
+        home, *stages = step.stages_of(forward=self.is_forward)
+        order = [(stage, chunk) for stage in stages for chunk in range(step.head_chunks)]
+        coming = self._start_tiles(step, *order[0]) if order else (0, 0)
+        assert home.home is not None
+        for chunk in range(step.head_chunks):
+            self._tiles(step, shapes_of(map(home.home.at_home, range(step.num_kv_ranks))), chunk, "at home")
+        visits, back = list[_Back](), None
+        for number, (stage, chunk) in enumerate(order):
+            assert stage.assigned is not None
+            assert isinstance(stage.keys, Fetch)
+            arriving = coming
+            self._wait(arriving[0])
+            if number + 1 < len(order):
+                coming = self._start_tiles(step, *order[number + 1])
             self._in_order(step, stage.keys, "keys", chunk)
             if stage.visitors is not None:
-                self._wait(coming[1])
-                name = "visitors" if self.is_forward else "visitors and gradients"
-                self._in_order(step, stage.visitors, name, chunk)
-                self._tiles(step, calls.visiting, chunk, "visitors")
-                results.append((chunk, self._results_home(step, stage.visitors, chunk)))
-            self._tiles(step, calls.far, chunk, "far keys", merges=True)
-            coming = following
+                assert stage.assigned.visiting is not None
+                self._wait(arriving[1])
+                self._in_order(step, stage.visitors, self._names[0], chunk)
+                shapes = shapes_of(map(stage.assigned.visiting, range(step.num_kv_ranks)))
+                self._tiles(step, shapes, chunk, "visitors")
+                visits.append(self._go_back(step, stage.visitors, self._names[1], chunk))
+            shapes = shapes_of(map(stage.assigned.own, range(step.num_kv_ranks)))
+            self._tiles(step, shapes, chunk, "far keys", merges=True)
             if not self.is_forward:
-                assert isinstance(stage.keys, Fetch)
                 if back is not None:
-                    self._came_back(step, stage.keys, "gradients of keys", *back)
-                self._in_order(step, stage.keys, "gradients of keys", chunk)
-                edges = self._rows_across(step, stage.keys, "gradients of keys", chunk, back=True)
-                back = chunk, self._start("gradients of keys and values", edges)
-        for chunk, key in results:
-            assert stage.visitors is not None
-            self._came_back(step, stage.visitors, "results" if self.is_forward else "gradients of visitors", chunk, key)
-        if back is not None:
-            assert isinstance(stage.keys, Fetch)
-            self._came_back(step, stage.keys, "gradients of keys", *back)
+                    self._came_back(step, back)
+                back = self._go_back(step, stage.keys, "gradients of keys", chunk)
+        for each in [*visits, *([] if back is None else [back])]:
+            self._came_back(step, each)
+
+    @property
+    def _names(self) -> tuple[str, str]:
+        """Of rows that visit, and of what is made of them."""
+        return ("visitors", "results") if self.is_forward else ("visitors and gradients", "gradients of visitors")
 
     def _start_tiles(self, step: Attend, stage: Stage, chunk: int) -> tuple[int, int]:
         """The keys, and the queries that visit; the same key twice where none do."""
@@ -297,14 +307,14 @@ class _Walk:
         first = self._start("keys and values", self._rows_across(step, stage.keys, "keys", chunk))
         if stage.visitors is None:
             return first, first
-        name = "visitors" if self.is_forward else "visitors and gradients"
+        name = self._names[0]
         self._packed(step, stage.visitors, name, chunk)
         return first, self._start(name, self._rows_across(step, stage.visitors, name, chunk))
 
-    def _results_home(self, step: Attend, flow: Fetch, chunk: int) -> int:
-        name = "results" if self.is_forward else "gradients of visitors"
+    def _go_back(self, step: Attend, flow: Fetch, name: str, chunk: int) -> _Back:
         self._in_order(step, flow, name, chunk)
-        return self._start(name, self._rows_across(step, flow, name, chunk, back=True))
+        edges = self._rows_across(step, flow, name, chunk, back=True)
+        return _Back(flow, name, chunk, self._start(name, edges))
 
     def _tiles(self, step: Attend, shapes: StageShapes, chunk: int, name: str, *, merges: bool = False) -> None:
         heads = np.array([part.heads.stop - part.heads.start for part in (
@@ -330,15 +340,15 @@ class _Walk:
         rows = flow.split_counts.counts.sum(axis=1)[self.kv_ranks]
         self._copy(f"pack {name}", rows * self._widths_of(step, name, chunk)[self.head_ranks])
 
-    def _in_order(self, step: Attend, flow: RowFlow | None, name: str, chunk: int) -> None:
+    def _in_order(self, step: Attend, flow: Fetch, name: str, chunk: int) -> None:
         """The copy that puts rows in order, of ranks where they are not."""
-        assert isinstance(flow, Fetch)
         jumbled = np.array([not flow.arrives_in_order(rank) for rank in range(step.num_kv_ranks)])
         rows = (flow.split_counts.counts.sum(axis=0) * jumbled)[self.kv_ranks]
         self._copy(f"order {name}", rows * self._widths_of(step, name, chunk)[self.head_ranks])
 
-    def _came_back(self, step: Attend, flow: Fetch, name: str, chunk: int, key: int) -> None:
+    def _came_back(self, step: Attend, back: _Back) -> None:
         """The wait for what others made of own rows, which is added to what this rank has."""
+        flow, name, chunk, key = back
         self._wait(key)
         rows = flow.split_counts.counts.sum(axis=1)[self.kv_ranks]
         width = self._widths_of(step, name, chunk)[self.head_ranks]
