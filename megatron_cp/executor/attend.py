@@ -31,6 +31,10 @@ _RETURNS = ("queries and output gradients of assigned tiles", "query gradients o
 class TileWork(Protocol):
     """The computing of tiles: see `AttentionKernel`, with batch and all heads of a chunk."""
 
+    @property
+    def unrounded_partials(self) -> bool:
+        """As of the kernel."""
+
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
     ) -> None:
@@ -233,11 +237,15 @@ def _attend_visitors_backward(
     """Sends home the gradients of others' queries. Returns those of the keys, in at least fp32."""
     lse, sums, queries, dout = visitors.arrive(stage, chunk)
     message = visitors.message_like(len(queries), queries.shape[-2:].numel(), queries.dtype)
+    home, wide = message.unflatten(-1, queries.shape[-2:]), work.unrounded_partials
+    dq = torch.empty_like(home, dtype=summed_in(home.dtype)) if wide else home
     dk, dv = (torch.empty_like(x, dtype=summed_in(x.dtype)) for x in (keys, values))
     _attend_stage_backward(
-        work, message.unflatten(-1, queries.shape[-2:]), dk, dv, dout, queries, stand_in(dout, sums),
+        work, dq, dk, dv, dout, queries, stand_in(dout, sums, wide=wide),
         lse.squeeze(-1).movedim(0, -1).contiguous(), keys, values, tiles, chunk, is_first=True,
     )  # fmt: skip
+    if dq is not home:
+        home.copy_(dq)
     visitors.leave()
     visitors.start_home(stage, chunk, message)
     return dk, dv

@@ -176,18 +176,23 @@ def row_sums(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
 
 
-def stand_in(dout: Tensor, sums: Tensor) -> Tensor:
-    """`[s, (b,) h, v]` a tensor whose products with `dout` are these row sums, in the type of `dout`.
-
-    It is dout itself, scaled: no longer than the output is, and rounded no worse.
+def stand_in(dout: Tensor, sums: Tensor, *, wide: bool) -> Tensor:
+    """`[s, (b,) h, v]` a tensor whose products with `dout` add up to these row sums.
 
     Args:
         dout: `[s, (b,) h, v]`.
         sums: `[s, (b,) h, 1]` in at least fp32.
+        wide: in the type of the sums: one element alone, which is exact to a rounding. Else in that of `dout`: dout
+            itself, scaled, so that roundings of its elements, each as large as those of an output are, even out.
     """
-    wide = dout.to(sums.dtype)
-    largest = wide.abs().amax(-1, keepdim=True)
-    unit = wide / torch.where(largest > 0, largest, 1)  # so that no square over- or underflows
+    values = dout.to(sums.dtype)
+    if wide:
+        place = values.abs().argmax(-1, keepdim=True)
+        largest = values.gather(-1, place)
+        part = torch.where(largest != 0, sums / torch.where(largest != 0, largest, 1), 0)
+        return torch.zeros_like(values).scatter_(-1, place, part)
+    largest = values.abs().amax(-1, keepdim=True)
+    unit = values / torch.where(largest > 0, largest, 1)  # so that no square over- or underflows
     norm = unit.square().sum(-1, keepdim=True)
     scale = torch.where(largest > 0, sums / torch.where(largest > 0, largest * norm, 1), 0)
     return (unit * scale).to(dout.dtype)
