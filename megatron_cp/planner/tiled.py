@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import Solution, TileAssignment
 from megatron_cp.plan.attention import Attend, TiledWork
 from megatron_cp.planner.predict.hardware import Topology
 from megatron_cp.planner.tiles import TileWeights, bands_by_rank, solve, tiles_of
 
+_MOST_PAIRS = 1 << 52  # which sums of work hold exactly
 _MOST_HOST_COST = 64  # bytes within a host that one between hosts may be worth
 
 
@@ -39,7 +41,13 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
         step: the attention, whose stages are not read.
         topology: where ranks are; None for one host.
         search: how.
+
+    Raises:
+        ArgumentError: a mask with more pairs than are counted, or that the layouts cut into too many tiles.
     """
+    if step.mask.area >= _MOST_PAIRS:
+        remedy = "Take exact or p2p, which count nothing."
+        raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
     hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
     found = []
     for forward in (True, False):

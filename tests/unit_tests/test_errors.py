@@ -19,7 +19,9 @@ def test_an_error_survives_pickling_and_what_megatron_does_to_it():
 
 
 def test_a_refusal_names_the_argument_as_the_user_spells_it():
-    with pytest.raises(ArgumentError, match=r"^--mtp: got 'mtp_num_layers'; allowed: .*\. mtp_num_layers is not built yet"):
+    with pytest.raises(
+        ArgumentError, match=r"^--mtp: got 'mtp_num_layers'; allowed: .*\. mtp_num_layers is not built yet"
+    ):
         require("megatron", "mtp_num_layers", name="--mtp")
 
 

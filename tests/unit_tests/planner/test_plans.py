@@ -24,7 +24,7 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.capabilities import CAPABILITIES, working
+from megatron_cp.planner.capabilities import CAPABILITIES, require, working
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
