@@ -277,6 +277,15 @@ class Attend(Memo):
         """The mask of a KV rank's queries, in their rows, over the stream of keys."""
         return self._seen.bands(kv_rank)
 
+    def bands_of_kv_ranks(self) -> tuple[IntArray, IntArray]:
+        """`bands_of_kv_rank` of all of them, and `[n]` the KV rank of each."""
+        return self._seen.all_bands
+
+    def share_seen(self, other: Attend) -> None:
+        """Takes what queries see from an attention of the same mask and queries, however keys travel there."""
+        assert (self.mask, self.queries) == (other.mask, other.queries)
+        self.remember(("seen",), other._seen)
+
 
 class _Seen(Memo):
     """What the queries of each KV rank see, made for neighbouring KV ranks at once, which takes little more time."""
@@ -306,6 +315,13 @@ class _Seen(Memo):
             before = np.concatenate([[0], np.cumsum(areas(bands))])
             found += map(int, np.diff(before[offsets]))
         return found
+
+    @cached_property
+    def all_bands(self) -> tuple[IntArray, IntArray]:
+        """The bands of all KV ranks, and `[n]` the KV rank of each."""
+        blocks = [self._bands(block) for block in range(-(-self.queries.cp_size // self.block))]
+        counts = np.concatenate([np.diff(offsets) for _, offsets in blocks])
+        return np.concatenate([bands for bands, _ in blocks]), np.repeat(np.arange(counts.size), counts)
 
     def _bands(self, block: int) -> tuple[IntArray, IntArray]:
         """Of a block of KV ranks, with where those of each begin."""

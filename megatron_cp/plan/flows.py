@@ -121,7 +121,7 @@ class PassOn(KeyFlow):
         return bands_of_held_keys(bands, self.layout, self.source(rank))
 
     def rows_sent_by_ranks(self) -> IntArray:
-        return np.roll(self.layout.token_counts, self.hops - 1)
+        return self.layout.token_counts[(np.arange(self.size) - self.hops + 1) % self.size]
 
     def rows_sent(self, rank: int) -> int:
         return int(self.layout.token_counts[(rank - self.hops + 1) % self.layout.cp_size])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -192,6 +193,8 @@ def _cheapest(
                     ways.append(request.plan(way, degree))
                 except ArgumentError as error:
                     refused = refused or error
+                else:
+                    _share_seen(ways[-1], ways[:-1])
         if not ways:
             assert refused is not None
             raise refused
@@ -203,6 +206,14 @@ def _cheapest(
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if way.is_product else None
     return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:])))
+
+
+def _share_seen(plan: Plan, others: Sequence[Plan]) -> None:
+    """Lets a plan take what queries see from one of the others, where heads are spread alike."""
+    for other in others:
+        if other.ulysses_degree == plan.ulysses_degree and plan.attend is not None and other.attend is not None:
+            plan.attend.share_seen(other.attend)
+            return
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:

@@ -20,7 +20,7 @@ from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.plan.transport import num_rounds
 from megatron_cp.planner.predict.hardware import Hardware
-from megatron_cp.planner.predict.kernels import attention_seconds, rule_seconds, scan_seconds
+from megatron_cp.planner.predict.kernels import StageSeconds, copy_seconds, rule_seconds, scan_seconds, stage_seconds
 from megatron_cp.planner.predict.program import Edges, Program, Seconds
 
 _AT_A_TIME = 4  # rounds that the pairwise transport has under way
@@ -47,6 +47,7 @@ class _Walk:
         self.degree = plan.ulysses_degree
         self.ranks = np.arange(plan.cp_size)
         self.kv_ranks, self.head_ranks = self.ranks // self.degree, self.ranks % self.degree
+        self.after = (self.ranks + self.degree) % plan.cp_size  # in a ring
 
     # -- the steps, in the executor's order ----------------------------------------------------------------------------
 
@@ -101,7 +102,7 @@ class _Walk:
     def _rows(self, exchange: Exchange, part: int) -> IntArray:
         """`[degree]` bytes of a token in the message to each head rank."""
         sizes = [self.item] * len(exchange.sections.blocks)
-        return np.array(exchange.row_format(part, sizes).row_bytes, dtype=np.int64)
+        return np.array(exchange.row_bytes(part, sizes), dtype=np.int64)
 
     def _edges(self, exchange: Exchange, part: int) -> Edges:
         rows, tokens = self._rows(exchange, part), exchange.layout.token_counts
@@ -164,8 +165,7 @@ class _Walk:
     def _copy(self, name: str, nbytes: IntArray | Seconds, exchange: Exchange | None = None) -> None:
         """Work that writes so many bytes: coding reads and writes once more."""
         passes = 2.0 if exchange is not None and exchange.codec is not None else 1.0
-        written: Seconds = np.asarray(nbytes, dtype=np.float64)
-        self.program.work(name, "copy", (written > 0) * (written * passes / self.hardware.copy + self.hardware.launch))
+        self.program.work(name, "copy", copy_seconds(self.hardware, nbytes, passes))
 
     # -- softmax attention --------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class _Walk:
         flow = step.stages[-1].keys
         if flow is None:
             for chunk in range(step.head_chunks):
-                self._attend_stage(step, step.stages[0], chunk)
+                self._attend_stage(step, step.stages[0], self._stage_seconds(step, chunk))
         elif isinstance(flow, Fetch):
             self._attend_fetched(step, flow)
         else:
@@ -187,15 +187,13 @@ class _Walk:
         """`[ranks]` bytes of a token's keys and values."""
         return self._groups(step, chunk) * (step.head_dim + step.value_head_dim) * self.item
 
-    def _attend_stage(self, step: Attend, stage: Stage, chunk: int) -> None:
-        heads = np.array([part.heads.stop - part.heads.start for part in (
-            step.chunks(rank)[chunk] for rank in range(self.degree))])[self.head_ranks]  # fmt: skip
-        seconds = attention_seconds(step, stage, self.hardware, self.item, forward=self.is_forward)
-        self.program.work(f"attend stage {stage.number}", "kernel", seconds(self.kv_ranks, heads))
+    def _stage_seconds(self, step: Attend, chunk: int) -> StageSeconds:
+        return stage_seconds(self.plan, step, chunk, self.hardware, self.item, forward=self.is_forward)
+
+    def _attend_stage(self, step: Attend, stage: Stage, seconds: StageSeconds) -> None:
+        self.program.work(f"attend stage {stage.number}", "kernel", seconds.kernels[stage.number])
         if not stage.is_first:
-            rows = step.queries.token_counts[self.kv_ranks] * heads
-            size = step.value_head_dim if self.is_forward else step.head_dim
-            self._copy("merge", rows * size * max(self.item, 4) * (3 if self.is_forward else 1))
+            self.program.work("merge", "copy", seconds.merge)
 
     def _across(self, step: Attend, counts: IntArray, chunk: int) -> Edges:
         """Rows from each KV rank to each, as the messages between ranks of equal head rank."""
@@ -229,7 +227,7 @@ class _Walk:
                 coming = start(chunk + 1)
             wanted = counts.sum(axis=0)[self.kv_ranks] * row[chunk]
             self._copy("order keys", wanted * ~in_order[self.kv_ranks])
-            self._attend_stage(step, step.stages[0], chunk)
+            self._attend_stage(step, step.stages[0], self._stage_seconds(step, chunk))
             if not self.is_forward:
                 if back is not None:
                     self._returned(back, packed, row[chunk - 1])
@@ -246,7 +244,8 @@ class _Walk:
         self._copy("sum gradients", rows[self.kv_ranks] * row * max(4 // self.item, 1))
 
     def _attend_ring(self, step: Attend) -> None:
-        row, tokens = self._row_bytes(step, 0), step.keys.token_counts
+        row, tokens, seconds = self._row_bytes(step, 0), step.keys.token_counts, self._stage_seconds(step, 0)
+        wide = row * max(4 // self.item, 1)
         self._copy("pack keys", tokens[self.kv_ranks] * row)
         coming: int | None = None
         gradient: int | None = None
@@ -257,11 +256,10 @@ class _Walk:
             if following is not None:
                 assert isinstance(following.keys, PassOn)
                 coming = self.program.start("keys and values", self._passed(step, following.keys, row))
-            self._attend_stage(step, stage, 0)
+            self._attend_stage(step, stage, seconds)
             if self.is_forward or stage.gradients is None:
                 continue
             assert isinstance(stage.gradients, PassOn)
-            wide = row * max(4 // self.item, 1)
             if gradient is not None:
                 self.program.wait(gradient)
                 self._copy("sum gradients", tokens[(self.kv_ranks - number) % step.num_kv_ranks] * wide)
@@ -272,8 +270,7 @@ class _Walk:
 
     def _passed(self, step: Attend, flow: PassOn, row: IntArray) -> Edges:
         rows = flow.rows_sent_by_ranks()[self.kv_ranks]
-        after = (self.kv_ranks + 1) % step.num_kv_ranks * self.degree + self.head_ranks
-        return Edges.of(self.ranks, after, rows * row)
+        return Edges.of(self.ranks, self.after, rows * row)
 
     # -- linear layers ------------------------------------------------------------------------------------------------
 
