@@ -182,6 +182,11 @@ class Attend(Memo):
         """Bytes that a rank sends to others, for elements of `item_size` bytes."""
         return self._row(rank) * self._bytes_along_keys(item_size, forward=forward)[rank // self.num_head_ranks]
 
+    def bytes_sent_by_ranks(self, item_size: int, *, forward: bool) -> list[int]:
+        """`bytes_sent` of all ranks."""
+        rows = [self._row(rank) for rank in range(self.num_head_ranks)]
+        return [row * size for size in self._bytes_along_keys(item_size, forward=forward) for row in rows]
+
     def bytes_needed(self, rank: int, item_size: int, *, forward: bool) -> int:
         """`bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other."""
         return self._row(rank) * item_size * self._rows_needed(forward=forward)[rank // self.num_head_ranks]
@@ -282,9 +287,10 @@ class Attend(Memo):
         return self._seen.all_bands
 
     def share_seen(self, other: Attend) -> None:
-        """Takes what queries see from an attention of the same mask and queries, however keys travel there."""
-        assert (self.mask, self.queries) == (other.mask, other.queries)
+        """Takes what queries see from an attention of the same mask, queries and keys, however these travel there."""
+        assert (self.mask, self.queries, self.keys) == (other.mask, other.queries, other.keys)
         self.remember(("seen",), other._seen)
+        self.needed.share_memo(other.needed)
 
 
 class _Seen(Memo):

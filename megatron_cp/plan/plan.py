@@ -230,7 +230,7 @@ class Plan(Memo):
             self._exchanged(item_size, forward=forward, alignment=ROW_ALIGNMENT), item_size, forward=forward
         )
         if self.attend is not None:
-            along = [self.attend.bytes_sent(rank, item_size, forward=forward) for rank in range(self.cp_size)]
+            along = self.attend.bytes_sent_by_ranks(item_size, forward=forward)
             sent = [sum(pair) for pair in zip(sent, along, strict=True)]
         return sent
 
@@ -267,7 +267,7 @@ class Plan(Memo):
             self.attend.area(kv_rank) if self.attend else int(tokens[kv_rank * degree : (kv_rank + 1) * degree].sum())
             for kv_rank in range(self.cp_size // degree)
         ]
-        return [areas[rank // degree] * (hi - lo) for rank in range(self.cp_size) for lo, hi in (self.heads_of(rank),)]
+        return [area * (hi - lo) for area in areas for lo, hi in self.partition.heads]
 
     def heads_of(self, rank: int) -> tuple[int, int]:
         """The query (or value) heads that a rank computes, as a range."""

@@ -115,11 +115,10 @@ def plan_attention(
     topology = checked_topology(topology, on, layout.cp_size, request.transport)
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
         return request.plan(scheme_named(scheme), ulysses_degree)
-    found: _Choice = layout.memo(
-        ("auto", *request.key, ulysses_degree, on, topology, item_size),
-        lambda: _cheapest(request, ulysses_degree, on, topology, item_size),
-    )
-    chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree)
+    key, looked_at = ("auto", *request.key, ulysses_degree, on, topology, item_size), list[Plan]()
+    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, item_size, looked_at))
+    # Made once more where it was found, from the same tables: its notes are said aloud now.
+    chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree, looked_at)
     return replace(chosen, prices=found.prices)
 
 
@@ -154,8 +153,8 @@ class _Request:
         sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
         return (keys, self.mask, *sizes, self.head_chunks, self.codec, self.transport)
 
-    def plan(self, way: Scheme, ulysses_degree: int | None) -> Plan:
-        """The plan of one scheme."""
+    def plan(self, way: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
+        """The plan of one scheme, which takes what queries see from another one in whose heads are spread alike."""
         degree = _degree(way, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
@@ -165,6 +164,10 @@ class _Request:
         coding = checked_codec(self.codec, way.name, "" if way.takes_codec else _codec_remedy())
         steps = _steps(way, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding)
         attend = next(step for step in steps if isinstance(step, Attend))
+        for other in others:
+            if other.attend is not None and other.ulysses_degree == degree:
+                attend.share_seen(other.attend)
+                break
         notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=4)
         notes += _many_bands(attend, way)
         sections = Sections((q, k, v))
@@ -177,24 +180,27 @@ class _Request:
         way = SCHEMES[plan.scheme]
         if self.head_chunks is not None or not way.takes_chunks or chunks > plan.partition.most_groups:
             return None
-        return replace(self, head_chunks=chunks).plan(way, plan.ulysses_degree)
+        return replace(self, head_chunks=chunks).plan(way, plan.ulysses_degree, [plan])
 
 
 def _cheapest(
-    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, item_size: int
+    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, item_size: int, ways: list[Plan]
 ) -> _Choice:
-    """The way that is predicted to be fastest, with the prices of all."""
+    """The way that is predicted to be fastest, with the prices of all.
+
+    Args:
+        request, ulysses_degree, on, topology, item_size: see `plan_attention`.
+        ways: gets the plans of all.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
-        ways, refused = list[Plan](), None
+        refused = None
         for way in SCHEMES.values():
             for degree in _degrees(way, request.layout, ulysses_degree, topology):
                 try:
-                    ways.append(request.plan(way, degree))
+                    ways.append(request.plan(way, degree, ways))
                 except ArgumentError as error:
                     refused = refused or error
-                else:
-                    _share_seen(ways[-1], ways[:-1])
         if not ways:
             assert refused is not None
             raise refused
@@ -206,14 +212,6 @@ def _cheapest(
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if way.is_product else None
     return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:])))
-
-
-def _share_seen(plan: Plan, others: Sequence[Plan]) -> None:
-    """Lets a plan take what queries see from one of the others, where heads are spread alike."""
-    for other in others:
-        if other.ulysses_degree == plan.ulysses_degree and plan.attend is not None and other.attend is not None:
-            plan.attend.share_seen(other.attend)
-            return
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
