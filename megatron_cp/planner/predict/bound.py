@@ -40,12 +40,12 @@ def attention_bound(plan: Plan, on: Machine, topology: Topology, item_size: int)
 
 
 class _Load(NamedTuple):
-    """`[ranks]` bytes that each rank sends to and gets from its own host, and other hosts."""
+    """`[ranks]` bytes, or rows, that each rank sends to and gets from its own host, and other hosts."""
 
-    sent_near: IntArray
-    sent_far: IntArray
-    got_near: IntArray
-    got_far: IntArray
+    sent_near: IntArray | Seconds
+    sent_far: IntArray | Seconds
+    got_near: IntArray | Seconds
+    got_far: IntArray | Seconds
 
     def seconds(self, topology: Topology) -> Seconds:
         """`[ranks]` in which the busiest of a rank's ports is busy; ranks that share a card wait for one another."""
@@ -169,6 +169,6 @@ def _exchanged(plan: Plan, topology: Topology, item_size: int) -> Seconds:
         tokens = exchange.layout.token_counts.reshape(-1, degree)
         # Of a sender of tokens to each reader of heads, and of heads to the owner of each token.
         mine, theirs = (tokens, np.broadcast_to(rows, tokens.shape)) if to_heads else (rows, tokens)
-        sent = [(mine * (where @ theirs[:, :, None])[:, :, 0]).ravel() for where in (near, far)]
-        seconds = seconds + _Load(*sent, nothing, nothing).seconds(topology)
+        to_near, to_far = ((mine * (where @ theirs[:, :, None])[:, :, 0]).ravel() for where in (near, far))
+        seconds = seconds + _Load(to_near, to_far, nothing, nothing).seconds(topology)
     return seconds
