@@ -38,6 +38,7 @@ from megatron_cp.megatron.loss import forward_step as forward_step_of
 from megatron_cp.megatron.modules import slots_of
 from megatron_cp.megatron.pack import Pack, broadcast_pack
 from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.pack_cost import PackCost
 
 
@@ -72,7 +73,7 @@ def forward_step(data_iterator: Iterator[Pack] | None, model: Any) -> Any:
 
 
 def global_batch() -> GlobalBatch | None:
-    """With `--cp-even-packs`: what a step reads, and what Megatron counts as the flops of its packs."""
+    """With `--cp-even-packs`: what a step reads, and what its packs' flops, as Megatron counts them, take."""
     args = get_args()
     if not args.cp_even_packs:
         return None
@@ -81,7 +82,8 @@ def global_batch() -> GlobalBatch | None:
     pair = num_floating_point_operations(args, 1, seqlen_squared_sum_in_batch=1, total_real_tokens_in_batch=0)
     # Stages and experts wait for each other in each microbatch; else ranks wait once a step.
     barrier = args.pipeline_model_parallel_size > 1 or args.expert_model_parallel_size > 1
-    return GlobalBatch(ranks, args.global_batch_size // ranks, PackCost(0.0, token, pair), barrier)
+    cost = PackCost(0.0, token, pair).at_rates_of(machine(args.cp_hardware).hardware, args.kv_channels)
+    return GlobalBatch(ranks, args.global_batch_size // ranks, cost, barrier)
 
 
 def packs(corpus: Corpus, first: int, number: int) -> Iterator[Pack]:

@@ -37,6 +37,7 @@ from megatron_cp.megatron.train.setup import Training, build_training, layers_of
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.picture import save_picture
+from megatron_cp.planner.predict.hardware import machine
 
 FIRST_GRADIENTS, PLAN_PICTURE = "first_gradients", "plan.png"
 
@@ -73,7 +74,8 @@ def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> Pa
     """
     even = None
     if options.cp_even_packs:
-        cost = pack_cost_of(options, layers_of(options), options.padded_vocab_size(corpus.vocab_size))
+        flops = pack_cost_of(options, layers_of(options), options.padded_vocab_size(corpus.vocab_size))
+        cost = flops.at_rates_of(machine(options.cp_hardware).hardware, options.kv_channels)
         even = GlobalBatch(replicas, options.global_batch_size // replicas, cost)
     return PackedStream(corpus, options.seq_length, options.seed, even=even)
 
