@@ -214,6 +214,22 @@ class Fetch(Memo, KeyFlow):
         _, _, owners = self._wanted_pieces(rank)
         return bool((owners[1:] >= owners[:-1]).all())
 
+    @property
+    def arrive_in_order(self) -> NDArray[np.bool_]:
+        """`[ranks]` `arrives_in_order` of all."""
+        return self.memo(("arrive in order",), lambda: frozen(self._arrive_in_order()))
+
+    def _arrive_in_order(self) -> NDArray[np.bool_]:
+        if self.equal_shares:  # all want the same
+            return np.full(self.size, self.arrives_in_order(0))
+        (edges, owners), (starts, ends, offsets) = pieces_of(self.layout), self._all_wanted
+        number, piece = _meetings(starts, ends, edges[:-1], edges[1:])
+        reader, owner = np.repeat(np.arange(self.size), np.diff(offsets))[number], owners[piece]
+        falls = (owner[1:] < owner[:-1]) & (reader[1:] == reader[:-1])
+        found = np.ones(self.size, dtype=bool)
+        found[reader[1:][falls]] = False
+        return found
+
     def tables(self, rank: int) -> FetchTables:
         """What a rank sends and receives, row by row."""
         return self.memo(("tables", rank), lambda: self._make_tables(rank))
