@@ -96,7 +96,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpu", default="h100")
-    parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--batches", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

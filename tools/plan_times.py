@@ -2,7 +2,8 @@
 
 Masks, layouts and batches take turns, for two shapes of heads. A plan of a known scheme and the tables of one rank,
 and a plan by `auto` with the tables of what it takes; layouts are there before. Every plan is of a layout of its own,
-so that nothing is remembered from the one before; the median of some counts.
+so that nothing is remembered from the one before; the median of some counts. Times are a thread's own, which other work
+on its core is not part of, and by the clock.
 """
 
 from __future__ import annotations
@@ -70,28 +71,27 @@ def make_tables(plan: Plan, rank: int) -> None:
 
 
 def timed(cell: Cell, scheme: str, gpu: str, repeats: int) -> tuple[float, float, Plan]:
-    """Milliseconds of a plan, and of one with the tables of a rank, each the median; and the plan."""
+    """Milliseconds of a plan with a rank's tables, the thread's own and by the clock, each the median; the plan."""
     heads, groups, size = cell.heads
     taken = []
     for _ in range(repeats + 1):
         packing = Packing(lengths_of(cell.batch))
         layout = getattr(Layout, cell.layout)(packing, CP)
         mask = Mask.named(packing, cell.mask)
-        began = time.perf_counter()
+        began = time.thread_time(), time.perf_counter()
         plan = plan_attention(
             packing, layout, heads=heads, kv_heads=groups, head_dim=size, mask=mask, scheme=scheme, hardware=gpu
         )
-        planned = time.perf_counter()
         make_tables(plan, RANK)
-        taken.append((planned - began, time.perf_counter() - began))
-    alone, whole = (1e3 * statistics.median(times) for times in zip(*taken[1:], strict=True))
-    return alone, whole, plan
+        taken.append((time.thread_time() - began[0], time.perf_counter() - began[1]))
+    own, clock = (1e3 * statistics.median(times) for times in zip(*taken[1:], strict=True))
+    return own, clock, plan
 
 
 def measured(cell: Cell, gpu: str, repeats: int) -> dict[str, Any]:
     """A row of the table."""
-    known = {scheme: timed(cell, scheme, gpu, repeats)[1] for scheme in KNOWN}
-    _, auto, plan = timed(cell, "auto", gpu, repeats)
+    known = {scheme: timed(cell, scheme, gpu, repeats)[:2] for scheme in KNOWN}
+    *auto, plan = timed(cell, "auto", gpu, repeats)
     took = plan.prices[0]
     return {**cell._asdict(), "known_ms": known, "auto_ms": auto, "way": took.scheme + took.detail,
             "predicted_ms": took.total, "played": sum(not price.is_bound for price in plan.prices)}  # fmt: skip
@@ -107,24 +107,23 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     rows = [measured(cell, args.gpu, args.repeats) for cell in cells() if args.only in " ".join(map(str, cell))]
-    known, auto = ([most(row) for row in rows] for most in (_most_known, lambda row: row["auto_ms"]))
+    known = np.array([[row["known_ms"][scheme] for scheme in KNOWN] for row in rows]).max(axis=1)
+    auto = np.array([row["auto_ms"] for row in rows])
     print(f"cp {CP}, {TOTAL:,} tokens, {machine(args.gpu).describe()}; milliseconds, medians of {args.repeats}")
-    print(f"a known scheme with one rank's tables: median {np.median(known):.1f}, most {max(known):.1f} "
-          f"(target {TARGET_KNOWN:g})")  # fmt: skip
-    print(f"auto with those of what it takes: median {np.median(auto):.1f}, most {max(auto):.1f} "
-          f"(target {TARGET_AUTO:g})")  # fmt: skip
+    for what, times, target in (
+        ("a known scheme with one rank's tables", known, TARGET_KNOWN),
+        ("auto with those of what it takes", auto, TARGET_AUTO),
+    ):
+        for clock, each in zip(("the thread's own", "by the clock"), times.T, strict=True):
+            print(f"{what}, {clock}: median {np.median(each):.1f}, most {each.max():.1f} (target {target:g})")
     print(f"\n| batch | layout | mask | heads | {' | '.join(KNOWN)} | auto | takes | predicted ms |")
     print("|---|---|---|---|" + "--:|" * (len(KNOWN) + 1) + "---|--:|")
     for row in rows:
-        times = " | ".join(f"{row['known_ms'][scheme]:.1f}" for scheme in KNOWN)
+        times = " | ".join(f"{row['known_ms'][scheme][0]:.1f}" for scheme in KNOWN)
         print(f"| {row['batch']} | {row['layout']} | {row['mask']} | {'/'.join(map(str, row['heads']))} | {times} | "
-              f"{row['auto_ms']:.1f} | {row['way']} | {row['predicted_ms']:.3f} |")  # fmt: skip
+              f"{row['auto_ms'][0]:.1f} | {row['way']} | {row['predicted_ms']:.3f} |")  # fmt: skip
     if args.json:
-        print(json.dumps({"known_ms": max(known), "auto_ms": max(auto), "rows": rows}))
-
-
-def _most_known(row: dict[str, Any]) -> float:
-    return max(row["known_ms"].values())
+        print(json.dumps({"known_ms": known.max(axis=0).tolist(), "auto_ms": auto.max(axis=0).tolist(), "rows": rows}))
 
 
 if __name__ == "__main__":
