@@ -18,10 +18,10 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import words
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import MODES
+from megatron_cp.plan.schemes import AUTO, MODES
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.layouts import CHOICES, layout_by_name
 from megatron_cp.planner.page.page import check_page, save_page
 from megatron_cp.planner.predict import Machine, Topology, machine
 from megatron_cp.planner.predict.model_files import read_model
@@ -31,7 +31,6 @@ from megatron_cp.planner.predict.price import described, timelines
 from megatron_cp.planner.predict.simulate import Span
 from megatron_cp.planner.predict.step import StepChoice, StepPrice, predict_step, way_of
 
-_LAYOUTS = ("contiguous", "zigzag", "balanced")
 _MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
@@ -89,7 +88,7 @@ def run_whole(args: argparse.Namespace) -> Report:
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
     """A price for each size and layout; with all layers recomputed where it would not fit otherwise."""
-    names = _LAYOUTS if args.layout is None else (require("layout", args.layout),)
+    names = CHOICES if args.layout in (None, AUTO) else (require("layout", args.layout),)
     scheme, mode = _asked(args)
     mask = None if args.mask is None else Mask.named(packing, args.mask)
     rows = []
