@@ -164,12 +164,14 @@ def choose_layout(
         ArgumentError: no layers, or layers that cannot be planned in any of these layouts.
 
     Example:
-        >>> layer = AttentionSlot(heads=8, kv_heads=2, head_dim=64, value_head_dim=64, scheme="all_gather")
-        >>> choose_layout(Packing([60000, 5000]), 4, [layer] * 12).name
+        >>> layer = AttentionSlot(heads=8, kv_heads=2, head_dim=64, value_head_dim=64, scheme="exact")
+        >>> choose_layout(Packing([16000, 300, 9000, 4000, 1, 3000]), 4, [layer] * 12).name
         'balanced'
     """
     cp_size, packing = checked_integer("cp_size", cp_size, 1), checked_packing(packing)
     align, min_rows = checked_integer("align", align, 1), checked_integer("min_rows", min_rows, 0)
+    if mask is not None and (not isinstance(mask, Mask) or mask.packing != packing):
+        raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing), or None")
     layers = _counted(slots)
     made: dict[str, Layout] = {}
 
