@@ -134,7 +134,7 @@ class LayoutChoice:
     def explain(self) -> str:
         """A line for each layout that was weighed."""
         if not self.prices:
-            return "\n".join([f"chosen layout {self.name}: nothing to choose", *self.notes])
+            return f"chosen layout {self.name}: {'; '.join(self.notes) or 'nothing to choose'}"
         lines = [price.describe("other " if number else "chosen") for number, price in enumerate(self.prices)]
         best = min(price.milliseconds for price in self.prices)
         if best < self.prices[0].milliseconds:

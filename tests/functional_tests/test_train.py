@@ -272,7 +272,7 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
     entries = metrics_of(tmp_path / "run")
     assert len(entries) == 3
     is_chosen = ("--cp-layout", "auto") in itertools.pairwise(arguments)
-    assert ("chosen layout " in printed.err) == is_chosen
+    assert [entry.get("layout_choice", "")[:14] for entry in entries] == [["", "chosen layout "][is_chosen], "", ""]
     for entry in entries:  # of one pack
         assert sum(entry.get("layouts", {}).values()) == is_chosen
 

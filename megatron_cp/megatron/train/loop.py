@@ -141,7 +141,6 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
                     checkpoint.save_gradients(run.folder / f"{FIRST_GRADIENTS}.{tp_rank}.pt", training)
                 if world.rank == 0:
                     batches.save_picture(run.folder / PLAN_PICTURE)  # a run that is cut short has one too
-                    log.say(batches.why)
             _, grad_norm, _ = training.optimizer.step()
             lr = training.optimizer.param_groups[0]["lr"]
             training.scheduler.step(increment=options.global_batch_size)
@@ -171,11 +170,13 @@ class _Counts(NamedTuple):
         tokens: in them.
         pad_rows: rows of theirs that are no token.
         layouts: how many packs got which layout; empty unless it was chosen for each.
+        why: the first pack of the run has its layout; told once.
     """
 
     tokens: int
     pad_rows: int
     layouts: dict[str, int]
+    why: str
 
 
 class _Batches:
@@ -184,7 +185,7 @@ class _Batches:
     def __init__(self, stream: PackedStream, training: Training, options: TrainingOptions, steps_done: int) -> None:
         self._stream, self._training, self._options = stream, training, options
         self._layers = layer_slots(training.model)  # all of them: Megatron's pipeline is of one stage here
-        self.why = ""  # the first pack has its layout
+        self._why, self._told = "", False  # the first pack has its layout
         self._replicas = parallel_state.get_data_parallel_world_size()
         self._next = steps_done * options.global_batch_size + parallel_state.get_data_parallel_rank()
         self._tokens = self._pad_rows = 0
@@ -220,7 +221,8 @@ class _Batches:
         if options.cp_layout != AUTO:
             return layout_by_name(options.cp_layout, packing, size, align=align, min_rows=1)
         choice = choose_layout(packing, size, self._layers, align=align, min_rows=1)
-        self.why = self.why or choice.explain()
+        if not self._told:
+            self._why, self._told = choice.explain(), True
         self._layouts[choice.name] += 1
         return choice.layout
 
@@ -233,7 +235,8 @@ class _Batches:
             counts = counts.to(self._training.device)
             dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
         tokens, pad_rows, *packs = counts.tolist()
-        return _Counts(tokens, pad_rows, {name: n for name, n in zip(CHOICES, packs, strict=True) if n})
+        why, self._why = self._why, ""
+        return _Counts(tokens, pad_rows, {name: n for name, n in zip(CHOICES, packs, strict=True) if n}, why)
 
     def save_picture(self, path: Path) -> None:
         """Draws who holds which tokens of the pack with the most documents so far."""
@@ -280,7 +283,7 @@ class _Log:
         counts: _Counts,
         seconds: float,
     ) -> None:
-        tokens, pad_tokens, layouts = counts
+        tokens, pad_tokens, layouts, why = counts
         self._losses.append(loss)
         self._pad_tokens += pad_tokens
         self._seconds.append((tokens, seconds))
@@ -290,19 +293,17 @@ class _Log:
             "step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "loss_tokens": labelled,
             "pad_tokens": pad_tokens, "seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1),
             "context_parallel_size": self._cp_size, **({"layouts": layouts} if layouts else {}),
+            **({"layout_choice": why} if why else {}),
         }  # fmt: skip
         with writing(self._folder, METRICS):
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
+        if why:
+            tqdm.write(why, file=sys.stderr)
         shown = f"loss {loss:.4f}, {tokens / seconds:,.0f} tokens/s, {self._pad_tokens} pad tokens"
         shown += "".join(f", {packs} {name}" for name, packs in layouts.items())
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
-
-    def say(self, text: str) -> None:
-        """Prints lines above the progress bar, on rank 0."""
-        if self._file is not None and text:
-            tqdm.write(text, file=sys.stderr)
 
     def close(self) -> None:
         if self._file is not None:
