@@ -26,18 +26,20 @@ from megatron.training.argument_utils import hybrid_config_from_args, pretrain_c
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import num_floating_point_operations
+from megatron.training.utils import print_rank_0
 
 from megatron_cp.data.corpus import Corpus, split_corpus
 from megatron_cp.data.even import GlobalBatch
 from megatron_cp.data.stream import PackedStream
+from megatron_cp.layout import Layout
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
 from megatron_cp.megatron.config import TransformerConfig, add_arguments, with_options
 from megatron_cp.megatron.groups import BatchGroups
 from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step as forward_step_of
-from megatron_cp.megatron.modules import slots_of
+from megatron_cp.megatron.modules import layer_slots, slots_of
 from megatron_cp.megatron.pack import Pack, broadcast_pack
-from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.layouts import choose_layout, layout_by_name
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.pack_cost import PackCost
 
@@ -53,11 +55,9 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
     args, groups = get_args(), batch_groups()
     pack = next(data_iterator) if data_iterator is not None else None
     pack = broadcast_pack(pack, groups.tp_host)
-    align = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    layout = layout_by_name(args.cp_layout, pack.packing, args.context_parallel_size, align=align)
     return shard_batch(
         pack.tokens,
-        layout,
+        layout_of(pack, model),
         groups.cp,
         slots=slots_of(model),
         labels=pack.labels,
@@ -65,6 +65,19 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu",
         seed=getattr(args, "curr_iteration", 0),  # of dropout; Megatron sets it when training begins
     )
+
+
+def layout_of(pack: Pack, model: Any) -> Layout:
+    """Who holds which tokens of a pack; with `--cp-layout auto` the log says why, at the steps that Megatron logs."""
+    args = get_args()
+    # As shard_batch wants it, or what was planned to choose would be planned again.
+    rows = {"align": args.tensor_model_parallel_size if args.sequence_parallel else 1, "min_rows": 1}
+    if args.cp_layout != "auto":
+        return layout_by_name(args.cp_layout, pack.packing, args.context_parallel_size, **rows)
+    choice = choose_layout(pack.packing, args.context_parallel_size, layer_slots(model), **rows)
+    if getattr(args, "curr_iteration", 0) % args.log_interval == 0:
+        print_rank_0(choice.explain())
+    return choice.layout
 
 
 def forward_step(data_iterator: Iterator[Pack] | None, model: Any) -> Any:

@@ -31,6 +31,7 @@ from megatron_cp.planner.checks import (
     no_chunks,
     notes_of,
 )
+from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, weighed
 
@@ -54,6 +55,7 @@ def plan_attention(
     hardware: Machine | str | None = None,
     topology: Topology | None = None,
     item_size: int = 2,
+    memory_limit: int | None = None,
 ) -> Plan:
     """How to run softmax attention over a batch.
 
@@ -88,10 +90,14 @@ def plan_attention(
             "int8", each with a scale for each token and head.
         hardware: on what "auto" predicts: a preset such as "h100", its file, or a `Machine`; "h100" if None.
         topology: where the ranks are; full hosts of that machine if None.
-        item_size: bytes of an activation, for predictions.
+        item_size: bytes of an activation, for predictions and for the limit.
+        memory_limit: bytes that the buffers of messages may take on a rank, in one step forward and backward, as
+            `buffer_bytes` counts them; None for any. "auto" takes no way that needs more, in more head chunks if that
+            helps; another scheme that does is refused.
 
     Raises:
-        ArgumentError: an argument that does not fit the others, or that no scheme here can run.
+        ArgumentError: an argument that does not fit the others, that no scheme here can run, or a memory limit that no
+            way keeps: with the way that needs least.
     """
     require("scheme", scheme)
     check_layout(packing, layout)
@@ -104,7 +110,8 @@ def plan_attention(
         raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    for name, value in (("head_chunks", head_chunks), ("ulysses_degree", ulysses_degree)):
+    given = {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree, "memory_limit": memory_limit}
+    for name, value in given.items():
         if value is not None:
             checked_integer(name, value, 1)
     require("codec", codec)
@@ -113,13 +120,16 @@ def plan_attention(
     request = replace(request, transport=checked_transport(transport, layout.cp_size))
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     topology = checked_topology(topology, on, layout.cp_size, request.transport)
+    limit = MemoryLimit(memory_limit, item_size)
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
-        return request.plan(scheme_named(scheme), ulysses_degree)
-    key, looked_at = ("auto", *request.key, ulysses_degree, on, topology, item_size), list[Plan]()
-    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, item_size, looked_at))
+        plan = request.plan(scheme_named(scheme), ulysses_degree)
+        limit.check(plan)
+        return plan
+    key, looked_at = ("auto", *request.key, ulysses_degree, on, topology, limit), list[Plan]()
+    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, limit, looked_at))
     # Made once more where it was found, from the same tables: its notes are said aloud now.
     chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree, looked_at)
-    return replace(chosen, prices=found.prices)
+    return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
 
 
 class _Choice(NamedTuple):
@@ -129,6 +139,7 @@ class _Choice(NamedTuple):
     degree: int | None
     head_chunks: int | None
     prices: tuple[Price, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -184,12 +195,14 @@ class _Request:
 
 
 def _cheapest(
-    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, item_size: int, ways: list[Plan]
-) -> _Choice:
-    """The way that is predicted to be fastest, with the prices of all.
+    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, limit: MemoryLimit,
+    ways: list[Plan],
+) -> _Choice:  # fmt: skip
+    """The way that is predicted to be fastest of those that keep the limit, with the prices of all.
 
     Args:
-        request, ulysses_degree, on, topology, item_size: see `plan_attention`.
+        request, ulysses_degree, on, topology: see `plan_attention`.
+        limit: what the ways must keep.
         ways: gets the plans of all.
     """
     with warnings.catch_warnings():
@@ -204,14 +217,16 @@ def _cheapest(
         if not ways:
             assert refused is not None
             raise refused
-        found = weighed(ways, on, topology, item_size)
-        price, plan = in_best_chunks(found[0], request.with_chunks, on, topology, item_size)
+        kept, notes = limit.keeping(ways, request.with_chunks)
+        found = weighed(kept, on, topology, limit.item_size)
+        in_chunks = limit.only_fitting(request.with_chunks)
+        price, plan = in_best_chunks(found[0], in_chunks, on, topology, limit.item_size)
     way, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and way.takes_chunks:
         assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if way.is_product else None
-    return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:])))
+    return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:])), notes)
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:

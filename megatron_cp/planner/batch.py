@@ -43,10 +43,11 @@ class AttentionSlot:
     hardware: Machine | str | None = None
     topology: Topology | None = None
     item_size: int = 2
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
-        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
+        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks", "memory_limit"))
         _check_topology(self.topology)
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
@@ -76,6 +77,7 @@ class AttentionSlot:
             hardware=self.hardware,
             topology=self.topology,
             item_size=self.item_size,
+            memory_limit=self.memory_limit,
         )
 
 
