@@ -26,18 +26,21 @@ from megatron.training.argument_utils import hybrid_config_from_args, pretrain_c
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import num_floating_point_operations
+from megatron.training.utils import print_rank_0
 
 from megatron_cp.data.corpus import Corpus, split_corpus
 from megatron_cp.data.even import GlobalBatch
 from megatron_cp.data.stream import PackedStream
+from megatron_cp.layout import Layout
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
 from megatron_cp.megatron.config import TransformerConfig, add_arguments, with_options
 from megatron_cp.megatron.groups import BatchGroups
 from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step as forward_step_of
-from megatron_cp.megatron.modules import slots_of
+from megatron_cp.megatron.modules import layer_slots, slots_of
 from megatron_cp.megatron.pack import Pack, broadcast_pack
-from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.layouts import choose_layout, layout_by_name
+from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.pack_cost import PackCost
 
 
@@ -52,11 +55,9 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
     args, groups = get_args(), batch_groups()
     pack = next(data_iterator) if data_iterator is not None else None
     pack = broadcast_pack(pack, groups.tp_host)
-    align = args.tensor_model_parallel_size if args.sequence_parallel else 1
-    layout = layout_by_name(args.cp_layout, pack.packing, args.context_parallel_size, align=align)
     return shard_batch(
         pack.tokens,
-        layout,
+        layout_of(pack, model),
         groups.cp,
         slots=slots_of(model),
         labels=pack.labels,
@@ -66,13 +67,26 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
     )
 
 
+def layout_of(pack: Pack, model: Any) -> Layout:
+    """Who holds which tokens of a pack; with `--cp-layout auto` the log says why, at the steps that Megatron logs."""
+    args = get_args()
+    # As shard_batch wants it, or what was planned to choose would be planned again.
+    rows = {"align": args.tensor_model_parallel_size if args.sequence_parallel else 1, "min_rows": 1}
+    if args.cp_layout != "auto":
+        return layout_by_name(args.cp_layout, pack.packing, args.context_parallel_size, **rows)
+    choice = choose_layout(pack.packing, args.context_parallel_size, layer_slots(model), **rows)
+    if getattr(args, "curr_iteration", 0) % args.log_interval == 0:
+        print_rank_0(choice.explain())
+    return choice.layout
+
+
 def forward_step(data_iterator: Iterator[Pack] | None, model: Any) -> Any:
     """What Megatron calls for each microbatch."""
     return forward_step_of(iter([get_batch(data_iterator, model)]), model)
 
 
 def global_batch() -> GlobalBatch | None:
-    """With `--cp-even-packs`: what a step reads, and what Megatron counts as the flops of its packs."""
+    """With `--cp-even-packs`: what a step reads, and what its packs' flops, as Megatron counts them, take."""
     args = get_args()
     if not args.cp_even_packs:
         return None
@@ -81,7 +95,8 @@ def global_batch() -> GlobalBatch | None:
     pair = num_floating_point_operations(args, 1, seqlen_squared_sum_in_batch=1, total_real_tokens_in_batch=0)
     # Stages and experts wait for each other in each microbatch; else ranks wait once a step.
     barrier = args.pipeline_model_parallel_size > 1 or args.expert_model_parallel_size > 1
-    return GlobalBatch(ranks, args.global_batch_size // ranks, PackCost(0.0, token, pair), barrier)
+    cost = PackCost(0.0, token, pair).at_rates_of(machine(args.cp_hardware).hardware, args.kv_channels)
+    return GlobalBatch(ranks, args.global_batch_size // ranks, cost, barrier)
 
 
 def packs(corpus: Corpus, first: int, number: int) -> Iterator[Pack]:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from megatron_cp.planner.batch import AttentionSlot as AttentionSlot
     from megatron_cp.planner.batch import BatchPlan as BatchPlan
     from megatron_cp.planner.batch import LinearSlot as LinearSlot
+    from megatron_cp.planner.layouts import choose_layout as choose_layout
     from megatron_cp.planner.linear import plan_linear as plan_linear
     from megatron_cp.softmax.attention import attention as attention
     from megatron_cp.softmax.attention import projected_attention as projected_attention
@@ -65,6 +66,7 @@ _HOMES = {
     "attention": "megatron_cp.softmax.attention",
     "causal_conv1d": "megatron_cp.linear.causal_conv1d",
     "check_agreement": "megatron_cp.executor.agreement",
+    "choose_layout": "megatron_cp.planner.layouts",
     "compare_calls": "megatron_cp.executor.agreement",
     "gated_delta_net": "megatron_cp.linear.gated_delta_net",
     "gated_delta_rule": "megatron_cp.linear.gated_delta_net",

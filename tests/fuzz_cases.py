@@ -104,6 +104,10 @@ class Call:
     def mask_and_pairs(self):
         """The mask, and the pairs that the oracle says are visible."""
         kind, *arguments = self.mask
+        if kind == "table":
+            name, count = arguments
+            spelled = name if count is None else f"{name}:{count}"
+            return Mask.named(self.packing, spelled), mask_oracle.table(self.packing, name, count)
         if kind == "blocks":
             table, size = arguments
             cells = -(-self.packing.total // size)

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 
+from megatron_cp.layout.block_masks import BLOCK_TABLES
 from megatron_cp.plan.schemes import SCHEMES
 from tests.fuzz_cases import ATTENTIONS, KINDS, LAYOUTS, OPERATIONS, Call, Case
 from tests.fuzz_problem import names_of
@@ -131,7 +132,7 @@ def _narrow(r, call):
 
 def _mask(r, lengths):
     kinds = ("causal", "causal", "full", "window", "window", "first", "prefix", "chunk", "shared_question", "slices",
-             "blocks")  # fmt: skip
+             "blocks", "table")  # fmt: skip
     kind, total = r.choice(kinds), sum(lengths)
     if kind in ("slices", "blocks") and total > 70:
         kind = "window"  # the oracle goes from pair to pair
@@ -142,6 +143,9 @@ def _mask(r, lengths):
         return (kind, left, right, *([r.randint(1, 5)] if kind == "first" else []))
     if kind in ("prefix", "chunk"):
         return (kind, r.randint(1, 12))
+    if kind == "table":
+        table = BLOCK_TABLES[r.choice(tuple(BLOCK_TABLES))]
+        return (kind, table.name, r.choice((None, table.multiple_of * r.randint(1, 3))))
     if kind == "shared_question":
         return (kind, tuple(_parts(r, length) for length in lengths))
     if kind == "slices":

@@ -39,7 +39,7 @@ from megatron_cp.linear.kernels.fla import documents_key, fixed_documents
 from megatron_cp.plan.attention import Attend, Stage
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import MODES, SCHEMES, LinearMode, Scheme
+from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES, LinearMode, Scheme
 from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan, Slot
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
@@ -88,7 +88,12 @@ class PlanSlots:
             if capacity_tokens % divisor:
                 raise ArgumentError("capacity_tokens", capacity_tokens, f"a multiple of {name}, which is {divisor}")
         if not isinstance(layout, str) or layout not in _LAYOUTS:
-            raise ArgumentError("layout", layout, " or ".join(_LAYOUTS))
+            remedy = (
+                "A graph repeats the launches of one layout, whatever the pack."
+                if isinstance(layout, str) and layout == AUTO
+                else ""
+            )
+            raise ArgumentError("layout", layout, " or ".join(_LAYOUTS), remedy)
         self._layout_name = layout
         self._memory: _Memory | None = None
         self._patterns: dict[tuple[int, int], Pattern] = {}

@@ -115,14 +115,15 @@ def _explained(args: argparse.Namespace, cp: int) -> Report:
     started = time.perf_counter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
-        plan = case.plan()
+        choice, plan = case.layout_choice(), case.plan()
         if not plan.prices:  # of a scheme that was asked for
             plan = replace(plan, prices=(_priced_as(case, plan),))
     milliseconds = (time.perf_counter() - started) * 1e3
     if case.layer == "attention":
         checked_options(case.head_dim, **case.softmax_options)  # for what the layer would refuse
     item_size = case.dtype.itemsize
-    text = [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
+    text = [choice.explain()] if choice else []
+    text += [plan.explain(item_size), f"planned in {milliseconds:.1f} ms"]
     schemes = _schemes(case, plan, item_size) if case.layer == "attention" else {}
     if schemes:
         text += ["", *_table(schemes), *_not_as_asked(case, schemes)]

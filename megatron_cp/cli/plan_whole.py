@@ -18,10 +18,10 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import words
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import MODES
+from megatron_cp.plan.schemes import AUTO, MODES
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.layouts import CHOICES, layout_by_name
 from megatron_cp.planner.page.page import check_page, save_page
 from megatron_cp.planner.predict import Machine, Topology, machine
 from megatron_cp.planner.predict.model_files import read_model
@@ -30,8 +30,8 @@ from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.planner.predict.price import described, timelines
 from megatron_cp.planner.predict.simulate import Span
 from megatron_cp.planner.predict.step import StepChoice, StepPrice, predict_step, way_of
+from megatron_cp.planner.predict.together import chunks_of
 
-_LAYOUTS = ("contiguous", "zigzag", "balanced")
 _MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
@@ -89,7 +89,7 @@ def run_whole(args: argparse.Namespace) -> Report:
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
     """A price for each size and layout; with all layers recomputed where it would not fit otherwise."""
-    names = _LAYOUTS if args.layout is None else (require("layout", args.layout),)
+    names = CHOICES if args.layout in (None, AUTO) else (require("layout", args.layout),)
     scheme, mode = _asked(args)
     mask = None if args.mask is None else Mask.named(packing, args.mask)
     rows = []
@@ -101,7 +101,7 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
                 layout = layout_by_name(name, packing, cp, align=args.align, seed=args.seed, mask=mask)
                 choice = StepChoice(
                     cp, name, scheme, args.ulysses_degree, mode, args.recompute or "selective", args.head_chunks,
-                    args.transport, args.codec, args.sharding or "zero3", args.replicas or 1,
+                    args.transport, args.codec, args.sharding or "zero3", args.replicas or 1, args.gpu,
                 )  # fmt: skip
                 try:
                     row = predict_step(model, layout, choice, on, topology)
@@ -223,11 +223,10 @@ def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[s
     ]  # fmt: skip
     cells = [heads]
     for row in rows:
-        attention = next((plan for plan, _ in row.plans if plan.attend is not None), None)
-        linear = next((plan for plan, _ in row.plans if plan.attend is None), None)
+        attention, linear = ([plan for plan, _ in row.plans if (plan.attend is None) == way] for way in (False, True))
         cells.append(
             [
-                str(row.choice.cp), row.choice.layout, _name(attention), _name(linear), row.choice.recompute,
+                str(row.choice.cp), row.choice.layout, _names(attention), _names(linear), row.choice.recompute,
                 *(f"{value:,.1f}" for value in _parts(row).values()), f"{row.step:,.1f}",
                 f"{row.tokens_per_second_per_gpu:,.0f}", f"{row.mfu(on.hardware.matrix_peak):.0%}",
                 f"{row.memory.total / 2**30:.1f}", "<-" if row is best else "",
@@ -243,11 +242,14 @@ def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[s
     ]
 
 
-def _name(plan: Plan | None) -> str:
-    if plan is None:
-        return "-"
+def _names(plans: Sequence[Plan]) -> str:
+    """Of the kinds of layers, each way once."""
+    return " / ".join(dict.fromkeys(_name(plan) for plan in plans)) or "-"
+
+
+def _name(plan: Plan) -> str:
     exchanged = 1 < plan.ulysses_degree < plan.cp_size
-    chunks = max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
+    chunks = chunks_of(plan)
     return (
         way_of(plan)
         + (f" (u = {plan.ulysses_degree})" if exchanged else "")

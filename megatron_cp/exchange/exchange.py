@@ -89,6 +89,10 @@ class Exchange(Memo):
         """The bytes of a token in the messages of one part."""
         return self.parts[part].row_format(item_sizes, alignment, self.coded(item_sizes))
 
+    def row_bytes(self, part: int, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT) -> tuple[int, ...]:
+        """For each rank, the bytes of one token in messages of one part: of `row_format`, without its copies."""
+        return self.parts[part].row_bytes(item_sizes, alignment, self.coded(item_sizes))
+
     @cached_property
     def is_local(self) -> bool:
         """True on a single rank whose rows are the packed stream: nothing moves."""
@@ -97,7 +101,7 @@ class Exchange(Memo):
     def bytes_sent(self, item_size: int, *, to_heads: bool, alignment: int = ROW_ALIGNMENT) -> list[int]:
         """For each rank, the bytes that it sends to other ranks in one direction, for elements of `item_size` bytes."""
         item_sizes = [item_size] * len(self.sections.blocks)
-        of_parts = [part.row_bytes(item_sizes, alignment, self.coded(item_sizes)) for part in self.parts]
+        of_parts = [self.row_bytes(part, item_sizes, alignment) for part in range(len(self.parts))]
         rows = [sum(of_rank) for of_rank in zip(*of_parts, strict=True)]
         sent, row = [], sum(rows)
         for kv_rank in range(self.layout.cp_size // self.degree):

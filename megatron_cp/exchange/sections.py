@@ -297,21 +297,25 @@ class Sections(Memo):
         self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int | None, ...], ...], tuple[int, ...]]:
         """Of a row format the offsets, the scales and the bytes."""
-        offsets, scales, row_bytes = [], [], []
-        for rank in range(self.cp_size):
-            starts, places, end = [], list[int | None](), 0
-            for block, size, is_coded in zip(self.blocks, item_sizes, coded, strict=True):
-                starts.append(end)
-                end += _round_up(block.heads_on(rank) * block.head_dim * (1 if is_coded else size), alignment)
-            # Scales stand together, or those of few heads would fill up as many bytes as heads do.
-            end = _round_up(end, SCALE_SIZE) if any(coded) else end
-            for block, is_coded in zip(self.blocks, coded, strict=True):
-                places.append(end if is_coded else None)
-                end += block.heads_on(rank) * SCALE_SIZE if is_coded else 0
-            offsets.append(tuple(starts))
-            scales.append(tuple(places))
-            row_bytes.append(_round_up(end, alignment))
-        return tuple(offsets), tuple(scales), tuple(row_bytes)
+        heads_of_ranks = list(zip(*([hi - lo for lo, hi in block.ranges] for block in self.blocks), strict=True))
+        rows = {heads: self._row_of(heads, item_sizes, alignment, coded) for heads in set(heads_of_ranks)}
+        offsets, scales, row_bytes = zip(*(rows[heads] for heads in heads_of_ranks), strict=True)
+        return offsets, scales, row_bytes
+
+    def _row_of(
+        self, heads: tuple[int, ...], item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]
+    ) -> tuple[tuple[int, ...], tuple[int | None, ...], int]:
+        """Those of a rank with so many heads of each block."""
+        starts, places, end = [], list[int | None](), 0
+        for block, count, size, is_coded in zip(self.blocks, heads, item_sizes, coded, strict=True):
+            starts.append(end)
+            end += _round_up(count * block.head_dim * (1 if is_coded else size), alignment)
+        # Scales stand together, or those of few heads would fill up as many bytes as heads do.
+        end = _round_up(end, SCALE_SIZE) if any(coded) else end
+        for count, is_coded in zip(heads, coded, strict=True):
+            places.append(end if is_coded else None)
+            end += count * SCALE_SIZE if is_coded else 0
+        return tuple(starts), tuple(places), _round_up(end, alignment)
 
 
 def _head_copies(

@@ -113,16 +113,22 @@ def cut(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> 
     Returns:
         the tight bands in band order, and for each the number of its range.
     """
+    return cut_up(bands, starts, ends, queries=queries)[:2]
+
+
+def cut_up(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> tuple[IntArray, IntArray, IntArray]:
+    """As `cut`, and for each piece the number of the band that it was cut from."""
     first, last = (0, 1) if queries else (2, 3)
     lowest = np.searchsorted(ends, bands[:, first], side="right")
     count = np.maximum(np.searchsorted(starts, bands[:, last], side="left") - lowest, 0)
-    pieces = np.repeat(bands, count, axis=0)
+    origin = np.repeat(np.arange(len(bands)), count)
+    pieces = bands[origin]
     number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count) + np.repeat(lowest, count)
     pieces[:, first] = np.maximum(pieces[:, first], starts[number])
     pieces[:, last] = np.minimum(pieces[:, last], ends[number])
     boxes = tight_boxes(pieces)
     kept = _not_empty(boxes)
-    return boxes[kept], number[kept]
+    return boxes[kept], number[kept], origin[kept]
 
 
 def moved(bands: IntArray, queries: IntArray | int, keys: IntArray | int) -> IntArray:

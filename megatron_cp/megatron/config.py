@@ -8,6 +8,8 @@ from typing import Any
 
 from megatron.core.transformer import TransformerConfig as MegatronTransformerConfig
 
+from megatron_cp.errors import ArgumentError
+from megatron_cp.plan.schemes import AUTO
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import SAFE, machine, presets
 
@@ -21,7 +23,8 @@ class TransformerConfig(MegatronTransformerConfig):
     (`core_transformer_config_from_args(args, TransformerConfig)`).
 
     Attributes:
-        cp_layout: how `shard_batch` should assign tokens: zigzag, contiguous or balanced.
+        cp_layout: how `shard_batch` should assign tokens: zigzag, contiguous or balanced; or auto, the one of them in
+            which all layers of the model are predicted to be fastest on the batch. Not with pipeline stages.
         linear_cp_mode: how linear layers are spread: headwise, chunkwise, redistribute or auto.
         cp_head_chunks: parts in which heads change places in `a2a` and `a2a+p2p`, and in headwise linear layers (there
             at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact` gather keys, 2 if
@@ -95,6 +98,10 @@ def _settle(config: Any) -> None:
         require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}")
     require("mode", config.linear_cp_mode, name="--linear-cp-mode")
     machine(config.cp_hardware, argument="--cp-hardware")
+    if config.cp_layout == AUTO and config.pipeline_model_parallel_size > 1:
+        allowed = "zigzag, contiguous or balanced with --pipeline-model-parallel-size above 1"
+        remedy = "A stage knows its own layers alone, and hidden states go from stage to stage in one layout."
+        raise ArgumentError("--cp-layout", AUTO, allowed, remedy)
     if config.cp_packed_order is not None:
         require("packed_order", config.cp_packed_order, name="--cp-packed-order")
     elif config.sft:
@@ -108,7 +115,9 @@ def _settle(config: Any) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Our flags beside Megatron's: pass this as `extra_args_provider` to Megatron's parser."""
     group = parser.add_argument_group("megatron_cp")
-    group.add_argument("--cp-layout", default="zigzag", help="who holds which tokens: zigzag, contiguous or balanced")
+    group.add_argument(
+        "--cp-layout", default="zigzag", help="who holds which tokens: zigzag, contiguous, balanced, or auto"
+    )
     modes = "how linear layers are spread: headwise, chunkwise, redistribute or auto"
     group.add_argument("--linear-cp-mode", default="auto", help=modes)
     group.add_argument("--cp-head-chunks", type=int, help="parts in which heads change places, or keys are gathered")

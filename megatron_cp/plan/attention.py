@@ -368,6 +368,16 @@ class Attend(Memo):
         """The mask of a KV rank's queries, in their rows, over the stream of keys; or what it was assigned."""
         return self._seen.bands(kv_rank) if self.tiled is None else self.tiled.forward.of_rank(kv_rank)
 
+    def bands_of_kv_ranks(self) -> tuple[IntArray, IntArray]:
+        """`bands_of_kv_rank` of all of them, and `[n]` the KV rank of each."""
+        return self._seen.all_bands
+
+    def share_seen(self, other: Attend) -> None:
+        """Takes what queries see from an attention of the same mask, queries and keys, however these travel there."""
+        assert (self.mask, self.queries, self.keys) == (other.mask, other.queries, other.keys)
+        self.remember(("seen",), other._seen)
+        self.needed.share_memo(other.needed)
+
 
 # -- how keys travel -------------------------------------------------------------------------------------------------
 

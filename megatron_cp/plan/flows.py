@@ -121,7 +121,7 @@ class PassOn(KeyFlow):
         return bands_of_held_keys(bands, self.layout, self.source(rank))
 
     def rows_sent_by_ranks(self) -> IntArray:
-        return np.roll(self.layout.token_counts, self.hops - 1)
+        return self.layout.token_counts[(np.arange(self.size) - self.hops + 1) % self.size]
 
     def rows_sent(self, rank: int) -> int:
         return int(self.layout.token_counts[(rank - self.hops + 1) % self.layout.cp_size])
@@ -213,6 +213,22 @@ class Fetch(Memo, KeyFlow):
         """Whether the rows that a rank fetches, one owner's after the other's, are in stream order."""
         _, _, owners = self._wanted_pieces(rank)
         return bool((owners[1:] >= owners[:-1]).all())
+
+    @property
+    def arrive_in_order(self) -> NDArray[np.bool_]:
+        """`[ranks]` `arrives_in_order` of all."""
+        return self.memo(("arrive in order",), lambda: frozen(self._arrive_in_order()))
+
+    def _arrive_in_order(self) -> NDArray[np.bool_]:
+        if self.equal_shares:  # all want the same
+            return np.full(self.size, self.arrives_in_order(0))
+        (edges, owners), (starts, ends, offsets) = pieces_of(self.layout), self._all_wanted
+        number, piece = _meetings(starts, ends, edges[:-1], edges[1:])
+        reader, owner = np.repeat(np.arange(self.size), np.diff(offsets))[number], owners[piece]
+        falls = (owner[1:] < owner[:-1]) & (reader[1:] == reader[:-1])
+        found = np.ones(self.size, dtype=bool)
+        found[reader[1:][falls]] = False
+        return found
 
     def tables(self, rank: int) -> FetchTables:
         """What a rank sends and receives, row by row."""

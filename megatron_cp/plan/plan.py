@@ -273,7 +273,7 @@ class Plan(Memo):
             else int(tokens[kv_rank * degree : (kv_rank + 1) * degree].sum())
             for kv_rank in range(self.cp_size // degree)
         ]
-        return [areas[rank // degree] * (hi - lo) for rank in range(self.cp_size) for lo, hi in (self.heads_of(rank),)]
+        return [area * (hi - lo) for area in areas for lo, hi in self.partition.heads]
 
     def heads_of(self, rank: int) -> tuple[int, int]:
         """The query (or value) heads that a rank computes, as a range."""

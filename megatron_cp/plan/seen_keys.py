@@ -44,6 +44,13 @@ class SeenKeys(Memo):
             found += map(int, np.diff(before[offsets]))
         return found
 
+    @cached_property
+    def all_bands(self) -> tuple[IntArray, IntArray]:
+        """The bands of all KV ranks, and `[n]` the KV rank of each."""
+        blocks = [self._bands(block) for block in range(-(-self.queries.cp_size // self.block))]
+        counts = np.concatenate([np.diff(offsets) for _, offsets in blocks])
+        return np.concatenate([bands for bands, _ in blocks]), np.repeat(np.arange(counts.size), counts)
+
     def _bands(self, block: int) -> tuple[IntArray, IntArray]:
         """Of a block of KV ranks, with where those of each begin."""
         first = block * self.block

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_cp.errors import ArgumentError, as_number, checked_integer
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
@@ -31,8 +31,9 @@ from megatron_cp.planner.checks import (
     no_chunks,
     notes_of,
 )
+from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
-from megatron_cp.planner.tiled import USUAL_SEARCH, TileSearch, assigned_tiles
+from megatron_cp.planner.tiled import USUAL_SEARCH, TileSearch, assigned_tiles, checked_seconds
 from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, weighed
 
 
@@ -56,6 +57,7 @@ def plan_attention(
     topology: Topology | None = None,
     item_size: int = 2,
     search_seconds: float = 0.0,
+    memory_limit: int | None = None,
 ) -> Plan:
     """How to run softmax attention over a batch.
 
@@ -92,12 +94,17 @@ def plan_attention(
             "int8", each with a scale for each token and head.
         hardware: on what "auto" predicts: a preset such as "h100", its file, or a `Machine`; "h100" if None.
         topology: where the ranks are; full hosts of that machine if None.
-        item_size: bytes of an activation, for predictions and for the tiles of tiled, which weigh what travels.
+        item_size: bytes of an activation, for predictions, for the limit, and for the tiles of tiled, which weigh what
+            travels.
         search_seconds: how long tiled and a2a+tiled may search for better tiles, forward and backward each, beyond what
             they find within seconds: with OR-Tools, which the extra `solver` brings. All ranks find the same.
+        memory_limit: bytes that the buffers of messages may take on a rank, in one step forward and backward, as
+            `buffer_bytes` counts them; None for any. "auto" takes no way that needs more, in more head chunks if that
+            helps; another scheme that does is refused.
 
     Raises:
-        ArgumentError: an argument that does not fit the others, or that no scheme here can run.
+        ArgumentError: an argument that does not fit the others, that no scheme here can run, or a memory limit that no
+            way keeps: with the way that needs least.
     """
     require("scheme", scheme)
     check_layout(packing, layout)
@@ -110,7 +117,8 @@ def plan_attention(
         raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
-    for name, value in (("head_chunks", head_chunks), ("ulysses_degree", ulysses_degree)):
+    given = {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree, "memory_limit": memory_limit}
+    for name, value in given.items():
         if value is not None:
             checked_integer(name, value, 1)
     require("codec", codec)
@@ -119,18 +127,17 @@ def plan_attention(
     request = replace(request, transport=checked_transport(transport, layout.cp_size))
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     topology = checked_topology(topology, on, layout.cp_size, request.transport)
-    request = replace(request, topology=topology, search=TileSearch(item_size, _checked_seconds(search_seconds)))
+    request = replace(request, topology=topology, search=TileSearch(item_size, checked_seconds(search_seconds)))
+    limit = MemoryLimit(memory_limit, item_size)
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
-        return request.plan(scheme_named(scheme), ulysses_degree)
-    found: _Choice = layout.memo(
-        ("auto", *request.key, ulysses_degree, on, topology, item_size),
-        lambda: _cheapest(request, ulysses_degree, on, topology, item_size),
-    )
-    chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree)
-    return replace(chosen, prices=found.prices)
-
-
-_LONGEST_SEARCH = 86_400
+        plan = request.plan(scheme_named(scheme), ulysses_degree)
+        limit.check(plan)
+        return plan
+    key, looked_at = ("auto", *request.key, ulysses_degree, on, topology, limit), list[Plan]()
+    found: _Choice = layout.memo(key, lambda: _cheapest(request, ulysses_degree, on, topology, limit, looked_at))
+    # Made once more where it was found, from the same tables: its notes are said aloud now.
+    chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree, looked_at)
+    return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
 
 
 class _Choice(NamedTuple):
@@ -140,6 +147,7 @@ class _Choice(NamedTuple):
     degree: int | None
     head_chunks: int | None
     prices: tuple[Price, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -173,8 +181,8 @@ class _Request:
         sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
         return (keys, self.mask, *sizes, self.head_chunks, self.codec, self.transport)
 
-    def plan(self, way: Scheme, ulysses_degree: int | None) -> Plan:
-        """The plan of one scheme."""
+    def plan(self, way: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
+        """The plan of one scheme, which takes what queries see from another one in whose heads are spread alike."""
         degree = _degree(way, self.layout.cp_size, self.kv_heads, ulysses_degree)
         partition = partition_heads(self.heads, self.kv_heads, degree)
         q = Section("q", self.heads, self.head_dim, partition.heads)
@@ -184,6 +192,10 @@ class _Request:
         coding = checked_codec(self.codec, way.name, "" if way.takes_codec else _codec_remedy())
         steps = _steps(way, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding, self.tiles)
         attend = next(step for step in steps if isinstance(step, Attend))
+        for other in others:
+            if other.attend is not None and other.ulysses_degree == degree:
+                attend.share_seen(other.attend)
+                break
         notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=4)
         notes += _many_bands(attend, way)
         sections = Sections((q, k, v))
@@ -196,33 +208,42 @@ class _Request:
         way = SCHEMES[plan.scheme]
         if self.head_chunks is not None or not way.takes_chunks or chunks > plan.partition.most_groups:
             return None
-        return replace(self, head_chunks=chunks).plan(way, plan.ulysses_degree)
+        return replace(self, head_chunks=chunks).plan(way, plan.ulysses_degree, [plan])
 
 
 def _cheapest(
-    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, item_size: int
-) -> _Choice:
-    """The way that is predicted to be fastest, with the prices of all."""
+    request: _Request, ulysses_degree: int | None, on: Machine, topology: Topology, limit: MemoryLimit,
+    ways: list[Plan],
+) -> _Choice:  # fmt: skip
+    """The way that is predicted to be fastest of those that keep the limit, with the prices of all.
+
+    Args:
+        request, ulysses_degree, on, topology: see `plan_attention`.
+        limit: what the ways must keep.
+        ways: gets the plans of all.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
-        ways, refused = list[Plan](), None
+        refused = None
         for way in (each for each in SCHEMES.values() if not each.assigns_tiles):
             for degree in _degrees(way, request.layout, ulysses_degree, topology):
                 try:
-                    ways.append(request.plan(way, degree))
+                    ways.append(request.plan(way, degree, ways))
                 except ArgumentError as error:
                     refused = refused or error
         if not ways:
             assert refused is not None
             raise refused
-        found = weighed(ways, on, topology, item_size)
-        price, plan = in_best_chunks(found[0], request.with_chunks, on, topology, item_size)
+        kept, notes = limit.keeping(ways, request.with_chunks)
+        found = weighed(kept, on, topology, limit.item_size)
+        in_chunks = limit.only_fitting(request.with_chunks)
+        price, plan = in_best_chunks(found[0], in_chunks, on, topology, limit.item_size)
     way, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and way.takes_chunks:
         assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if way.is_product else None
-    return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:])))
+    return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:])), notes)
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
@@ -298,12 +319,6 @@ def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | N
     if checked_integer("ulysses_degree", ulysses_degree, 1) not in divisors:
         raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme.name}.")
     return ulysses_degree
-
-
-def _checked_seconds(search_seconds: object) -> float:
-    if not 0 <= as_number(search_seconds) <= _LONGEST_SEARCH:
-        raise ArgumentError("search_seconds", search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
-    return as_number(search_seconds)
 
 
 def _codec_remedy() -> str:

@@ -21,6 +21,7 @@ from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
+from megatron_cp.planner.tiled import checked_seconds
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,16 @@ class AttentionSlot:
     hardware: Machine | str | None = None
     topology: Topology | None = None
     item_size: int = 2
+    memory_limit: int | None = None
+    search_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
-        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks"))
+        _check_sizes(self, sizes, ("ulysses_degree", "head_chunks", "memory_limit"))
         _check_topology(self.topology)
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
+        checked_seconds(self.search_seconds)
         object.__setattr__(self, "hardware", machine(self.hardware))
         Mask.named(Packing([1]), self.mask)  # as much as can be said of it without a batch
         object.__setattr__(
@@ -76,6 +80,8 @@ class AttentionSlot:
             hardware=self.hardware,
             topology=self.topology,
             item_size=self.item_size,
+            memory_limit=self.memory_limit,
+            search_seconds=self.search_seconds,
         )
 
 

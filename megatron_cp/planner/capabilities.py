@@ -72,6 +72,7 @@ CAPABILITIES = (
     Capability("layout", "zigzag", True, "Megatron's order, for any lengths"),
     Capability("layout", "random", True, "random fragments, for checks"),
     Capability("layout", "balanced", True, "tokens and attention work both even, for any mask"),
+    Capability("layout", AUTO, True, "contiguous, zigzag or balanced: in which all layers are predicted to be fastest"),
     Capability("packed_order", "document", True, "Megatron's own batches, each document cut in 2 * cp chunks: --sft"),
     Capability(
         "packed_order", "pack", True, "likewise, the whole pack cut in 2 * cp: --dataloader-inter-document-masking"

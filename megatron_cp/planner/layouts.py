@@ -1,26 +1,66 @@
-"""Layouts by name, as flags and options spell them."""
+"""Layouts by name, as flags spell them, and the one in which a model's layers are predicted to be fastest."""
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import numpy as np
 
+from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout.packing import checked_packing
+from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import REDISTRIBUTE
+from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
 from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.checks import checked_topology
+from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.planner.predict.price import priced
+from megatron_cp.planner.weigh import VERY_MANY
+
+# Among which "auto" chooses, the first one of those that are as fast.
+CHOICES = ("contiguous", "zigzag", "balanced")
+# Predictions that are nearer to each other are taken for equal. Far less than predictions are wrong by, and far more
+# than the last bits in which processors of two ranks may differ.
+_EQUAL = 1.001
+_REMEMBERED = 128  # choices; a few kilobytes each
 
 
 def layout_by_name(
-    name: str, packing: Packing, cp_size: int, *, align: int = 1, seed: int = 0, mask: Mask | None = None
-) -> Layout:
-    """`contiguous`, `zigzag`, `balanced` for `mask` (causal if None), or `random` fragments drawn from `seed`."""
+    name: str, packing: Packing, cp_size: int, *, align: int = 1, min_rows: int = 0, seed: int = 0,
+    mask: Mask | None = None, slots: Iterable[Slot] = (),
+) -> Layout:  # fmt: skip
+    """The layout of that name.
+
+    Args:
+        name: `contiguous`, `zigzag`, `balanced` for `mask`, `random` fragments drawn from `seed`, or `auto`.
+        packing: the documents.
+        cp_size: the number of ranks.
+        align, min_rows: see `Layout`.
+        seed: of random fragments.
+        mask: of balanced; causal if None.
+        slots: of every layer of the model, for `auto`; see `choose_layout`.
+
+    Raises:
+        ArgumentError: another name, or `auto` without layers.
+    """
     match require("layout", name):
+        case "auto":
+            return choose_layout(packing, cp_size, slots, align=align, min_rows=min_rows, mask=mask).layout
         case "contiguous":
-            return Layout.contiguous(packing, cp_size, align=align)
+            layout = Layout.contiguous(packing, cp_size, align=align)
         case "zigzag":
-            return Layout.zigzag(packing, cp_size, align=align)
+            layout = Layout.zigzag(packing, cp_size, align=align)
         case "balanced":
-            return Layout.balanced(packing, cp_size, mask=mask, align=align)
+            layout = Layout.balanced(packing, cp_size, mask=mask, align=align)
         case _:
-            return random_layout(packing, cp_size, align=align, seed=seed)
+            layout = random_layout(packing, cp_size, align=align, seed=seed)
+    return layout.padded(align=align, min_rows=min_rows)
 
 
 def random_layout(packing: Packing, cp_size: int, *, align: int = 1, seed: int = 0) -> Layout:
@@ -32,3 +72,199 @@ def random_layout(packing: Packing, cp_size: int, *, align: int = 1, seed: int =
     for piece in random.permutation(edges.size - 1).tolist():
         fragments[random.integers(cp_size)].append((int(edges[piece]), int(edges[piece + 1])))
     return Layout.from_fragments(packing, fragments, align=align)
+
+
+# -- the cheapest ----------------------------------------------------------------------------------------------------
+
+
+class KindPrice(NamedTuple):
+    """What the layers of one kind were predicted to take in a layout.
+
+    Attributes:
+        kind: of the layers.
+        way: their scheme or mode.
+        layers: how many there are.
+        milliseconds: of one of them, forward and backward, its share of a redistribution included.
+    """
+
+    kind: str
+    way: str
+    layers: int
+    milliseconds: float
+
+
+class LayoutPrice(NamedTuple):
+    """What all layers were predicted to take in a layout.
+
+    Attributes:
+        name: of the layout.
+        kinds: of each kind of layer.
+    """
+
+    name: str
+    kinds: tuple[KindPrice, ...]
+
+    @property
+    def milliseconds(self) -> float:
+        """Of all layers, forward and backward."""
+        return sum(kind.layers * kind.milliseconds for kind in self.kinds)
+
+    def describe(self, which: str) -> str:
+        """A line about it."""
+        kinds = ", ".join(f"{n} x {kind} by {way} {each:.3f} ms" for kind, way, n, each in self.kinds)
+        return f"{which} layout {self.name:<10} predicted {self.milliseconds:.3f} ms of all layers: {kinds}"
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The layout of a batch, and why.
+
+    Attributes:
+        name: of the layout.
+        layout: who holds which tokens.
+        prices: of the layouts that were weighed, the chosen one first; none where there was nothing to weigh.
+        notes: why a layout was not weighed.
+    """
+
+    name: str
+    layout: Layout
+    prices: tuple[LayoutPrice, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def explain(self) -> str:
+        """A line for each layout that was weighed."""
+        if not self.prices:
+            return f"chosen layout {self.name}: {'; '.join(self.notes) or 'nothing to choose'}"
+        lines = [price.describe("other " if number else "chosen") for number, price in enumerate(self.prices)]
+        best = min(price.milliseconds for price in self.prices)
+        if best < self.prices[0].milliseconds:
+            lines.append(f"layouts within {_EQUAL - 1:.1%} of each other count as equal: the first one is taken")
+        return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def choose_layout(
+    packing: Packing, cp_size: int, slots: Iterable[Slot], *, align: int = 1, min_rows: int = 0,
+    mask: Mask | None = None,
+) -> LayoutChoice:  # fmt: skip
+    """The layout in which all layers of a model together are predicted to be fastest: contiguous, zigzag or balanced.
+
+    Each layer is run as its slot says, by "auto" in the way that is cheapest in that layout; what a run of linear
+    layers redistributes is counted. Products of weights are not: no layout here has more tokens on a rank than another.
+    The choice follows from the arguments alone, so all ranks make the same. It is remembered by their value, for the
+    last 128 batches; with a mask it is not.
+
+    Args:
+        packing: the documents.
+        cp_size: the number of ranks.
+        slots: of every layer of the model, each as often as it occurs: those of a part would say another layout.
+        align, min_rows: see `Layout`.
+        mask: for which balanced is to be even; causal in each document if None. What layers see, their slots say.
+
+    Raises:
+        ArgumentError: no layers, or layers that cannot be planned in any of these layouts.
+
+    Example:
+        >>> layer = AttentionSlot(heads=8, kv_heads=2, head_dim=64, value_head_dim=64, scheme="exact")
+        >>> choose_layout(Packing([16000, 300, 9000, 4000, 1, 3000]), 4, [layer] * 12).name
+        'balanced'
+    """
+    cp_size, packing = checked_integer("cp_size", cp_size, 1), checked_packing(packing)
+    align, min_rows = checked_integer("align", align, 1), checked_integer("min_rows", min_rows, 0)
+    if mask is not None and (not isinstance(mask, Mask) or mask.packing != packing):
+        raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing), or None")
+    layers = _counted(slots)
+    made: dict[str, Layout] = {}
+
+    def make(name: str) -> Layout:
+        if name not in made:
+            made[name] = layout_by_name(name, packing, cp_size, align=align, min_rows=min_rows, mask=mask)
+        return made[name]
+
+    if cp_size == 1:
+        return LayoutChoice(CHOICES[0], make(CHOICES[0]), notes=("one rank holds all tokens",))
+    if mask is not None:
+        prices, notes = _weighed(layers, make, packing, cp_size)
+    else:
+        key = (packing.lengths.tobytes(), cp_size, align, min_rows, tuple(layers.items()))
+        prices, notes = _CHOSEN.recall(key, lambda: _weighed(layers, make, packing, cp_size))
+    return LayoutChoice(prices[0].name, make(prices[0].name), prices, notes)
+
+
+def _counted(slots: Iterable[Slot]) -> Counter[Slot]:
+    if not isinstance(slots, Iterable) or isinstance(slots, str | bytes):
+        raise ArgumentError("slots", slots, "several of AttentionSlot and LinearSlot, one for each layer")
+    given = list(slots)
+    for number, slot in enumerate(given):
+        if not isinstance(slot, AttentionSlot | LinearSlot):
+            raise ArgumentError(f"slots[{number}]", slot, "an AttentionSlot or a LinearSlot")
+    if not given:
+        remedy = "A layout is chosen for layers; without any, say contiguous, zigzag or balanced."
+        raise ArgumentError("slots", given, "the slot of each layer of the model", remedy)
+    return Counter(given)
+
+
+_Weighed = tuple[tuple[LayoutPrice, ...], tuple[str, ...]]
+
+
+def _weighed(layers: Counter[Slot], make: Callable[[str], Layout], packing: Packing, cp_size: int) -> _Weighed:
+    """The layouts with their prices, the one to take first, and why others have none."""
+    prices, notes, refused = list[LayoutPrice](), list[str](), None
+    for name in CHOICES:
+        # Zigzag alone cuts every document; where that makes tables of a second, no layer is faster for it.
+        if name == "zigzag" and 2 * cp_size * packing.num_documents > VERY_MANY:
+            notes.append(f"layout {name} was not weighed: it would have more than {VERY_MANY} fragments")
+            continue
+        try:
+            prices.append(LayoutPrice(name, tuple(_price(slot, n, make(name)) for slot, n in layers.items())))
+        except ArgumentError as error:
+            refused = refused or error
+            notes.append(f"layout {name} was left out: {error}")
+    if not prices:
+        assert refused is not None
+        raise refused
+    best = min(price.milliseconds for price in prices)
+    first = next(price for price in prices if price.milliseconds <= best * _EQUAL)
+    others = sorted((price for price in prices if price is not first), key=lambda price: price.milliseconds)
+    return (first, *others), tuple(notes)
+
+
+def _price(slot: Slot, layers: int, layout: Layout) -> KindPrice:
+    """Of one layer of a kind."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # said of the layout that is taken
+        plan = slot.plan(layout)
+    if plan.prices:
+        return KindPrice(plan.kind, _way(plan), layers, plan.prices[0].total)
+    on = machine(slot.hardware)
+    topology = checked_topology(slot.topology, on, layout.cp_size, plan.transport)
+    return KindPrice(plan.kind, _way(plan), layers, priced(plan, on, topology, item_size=slot.item_size).total)
+
+
+def _way(plan: Plan) -> str:
+    return plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
+
+
+class _Recent:
+    """What was made for the last keys, by their value."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._made, self._lock = most, OrderedDict[Hashable, _Weighed](), threading.Lock()
+
+    def recall(self, key: Hashable, make: Callable[[], _Weighed]) -> _Weighed:
+        """What `make` returned for this key, or returns now."""
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        found = make()
+        with self._lock:
+            self._made[key] = found
+            while len(self._made) > self._most:
+                self._made.popitem(last=False)
+        return found
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+
+_CHOSEN = _Recent(_REMEMBERED)

@@ -6,13 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_cp.errors import ArgumentError
+from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import Solution, TileAssignment
 from megatron_cp.plan.attention import Attend, TiledWork
 from megatron_cp.planner.predict.hardware import Topology
 from megatron_cp.planner.tiles import TileWeights, bands_by_rank, solve, tiles_of
 
+_LONGEST_SEARCH = 86_400  # a day
 _MOST_PAIRS = 1 << 52  # which sums of work hold exactly
 _MOST_HOST_COST = 64  # bytes within a host that one between hosts may be worth
 
@@ -27,6 +28,17 @@ class TileSearch(NamedTuple):
 
     item_size: int = 2
     search_seconds: float = 0.0
+
+
+def checked_seconds(search_seconds: object) -> float:
+    """How long tiles may be searched for, if that is a time.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not 0 <= as_number(search_seconds) <= _LONGEST_SEARCH:
+        raise ArgumentError("search_seconds", search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
+    return as_number(search_seconds)
 
 
 USUAL_SEARCH = TileSearch()

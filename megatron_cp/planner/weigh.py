@@ -32,7 +32,9 @@ def weighed(ways: Sequence[Plan], on: Machine, topology: Topology, item_size: in
     bounds = [attention_bound(plan, on, topology, item_size) for plan in ways]
     found: list[tuple[Price, Plan]] = []
     best = float("inf")
-    for bound, plan in sorted(zip(bounds, ways, strict=True), key=lambda pair: pair[0]):
+    # The most promising first, by what decides: a way that is looked at late is ruled out by what was found before.
+    in_order = sorted(zip(bounds, ways, strict=True), key=lambda pair: _handicapped(*pair))
+    for bound, plan in in_order:
         if _handicapped(bound, plan) >= best or (found and plan.layout.starts.size > VERY_MANY):
             sent = max(plan.bytes_sent(item_size, forward=True))
             words = described(on, topology)

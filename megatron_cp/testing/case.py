@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megatron_cp.layout import Packing
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import AUTO
 from megatron_cp.plan.transport import Transport, knows_hosts
 from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
 from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.layouts import LayoutChoice, choose_layout, layout_by_name
 from megatron_cp.planner.linear import LinearShape, linear_shape, plan_linear
 from megatron_cp.planner.predict import Machine, Topology, machine
 
@@ -152,11 +155,8 @@ class LayerCase:
 
     def plan(self) -> Plan:
         mask = self.made_mask() if self.layer == "attention" else None
-        wire: dict[str, Any] = {
-            "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
-            "hardware": self.machine, "topology": self._topology(), "item_size": self.dtype.itemsize,
-        }  # fmt: skip
-        layout = layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
+        wire, choice = self._wire(), self.layout_choice()
+        layout = choice.layout if choice else self._layout_named(mask)
         if self.layer == "attention":
             cross: dict[str, Any] = {}
             if self.kv_lengths:
@@ -172,10 +172,54 @@ class LayerCase:
             hidden_size=self.hidden_size, **self._linear_sizes(), **wire,
         )  # fmt: skip
 
+    def layout_choice(self) -> LayoutChoice | None:
+        """Why the layer has its layout; None where that was asked for by name.
+
+        Raises:
+            ArgumentError: a mask or keys that no slot has.
+        """
+        if self.layout != AUTO:
+            return None
+        mask = self.made_mask() if self.layer == "attention" else None
+        return choose_layout(self.packing, self.cp, [self.slot()], align=self.align, mask=mask)
+
+    def _layout_named(self, mask: Mask | None) -> Layout:
+        return layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
+
+    def _wire(self) -> dict[str, Any]:
+        """What plans and slots take alike."""
+        return {
+            "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
+            "hardware": self.machine, "topology": self._topology(), "item_size": self.dtype.itemsize,
+        }  # fmt: skip
+
+    def slot(self) -> Slot:
+        """The layer without its batch.
+
+        Raises:
+            ArgumentError: a mask or keys that depend on the batch.
+        """
+        sizes = (self.groups, self.head_dim, self.value_head_dim)
+        if self.layer != "attention":
+            return LinearSlot(
+                self.layer, self._linear_heads, *sizes, conv_width=self.conv_width, mode=self.scheme,
+                hidden_size=self.hidden_size, **self._wire(),
+            )  # fmt: skip
+        if not isinstance(self.mask, str) or self.kv_lengths:
+            allowed = "contiguous, zigzag or balanced for keys of their own, and masks that have no spelling"
+            raise ArgumentError("layout", self.layout, allowed)
+        return AttentionSlot(
+            self.heads, *sizes, mask=self.mask, scheme=self.scheme, ulysses_degree=self.ulysses_degree, **self._wire()
+        )
+
+    @property
+    def _linear_heads(self) -> int:
+        """Heads of a linear layer, or channels of one without states."""
+        return self.heads if KINDS[self.layer].has_state else self.heads * self.value_head_dim
+
     def _linear_sizes(self) -> dict[str, Any]:
         """The sizes of a linear layer, as `plan_linear` calls them; conv1d has the channels of all heads."""
-        kind = KINDS[self.layer]
-        heads = self.heads if kind.has_state else self.heads * self.value_head_dim
+        kind, heads = KINDS[self.layer], self._linear_heads
         sizes = {"heads": heads, "groups": self.groups, "key_dim": self.head_dim, "value_dim": self.value_head_dim}
         return {argument.name: sizes[argument.field] for argument in kind.arguments}
 

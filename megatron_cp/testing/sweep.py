@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_cp.layout.block_masks import BLOCK_TABLES
 from megatron_cp.plan.kinds import KINDS
-from megatron_cp.plan.schemes import MODES, SCHEMES, may_exchange_heads, scheme_named
+from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES, may_exchange_heads, scheme_named
 from megatron_cp.planner.capabilities import require, working
 from megatron_cp.testing.parity import Case
 
@@ -34,7 +34,7 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     number of ranks are left out.
     """
     require("mode" if case.layer in KINDS else "scheme", case.scheme, name="--scheme")
-    layouts = [case.layout] if "layout" in fixed else working("layout")
+    layouts = [case.layout] if "layout" in fixed else [name for name in working("layout") if name != AUTO]
     if case.layer != "attention":
         modes = [case.scheme] if "scheme" in fixed else list(MODES)
         width = case.heads * case.value_head_dim

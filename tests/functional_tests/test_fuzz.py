@@ -9,6 +9,7 @@ from megatron_cp.exchange import coding, head_side, token_side
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor import gather, head_exchange, scan, transfers
 from megatron_cp.executor.transports import hierarchical
+from megatron_cp.layout.block_masks import BLOCK_TABLES
 from megatron_cp.plan.schemes import SCHEMES
 from tests import fuzz_check
 from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
@@ -58,8 +59,9 @@ def test_draws_are_wide():
     assert seen("strides") == {"dense", "last", "turned", "odd"}
     assert {"=qkv", "+qkv", "=kv", "=qk", "+qk", "=BC", "+BC"} <= seen("shared")
     assert {mask[0] for mask in seen("mask")} == {
-        "causal", "full", "window", "first", "prefix", "chunk", "shared_question", "slices", "blocks",
+        "causal", "full", "window", "first", "prefix", "chunk", "shared_question", "slices", "blocks", "table",
     }  # fmt: skip
+    assert {mask[1] for mask in seen("mask") if mask[0] == "table"} == set(BLOCK_TABLES)
     assert {case.cp_size for case in DRAWN} == {1, 2, 3, 4, 5, 6, 8}
     assert {(0, 0), (0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)} <= {case.schedule for case in DRAWN}
     assert max(seen("head_chunks") - {None}) > 2

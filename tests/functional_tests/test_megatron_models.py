@@ -159,6 +159,10 @@ KEYS_TRAVEL = [
     Case(
         "gpt", changes=(("cp_comm_type", ("p2p", "a2a")), ("window_size", (20, 0)), ("window_attn_skip_freq", (1, 0)))
     ),
+    Case(
+        "gpt",
+        changes=(("cp_comm_type", ("exact", "auto")), ("window_size", (20, 0)), ("window_attn_skip_freq", (1, 0))),
+    ),
     Case("hybrid", changes=(("cp_comm_type", "p2p"), ("softmax_type", "off-by-one"))),
 ]
 PRODUCTS = [

@@ -126,7 +126,7 @@ def one_rank(documents, checkpoint):
     ("run", "num_ranks", "flags"),
     [
         (under_torchrun, 2, "--context-parallel-size 2 --cp-layout contiguous"),
-        (forked, 4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"),
+        (forked, 4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --cp-layout auto"),
         (forked, 4, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-"),
         (forked, 4, "--context-parallel-size 2 --cp-even-packs"),
     ],

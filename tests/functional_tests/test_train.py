@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -244,7 +245,7 @@ VARIANTS = {
         indexed,
         [
             *GPT, "--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "2",
-            "--linear-num-key-heads", "3", "--linear-num-value-heads", "3", "--qk-layernorm",
+            "--linear-num-key-heads", "3", "--linear-num-value-heads", "3", "--qk-layernorm", "--cp-layout", "auto",
         ],
         "4 documents, 198 tokens",
     ),
@@ -252,7 +253,7 @@ VARIANTS = {
         tokenized,
         [
             *HYBRID, "--linear-num-key-heads", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel",
-            "--recompute-granularity", "selective",
+            "--recompute-granularity", "selective", "--cp-layout", "auto",
         ],
         "1 documents, 301 tokens",
     ),
@@ -268,7 +269,12 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
     assert says in printed.err
     assert "CP=2 and CP=1 agree" in printed.out
     assert_compared(report_of(printed.out), 3)
-    assert len(metrics_of(tmp_path / "run")) == 3
+    entries = metrics_of(tmp_path / "run")
+    assert len(entries) == 3
+    is_chosen = ("--cp-layout", "auto") in itertools.pairwise(arguments)
+    assert [entry.get("layout_choice", "")[:14] for entry in entries] == [["", "chosen layout "][is_chosen], "", ""]
+    for entry in entries:  # of one pack
+        assert sum(entry.get("layouts", {}).values()) == is_chosen
 
 
 # -- Ctrl-C and kills ------------------------------------------------------------------------------------------------
@@ -423,7 +429,7 @@ def refused(data, tmp_path, capsys, monkeypatch):
         (["--experimental-attention-variant", "gated_delta_net"], "--experimental-attention-variant: got"),
         (
             ["--cp-layout", "striped"],
-            "--cp-layout: got 'striped'; allowed: contiguous or zigzag or random or balanced.",
+            "--cp-layout: got 'striped'; allowed: contiguous or zigzag or random or balanced or auto.",
         ),
         (["--cp-layout", "nonsense"], "--cp-layout: got 'nonsense'"),
         (["--cp-comm-type", "tiles"], "Did you mean tiled?"),

@@ -35,6 +35,7 @@ SPARSE = torch.eye(3).to_sparse()
 
 # -- what an argument of each kind cannot be -------------------------------------------------------------------------
 
+NO_SEARCH = [-1, 1e9, math.nan, "1", None, True, [1.0]]
 NO_INTEGER = [None, True, np.True_, 1.0, math.nan, "1", b"1", 1j, [1], (1,), {1}, {1: 1}, np.array(1), np.array([1]),
               torch.tensor(1), torch.tensor([1]), BEYOND, -BEYOND, 10**400, NEGATIVE, timedelta(1), object(),
               int]  # fmt: skip
@@ -191,9 +192,10 @@ CALLS = {
     "AttentionSlot": (cp.AttentionSlot, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
-        **{name: optional(NO_INTEGER) for name in ("ulysses_degree", "head_chunks")}, "hardware": NO_MACHINE,
+        **{name: optional([*NO_INTEGER, 0]) for name in ("ulysses_degree", "head_chunks", "memory_limit")},
+        "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
-        "search_seconds": [-1, 1e9, float("nan"), "1", None]}),
+        "search_seconds": NO_SEARCH}),
     "LinearSlot": (cp.LinearSlot, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]
@@ -218,12 +220,16 @@ CALLS = {
                           ("bytes_needed", {"item_size": 2, "forward": True}))},
     **{f"Plan.{name}": (getattr(PLANS["attention"], name), {"rank": 0}, {"rank": [*NO_INTEGER, 1]})
        for name in ("heads_of", "groups_of")},
+    "choose_layout": (cp.choose_layout, {"packing": P, "cp_size": 2, "slots": [cp.AttentionSlot(2, 2, 4, 4)]}, {
+        "packing": NO_PACKING, "cp_size": [*NO_INTEGER, 0, 1025], "align": [*NO_INTEGER, 0], "min_rows": NO_INTEGER,
+        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]], []],
+        "mask": optional(NO_MASK)}),
     "plan_attention": (cp.plan_attention, {"packing": P, "layout": LAYOUT, **SHAPES}, {
         "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
-        **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks")},
+        **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks", "memory_limit")},
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
-        "item_size": [*NO_INTEGER, 0]}),
+        "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH}),
     "plan_attention, cross": (cp.plan_attention, CROSS | SHAPES, {
         "kv_packing": [*NO_PACKING, cp.Packing([3])], "kv_layout": [*NO_LAYOUT, LAYOUT],
         "mask": [*NO_MASK, cp.Mask.causal(P)]}),

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -23,20 +23,23 @@ from megatron_cp.data.tokenizer import read_tokenizer
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor import launch
 from megatron_cp.executor.groups import TorchGroup, naming_lost_ranks, set_timeout
+from megatron_cp.layout import Layout, Packing
 from megatron_cp.megatron.batch import ShardedBatch, shard_batch
 from megatron_cp.megatron.cpu import run_megatron_on_cpu
 from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step
-from megatron_cp.megatron.modules import slots_of
+from megatron_cp.megatron.modules import layer_slots
 from megatron_cp.megatron.patches import gradients_reduced_one_by_one
 from megatron_cp.megatron.train import checkpoint
 from megatron_cp.megatron.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.megatron.train.pack_cost import pack_cost_of
 from megatron_cp.megatron.train.run_folder import CHECKPOINTS, write_whole, writing
 from megatron_cp.megatron.train.setup import Training, build_training, layers_of, start_model_parallel
+from megatron_cp.plan.schemes import AUTO
 from megatron_cp.planner.batch import BatchPlan
-from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
 from megatron_cp.planner.picture import save_picture
+from megatron_cp.planner.predict.hardware import machine
 
 FIRST_GRADIENTS, PLAN_PICTURE = "first_gradients", "plan.png"
 
@@ -73,7 +76,8 @@ def packed_stream(options: TrainingOptions, corpus: Corpus, replicas: int) -> Pa
     """
     even = None
     if options.cp_even_packs:
-        cost = pack_cost_of(options, layers_of(options), options.padded_vocab_size(corpus.vocab_size))
+        flops = pack_cost_of(options, layers_of(options), options.padded_vocab_size(corpus.vocab_size))
+        cost = flops.at_rates_of(machine(options.cp_hardware).hardware, options.kv_channels)
         even = GlobalBatch(replicas, options.global_batch_size // replicas, cost)
     return PackedStream(corpus, options.seq_length, options.seed, even=even)
 
@@ -161,27 +165,47 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
     return log.summary()
 
 
+class _Counts(NamedTuple):
+    """Of the packs of some steps.
+
+    Attributes:
+        tokens: in them.
+        pad_rows: rows of theirs that are no token.
+        layouts: how many packs got which layout; empty unless it was chosen for each.
+        why: the first pack of the run has its layout; told once.
+    """
+
+    tokens: int
+    pad_rows: int
+    layouts: dict[str, int]
+    why: str
+
+
 class _Batches:
     """This rank's share of one pack after another: an iterator for Megatron's schedules."""
 
     def __init__(self, stream: PackedStream, training: Training, options: TrainingOptions, steps_done: int) -> None:
         self._stream, self._training, self._options = stream, training, options
-        self._slots = slots_of(training.model)
+        self._layers = layer_slots(training.model)  # all of them: Megatron's pipeline is of one stage here
+        self._why, self._told = "", False  # the first pack has its layout
         self._replicas = parallel_state.get_data_parallel_world_size()
         self._next = steps_done * options.global_batch_size + parallel_state.get_data_parallel_rank()
         self._tokens = self._pad_rows = 0
+        self._layouts = dict.fromkeys(CHOICES, 0)
         self._shown: BatchPlan | None = None  # of the pack with the most documents so far
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         return self
 
     def __next__(self) -> ShardedBatch:
-        options = self._options
         packing, tokens = self._stream.pack(self._next)
-        align = options.tensor_model_parallel_size if options.sequence_parallel else 1
-        layout = layout_by_name(options.cp_layout, packing, options.context_parallel_size, align=align)
         batch = shard_batch(
-            tokens, layout, self._training.cp_group, slots=self._slots, device=self._training.device, seed=self._next
+            tokens,
+            self._layout(packing),
+            self._training.cp_group,
+            slots=dict.fromkeys(self._layers),
+            device=self._training.device,
+            seed=self._next,
         )
         self._next += self._replicas
         self._tokens += packing.total
@@ -190,15 +214,31 @@ class _Batches:
             self._shown = batch.packed_seq_params.plans
         return batch
 
-    def take_counts(self) -> tuple[int, int]:
-        """Tokens and pad rows of all replicas since the last call."""
-        counts = torch.tensor([self._tokens, self._pad_rows])
+    def _layout(self, packing: Packing) -> Layout:
+        """Of a pack."""
+        options = self._options
+        size = options.context_parallel_size
+        align = options.tensor_model_parallel_size if options.sequence_parallel else 1
+        # The row on each rank is what `shard_batch` asks for: a plan that was made to choose is not made again.
+        if options.cp_layout != AUTO:
+            return layout_by_name(options.cp_layout, packing, size, align=align, min_rows=1)
+        choice = choose_layout(packing, size, self._layers, align=align, min_rows=1)
+        if not self._told:
+            self._why, self._told = choice.explain(), True
+        self._layouts[choice.name] += 1
+        return choice.layout
+
+    def take_counts(self) -> _Counts:
+        """Of all replicas since the last call."""
+        counts = torch.tensor([self._tokens, self._pad_rows, *self._layouts.values()])
         self._tokens = self._pad_rows = 0
+        self._layouts = dict.fromkeys(CHOICES, 0)
         if self._replicas > 1:
             counts = counts.to(self._training.device)
             dist.all_reduce(counts, group=parallel_state.get_data_parallel_group())
-        tokens, pad_rows = counts.tolist()
-        return tokens, pad_rows
+        tokens, pad_rows, *packs = counts.tolist()
+        why, self._why = self._why, ""
+        return _Counts(tokens, pad_rows, {name: n for name, n in zip(CHOICES, packs, strict=True) if n}, why)
 
     def save_picture(self, path: Path) -> None:
         """Draws who holds which tokens of the pack with the most documents so far."""
@@ -242,10 +282,10 @@ class _Log:
         grad_norm: float,
         lr: float,
         labelled: int,
-        counts: tuple[int, int],
+        counts: _Counts,
         seconds: float,
     ) -> None:
-        tokens, pad_tokens = counts
+        tokens, pad_tokens, layouts, why = counts
         self._losses.append(loss)
         self._pad_tokens += pad_tokens
         self._seconds.append((tokens, seconds))
@@ -254,12 +294,16 @@ class _Log:
         entry = {
             "step": step, "loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "loss_tokens": labelled,
             "pad_tokens": pad_tokens, "seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1),
-            "context_parallel_size": self._cp_size,
+            "context_parallel_size": self._cp_size, **({"layouts": layouts} if layouts else {}),
+            **({"layout_choice": why} if why else {}),
         }  # fmt: skip
         with writing(self._folder, METRICS):
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
+        if why:
+            tqdm.write(why, file=sys.stderr)
         shown = f"loss {loss:.4f}, {tokens / seconds:,.0f} tokens/s, {self._pad_tokens} pad tokens"
+        shown += "".join(f", {packs} {name}" for name, packs in layouts.items())
         self._bar.set_postfix_str(shown, refresh=False)
         self._bar.update()
 

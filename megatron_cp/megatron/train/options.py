@@ -90,7 +90,10 @@ class TrainingOptions:
     cp_transport: str = _flag("collective", "how messages travel: collective, pairwise or hierarchical", "parallelism")
     cp_codec: str = _flag("none", "coding of heads that change places: none, fp8, fp8_e5m2 or int8", "parallelism")
     cp_hardware: str | None = _flag(None, "on what auto predicts: a preset such as h100, or a file", "parallelism")
-    cp_layout: str = _flag("zigzag", "who holds which tokens: zigzag, contiguous or balanced", "parallelism")
+    cp_layout: str = _flag(
+        "zigzag", "who holds which tokens: zigzag, contiguous, balanced, or auto, the fastest of them for each pack",
+        "parallelism",
+    )  # fmt: skip
     distributed_timeout_minutes: float = _flag(
         0.75, "wait so long for another rank, after the first step; in it and while saving, ten minutes", "parallelism"
     )

@@ -16,7 +16,7 @@ def pack_cost_of(options: TrainingOptions, layers: Sequence[str], vocab_size: in
     """Flops of a pack, forward and backward, as Megatron counts them for its throughput; `pack` is 0.
 
     A layer whose window ends costs a token the same wherever it is; softmax layers that see all tokens cost each pair.
-    Neither rates of kernels nor communication are in it: it says which packs are alike, not how long they take.
+    Neither rates of kernels nor communication are in it: `PackCost.at_rates_of` knows those of a machine.
 
     Args:
         options: of the run.

@@ -71,8 +71,13 @@ function candidateTable(candidates) {
     if (has("limit_bytes")) columns.push({name: "fits", of: (row) => (row.bytes ? (fits(row) ? "yes" : "no") : undefined), text: true, show: (text) => element("span", {class: text === "yes" ? "fits" : "over"}, text)});
   }
   if (has("why_not")) columns.push({name: "why not", of: (row) => row.why_not, text: true, long: true});
-  if (has("flags")) columns.push({name: "flags", of: (row) => row.flags, text: true, show: (text) => element("code", {}, text)});
+  if (has("flags")) columns.push({name: "flags", of: (row) => row.flags, text: true, show: flagsCell});
   return sortable("Candidates; a click on a heading sorts", columns, candidates, {classOf: (row) => (row.chosen ? "chosen" : null)});
+}
+
+// Flags are long: in a column of their own they would make the table wider than any window.
+function flagsCell(text) {
+  return element("details", {}, element("summary", {}, "show"), element("code", {}, text));
 }
 
 // -- stacked bars -----------------------------------------------------------------------------------------------------

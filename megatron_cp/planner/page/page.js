@@ -72,8 +72,18 @@ themeButton.addEventListener("click", () => {
 });
 systemDark.addEventListener("change", () => { applyTheme(); drawAll(); });
 // Paper is white. Canvases are pixels, so they are painted anew for it.
-addEventListener("beforeprint", () => { applyTheme("light"); drawAll(); });
-addEventListener("afterprint", () => { applyTheme(); drawAll(); });
+let openedToPrint = [];
+addEventListener("beforeprint", () => {
+  openedToPrint = [...document.querySelectorAll("td details:not([open])")];
+  for (const cell of openedToPrint) cell.open = true;
+  applyTheme("light");
+  drawAll();
+});
+addEventListener("afterprint", () => {
+  for (const cell of openedToPrint) cell.open = false;
+  applyTheme();
+  drawAll();
+});
 
 // -- start ------------------------------------------------------------------------------------------------------------
 

@@ -10,13 +10,14 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
 
 _PRESETS = Path(__file__).parent / "presets"
@@ -142,7 +143,7 @@ class Topology:
         """The number of hosts."""
         return max(self.hosts) + 1
 
-    @property
+    @cached_property
     def rail(self) -> IntArray:
         """`[ranks]` the network card of each rank, numbered over all hosts."""
         hosts = np.array(self.hosts)
@@ -150,7 +151,7 @@ class Topology:
         for host in range(self.num_hosts):
             of_host = np.flatnonzero(hosts == host)
             place[of_host] = np.arange(of_host.size) * min(self.rails, of_host.size) // of_host.size
-        return hosts * self.rails + place
+        return frozen(hosts * self.rails + place)
 
 
 @dataclass(frozen=True)

@@ -253,6 +253,37 @@ def _granite_hybrid(config: Fields) -> Blocks:
     return config.blocks("layer_types", types, ["mamba"] * layers, layers)
 
 
+def _latent(config: Fields) -> AttentionMixer:
+    """Multi-head latent attention."""
+    shared_key, heads = config.size("qk_rope_head_dim", 64, least=0), config.size("num_attention_heads")
+    return AttentionMixer(
+        heads,
+        heads,
+        config.size("qk_nope_head_dim", 128) + shared_key,
+        config.size("v_head_dim", 128),
+        qk_norm=True,
+        kv_rank=config.size("kv_lora_rank"),
+        query_rank=config.optional("q_lora_rank"),
+        shared_key_dim=shared_key,
+    )
+
+
+def _deepseek_v3(config: Fields) -> Blocks:
+    config.refuse("attention_bias")
+    size = config.size("moe_intermediate_size")
+    experts = MLP(
+        size,
+        experts=config.size("n_routed_experts"),
+        experts_per_token=config.size("num_experts_per_tok"),
+        shared_size=size * config.size("n_shared_experts", 0, least=0),
+        router_bias=True,
+    )
+    layers, dense = config.layers("num_hidden_layers"), config.size("first_k_dense_replace", 0, least=0)
+    mixer, step = _latent(config), config.size("moe_layer_freq", 1)
+    first = Block(mixer, MLP(config.size("intermediate_size")))
+    return tuple(first if number < dense or number % step else Block(mixer, experts) for number in range(layers))
+
+
 def _kimi_linear(config: Fields) -> Blocks:
     config.refuse("routed_expert_hidden_size", "attn_res_block_size", "num_nextn_predict_layers")
     linear_config = config.get("linear_attn_config")
@@ -263,18 +294,7 @@ def _kimi_linear(config: Fields) -> Blocks:
     gate_rank = None if own.flag("use_full_rank_gate") else rank
     heads, width = own.size("num_heads"), own.size("short_conv_kernel_size", 4)
     linear = kimi_delta_attention(heads, heads, rank, width, decay_rank=rank, gate_rank=gate_rank)
-    shared_key = config.size("qk_rope_head_dim", 64, least=0)
-    latent = AttentionMixer(
-        config.size("num_attention_heads"),
-        config.size("num_attention_heads"),
-        config.size("qk_nope_head_dim", 128) + shared_key,
-        config.size("v_head_dim", 128),
-        output_gate=config.flag("mla_use_output_gate"),
-        qk_norm=True,
-        kv_rank=config.size("kv_lora_rank"),
-        query_rank=config.optional("q_lora_rank"),
-        shared_key_dim=shared_key,
-    )
+    latent = replace(_latent(config), output_gate=config.flag("mla_use_output_gate"))
     size = config.size("moe_intermediate_size")
     experts = MLP(
         size,
@@ -297,7 +317,9 @@ MODEL_TYPES: dict[str, Callable[[Fields], Blocks]] = {
     "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe, "qwen3_next": _qwen3_next, "gemma2": _gemma2, "gemma3_text": _gemma3,
     "gpt_oss": _gpt_oss, "nemotron_h": _nemotron_h, "kimi_linear": _kimi_linear, "mamba2": _mamba2, "bamba": _bamba,
-    "granitemoehybrid": _granite_hybrid,
+    "granitemoehybrid": _granite_hybrid, "deepseek_v3": _deepseek_v3,
 }  # fmt: skip
 
+# What a file may ask for beside the layers, and the model's own code in `transformers` does not build either.
+LEFT_OUT = {"deepseek_v3": {"num_nextn_predict_layers": "layers of multi-token prediction"}}
 TIED = ("gemma2", "gemma3_text")  # whose output head has the embedding's weights where the file does not say

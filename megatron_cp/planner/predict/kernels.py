@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from megatron_cp.layout.bands import areas, cut
+from megatron_cp.layout.bands import areas, cut_up
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.plan.attention import Attend, Stage
-from megatron_cp.plan.flows import PassOn, pieces_of
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.flows import pieces_of
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Scan
@@ -19,6 +21,7 @@ from megatron_cp.planner.predict.program import Seconds
 
 CHUNK = 64  # tokens that a chunked kernel takes at once
 _MOST_PIECES = 500_000  # of bands between ranks, beyond which a ring's stages are taken to be alike
+_PIECES_AT_ONCE = 2**14  # that stay in a cache while they are counted
 
 
 class StageShapes(NamedTuple):
@@ -42,61 +45,99 @@ def stage_shapes(step: Attend) -> StageShapes:
 
 
 def _stage_shapes(step: Attend) -> StageShapes:
-    ranks, stages = range(step.num_kv_ranks), step.num_stages
-    bands = [step.bands_of_kv_rank(rank) for rank in ranks]
-    of_ranks = shapes_of(bands)
-    if stages == 1:
-        return StageShapes(*(each[None] for each in of_ranks))
-    if sum(step.count_bands(rank)[0] for rank in ranks) > _MOST_PIECES:
-        return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, len(each))) for each in of_ranks))
-    found = np.zeros((3, stages, step.num_kv_ranks), dtype=np.int64)
+    size, stages = step.num_kv_ranks, step.num_stages
+    bands, ranks = step.bands_of_kv_ranks()
     edges, owners = pieces_of(step.keys)
-    for rank, each in zip(ranks, bands, strict=True):
-        pieces, number = cut(each, edges[:-1], edges[1:], queries=False)
-        hops = (rank - owners[number]) % step.num_kv_ranks
-        for row, weights in enumerate((areas(pieces), pieces[:, 1] - pieces[:, 0], None)):
-            found[row, :, rank] = np.bincount(hops, weights, minlength=stages)
-    return StageShapes(*found)
+    met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
+    if stages == 1 or int(met.sum()) > _MOST_PIECES:
+        rows = np.bincount(ranks, bands[:, 1] - bands[:, 0], minlength=size).astype(np.int64)
+        at_once = np.array([step.area(rank) for rank in range(size)]), rows, np.bincount(ranks, minlength=size)
+        return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, size)) for each in at_once))
+    found = np.zeros((3, stages * size))
+    before = np.cumsum(met) - met
+    blocks = np.searchsorted(before, np.arange(0, int(met.sum()), _PIECES_AT_ONCE)).tolist()
+    for lo, hi in itertools.pairwise([*blocks, len(bands)]):
+        pieces, number, origin = cut_up(bands[lo:hi], edges[:-1], edges[1:], queries=False)
+        rank = ranks[lo:hi][origin]
+        place = (rank - owners[number]) % size * size + rank
+        for row, weights in zip(found, (areas(pieces), pieces[:, 1] - pieces[:, 0], None), strict=True):
+            row += np.bincount(place, weights, minlength=row.size)
+    return StageShapes(*found.astype(np.int64).reshape(3, stages, size))
 
 
 def attention_seconds(
-    step: Attend, stage: Stage, hardware: Hardware, item_size: int, *, forward: bool
-) -> Callable[[IntArray, IntArray], Seconds]:
-    """A function of `[ranks]` KV ranks and query heads: seconds of a stage's kernel on each.
+    step: Attend, hardware: Hardware, item_size: int, kv_ranks: IntArray, heads: IntArray, *, forward: bool
+) -> NDArray[np.float64]:
+    """`[stages, ranks]` seconds of the kernel.
+
+    Args:
+        step: the attention.
+        hardware: rates of a rank.
+        item_size: bytes of an element.
+        kv_ranks, heads: `[ranks]` the KV rank and the number of query heads of each.
+        forward: the direction.
 
     Two products of the head sizes forward; five backward, which computes scores again. Of a tile that a mask cuts
     half is computed for nothing, so each band's queries have half a tile of keys more.
     """
-    number = stage.number if stage.keys is None or isinstance(stage.keys, PassOn) else 0
-    shapes = StageShapes(*(each[number] for each in stage_shapes(step)))
-    return seconds_of_calls(step, shapes, hardware, item_size, forward=forward)
+    return seconds_of_calls(step, stage_shapes(step), hardware, item_size, kv_ranks, heads, forward=forward)
 
 
-def shapes_of(bands: Iterable[IntArray]) -> StageShapes:
-    """Those of one kernel call on each KV rank, from its bands: each `[kv_ranks]`."""
-    found = [[areas(each).sum(), (each[:, 1] - each[:, 0]).sum(), len(each)] for each in bands]
-    return StageShapes(*np.array(found, dtype=np.int64).T)
+def shapes_of(calls: Iterable[Iterable[IntArray]]) -> StageShapes:
+    """Those of kernel calls, from the bands of each KV rank in each."""
+    found = [[[areas(each).sum(), (each[:, 1] - each[:, 0]).sum(), len(each)] for each in ranks] for ranks in calls]
+    return StageShapes(*np.moveaxis(np.array(found, dtype=np.int64), -1, 0))
 
 
 def seconds_of_calls(
-    step: Attend, shapes: StageShapes, hardware: Hardware, item_size: int, *, forward: bool
-) -> Callable[[IntArray, IntArray], Seconds]:
-    """`attention_seconds` of kernel calls of these shapes, each `[kv_ranks]`."""
+    step: Attend, shapes: StageShapes, hardware: Hardware, item_size: int, kv_ranks: IntArray, heads: IntArray, *,
+    forward: bool,
+) -> NDArray[np.float64]:  # fmt: skip
+    """`attention_seconds` of calls of other shapes than the stages'."""
     pairs, rows, bands = shapes
     computed = pairs + np.minimum(rows * (hardware.tile / 2), pairs)
     size, value = step.head_dim, step.value_head_dim
     each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
     rate = hardware.attention_rate((size + value) // 2, forward=forward) / hardware.slower(item_size)
     tiles = -(-rows // hardware.tile)
+    work, units = computed[:, kv_ranks] * heads, tiles[:, kv_ranks] * heads
+    short = 1 + hardware.units / np.maximum(units, 1)
+    calls = hardware.call + hardware.band * bands[:, kv_ranks]
+    found: NDArray[np.float64] = (work > 0) * (work * each / rate * short + calls)
+    return found
 
-    def seconds(kv_ranks: IntArray, heads: IntArray) -> Seconds:
-        work, units = computed[kv_ranks] * heads, tiles[kv_ranks] * heads
-        short = 1 + hardware.units / np.maximum(units, 1)
-        calls = hardware.call + hardware.band * bands[kv_ranks]
-        found: Seconds = (work > 0) * (work * each / rate * short + calls)
-        return found
 
-    return seconds
+class StageSeconds(NamedTuple):
+    """What the stages of a chunk of heads take on each rank.
+
+    Attributes:
+        kernels: `[stages, ranks]` of attention's kernel.
+        merge: `[ranks]` of taking a later stage's part into what there is.
+    """
+
+    kernels: NDArray[np.float64]
+    merge: Seconds
+
+
+def stage_seconds(
+    plan: Plan, step: Attend, chunk: int, hardware: Hardware, item_size: int, *, forward: bool
+) -> StageSeconds:
+    """Those of one chunk of the heads of an attention of a plan, in one direction."""
+    degree, ranks = plan.ulysses_degree, np.arange(plan.cp_size)
+    parts = [step.chunks(rank)[chunk] for rank in range(degree)]
+    heads, kv_ranks = np.array([part.heads.stop - part.heads.start for part in parts])[ranks % degree], ranks // degree
+    kernels = attention_seconds(step, hardware, item_size, kv_ranks, heads, forward=forward)
+    rows = step.queries.token_counts[kv_ranks] * heads
+    size = step.value_head_dim if forward else step.head_dim
+    written = rows * size * max(item_size, 4) * (3 if forward else 1)
+    return StageSeconds(kernels, copy_seconds(hardware, written))
+
+
+def copy_seconds(hardware: Hardware, nbytes: IntArray | Seconds, passes: float = 1.0) -> Seconds:
+    """`[ranks]` seconds of work that writes so many bytes, so many times."""
+    written: Seconds = np.asarray(nbytes, dtype=np.float64)
+    found: Seconds = (written > 0) * (written * passes / hardware.copy + hardware.launch)
+    return found
 
 
 def rule_products(plan: Plan) -> float:

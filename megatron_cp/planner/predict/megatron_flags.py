@@ -32,6 +32,7 @@ _WORDS = (
     "--linear-attention-freq", "--moe-layer-freq", "--window-size", "--window-attn-skip-freq",
 )  # fmt: skip
 _READ = (*_SIZES, *_SWITCHES, *_WORDS)
+_PAIRS = ("--window-size",)  # which Megatron takes as one word, and newer ones as two
 # Flags that change the model in ways that are not known here.
 _REFUSED = (
     "--moe-latent-size", "--mtp-hybrid-override-pattern", "--encoder-num-layers", "--decoder-num-layers",
@@ -84,8 +85,11 @@ def _parsed(text: str) -> tuple[Fields, list[str]]:
                 raise ArgumentError(flag, " ".join(given), "no value")
             values[flag] = True
         elif flag in _READ:
+            if flag in _PAIRS and len(given) == 2:
+                given = [",".join(given)]
             if len(given) != 1:
-                raise ArgumentError(flag, " ".join(given) or None, "one value")
+                allowed = "two values, or both in one with a comma" if flag in _PAIRS else "one value"
+                raise ArgumentError(flag, " ".join(given) or None, allowed)
             values[flag] = _integer(flag, given[0]) if flag in _SIZES else given[0]
         else:
             remedy = did_you_mean(flag, _READ, alike=0.9)
@@ -264,7 +268,7 @@ def _window(given: Fields) -> str | None:
     except ValueError:
         left, right = -2, 0
     if left < -1 or right not in (-1, 0):
-        allowed = "LEFT,0 with the tokens before a query that it sees, or -1 for all"
+        allowed = "LEFT,0 or LEFT 0 with the tokens before a query that it sees, or -1 for all"
         raise ArgumentError("--window-size", text, allowed, "The attention of these models is causal.")
     return None if left == -1 else f"window:{left},0"
 

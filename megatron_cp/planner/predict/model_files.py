@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.capabilities import did_you_mean
-from megatron_cp.planner.predict.hub_configs import MODEL_TYPES, TIED
+from megatron_cp.planner.predict.hub_configs import LEFT_OUT, MODEL_TYPES, TIED
 from megatron_cp.planner.predict.megatron_flags import read_flags
 from megatron_cp.planner.predict.model_fields import Fields
 from megatron_cp.planner.predict.model_presets import PRESETS
@@ -70,7 +70,10 @@ def _read_config(text: str) -> ModelSpec:
     try:
         sizes = config.size("hidden_size"), config.size("vocab_size")
         tied = config.flag("tie_word_embeddings", model_type in TIED)
-        source = f"{text}, model type {model_type}"
+        left_out = [
+            f"{words} ({config.get(name)})" for name, words in LEFT_OUT.get(model_type, {}).items() if config.get(name)
+        ]
+        source = ", without ".join([f"{text}, model type {model_type}", *left_out])
         name = path.absolute().parent.name or model_type
         return ModelSpec(name, *sizes, tied, MODEL_TYPES[model_type](config), source)
     except ArgumentError as error:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.errors import MAX_INTEGER, ArgumentError, as_number
+from megatron_cp.errors import MAX_INTEGER, ArgumentError, as_number, checked_integer
 from megatron_cp.layout.packing import IntArray, host_array, is_integral
+from megatron_cp.planner.predict.hardware import Hardware
 
 FLOPS_OF_A_PARAMETER = 6  # a token's multiply-add forward, and two backward (Kaplan et al., arXiv 2001.08361)
 # Of a feature and a pair of tokens: two products of two flops forward, twice that backward, and half of all pairs.
@@ -77,6 +78,34 @@ class PackCost:
         return cls(
             0.0, FLOPS_OF_A_PARAMETER * active_parameters + token, float(FLOPS_OF_A_CAUSAL_PAIR * softmax_features)
         )
+
+    def at_rates_of(self, hardware: Hardware, head_dim: int) -> PackCost:
+        """The seconds of a cost in flops: pairs at the rate of attention's kernel, tokens at that of matrix products.
+
+        Kernels of attention do half as many operations a second as products, or fewer, and in backward compute scores
+        once more: so a pair takes about twice as long as its flops alone would say.
+
+        Args:
+            hardware: rates of a rank.
+            head_dim: features of a softmax head.
+
+        Raises:
+            ArgumentError: no hardware, or `head_dim` is no integer of at least 1.
+
+        Example:
+            >>> from megatron_cp.planner.predict import machine
+            >>> flops = PackCost.of_flops(active_parameters=8_000_000_000, softmax_features=32 * 32 * 128)
+            >>> seconds = flops.at_rates_of(machine("h100").hardware, head_dim=128)
+            >>> round(seconds.token / seconds.pair)
+            28769
+        """
+        if not isinstance(hardware, Hardware):
+            raise ArgumentError("hardware", hardware, "a Hardware, such as machine('h100').hardware")
+        head_dim = checked_integer("head_dim", head_dim, 1)
+        forward, backward = (hardware.attention_rate(head_dim, forward=way) for way in (True, False))
+        # Of six products of a pair two are forward; backward computes five, of which four are counted.
+        pair = self.pair * (2 / forward + 5 / backward) / 6
+        return PackCost(self.pack, self.token / hardware.matrix, pair)
 
     def of(self, lengths: Sequence[int] | IntArray) -> float:
         """Seconds of one pack.

@@ -9,6 +9,7 @@ all messages to it have. No torch in here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,30 +62,102 @@ class Timeline:
         return float(self.waited[int(self.end.argmax())]) if self.end.size else 0.0
 
 
+@dataclass(frozen=True, eq=False)
+class _Route:
+    """Where messages go over the ports of one kind, whatever their bytes.
+
+    Attributes:
+        chosen: `[messages]` those of a transfer that do; None for all of them.
+        senders, receivers: `[n]` of these.
+        out_of, into: `[n]` their ports.
+        apart: no port has two of them in one direction.
+    """
+
+    chosen: NDArray[np.bool_] | None
+    senders: IntArray
+    receivers: IntArray
+    out_of: IntArray
+    into: IntArray
+    apart: bool
+
+
 class _Ports:
     """The ports of one kind, in both directions."""
 
     def __init__(self, link: Link, port: IntArray) -> None:
         self.link, self.port = link, port
-        count = int(port.max(initial=-1)) + 1
-        self.free = {"out": np.zeros(count), "in": np.zeros(count)}
+        self.count = int(port.max(initial=-1)) + 1
+        self.free_out, self.free_in = np.zeros(self.count), np.zeros(self.count)
 
-    def send(self, edges: Edges, ready: Seconds, starts: int) -> tuple[Seconds, Seconds]:
-        """`[ranks]` when the last message of each has left, and the last one to each has arrived; -inf for none."""
-        link, count, ranks = self.link, self.free["out"].size, ready.size
-        out_of, into = self.port[edges.senders], self.port[edges.receivers]
-        took = edges.nbytes / link.bandwidth + link.message
-        # Ports that have none of it stay free from when they were.
-        begins = np.maximum(_latest(out_of, ready[edges.senders], count), self.free["out"])
-        left = begins + np.bincount(out_of, took, minlength=count)
-        first = np.full(count, np.inf)
-        np.minimum.at(first, into, begins[out_of])
-        opens = np.maximum(np.where(np.isinf(first), -np.inf, first), self.free["in"])
-        opens = np.maximum(opens, _latest(into, ready[edges.receivers], count))
-        came = np.maximum(opens + np.bincount(into, took, minlength=count), _latest(into, left[out_of], count))
-        self.free = {"out": left, "in": came}
-        gone = _latest(edges.senders, left[out_of], ranks)
-        return gone, _latest(edges.receivers, came[into], ranks) + link.latency * starts
+    def route(self, edges: Edges, chosen: NDArray[np.bool_]) -> _Route | None:
+        """That of the chosen messages; None where there are none."""
+        if not chosen.any():
+            return None
+        some = None if chosen.all() else chosen
+        senders, receivers = (ends if some is None else ends[some] for ends in (edges.senders, edges.receivers))
+        out_of, into = self.port[senders], self.port[receivers]
+        apart = all(np.bincount(ports).max() == 1 for ports in (out_of, into))
+        return _Route(some, senders, receivers, out_of, into, apart)
+
+    def send(self, route: _Route, nbytes: IntArray, ready: Seconds, latency: float, out: _Ends) -> None:
+        """Notes when the last message of each rank has left, and the last one to each has arrived."""
+        link, count = self.link, self.count
+        out_of, into = route.out_of, route.into
+        took = (nbytes if route.chosen is None else nbytes[route.chosen]) / link.bandwidth + link.message
+        came_from, comes_to = ready[route.senders], ready[route.receivers]
+        if route.apart:
+            begins = np.maximum(came_from, self.free_out[out_of])
+            left = begins + took
+            opens = np.maximum(np.maximum(begins, self.free_in[into]), comes_to)
+            came = np.maximum(opens + took, left)
+            self.free_out[out_of], self.free_in[into] = left, came
+        else:
+            # Ports that have none of it stay free from when they were.
+            begins = np.maximum(_latest(out_of, came_from, count), self.free_out)
+            self.free_out = begins + np.bincount(out_of, took, minlength=count)
+            left = self.free_out[out_of]
+            first = np.full(count, np.inf)
+            np.minimum.at(first, into, begins[out_of])
+            opens = np.maximum(np.where(np.isinf(first), -np.inf, first), self.free_in)
+            opens = np.maximum(opens, _latest(into, comes_to, count))
+            self.free_in = np.maximum(opens + np.bincount(into, took, minlength=count), _latest(into, left, count))
+            came = self.free_in[into]
+        np.maximum.at(out.left, route.senders, left)
+        np.maximum.at(out.arrived, route.receivers, came + latency)
+
+
+class _Ends(NamedTuple):
+    """`[ranks]` when all messages of a rank have left, and when all to it have arrived; -inf for none."""
+
+    left: Seconds
+    arrived: Seconds
+
+
+class _Network:
+    """The ports of all ranks, and which way messages went the last time: those of a ring always go the same."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.hosts = np.array(topology.hosts)
+        self.kinds = _Ports(topology.within, np.arange(topology.size)), _Ports(topology.between, topology.rail)
+        self.last: tuple[Edges, list[tuple[_Ports, _Route]]] | None = None
+
+    def send(self, edges: Edges, now: Seconds, starts: int) -> _Ends:
+        """Plays the messages of a transfer, whose ranks come to it at `now`."""
+        out = _Ends(np.full(now.size, -np.inf), np.full(now.size, -np.inf))
+        for ports, route in self._routes(edges):
+            ports.send(route, edges.nbytes, now, ports.link.latency * starts, out)
+        return out
+
+    def _routes(self, edges: Edges) -> list[tuple[_Ports, _Route]]:
+        if self.last is not None:
+            before, routes = self.last
+            if before.senders is edges.senders and before.receivers is edges.receivers:
+                return routes
+        near: NDArray[np.bool_] = self.hosts[edges.senders] == self.hosts[edges.receivers]
+        found = [(ports, ports.route(edges, chosen)) for ports, chosen in zip(self.kinds, (near, ~near), strict=True)]
+        routes = [(ports, route) for ports, route in found if route is not None]
+        self.last = edges, routes
+        return routes
 
 
 def _latest(index: IntArray, values: Seconds, count: int) -> Seconds:
@@ -108,47 +181,25 @@ def simulate(program: Program, topology: Topology, *, cores: int = 0) -> Timelin
         raise ArgumentError("topology", f"{topology.size} ranks", f"the {program.ranks} ranks of the plan")
     hosts = np.array(topology.hosts)
     slower = np.maximum(np.bincount(hosts)[hosts] / cores, 1.0) if cores else np.ones(program.ranks)
-    within = _Ports(topology.within, np.arange(program.ranks))
-    between = _Ports(topology.between, topology.rail)
+    network = _Network(topology)
     now, waited = np.zeros(program.ranks), np.zeros(program.ranks)
     spans: list[Span] = []
-    under_way: dict[int, tuple[Seconds, Seconds]] = {}
+    under_way: dict[int, _Ends] = {}
     for operation in program.operations:
         match operation:
             case Work(name, kind, seconds):
                 begun, now = now, now + seconds * slower
                 spans.append(Span(name, kind, begun, now))
             case Start(name, key, edges, starts):
-                left, arrived = _transfer(edges, now, hosts, within, between, starts)
+                left, arrived = under_way[key] = network.send(edges, now, starts)
                 spans.append(Span(name, "send", now, np.maximum(left, now), edges))
                 spans.append(Span(name, "receive", now, np.maximum(arrived, now), edges))
-                under_way[key] = left, arrived
             case Wait(key):
                 left, arrived = under_way.pop(key)
                 begun, now = now, np.maximum(np.maximum(left, arrived), now)
                 waited = waited + now - begun
                 spans.append(Span("wait", "wait", begun, now))
     return Timeline(spans, now, waited)
-
-
-def _transfer(
-    edges: Edges, now: Seconds, hosts: IntArray, within: _Ports, between: _Ports, starts: int
-) -> tuple[Seconds, Seconds]:
-    left, arrived = np.full(now.size, -np.inf), np.full(now.size, -np.inf)
-    if not edges.senders.size:
-        return left, arrived
-    near: NDArray[np.bool_] = hosts[edges.senders] == hosts[edges.receivers]
-    for ports, chosen in ((within, near), (between, ~near)):
-        if chosen.all():
-            gone, came = ports.send(edges, now, starts)
-        elif chosen.any():
-            gone, came = ports.send(
-                Edges(edges.senders[chosen], edges.receivers[chosen], edges.nbytes[chosen]), now, starts
-            )
-        else:
-            continue
-        left, arrived = np.maximum(left, gone), np.maximum(arrived, came)
-    return left, arrived
 
 
 def bounds(program: Program, topology: Topology) -> tuple[float, float]:

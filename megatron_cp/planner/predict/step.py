@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Layout
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.plan.schemes import DEFAULT, SCHEMES
 from megatron_cp.plan.transport import Transport
-from megatron_cp.planner.batch import AttentionSlot, Slot
+from megatron_cp.planner.batch import Slot
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import stage_shapes
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.predict.model_layers import FULL, LinearMixer
 from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.planner.predict.price import priced, timelines
+from megatron_cp.planner.predict.together import plan_together
 
 SHARDINGS = ("none", "zero1", "zero3")
 _PARAMETER, _GRADIENT, _OPTIMIZER = 2, 4, 12  # bytes: bf16, fp32 sums, fp32 weights and two moments of Adam
@@ -48,6 +49,7 @@ class StepChoice:
         sharding: of parameters, gradients and optimizer over all ranks: "none"; "zero1" (optimizer: Megatron's
             distributed optimizer); "zero3" (all of them: FSDP).
         replicas: data-parallel groups that share that sharding.
+        hardware: what `--cp-hardware` is to name where flags leave a mode to "auto"; None for its default.
     """
 
     cp: int
@@ -61,6 +63,7 @@ class StepChoice:
     codec: str = "none"
     sharding: str = "zero1"
     replicas: int = 1
+    hardware: str | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,8 @@ class StepPrice:
         operations: floating-point operations of the pack that the model needs, no recomputation counted.
         plans: of each kind of layer, with how often it occurs.
         modules: of `--recompute-modules`, for what selective recomputation makes again.
+        schemes: of `--cp-comm-type`, one for each of the model's blocks; the default of those without attention.
+        head_chunks: of `--cp-head-chunks`; None to leave it out.
     """
 
     choice: StepChoice
@@ -115,6 +120,8 @@ class StepPrice:
     operations: float
     plans: tuple[tuple[Plan, int], ...]
     modules: tuple[str, ...] = ("layernorm",)
+    schemes: tuple[str, ...] = ()
+    head_chunks: int | None = None
 
     @property
     def step(self) -> float:
@@ -134,19 +141,17 @@ class StepPrice:
     def flags(self) -> str:
         """Megatron's, for this way."""
         found = [f"--context-parallel-size {self.choice.cp}", f"--cp-layout {self.choice.layout}"]
-        attention = [plan for plan, _ in self.plans if plan.attend is not None]
-        linear = [plan for plan, _ in self.plans if plan.attend is None]
-        for plan in attention[:1]:
-            found.append(f"--cp-comm-type {plan.scheme}")
-            if 1 < plan.ulysses_degree < plan.cp_size:
-                degrees = f"{plan.ulysses_degree} {plan.cp_size // plan.ulysses_degree}"
-                found.append(f"--hierarchical-context-parallel-sizes {degrees}")
-        found += [f"--linear-cp-mode {way_of(plan)}" for plan in linear[:1]]
-        for plan in attention[:1]:
-            chunks, default = max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1), 1
-            if SCHEMES[plan.scheme].chunks_keys:
-                default = min(2, plan.partition.most_groups)
-            found += [f"--cp-head-chunks {chunks}"] * (chunks != default)
+        found += self._scheme_flags()
+        modes = {way_of(plan) for plan, _ in self.plans if plan.attend is None}
+        if len(modes) > 1:  # of runs that are not equally long
+            found += [
+                "--linear-cp-mode auto",
+                *([f"--cp-hardware {self.choice.hardware}"] * bool(self.choice.hardware)),
+            ]
+        else:
+            found += [f"--linear-cp-mode {mode}" for mode in modes]
+        if self.head_chunks is not None:
+            found.append(f"--cp-head-chunks {self.head_chunks}")
         if self.choice.transport != "collective":
             found.append(f"--cp-transport {self.choice.transport}")
         if self.choice.codec != "none":
@@ -157,6 +162,18 @@ class StepPrice:
         elif self.choice.recompute == "selective":
             found.append(f"--recompute-granularity selective --recompute-modules {' '.join(self.modules)}")
         return " ".join(found)
+
+    def _scheme_flags(self) -> list[str]:
+        """Of attention: one scheme, or one for each layer, and the degree that all products have."""
+        found = []
+        attention = [plan for plan, _ in self.plans if plan.attend is not None]
+        if attention:
+            alike = len({plan.scheme for plan in attention}) == 1
+            found.append(f"--cp-comm-type {attention[0].scheme if alike else ' '.join(self.schemes)}")
+        for plan in [plan for plan in attention if SCHEMES[plan.scheme].is_product][:1]:
+            degrees = f"{plan.ulysses_degree} {plan.cp_size // plan.ulysses_degree}"
+            found.append(f"--hierarchical-context-parallel-sizes {degrees}")
+        return found
 
 
 _SHARDING_FLAGS = {
@@ -188,16 +205,14 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
     if layout.cp_size != choice.cp:
         raise ArgumentError("layout", f"{layout.cp_size} ranks", f"the {choice.cp} ranks of the choice")
     checked_integer("replicas", choice.replicas, 1)
-    slots = Counter(
-        model.slots(
-            scheme=choice.scheme, ulysses_degree=choice.ulysses_degree, mode=choice.mode,
-            head_chunks=choice.head_chunks, codec=choice.codec,
-            transport=Transport.of_even_hosts(choice.transport, choice.cp, topology.num_hosts),
-        )
+    slots = model.slots(
+        scheme=choice.scheme, ulysses_degree=choice.ulysses_degree, mode=choice.mode,
+        head_chunks=choice.head_chunks, codec=choice.codec,
+        transport=Transport.of_even_hosts(choice.transport, choice.cp, topology.num_hosts),
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        plans = [(_planned(slot, layout, on, topology), count) for slot, count in slots.items()]
+        plans, head_chunks = plan_together(Counter(slots), layout, on, topology)
     attention = linear = exposed = operations = 0.0
     for plan, count in plans:
         ways = timelines(plan, on, topology)
@@ -219,8 +234,20 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
         choice, attention, linear, products, exposed, others,
         max(1e3 * _shard_seconds(model, choice, topology) - busy_in_all, 0.0),
         _memory(model, layout, choice, plans), layout.packing.total,
-        operations + 6.0 * model.active_parameters * layout.packing.total, tuple(plans), _modules(model),
+        operations + 6.0 * model.active_parameters * layout.packing.total, plans, _modules(model),
+        _schemes(model, slots, plans), head_chunks,
     )  # fmt: skip
+
+
+def _schemes(model: ModelSpec, slots: tuple[Slot, ...], plans: tuple[tuple[Plan, int], ...]) -> tuple[str, ...]:
+    """A value of `--cp-comm-type` for each block: the default for linear layers, which refuse others, and for MLPs."""
+    of_kind = dict(zip(dict.fromkeys(slots), (plan for plan, _ in plans), strict=True))
+    mixers = iter(slots)
+    found = []
+    for block in model.blocks:
+        plan = of_kind[next(mixers)] if block.mixer is not None else None
+        found.append(plan.scheme if plan is not None and plan.attend is not None else DEFAULT.name)
+    return tuple(found)
 
 
 def _modules(model: ModelSpec) -> tuple[str, ...]:
@@ -246,13 +273,6 @@ def _shard_seconds(model: ModelSpec, choice: StepChoice, topology: Topology) -> 
     if hosts == 1:
         return nbytes * (1 - 1 / ranks) / topology.within.bandwidth
     return nbytes * (1 - 1 / hosts) / (topology.between.bandwidth * topology.rails)
-
-
-def _planned(slot: Slot, layout: Layout, on: Machine, topology: Topology) -> Plan:
-    where: dict[str, Any] = {"hardware": on, "topology": topology}
-    if isinstance(slot, AttentionSlot):
-        return replace(slot, **where).plan(layout)
-    return replace(slot, **where, run=tuple(replace(each, **where) for each in slot.run)).plan(layout)
 
 
 def _attention_operations(plan: Plan) -> float:
@@ -286,7 +306,7 @@ def _others(model: ModelSpec, tokens: int, choice: StepChoice, on: Machine) -> f
     return model.activation_bytes("none") * tokens * times / on.hardware.copy
 
 
-def _memory(model: ModelSpec, layout: Layout, choice: StepChoice, plans: list[tuple[Plan, int]]) -> StepMemory:
+def _memory(model: ModelSpec, layout: Layout, choice: StepChoice, plans: Sequence[tuple[Plan, int]]) -> StepMemory:
     ranks = choice.cp * choice.replicas
     over = {"none": (1, 1, 1), "zero1": (1, 1, ranks), "zero3": (ranks, ranks, ranks)}[choice.sharding]
     parameters, gradients, optimizer = (

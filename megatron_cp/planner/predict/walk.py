@@ -7,7 +7,7 @@ that it writes. No torch in here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +22,13 @@ from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.plan.transport import num_rounds
 from megatron_cp.planner.predict.hardware import Hardware
 from megatron_cp.planner.predict.kernels import (
-    StageShapes,
-    attention_seconds,
+    StageSeconds,
+    copy_seconds,
     rule_seconds,
     scan_seconds,
     seconds_of_calls,
     shapes_of,
+    stage_seconds,
 )
 from megatron_cp.planner.predict.program import Edges, Program, Seconds
 
@@ -64,6 +65,7 @@ class _Walk:
         self.degree = plan.ulysses_degree
         self.ranks = np.arange(plan.cp_size)
         self.kv_ranks, self.head_ranks = self.ranks // self.degree, self.ranks % self.degree
+        self.after = (self.ranks + self.degree) % plan.cp_size  # in a ring
 
     # -- the steps, in the executor's order ----------------------------------------------------------------------------
 
@@ -118,7 +120,7 @@ class _Walk:
     def _rows(self, exchange: Exchange, part: int) -> IntArray:
         """`[degree]` bytes of a token in the message to each head rank."""
         sizes = [self.item] * len(exchange.sections.blocks)
-        return np.array(exchange.row_format(part, sizes).row_bytes, dtype=np.int64)
+        return np.array(exchange.row_bytes(part, sizes), dtype=np.int64)
 
     def _edges(self, exchange: Exchange, part: int) -> Edges:
         rows, tokens = self._rows(exchange, part), exchange.layout.token_counts
@@ -181,8 +183,7 @@ class _Walk:
     def _copy(self, name: str, nbytes: IntArray | Seconds, exchange: Exchange | None = None) -> None:
         """Work that writes so many bytes: coding reads and writes once more."""
         passes = 2.0 if exchange is not None and exchange.codec is not None else 1.0
-        written: Seconds = np.asarray(nbytes, dtype=np.float64)
-        self.program.work(name, "copy", (written > 0) * (written * passes / self.hardware.copy + self.hardware.launch))
+        self.program.work(name, "copy", copy_seconds(self.hardware, nbytes, passes))
 
     # -- softmax attention --------------------------------------------------------------------------------------------
 
@@ -192,7 +193,7 @@ class _Walk:
             self._attend_tiled(step)
         elif flow is None:
             for chunk in range(step.head_chunks):
-                self._attend_stage(step, step.stages[0], chunk)
+                self._attend_stage(step, step.stages[0], self._stage_seconds(step, chunk))
         elif isinstance(flow, Fetch):
             self._attend_fetched(step, flow)
         else:
@@ -206,15 +207,13 @@ class _Walk:
         """`[ranks]` bytes of a token's keys and values."""
         return self._groups(step, chunk) * (step.head_dim + step.value_head_dim) * self.item
 
-    def _attend_stage(self, step: Attend, stage: Stage, chunk: int) -> None:
-        heads = np.array([part.heads.stop - part.heads.start for part in (
-            step.chunks(rank)[chunk] for rank in range(self.degree))])[self.head_ranks]  # fmt: skip
-        seconds = attention_seconds(step, stage, self.hardware, self.item, forward=self.is_forward)
-        self.program.work(f"attend stage {stage.number}", "kernel", seconds(self.kv_ranks, heads))
+    def _stage_seconds(self, step: Attend, chunk: int) -> StageSeconds:
+        return stage_seconds(self.plan, step, chunk, self.hardware, self.item, forward=self.is_forward)
+
+    def _attend_stage(self, step: Attend, stage: Stage, seconds: StageSeconds) -> None:
+        self.program.work(f"attend stage {stage.number}", "kernel", seconds.kernels[stage.number])
         if not stage.is_first:
-            rows = step.queries.token_counts[self.kv_ranks] * heads
-            size = step.value_head_dim if self.is_forward else step.head_dim
-            self._copy("merge", rows * size * max(self.item, 4) * (3 if self.is_forward else 1))
+            self.program.work("merge", "copy", seconds.merge)
 
     def _across(self, step: Attend, counts: IntArray, chunk: int, row: IntArray | None = None) -> Edges:
         """Rows from each KV rank to each, as the messages between ranks of equal head rank.
@@ -235,9 +234,8 @@ class _Walk:
     def _attend_fetched(self, step: Attend, flow: Fetch) -> None:
         counts, chunks = flow.split_counts.counts, range(step.head_chunks)
         sent = np.full_like(counts, flow.longest) if flow.equal_shares else counts
-        row = self._rows_of_chunks(step)
+        row, in_order = self._rows_of_chunks(step), flow.arrive_in_order[self.kv_ranks]
         packed = sent.sum(axis=1) if not flow.equal_shares else np.full(step.num_kv_ranks, flow.longest)
-        in_order = np.array([flow.arrives_in_order(rank) for rank in range(step.num_kv_ranks)])
         back: int | None = None
 
         def start(chunk: int) -> int:
@@ -251,12 +249,12 @@ class _Walk:
             if chunk + 1 < step.head_chunks:
                 coming = start(chunk + 1)
             wanted = counts.sum(axis=0)[self.kv_ranks] * row[chunk]
-            self._copy("order keys", wanted * ~in_order[self.kv_ranks])
-            self._attend_stage(step, step.stages[0], chunk)
+            self._copy("order keys", wanted * ~in_order)
+            self._attend_stage(step, step.stages[0], self._stage_seconds(step, chunk))
             if not self.is_forward:
                 if back is not None:
                     self._returned(back, packed, row[chunk - 1])
-                self._copy("order gradients", wanted * ~in_order[self.kv_ranks])
+                self._copy("order gradients", wanted * ~in_order)
                 back = self._start("gradients of keys and values", self._across(step, counts.T, chunk))
         if back is not None:
             self._returned(back, packed, row[step.head_chunks - 1])
@@ -269,7 +267,7 @@ class _Walk:
         coming = self._start_tiles(step, *order[0]) if order else (0, 0)
         assert home.home is not None
         for chunk in range(step.head_chunks):
-            self._tiles(step, shapes_of(map(home.home.at_home, range(step.num_kv_ranks))), chunk, "at home")
+            self._tiles(step, home.home.at_home, chunk, "at home")
         visits, back = list[_Back](), None
         for number, (stage, chunk) in enumerate(order):
             assert stage.assigned is not None
@@ -283,11 +281,9 @@ class _Walk:
                 assert stage.assigned.visiting is not None
                 self._wait(arriving[1])
                 self._in_order(step, stage.visitors, self._names[0], chunk)
-                shapes = shapes_of(map(stage.assigned.visiting, range(step.num_kv_ranks)))
-                self._tiles(step, shapes, chunk, "visitors")
+                self._tiles(step, stage.assigned.visiting, chunk, "visitors")
                 visits.append(self._go_back(step, stage.visitors, self._names[1], chunk))
-            shapes = shapes_of(map(stage.assigned.own, range(step.num_kv_ranks)))
-            self._tiles(step, shapes, chunk, "far keys", merges=True)
+            self._tiles(step, stage.assigned.own, chunk, "far keys", merges=True)
             if not self.is_forward:
                 if back is not None:
                     self._came_back(step, back)
@@ -316,14 +312,19 @@ class _Walk:
         edges = self._rows_across(step, flow, name, chunk, back=True)
         return _Back(flow, name, chunk, self._start(name, edges))
 
-    def _tiles(self, step: Attend, shapes: StageShapes, chunk: int, name: str, *, merges: bool = False) -> None:
-        heads = np.array([part.heads.stop - part.heads.start for part in (
-            step.chunks(rank)[chunk] for rank in range(self.degree))])[self.head_ranks]  # fmt: skip
-        seconds = seconds_of_calls(step, shapes, self.hardware, self.item, forward=self.is_forward)
-        self.program.work(f"attend {name}", "kernel", seconds(self.kv_ranks, heads))
+    def _tiles(
+        self, step: Attend, bands: Callable[[int], IntArray], chunk: int, name: str, *, merges: bool = False
+    ) -> None:
+        shapes = shapes_of([map(bands, range(step.num_kv_ranks))])
+        parts = [step.chunks(rank)[chunk] for rank in range(self.degree)]
+        heads = np.array([part.heads.stop - part.heads.start for part in parts])[self.head_ranks]
+        seconds = seconds_of_calls(
+            step, shapes, self.hardware, self.item, self.kv_ranks, heads, forward=self.is_forward
+        )
+        self.program.work(f"attend {name}", "kernel", seconds[0])
         if merges:
             size = step.value_head_dim if self.is_forward else step.head_dim
-            rows = shapes.rows[self.kv_ranks] * heads
+            rows = shapes.rows[0][self.kv_ranks] * heads
             self._copy("merge", rows * size * max(self.item, 4) * (3 if self.is_forward else 1))
 
     def _widths_of(self, step: Attend, name: str, chunk: int) -> IntArray:
@@ -362,7 +363,8 @@ class _Walk:
         self._copy("sum gradients", rows[self.kv_ranks] * row * max(4 // self.item, 1))
 
     def _attend_ring(self, step: Attend) -> None:
-        row, tokens = self._row_bytes(step, 0), step.keys.token_counts
+        row, tokens, seconds = self._row_bytes(step, 0), step.keys.token_counts, self._stage_seconds(step, 0)
+        wide = row * max(4 // self.item, 1)
         self._copy("pack keys", tokens[self.kv_ranks] * row)
         coming: int | None = None
         gradient: int | None = None
@@ -373,11 +375,10 @@ class _Walk:
             if following is not None:
                 assert isinstance(following.keys, PassOn)
                 coming = self.program.start("keys and values", self._passed(step, following.keys, row))
-            self._attend_stage(step, stage, 0)
+            self._attend_stage(step, stage, seconds)
             if self.is_forward or stage.gradients is None:
                 continue
             assert isinstance(stage.gradients, PassOn)
-            wide = row * max(4 // self.item, 1)
             if gradient is not None:
                 self.program.wait(gradient)
                 self._copy("sum gradients", tokens[(self.kv_ranks - number) % step.num_kv_ranks] * wide)
@@ -388,8 +389,7 @@ class _Walk:
 
     def _passed(self, step: Attend, flow: PassOn, row: IntArray) -> Edges:
         rows = flow.rows_sent_by_ranks()[self.kv_ranks]
-        after = (self.kv_ranks + 1) % step.num_kv_ranks * self.degree + self.head_ranks
-        return Edges.of(self.ranks, after, rows * row)
+        return Edges.of(self.ranks, self.after, rows * row)
 
     # -- linear layers ------------------------------------------------------------------------------------------------
 

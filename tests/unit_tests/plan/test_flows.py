@@ -59,6 +59,7 @@ def test_a_fetch_counts_what_its_tables_hold(drawn):
         assert fetch.split_counts.sent_by(rank) == tables.send_counts.tolist()
         assert fetch.split_counts.received_by(rank) == tables.recv_counts.tolist()
         assert fetch.arrives_in_order(rank) == (tables.order is None) == (tables.inverse is None)
+        assert fetch.arrive_in_order[rank] == fetch.arrives_in_order(rank)
         assert fetch.rows_sent(rank) == len(tables.send_rows) - local
         assert back.rows_sent(rank) == len(tables.tokens) - local
         ordered = None if tables.order is None else len(tables.tokens)

@@ -1,5 +1,6 @@
 """`PackCost`: what a pack takes, from the lengths of its documents."""
 
+import dataclasses
 import doctest
 import math
 import re
@@ -9,6 +10,7 @@ import pytest
 
 import megatron_cp.planner.predict.pack_cost as module
 from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.pack_cost import PackCost
 
 
@@ -33,6 +35,30 @@ def test_flops_are_those_of_gemms_and_of_causal_attention():
     cost = PackCost.of_flops(active_parameters=weights, softmax_features=heads * head_dim, token=7.0)
     assert cost.of([tokens]) == gemms + attention + 7.0 * tokens
     assert cost.pack == 0
+
+
+def test_flops_take_as_long_as_the_kernels_that_do_them():
+    """Pairs in attention's kernel, which computes scores once more in backward; all else in matrix products."""
+    hardware = dataclasses.replace(
+        machine("h100").hardware, matrix=100.0, attention=((64, 10.0, 5.0), (128, 20.0, 10.0))
+    )
+    cost = PackCost(3.0, 200.0, 6.0)
+    assert cost.at_rates_of(hardware, 128) == PackCost(3.0, 2.0, 2 / 20 + 5 / 10)
+    assert cost.at_rates_of(hardware, 64) == PackCost(3.0, 2.0, 2 / 10 + 5 / 5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("h100", 128), "hardware: got 'h100'; allowed: a Hardware"),
+        ((machine("h100"), 128), "hardware: got"),
+        ((machine("h100").hardware, 0), "head_dim: got 0"),
+        ((machine("h100").hardware, 1.5), "head_dim: got 1.5"),
+    ],
+)
+def test_rejects_what_has_no_rates(arguments, says):
+    with pytest.raises(ArgumentError, match=re.escape(says)):
+        PackCost(1, 1, 1).at_rates_of(*arguments)
 
 
 def test_numbers_are_floats_and_the_value_can_be_a_key():

@@ -370,6 +370,12 @@ def test_experts_stand_where_the_configuration_has_them(monkeypatch):
     assert ours[0] != ours[1]
 
 
+def test_rejects_a_layout_that_stages_would_choose_each_for_itself():
+    with pytest.raises(ArgumentError, match=r"^--cp-layout: got 'auto'; allowed: zigzag, contiguous or balanced with"):
+        configure(OurConfig, cp_layout="auto", pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
+    assert configure(OurConfig, cp_layout="auto").cp_layout == "auto"
+
+
 @pytest.mark.parametrize(
     "option", [{"cp_layout": "zigzagg"}, {"linear_cp_mode": "chunkwisee"}, {"cp_packed_order": "sequence"}]
 )

@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'
 from megatron_cp.megatron.train.loop import packed_stream
 from megatron_cp.megatron.train.options import TrainingOptions
 from megatron_cp.megatron.train.pack_cost import pack_cost_of
+from megatron_cp.planner.predict import machine
 
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(4, 1.5, 400).astype(int) + 1, 2000)
 CORPUS = TokenCorpus("drawn", 256, np.zeros(LENGTHS.sum(), np.uint8), np.append(0, np.cumsum(LENGTHS)))
@@ -27,10 +28,12 @@ def test_packs_are_best_fits_unless_told():
     assert (stream.even, stream.budget, stream.seed) == (None, 2048, 3)
 
 
-def test_even_packs_share_a_step_by_the_models_flops():
+def test_even_packs_share_a_step_by_what_the_models_flops_take():
     options = TrainingOptions(**BATCH, cp_even_packs=True, hybrid_layer_pattern="G*-")
     stream = packed_stream(options, CORPUS, replicas=2)
-    cost = pack_cost_of(options, "G*-", options.padded_vocab_size(256))
+    flops = pack_cost_of(options, "G*-", options.padded_vocab_size(256))
+    cost = flops.at_rates_of(machine().hardware, options.kv_channels)
+    assert cost.pair / cost.token > 1.5 * flops.pair / flops.token
     assert stream.even == GlobalBatch(ranks=2, microbatches=4, cost=cost)
     plain = packed_stream(TrainingOptions(**BATCH), CORPUS, replicas=2)
     even_lengths, plain_lengths = lengths_of(stream), lengths_of(plain)
@@ -38,6 +41,14 @@ def test_even_packs_share_a_step_by_the_models_flops():
     assert Counter(sum(even_lengths, ())) == Counter(sum(plain_lengths, ()))
     even, given = (stream.even.step_time([cost.of(pack) for pack in packs]) for packs in (even_lengths, plain_lengths))
     assert even < given
+
+
+def test_packs_are_for_the_named_machine():
+    costs = [
+        packed_stream(TrainingOptions(**BATCH, cp_even_packs=True, cp_hardware=name), CORPUS, replicas=2).even.cost
+        for name in (None, "h100", "a100")
+    ]
+    assert costs[0] == costs[1] != costs[2]
 
 
 def test_the_context_parallel_size_does_not_decide_packs():

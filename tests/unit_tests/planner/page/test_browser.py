@@ -181,3 +181,31 @@ def test_a_click_on_a_heading_sorts(probed):
 def test_colours_change_and_the_table_of_ranks_is_filled(probed):
     assert [probed[size]["repainted"] for size in (4, 40)] == ["true", "true"]
     assert [probed[size]["rows"] for size in (4, 40)] == ["4", "40"]
+
+
+WIDE = {
+    "name": "cp 128, contiguous, chunkwise, a2a+all_gather (u = 16), 4 chunks", "cp": 128,
+    "flags": " ".join(f"--context-parallel-flag-{number} value" for number in range(9)),
+    "milliseconds": dict.fromkeys((
+        "attention", "linear layers", "products", "exposed transfers", "memory traffic", "sharded weights", "step",
+    ), 88_888.8),
+    "tokens_per_second_per_gpu": 8_888, "mfu": 0.1234, "bytes": {"parameters": 8.8e10}, "limit_bytes": 8.5e10,
+    "why_not": "slower per token and GPU",
+}  # fmt: skip
+
+
+def test_the_table_of_candidates_is_not_wider_than_the_window(tmp_path):
+    """Of a whole model, in a window of 1,280: as many columns as there can be, and long flags."""
+    page = page_of(
+        {"candidates": [{**WIDE, "chosen": row == 0, "name": f"{WIDE['name']}, {row}"} for row in range(30)]}
+    )
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page)
+    probe = """<script>document.fonts.ready.then(() => {
+      const box = document.querySelector("#choice .scroll");
+      Object.assign(document.documentElement.dataset, {inside: box.scrollWidth, shown: box.clientWidth});
+    });</script>"""
+    document, console = opened(page.replace("</body>", f"{probe}</body>"), tmp_path, width=1280)
+    assert console == []
+    inside, shown = (int(re.search(rf'data-{name}="(\d+)"', document)[1]) for name in ("inside", "shown"))
+    assert 900 < inside == shown
+    assert document.count("<details><summary>show</summary><code>--context-parallel-flag-0") == 30

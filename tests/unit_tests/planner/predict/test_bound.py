@@ -33,7 +33,21 @@ def free(on):
     return dataclasses.replace(on, hardware=fast, within=within, between=between)
 
 
-@pytest.mark.parametrize("seed", range(40))
+def copying(on):
+    """The machine with copies as slow as its links, and kernels that take no time."""
+    one = free(on)
+    within, between = (dataclasses.replace(link, bandwidth=1e9) for link in (one.within, one.between))
+    return dataclasses.replace(
+        one, hardware=dataclasses.replace(one.hardware, copy=1e9), within=within, between=between
+    )
+
+
+def transport_of(random, hosts):
+    name = str(random.choice(["collective", "pairwise", "hierarchical"]))
+    return cp.Transport(name, hosts) if name == "hierarchical" else name
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_a_bound_is_no_more_than_the_price(seed):
     random = np.random.default_rng(seed)
     size = int(random.choice([1, 2, 3, 4, 5, 6, 8, 16]))
@@ -46,7 +60,8 @@ def test_a_bound_is_no_more_than_the_price(seed):
     item = int(random.choice([2, 4, 8]))
     on = machine(str(random.choice(presets())))
     hosts = int(random.integers(1, size + 1))
-    for one in (on, free(on)):
+    options["transport"] = transport_of(random, on.topology(size, hosts).hosts)
+    for one in (on, free(on), copying(on)):
         topology = one.topology(size, hosts)
         for plan in ways(layout, mask, groups * int(random.choice([1, 4])), groups, **options):
             bound, price = attention_bound(plan, one, topology, item), priced(plan, one, topology, item_size=item).total

@@ -82,6 +82,13 @@ KIMI_LINEAR = {
         "kda_layers": [layer for layer in range(1, 28) if layer not in FULL_LAYERS],
     },
 }  # fmt: skip
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "vocab_size": 129280, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3,
+    "moe_layer_freq": 1, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "num_nextn_predict_layers": 1, "attention_bias": False, "tie_word_embeddings": False,
+}  # fmt: skip
 MAMBA2 = {  # Mamba-Codestral-7B
     "model_type": "mamba2", "hidden_size": 4096, "vocab_size": 32768, "num_hidden_layers": 64, "num_heads": 128,
     "head_dim": 64, "state_size": 128, "n_groups": 8, "conv_kernel": 4, "expand": 2, "use_bias": False,
@@ -115,6 +122,7 @@ PUBLISHED = [
     (GPT_OSS, 20_914_757_184, 0),
     (NEMOTRON_H, 8_100_852_736, 0),
     (KIMI_LINEAR, 49_122_681_728, 0),
+    (DEEPSEEK_V3, 671_026_419_200, 0),  # without the layer of multi-token prediction that the checkpoint has as well
     (MAMBA2, 7.29e9, 0.005e9),
     (BAMBA, 9.78e9, 0.005e9),
     (GRANITE, 6_939_037_248, 0),
@@ -208,6 +216,7 @@ def test_left_out_sizes_follow_from_others(read):
         (GPT_OSS, ["head_dim", "num_experts_per_tok", "sliding_window", "attention_bias", "layer_types"]),
         (NEMOTRON_H, ["head_dim", "n_groups", "conv_kernel", "use_conv_bias", "num_hidden_layers"]),
         (KIMI_LINEAR, ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"]),
+        (DEEPSEEK_V3, ["qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_layer_freq"]),
         (MAMBA2, ["n_groups", "conv_kernel", "use_conv_bias"]),
         (BAMBA, ["mamba_n_groups", "mamba_d_conv", "mamba_expand", "mamba_conv_bias"]),
         (GRANITE, ["shared_intermediate_size", "mamba_n_groups", "mamba_d_conv"]),
@@ -218,6 +227,20 @@ def test_sizes_that_are_as_usual_can_be_left_out(read, config, names):
     rest = {name: value for name, value in config.items() if name not in names}
     assert set(names) <= set(config)
     assert read(rest).blocks == read(config).blocks
+
+
+def test_deepseek_attends_with_a_latent_and_has_dense_layers_first(read):
+    model = read(DEEPSEEK_V3)
+    (slot,) = set(model.slots())
+    assert (slot.heads, slot.kv_heads, slot.head_dim, slot.value_head_dim) == (128, 128, 192, 128)
+    assert [block.mlp.experts for block in model.blocks] == [0] * 3 + [256] * 58
+    assert "without layers of multi-token prediction (1)" in model.source
+    embedding = 129280 * 7168  # which those who say "37B activated" count as well
+    assert 37e9 < model.active_parameters + embedding < 38e9
+    assert "without" not in read(DEEPSEEK_V3, num_nextn_predict_layers=0).source
+    every_other = read(DEEPSEEK_V3, moe_layer_freq=2, num_hidden_layers=7, n_shared_experts=None)
+    assert [block.mlp.experts for block in every_other.blocks] == [0, 0, 0, 0, 256, 0, 256]
+    assert every_other.blocks[4].mlp.shared_size == 0
 
 
 def test_kimi_without_shared_or_dense_layers(read):

@@ -86,6 +86,8 @@ def test_groups_of_queries_need_their_switch():
     [
         ("--window-size 127,0", ["window:127,0"] * 4),
         ("--window-size '(127, 0)'", ["window:127,0"] * 4),
+        ("--window-size 127 0", ["window:127,0"] * 4),
+        ("--window-size -1 0", ["causal"] * 4),
         ("--window-size -1,0", ["causal"] * 4),
         ("--window-size 9,0 --window-attn-skip-freq 2", ["window:9,0", "causal"] * 2),
         ("--window-size 9,0 --window-attn-skip-freq [1]*3+[0]", ["window:9,0"] * 3 + ["causal"]),
@@ -161,6 +163,9 @@ PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
         (SMALL + "--num-experts 4 --moe-router-topk 5", "experts_per_token: got 5; allowed: an integer from 1 to 4"),
         (SMALL + "--window-size 9,9", "--window-size: got '9,9'; allowed: LEFT,0"),
         (SMALL + "--window-size 9", "--window-size: got '9'"),
+        (SMALL + "--window-size 9 9", "--window-size: got '9,9'; allowed: LEFT,0 or LEFT 0"),
+        (SMALL + "--window-size 9 0 1", "--window-size: got '9 0 1'; allowed: two values, or both in one"),
+        (SMALL + "--window-size", "--window-size: got None; allowed: two values, or both in one"),
         (SMALL + "--hybrid-layer-pattern MM/M", "--hybrid-layer-pattern: got 'MM/M'; allowed: a pattern without /"),
         (
             SMALL + "--hybrid-layer-pattern *X",

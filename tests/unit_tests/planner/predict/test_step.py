@@ -1,15 +1,19 @@
 """A whole model's step: its parts add up, memory and flags follow the choice, and what cannot be is refused."""
 
 import dataclasses
+import itertools
 
 import pytest
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.model_files import read_model
+from megatron_cp.planner.predict.model_layers import MLP, AttentionMixer, Block
+from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.planner.predict.price import priced
-from megatron_cp.planner.predict.step import SHARDINGS, StepChoice, predict_step
+from megatron_cp.planner.predict.step import SHARDINGS, StepChoice, predict_step, way_of
 
 H100, TINY, LLAMA = machine("h100"), read_model("tiny"), read_model("llama3-8b")
 PACKING = Packing([5000, 1, 3000, 187])
@@ -138,6 +142,105 @@ def test_layers_choose_for_the_hosts_that_there_are():
         for scheme in ("a2a", "p2p", "exact", "all_gather")
     )
     assert far.step <= 1.05 * fixed
+
+
+# -- one set of flags for layers of several kinds ----------------------------------------------------------------------
+
+
+def alternating(*mixers, blocks=4):
+    return ModelSpec("mixed", 4096, 1000, True, tuple(Block(mixers[n % len(mixers)], MLP(1024)) for n in range(blocks)))
+
+
+FULL = AttentionMixer(32, 8, 128, 128)
+WINDOW = AttentionMixer(32, 8, 128, 128, mask="window:127,0")
+LONG = Packing([40000, 30000, 20000, 30000, 11072])
+
+
+def stepped(model, cp=16, name="zigzag", packing=LONG, **change):
+    layout = getattr(Layout, name)(packing, cp)
+    return predict_step(model, layout, StepChoice(cp, name, **change), H100, H100.topology(cp))
+
+
+def given(flags, name):
+    """The values of a flag; none if it is left out."""
+    words = flags.split()
+    after = words[words.index(name) + 1 :] if name in words else []
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), after))
+
+
+def test_layers_whose_best_schemes_differ_have_a_value_each():
+    found = stepped(alternating(WINDOW, FULL))
+    (windowed, _), (full, _) = found.plans
+    assert windowed.scheme != full.scheme
+    assert given(found.flags, "--cp-comm-type") == [windowed.scheme, full.scheme] * 2
+    assert given(stepped(alternating(FULL)).flags, "--cp-comm-type") == [full.scheme]
+
+
+def test_linear_layers_and_mlps_of_a_list_have_the_value_that_they_take():
+    linear = read_model("qwen3-next").blocks[0].mixer
+    model = alternating(linear, WINDOW, None, FULL)
+    found = stepped(model)
+    of = {plan.mask.describe(): plan.scheme for plan, _ in found.plans if plan.attend}
+    windowed, full = list(of.values())
+    assert windowed != full
+    assert given(found.flags, "--cp-comm-type") == ["a2a", windowed, "a2a", full]
+
+
+@pytest.mark.parametrize("cp", [4, 8, 16, 32])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "balanced"])
+def test_flags_ask_for_the_plans_that_were_priced(cp, name):
+    """What Megatron's layers make of the flags: a scheme each, one degree of products, one number of chunks."""
+    model = alternating(WINDOW, FULL, AttentionMixer(64, 8, 64, 64))
+    found = stepped(model, cp, name)
+    schemes, degrees, chunks = (
+        given(found.flags, f"--{flag}")
+        for flag in ("cp-comm-type", "hierarchical-context-parallel-sizes", "cp-head-chunks")
+    )
+    layout = getattr(Layout, name)(LONG, cp)
+    for number, (mixer, (plan, _)) in enumerate(zip([WINDOW, FULL, model.blocks[2].mixer], found.plans, strict=True)):
+        way = SCHEMES[(schemes * 4)[number] if len(schemes) == 1 else schemes[number]]
+        slot = dataclasses.replace(
+            mixer.slot(), scheme=way.name, ulysses_degree=int(degrees[0]) if way.is_product and degrees else None,
+            head_chunks=int(chunks[0]) if way.takes_chunks and chunks else None,
+        )  # fmt: skip
+        assert slot.plan(layout).describe() == plan.describe()
+        assert slot.plan(layout).attend.head_chunks == plan.attend.head_chunks
+
+
+def test_kinds_that_want_other_degrees_share_the_cheaper_one():
+    """Four and sixteen key/value heads: each by itself takes a product of its own degree."""
+    few, many = AttentionMixer(32, 4, 128, 128), AttentionMixer(16, 16, 128, 128)
+    alone = [stepped(alternating(mixer), 32) for mixer in (few, many)]
+    degrees = {plan.ulysses_degree for found in alone for plan, _ in found.plans}
+    assert len(degrees) == 2
+    both = stepped(alternating(few, many), 32)
+    assert len({plan.ulysses_degree for plan, _ in both.plans}) == 1
+    assert len(given(both.flags, "--hierarchical-context-parallel-sizes")) == 2
+    slots = [mixer.slot() for mixer in (few, many)]
+    layout = Layout.zigzag(LONG, 32)
+
+    def total(degree):
+        ways = zip(slots, both.plans, strict=True)
+        plans = [
+            dataclasses.replace(slot, scheme=plan.scheme, ulysses_degree=degree).plan(layout)
+            for slot, (plan, _) in ways
+        ]
+        return sum(priced(plan, H100).total for plan in plans)
+
+    taken = both.plans[0][0].ulysses_degree
+    assert total(taken) == min(map(total, degrees))
+
+
+def test_runs_that_want_other_modes_are_left_to_auto_on_the_machine_that_was_named():
+    found = stepped(TINY)
+    plans = [plan for plan, _ in found.plans if plan.attend is None]
+    other = dataclasses.replace(plans[0], scheme="headwise", redistribution=None)
+    assert way_of(plans[0]) != "headwise"
+    choice = dataclasses.replace(found.choice, hardware="h200")
+    mixed = dataclasses.replace(found, plans=(*found.plans, (other, 1)), choice=choice)
+    assert given(found.flags, "--linear-cp-mode") == [way_of(plans[0])]
+    assert given(mixed.flags, "--linear-cp-mode") == ["auto"]
+    assert given(mixed.flags, "--cp-hardware") == ["h200"]
 
 
 def test_recomputing_a_layer_waits_for_its_transfers_again():

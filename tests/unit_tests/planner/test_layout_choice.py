@@ -1,0 +1,167 @@
+"""`choose_layout`: by the predicted time of all layers of a model, the same on every rank, and remembered."""
+
+import dataclasses
+
+import pytest
+
+import megatron_cp as cp
+from megatron_cp.planner import layouts
+from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
+from megatron_cp.planner.predict import machine
+from megatron_cp.planner.predict.model_files import read_model
+from megatron_cp.planner.predict.step import StepChoice, predict_step
+
+H100 = machine("h100")
+LONG, MANY = cp.Packing([60000, 5000]), cp.Packing([1000] * 65)
+GATHERED = cp.AttentionSlot(8, 2, 64, 64, scheme="all_gather")
+EXCHANGED = cp.AttentionSlot(8, 8, 64, 64, scheme="a2a")
+LINEAR = cp.LinearSlot("gdn", 32, 16, 128, 128, mode="chunkwise")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_remembered(monkeypatch):
+    monkeypatch.setattr(layouts, "_CHOSEN", layouts._Recent(4))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "llama3-8b", "nemotron-h"])
+@pytest.mark.parametrize("packing", [cp.Packing([16000, 300, 9000, 4000, 1, 3000]), cp.Packing([700] * 47)], ids=str)
+def test_it_is_the_layout_of_the_cheapest_step(name, packing):
+    """What `plan --whole` predicts for each layout, products of weights and all, is as far apart as the choice says."""
+    model = read_model(name)
+    choice = choose_layout(packing, 8, model.slots())
+    steps = {
+        each: predict_step(
+            model, layout_by_name(each, packing, 8), StepChoice(8, each, sharding="none"), H100, H100.topology(8)
+        )
+        for each in CHOICES
+    }
+    prices = {price.name: price.milliseconds for price in choice.prices}
+    assert set(prices) == set(CHOICES)
+    assert steps[choice.name].step <= 1.001 * min(step.step for step in steps.values())
+    for each, step in steps.items():
+        assert prices[each] == pytest.approx(step.attention + step.linear + step.exposed, rel=0.005)
+
+
+def test_what_the_layers_are_decides():
+    several = cp.Packing([16000, 300, 9000, 4000, 1, 3000])
+    assert choose_layout(several, 4, [dataclasses.replace(GATHERED, scheme="exact")]).name == "balanced"
+    assert choose_layout(several, 4, [GATHERED]).name == "zigzag"  # as even, and keys of everyone come anyway
+    assert choose_layout(several, 4, [EXCHANGED]).name == "contiguous"
+    assert choose_layout(MANY, 4, [GATHERED]).name == "contiguous"  # ranges of even work, and few documents are cut
+
+
+def test_each_layer_counts_as_often_as_it_occurs():
+    """A linear layer would have fewer segments in contiguous ranges; one of them is not worth uneven attention."""
+    costs = {count: choose_layout(LONG, 4, [GATHERED, *[LINEAR] * count]).prices for count in (1, 50)}
+    for count, prices in costs.items():
+        (linear,) = (kind for kind in prices[0].kinds if kind.kind == "gdn")
+        assert linear.layers == count
+    totals = [{price.name: price.milliseconds for price in prices} for prices in costs.values()]
+    for name in CHOICES:
+        (each,) = (
+            kind.milliseconds for price in costs[1] if price.name == name for kind in price.kinds if kind.kind == "gdn"
+        )
+        assert totals[1][name] - totals[0][name] == pytest.approx(49 * each)
+
+
+def test_named_schemes_are_priced_too():
+    (price, *_) = choose_layout(LONG, 4, [GATHERED]).prices
+    plan = GATHERED.plan(layout_by_name(price.name, LONG, 4))
+    assert not plan.prices
+    assert price.kinds[0].way == "all_gather"
+    assert price.milliseconds > 0
+
+
+def test_the_chosen_layout_has_what_shard_batch_asks_for():
+    """A row on each rank, whole multiples of the tensor-parallel ranks, and what was planned to choose it."""
+    slot = dataclasses.replace(GATHERED, scheme="auto")
+    choice = choose_layout(cp.Packing([5]), 8, [slot], align=2, min_rows=1)
+    assert choice.layout.padded(align=2, min_rows=1) is choice.layout
+    assert (choice.layout.row_counts % 2 == 0).all()
+    assert (choice.layout.row_counts > 0).all()
+    assert any(key[0] == "auto" for key in choice.layout.__dict__["_memo"])
+
+
+def test_a_choice_is_remembered_by_value_and_few_are(monkeypatch):
+    first = choose_layout(LONG, 4, [GATHERED, GATHERED])
+    with monkeypatch.context() as patched:
+        patched.setattr(layouts, "_weighed", lambda *given: pytest.fail("weighed again"))
+        again = choose_layout(cp.Packing([60000, 5000]), 4, [dataclasses.replace(GATHERED)] * 2)
+        assert (again.name, again.prices) == (first.name, first.prices)
+        assert again.layout == first.layout
+        for changed in (
+            lambda: choose_layout(cp.Packing([5000, 60000]), 4, [GATHERED] * 2),
+            lambda: choose_layout(LONG, 5, [GATHERED] * 2),
+            lambda: choose_layout(LONG, 4, [GATHERED]),
+            lambda: choose_layout(LONG, 4, [EXCHANGED] * 2),
+            lambda: choose_layout(LONG, 4, [GATHERED] * 2, align=2),
+            lambda: choose_layout(LONG, 4, [GATHERED] * 2, min_rows=1),
+        ):
+            with pytest.raises(pytest.fail.Exception):
+                changed()
+    for length in range(10, 20):
+        choose_layout(cp.Packing([length]), 2, [EXCHANGED])
+    assert len(layouts._CHOSEN) == 4
+
+
+def test_near_predictions_count_as_equal():
+    """Ranks whose processors add in other ways must not part over the last bits."""
+    choice = choose_layout(cp.Packing([8]), 2, [EXCHANGED])
+    best = min(price.milliseconds for price in choice.prices)
+    near = [price.name for price in choice.prices if price.milliseconds <= 1.001 * best]
+    assert choice.name == next(name for name in CHOICES if name in near)
+
+
+def test_one_rank_has_nothing_to_choose():
+    choice = choose_layout(LONG, 1, [GATHERED])
+    assert choice.prices == ()
+    assert "one rank holds all tokens" in choice.explain()
+
+
+def test_it_explains():
+    lines = choose_layout(LONG, 4, [GATHERED, LINEAR]).explain().splitlines()
+    assert lines[0].startswith("chosen layout ")
+    assert len(lines) >= 3
+    assert all("1 x attention by all_gather" in line and "1 x gdn by chunkwise" in line for line in lines[:3])
+
+
+def test_layouts_that_a_memory_limit_rules_out_are_left_out():
+    """From contiguous ranges the exact keys are more than from balanced ones, or the other way round."""
+    slot = cp.AttentionSlot(8, 2, 64, 64, scheme="exact", mask="window:99,0")
+    needs = {}
+    for name in CHOICES:
+        with pytest.raises(cp.ArgumentError) as caught:
+            dataclasses.replace(slot, memory_limit=1).plan(layout_by_name(name, LONG, 4))
+        needs[name] = int(str(caught.value).split("at least ")[1].split()[0])
+    limit = min(needs.values())
+    assert max(needs.values()) > limit
+    choice = choose_layout(LONG, 4, [dataclasses.replace(slot, memory_limit=limit)])
+    assert {price.name for price in choice.prices} == {name for name, need in needs.items() if need <= limit}
+    assert "was left out: memory_limit" in choice.explain()
+    with pytest.raises(cp.ArgumentError, match="memory_limit"):
+        choose_layout(LONG, 4, [dataclasses.replace(slot, memory_limit=limit - 1)])
+
+
+def test_zigzag_of_very_many_documents_is_not_weighed(monkeypatch):
+    monkeypatch.setattr(layouts, "VERY_MANY", 100)
+    choice = choose_layout(MANY, 4, [EXCHANGED])
+    assert [price.name for price in choice.prices if price.name == "zigzag"] == []
+    assert "layout zigzag was not weighed" in choice.explain()
+
+
+def test_by_name_it_takes_layers():
+    chosen = layout_by_name("auto", LONG, 4, slots=[GATHERED])
+    assert chosen == choose_layout(LONG, 4, [GATHERED]).layout
+    with pytest.raises(cp.ArgumentError, match="slots: got \\[\\]; allowed: the slot of each layer"):
+        layout_by_name("auto", LONG, 4)
+
+
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "balanced", "random"])
+def test_every_name_has_the_rows_that_it_is_asked_for(name):
+    layout = layout_by_name(name, cp.Packing([3]), 5, align=2, min_rows=1)
+    assert (layout.align, layout.min_rows) == (2, 1)
+
+
+def test_a_graph_has_one_layout():
+    with pytest.raises(cp.ArgumentError, match="A graph repeats the launches of one layout"):
+        cp.PlanSlots(16, 3, 2, layout="auto")
