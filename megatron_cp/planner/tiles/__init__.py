@@ -2,7 +2,8 @@
 
 Queries travel too. `tiles_of` cuts a mask into tiles, `solve` gives each to a rank under a cap on a rank's work, and
 `bands_by_rank` says it in the mask's bands. `problem` is the model, `cuts` the tiles, `fast` the search without a
-solver (`starts` and `anneal`). Numpy and integers: no torch in here.
+solver (`starts` and `anneal`), `exact` the one with a solver, `bounds` what no answer can be below, `cache` answers on
+disk. Numpy and integers: no torch in here.
 """
 
 from megatron_cp.planner.tiles.cuts import bands_by_rank, tiles_of

@@ -2,8 +2,8 @@
 
 Each *chain* is an answer. A step draws one move for every chain: a tile, or all tiles that a rank has of a row or
 column, go to another rank. It is kept if the chain's energy falls, or does not rise by more than a random threshold
-that falls from step to step. Energy is the sum of fourth powers of what ranks send and receive, which the busiest
-dominate, and of work above the load cap.
+that falls from step to step. Energy is the sum of fourth, later eighth, powers of what ranks send and receive,
+which the busiest dominate, and of work above the load cap.
 
 All ranks must find the same. So there is no clock in here, random numbers are those of a fixed seed, and floats are
 only added, multiplied, divided and compared, in an order that does not depend on the machine: chains are the last axis
@@ -21,10 +21,13 @@ from numpy.typing import NDArray
 from megatron_cp.layout.packing import IntArray
 
 FloatArray = NDArray[np.float64]
-# Found by trying, on tables of six masks: a higher price of too much work, or a higher power, leaves chains stuck.
+# Found by trying, on tables of six masks: a higher price of too much work, a higher power from the start, or more
+# chains of fewer steps leave the busiest rank with an eighth more.
 _OVERLOAD = 5.0  # energy of a rank that has a whole load cap too much
+_BITS, _DRAWS = 31, 6  # of random numbers; how many a chain takes in a step
 _SEGMENTS = 12  # after each, the worst chains go on from the best answer
-_HOT, _COLD = 2.0, 0.05  # the threshold's scale at the beginning and at the end
+_STEEP = 9  # from this segment on, powers are eighth ones
+_HOT, _COLD = 0.5, 0.003  # the threshold's scale at the beginning and at the end
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +97,7 @@ class Chains:
         self.per_cap = 1 / np.maximum(self.caps, 1)
         self._count()
         self.best, self.best_cost = np.full(tiles, -1), np.inf
-        self.scale = 1.0
+        self.scale, self.squarings = 1.0, 2
         self._keep_best()
 
     def _count(self) -> None:
@@ -132,8 +135,8 @@ class Chains:
     def energy(self, volumes: FloatArray, loads: FloatArray) -> FloatArray:
         """`[chains]`"""
         share = volumes[:, : self.moves.num_ranks].reshape(-1, self.count) * (1 / self.scale)
-        share *= share
-        share *= share
+        for _ in range(self.squarings):
+            share *= share
         above = np.maximum(loads * self.per_cap - 1.0, 0.0)
         # As far as work is above the cap, and once more that it is, so that little is not better than nothing.
         return share.sum(axis=0) + _OVERLOAD * (above + 0.02 * (above > 0)).sum(axis=0)
@@ -142,15 +145,18 @@ class Chains:
         """`[chains]` of the answers as they are."""
         return self.energy(self.volumes, self.loads)
 
-    def run(self, steps: int) -> None:
-        """Draws moves, hot at first."""
+    def run(self, steps: int, enough: int = 0) -> None:
+        """Draws moves, hot at first, and ends early once an answer costs no more than `enough`."""
         each = max(steps // _SEGMENTS, 1)
         for segment in range(_SEGMENTS):
-            self.scale = self._scale()
+            if self.best_cost <= enough:
+                return
+            self.scale, self.squarings = self._scale(), 2 + (segment >= _STEEP)
             self.now = self.energies()
             heat = _HOT * (_COLD / _HOT) ** (segment / (_SEGMENTS - 1))
+            numbers = self.random.integers(0, 1 << _BITS, (each, _DRAWS, self.count))
             for step in range(each):
-                self._step(step % 2, heat, single=step % 4 < 2)
+                self._step(step % 2, heat, numbers[step], single=step % 4 < 2)
             if segment < _SEGMENTS - 1:
                 self._replace_worst()
 
@@ -159,11 +165,18 @@ class Chains:
             return float(self.best_cost)
         return max(float(self.volumes[:, : self.moves.num_ranks].max(axis=(0, 1)).min()), 1.0)
 
-    def _step(self, number: int, heat: float, *, single: bool) -> None:
-        """One move for each chain: of one tile, or of a rank's tiles of one line."""
+    def _step(self, number: int, heat: float, numbers: IntArray, *, single: bool) -> None:
+        """One move for each chain: of one tile, or of a rank's tiles of one line.
+
+        Args:
+            number: of the axis.
+            heat: the threshold's scale.
+            numbers: `[_DRAWS, chains]` random numbers of `_BITS` bits.
+            single: of one tile.
+        """
         axis, tiles = self.moves.axes[number], self.work.size - 1
-        tile = self._drawn(tiles)
-        source, target = self.ranks[tile, self.all], self._targets(tile)
+        tile = _below(numbers[0], tiles)
+        source, target = self.ranks[tile, self.all], self._targets(tile, numbers[1:-1])
         line = axis.line_of_tile[tile]
         members = tile[None] if single else axis.tiles_of_lines[:, line]
         chosen = self.ranks[members, self.all] == source
@@ -176,7 +189,7 @@ class Chains:
         loads[source, self.all] -= work
         loads[target, self.all] += work
         after = self.energy(volumes, loads)
-        threshold = self.random.random(self.count)
+        threshold = numbers[-1] * 2.0**-_BITS
         threshold = heat * (1 - threshold) / (threshold + 0.05)
         kept = (after - self.now <= threshold) & (source != target)
         self._apply(kept, number, line, source, target, moved, chain)
@@ -185,21 +198,17 @@ class Chains:
         self.now = np.where(kept, after, self.now)
         self._keep_best()
 
-    def _targets(self, tile: IntArray) -> IntArray:
+    def _targets(self, tile: IntArray, numbers: IntArray) -> IntArray:
         """Where tiles might go: to an owner, to a rank that has other tiles of the line, or anywhere."""
-        draw = self._drawn(8)
-        target = self._drawn(self.moves.num_ranks)
+        draw, target = _below(numbers[0], 8), _below(numbers[1], self.moves.num_ranks)
         for number, axis in enumerate(self.moves.axes):
             lines, table = axis.line_of_tile[tile], axis.tiles_of_lines
             owner = axis.owners[lines]
             target = np.where((draw == number) & (owner < self.moves.num_ranks), owner, target)
-            place = self._drawn(len(table))
+            place = _below(numbers[2 + number], len(table))
             other = self.ranks[table[place, lines], self.all]
             target = np.where((draw // 2 == number + 1) & (other >= 0), other, target)
         return target
-
-    def _drawn(self, below: int) -> IntArray:
-        return np.asarray(self.random.integers(0, below, self.count))
 
     def _weigh(
         self, volumes: FloatArray, number: int, line: IntArray, source: IntArray, target: IntArray,
@@ -254,3 +263,8 @@ class Chains:
         if worst.size and np.isfinite(self.best_cost):
             self.ranks[:-1, worst] = self.best[:, None]
             self._count()
+
+
+def _below(numbers: IntArray, limit: int) -> IntArray:
+    """Random numbers of `_BITS` bits as ones from 0 up to but not including a limit."""
+    return numbers * limit >> _BITS

@@ -13,14 +13,19 @@ from megatron_cp.planner.tiles.anneal import Axis, Chains, Moves
 from megatron_cp.planner.tiles.problem import Chunks, TileProblem, loads, longest_first
 from megatron_cp.planner.tiles.starts import repaired, starts
 
-_CHAINS, _STEPS = 128, 4000  # 1.2 s on one core, for 64 tiles on 8 ranks
+_CHAINS, _STEPS = 64, 8000  # about a second on one core, for 64 tiles on 8 ranks
+_STEPS_A_TILE = 200  # at most, so that small problems take milliseconds
 _ENTRIES = 1 << 18  # of the tables of counts: fewer chains where there are many lines and ranks
 _FEW_RANKS = 16  # above, groups of ranks come first
 _LINES_A_GROUP = 6  # as many rows and columns has each group of ranks where groups come first
 
 
-def search(problem: TileProblem) -> IntArray:
+def search(problem: TileProblem, bound: int = 0) -> IntArray:
     """`[tiles]` who computes each.
+
+    Args:
+        problem: the tiles.
+        bound: a cost that is good enough to stop at.
 
     Raises:
         ArgumentError: no answer is found under the load cap.
@@ -36,7 +41,7 @@ def search(problem: TileProblem) -> IntArray:
     if groups is not None:
         answers = np.concatenate([_by_groups(problem, groups)[:, None], answers], axis=1)
     steps = _STEPS if groups is None else _STEPS // 2
-    found = _improved(moves, _feasible(problem, answers), chains, steps)
+    found = _improved(moves, _feasible(problem, answers), chains, steps, bound)
     if found is None:
         raise _too_tight(problem)
     return found
@@ -57,10 +62,10 @@ def _feasible(problem: TileProblem, answers: IntArray) -> IntArray:
     return np.concatenate([np.stack(kept, axis=1), answers], axis=1) if kept else answers
 
 
-def _improved(moves: Moves, answers: IntArray, chains: int, steps: int) -> IntArray | None:
+def _improved(moves: Moves, answers: IntArray, chains: int, steps: int, enough: int = 0) -> IntArray | None:
     """The best of what random moves make of some answers, each the start of several chains."""
     found = Chains(moves, answers[:, np.arange(chains) % answers.shape[1]], seed=1)
-    found.run(steps)
+    found.run(min(steps, _STEPS_A_TILE * moves.work.size), enough)
     return found.best if np.isfinite(found.best_cost) else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 
@@ -10,8 +11,10 @@ import numpy as np
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.planner.tiles.fast import search
-from megatron_cp.planner.tiles.problem import TileProblem, check, volumes
+from megatron_cp.planner.tiles import exact, fast
+from megatron_cp.planner.tiles.bounds import lower_bound
+from megatron_cp.planner.tiles.cache import Answer, checked_directory, read, write
+from megatron_cp.planner.tiles.problem import TileProblem, cost, volumes
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,8 +25,7 @@ class Solution:
         ranks: `[tiles]` the rank of each.
         sent, received: `[num_ranks]` bytes to and from others.
         optimal: whether no answer to the problem has a busiest rank with less, which is proven.
-        bound: bytes that the busiest rank sends or receives in any answer, those between hosts weighted; 0 where none
-            is known.
+        bound: bytes that the busiest rank sends or receives in any answer at least, those between hosts weighted.
         load_cap: the most work of a rank that was allowed.
         seconds: that it took.
     """
@@ -37,21 +39,48 @@ class Solution:
     seconds: float
 
 
-def solve(problem: TileProblem, *, search_seconds: float = 0.0) -> Solution:
+def solve(
+    problem: TileProblem, *, search_seconds: float = 0.0, cache: str | os.PathLike[str] | None = None
+) -> Solution:
     """Gives every tile to a rank so that the busiest sends and receives little.
+
+    The same answer for the same arguments, on every rank and in every process, as long as a cache has the same files.
 
     Args:
         problem: the tiles.
-        search_seconds: how long the exact stage may search; 0 for the fast stage alone.
+        search_seconds: about how long the exact stage may search, on a core of its own; 0 for the fast stage alone. It
+            needs OR-Tools, the extra `solver`.
+        cache: a directory with answers to problems that were solved before, which is made where there is none. An
+            answer is taken from it if it is proven best, or was allowed as long a search.
 
     Raises:
-        ArgumentError: no answer is found under the load cap.
+        ArgumentError: no answer is found under the load cap, OR-Tools is not installed, or the cache has an answer that
+            does not fit the problem.
     """
     began = time.perf_counter()
     if not isinstance(problem, TileProblem):
         raise ArgumentError("problem", problem, "a TileProblem, as from tiles_of(mask, layout, weights=...)")
     if not 0 <= as_number(search_seconds) < np.inf:
         raise ArgumentError("search_seconds", search_seconds, "a number of seconds of at least 0")
-    ranks = frozen(check(problem, search(problem)))
+    directory = checked_directory(cache)
+    answer = None if directory is None else read(directory, problem)
+    if answer is None or (answer.search_seconds < search_seconds and answer.bound < cost(problem, answer.ranks)):
+        answer = _searched(problem, search_seconds, answer)
+        if directory is not None:
+            write(directory, problem, answer)
+    ranks = frozen(answer.ranks)
     sent, received = volumes(problem, ranks)
-    return Solution(ranks, sent, received, False, 0, problem.load_cap, time.perf_counter() - began)
+    reached = cost(problem, ranks)
+    return Solution(
+        ranks, sent, received, reached <= answer.bound, answer.bound, problem.load_cap, time.perf_counter() - began
+    )
+
+
+def _searched(problem: TileProblem, seconds: float, known: Answer | None) -> Answer:
+    """Both stages, the second where there is time for it; from the answer of a shorter search, if there is one."""
+    bound = max(lower_bound(problem), 0 if known is None else known.bound)
+    start = fast.search(problem, bound) if known is None else known.ranks
+    if seconds == 0:
+        return Answer(start, bound, seconds)
+    found = exact.search(problem, start, seconds=seconds, bound=bound)
+    return Answer(found.ranks, found.bound, seconds)

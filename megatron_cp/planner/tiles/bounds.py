@@ -1,0 +1,224 @@
+"""What no answer can be below: bytes of the busiest rank, and time. docs/tiles.md has the argument in words.
+
+For each rank, *options* (q, p): it has tiles of q foreign rows and p foreign columns. An option limits from above the
+work that it can do, and from below the bytes that it receives and sends. The bound is the least z for which there are
+options that cost no rank more than z and all ranks together no more than n * z each way, and whose work adds up to all
+of it, no rank's counting above the load cap.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_cp.errors import ArgumentError, as_number
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.planner.tiles.problem import Chunks, TileProblem
+
+_DENSE, _SPARSE = 24, 24  # counts of foreign lines that are told apart: so many small ones, so many in all
+_PRICES = 60  # of work, that are tried for the cheapest options
+
+
+def lower_bound(problem: TileProblem) -> int:
+    """Bytes that the busiest rank sends or receives at least, in any answer to the problem.
+
+    Bytes between hosts are weighted. Of the whole problem, and of hosts as if each was one rank.
+    """
+    found = _bound(problem, problem.load_cap)
+    if problem.hosts is not None and problem.hosts.max(initial=0) > 0:
+        hosts = np.unique(problem.hosts, return_inverse=True)[1]
+        if (np.bincount(hosts) == np.bincount(hosts)[0]).all():
+            members = int(np.bincount(hosts)[0])
+            between = _bound(_of_hosts(problem, hosts), problem.load_cap * members)
+            found = max(found, -(-between * problem.host_cost // members))
+    return found
+
+
+def lower_bound_without_cap(problem: TileProblem) -> int:
+    """`lower_bound` of answers in which one rank may have all the work."""
+    return lower_bound(problem.with_load_cap(problem.total))
+
+
+def lower_bound_of_seconds(
+    problem: TileProblem, *, pairs_per_second: float, bytes_per_second: float
+) -> dict[str, float]:
+    """Seconds that any answer takes at least, by what they are spent on; the largest of them is the bound.
+
+    Args:
+        problem: the tiles, on one host or with bytes between hosts weighted.
+        pairs_per_second: of a rank's attention.
+        bytes_per_second: that a rank sends, and as many that it receives at the same time, within a host.
+
+    Raises:
+        ArgumentError: rates that are not positive numbers.
+    """
+    for name, rate in (("pairs_per_second", pairs_per_second), ("bytes_per_second", bytes_per_second)):
+        if not 0 < as_number(rate) < math.inf:
+            raise ArgumentError(name, rate, "a positive number")
+    share = max(problem.total / problem.num_ranks, float(problem.work.max(initial=0)))
+    return {"work": share / pairs_per_second, "transfers": lower_bound(problem) / bytes_per_second}
+
+
+def _of_hosts(problem: TileProblem, hosts: IntArray) -> TileProblem:
+    """Hosts as ranks: what a host has of a line comes to it at least once."""
+    rows, columns = (
+        Chunks(chunks.starts, chunks.total, chunks.chunk_of_range, hosts[chunks.owners])
+        for chunks in (problem.rows, problem.columns)
+    )
+    return TileProblem(
+        int(hosts.max()) + 1, rows, columns, problem.tile_rows, problem.tile_columns, problem.work, problem.weights,
+        load_cap=problem.load_cap * int(np.bincount(hosts)[0]),
+    )  # fmt: skip
+
+
+class _Options(NamedTuple):
+    """Of all ranks, `[ranks, options]`: work at most; bytes received and sent at least; bytes that it makes move."""
+
+    work: IntArray
+    received: IntArray
+    sent: IntArray
+    moved: IntArray
+
+
+def _bound(problem: TileProblem, cap: int) -> int:
+    if problem.num_tiles == 0 or problem.num_ranks == 1:
+        return 0
+    returned, fetched = _fan_out(problem, cap)
+    options = _all_options(problem, returned, fetched, cap)
+    unit = max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)
+    low, high = 0, -(-int(problem.num_ranks * max(sum(each.sum() for each in problem.line_costs), 1)) // unit)
+    high *= problem.host_cost
+    while low < high:
+        middle = (low + high) // 2
+        if _possible(options, middle * unit, problem.total, problem.num_ranks):
+            high = middle
+        else:
+            low = middle + 1
+    return low * unit
+
+
+def _possible(options: _Options, most: int, total: int, ranks: int) -> bool:
+    """Whether options could be found with which no rank has more than `most`; True where that is not refuted."""
+    allowed = (options.received <= most) & (options.sent <= most)
+    work = np.where(allowed, options.work, -1)
+    if (work.max(axis=1) < 0).any() or int(work.max(axis=1).sum()) < total:
+        return False
+    # At a price of work, every rank takes the option that is cheapest: no choice that has all of the work moves less
+    # than what they cost together and the price of all work, whatever the price is.
+    moved = np.where(allowed, options.moved, np.inf)
+    low, high = 0.0, float(options.moved.max()) + 1.0
+    for _ in range(_PRICES):
+        price = (low + high) / 2
+        costs = moved - price * options.work
+        chosen = costs.argmin(axis=1)[:, None]
+        least = float(costs.min(axis=1).sum()) + price * total
+        if least > ranks * most + 1e-9 * (ranks * most + price * total):  # rounded floats must not refute
+            return False
+        done = int(np.take_along_axis(options.work, chosen, axis=1).sum())
+        if done == total:
+            return True  # these are the cheapest
+        low, high = (price, high) if done < total else (low, price)
+    return True
+
+
+def _fan_out(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
+    """`[ranks]` what each receives and what it sends at least, as the owner of lines that others must have.
+
+    A line with more work than the cap goes to several ranks, all of them others but for one. Of lines that a rank owns
+    on one axis, it can keep no more than the cap's work wholly to itself; each other one goes to a rank at least.
+    """
+    size = problem.num_ranks
+    received, sent = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    costs = problem.line_costs
+    for lines, owners, out, back in (
+        (problem.tile_rows, problem.rows.owners, costs[0], costs[1]),
+        (problem.tile_columns, problem.columns.owners, costs[2], costs[3]),
+    ):
+        work = np.zeros(owners.size, dtype=np.int64)
+        np.add.at(work, lines, problem.work)
+        others = np.maximum(-(-work // max(cap, 1)) - 1, 0)
+        for into, cost in ((sent, out), (received, back)):
+            np.add.at(into, owners, others * cost)
+            for rank in range(size):
+                own = (owners == rank) & (work > 0) & (others == 0)
+                into[rank] += _left_out(work[own], cost[own], cap)
+    return received, sent
+
+
+def _left_out(work: IntArray, cost: IntArray, cap: int) -> int:
+    """What the cheapest lines cost that must go away if those that stay have no more than the cap.
+
+    Parts of lines count, which is no more than whole lines cost.
+    """
+    too_much = int(work.sum()) - cap
+    if too_much <= 0:
+        return 0
+    order = np.argsort(cost / work, kind="stable")
+    work, cost = work[order], cost[order]
+    before = np.cumsum(work) - work
+    part = np.clip(too_much - before, 0, work)
+    # The work of one line at most is taken in part; in Python's integers, which have no end.
+    return sum(-(-int(c) * int(p) // int(w)) if p < w else int(c) for c, p, w in zip(cost, part, work, strict=True))
+
+
+def _all_options(problem: TileProblem, received: IntArray, sent: IntArray, cap: int) -> _Options:
+    """The options of every rank, with what it receives and sends as an owner."""
+    table = np.zeros((problem.rows.owners.size, problem.columns.owners.size), dtype=np.int64)
+    table[problem.tile_rows, problem.tile_columns] = problem.work
+    found = []
+    for rank in range(problem.num_ranks):
+        work, own_received, own_sent = _options(problem, table, rank)
+        # A byte is received once: of all ranks together, as many as their tiles' foreign lines take both ways.
+        moved = own_received + own_sent
+        found.append((np.minimum(work, cap), own_received + received[rank], own_sent + sent[rank], moved))
+    most = max(each[0].size for each in found)
+    padded = [[np.pad(array, (0, most - array.size), mode="edge") for array in each] for each in found]
+    work, received, sent, moved = (np.stack(arrays) for arrays in zip(*padded, strict=True))
+    return _Options(work, received, sent, moved)
+
+
+def _options(problem: TileProblem, table: IntArray, rank: int) -> tuple[IntArray, IntArray, IntArray]:
+    """For each (q, p), as one list: work at most, and bytes received and sent at least."""
+    own_rows, own_columns = problem.rows.owners == rank, problem.columns.owners == rank
+    rows, columns = _counts(int((~own_rows).sum())), _counts(int((~own_columns).sum()))
+    # The same limit from both sides: rows have some of their tiles, and columns have.
+    work = np.minimum(
+        _work_of_counts(table, own_rows, own_columns, rows, columns),
+        _work_of_counts(table.T, own_columns, own_rows, columns, rows).T,
+    )
+    costs = problem.line_costs
+    received, sent = (
+        _least(of_rows, problem, problem.rows, rank, rows)[:, None]
+        + _least(of_columns, problem, problem.columns, rank, columns)
+        for of_rows, of_columns in ((costs[0], costs[2]), (costs[1], costs[3]))
+    )
+    return work.ravel(), received.ravel(), sent.ravel()
+
+
+def _counts(foreign: int) -> IntArray:
+    """How many foreign lines options have: all numbers up to 24, above that some, each for itself and those below."""
+    return np.unique(np.append(np.arange(min(foreign, _DENSE) + 1), np.linspace(0, foreign, _SPARSE).astype(np.int64)))
+
+
+def _least(costs: IntArray, problem: TileProblem, chunks: Chunks, rank: int, counts: IntArray) -> IntArray:
+    """`[counts]` what the cheapest foreign lines cost, of the fewest that each count stands for."""
+    foreign = chunks.owners != rank
+    weighted = np.sort((costs * problem.pair_cost[chunks.owners, rank])[foreign])
+    return np.append(0, np.cumsum(weighted))[np.append(0, counts[:-1] + 1)]
+
+
+def _work_of_counts(
+    table: IntArray, own_rows: IntArray, own_columns: IntArray, rows: IntArray, columns: IntArray
+) -> IntArray:
+    """`[rows, columns]` work at most with so many foreign rows and columns.
+
+    A row has at most its tiles in own columns and the largest so many of the others; of foreign rows, the best so many.
+    """
+    foreign = -np.sort(-table[:, ~own_columns], axis=1)
+    reach = np.concatenate([np.zeros((len(table), 1), dtype=np.int64), np.cumsum(foreign, axis=1)], axis=1)
+    reach = reach[:, columns] + table[:, own_columns].sum(axis=1)[:, None]
+    best = -np.sort(-reach[~own_rows], axis=0)
+    best = np.concatenate([np.zeros((1, columns.size), dtype=np.int64), np.cumsum(best, axis=0)])
+    return best[rows] + reach[own_rows].sum(axis=0)

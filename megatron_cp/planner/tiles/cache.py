@@ -1,0 +1,120 @@
+"""Answers on disk, by the value of their problem: JSON in one file each, checked when it is read.
+
+A file that does not fit its problem is refused, not passed over: a search may take minutes, during which other ranks
+wait, and whoever damaged or edited the file should learn of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_cp.errors import ArgumentError, as_number
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.planner.tiles.problem import TileProblem, check, cost
+
+_FORMAT = 1
+_MOST_BYTES = 1 << 23  # of a file: eight times what `MOST_TILES` ranks take
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What is kept of a search.
+
+    Attributes:
+        ranks: `[tiles]` who computes each.
+        bound: that no answer costs less than, as was found.
+        search_seconds: that the search was allowed.
+    """
+
+    ranks: IntArray
+    bound: int
+    search_seconds: float
+
+
+def checked_directory(cache: str | os.PathLike[str] | None) -> Path | None:
+    """The directory, which need not exist yet.
+
+    Raises:
+        ArgumentError: no path, or one of something else than a directory.
+    """
+    if cache is None:
+        return None
+    if not isinstance(cache, str | os.PathLike) or not os.fspath(cache) or not isinstance(os.fspath(cache), str):
+        raise ArgumentError("cache", cache, "the path of a directory, or None for no cache")
+    path = Path(cache)
+    if path.exists() and not path.is_dir():
+        raise ArgumentError("cache", str(path), "the path of a directory", "A file has that name.")
+    return path
+
+
+def read(directory: Path, problem: TileProblem) -> Answer | None:
+    """The answer that was kept of a problem, or None.
+
+    Raises:
+        ArgumentError: a file that is no answer to the problem.
+    """
+    path = directory / f"{problem.digest}.json"
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _refused(path, str(error)) from None
+    if len(text) > _MOST_BYTES:
+        raise _refused(path, f"more than {_MOST_BYTES} bytes")
+    try:
+        return _checked(json.loads(text), problem)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise _refused(path, str(error) or type(error).__name__) from None
+
+
+def write(directory: Path, problem: TileProblem, answer: Answer) -> None:
+    """Keeps an answer. Whoever reads meanwhile has the old file or the new one, whole.
+
+    Raises:
+        ArgumentError: the directory cannot be written to.
+    """
+    content = {
+        "format": _FORMAT, "problem": problem.digest, "ranks": answer.ranks.tolist(), "bound": int(answer.bound),
+        "search_seconds": float(answer.search_seconds),
+    }  # fmt: skip
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=directory, suffix=".part")
+        try:
+            with os.fdopen(handle, "w") as file:
+                json.dump(content, file)
+            Path(name).replace(directory / f"{problem.digest}.json")
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise ArgumentError("cache", str(directory), "a directory that can be written to", str(error)) from None
+
+
+def _checked(content: Any, problem: TileProblem) -> Answer:
+    """The answer in a file's content; any error says what is wrong with it."""
+    if not isinstance(content, dict) or content["format"] != _FORMAT or content["problem"] != problem.digest:
+        raise ValueError("it is of another problem or another version")
+    given = content["ranks"]
+    if not isinstance(given, list) or any(type(rank) is not int for rank in given):
+        raise ValueError("ranks are no integers")
+    ranks = check(problem, np.array(given, dtype=np.int64))
+    bound, seconds = content["bound"], as_number(content["search_seconds"])
+    if type(bound) is not int or not 0 <= bound <= cost(problem, ranks):
+        raise ValueError(f"its bound is {bound!r}, its cost {cost(problem, ranks)}")
+    if not 0 <= seconds < float("inf"):
+        raise ValueError("search_seconds is no number of seconds")
+    return Answer(ranks, bound, seconds)
+
+
+def _refused(path: Path, fault: str) -> ArgumentError:
+    return ArgumentError("cache", f"{path}: {fault}", "files that `solve` wrote for the same tiles", f"Delete {path}.")
