@@ -28,7 +28,8 @@ from megatron_cp.plan.attention import Attend, Stage
 from megatron_cp.plan.flows import Fetch
 from megatron_cp.plan.head_chunks import HeadChunk
 
-_ALONE = (0, 1)
+# Parts in which rows are worked on where that takes memory: an eighth of it for some more launches.
+_PARTS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +128,13 @@ class Visitors:
         self._going_home.append((stage, chunk, _OnTheWay(message, received, pending)))
 
     def come_home(self) -> Iterator[CameHome]:
-        """What others made of own queries, message after message and rank after rank; each good until the next."""
-        for stage, chunk, coming in self._going_home:
+        """What others made of own queries, message after message and rank after rank; each good until the next.
+
+        All that has been sent home until now. Call it before the next is: messages of two head chunks are then alive,
+        and not of all.
+        """
+        started, self._going_home = self._going_home, []
+        for stage, chunk, coming in started:
             with self._traced("wait", self._what[1], stage, chunk) if profiling() else NO_RANGE:
                 coming.pending.wait()
             self._comm.release(coming.sent)
@@ -139,7 +145,6 @@ class Visitors:
                 if len(rows):
                     yield CameHome(chunk, rows, message)
             self._comm.release(coming.received)
-        self._going_home = []
 
     def _flow(self, stage: Stage) -> Fetch:
         assert stage.visitors is not None
@@ -173,7 +178,10 @@ class Visitors:
 def row_sums(dout: Tensor, out: Tensor) -> Tensor:
     """`[t, (b,) h, 1]` the product of each output and its gradient, in at least fp32."""
     dtype = summed_in(out.dtype)
-    return (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+    sums = dout.new_empty(*dout.shape[:-1], 1, dtype=dtype)
+    for target, gradient, output in _parts(sums, dout, out):
+        torch.sum(output.to(dtype, copy=True).mul_(gradient), -1, keepdim=True, out=target)
+    return sums
 
 
 def stand_in(dout: Tensor, sums: Tensor) -> Tensor:
@@ -185,9 +193,18 @@ def stand_in(dout: Tensor, sums: Tensor) -> Tensor:
         dout: `[s, (b,) h, v]`.
         sums: `[s, (b,) h, 1]` in at least fp32.
     """
-    wide = dout.to(sums.dtype)
-    largest = wide.abs().amax(-1, keepdim=True)
-    unit = wide / torch.where(largest > 0, largest, 1)  # so that no square over- or underflows
-    norm = unit.square().sum(-1, keepdim=True)
-    scale = torch.where(largest > 0, sums / torch.where(largest > 0, largest * norm, 1), 0)
-    return (unit * scale).to(dout.dtype)
+    made = torch.empty_like(dout)
+    for target, gradient, of_rows in _parts(made, dout, sums):
+        unit = gradient.to(sums.dtype, copy=True)
+        largest = unit.abs().amax(-1, keepdim=True)
+        unit.div_(torch.where(largest > 0, largest, 1))  # so that no square over- or underflows
+        norm = unit.square().sum(-1, keepdim=True)
+        scale = torch.where(largest > 0, of_rows / torch.where(largest > 0, largest * norm, 1), 0)
+        target.copy_(unit.mul_(scale))
+    return made
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of equally many rows, part by part."""
+    rows = max(1, -(-len(tensors[0]) // _PARTS))
+    return zip(*(x.split(rows) for x in tensors), strict=True)

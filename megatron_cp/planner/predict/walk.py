@@ -285,6 +285,8 @@ class _Walk:
                 self._in_order(step, stage.visitors, self._names[0], chunk)
                 shapes = shapes_of(map(stage.assigned.visiting, range(step.num_kv_ranks)))
                 self._tiles(step, shapes, chunk, "visitors")
+                while visits:
+                    self._came_back(step, visits.pop())
                 visits.append(self._go_back(step, stage.visitors, self._names[1], chunk))
             shapes = shapes_of(map(stage.assigned.own, range(step.num_kv_ranks)))
             self._tiles(step, shapes, chunk, "far keys", merges=True)
