@@ -13,14 +13,17 @@ TILED = tuple(name for name, scheme in SCHEMES.items() if scheme.assigns_tiles)
 _CUTS = 7  # of queries, and of keys
 
 
-def assign_at_random(monkeypatch, seed=0, rounds=1):
-    """Every plan has random tiles, others forward than backward, until the test ends."""
-    monkeypatch.setattr("megatron_cp.planner.attention.assigned", partial(random_work, seed=seed, rounds=rounds))
+def assign_at_random(monkeypatch, seed=0):
+    """Every plan has random tiles, others forward than backward, until the test ends.
+
+    In one round where there are several chunks of heads, in two where there is one.
+    """
+    monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", partial(random_work, seed=seed))
 
 
-def random_work(step, *, seed, rounds=1):
-    """Two assignments of an attention's tiles."""
-    return TiledWork(random_assignment(step, 2 * seed), random_assignment(step, 2 * seed + 1), rounds)
+def random_work(step, *_, seed=0):
+    """Two assignments of an attention's tiles, in place of `assigned_tiles`."""
+    return TiledWork(random_assignment(step, 2 * seed), random_assignment(step, 2 * seed + 1))
 
 
 def random_assignment(step, seed):

@@ -46,6 +46,10 @@ class _Rows(NamedTuple):
 class TileWork(Protocol):
     """The computing of tiles: see `AttentionKernel`, with batch and all heads of a chunk."""
 
+    @property
+    def unrounded_partials(self) -> bool:
+        """As of the kernel."""
+
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
     ) -> None:
@@ -295,9 +299,13 @@ def _attend_visitors_backward(
     """Writes what others' queries leave at the keys. Returns the gradients of these queries, a message."""
     lse, sums, queries, dout = visitors.arrive(stage, chunk)
     message = visitors.message_like(len(queries), queries.shape[-2:].numel(), queries.dtype)
-    target, out = message.unflatten(-1, queries.shape[-2:]), stand_in(dout, sums)
-    rows = _Rows(target, dout, queries, out, lse.squeeze(-1).movedim(0, -1).contiguous())
+    home, wide = message.unflatten(-1, queries.shape[-2:]), work.unrounded_partials
+    acc_dtype = summed_in(home.dtype)
+    dq = torch.empty_like(home, dtype=acc_dtype) if wide and home.dtype != acc_dtype else home
+    rows = _Rows(dq, dout, queries, stand_in(dout, sums, wide=wide), lse.squeeze(-1).movedim(0, -1).contiguous())
     _attend_stage_backward(work, rows, gradients, keys, tiles, chunk, is_first=True)
+    if dq is not home:
+        home.copy_(dq)
     visitors.leave()
     return message
 

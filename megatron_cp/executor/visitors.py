@@ -184,24 +184,36 @@ def row_sums(dout: Tensor, out: Tensor) -> Tensor:
     return sums
 
 
-def stand_in(dout: Tensor, sums: Tensor) -> Tensor:
-    """`[s, (b,) h, v]` a tensor whose products with `dout` are these row sums, in the type of `dout`.
-
-    It is dout itself, scaled: no longer than the output is, and rounded no worse.
+def stand_in(dout: Tensor, sums: Tensor, *, wide: bool) -> Tensor:
+    """`[s, (b,) h, v]` a tensor whose products with `dout` add up to these row sums.
 
     Args:
         dout: `[s, (b,) h, v]`.
         sums: `[s, (b,) h, 1]` in at least fp32.
+        wide: in the type of the sums: one element alone, which is exact to a rounding. Else in that of `dout`: dout
+            itself, scaled, so that roundings of its elements, each as large as those of an output are, even out.
     """
-    made = torch.empty_like(dout)
+    made = torch.empty_like(dout, dtype=sums.dtype if wide else dout.dtype)
+    fill = _one_element if wide else _scaled
     for target, gradient, of_rows in _parts(made, dout, sums):
-        unit = gradient.to(sums.dtype, copy=True)
-        largest = unit.abs().amax(-1, keepdim=True)
-        unit.div_(torch.where(largest > 0, largest, 1))  # so that no square over- or underflows
-        norm = unit.square().sum(-1, keepdim=True)
-        scale = torch.where(largest > 0, of_rows / torch.where(largest > 0, largest * norm, 1), 0)
-        target.copy_(unit.mul_(scale))
+        fill(target, gradient, of_rows)
     return made
+
+
+def _one_element(target: Tensor, dout: Tensor, sums: Tensor) -> None:
+    place = dout.abs().argmax(-1, keepdim=True)
+    largest = dout.gather(-1, place).to(sums.dtype)
+    part = torch.where(largest != 0, sums / torch.where(largest != 0, largest, 1), 0)
+    target.zero_().scatter_(-1, place, part)
+
+
+def _scaled(target: Tensor, dout: Tensor, sums: Tensor) -> None:
+    unit = dout.to(sums.dtype, copy=True)
+    largest = unit.abs().amax(-1, keepdim=True)
+    unit.div_(torch.where(largest > 0, largest, 1))  # so that no square over- or underflows
+    norm = unit.square().sum(-1, keepdim=True)
+    scale = torch.where(largest > 0, sums / torch.where(largest > 0, largest * norm, 1), 0)
+    target.copy_(unit.mul_(scale))
 
 
 def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

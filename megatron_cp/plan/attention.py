@@ -19,23 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from megatron_cp.exchange.sections import HeadPartition
 from megatron_cp.layout import Layout, Mask
-from megatron_cp.layout.bands import areas
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks, ranges_seen_by_ranks
+from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks
 from megatron_cp.plan.assignment import AssignedTiles, Solution, TileAssignment, TilePart
 from megatron_cp.plan.carried import WIDTHS, Carried, RowSizes
 from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn, Return, RowFlow, pieces_of
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
+from megatron_cp.plan.seen_keys import SeenKeys
 
-_MOST_FRAGMENTS = 2**13  # of KV ranks whose queries are cut out of a mask in one pass
 _MOST_BANDS = 2**18  # of one KV rank that are kept for all its stages: 12 MiB
 
 
@@ -315,9 +314,9 @@ class Attend(Memo):
         return self.memo(("needed",), lambda: Fetch(self.keys, self._seen.keys, words))
 
     @property
-    def _seen(self) -> _Seen:
+    def _seen(self) -> SeenKeys:
         """By itself, so that flows need not refer to the step that remembers them: a circle is memory kept."""
-        return self.memo(("seen",), lambda: _Seen(self.mask, self.queries))
+        return self.memo(("seen",), lambda: SeenKeys(self.mask, self.queries))
 
     def _tiles(self, kv_rank: int, stage: Stage) -> Tiles:
         q_tokens = self.memo(("query tokens", kv_rank), lambda: self.queries.tokens(kv_rank))
@@ -368,43 +367,6 @@ class Attend(Memo):
     def bands_of_kv_rank(self, kv_rank: int) -> IntArray:
         """The mask of a KV rank's queries, in their rows, over the stream of keys; or what it was assigned."""
         return self._seen.bands(kv_rank) if self.tiled is None else self.tiled.forward.of_rank(kv_rank)
-
-
-class _Seen(Memo):
-    """What the queries of each KV rank see, made for neighbouring KV ranks at once, which takes little more time."""
-
-    def __init__(self, mask: Mask, queries: Layout) -> None:
-        self.mask, self.queries = mask, queries
-        self.block = max(1, _MOST_FRAGMENTS * queries.cp_size // max(queries.starts.size, 1))
-
-    def bands(self, kv_rank: int) -> IntArray:
-        """In rows of the queries, over the stream of keys."""
-        bands, offsets = self._bands(kv_rank // self.block)
-        return bands[slice(*offsets[kv_rank % self.block :][:2])]
-
-    def keys(self, kv_rank: int) -> tuple[IntArray, IntArray]:
-        """The keys that are seen, as ranges of the stream."""
-        block = kv_rank // self.block
-        starts, ends, offsets = self.memo(("keys", block), lambda: ranges_seen_by_ranks(*self._bands(block)))
-        own = slice(*offsets[kv_rank % self.block :][:2])
-        return starts[own], ends[own]
-
-    @cached_property
-    def areas(self) -> list[int]:
-        """For each KV rank the (query, key) pairs that are seen."""
-        found = list[int]()
-        for block in range(-(-self.queries.cp_size // self.block)):
-            bands, offsets = self._bands(block)
-            before = np.concatenate([[0], np.cumsum(areas(bands))])
-            found += map(int, np.diff(before[offsets]))
-        return found
-
-    def _bands(self, block: int) -> tuple[IntArray, IntArray]:
-        """Of a block of KV ranks, with where those of each begin."""
-        first = block * self.block
-        ranks = range(first, min(first + self.block, self.queries.cp_size))
-        make = partial(bands_of_ranks, self.mask.bands, self.queries, ranks, queries=True)
-        return self.memo(("bands", block), make)
 
 
 # -- how keys travel -------------------------------------------------------------------------------------------------

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.exchange.codec import Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Section, Sections, partition_heads
@@ -14,7 +15,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.layout import FILLED
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.rank_sets import merge_ranks
-from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.attention import Attend, TiledWork
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, alternatives, scheme_named
 from megatron_cp.plan.steps import Step, ToHeads, ToTokens
@@ -31,7 +32,7 @@ from megatron_cp.planner.checks import (
     notes_of,
 )
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
-from megatron_cp.planner.tiled import assigned
+from megatron_cp.planner.tiled import USUAL_SEARCH, TileSearch, assigned_tiles
 from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, weighed
 
 
@@ -54,6 +55,7 @@ def plan_attention(
     hardware: Machine | str | None = None,
     topology: Topology | None = None,
     item_size: int = 2,
+    search_seconds: float = 0.0,
 ) -> Plan:
     """How to run softmax attention over a batch.
 
@@ -64,7 +66,9 @@ def plan_attention(
         p2p              u = 1, keys pass round a ring (arXiv 2310.01889)
         all_gather       u = 1, every rank gathers all keys (Llama 3, arXiv 2407.21783)
         exact            u = 1, every rank receives the keys that its queries see and no others
-        a2a+p2p, a2a+all_gather, a2a+exact    1 < u < cp_size
+        tiled            u = 1, tiles of the mask are assigned to ranks, evenly and so that little travels: keys, and
+                         queries whose partial results go home (after UltraAttn, doi 10.1145/3712285.3759894)
+        a2a+p2p, a2a+all_gather, a2a+exact, a2a+tiled    1 < u < cp_size
 
     Args:
         packing: the documents.
@@ -88,7 +92,9 @@ def plan_attention(
             "int8", each with a scale for each token and head.
         hardware: on what "auto" predicts: a preset such as "h100", its file, or a `Machine`; "h100" if None.
         topology: where the ranks are; full hosts of that machine if None.
-        item_size: bytes of an activation, for predictions.
+        item_size: bytes of an activation, for predictions and for the tiles of tiled, which weigh what travels.
+        search_seconds: how long tiled and a2a+tiled may search for better tiles, forward and backward each, beyond what
+            they find within seconds: with OR-Tools, which the extra `solver` brings. All ranks find the same.
 
     Raises:
         ArgumentError: an argument that does not fit the others, or that no scheme here can run.
@@ -113,6 +119,7 @@ def plan_attention(
     request = replace(request, transport=checked_transport(transport, layout.cp_size))
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     topology = checked_topology(topology, on, layout.cp_size, request.transport)
+    request = replace(request, topology=topology, search=TileSearch(item_size, _checked_seconds(search_seconds)))
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
         return request.plan(scheme_named(scheme), ulysses_degree)
     found: _Choice = layout.memo(
@@ -121,6 +128,9 @@ def plan_attention(
     )
     chosen = replace(request, head_chunks=found.head_chunks).plan(found.way, found.degree)
     return replace(chosen, prices=found.prices)
+
+
+_LONGEST_SEARCH = 86_400
 
 
 class _Choice(NamedTuple):
@@ -146,6 +156,15 @@ class _Request:
     head_chunks: int | None
     codec: str
     transport: Transport = COLLECTIVE
+    topology: Topology | None = None
+    search: TileSearch = USUAL_SEARCH
+
+    def tiles(self, step: Attend) -> TiledWork:
+        """Who computes which tile: searched once for each batch, layer shape and mask."""
+        key = ("tiles", *self.key, step.partition, self.topology, self.search)
+        found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
+        # Chunks of heads hide one another's transfers; where there is one alone, two rounds of rows do.
+        return replace(found, rounds=2 if step.head_chunks == 1 else 1)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -163,7 +182,7 @@ class _Request:
         v = Section("v", self.kv_heads, self.value_head_dim, partition.groups)
         chunks = _head_chunks(self.head_chunks, way, partition)
         coding = checked_codec(self.codec, way.name, "" if way.takes_codec else _codec_remedy())
-        steps = _steps(way, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding)
+        steps = _steps(way, self.layout, self.kv_layout, self.mask, partition, (q, k, v), chunks, coding, self.tiles)
         attend = next(step for step in steps if isinstance(step, Attend))
         notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=4)
         notes += _many_bands(attend, way)
@@ -220,8 +239,13 @@ def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology)
 def _steps(
     scheme: Scheme, layout: Layout, kv_layout: Layout, mask: Mask, partition: HeadPartition,
     blocks: tuple[Section, Section, Section], chunks: int, codec: Codec | None,
+    tiles: Callable[[Attend], TiledWork],
 ) -> tuple[Step, ...]:  # fmt: skip
-    """The attention, between two head exchanges where there are some."""
+    """The attention, between two head exchanges where there are some.
+
+    Args:
+        tiles: assigns those of a step, where the scheme wants that.
+    """
     q, k, v = blocks
     degree = len(partition.heads)
     # A head exchange on one rank only puts tokens in order, which gives the bits of several ranks.
@@ -234,7 +258,7 @@ def _steps(
     parts, of_keys = (1, chunks) if scheme.chunks_keys or degree == 1 else (chunks, 1)
     attend = Attend(mask, queries, keys, partition, scheme.kv_schedule, q.head_dim, v.head_dim, of_keys)
     if scheme.assigns_tiles and queries.cp_size > 1:
-        attend = replace(attend, tiled=assigned(attend))
+        attend = replace(attend, tiled=tiles(attend))
     if not exchanged:
         return (attend,)
 
@@ -274,6 +298,12 @@ def _degree(scheme: Scheme, cp_size: int, kv_heads: int, ulysses_degree: int | N
     if checked_integer("ulysses_degree", ulysses_degree, 1) not in divisors:
         raise ArgumentError("ulysses_degree", ulysses_degree, " or ".join(map(str, divisors)), f"For {scheme.name}.")
     return ulysses_degree
+
+
+def _checked_seconds(search_seconds: object) -> float:
+    if not 0 <= as_number(search_seconds) <= _LONGEST_SEARCH:
+        raise ArgumentError("search_seconds", search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
+    return as_number(search_seconds)
 
 
 def _codec_remedy() -> str:

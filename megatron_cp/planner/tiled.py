@@ -1,25 +1,79 @@
-"""Who computes which tile of a mask. No torch in here."""
+"""`assigned_tiles`: who computes which tile of an attention, forward and backward. No torch in here."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from megatron_cp.plan.assignment import TileAssignment
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.assignment import Solution, TileAssignment
 from megatron_cp.plan.attention import Attend, TiledWork
+from megatron_cp.planner.predict.hardware import Topology
+from megatron_cp.planner.tiles import TileWeights, bands_by_rank, solve, tiles_of
+
+_MOST_PAIRS = 1 << 52  # which sums of work hold exactly
+_MOST_HOST_COST = 64  # bytes within a host that one between hosts may be worth
 
 
-def assigned(step: Attend) -> TiledWork:
-    """The assignment of an attention's tiles, forward and backward."""
+class TileSearch(NamedTuple):
+    """How long, and for what, tiles are assigned.
 
-    found = [np.zeros((0, 6), np.int64)]
-    for rank in range(step.num_kv_ranks):
-        own = slice(*step.queries.fragment_offsets[rank : rank + 2])
-        order = np.argsort(step.queries.starts[own])
-        from megatron_cp.layout.bands import cut
+    Attributes:
+        item_size: bytes of an element.
+        search_seconds: that the exact stage may take for each direction; 0 for the fast stage alone.
+    """
 
-        found.append(
-            cut(step.mask.bands, step.queries.starts[own][order], step.queries.ends[own][order], queries=True)[0]
-        )
-    offsets = np.cumsum([len(x) for x in found])
-    a = TileAssignment(np.concatenate(found), offsets)
-    return TiledWork(a, a)
+    item_size: int = 2
+    search_seconds: float = 0.0
+
+
+USUAL_SEARCH = TileSearch()
+
+
+def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) -> TiledWork:
+    """Tiles assigned so that the busiest KV rank sends and receives little under even work.
+
+    The same on every rank, from the same arguments: nothing is sent.
+
+    Args:
+        step: the attention, whose stages are not read.
+        topology: where ranks are; None for one host.
+        search: how.
+
+    Raises:
+        ArgumentError: a mask with more pairs than are counted, or that the layouts cut into too many tiles.
+    """
+    if step.mask.area >= _MOST_PAIRS:
+        remedy = "Take exact or p2p, which count nothing."
+        raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
+    hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
+    found = []
+    for forward in (True, False):
+        weights = _weights(step, search.item_size, forward=forward)
+        problem = tiles_of(step.mask, step.queries, step.keys, weights=weights, hosts=hosts, host_cost=host_cost)
+        solution = solve(problem, search_seconds=search.search_seconds)
+        assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
+        most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
+        known = Solution(most, solution.bound, solution.optimal, solution.load_cap, solution.seconds)
+        found.append((assignment, known))
+    (forward_tiles, first), (backward_tiles, second) = found
+    return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))
+
+
+def _weights(step: Attend, item_size: int, *, forward: bool) -> TileWeights:
+    """Bytes of a row of the head rank that has most heads; the others of a KV rank have the same tiles."""
+    names = ("visitors", "results", "keys") if forward else ("visitors and gradients", "gradients of visitors", "keys")
+    rows = [[step.row_bytes(name, rank, item_size) for name in names] for rank in range(step.num_head_ranks)]
+    row_in, row_back, col_in = max(rows)
+    return TileWeights(row_in, row_back, col_in, 0 if forward else col_in)
+
+
+def _hosts(step: Attend, topology: Topology) -> tuple[IntArray | None, int]:
+    """The host of each KV rank, and how much dearer a byte between hosts is; none where its ranks are on several."""
+    of_ranks = np.array(topology.hosts).reshape(step.num_kv_ranks, -1)
+    if topology.num_hosts == 1 or (of_ranks != of_ranks[:, :1]).any():
+        return None, 1
+    ratio = topology.within.bandwidth / topology.between.bandwidth
+    return np.unique(of_ranks[:, 0], return_inverse=True)[1], int(np.clip(round(ratio), 1, _MOST_HOST_COST))

@@ -160,6 +160,11 @@ class AttentionOnRank:
         """The ranks of this `head_rank`, between which keys travel."""
         return self.comm.part(range(self.head_rank, self.ranks.size, self.plan.ulysses_degree))
 
+    @property
+    def unrounded_partials(self) -> bool:
+        """Whether the kernel writes, and reads outputs, in wider types than the queries'."""
+        return self.kernel.unrounded_partials
+
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
     ) -> None:

@@ -150,7 +150,7 @@ def test_planner_rejects(arguments, says, capsys):
         (["nonsense"], "allowed: attention or linear"),
         (["attention", "--layer", "gdn"], "--layer: got 'gdn'; allowed: attention"),
         (["attention", "--scheme", "a2a+p2p"], "--scheme: got 'a2a+p2p'"),
-        (["attention", "--scheme", "tiled"], "not built yet; use exact"),
+        (["attention", "--scheme", "tiles"], "Did you mean tiled?"),
         (["attention", "--cp", "1024"], "at most 64 local ranks"),
         (["attention", "--kernel", "varlen"], "runs on CUDA"),
         (["attention", "--kernel", "nonsense"], "--kernel: got 'nonsense'"),

@@ -304,8 +304,8 @@ OTHER_ROWS = {
     "redistributed, 4 fewer": (("hybrid", -4), {"linear_cp_mode": "redistribute"}),
 }
 ATTEMPTS = {
-    "tiled": lambda: tiny.build("gpt", cp_comm_type="tiled"),
-    "tiled in one layer": lambda: tiny.build("gpt", cp_comm_type=["a2a", "tiled"]),
+    "no scheme": lambda: tiny.build("gpt", cp_comm_type="tiles"),
+    "no scheme in one layer": lambda: tiny.build("gpt", cp_comm_type=["a2a", "tiles"]),
     "p2p of a linear layer": lambda: tiny.build("gpt_gdn", cp_comm_type=["p2p", "p2p"]),
     "a product of 2": lambda: tiny.build("gpt", cp_comm_type="a2a+p2p"),
     "sparse": lambda: tiny.build("hybrid", pattern="GD-"),
@@ -330,9 +330,9 @@ def assert_refused(ranks, name, *words):
         assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("attempt", ["tiled", "tiled in one layer"])
-def test_rejects_a_scheme_that_is_not_built_and_says_what_to_use(ranks, attempt):
-    assert_refused(ranks, attempt, "--cp-comm-type", "'tiled'", "use exact")
+@pytest.mark.parametrize("attempt", ["no scheme", "no scheme in one layer"])
+def test_rejects_a_scheme_that_is_none_and_says_what_to_use(ranks, attempt):
+    assert_refused(ranks, attempt, "--cp-comm-type", "'tiles'", "Did you mean tiled?")
 
 
 def test_rejects_a_ring_of_a_linear_layer_and_says_which_option_to_choose(ranks):

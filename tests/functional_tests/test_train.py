@@ -426,7 +426,7 @@ def refused(data, tmp_path, capsys, monkeypatch):
             "--cp-layout: got 'striped'; allowed: contiguous or zigzag or random or balanced.",
         ),
         (["--cp-layout", "nonsense"], "--cp-layout: got 'nonsense'"),
-        (["--cp-comm-type", "tiled"], "tiled is not built yet; use exact."),
+        (["--cp-comm-type", "tiles"], "Did you mean tiled?"),
         (["--cp-comm-type", "a2a", "nonsense", "a2a"], "--cp-comm-type: got 'nonsense'"),
         (["--cp-comm-type", "a2a", "a2a"], "one value, or one for each of 3 layers"),
         (["--linear-cp-mode", "ring"], "--linear-cp-mode: got 'ring'"),

@@ -192,7 +192,8 @@ CALLS = {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
         **{name: optional(NO_INTEGER) for name in ("ulysses_degree", "head_chunks")}, "hardware": NO_MACHINE,
-        "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0]}),
+        "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
+        "search_seconds": [-1, 1e9, float("nan"), "1", None]}),
     "LinearSlot": (cp.LinearSlot, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]

@@ -19,8 +19,10 @@ def test_an_error_survives_pickling_and_what_megatron_does_to_it():
 
 
 def test_a_refusal_names_the_argument_as_the_user_spells_it():
-    with pytest.raises(ArgumentError, match=r"^--cp-comm-type: got 'tiled'; allowed: .*\. tiled is not built yet"):
-        require("scheme", "tiled", name="--cp-comm-type")
+    with pytest.raises(
+        ArgumentError, match=r"^--mtp: got 'mtp_num_layers'; allowed: .*\. mtp_num_layers is not built yet"
+    ):
+        require("megatron", "mtp_num_layers", name="--mtp")
 
 
 @pytest.mark.parametrize(

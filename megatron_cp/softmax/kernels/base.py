@@ -77,5 +77,6 @@ class AttentionKernel(Kernel):
         """Writes all of `dq`, `dk` and `dv`: the share of these tiles.
 
         `out` and `lse` are those of the whole softmax, of which these tiles may be a part: the weights are
-        `exp(score - lse)`, and `rowsum(dout * out)` is that of all keys.
+        `exp(score - lse)`, and `rowsum(dout * out)` is that of all keys. Of `out` nothing else is used: it may be any
+        tensor of this product, and where partials are unrounded of a wider type than q.
         """

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan import attention as plan_attention_steps
+from megatron_cp.plan import seen_keys
 from megatron_cp.plan.attention import SCHEDULES, Attend
 from megatron_cp.plan.flows import Fetch, PassOn, Return
 from megatron_cp.planner.layouts import layout_by_name
@@ -112,8 +113,8 @@ MASKS = {
 
 
 @given(
-    schedule=st.sampled_from(sorted(SCHEDULES)), mask=st.sampled_from(sorted(MASKS)), size=st.integers(1, 4),
-    seed=st.integers(0, 9), chunks=st.integers(1, 2),
+    schedule=st.sampled_from(sorted({*SCHEDULES} - {"tiled"})), mask=st.sampled_from(sorted(MASKS)),
+    size=st.integers(1, 4), seed=st.integers(0, 9), chunks=st.integers(1, 2),
 )  # fmt: skip
 def test_the_stages_of_every_schedule_meet_each_visible_pair_once(schedule, mask, size, seed, chunks):
     made, pairs = MASKS[mask]
@@ -133,9 +134,9 @@ def test_the_stages_of_every_schedule_meet_each_visible_pair_once(schedule, mask
             flows = step.flows(forward=forward)
             assert step.collectives(forward=forward) == step.head_chunks * len(flows)
             sent = sum(flow.rows_sent(rank) * row * flow.item_size(2) for flow in flows)
-            assert step.bytes_sent(rank, 2, forward=forward) == sent
+            assert step.bytes_sent(2, forward=forward)[rank] == sent
         if schedule == "exact":
-            assert step.bytes_sent(rank, 2, forward=True) == step.bytes_needed(rank, 2, forward=True)
+            assert step.bytes_sent(2, forward=True)[rank] == step.bytes_needed(2, forward=True)[rank]
 
 
 @pytest.mark.parametrize(("schedule", "forward", "backward"), [("p2p", 3, 7), ("all_gather", 1, 2), ("exact", 1, 2)])
@@ -147,7 +148,7 @@ def test_flows_of_every_schedule(schedule, forward, backward):
     alone = Layout.contiguous(RAGGED, 1)
     one = Attend(Mask.causal(RAGGED), alone, alone, partition_heads(4, 2, 1), schedule, 8, 8)
     assert one.flows(forward=False) == []
-    assert one.bytes_sent(0, 2, forward=False) == 0
+    assert one.bytes_sent(2, forward=False).tolist() == [0]
 
 
 def test_chunks_know_which_heads_of_the_layer_they_are():
@@ -168,5 +169,5 @@ def test_bands_of_a_ring_are_the_same_where_they_are_too_many_to_keep(size, monk
 
     kept = bands()
     monkeypatch.setattr(plan_attention_steps, "_MOST_BANDS", 0)
-    monkeypatch.setattr(plan_attention_steps, "_MOST_FRAGMENTS", 1)  # and ranks one by one
+    monkeypatch.setattr(seen_keys, "_MOST_FRAGMENTS", 1)  # and ranks one by one
     assert bands() == kept

@@ -167,7 +167,7 @@ def test_ranks_that_plan_other_batches_all_hear_of_it():
 @pytest.mark.parametrize(
     ("slot", "other", "argument"),
     [
-        (ATTENTION, {"scheme": "tiled"}, "scheme"),
+        (ATTENTION, {"scheme": "tiles"}, "scheme"),
         (ATTENTION, {"mask": "windows"}, "mask"),
         (ATTENTION, {"heads": 6.0}, "heads"),
         (LINEAR, {"mode": "ring"}, "mode"),

@@ -79,7 +79,11 @@ def test_attention_is_planned(n, name, little_memory):
     packing = Packing([7, n, 1])
     layout = getattr(Layout, name)(packing, CP)
     mask, whole = Mask.causal(packing), 28 + causal(n) + 1
-    for scheme in SCHEMES:
+    for scheme, way in SCHEMES.items():
+        if way.assigns_tiles:  # whose sums of work are of 53 bits
+            with pytest.raises(ArgumentError, match="visible pairs"):
+                plan_attention(packing, layout, heads=8, head_dim=64, mask=mask, scheme=scheme)
+            continue
         plan = plan_attention(packing, layout, heads=8, head_dim=64, mask=mask, scheme=scheme)
         assert sum(plan.work_per_rank()) == 8 * whole
         assert sum(plan.bytes_sent(2, forward=True)) > 0

@@ -24,7 +24,7 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.capabilities import CAPABILITIES, working
+from megatron_cp.planner.capabilities import CAPABILITIES, require, working
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
@@ -411,8 +411,8 @@ def test_rejects_a_linear_mode_that_is_not_built(mode):
 
 
 def test_a_refusal_from_the_table_says_what_to_do():
-    with pytest.raises(ArgumentError, match=r"allowed: a2a or .*\. tiled is not built yet; use exact\.$"):
-        plan_attention(**ATTENTION, scheme="tiled")
+    with pytest.raises(ArgumentError, match=r"allowed: GPTModel or .*not built yet .*; use one rank \("):
+        require("megatron", "mtp_num_layers")
 
 
 @pytest.mark.parametrize("scheme", working("scheme"))

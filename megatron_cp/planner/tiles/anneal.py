@@ -1,0 +1,256 @@
+"""Many answers improved side by side by random moves, in numpy: the local moves of the fast stage.
+
+Each *chain* is an answer. A step draws one move for every chain: a tile, or all tiles that a rank has of a row or
+column, go to another rank. It is kept if the chain's energy falls, or does not rise by more than a random threshold
+that falls from step to step. Energy is the sum of fourth powers of what ranks send and receive, which the busiest
+dominate, and of work above the load cap.
+
+All ranks must find the same. So there is no clock in here, random numbers are those of a fixed seed, and floats are
+only added, multiplied, divided and compared, in an order that does not depend on the machine: chains are the last axis
+of every array, and sums go along others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.layout.packing import IntArray
+
+FloatArray = NDArray[np.float64]
+# Found by trying, on tables of six masks: a higher price of too much work, or a higher power, leaves chains stuck.
+_OVERLOAD = 5.0  # energy of a rank that has a whole load cap too much
+_SEGMENTS = 12  # after each, the worst chains go on from the best answer
+_HOT, _COLD = 2.0, 0.05  # the threshold's scale at the beginning and at the end
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """Rows, or columns, for moves.
+
+    Attributes:
+        line_of_tile: `[tiles]`
+        owners: `[lines]` a rank, or `num_ranks` and above for an owner that is not part of the problem.
+        out, back: `[lines]` what each line costs on its way to a rank and back, as floats.
+    """
+
+    line_of_tile: IntArray
+    owners: IntArray
+    out: FloatArray
+    back: FloatArray
+
+    @cached_property
+    def tiles_of_lines(self) -> IntArray:
+        """`[longest, lines]` the tiles of each line, filled up with a number that is none, the number of tiles."""
+        order = np.argsort(self.line_of_tile, kind="stable")
+        lines = self.line_of_tile[order]
+        counts = np.bincount(lines, minlength=self.owners.size)
+        place = np.arange(order.size) - (np.cumsum(counts) - counts)[lines]
+        found = np.full((int(counts.max(initial=0)), self.owners.size), order.size)
+        found[place, lines] = order
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """What moves need to know of a problem, or of a part of one.
+
+    Attributes:
+        num_ranks: ranks that tiles may go to.
+        axes: rows and columns.
+        work: `[tiles]`
+        load_caps: `[num_ranks]` work that each may have.
+        pair_cost: `[owners, owners]` what a byte between two costs; ranks first, then owners outside, if any.
+    """
+
+    num_ranks: int
+    axes: tuple[Axis, Axis]
+    work: IntArray
+    load_caps: IntArray
+    pair_cost: FloatArray
+
+
+class Chains:
+    """Answers side by side, with all that is counted of them.
+
+    Args:
+        moves: the problem.
+        answers: `[tiles, chains]` the rank of each tile.
+        seed: of the random moves.
+    """
+
+    def __init__(self, moves: Moves, answers: IntArray, seed: int) -> None:
+        self.moves, self.random = moves, np.random.Generator(np.random.PCG64(seed))
+        tiles, self.count = answers.shape
+        self.all = np.arange(self.count)
+        self.work = np.append(moves.work, 0).astype(np.float64)
+        self.lines = [np.append(axis.line_of_tile, 0) for axis in moves.axes]
+        self.ranks = np.concatenate([answers, np.full((1, self.count), -1)])
+        self.outside = len(moves.pair_cost)
+        self.caps = moves.load_caps[:, None].astype(np.float64)
+        self.per_cap = 1 / np.maximum(self.caps, 1)
+        self._count()
+        self.best, self.best_cost = np.full(tiles, -1), np.inf
+        self.scale = 1.0
+        self._keep_best()
+
+    def _count(self) -> None:
+        """Everything anew from the answers."""
+        moves, size = self.moves, self.moves.num_ranks
+        held = self.ranks[:-1]
+        self.tiles_at = []  # for each axis [lines, ranks, chains], how many tiles of a line a rank has
+        self.volumes = np.zeros((2, self.outside, self.count))  # sent, received
+        for axis in moves.axes:
+            count = np.zeros((axis.owners.size, size, self.count), dtype=np.int32)
+            np.add.at(count, (axis.line_of_tile[:, None], held, self.all), 1)
+            self.tiles_at.append(count)
+            line, rank, chain = np.nonzero(count)
+            self._move_lines(self.volumes, axis, line, rank, chain, np.ones(line.size))
+        self.loads = np.zeros((size, self.count))
+        np.add.at(self.loads, (held, self.all), self.work[:-1, None])
+
+    def _move_lines(
+        self, into: FloatArray, axis: Axis, line: IntArray, rank: IntArray, chain: IntArray, sign: FloatArray
+    ) -> None:
+        """Adds what lines cost that come to ranks, or with a negative sign that leave them."""
+        owner = axis.owners[line]
+        factor = sign * self.moves.pair_cost[owner, rank]
+        out, back = axis.out[line] * factor, axis.back[line] * factor
+        place = np.concatenate([owner * self.count + chain, rank * self.count + chain])
+        shape = (self.outside, self.count)
+        into[0] += np.bincount(place, np.concatenate([out, back]), self.outside * self.count).reshape(shape)
+        into[1] += np.bincount(place, np.concatenate([back, out]), self.outside * self.count).reshape(shape)
+
+    def costs(self) -> FloatArray:
+        """`[chains]` the most that a rank sends or receives; infinite where a rank has too much work."""
+        most = self.volumes[:, : self.moves.num_ranks].max(axis=(0, 1))
+        return np.where((self.loads <= self.caps).all(axis=0), most, np.inf)
+
+    def energy(self, volumes: FloatArray, loads: FloatArray) -> FloatArray:
+        """`[chains]`"""
+        share = volumes[:, : self.moves.num_ranks].reshape(-1, self.count) * (1 / self.scale)
+        share *= share
+        share *= share
+        above = np.maximum(loads * self.per_cap - 1.0, 0.0)
+        # As far as work is above the cap, and once more that it is, so that little is not better than nothing.
+        return share.sum(axis=0) + _OVERLOAD * (above + 0.02 * (above > 0)).sum(axis=0)
+
+    def energies(self) -> FloatArray:
+        """`[chains]` of the answers as they are."""
+        return self.energy(self.volumes, self.loads)
+
+    def run(self, steps: int) -> None:
+        """Draws moves, hot at first."""
+        each = max(steps // _SEGMENTS, 1)
+        for segment in range(_SEGMENTS):
+            self.scale = self._scale()
+            self.now = self.energies()
+            heat = _HOT * (_COLD / _HOT) ** (segment / (_SEGMENTS - 1))
+            for step in range(each):
+                self._step(step % 2, heat, single=step % 4 < 2)
+            if segment < _SEGMENTS - 1:
+                self._replace_worst()
+
+    def _scale(self) -> float:
+        if np.isfinite(self.best_cost) and self.best_cost > 0:
+            return float(self.best_cost)
+        return max(float(self.volumes[:, : self.moves.num_ranks].max(axis=(0, 1)).min()), 1.0)
+
+    def _step(self, number: int, heat: float, *, single: bool) -> None:
+        """One move for each chain: of one tile, or of a rank's tiles of one line."""
+        axis, tiles = self.moves.axes[number], self.work.size - 1
+        tile = self._drawn(tiles)
+        source, target = self.ranks[tile, self.all], self._targets(tile)
+        line = axis.line_of_tile[tile]
+        members = tile[None] if single else axis.tiles_of_lines[:, line]
+        chosen = self.ranks[members, self.all] == source
+        chosen &= source != target
+        place, chain = np.nonzero(chosen)
+        moved = members[place, chain]
+        volumes, loads = self.volumes.copy(), self.loads.copy()
+        self._weigh(volumes, number, line, source, target, chosen.sum(axis=0), moved, chain)
+        work = (self.work[members] * chosen).sum(axis=0)
+        loads[source, self.all] -= work
+        loads[target, self.all] += work
+        after = self.energy(volumes, loads)
+        threshold = self.random.random(self.count)
+        threshold = heat * (1 - threshold) / (threshold + 0.05)
+        kept = (after - self.now <= threshold) & (source != target)
+        self._apply(kept, number, line, source, target, moved, chain)
+        self.volumes = np.where(kept, volumes, self.volumes)
+        self.loads = np.where(kept, loads, self.loads)
+        self.now = np.where(kept, after, self.now)
+        self._keep_best()
+
+    def _targets(self, tile: IntArray) -> IntArray:
+        """Where tiles might go: to an owner, to a rank that has other tiles of the line, or anywhere."""
+        draw = self._drawn(8)
+        target = self._drawn(self.moves.num_ranks)
+        for number, axis in enumerate(self.moves.axes):
+            lines, table = axis.line_of_tile[tile], axis.tiles_of_lines
+            owner = axis.owners[lines]
+            target = np.where((draw == number) & (owner < self.moves.num_ranks), owner, target)
+            place = self._drawn(len(table))
+            other = self.ranks[table[place, lines], self.all]
+            target = np.where((draw // 2 == number + 1) & (other >= 0), other, target)
+        return target
+
+    def _drawn(self, below: int) -> IntArray:
+        return np.asarray(self.random.integers(0, below, self.count))
+
+    def _weigh(
+        self, volumes: FloatArray, number: int, line: IntArray, source: IntArray, target: IntArray,
+        count: IntArray, moved: IntArray, chain: IntArray,
+    ) -> None:  # fmt: skip
+        """Adds to volumes what a move changes: lines that ranks have no more, and lines that they have now."""
+        own, cross = self.tiles_at[number], self.tiles_at[1 - number]
+        axis, other = self.moves.axes[number], self.moves.axes[1 - number]
+        leaves = (own[line, source, self.all] == count) & (count > 0)
+        comes = (own[line, target, self.all] == 0) & (count > 0)
+        self._change(volumes, axis, line, source, target, self.all, leaves, comes)
+        across, begin, end = self.lines[1 - number][moved], source[chain], target[chain]
+        leaves, comes = cross[across, begin, chain] == 1, cross[across, end, chain] == 0
+        self._change(volumes, other, across, begin, end, chain, leaves, comes)
+
+    def _change(
+        self, volumes: FloatArray, axis: Axis, line: IntArray, source: IntArray, target: IntArray, chain: IntArray,
+        leaves: NDArray[np.bool_], comes: NDArray[np.bool_],
+    ) -> None:  # fmt: skip
+        lines, chains = np.concatenate([line[leaves], line[comes]]), np.concatenate([chain[leaves], chain[comes]])
+        ranks = np.concatenate([source[leaves], target[comes]])
+        sign = np.ones(lines.size)
+        sign[: int(leaves.sum())] = -1
+        self._move_lines(volumes, axis, lines, ranks, chains, sign)
+
+    def _apply(
+        self, kept: NDArray[np.bool_], number: int, line: IntArray, source: IntArray, target: IntArray,
+        moved: IntArray, chain: IntArray,
+    ) -> None:  # fmt: skip
+        """Moves the tiles of the chains that keep their moves."""
+        taken = kept[chain]
+        moved, chain = moved[taken], chain[taken]
+        begin, end = source[chain], target[chain]
+        self.ranks[moved, chain] = end
+        own, cross = self.tiles_at[number], self.tiles_at[1 - number]
+        across = self.lines[1 - number][moved]
+        cross[across, begin, chain] -= 1
+        cross[across, end, chain] += 1
+        count = np.bincount(chain, minlength=self.count).astype(np.int32)
+        own[line, source, self.all] -= count
+        own[line, target, self.all] += count
+
+    def _keep_best(self) -> None:
+        costs = self.costs()
+        least = int(costs.argmin())
+        if costs[least] < self.best_cost:
+            self.best, self.best_cost = self.ranks[:-1, least].copy(), float(costs[least])
+
+    def _replace_worst(self) -> None:
+        """The quarter of chains with the most energy go on from the best answer so far."""
+        worst = np.argsort(-self.now, kind="stable")[: self.count // 4]
+        if worst.size and np.isfinite(self.best_cost):
+            self.ranks[:-1, worst] = self.best[:, None]
+            self._count()

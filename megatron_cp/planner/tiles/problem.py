@@ -1,0 +1,384 @@
+"""`TileProblem`: which rank is to compute which tile of a mask, as arrays; and what an answer makes ranks send.
+
+The stream of queries and the stream of keys are cut into *chunks* of one owner each. A *tile* is a chunk of queries (a
+row) and a chunk of keys (a column) with visible pairs between them. An answer gives every tile to one rank. A rank that
+computes a tile of a row that it does not own receives that row, once however many tiles of it, and sends a result
+back; likewise for columns.
+
+    in     foreign rows * row_in + foreign columns * col_in
+           + own rows, once for each other rank that has tiles of them, * row_back, + own columns likewise * col_back
+    out    its mirror image: what is "in" at one end of a transfer is "out" at the other
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from megatron_cp.errors import ArgumentError, as_number, checked_integer
+from megatron_cp.layout.fragments import MAX_CP_SIZE
+from megatron_cp.layout.memo import frozen
+from megatron_cp.layout.packing import IntArray, host_array, is_integral
+
+MOST_TILES = 1 << 16  # of a problem: full attention on 256 ranks
+_MOST_BYTES = 1 << 53  # in all: sums of costs are exact, in numpy's integers and in floats of 64 bits
+
+
+@dataclass(frozen=True)
+class TileWeights:
+    """Bytes that one token of a row, or of a column, takes on its way to a rank that does not own it, and back.
+
+    Attributes:
+        row_in, row_back: of a query: what a tile needs of it, and what a tile makes of it.
+        col_in, col_back: of a key.
+
+    Example:
+        >>> TileWeights.forward(heads=2, kv_heads=1, head_dim=64, item_size=2)
+        TileWeights(row_in=256, row_back=520, col_in=256, col_back=0)
+    """
+
+    row_in: int
+    row_back: int
+    col_in: int
+    col_back: int
+
+    def __post_init__(self) -> None:
+        for name in ("row_in", "row_back", "col_in", "col_back"):
+            object.__setattr__(self, name, checked_integer(name, getattr(self, name), 0, 2**40))
+
+    @classmethod
+    def forward(
+        cls, *, heads: int, kv_heads: int, head_dim: int, value_head_dim: int | None = None, item_size: int = 2
+    ) -> TileWeights:
+        """Queries go out, outputs and log-sum-exps come back in at least fp32; keys and values go out.
+
+        Args:
+            heads, kv_heads: of queries, and of keys.
+            head_dim, value_head_dim: elements of a head of queries and keys, and of values; None for the same.
+            item_size: bytes of an element.
+        """
+        heads, kv_heads, size, value_size, item = _checked_shape(heads, kv_heads, head_dim, value_head_dim, item_size)
+        back = heads * (value_size + 1) * max(item, 4)
+        return cls(heads * size * item, back, kv_heads * (size + value_size) * item, 0)
+
+    @classmethod
+    def backward(
+        cls, *, heads: int, kv_heads: int, head_dim: int, value_head_dim: int | None = None, item_size: int = 2
+    ) -> TileWeights:
+        """Queries, outputs' gradients, log-sum-exps and row sums go out; gradients of queries, keys and values return.
+
+        Args:
+            heads, kv_heads: of queries, and of keys.
+            head_dim, value_head_dim: elements of a head of queries and keys, and of values; None for the same.
+            item_size: bytes of an element.
+        """
+        heads, kv_heads, size, value_size, item = _checked_shape(heads, kv_heads, head_dim, value_head_dim, item_size)
+        row = heads * ((size + value_size) * item + 2 * max(item, 4))
+        column = kv_heads * (size + value_size) * item
+        return cls(row, heads * size * item, column, column)
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """One axis of a mask in chunks: each is one range of the stream or several, all of one owner.
+
+    Attributes:
+        starts: `[ranges]` where each range begins, rising from 0; it ends where the next one begins.
+        total: tokens of the stream.
+        chunk_of_range: `[ranges]` the chunk that each range belongs to.
+        owners: `[chunks]` the rank that holds each chunk's tokens.
+    """
+
+    starts: IntArray
+    total: int
+    chunk_of_range: IntArray
+    owners: IntArray
+
+    @cached_property
+    def sizes(self) -> IntArray:
+        """`[chunks]` tokens of each."""
+        found = np.zeros(self.owners.size, dtype=np.int64)
+        np.add.at(found, self.chunk_of_range, np.diff(self.starts, append=self.total))
+        return frozen(found)
+
+    @classmethod
+    def of_equal_size(cls, owners: IntArray, size: int = 1) -> Chunks:
+        """One range a chunk, of `size` tokens each."""
+        count = owners.size
+        return cls(np.arange(count) * size, count * size, np.arange(count), owners)
+
+
+class TileProblem:
+    """Tiles, owners of chunks, what a token weighs, and how much work one rank may have.
+
+    Immutable. `tiles_of` makes one of a mask and layouts, `of_table` of a table of work.
+
+    Args:
+        num_ranks: ranks that compute.
+        rows, columns: the chunks of queries and of keys.
+        tile_rows, tile_columns: `[tiles]` the chunks of each tile, no two tiles with the same pair.
+        work: `[tiles]` visible pairs of each, at least 1.
+        weights: bytes of a token.
+        load_cap: work that one rank may have at most; None for `default_load_cap`.
+        hosts: `[num_ranks]` the host of each rank, numbered from 0; None for one host.
+        host_cost: what a byte between hosts costs, in bytes within a host. It counts in the answer's cost, not in the
+            bytes that are reported.
+
+    Raises:
+        ArgumentError: arrays that do not fit each other, more than `MOST_TILES` tiles, or a load cap that no answer
+            keeps: below the mean, or below the largest tile.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        rows: Chunks,
+        columns: Chunks,
+        tile_rows: IntArray,
+        tile_columns: IntArray,
+        work: IntArray,
+        weights: TileWeights,
+        *,
+        load_cap: int | None = None,
+        hosts: IntArray | None = None,
+        host_cost: int = 1,
+    ) -> None:
+        self.num_ranks = checked_integer("num_ranks", num_ranks, 1, MAX_CP_SIZE)
+        if not isinstance(weights, TileWeights):
+            raise ArgumentError("weights", weights, "TileWeights, as in TileWeights.forward(heads=8, ...)")
+        self.rows, self.columns, self.weights = rows, columns, weights
+        for argument, chunks in (("rows", rows), ("columns", columns)):
+            _check_owners(argument, chunks, self.num_ranks)
+        self.tile_rows = _checked_numbers("tile_rows", tile_rows, None, 0, rows.owners.size - 1)
+        count = self.tile_rows.size
+        self.tile_columns = _checked_numbers("tile_columns", tile_columns, count, 0, columns.owners.size - 1)
+        self.work = _checked_numbers("work", work, count, 1, _MOST_BYTES)
+        if count > MOST_TILES:
+            remedy = "Take fewer ranks for the tiles (a2a+tiled), or a layout with fewer fragments."
+            raise ArgumentError("work", f"{count} tiles", f"at most {MOST_TILES} tiles", remedy)
+        pairs = self.tile_rows * columns.owners.size + self.tile_columns
+        if np.unique(pairs).size != count:
+            raise ArgumentError("tile_columns", f"{count} tiles", "tiles of which no two have the same row and column")
+        if hosts is not None:
+            hosts = _checked_numbers("hosts", hosts, self.num_ranks, 0, self.num_ranks - 1)
+        self.hosts, self.host_cost = hosts, checked_integer("host_cost", host_cost, 1, 10**6)
+        tokens = rows.total * (weights.row_in + weights.row_back) + columns.total * (weights.col_in + weights.col_back)
+        if int(tokens) * self.num_ranks * self.host_cost >= _MOST_BYTES or sum(self.work.tolist()) >= _MOST_BYTES:
+            raise ArgumentError("weights", weights, "bytes and pairs of which all ranks have fewer than 2**53 in all")
+        self.load_cap = self._checked_cap(load_cap)
+
+    @classmethod
+    def of_table(
+        cls,
+        work: IntArray,
+        row_owners: IntArray,
+        column_owners: IntArray,
+        num_ranks: int,
+        weights: TileWeights,
+        *,
+        load_cap: int | None = None,
+    ) -> TileProblem:
+        """Chunks of one token each: a byte of `weights` is then the unit of volume.
+
+        Args:
+            work: `[rows, columns]` of every tile; 0 where nothing is visible.
+            row_owners, column_owners: the rank of each row and column.
+            num_ranks, weights, load_cap: as in `TileProblem`.
+        """
+        table = np.asarray(work)
+        shape = (np.size(row_owners), np.size(column_owners))
+        if table.shape != shape or not is_integral(table) or (table < 0).any():
+            raise ArgumentError("work", f"{table.dtype} {table.shape}", f"integers of at least 0, of shape {shape}")
+        rows, columns = np.nonzero(table)
+        of_rows, of_columns = (Chunks.of_equal_size(np.asarray(owners)) for owners in (row_owners, column_owners))
+        return cls(num_ranks, of_rows, of_columns, rows, columns, table[rows, columns], weights, load_cap=load_cap)
+
+    # -- what is derived -------------------------------------------------------------------------------------------
+
+    @property
+    def num_tiles(self) -> int:
+        return int(self.work.size)
+
+    @cached_property
+    def total(self) -> int:
+        """Work of all tiles."""
+        return int(self.work.sum())
+
+    @cached_property
+    def pair_cost(self) -> IntArray:
+        """`[num_ranks, num_ranks]` what a byte from one rank to another costs: nothing to itself."""
+        if self.hosts is None:
+            return frozen(1 - np.eye(self.num_ranks, dtype=np.int64))
+        apart = self.hosts[:, None] != self.hosts
+        return frozen(np.where(apart, self.host_cost, 1 - np.eye(self.num_ranks, dtype=np.int64)))
+
+    @cached_property
+    def line_costs(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """Bytes of each row on its way in and back, `[rows]`, and of each column, `[columns]`."""
+        weights, rows, columns = self.weights, self.rows.sizes, self.columns.sizes
+        costs = (rows * weights.row_in, rows * weights.row_back, columns * weights.col_in, columns * weights.col_back)
+        return tuple(map(frozen, costs))  # type: ignore[return-value]
+
+    def with_load_cap(self, load_cap: int | None) -> TileProblem:
+        """The same problem with another load cap."""
+        return self._but(load_cap=load_cap)
+
+    def on_one_host(self) -> TileProblem:
+        """The same problem, bytes between hosts as cheap as others."""
+        return self._but(load_cap=self.load_cap, hosts=None, host_cost=1)
+
+    def with_owners(self, row_owners: IntArray, column_owners: IntArray) -> TileProblem:
+        """The same tiles, chunks held by other ranks.
+
+        Args:
+            row_owners, column_owners: `[rows]`, `[columns]` the rank of each chunk.
+        """
+        rows, columns = replace(self.rows, owners=row_owners), replace(self.columns, owners=column_owners)
+        return self._but(load_cap=self.load_cap, rows=rows, columns=columns)
+
+    def _but(self, **changed: object) -> TileProblem:
+        own = {name: getattr(self, name) for name in _FIELDS}
+        return TileProblem(**own | changed)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all that an answer depends on, the same in every process."""
+        found = hashlib.sha256(b"tiles 1")
+        numbers = [self.num_ranks, self.load_cap, self.host_cost, *vars(self.weights).values()]
+        hosts = np.zeros(self.num_ranks, dtype=np.int64) if self.hosts is None else self.hosts
+        arrays = [self.rows.sizes, self.rows.owners, self.columns.sizes, self.columns.owners]
+        for array in (np.array(numbers), hosts, *arrays, self.tile_rows, self.tile_columns, self.work):
+            found.update(str(array.size).encode() + b":" + array.astype("<i8").tobytes())
+        return found.hexdigest()
+
+    def _checked_cap(self, load_cap: int | None) -> int:
+        if load_cap is None:
+            return default_load_cap(self.work, self.num_ranks)
+        load_cap = checked_integer("load_cap", load_cap, 0)
+        least = max(-(-self.total // self.num_ranks), int(self.work.max(initial=0)))
+        if load_cap < least:
+            remedy = f"The mean of {self.num_ranks} ranks and the largest tile must fit under it."
+            raise ArgumentError("load_cap", load_cap, f"at least {least}", remedy)
+        return load_cap
+
+
+_FIELDS = ("num_ranks", "rows", "columns", "tile_rows", "tile_columns", "work", "weights", "hosts", "host_cost")
+
+
+def default_load_cap(work: IntArray, num_ranks: int, imbalance: float = 1.05) -> int:
+    """`imbalance` times the mean, or what longest-first assignment of the tiles reaches where that is more.
+
+    So that there always is an answer, and one that is found.
+
+    Args:
+        work: `[tiles]`.
+        num_ranks: that share it.
+        imbalance: of the busiest rank's work over the mean, at least 1.
+
+    Raises:
+        ArgumentError: an imbalance below 1.
+    """
+    if not 1 <= as_number(imbalance) <= num_ranks:
+        raise ArgumentError("imbalance", imbalance, f"a number from 1 to {num_ranks}, the number of ranks")
+    loads = np.bincount(longest_first(work, num_ranks), weights=work, minlength=num_ranks)
+    return max(int(float(imbalance) * int(work.sum()) / num_ranks), int(loads.max(initial=0)))
+
+
+def longest_first(work: IntArray, num_ranks: int) -> IntArray:
+    """`[tiles]` each tile, the largest first, to the rank that has the least work so far.
+
+    In rounds of one tile a rank, so that thousands take milliseconds.
+    """
+    order, loads = np.argsort(-work, kind="stable"), np.zeros(num_ranks, dtype=np.int64)
+    ranks = np.empty(work.size, dtype=np.int64)
+    for first in range(0, work.size, num_ranks):
+        tiles = order[first : first + num_ranks]
+        chosen = np.argsort(loads, kind="stable")[: tiles.size]
+        ranks[tiles] = chosen
+        loads[chosen] += work[tiles]
+    return ranks
+
+
+def volumes(problem: TileProblem, ranks_of_tiles: IntArray, *, weighted: bool = False) -> tuple[IntArray, IntArray]:
+    """What an answer makes ranks send and receive.
+
+    Args:
+        problem: the tiles.
+        ranks_of_tiles: `[tiles]` who computes each.
+        weighted: bytes between hosts count `host_cost` times.
+
+    Returns:
+        `[num_ranks]` each: bytes sent, bytes received.
+    """
+    costs, size = problem.line_costs, problem.num_ranks
+    factor = problem.pair_cost if weighted else 1 - np.eye(size, dtype=np.int64)
+    sent, received = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+    for lines, owners, out, back in (
+        (problem.tile_rows, problem.rows.owners, costs[0], costs[1]),
+        (problem.tile_columns, problem.columns.owners, costs[2], costs[3]),
+    ):
+        line, rank = np.divmod(np.unique(lines * size + ranks_of_tiles), size)
+        owner = owners[line]
+        for bytes_of_line, source, target in ((out, owner, rank), (back, rank, owner)):
+            moved = bytes_of_line[line] * factor[source, target]
+            np.add.at(sent, source, moved)
+            np.add.at(received, target, moved)
+    return sent, received
+
+
+def cost(problem: TileProblem, ranks_of_tiles: IntArray) -> int:
+    """What is to be least: the most that a rank sends or receives, bytes between hosts weighted."""
+    return max(int(each.max()) for each in volumes(problem, ranks_of_tiles, weighted=True))
+
+
+def loads(problem: TileProblem, ranks_of_tiles: IntArray) -> IntArray:
+    """`[num_ranks]` work of each."""
+    found = np.zeros(problem.num_ranks, dtype=np.int64)
+    np.add.at(found, ranks_of_tiles, problem.work)
+    return found
+
+
+def check(problem: TileProblem, ranks_of_tiles: IntArray, argument: str = "ranks_of_tiles") -> IntArray:
+    """The answer, if it is one.
+
+    Raises:
+        ArgumentError: another number of tiles, ranks that there are not, or a rank with more work than `load_cap`.
+    """
+    ranks = _checked_numbers(argument, ranks_of_tiles, problem.num_tiles, 0, problem.num_ranks - 1)
+    most = int(loads(problem, ranks).max(initial=0))
+    if most > problem.load_cap:
+        raise ArgumentError(argument, f"a rank with {most} pairs", f"at most load_cap, {problem.load_cap} pairs")
+    return ranks
+
+
+def _check_owners(argument: str, chunks: Chunks, num_ranks: int) -> None:
+    if not isinstance(chunks, Chunks):
+        raise ArgumentError(argument, chunks, "Chunks")
+    _checked_numbers(f"{argument}.owners", chunks.owners, None, 0, num_ranks - 1)
+    sizes = np.diff(chunks.starts, append=chunks.total)
+    numbers = np.arange(chunks.owners.size)
+    if (sizes <= 0).any() or not np.array_equal(np.unique(chunks.chunk_of_range), numbers):
+        raise ArgumentError(argument, f"{sizes.size} ranges", "ranges that rise from 0, and chunks that all have some")
+
+
+def _checked_numbers(argument: str, values: IntArray, count: int | None, least: int, most: int) -> IntArray:
+    given = host_array(argument, values)
+    if given.ndim != 1 or (given.size and not is_integral(given)) or (count is not None and given.size != count):
+        wanted = "a flat list of integers" if count is None else f"{count} integers"
+        raise ArgumentError(argument, f"{given.dtype} {given.shape}", wanted)
+    if given.size and not least <= int(given.min()) <= int(given.max()) <= most:
+        raise ArgumentError(argument, [int(given.min()), int(given.max())], f"integers from {least} to {most}")
+    return frozen(given.astype(np.int64))
+
+
+def _checked_shape(
+    heads: int, kv_heads: int, head_dim: int, value_head_dim: int | None, item_size: int
+) -> tuple[int, int, int, int, int]:
+    value_head_dim = head_dim if value_head_dim is None else value_head_dim
+    named = (("heads", heads), ("kv_heads", kv_heads), ("head_dim", head_dim), ("value_head_dim", value_head_dim),
+             ("item_size", item_size))  # fmt: skip
+    found = [checked_integer(name, value, 1, 2**20) for name, value in named]
+    return found[0], found[1], found[2], found[3], found[4]
