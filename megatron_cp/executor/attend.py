@@ -8,7 +8,7 @@ key/value heads, `d` and `v` their sizes.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from megatron_cp.executor.arguments import part_of, summed_in
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.executor.transfers import Keys, KeyTransfers, unpack
-from megatron_cp.executor.visitors import Visitors, row_sums, stand_in
+from megatron_cp.executor.visitors import CameHome, Visitors, row_sums, stand_in
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.attention import Attend, Stage
 from megatron_cp.plan.head_chunks import HeadChunk
@@ -26,6 +26,21 @@ from megatron_cp.plan.head_chunks import HeadChunk
 # What goes out with visiting queries and what comes home, for errors and the names of ranges.
 _VISITS = ("queries of assigned tiles", "partial outputs of assigned tiles")
 _RETURNS = ("queries and output gradients of assigned tiles", "query gradients of assigned tiles")
+
+
+class _Rows(NamedTuple):
+    """Queries in backward, of some heads: `target` gets their gradients, the others are as forward left them."""
+
+    target: Tensor
+    dout: Tensor
+    queries: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def part(self, rows: slice) -> _Rows:
+        """Some of them, and of `target` nothing: a part of their gradients, unwritten."""
+        target = torch.empty_like(self.target[rows])
+        return _Rows(target, self.dout[rows], self.queries[rows], self.out[rows], self.lse[..., rows])
 
 
 class TileWork(Protocol):
@@ -75,7 +90,9 @@ def attend(
     for stage, chunk, keys in transfers.arrivals():
         if visitors is not None and stage.visitors is not None:
             with transfers.traced("attend", "visitors", stage, chunk) if profiling() else NO_RANGE:
-                _attend_visitors(work, visitors, *keys, step.visiting_tiles(kv_rank, stage), chunk, stage)
+                message = _attend_visitors(work, visitors, *keys, step.visiting_tiles(kv_rank, stage), chunk, stage)
+            _merge_visits(visitors, of_tokens[1], lse_of_tokens)
+            visitors.start_home(stage, chunk, message)
         queries, merged = [part_of(x, -2, chunk.heads) for x in of_tokens]
         merged_lse = part_of(lse_of_tokens, -2, chunk.heads)
         with transfers.traced("attend", "", stage, chunk) if profiling() else NO_RANGE:
@@ -117,19 +134,16 @@ def attend_backward(
         else:
             own_gradients = part_of(dkeys, -2, chunk.groups), part_of(dvalues, -2, chunk.groups)
             gradients = transfers.own_sums(chunk) or own_gradients
-        target, do, queries, o = [part_of(x, -2, chunk.heads) for x in of_tokens]
+        own_rows = _Rows(*(part_of(x, -2, chunk.heads) for x in (*of_tokens, lse_of_tokens)))
         with transfers.traced("attend", "", stage, chunk) if profiling() else NO_RANGE:
-            visiting = None
+            tiles = step.tiles(kv_rank, stage)
             if visitors is not None and stage.visitors is not None:
-                tiles = step.visiting_tiles(kv_rank, stage)
-                visiting = _attend_visitors_backward(work, visitors, *keys, tiles, chunk, stage)
-            dk_part, dv_part = gradients if visiting is None else map(torch.empty_like, visiting)
-            _attend_stage_backward(
-                work, target, dk_part, dv_part, do, queries, o, part_of(lse_of_tokens, -2, chunk.heads), *keys,
-                step.tiles(kv_rank, stage), chunk, is_first=stage.is_first,
-            )  # fmt: skip
-            for gradient, own_part, part in zip(gradients, (dk_part, dv_part), visiting or (), strict=False):
-                gradient.copy_(own_part.add_(part))
+                visiting = step.visiting_tiles(kv_rank, stage)
+                _attend_visited_backward(
+                    work, visitors, total, own_rows, gradients, keys, tiles, visiting, chunk, stage
+                )
+            else:
+                _attend_stage_backward(work, own_rows, gradients, keys, tiles, chunk, is_first=stage.is_first)
         if packed is not None:
             transfers.return_gradient(stage, chunk, packed)
     if visitors is not None:
@@ -167,35 +181,44 @@ def _attend_stage(
 
 
 def _attend_stage_backward(
-    work: TileWork, target: Tensor, dkeys: Tensor, dvalues: Tensor, dout: Tensor, queries: Tensor, out: Tensor,
-    lse: Tensor, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, *, is_first: bool,
-) -> None:  # fmt: skip
-    """Adds to `target` the queries' gradients from a stage's keys, and writes those of the keys."""
-    if _is_empty(tiles, queries):
-        for unseen in (*([target] if is_first else []), dkeys, dvalues):
+    work: TileWork, own: _Rows, gradients: Keys, keys: Keys, tiles: Tiles, chunk: HeadChunk, *, is_first: bool
+) -> None:
+    """Adds to `own.target` the queries' gradients from a stage's keys, and writes those of the keys.
+
+    Args:
+        is_first: nothing has been added yet: all of the target is written.
+    """
+    if _is_empty(tiles, own.queries):
+        for unseen in (*([own.target] if is_first else []), *gradients):
             unseen.zero_()
         return
-    rows, seen = slice(0, len(queries)) if is_first else tiles.query_rows, tiles.key_rows
-    for x in (dkeys, dvalues):
+    seen = tiles.key_rows
+    for x in gradients:
         if seen.start:
             x[: seen.start].zero_()
         if seen.stop < len(x):
             x[seen.stop :].zero_()
-    part = target if is_first else torch.empty_like(target[rows])
-    dk, dv, k, v = [part_of(x, 0, seen) for x in (dkeys, dvalues, keys, values)]
-    do, q, o = [part_of(x, 0, rows) for x in (dout, queries, out)]
-    work.backward(
-        part, dk, dv, do, q, k, v, o, part_of(lse, -1, rows),
-        tiles.cropped_keys if is_first else tiles.cropped, chunk,
-    )  # fmt: skip
+    of_seen = part_of(gradients[0], 0, seen), part_of(gradients[1], 0, seen)
+    _attend_seen_backward(work, own, of_seen, keys, tiles, chunk, is_first=is_first)
+
+
+def _attend_seen_backward(
+    work: TileWork, own: _Rows, gradients: Keys, keys: Keys, tiles: Tiles, chunk: HeadChunk, *, is_first: bool
+) -> None:
+    """Likewise, for gradients of the keys alone that the tiles see."""
+    k, v = (part_of(x, 0, tiles.key_rows) for x in keys)
+    rows = own if is_first else own.part(tiles.query_rows)
+    target, dout, queries, out, lse = rows
+    of_rows = tiles.cropped_keys if is_first else tiles.cropped
+    work.backward(target, *gradients, dout, queries, k, v, out, lse, of_rows, chunk)
     if not is_first:
-        target[rows].add_(part)
+        own.target[tiles.query_rows].add_(target)
 
 
 def _attend_visitors(
     work: TileWork, visitors: Visitors, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, stage: Stage
-) -> None:
-    """Computes the queries of others that have arrived, and sends home their partial outputs and log-sum-exps."""
+) -> Tensor:
+    """Computes the queries of others that have arrived. Returns their partial outputs and log-sum-exps, a message."""
     (queries,) = visitors.arrive(stage, chunk)
     (heads, size), acc_dtype = (queries.shape[-2], values.shape[-1]), summed_in(queries.dtype)
     message = visitors.message_like(len(queries), heads * (size + 1), acc_dtype)
@@ -204,19 +227,23 @@ def _attend_visitors(
     _attend_stage(work, part, lse, queries, keys, values, tiles, chunk, is_first=True)
     part_lse.copy_(lse.movedim(-1, 0))
     visitors.leave()
-    visitors.start_home(stage, chunk, message)
+    return message
 
 
 def _merge_visits(visitors: Visitors, out: Tensor, lse: Tensor) -> None:
-    """Adds what other ranks made of own queries to what this rank has."""
+    """Adds what other ranks have sent home of own queries to what this rank has."""
     for home in visitors.come_home():
-        merged, merged_lse = part_of(out, -2, home.chunk.heads), part_of(lse, -2, home.chunk.heads)
-        part, part_lse = _results(home.message, merged.shape[-2], merged.shape[-1])
-        own, own_lse = merged.index_select(0, home.rows), merged_lse.index_select(-1, home.rows)
-        merge(own, own_lse, part, part_lse.movedim(0, -1))
-        rows = home.rows.long()
-        merged.index_copy_(0, rows, own)
-        merged_lse.index_copy_(-1, rows, own_lse)
+        _merge_visit(home, part_of(out, -2, home.chunk.heads), part_of(lse, -2, home.chunk.heads))
+
+
+def _merge_visit(home: CameHome, merged: Tensor, merged_lse: Tensor) -> None:
+    """Adds what one rank sent home. A function, so that its tensors end with it."""
+    part, part_lse = _results(home.message, merged.shape[-2], merged.shape[-1])
+    own, own_lse = merged.index_select(0, home.rows), merged_lse.index_select(-1, home.rows)
+    merge(own, own_lse, part, part_lse.movedim(0, -1))
+    rows = home.rows.long()
+    merged.index_copy_(0, rows, own)
+    merged_lse.index_copy_(-1, rows, own_lse)
 
 
 def _results(message: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor]:
@@ -231,24 +258,56 @@ def _leaving(of_tokens: list[Tensor], lse: Tensor) -> list[Tensor]:
     return [lse.movedim(-1, 0).unsqueeze(-1), row_sums(dout, out), q, dout]
 
 
+def _attend_visited_backward(
+    work: TileWork, visitors: Visitors, total: Tensor, own: _Rows, gradients: Keys, keys: Keys, tiles: Tiles,
+    visiting: Tiles, chunk: HeadChunk, stage: Stage,
+) -> None:  # fmt: skip
+    """`_attend_stage_backward` where queries of others see the keys too: those first, so that they go home meanwhile.
+
+    What both leave at the keys is added in at least fp32.
+
+    Args:
+        total: the gradients of all own queries, of all heads: what comes home is added to it.
+        gradients: of the keys, which are written.
+        tiles, visiting: of own queries, and of others'.
+    """
+    no_own = _is_empty(tiles, own.queries)
+    adds = not no_own and bool(len(visiting.bands))
+    dk, dv = gradients
+    acc_dtype = summed_in(dk.dtype)
+    sums = gradients
+    if adds and dk.dtype != acc_dtype:
+        sums = torch.empty_like(dk, dtype=acc_dtype), torch.empty_like(dv, dtype=acc_dtype)
+    message = _attend_visitors_backward(work, visitors, sums, keys, visiting, chunk, stage)
+    _sum_visits(visitors, total)
+    visitors.start_home(stage, chunk, message)
+    if adds:
+        seen = tiles.key_rows
+        parts = torch.empty_like(sums[0][seen]), torch.empty_like(sums[1][seen])
+        _attend_seen_backward(work, own, parts, keys, tiles, chunk, is_first=False)
+        for gradient, summed, part in zip(gradients, sums, parts, strict=True):
+            summed[seen].add_(part)
+            if gradient is not summed:
+                gradient.copy_(summed)
+    elif not no_own:
+        _attend_stage_backward(work, own, gradients, keys, tiles, chunk, is_first=False)
+
+
 def _attend_visitors_backward(
-    work: TileWork, visitors: Visitors, keys: Tensor, values: Tensor, tiles: Tiles, chunk: HeadChunk, stage: Stage
-) -> Keys:
-    """Sends home the gradients of others' queries. Returns those of the keys, in at least fp32."""
+    work: TileWork, visitors: Visitors, gradients: Keys, keys: Keys, tiles: Tiles, chunk: HeadChunk, stage: Stage
+) -> Tensor:
+    """Writes what others' queries leave at the keys. Returns the gradients of these queries, a message."""
     lse, sums, queries, dout = visitors.arrive(stage, chunk)
     message = visitors.message_like(len(queries), queries.shape[-2:].numel(), queries.dtype)
     home, wide = message.unflatten(-1, queries.shape[-2:]), work.unrounded_partials
-    dq = torch.empty_like(home, dtype=summed_in(home.dtype)) if wide else home
-    dk, dv = (torch.empty_like(x, dtype=summed_in(x.dtype)) for x in (keys, values))
-    _attend_stage_backward(
-        work, dq, dk, dv, dout, queries, stand_in(dout, sums, wide=wide),
-        lse.squeeze(-1).movedim(0, -1).contiguous(), keys, values, tiles, chunk, is_first=True,
-    )  # fmt: skip
+    acc_dtype = summed_in(home.dtype)
+    dq = torch.empty_like(home, dtype=acc_dtype) if wide and home.dtype != acc_dtype else home
+    rows = _Rows(dq, dout, queries, stand_in(dout, sums, wide=wide), lse.squeeze(-1).movedim(0, -1).contiguous())
+    _attend_stage_backward(work, rows, gradients, keys, tiles, chunk, is_first=True)
     if dq is not home:
         home.copy_(dq)
     visitors.leave()
-    visitors.start_home(stage, chunk, message)
-    return dk, dv
+    return message
 
 
 def _sum_visits(visitors: Visitors, total: Tensor) -> None:

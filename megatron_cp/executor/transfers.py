@@ -80,7 +80,7 @@ class KeyTransfers:
     ) -> None:  # fmt: skip
         self._step, self._head_rank, self._comm, self._k, self._v = step, head_rank, comm, k, v
         self._visitors, self._forward = visitors, forward
-        flow = step.key_flow
+        flow = step.key_flow_of(forward=forward)
         self._carrier = None if flow is None else _CARRIERS[flow](step, kv_rank, comm, k, v)
 
     def arrivals(self) -> Iterator[tuple[Stage, HeadChunk, Keys]]:

@@ -28,7 +28,8 @@ from megatron_cp.plan.attention import Attend, Stage
 from megatron_cp.plan.flows import Fetch
 from megatron_cp.plan.head_chunks import HeadChunk
 
-_ALONE = (0, 1)
+# Parts in which rows are worked on where that takes memory: an eighth of it for some more launches.
+_PARTS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,8 +128,13 @@ class Visitors:
         self._going_home.append((stage, chunk, _OnTheWay(message, received, pending)))
 
     def come_home(self) -> Iterator[CameHome]:
-        """What others made of own queries, message after message and rank after rank; each good until the next."""
-        for stage, chunk, coming in self._going_home:
+        """What others made of own queries, message after message and rank after rank; each good until the next.
+
+        All that has been sent home until now. Call it before the next is: messages of two head chunks are then alive,
+        and not of all.
+        """
+        started, self._going_home = self._going_home, []
+        for stage, chunk, coming in started:
             with self._traced("wait", self._what[1], stage, chunk) if profiling() else NO_RANGE:
                 coming.pending.wait()
             self._comm.release(coming.sent)
@@ -139,7 +145,6 @@ class Visitors:
                 if len(rows):
                     yield CameHome(chunk, rows, message)
             self._comm.release(coming.received)
-        self._going_home = []
 
     def _flow(self, stage: Stage) -> Fetch:
         assert stage.visitors is not None
@@ -173,7 +178,10 @@ class Visitors:
 def row_sums(dout: Tensor, out: Tensor) -> Tensor:
     """`[t, (b,) h, 1]` the product of each output and its gradient, in at least fp32."""
     dtype = summed_in(out.dtype)
-    return (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
+    sums = dout.new_empty(*dout.shape[:-1], 1, dtype=dtype)
+    for target, gradient, output in _parts(sums, dout, out):
+        torch.sum(output.to(dtype, copy=True).mul_(gradient), -1, keepdim=True, out=target)
+    return sums
 
 
 def stand_in(dout: Tensor, sums: Tensor, *, wide: bool) -> Tensor:
@@ -185,14 +193,30 @@ def stand_in(dout: Tensor, sums: Tensor, *, wide: bool) -> Tensor:
         wide: in the type of the sums: one element alone, which is exact to a rounding. Else in that of `dout`: dout
             itself, scaled, so that roundings of its elements, each as large as those of an output are, even out.
     """
-    values = dout.to(sums.dtype)
-    if wide:
-        place = values.abs().argmax(-1, keepdim=True)
-        largest = values.gather(-1, place)
-        part = torch.where(largest != 0, sums / torch.where(largest != 0, largest, 1), 0)
-        return torch.zeros_like(values).scatter_(-1, place, part)
-    largest = values.abs().amax(-1, keepdim=True)
-    unit = values / torch.where(largest > 0, largest, 1)  # so that no square over- or underflows
+    made = torch.empty_like(dout, dtype=sums.dtype if wide else dout.dtype)
+    fill = _one_element if wide else _scaled
+    for target, gradient, of_rows in _parts(made, dout, sums):
+        fill(target, gradient, of_rows)
+    return made
+
+
+def _one_element(target: Tensor, dout: Tensor, sums: Tensor) -> None:
+    place = dout.abs().argmax(-1, keepdim=True)
+    largest = dout.gather(-1, place).to(sums.dtype)
+    part = torch.where(largest != 0, sums / torch.where(largest != 0, largest, 1), 0)
+    target.zero_().scatter_(-1, place, part)
+
+
+def _scaled(target: Tensor, dout: Tensor, sums: Tensor) -> None:
+    unit = dout.to(sums.dtype, copy=True)
+    largest = unit.abs().amax(-1, keepdim=True)
+    unit.div_(torch.where(largest > 0, largest, 1))  # so that no square over- or underflows
     norm = unit.square().sum(-1, keepdim=True)
     scale = torch.where(largest > 0, sums / torch.where(largest > 0, largest * norm, 1), 0)
-    return (unit * scale).to(dout.dtype)
+    target.copy_(unit.mul_(scale))
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of equally many rows, part by part."""
+    rows = max(1, -(-len(tensors[0]) // _PARTS))
+    return zip(*(x.split(rows) for x in tensors), strict=True)

@@ -148,10 +148,10 @@ class Attend(Memo):
         assert all(stage.keys is not None for stage in stages[1:]), "own rows, as they stand, come first"
         return stages
 
-    @cached_property
-    def key_flow(self) -> type[KeyFlow] | None:
-        """The class of what brings keys, one for all stages; None where all stages have the own rows, as they stand."""
-        return next((type(stage.keys) for stage in self.all_stages if stage.keys is not None), None)
+    def key_flow_of(self, *, forward: bool) -> type[KeyFlow] | None:
+        """The class of what brings keys in one direction, one for all stages; None where all have the own rows."""
+        flows = (type(stage.keys) for stage in self.stages_of(forward=forward) if stage.keys is not None)
+        return next(flows, None)
 
     @property
     def fetches_ranges(self) -> bool:

@@ -1,5 +1,7 @@
 """Plans ride on the graph: recomputed activations and several microbatches in flight change nothing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -9,6 +11,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case, draw
 from tests.counting_group import CountingGroup
 from tests.limits import limit
+from tests.random_tiles import assign_at_random
 
 WAYS = {
     "attention": ("attention", "auto"),
@@ -145,6 +148,17 @@ def test_two_microbatches_in_flight_do_not_mix(layer, backward_order):
     found = run_ranks(together, 3, CASES[layer], backward_order)
     for number, case in enumerate(CASES[layer]):
         assert_same_bits([of_rank[number] for of_rank in found], run_ranks(alone, 3, case))
+
+
+def test_assigned_tiles_in_flight_do_not_mix_and_recompute_to_the_same_bits(monkeypatch):
+    assign_at_random(monkeypatch)
+    cases = [replace(case, scheme="tiled") for case in CASES["attention in chunks"]]
+    expected = [run_ranks(alone, 3, case) for case in cases]
+    found = run_ranks(together, 3, cases, (1, 0))
+    for number in range(2):
+        assert_same_bits([of_rank[number] for of_rank in found], expected[number])
+    assert_same_bits(run_ranks(recomputed, 3, cases[0], False), expected[0])
+    assert all(under_way == 0 for _, under_way in run_ranks(left_under_way, 3, cases[0], False))
 
 
 @pytest.mark.parametrize("layer", CASES)

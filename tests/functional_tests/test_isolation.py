@@ -5,6 +5,7 @@ import pytest
 from megatron_cp.testing import isolation
 from megatron_cp.testing.isolation import leaks
 from megatron_cp.testing.parity import Case, run_layer
+from tests.random_tiles import TILED, assign_at_random
 
 
 @pytest.mark.parametrize("document", [0, 1, 2, 4])
@@ -17,6 +18,15 @@ def test_documents_are_isolated(layer, scheme, layout, document):
     found = leaks(Case(layer, 3, (7, 1, 66, 64, 2), layout, scheme=scheme), document)
     assert found["out"] == []
     assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("scheme", TILED)
+def test_documents_are_isolated_whoever_computes_which_tile(scheme, seed, monkeypatch):
+    assign_at_random(monkeypatch, seed)
+    for document in (1, 2):
+        found = leaks(Case("attention", 4, (7, 1, 66, 64, 2), scheme=scheme, learned_sink=True), document)
+        assert not any(found.values()), found
 
 
 def test_a_leak_is_seen(monkeypatch):

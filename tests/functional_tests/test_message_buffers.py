@@ -15,6 +15,7 @@ from megatron_cp.executor.launch import RankError, run_ranks
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.testing.parity import Case, run_layer
 from megatron_cp.testing.poison import poisoned
+from tests.random_tiles import TILED, assign_at_random
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
 STEPS = 3
@@ -184,6 +185,16 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_layers_send_from_buffers_that_the_first_step_made(name, lying):
     assert_steady(CASES[name].cp, lambda group: run_layer(group, CASES[name]), lying)
+
+
+@pytest.mark.parametrize("transport", ["collective", "pairwise", "hierarchical"])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("scheme", TILED)
+def test_assigned_tiles_send_from_buffers_that_the_first_step_made(scheme, chunks, transport, lying, monkeypatch):
+    assign_at_random(monkeypatch)
+    case = replace(ATTENTION, cp=4, scheme=scheme, head_chunks=chunks, transport=transport, dtype=torch.bfloat16)
+    assert case.plan().attend.moves_queries(forward=False)
+    assert_steady(case.cp, lambda group: run_layer(group, case), lying)
 
 
 PACKING = cp.Packing(LENGTHS)

@@ -10,6 +10,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Mask
 from megatron_cp.testing.parity import Case, draw, run_linear
 from tests.functional_tests.test_linear_operations import LENGTHS, OPERATIONS, OPTIONS, PARAMETERS, SIZES, tensors_of
+from tests.random_tiles import TILED, assign_at_random
 
 ALIGN = 4
 ATTENTION = {
@@ -146,6 +147,16 @@ def test_layers_ignore_pad_rows(case):
     assert_nan_is_as_good_as_zero(case.cp, run_mixer, case)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("scheme", TILED)
+def test_assigned_tiles_ignore_pad_rows(scheme, kernel, monkeypatch):
+    assign_at_random(monkeypatch)
+    more = {"learned_sink": True, "kernel": kernel, "head_chunks": 2, "heads": 12, "groups": 6}
+    case = Case("attention", 4, LENGTHS, scheme=scheme, align=ALIGN, **more)
+    assert case.plan().layout.pad_rows.any()
+    assert_nan_is_as_good_as_zero(case.cp, run_mixer, case)
+
+
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize("kind", OPERATIONS)
 def test_bare_rules_ignore_pad_rows(kind, mode):
@@ -157,6 +168,7 @@ def test_moving_rows_ignores_pad_rows(operation):
     assert_nan_is_as_good_as_zero(3, run_moved, operation)
 
 
-@pytest.mark.parametrize("scheme", ["a2a", "p2p", "all_gather", "exact"])
-def test_keys_of_another_pack_and_a_batch_ignore_pad_rows(scheme):
+@pytest.mark.parametrize("scheme", ["a2a", "p2p", "all_gather", "exact", "tiled"])
+def test_keys_of_another_pack_and_a_batch_ignore_pad_rows(scheme, monkeypatch):
+    assign_at_random(monkeypatch)
     assert_nan_is_as_good_as_zero(3, run_batched, scheme)

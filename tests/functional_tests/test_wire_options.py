@@ -25,6 +25,7 @@ from megatron_cp.testing.parity import TOLERANCES, Case, compare, judge, run_lay
 from megatron_cp.testing.poison import poisoned
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 from tests.counting_group import CountingGroup
+from tests.random_tiles import assign_at_random
 
 LENGTHS = (7, 1, 130, 64, 2, 31)
 TRANSPORTS = ("collective", "pairwise", "hierarchical")
@@ -289,7 +290,21 @@ STEADY = {
 
 @pytest.mark.parametrize("name", STEADY)
 def test_messages_are_allocated_in_the_first_step_alone(name):
-    case = STEADY[name]
+    check_buffers(STEADY[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "size", "chunks"), [("tiled", 3, 1), ("tiled", 3, 3), ("a2a+tiled", 4, 1), ("a2a+tiled", 4, 3)]
+)
+def test_messages_of_assigned_tiles_are_allocated_in_the_first_step_alone(scheme, size, chunks, dtype, monkeypatch):
+    assign_at_random(monkeypatch)
+    shape = {"heads": 12, "groups": 6, "head_chunks": chunks, "dtype": dtype}
+    check_buffers(Case("attention", size, LENGTHS, scheme=scheme, head_dim=9, value_head_dim=12, **shape))
+
+
+def check_buffers(case):
+    """Fails unless the second step takes what the first made, and that is the formula's."""
     plan = case.plan()
 
     def rank_main(group: RankGroup) -> tuple[int, int, int]:
@@ -304,7 +319,9 @@ def test_messages_are_allocated_in_the_first_step_alone(name):
         assert later == 0
         if case.transport == "collective":  # nothing is staged besides
             formula = buffer_bytes(plan, rank, case.dtype.itemsize)
-            low, high = (0.85, 1.2) if case.scheme in ("a2a", "headwise") else (0.5, 1.5)
+            low, high = (
+                (0.99, 1.01) if case.layer == "attention" else (0.85, 1.2) if case.scheme == "headwise" else (0.5, 1.5)
+            )
             assert low * formula <= size <= high * formula, (size, formula)
 
 

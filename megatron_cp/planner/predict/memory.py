@@ -5,20 +5,21 @@ No torch in here: a plan says it all, so that a batch can be judged before anyth
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.split_counts import SPARE, rounded
+from megatron_cp.exchange.split_counts import rounded
 from megatron_cp.plan.attention import Attend, Stage
-from megatron_cp.plan.flows import MessageRows, Return
+from megatron_cp.plan.flows import Fetch, Return
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.planner.predict.messages import Pool, walk_along_keys
 
-MERGING = 4  # numbers for each query and head while partial results are merged
+MERGING = 3  # log-sum-exps for each query and head while partial results are merged: before, added, the share
+PLACE = 8  # bytes of the place of an element
 LSE = 4  # bytes at least of a log-sum-exp, and of whatever is summed
 
 
@@ -43,8 +44,17 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
         gathering   forward     out + lse
                     backward    out + lse + dq + block(s) + block(s) (w) + where w is wider the keys, or the values, of
                                 a chunk that come back from one KV rank (w)
+        tiled       forward     out (w) + lse + most of: as p2p the part of a later stage; likewise what one KV rank
+                                sends home; lse of a chunk's visitors; at the end out again if w is wider
+                    backward    out + lse + dq + block(s) + dq (w) if w is wider + t h row sums (w) + block(s) (w) and
+                                most of: a stage's part dq (w); of a chunk's visitors dq (w) if w is wider, out (w) and lse;
+                                where w is wider what one KV rank sends home (w), or keys that come back as above. Where
+                                keys are seen by own queries and by visitors, all of them (w) if w is wider, and beside
+                                the part dq (w) the block of those that own queries see (w)
         a2a         forward     the rank's q, k, v; the above; and out once more, of own tokens
                     backward    likewise, with out's gradient on its way in, and dq and block(s) on their way back
+
+    Of tiled this is with a kernel of unrounded partials; others want a narrower out of visitors, and no dq beside it.
 
     Where heads are exchanged in chunks, the above holds for each in turn: its q, k and v are there from the beginning
     if they arrive in stream order, and its gradients to the end if they go in place.
@@ -60,8 +70,8 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
     """Bytes of the buffers that a rank's group makes for the messages of one step, forward and backward.
 
     Other layers share them. What a hierarchical transport stages is not counted. Which message borrows which buffer is
-    worked out for head exchanges alone (within a fifth), and not for what else there is (within a half).
-    With a batch axis all of it is as many times as much.
+    followed message by message for softmax attention and head exchanges (within a fifth), and not for what chunkwise
+    linear layers send (within a half). With a batch axis all of it is as many times as much.
 
     Counted are the messages of head exchanges, both ways; beside them in the terms of `peak_bytes`, at the worst moment
 
@@ -71,32 +81,41 @@ def buffer_bytes(plan: Plan, rank: int, item_size: int) -> int:
                                 in stream order, the same in order
                     backward    those, and of two chunks: the gradients of what was received, those in the order in
                                 which they go, and those that come back
+        tiled       forward     as gathering, of keys and of visiting queries; and of two chunks: the visitors' results
+                                (w), those in the order in which they go, and those that come home
+                    backward    likewise, where visitors bring out's gradient, lse (w) and row sums (w), and their
+                                gradients go home
 
     and of a chunkwise linear layer what is sent and received of its halo and its maps. What is sent in an all-gather is
     as long as the longest share, what is received that times the number of KV ranks.
     """
-    messages = _across_heads(plan, rank, item_size)
-    return messages + _along_keys(plan, rank, item_size) + _along_segments(plan, rank, item_size)
+    return _in_pool(plan, rank, item_size) + _along_segments(plan, rank, item_size)
 
 
-def _across_heads(plan: Plan, rank: int, item_size: int) -> int:
-    """Of head exchanges: what `Buffers` makes for one step, forward and backward."""
-    pool = _Pool()
+def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
+    """Of head exchanges and of what travels between them: what `Buffers` makes for one forward and one backward."""
+    pool, (kv_rank, head_rank) = Pool(), divmod(rank, plan.ulysses_degree)
     for forward in (True, False):
         moves = [move for move in plan.exchanges(forward=forward) if not move[0].is_local]
         leading, trailing = ([exchange for exchange, to_heads in moves if to_heads == way] for way in (True, False))
-        chunks = list(range(plan.head_chunks) if moves else ())[:: 1 if forward else -1]
+        chunks = list(range(plan.head_chunks) if moves or plan.attend else ())[:: 1 if forward else -1]
         arriving = {
             chunk: [
-                pool.acquire(_messages(plan, exchange, chunk, rank, item_size, to_heads=True)) for exchange in leading
+                pool.acquire(size)
+                for exchange in leading
+                for size in _messages(plan, exchange, chunk, rank, item_size, to_heads=True)
             ]
             for chunk in chunks
         }
         leaving = []
         for chunk in chunks:
             pool.release(arriving[chunk])
+            if plan.attend is not None:
+                walk_along_keys(plan.attend_of(chunk), kv_rank, head_rank, item_size, pool, forward=forward)
             leaving += [
-                pool.acquire(_messages(plan, exchange, chunk, rank, item_size, to_heads=False)) for exchange in trailing
+                pool.acquire(size)
+                for exchange in trailing
+                for size in _messages(plan, exchange, chunk, rank, item_size, to_heads=False)
             ]
         pool.release(leaving)
     return sum(pool.capacities)
@@ -118,40 +137,6 @@ def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: i
     alone = not others and rows[head_rank] == block.heads_on(head_rank) * block.head_dim * item_size
     as_it_lies &= alone or (plan.attend is not None and not exchange.section_major)
     return [tokens] if as_it_lies else [tokens, heads]
-
-
-class _Pool:
-    """What `Buffers` does, in numbers."""
-
-    def __init__(self) -> None:
-        self.capacities: list[int] = []  # in the order in which they were made
-        self._free: list[int] = []
-
-    def acquire(self, sizes: list[int]) -> list[int]:
-        """The numbers of the buffers that messages of these sizes take, one after the other."""
-        taken = []
-        for capacity in map(rounded, sizes):
-            fitting = [number for number in self._free if capacity <= self.capacities[number] <= SPARE * capacity]
-            if fitting:
-                self._free.remove(min(fitting))
-                taken.append(min(fitting))
-            else:
-                taken.append(len(self.capacities))
-                self.capacities.append(capacity)
-        return taken
-
-    def release(self, taken: list[list[int]]) -> None:
-        """Takes them back."""
-        self._free += itertools.chain(*taken)
-
-
-def _along_keys(plan: Plan, rank: int, item_size: int) -> int:
-    if plan.attend is None:
-        return 0
-    kv_rank, head_rank = divmod(rank, plan.ulysses_degree)
-    return max(
-        _Local(plan.attend_of(chunk), kv_rank, head_rank, item_size).messages() for chunk in range(plan.head_chunks)
-    )
 
 
 def _along_segments(plan: Plan, rank: int, item_size: int) -> int:
@@ -294,126 +279,116 @@ class _Local:
         """Moments of the loop, the output and its lse included."""
         if self.step.num_stages == 1:
             return [self.out + self.lse]
-        base, row = self.out // self.item * self.acc_bytes + self.lse, self.step.value_head_dim + 1 + MERGING
-        parts = [rows * self._most_heads * row * self.acc_bytes for rows in self._later_rows]
+        base = self.out // self.item * self.acc_bytes + self.lse
+        rows = [*self._later_rows(forward=True), *self._rows_home(forward=True)]
+        parts = [self._merged(count) for count in rows]
+        parts += [
+            sum(stage.visitors.split_counts.received_by(self.kv_rank)) * self._most_heads * self.acc_bytes
+            for stage in self.step.stages
+            if stage.visitors is not None
+        ]
         return [base + most for most in (*parts, self.out if self.acc_bytes > self.item else 0)]
+
+    def _merged(self, rows: int) -> int:
+        """A part of the results of so many queries, and what merging it takes: heads stand apart by cache lines."""
+        apart = (rows // 16 + 1) * 16 if rows else 0
+        return (rows * (self.step.value_head_dim + 2) + apart * MERGING) * self._most_heads * self.acc_bytes
 
     def backward(self) -> list[int]:
         """Moments of the loop, beyond the gradients of q, k and v."""
-        row = self.step.head_dim * self.acc_bytes
-        is_wider, moments, total = self.acc_bytes > self.item, [0], 0
-        if self.step.num_stages > 1:
-            total = int(self.step.queries.token_counts[self.kv_rank]) * self.heads * row if is_wider else 0
-            moments += [total + rows * self._most_heads * row for rows in self._later_rows]
-        for stage in self.step.stages:
-            flow = stage.gradients
-            if isinstance(flow, Return):
-                # What comes back is added to sums of the own keys' gradients, in their type.
-                sums = self._block_of(self.kv_rank, self.acc_bytes)
-                most, chunks = max(flow.fetch.split_counts.sent_by(self.kv_rank)), self.step.chunks(self.head_rank)
-                width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if is_wider else 0
+        stages, row = self.step.backward_stages, self.step.head_dim * self.acc_bytes
+        moments, total, parts = [0], 0, self._later_rows(forward=False)
+        if len(stages) > 1:
+            total = self._own_rows * self.heads * row if self.is_wider else 0
+            if self.step.moves_queries(forward=False):
+                # Row sums of own outputs, from the beginning to the end.
+                total += self._own_rows * self.heads * self.acc_bytes
+                moments.append(total + _eighth(self._own_rows) * self.heads * self.step.value_head_dim * self.acc_bytes)
+        # What comes back is added to sums of the own keys' gradients, in their type. Where a stage of own keys, as they
+        # stand, comes first, it writes to them.
+        sums = self._block_of(self.kv_rank, self.acc_bytes) if self._returns else 0
+        at_home = stages[0].keys is None
+        before = sums if at_home else 0
+        moments += [total + before + count * self._most_heads * row for count in parts]
+        for stage in stages:
+            if isinstance(stage.gradients, Return):
+                most, chunks = max(stage.gradients.fetch.split_counts.sent_by(self.kv_rank)), self._chunks
+                width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if self.is_wider else 0
                 moments += [total + sums + most * chunk.num_groups * width for chunk in chunks]
-        if self.step.num_stages > 1 and isinstance(self.step.stages[0].gradients, Return):
-            # The sums are made when the first gradients are back: after the second stage, whose part they never meet.
-            heads = (chunk.heads.stop - chunk.heads.start for chunk in self.step.chunks(self.head_rank))
-            parts = [rows * count * row for count in heads for rows in self._later_rows]
-            moments += [total + sums + part for part in parts[1:]]
+            if stage.visitors is not None:
+                moments += [total + sums + most for chunk in self._chunks for most in self._visited(stage, chunk)]
+        if self._returns and not at_home:
+            # The sums are made when the first gradients are back: after the second part, which they never meet.
+            meeting = parts if len(self._chunks) > 1 else parts[1:]
+            moments += [total + sums + _size(chunk.heads) * rows * row for chunk in self._chunks for rows in meeting]
+        return moments
+
+    def _visited(self, stage: Stage, chunk: HeadChunk) -> list[int]:
+        """Moments of a stage that queries of other ranks visit, in backward."""
+        assert stage.visitors is not None
+        assert isinstance(stage.keys, Fetch)
+        heads, head_dim, value_head_dim = _size(chunk.heads), self.step.head_dim, self.step.value_head_dim
+        visitors = sum(stage.visitors.split_counts.received_by(self.kv_rank))
+        own, visiting = self.step.tiles(self.kv_rank, stage), self.step.visiting_tiles(self.kv_rank, stage)
+        both = bool(len(own.bands) and len(visiting.bands))
+        rows = sum(stage.keys.split_counts.received_by(self.kv_rank))
+        keys = self.block(rows, chunk.num_groups, self.acc_bytes) if both and self.is_wider else 0
+        # Of visitors: their gradients before they are rounded, a stand-in for outputs, and then the log-sum-exp.
+        columns = (head_dim if self.is_wider else 0) + value_head_dim
+        made = keys + visitors * heads * columns * self.acc_bytes
+        moments = [
+            made + visitors * heads * self.acc_bytes,
+            made + _eighth(visitors) * heads * (value_head_dim * self.item + PLACE),
+        ]
+        # What comes home is widened.
+        home = max(stage.visitors.split_counts.sent_by(self.kv_rank)) * heads * head_dim * self.acc_bytes
+        moments.append(keys + (home if self.is_wider else 0))
+        if both:
+            part = self.block(_size(own.key_rows), chunk.num_groups, self.acc_bytes)
+            moments.append(keys + part + _size(own.query_rows) * heads * head_dim * self.acc_bytes)
         return moments
 
     def _block_of(self, kv_rank: int, item: int) -> int:
         return self.block(int(self.step.keys.token_counts[kv_rank]), self.groups, item)
 
     @property
+    def is_wider(self) -> bool:
+        """Whether sums are of a wider type than what is summed."""
+        return self.acc_bytes > self.item
+
+    @property
+    def _own_rows(self) -> int:
+        return int(self.step.queries.token_counts[self.kv_rank])
+
+    @property
+    def _returns(self) -> bool:
+        """Whether gradients of keys come back to their owner, who sums them."""
+        return any(isinstance(stage.gradients, Return) for stage in self.step.backward_stages)
+
+    @property
+    def _chunks(self) -> list[HeadChunk]:
+        return self.step.chunks(self.head_rank)
+
+    @property
     def _most_heads(self) -> int:
         """Query heads of the chunk that has most."""
-        return max(chunk.heads.stop - chunk.heads.start for chunk in self.step.chunks(self.head_rank))
+        return max(_size(chunk.heads) for chunk in self._chunks)
 
-    @property
-    def _later_rows(self) -> list[int]:
+    def _later_rows(self, *, forward: bool) -> list[int]:
         """Queries that see a key of each stage after the first."""
-        stages = (self.step.bands(self.kv_rank, stage) for stage in self.step.stages[1:])
+        stages = (self.step.bands(self.kv_rank, stage) for stage in self.step.stages_of(forward=forward)[1:])
         return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
-    def messages(self) -> int:
-        """Bytes of the buffers that the loop has at its worst moment: in backward, than which forward has no more.
-
-        A walk in the order of `KeyTransfers`: while a stage is computed, the next one's rows and the gradients of the
-        one before are under way.
-        """
-        order = [(stage, chunk) for chunk in self.step.chunks(self.head_rank) for stage in self.step.stages]
-        if order[0][0].gradients is None:
-            return 0
-        live = _Live()
-        coming = self._coming(*order[0])
-        live.take(coming.sent + coming.received)
-        passed_on = returning = 0
-        for number, (stage, chunk) in enumerate(order):
-            live.free(coming.sent + passed_on)
-            here, is_last = coming, number + 1 == len(order)
-            if not is_last:
-                coming = self._coming(*order[number + 1])
-                live.take(coming.sent + coming.received)
-            if here.ordered:
-                live.take(here.ordered)
-                live.free(here.received)
-            made, ordered, received = self._gradients(stage, chunk)
-            live.take(made)
-            live.free(returning)
-            if ordered:
-                live.take(ordered)
-                live.free(made)
-            live.take(received)
-            returning = (ordered or made) + received
-            passed_on = 0 if is_last or not coming.passes_on else here.at_hand
-            live.free(here.at_hand - passed_on)
-        return live.most
-
-    def _coming(self, stage: Stage, chunk: HeadChunk) -> _Coming:
-        """What brings the keys of a stage. Own rows are packed, to be passed on."""
-        local = MessageRows(None, int(self.step.keys.token_counts[self.kv_rank]), None)
-        rows = local if stage.keys is None else stage.keys.message_rows(self.kv_rank)
-        sent, received, ordered = (self._buffer(count, chunk, self.item) for count in rows)
-        return _Coming(sent, received, ordered, passes_on=rows.sent is None)
-
-    def _gradients(self, stage: Stage, chunk: HeadChunk) -> tuple[int, int, int]:
-        """Bytes of a stage's gradients: as they are made, in the order in which they go, and of what comes for them."""
-        assert stage.gradients is not None
-        local = int(self.step.keys.token_counts[self.kv_rank])
-        keys = MessageRows(None, local, None) if stage.keys is None else stage.keys.message_rows(self.kv_rank)
-        made = keys.received if keys.ordered is None else keys.ordered
-        rows, item = stage.gradients.message_rows(self.kv_rank), stage.gradients.item_size(self.item)
-        made, ordered, received = (self._buffer(count, chunk, item) for count in (made, rows.sent, rows.received))
-        return made, ordered, received
-
-    def _buffer(self, rows: int | None, chunk: HeadChunk, item: int) -> int:
-        return 0 if rows is None else rounded(self.block(rows, chunk.num_groups, item))
+    def _rows_home(self, *, forward: bool) -> list[int]:
+        """The most own queries of which one rank sends results home, for each stage with visitors."""
+        stages = self.step.stages_of(forward=forward)
+        flows = (stage.visitors for stage in stages if stage.visitors is not None)
+        return [max(flow.split_counts.sent_by(self.kv_rank)) for flow in flows]
 
 
-@dataclass(frozen=True)
-class _Coming:
-    """Bytes of the buffers that bring the keys of a stage, as `MessageRows` has them."""
-
-    sent: int
-    received: int
-    ordered: int
-    passes_on: bool
-
-    @property
-    def at_hand(self) -> int:
-        return self.ordered or self.received
+def _size(part: slice) -> int:
+    return part.stop - part.start
 
 
-class _Live:
-    """Bytes alive now, and at most."""
-
-    def __init__(self) -> None:
-        self.now = self.most = 0
-
-    def take(self, size: int) -> None:
-        """More is alive."""
-        self.now += size
-        self.most = max(self.most, self.now)
-
-    def free(self, size: int) -> None:
-        """Less is alive."""
-        self.now -= size
+def _eighth(rows: int) -> int:
+    return -(-rows // 8)

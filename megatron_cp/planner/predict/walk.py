@@ -282,6 +282,8 @@ class _Walk:
                 self._wait(arriving[1])
                 self._in_order(step, stage.visitors, self._names[0], chunk)
                 self._tiles(step, stage.assigned.visiting, chunk, "visitors")
+                while visits:
+                    self._came_back(step, visits.pop())
                 visits.append(self._go_back(step, stage.visitors, self._names[1], chunk))
             self._tiles(step, stage.assigned.own, chunk, "far keys", merges=True)
             if not self.is_forward:

@@ -1,5 +1,7 @@
 """The loop of attention by itself: whose keys arrive, what is merged, and in which type sums are kept."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,11 +9,13 @@ import megatron_cp as cp
 from megatron_cp.executor.attend import merge
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Mask, Packing
+from megatron_cp.plan.attention import TiledWork
 from megatron_cp.plan import schemes
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.testing.parity import Case
 from tests.counting_group import CountingGroup
-from tests.scheme_cases import check
+from tests.random_tiles import TILED, assign_at_random, at_home, random_assignment
+from tests.scheme_cases import check, over_ranks
 from tests.scheme_in_halves import add_halves
 
 SCHEMES = tuple(schemes.SCHEMES)
@@ -159,3 +163,87 @@ def test_a_schedule_of_several_fetches_is_dense_attention(layout, head_chunks, m
     case = Case("attention", 4, (7, 1, 40, 0, 13), layout, scheme="halves", head_chunks=head_chunks, align=2)
     assert len(case.plan().attend.stages) == 2
     check(case)
+
+
+# -- assigned tiles --------------------------------------------------------------------------------------------------
+
+TILES = Case("attention", 4, (7, 1, 40, 0, 13), heads=6, groups=2, head_dim=8, value_head_dim=12, align=2)
+WAYS = {
+    "causal": {},
+    "full, random": {"mask": "full", "layout": "random"},
+    "window": {"mask": "window:9,1", "layout": "contiguous"},
+    "sink": {"learned_sink": True, "heads": 8, "groups": 8, "head_chunks": 2},
+    "softcap and dropout": {"kernel": "reference", "softcap": 1.5, "dropout": 0.3},
+    "keys of another pack": {"kv_lengths": (3, 5, 17, 2, 30), "kv_layout": "random", "mask": "full"},
+    "MLA sizes": {"head_dim": 24, "value_head_dim": 16, "heads": 4, "groups": 4},
+    "by pairs": {"transport": "pairwise"},
+    "over hosts": {"transport": "hierarchical"},
+    "poisoned": {"seed": 8},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scheme", TILED)
+def test_attention_is_dense_whoever_computes_which_tile(scheme, way, monkeypatch):
+    for seed in range(2):
+        assign_at_random(monkeypatch, seed)
+        case = replace(TILES, scheme=scheme, **WAYS[way])
+        assert case.plan().attend.moves_queries(forward=True)
+        check(case)
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+def test_one_key_head_is_dense_whoever_computes_which_tile(heads, monkeypatch):
+    assign_at_random(monkeypatch)
+    check(replace(TILES, scheme="tiled", heads=heads, groups=1))
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["forward alone", "backward alone"])
+def test_tiles_may_leave_home_in_one_direction_alone(forward, monkeypatch):
+    """Gradients of keys that stay are written where they belong, though keys travelled before."""
+
+    def assigned(step, *_):
+        ways = random_assignment(step, 0), at_home(step)
+        return TiledWork(*(ways if forward else ways[::-1]))
+
+    monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", assigned)
+    case = replace(TILES, cp=2, lengths=(32, 32), layout="contiguous", scheme="tiled", seed=8)
+    attend = case.plan().attend
+    assert [len(attend.stages_of(forward=way)) > 1 for way in (forward, not forward)] == [True, False]
+    check(case)
+
+
+@pytest.mark.parametrize("scheme", TILED)
+def test_assigned_tiles_sum_in_fp32_and_round_once(scheme, monkeypatch):
+    for seed in range(2):
+        assign_at_random(monkeypatch, seed)
+        test_sums_over_ranks_are_kept_in_fp32_and_rounded_once(scheme, "zigzag")
+
+
+@pytest.mark.parametrize("scheme", TILED)
+def test_assigned_tiles_give_the_same_bits_twice(scheme, monkeypatch):
+    assign_at_random(monkeypatch)
+    case = replace(TILES, scheme=scheme, mask="full", layout="random", dtype=torch.float32, head_chunks=2, groups=6)
+    first, second = over_ranks(case), over_ranks(case)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_assigned_tiles_of_a_batch_are_those_of_each_sequence(monkeypatch):
+    assign_at_random(monkeypatch)
+    packing = Packing([31])
+    layout = cp.Layout.zigzag(packing, 3)
+    plan = cp.plan_attention(packing, layout, heads=4, kv_heads=2, head_dim=8, scheme="tiled")
+    random = torch.Generator().manual_seed(0)
+    whole = [torch.randn(31, 2, n, 8, generator=random, dtype=torch.float64) for n in (4, 2, 2)]
+
+    def rank(group):
+        def run(*tensors):
+            local = [layout.shard(x, group.rank).requires_grad_() for x in tensors]
+            out = cp.attention(*local, plan, group)
+            out.backward(torch.ones_like(out))
+            return [out.detach(), *(x.grad for x in local)]
+
+        batch, singles = run(*whole), [run(*(x[:, b] for x in whole)) for b in range(2)]
+        return all(torch.allclose(batch[i][:, b], singles[b][i], atol=1e-14) for b in range(2) for i in range(4))
+
+    assert run_ranks(rank, 3) == [True] * 3

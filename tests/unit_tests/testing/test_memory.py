@@ -13,6 +13,7 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import AttentionKernel
 from megatron_cp.testing.memory import PeakMemory
 from tests.covering import covering
+from tests.random_tiles import TILED, assign_at_random
 from tests.scheme_in_halves import add_halves
 
 pytestmark = pytest.mark.slow
@@ -124,6 +125,30 @@ def test_the_peak_is_the_formula_in_any_number_of_head_chunks(scheme, chunks):
 def test_the_peak_is_the_formula_where_keys_are_fetched_twice(chunks, dtype, monkeypatch):
     add_halves(monkeypatch)
     check(planned("halves", 4, shape="7 heads", head_chunks=chunks), dtype)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "cp", "dtype", "shape", "chunks", "mask"),
+    covering(
+        TILED,
+        (3, 4),
+        (torch.bfloat16, torch.float32, torch.float64),
+        tuple(SHAPES),
+        (1, 2),
+        ("causal", "full"),
+        allowed=lambda scheme, cp, dtype, shape, chunks, mask: (
+            (cp == 4 or "+" not in scheme) and (chunks == 1 or (shape == "7 heads" and "+" not in scheme))
+        ),
+    ),
+    ids=str,
+)
+def test_the_peak_is_the_formula_whoever_computes_which_tile(scheme, cp, dtype, shape, chunks, mask, monkeypatch):
+    for seed in range(2):
+        assign_at_random(monkeypatch, seed)
+        plan = planned(scheme, cp, shape=shape, head_chunks=chunks, mask=mask, align=4)
+        assert plan.attend.moves_queries(forward=True)
+        assert plan.attend.moves_queries(forward=False)
+        check(plan, dtype)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
