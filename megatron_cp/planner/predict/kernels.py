@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_cp.layout.bands import areas, cut
+from megatron_cp.layout.bands import areas, cut, tight_boxes
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.segments import Segments
 from megatron_cp.plan.attention import Attend, Stage
 from megatron_cp.plan.flows import PassOn, pieces_of
 from megatron_cp.plan.kinds import KINDS
@@ -26,37 +27,48 @@ class StageShapes(NamedTuple):
 
     Attributes:
         pairs: visible (query, key) pairs.
-        rows: queries of all bands, each of which cuts a tile of keys where its band ends.
+        cut: pairs of tiles that an edge of the mask cuts, which are computed for nothing.
+        rows: queries of all bands.
         bands: how many there are.
     """
 
     pairs: IntArray
+    cut: IntArray
     rows: IntArray
     bands: IntArray
 
 
-def stage_shapes(step: Attend) -> StageShapes:
-    """Those of every stage."""
-    found: StageShapes = step.memo(("stage shapes",), lambda: _stage_shapes(step))
+def stage_shapes(step: Attend, tile: int) -> StageShapes:
+    """Those of every stage, for a kernel that takes so many queries and keys at once."""
+    found: StageShapes = step.memo(("stage shapes", tile), lambda: _stage_shapes(step, tile))
     return found
 
 
-def _stage_shapes(step: Attend) -> StageShapes:
+def _stage_shapes(step: Attend, tile: int) -> StageShapes:
     ranks, stages = range(step.num_kv_ranks), step.num_stages
     bands = [step.bands_of_kv_rank(rank) for rank in ranks]
-    of_ranks = np.array([[areas(each).sum(), (each[:, 1] - each[:, 0]).sum(), len(each)] for each in bands]).T
-    if stages == 1:
-        return StageShapes(*of_ranks[:, None])
-    if sum(step.count_bands(rank)[0] for rank in ranks) > _MOST_PIECES:
-        return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, len(each))) for each in of_ranks))
-    found = np.zeros((3, stages, step.num_kv_ranks), dtype=np.int64)
+    if stages == 1 or sum(step.count_bands(rank)[0] for rank in ranks) > _MOST_PIECES:
+        of_ranks = [np.array([part.sum() for part in _shapes(each, tile)]) for each in bands]
+        totals = -(-np.array(of_ranks).T // stages)
+        return StageShapes(*(np.broadcast_to(each, (stages, len(each))) for each in totals))
+    found = np.zeros((4, stages, step.num_kv_ranks), dtype=np.int64)
     edges, owners = pieces_of(step.keys)
     for rank, each in zip(ranks, bands, strict=True):
         pieces, number = cut(each, edges[:-1], edges[1:], queries=False)
         hops = (rank - owners[number]) % step.num_kv_ranks
-        for row, weights in enumerate((areas(pieces), pieces[:, 1] - pieces[:, 0], None)):
+        for row, weights in enumerate(_shapes(pieces, tile)):
             found[row, :, rank] = np.bincount(hops, weights, minlength=stages)
     return StageShapes(*found)
+
+
+def _shapes(bands: IntArray, tile: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """`[n]` of each band: see `StageShapes`. Only where an edge runs through a band does it cut tiles: half of each."""
+    pairs = areas(bands)
+    q0, q1, k0, k1, lo, hi = tight_boxes(bands).T
+    rows = q1 - q0
+    late, early = np.clip(k1 - 1 - hi - q0, 0, rows), np.clip(q1 - 1 + lo - k0, 0, rows)
+    wasted = sum(edge * np.minimum(edge, tile) // 2 for edge in (late, early))
+    return pairs, np.minimum(wasted, pairs), rows, (rows > 0).astype(np.int64)
 
 
 def attention_seconds(
@@ -64,12 +76,11 @@ def attention_seconds(
 ) -> Callable[[IntArray, IntArray], Seconds]:
     """A function of `[ranks]` KV ranks and query heads: seconds of a stage's kernel on each.
 
-    Two products of the head sizes forward; five backward, which computes scores again. Of a tile that a mask cuts
-    half is computed for nothing, so each band's queries have half a tile of keys more.
+    Two products of the head sizes forward; five backward, which computes scores again.
     """
     number = stage.number if stage.keys is None or isinstance(stage.keys, PassOn) else 0
-    pairs, rows, bands = (each[number] for each in stage_shapes(step))
-    computed = pairs + np.minimum(rows * (hardware.tile / 2), pairs)
+    pairs, wasted, rows, bands = (each[number] for each in stage_shapes(step, hardware.tile))
+    computed, way = pairs + wasted, 0 if forward else 1
     size, value = step.head_dim, step.value_head_dim
     each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
     rate = hardware.attention_rate((size + value) // 2, forward=forward) / hardware.slower(item_size)
@@ -78,7 +89,7 @@ def attention_seconds(
     def seconds(kv_ranks: IntArray, heads: IntArray) -> Seconds:
         work, units = computed[kv_ranks] * heads, tiles[kv_ranks] * heads
         short = 1 + hardware.units / np.maximum(units, 1)
-        calls = hardware.call + hardware.band * bands[kv_ranks]
+        calls = hardware.call + hardware.band[way] * bands[kv_ranks] + hardware.row[way] * rows[kv_ranks] * heads
         found: Seconds = (work > 0) * (work * each / rate * short + calls)
         return found
 
@@ -98,20 +109,47 @@ def rule_products(plan: Plan) -> float:
     return float(rule)
 
 
-def rule_seconds(
-    plan: Plan, hardware: Hardware, item_size: int, tokens: IntArray, *, forward: bool, chunks: int = 1
-) -> Seconds:
-    """`[ranks]` seconds of the chunked rule for so many tokens and a rank's heads, or one of several chunks of them.
+def chunked_tokens(plan: Plan) -> IntArray:
+    """`[ranks]` tokens of the chunks that a rank computes: the last one of each piece of a document is filled up."""
+
+    def found() -> IntArray:
+        layout = plan.layout
+        if not plan.recurrent_steps:
+            return np.full(plan.cp_size, (-(-layout.packing.lengths // CHUNK) * CHUNK).sum())
+        segments = Segments.of(layout)
+        filled = -(-(segments.end - segments.start) // CHUNK) * CHUNK
+        return np.bincount(segments.rank, filled, minlength=plan.cp_size).astype(np.int64)
+
+    tokens: IntArray = plan.memo(("chunked tokens",), found)
+    return tokens
+
+
+def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool, chunks: int = 1) -> Seconds:
+    """`[ranks]` seconds of the chunked rule for a rank's tokens and heads, or one of several chunks of them.
 
     Args:
-        tokens: `[ranks]` that each computes.
         chunks: parts of the heads, each with a call of its own.
     """
     heads = np.array([hi - lo for rank in range(plan.cp_size) for lo, hi in (plan.heads_of(rank),)])
-    products = tokens * heads * rule_products(plan) * (1 if forward else 2) / chunks
-    taken = products / hardware.rule[0 if forward else 1] * hardware.slower(item_size)
+    products = chunked_tokens(plan) * heads * rule_products(plan) * (1 if forward else 2) / chunks
+    kind = KINDS[plan.kind].rule
+    taken = products / hardware.rule_rate(kind, forward=forward) * hardware.slower(item_size)
     floor = hardware.rule_floor * (1 if forward else 2)
-    found: Seconds = (products > 0) * np.maximum(taken, floor)
+    found: Seconds = (products > 0) * (np.maximum(taken, floor) + hardware.beside_rule(kind))
+    return found
+
+
+def convolution_seconds(
+    plan: Plan, hardware: Hardware, item_size: int, tokens: IntArray, *, forward: bool, chunks: int = 1
+) -> Seconds:
+    """`[ranks]` seconds of the causal convolution of so many tokens and a rank's heads, or one of several chunks."""
+    convolved = plan.sections.blocks[: KINDS[plan.kind].convolved]
+    channels = np.array(
+        [sum(block.heads_on(rank) * block.head_dim for block in convolved) for rank in range(plan.ulysses_degree)]
+    )[np.arange(plan.cp_size) % plan.ulysses_degree]
+    elements = tokens * channels / chunks
+    rate = hardware.convolution[0 if forward else 1] / hardware.slower(item_size)
+    found: Seconds = (elements > 0) * (elements / rate + hardware.launch)
     return found
 
 
@@ -128,6 +166,6 @@ def scan_products(plan: Plan, step: Scan, *, forward: bool) -> Seconds:
 
 def scan_seconds(plan: Plan, step: Scan, hardware: Hardware, item_size: int, *, forward: bool) -> Seconds:
     """`[ranks]` seconds of those maps."""
-    rate = hardware.rule[0 if forward else 1] / hardware.slower(item_size)
+    rate = hardware.rule_rate(KINDS[plan.kind].rule, forward=forward) / hardware.slower(item_size)
     found: Seconds = scan_products(plan, step, forward=forward) / rate
     return found
