@@ -20,7 +20,14 @@ from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
 from megatron_cp.plan.transport import num_rounds
 from megatron_cp.planner.predict.hardware import Hardware
-from megatron_cp.planner.predict.kernels import StageSeconds, copy_seconds, rule_seconds, scan_seconds, stage_seconds
+from megatron_cp.planner.predict.kernels import (
+    StageSeconds,
+    convolution_seconds,
+    copy_seconds,
+    rule_seconds,
+    scan_seconds,
+    stage_seconds,
+)
 from megatron_cp.planner.predict.program import Edges, Program, Seconds
 
 _AT_A_TIME = 4  # rounds that the pairwise transport has under way
@@ -42,7 +49,7 @@ def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool)
 class _Walk:
     def __init__(self, plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> None:
         self.plan, self.hardware, self.item, self.is_forward = plan, hardware, item_size, forward
-        self.program = Program(plan.cp_size)
+        self.program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer)
         self.second_hops: dict[int, tuple[str, Edges]] = {}
         self.degree = plan.ulysses_degree
         self.ranks = np.arange(plan.cp_size)
@@ -292,12 +299,16 @@ class _Walk:
     def _linear_work(self, name: str, chunk: int) -> None:
         plan = self.plan
         if name == "rule":
-            seconds = rule_seconds(
-                plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward, chunks=plan.head_chunks
-            )
+            seconds = rule_seconds(plan, self.hardware, self.item, forward=self.is_forward, chunks=plan.head_chunks)
             self.program.work("rule", "kernel", seconds)
             return
-        passes = (1 if name == "conv" else 0.25) * (1 if self.is_forward else 3) / plan.head_chunks
+        if name == "conv":
+            seconds = convolution_seconds(
+                plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward, chunks=plan.head_chunks
+            )
+            self.program.work("conv", "kernel", seconds)
+            return
+        passes = 0.25 * (1 if self.is_forward else 3) / plan.head_chunks
         self._copy(name, (self._tokens_at_hand * self._widths * self.item).astype(np.float64) * passes)
 
     def _halo(self, step: Halo) -> None:
@@ -311,7 +322,7 @@ class _Walk:
             self._linear_work("conv", 0)
 
     def _scan(self, step: Scan) -> None:
-        local = rule_seconds(self.plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward)
+        local = rule_seconds(self.plan, self.hardware, self.item, forward=self.is_forward)
         self.program.work(
             "maps", "kernel", scan_seconds(self.plan, step, self.hardware, self.item, forward=self.is_forward)
         )
