@@ -12,6 +12,7 @@ from megatron_cp.plan.assignment import Solution, TileAssignment
 from megatron_cp.plan.attention import Attend, TiledWork
 from megatron_cp.planner.predict.hardware import Topology
 from megatron_cp.planner.tiles import TileWeights, bands_by_rank, solve, tiles_of
+from megatron_cp.planner.tiles.bounds import lower_bound
 
 _LONGEST_SEARCH = 86_400  # a day
 _MOST_PAIRS = 1 << 52  # which sums of work hold exactly
@@ -24,10 +25,12 @@ class TileSearch(NamedTuple):
     Attributes:
         item_size: bytes of an element.
         search_seconds: that the exact stage may take for each direction; 0 for the fast stage alone.
+        cache: a directory with what searches found before; None for none.
     """
 
     item_size: int = 2
     search_seconds: float = 0.0
+    cache: str | None = None
 
 
 def checked_seconds(search_seconds: object) -> float:
@@ -65,10 +68,12 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     for forward in (True, False):
         weights = _weights(step, search.item_size, forward=forward)
         problem = tiles_of(step.mask, step.queries, step.keys, weights=weights, hosts=hosts, host_cost=host_cost)
-        solution = solve(problem, search_seconds=search.search_seconds)
+        solution = solve(problem, search_seconds=search.search_seconds, cache=search.cache)
         assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
         most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
-        known = Solution(most, solution.bound, solution.optimal, solution.load_cap, solution.seconds)
+        # The search weighs hosts; what is said is bytes.
+        bound = solution.bound if hosts is None else lower_bound(problem.on_one_host())
+        known = Solution(most, bound, most <= bound, solution.load_cap, solution.seconds)
         found.append((assignment, known))
     (forward_tiles, first), (backward_tiles, second) = found
     return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))

@@ -1,5 +1,6 @@
 """`megatron-cp bench attention`: what it reports, on threads, processes and torchrun, and what it refuses."""
 
+import dataclasses
 import importlib
 import itertools
 import json
@@ -113,18 +114,28 @@ def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
     arguments = ["bench", "planner", "--cp", "2", "--repeats", "1", "--tokens-per-rank", "64", "--layer", "gdn"]
     assert main([*arguments, "--ranks", "threads", "--calibrate", str(path), "--json"]) == 0
     found = last_json(capsys.readouterr().out)
-    assert [len(cell["ratio"]) for cell in found["cells"]] == [3, 3]
+    assert [len(cell["ratio"]) for cell in found["cells"]] == [3, 3, 2]  # the last one as bench linear has it
     for cell in found["cells"]:
         assert set(cell["measured_ms"]) == set(cell["predicted_ms"])
         assert all(
             ratio == cell["predicted_ms"][way] / cell["measured_ms"][way] for way, ratio in cell["ratio"].items()
         )
+        for way in ("forward", "backward"):
+            assert set(cell["ratio_of"][way]) == set(cell["ratio"])
+            assert all(ratio > 0 for ratio in cell["ratio_of"][way].values())
         assert cell["named"] == min(cell["predicted_ms"], key=cell["predicted_ms"].get)
         assert cell["named_over_fastest"] >= 1
     mine = machine(path)
     assert mine.ranks_per_host == 2
     assert mine.hardware.sources["memory"].startswith("not measured")
-    assert mine.hardware.sources["copy"].startswith("measured by")
+    fields = {field.name for field in dataclasses.fields(mine.hardware)} - {"name", "about", "sources"}
+    assert set(mine.hardware.sources) == fields | {"within", "between"}
+    measured = {name for name, source in mine.hardware.sources.items() if source.startswith("measured by")}
+    given = {"memory", "units", "rule_floor", "matrix_rows", "matrix_peak", "wider", "between"}
+    assert measured == (fields | {"within"}) - given
+    assert mine.hardware.cores >= 1
+    assert not mine.shares_cores
+    assert [kind for kind, *_ in mine.hardware.rule] == ["gdn", "kda", "mamba"]
     plan = cp.plan_attention(
         cp.Packing([100, 1]), cp.Layout.zigzag(cp.Packing([100, 1]), 2), heads=4, head_dim=16, hardware=str(path)
     )

@@ -32,7 +32,7 @@ from megatron_cp.softmax.on_rank import attention_call
 from megatron_cp.testing.memory import PeakMemory
 from megatron_cp.testing.parity import Case, Problem, draw
 
-_SHAPES = {"attention": {"heads": 8, "kv_heads": 2, "head_dim": 64}}
+SHAPES = {"attention": {"heads": 8, "kv_heads": 2, "head_dim": 64}}
 
 LEGEND = """\
 compute: time inside kernels on the slowest rank, over that of the same kernel on one rank that has the whole batch,
@@ -49,7 +49,7 @@ and with whatever else shares the cores."""
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     """What the command prints."""
-    args = with_defaults(args, world, ("attention",), _SHAPES)
+    args = with_defaults(args, world, ("attention",), SHAPES)
     cases, not_run = _cases(args, world)
     compared = (case.plan() for case in cases.values())
     ranks: list[Seen] = measured_on_ranks(

@@ -1,6 +1,7 @@
 """Measures the rates that predictions take from a preset, on the ranks at hand: `bench planner --calibrate`.
 
-All ranks measure at a time, so that what they share (cores, memory, links) is shared as in a step.
+All ranks measure at a time, so that what they share (cores, memory, links) is shared as in a step. Where there are more
+ranks than cores, rates are those of a rank with a core of its own: how they take turns is predicted.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable
-from dataclasses import replace
-from statistics import median
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,50 +21,40 @@ import torch
 from megatron_cp.cli.bench.layer_step import LayerStep
 from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup
 from megatron_cp.executor.hosts import hosts_of
-from megatron_cp.plan.kinds import GDN
+from megatron_cp.plan.kinds import CONV1D, GDN, KINDS
+from megatron_cp.plan.schemes import MODES
 from megatron_cp.planner.predict import Hardware, Link, Machine, machine
 from megatron_cp.planner.predict.kernels import rule_products, stage_shapes
-from megatron_cp.planner.predict.price import timelines
+from megatron_cp.planner.predict.price import priced, timelines
 from megatron_cp.testing.parity import Case
 
 HEAD_DIMS = (64, 128)
-_TOKENS, _HEADS = 2048, 2
-_SMALL, _LARGE = 1 << 12, 1 << 23  # bytes of the messages of a link
+_TOKENS, _FEW, _CHUNK = 2048, 8, 64
+_HEADS, _GROUPS = 4, 2
+_SMALL, _MIDDLE, _LARGE = 1 << 12, 1 << 18, 1 << 23  # bytes of the messages of a link
+_UNMEASURED = ("memory", "units", "rule_floor", "matrix_rows", "matrix_peak")
+_STATES = tuple(kind for kind in KINDS.values() if kind.has_state and not kind.recurrence)
+_SLOWEST_LAUNCH = 1e-2  # seconds
 
 
-def calibrated(group: RankGroup, dtype: torch.dtype, repeats: int) -> Machine:
-    """A machine of the ranks at hand, the same on every rank: medians over `repeats`, of the slowest rank."""
-    slowest = Slowest(group, repeats)
-    base = machine("cpu")
-    rates = replace(
-        base.hardware, name="measured", about=f"{group.size} ranks on {os.cpu_count()} cores ({platform.machine()})",
-        copy=_copy_rate(slowest), launch=_launch(slowest), matrix=_matrix_rate(slowest, dtype), matrix_rows=16.0,
-        matrix_peak=1.0,
-        units=0.0, cores=0, wider=(1.0, 2.0), rule_floor=0.0, tile=32,
-    )  # fmt: skip
-    rates = replace(rates, matrix_peak=rates.matrix)
-    rates = _with_attention(rates, slowest, dtype)
-    within, between = _links(group, slowest)
-    hosts = hosts_of(group)
-    found = Machine(rates, max(map(hosts.count, hosts)), within, between, 1)
-    found = replace(found, hardware=_with_rule(found, slowest, dtype))
-    words = f"measured by `megatron-cp bench planner --calibrate`, {torch.__version__}, {dtype}".replace("torch.", "")
-    given = "not measured: as of the preset cpu, or what leaves predictions as they are"
-    unmeasured = ("memory", "tile", "units", "rule_floor", "call", "matrix_rows", "matrix_peak")
-    rates_of = [name for name in vars(rates) if name not in ("name", "about", "sources", "cores", "wider")]
-    sources = {name: given if name in unmeasured else words for name in (*rates_of, "within", "between")}
-    if len(set(hosts)) == 1:
-        sources["between"] = "not measured: as within the host"
-    return replace(found, hardware=replace(found.hardware, sources=sources))
+@dataclass(frozen=True)
+class Bench:
+    """How long a call takes on the slowest rank, all ranks at a time: medians over repeats.
 
+    Attributes:
+        group: the ranks.
+        repeats: how often each call is timed.
+        dtype: of what layers compute.
+        crowd: ranks for each core that they share; at least 1.
+    """
 
-class Slowest:
-    """Seconds of a call: the median over repeats of the slowest rank's."""
+    group: RankGroup
+    repeats: int
+    dtype: torch.dtype
+    crowd: float = 1.0
 
-    def __init__(self, group: RankGroup, repeats: int) -> None:
-        self.group, self.repeats = group, repeats
-
-    def __call__(self, call: Callable[[], object], times: int = 1) -> float:
+    def seconds(self, call: Callable[[], object], times: int = 1) -> float:
+        """Of one of so many calls one after another."""
         call()
         taken = []
         for _ in range(self.repeats):
@@ -69,83 +62,223 @@ class Slowest:
             began = time.perf_counter()
             for _ in range(times):
                 call()
-            taken.append((time.perf_counter() - began) / times)
-        everyone = np.array(self.group.all_gather_object(taken))
-        return float(median(everyone.max(axis=0)))
+            taken.append(((time.perf_counter() - began) / times,))
+        return self.slowest(taken)[0]
+
+    def slowest(self, taken: Sequence[tuple[float, ...]]) -> list[float]:
+        """For each of what was timed in every repeat the median of the slowest rank's."""
+        everyone = np.array(self.group.all_gather_object(taken))  # [ranks, repeats, n]
+        found: list[float] = np.median(everyone.max(axis=0), axis=0).tolist()
+        return found
+
+    def work(self, call: Callable[[], object], times: int = 1) -> float:
+        """Seconds of local work on a core of its own."""
+        return self.seconds(call, times) / self.crowd
+
+    def layer(self, case: Case) -> tuple[float, float]:
+        """Seconds of a layer of one rank on a core of its own, forward and backward, each rank for itself."""
+        forward, backward = self.step(LayerStep(case, ThreadGroup.create(1)[0]))
+        return forward / self.crowd, backward / self.crowd
+
+    def step(self, step: LayerStep) -> tuple[float, float]:
+        """Seconds of a layer that the ranks compute together, forward and backward."""
+        forward, backward = self.slowest([step.timed(self.group) for _ in range(self.repeats + 1)][1:])
+        return forward, backward
+
+    def attention(self, lengths: Sequence[int], head_dim: int = HEAD_DIMS[0], mask: str = "causal") -> Case:
+        """An attention of one rank."""
+        return Case(
+            "attention", 1, tuple(lengths), heads=_HEADS, groups=_GROUPS, head_dim=head_dim, value_head_dim=head_dim,
+            mask=mask, dtype=self.dtype,
+        )  # fmt: skip
+
+    def linear(self, kind: str, tokens: int) -> Case:
+        """A linear layer of one rank on one document."""
+        size = HEAD_DIMS[0]
+        return Case(
+            kind, 1, (tokens,), heads=_HEADS, groups=_GROUPS, head_dim=size, value_head_dim=size, dtype=self.dtype
+        )
 
 
-def _copy_rate(slowest: Slowest) -> float:
+def calibrated(group: RankGroup, dtype: torch.dtype, repeats: int) -> Machine:
+    """A machine of the ranks at hand, the same on every rank: medians over `repeats`, of the slowest rank."""
+    hosts, (cores, shares_cores) = hosts_of(group), _cores(group)
+    together = len(hosts) if shares_cores else max(map(hosts.count, hosts))
+    bench = Bench(group, repeats, dtype, max(1.0, together / cores))
+    matrix, collective, transfer = _matrix_rate(bench), *_handling(bench)
+    rates = replace(
+        machine("cpu").hardware, name="measured",
+        about=f"{group.size} ranks on {cores * (1 if shares_cores else len(set(hosts)))} cores ({platform.machine()})",
+        copy=_copy_rate(bench), launch=_launch(bench), matrix=matrix, matrix_rows=16.0, matrix_peak=matrix, units=0.0,
+        cores=cores, wider=(1.0, 2.0), rule_floor=0.0, collective=collective, transfer=transfer,
+    )  # fmt: skip
+    rates = _with_attention(rates, bench)
+    within, between = _links(bench, hosts, collective)
+    found = Machine(rates, max(map(hosts.count, hosts)), within, between, 1, shares_cores)
+    found = replace(found, hardware=_with_linear(found, bench))
+    found = replace(found, hardware=replace(found.hardware, launch=_fitted_launch(found, bench, hosts)))
+    words = f"measured by `megatron-cp bench planner --calibrate`, {torch.__version__}, {dtype}".replace("torch.", "")
+    given = "not measured: as of the preset cpu, or what leaves predictions as they are"
+    names = [each.name for each in fields(Hardware) if each.name not in ("name", "about", "sources")]
+    sources = {name: given if name in _UNMEASURED else words for name in (*names, "within", "between")}
+    sources["wider"] = f"the rates are those of {dtype}".replace("torch.", "")
+    if len(set(hosts)) == 1:
+        sources["between"] = "not measured: as within the host"
+    return replace(found, hardware=replace(found.hardware, sources=sources))
+
+
+def _cores(group: RankGroup) -> tuple[int, bool]:
+    """Cores of a rank's computer, the fewest of all, and whether ranks of several hosts are on one computer."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    own = boot.read_text().strip() if boot.is_file() else platform.node()
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    everyone = group.all_gather_object((own, count))
+    return min(cores for _, cores in everyone), len({name for name, _ in everyone}) < len(set(hosts_of(group)))
+
+
+def _copy_rate(bench: Bench) -> float:
     source = torch.zeros(1 << 13, 1 << 10, dtype=torch.uint8)
     target, order = torch.empty_like(source), torch.randperm(1 << 13)
-    return source.nbytes / slowest(lambda: torch.index_select(source, 0, order, out=target))
+    return source.nbytes / bench.work(lambda: torch.index_select(source, 0, order, out=target))
 
 
-def _launch(slowest: Slowest) -> float:
+def _launch(bench: Bench) -> float:
     small = torch.zeros(16)
-    return slowest(lambda: small.add_(1.0), times=100)
+    return bench.work(lambda: small.add_(1.0), times=100)
 
 
-def _matrix_rate(slowest: Slowest, dtype: torch.dtype) -> float:
-    left, right = torch.zeros(512, 1024, dtype=dtype), torch.zeros(1024, 1024, dtype=dtype)
-    return 2 * 512 * 1024 * 1024 / slowest(lambda: left @ right)
+def _matrix_rate(bench: Bench) -> float:
+    left, right = torch.zeros(512, 1024, dtype=bench.dtype), torch.zeros(1024, 1024, dtype=bench.dtype)
+    return 2 * 512 * 1024 * 1024 / bench.work(lambda: left @ right)
 
 
-def _steps(case: Case) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Forward alone, and forward and backward, of a layer on one rank."""
-    step = LayerStep(case, ThreadGroup.create(1)[0])
-    return step.forward, step.both
+def _with_attention(rates: Hardware, bench: Bench) -> Hardware:
+    """What a call, a band, a query and a pair take, from batches with many of one and few of the others.
+
+    All pairs are visible but for the last batch, which says how many more a causal mask computes.
+    """
+    count, short, size = 64, 128, HEAD_DIMS[0]
+    calls = bench.layer(bench.attention([_FEW], mask="full"))
+    bands = bench.layer(bench.attention([_FEW] * count, mask="full"))
+    rows = bench.layer(bench.attention([short] * (_TOKENS // short), mask="full"))
+    longs = {each: bench.layer(bench.attention([_TOKENS], each, "full")) for each in HEAD_DIMS}
+    cut = bench.attention([_TOKENS])
+    causal = bench.layer(cut)
+    band: list[float] = []
+    row: list[float] = []
+    tiles: list[float] = []
+    rate: dict[int, list[float]] = {each: [] for each in HEAD_DIMS}
+    visible = _pairs(cut, 1)
+    for way, (products, call) in enumerate(zip((4, 10), calls, strict=True)):
+        band.append(max((bands[way] - call) / (count - 1), 0.0))
+        long = longs[size][way] - call
+        few = rows[way] - call - band[way] * (_TOKENS // short - 1)
+        pair = max((long - few) / (_TOKENS * (_TOKENS - short)), long / _TOKENS**2 / 2)
+        row.append(max(long / _TOKENS - pair * _TOKENS, 0.0))
+        for each in HEAD_DIMS:
+            seconds = longs[each][way] - call - row[way] * _TOKENS
+            rate[each].append(_TOKENS**2 * _HEADS * products * each / max(seconds, 1e-9))
+        tiles.append(2 * ((causal[way] - call - row[way] * _TOKENS) / pair - visible) / _TOKENS)
+    return replace(
+        rates, attention=tuple((each, ahead, back) for each, (ahead, back) in rate.items()), band=(band[0], band[1]),
+        call=max(mean(calls) - mean(band), 0.0), row=(row[0] / _HEADS, row[1] / _HEADS),
+        tile=int(np.clip(round(mean(tiles)), 1, _TOKENS)),
+    )  # fmt: skip
 
 
-def _with_attention(rates: Hardware, slowest: Slowest, dtype: torch.dtype) -> Hardware:
-    """Rates by head size; and what each band costs, from many short documents."""
+def _pairs(case: Case, tile: int) -> int:
+    step = case.plan().attend
+    assert step is not None
+    return int(stage_shapes(step, tile).pairs[0, 0])
+
+
+def _with_linear(found: Machine, bench: Bench) -> Hardware:
+    """What the convolution takes, and each kind's rule beside its convolution and gates, whose work is predicted.
+
+    By the difference of many tokens and few: what few take as well is the host's.
+    """
+    few, many = (bench.layer(bench.linear(CONV1D.name, tokens)) for tokens in (_FEW, _TOKENS))
+    channels = bench.linear(CONV1D.name, _FEW).linear_shape.heads
+    elements = (_TOKENS - _FEW) * channels
+    ahead, back = (elements / max(b - a, 1e-9) for a, b in zip(few, many, strict=True))
+    rates = replace(found.hardware, convolution=(ahead, back))
+    free = replace(found, hardware=replace(rates, rule=tuple((kind.name, 1e30, 1e30, 0.0) for kind in _STATES)))
     rows = []
-    for size in HEAD_DIMS:
-        whole = Case(
-            "attention", 1, (_TOKENS,), heads=_HEADS, groups=1, head_dim=size, value_head_dim=size, dtype=dtype
-        )
-        step = whole.plan().attend
-        assert step is not None
-        shapes = stage_shapes(step)
-        computed = int(shapes.pairs[0, 0] + shapes.rows[0, 0] * rates.tile // 2) * _HEADS
-        forward, both = (slowest(call) for call in _steps(whole))
-        rows.append((size, computed * 4 * size / forward, computed * 10 * size / max(both - forward, 1e-9)))
-    count, short = 64, 8
-    many = Case("attention", 1, (short,) * count, heads=_HEADS, groups=1, head_dim=64, value_head_dim=64, dtype=dtype)
-    band = slowest(_steps(many)[1]) / (2 * count)  # of both directions, whose bands cost alike
-    return replace(rates, attention=tuple(rows), band=band, call=0.0)
+    for kind in _STATES:
+        cases = [bench.linear(kind.name, tokens) for tokens in (_CHUNK, _TOKENS)]
+        beside = []
+        for case in cases:
+            others = timelines(case.plan(), free, item_size=bench.dtype.itemsize)
+            beside.append([taken - each.seconds for taken, each in zip(bench.layer(case), others, strict=True)])
+        products = _HEADS * rule_products(cases[0].plan())
+        each = [max(many - few, 1e-9) / (_TOKENS - _CHUNK) for few, many in zip(*beside, strict=True)]
+        host = mean(max(few - _CHUNK * one, 0.0) for few, one in zip(beside[0], each, strict=True))
+        rows.append((kind.name, products / each[0], 2 * products / each[1], host))
+    return replace(rates, rule=tuple(rows))
 
 
-def _with_rule(found: Machine, slowest: Slowest, dtype: torch.dtype) -> Hardware:
-    """What a Gated DeltaNet layer takes beside its convolution and gates, whose copies are predicted."""
-    case = Case(GDN.name, 1, (_TOKENS,), heads=_HEADS, groups=_HEADS, head_dim=64, value_head_dim=64, dtype=dtype)
-    forward, both = (slowest(call) for call in _steps(case))
-    plan = case.plan()
-    products = _TOKENS * _HEADS * rule_products(plan)
-    free = replace(found, hardware=replace(found.hardware, rule=(1e30, 1e30)))
-    beside = [each.seconds for each in timelines(plan, free, item_size=dtype.itemsize)]
-    rates = products / max(forward - beside[0], 1e-9), 2 * products / max(both - forward - beside[1], 1e-9)
-    return replace(found.hardware, rule=rates)
+def _fitted_launch(found: Machine, bench: Bench, hosts: tuple[int, ...]) -> float:
+    """What packing, merging and ordering take beside their bytes: as much as layers of few tokens take longer."""
+    size, topology = bench.group.size, found.topology(bench.group.size, hosts)
+    sizes = {"heads": 2 * size, "groups": size, "head_dim": 8, "value_head_dim": 8}
+    shape: dict[str, Any] = {**sizes, "dtype": bench.dtype}
+    cases = [
+        Case("attention", size, (_FEW * size,), "contiguous", scheme=scheme, **shape)
+        for scheme in ("a2a", "p2p", "all_gather")
+    ]
+    for mode, of in MODES.items():  # hidden states as wide as the output, where they move
+        layout = "zigzag" if of.redistributes else "contiguous"
+        cases.append(Case(GDN.name, size, (_FEW * size,), layout, scheme=mode, hidden_size=16 * size, **shape))
+    taken = sum(sum(bench.step(LayerStep(case, bench.group))) for case in cases)
+    plans = [case.plan() for case in cases]
+
+    def predicted(launch: float) -> float:
+        machine_with = replace(found, hardware=replace(found.hardware, launch=launch))
+        return sum(priced(plan, machine_with, topology, item_size=bench.dtype.itemsize).total for plan in plans) / 1e3
+
+    least, most = found.hardware.launch, _SLOWEST_LAUNCH
+    for _ in range(20):
+        middle = (least + most) / 2
+        least, most = (middle, most) if predicted(middle) < taken else (least, middle)
+    return least
 
 
-def _links(group: RankGroup, slowest: Slowest) -> tuple[Link, Link]:
-    """Between ranks of one host and of two, by messages of two sizes between neighbours, all at a time.
+def _handling(bench: Bench) -> tuple[float, float]:
+    """Seconds of a rank's own thread for a small message, and bytes a second that its process sends and receives."""
+    group, peer = bench.group, (bench.group.rank + 1) % bench.group.size
+    before = (group.rank - 1) % group.size
+    found = []
+    for nbytes, clock in ((_SMALL, time.thread_time), (_LARGE, time.process_time)):
+        sent, received = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+        taken = []
+        for _ in range(bench.repeats + 1):
+            group.barrier()
+            began = clock()
+            group.send_and_receive([Message(sent, peer)], [Message(received, before)])
+            taken.append((clock() - began,))
+        found.append(bench.slowest(taken[1:])[0])
+    return found[0], 2 * _LARGE / max(found[1], 1e-9)
+
+
+def _links(bench: Bench, hosts: tuple[int, ...], collective: float) -> tuple[Link, Link]:
+    """Between ranks of one host and of two, by messages of several sizes between neighbours, all at a time.
 
     Between hosts the ranks of a host share its card, so that has as many times the rate of a rank.
     """
-    hosts = hosts_of(group)
+    group, links = bench.group, {}
     place = {way: _partner(hosts, group.rank, same=way) for way in (True, False)}
     known = [group.all_gather_object(place[way] is not None) for way in (True, False)]
-    links = {}
     for way, everyone in zip((True, False), known, strict=True):
         if not any(everyone):
             continue
-        small, large = _SMALL, _LARGE if way else _LARGE // 16
-        first, second = (slowest(_message(group, place[way], nbytes)) for nbytes in (small, large))
+        sizes = _SMALL, _MIDDLE, _LARGE if way else _LARGE // 8
+        first, second, third = (bench.seconds(_message(group, place[way], nbytes)) for nbytes in sizes)
         at_a_time = (
             1 if way else max(sum(of for of, at in zip(everyone, hosts, strict=True) if at == host) for host in hosts)
         )
-        rate = at_a_time * (large - small) / max(second - first, 1e-9)
-        links[way] = Link(max(first - at_a_time * small / rate, 1e-7), 0.0, rate)
+        rate = at_a_time * (sizes[2] - sizes[1]) / max(third - second, 1e-9)
+        beside = at_a_time * _SMALL / rate + collective * bench.crowd
+        links[way] = Link(max(first - beside, 1e-7), 0.0, rate)
     within = links.get(True) or links[False]
     return within, links.get(False, within)
 

@@ -2,41 +2,79 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.relayout import relayout
 from megatron_cp.softmax.attention import attention
-from megatron_cp.testing.parity import Case, draw, run_linear
+from megatron_cp.testing.layers import run_mixer
+from megatron_cp.testing.parity import Case, draw
 
 
 class LayerStep:
     """A forward, or a forward and a backward, of a case's layer.
 
+    Where hidden states are redistributed, `[t, hidden_size]` of them move to the layer's layout before it and back
+    after it, beside the layer's own inputs, which its projections would make of them.
+
     Args:
-        case: of the layer and the batch.
+        case: of the layer and the batch. A redistributed one's hidden states have the size of its output.
         group: the ranks.
     """
 
     def __init__(self, case: Case, group: RankGroup) -> None:
         self.case, self.group, self.plan = case, group, case.plan()
-        problem, layout = draw(case), self.plan.hidden_layout or self.plan.layout
+        problem, plan, rank = draw(case), self.plan, group.rank
         self.inputs = {
-            name: layout.shard(tensor, group.rank).detach().clone().requires_grad_()
+            name: plan.layout.shard(tensor, rank).detach().clone().requires_grad_()
             for name, tensor in problem.inputs.items()
         }
         self.parameters = {name: tensor.clone().requires_grad_() for name, tensor in problem.parameters.items()}
-        self.gradient = layout.shard(problem.output_gradient, group.rank).detach().clone()
+        self.gradients = [(plan.hidden_layout or plan.layout).shard(problem.output_gradient, rank).detach().clone()]
+        self.hidden: list[Tensor] = []
+        if plan.hidden_layout is not None:
+            width = case.hidden_size or 0
+            assert problem.output_gradient[0].numel() == width, "hidden states and outputs of one size"
+            sizes = [int(layout.row_counts[rank]) for layout in (plan.hidden_layout, plan.layout)]
+            self.hidden = [torch.zeros(sizes[0], width, dtype=case.dtype, device=case.device, requires_grad=True)]
+            self.gradients.append(torch.zeros(sizes[1], width, dtype=case.dtype, device=case.device))
 
-    def forward(self) -> torch.Tensor:
-        """The output."""
+    def forward(self) -> list[Tensor]:
+        """The output, and the hidden states that were moved."""
+        plan, group = self.plan, self.group
         if self.case.layer == "attention":
             q, k, v = self.inputs.values()
-            return attention(q, k, v, self.plan, self.group, kernel=self.case.kernel, **self.case.softmax_options)
-        return run_linear(self.group, self.case, self.plan, self.inputs, self.parameters)
+            options = self.case.softmax_options
+            sink = self.parameters.get("sink")
+            return [attention(q, k, v, plan, group, sink=sink, kernel=self.case.kernel, **options)]
+        outer = plan.hidden_layout
+        arrived = [relayout(x, outer, plan.layout, group, transport=plan.transport) for x in self.hidden if outer]
+        out = run_mixer(
+            self.case.layer, list(self.inputs.values()), self.parameters, plan, group, self.case.softmax_scale,
+            self.case.kernel,
+        )  # fmt: skip
+        if outer is not None:
+            out = relayout(out, plan.layout, outer, group, transport=plan.transport)
+        return [out, *arrived]
 
-    def both(self) -> None:
-        """Forward and backward."""
-        out = self.forward()
-        tensors = [*self.inputs.values(), *self.parameters.values()]
+    def backward(self, results: Sequence[Tensor]) -> None:
+        """All gradients of what `forward` returned."""
+        tensors = [*self.inputs.values(), *self.parameters.values(), *self.hidden]
+        # Engine threads of its own would share the core.
         with torch.autograd.set_multithreading_enabled(False):
-            torch.autograd.grad(out, tensors, self.gradient)
+            torch.autograd.grad(results, tensors, self.gradients)
+
+    def timed(self, group: RankGroup) -> tuple[float, float]:
+        """Seconds of a forward and of a backward, by the clock, each of which all ranks begin together."""
+        group.barrier()
+        began = time.perf_counter()
+        results = self.forward()
+        middle = time.perf_counter()
+        group.barrier()
+        again = time.perf_counter()
+        self.backward(results)
+        return middle - began, time.perf_counter() - again

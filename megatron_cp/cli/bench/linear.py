@@ -28,7 +28,7 @@ from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.testing.parity import Case, draw
 
-_SHAPES = {
+SHAPES = {
     "gdn": {"heads": 4, "key_heads": 2, "head_dim": 128},
     "kda": {"heads": 4, "key_heads": 4, "head_dim": 128},
     "mamba": {"heads": 8, "groups": 1, "head_dim": 64, "state": 128},
@@ -38,7 +38,7 @@ _SHAPES = {
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     """What the command prints."""
-    args = with_defaults(args, world, LAYERS, _SHAPES)
+    args = with_defaults(args, world, LAYERS, SHAPES)
     if args.scheme is not None:
         raise ArgumentError("--scheme", args.scheme, "nothing", f"This benchmark measures {' and '.join(MODES)}.")
     args.layout = args.layout or "contiguous"

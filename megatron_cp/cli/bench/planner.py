@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_cp.cli.bench.calibrate import Slowest, calibrated
+from megatron_cp.cli.bench import attention, linear, linear_report
+from megatron_cp.cli.bench.calibrate import Bench, calibrated
 from megatron_cp.cli.bench.defaults import with_defaults
 from megatron_cp.cli.bench.layer_step import LayerStep
 from megatron_cp.cli.bench.on_ranks import measured_on_ranks
+from megatron_cp.cli.bench.timing import DIRECTIONS, interleaved_order
 from megatron_cp.cli.options import case_of, hosts_of_job
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
@@ -35,13 +38,21 @@ _SHAPES = {
 }
 _LAYERS = ("attention", GDN.name, MAMBA.name)
 _CELLS = (("one document", 1), ("16 documents", 16))
+_OF_BENCHMARKS = (  # layers, shapes, layout, and the ways that are measured there
+    (("attention",), attention.SHAPES, "zigzag", tuple(SCHEMES)),
+    (linear_report.LAYERS, linear.SHAPES, "contiguous", linear_report.MODES),
+)
 _WITHIN = 0.25
 
+_COLUMNS = ("| | measured ms | predicted ms | ratio | forward | backward |", "|---|--:|--:|--:|--:|--:|")
+Directions = dict[str, float]  # milliseconds of each
+
 LEGEND = """\
-measured: milliseconds by the clock of a forward and a backward of the layer alone, of the slowest rank; medians over
-the repeats. predicted: by the simulator, with the rates of the machine that the first line names. ratio: predicted over
-measured. fastest: whether the way that is predicted to be fastest is the one that was; where not, how much longer it
-took. rank correlation: Spearman's, of all ways of a cell."""
+measured: milliseconds by the clock of a forward and a backward of the layer alone, each begun by all ranks together and
+until the slowest is done; medians over the repeats, in which the ways of a cell take turns. predicted: by the
+simulator, with the rates of the machine that the first line names, which were measured on other layers before. ratio:
+predicted over measured, of both directions and of each. fastest: whether the way that is predicted to be fastest is the
+one that was; where not, how much longer it took. rank correlation: Spearman's, of all ways of a cell."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
             raise ArgumentError("--calibrate", args.calibrate, "not together with --gpu, which measures nothing")
         if not Path(args.calibrate).resolve().parent.is_dir():
             raise ArgumentError("--calibrate", args.calibrate, "a file in a folder that exists")
-    layers = _LAYERS if args.layer is None else (args.layer,)
+    layers = ("attention", *linear_report.LAYERS) if args.layer is None else (args.layer,)
     cells = [cell for layer in layers for cell in _cells(args, world, layer)]
     if not cells:
         raise ArgumentError("--layer", args.layer, "a layer that some scheme can run on these ranks")
@@ -92,30 +103,52 @@ def _size(args: argparse.Namespace, world: TorchGroup | None) -> int:
 
 
 def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> list[Cell]:
-    """Every way that the ranks can run, on one long document and on many."""
-    attention = layer == "attention"
-    given = argparse.Namespace(**{**vars(args), "layer": layer})
-    given = with_defaults(given, world, (layer,), _SHAPES)
+    """Every way that the ranks can run: on one long document and on many, and in the cells of other benchmarks."""
     size, cells = _size(args, world), []
-    given.cp = size
-    base = case_of(given, size, kernel=given.kernel, device="cpu", hosts=hosts_of_job(given, world, size))
-    for name, count in _CELLS:
-        total = sum(base.lengths)
-        batch = replace(base, lengths=_lengths(total, count))
-        ways = {}
-        for way in SCHEMES if attention else MODES:
-            for layout in ("zigzag", "contiguous"):
-                if not attention and MODES[way].redistributes == (layout == "contiguous"):
-                    continue  # states of many segments are not what anybody would run, and it is there already
-                hidden = None if attention else base.heads * base.value_head_dim
-                case = replace(batch, scheme=way, layout=layout, hidden_size=hidden)
-                try:
-                    case.refuse_early()
-                except ArgumentError:
-                    continue
-                ways[f"{way}, {layout}"] = case
-        cells.append(Cell(f"{layer}, {name} of {total} tokens", ways))
+    if layer in _LAYERS:
+        base = _base(args, world, layer, _SHAPES)
+        for name, count in _CELLS:
+            total = sum(base.lengths)
+            batch = replace(base, lengths=_lengths(total, count))
+            ways = SCHEMES if layer == "attention" else MODES
+            cases = {
+                f"{way}, {layout}": replace(batch, scheme=way, layout=layout)
+                for way in ways
+                for layout in ("zigzag", "contiguous")
+                # States of many segments are not what anybody would run, and a redistribution is there already.
+                if layer == "attention" or MODES[way].redistributes == (layout == "zigzag")
+            }
+            cells.append(Cell(f"{layer}, {name} of {total} tokens", _that_run(cases)))
+    for layers, shapes, layout, names in _OF_BENCHMARKS:
+        if layer in layers:
+            base = _base(args, world, layer, shapes)
+            cases = {f"{way}, {layout}": replace(base, scheme=way, layout=layout) for way in names}
+            shape = f"{base.heads} heads of {base.value_head_dim}, {base.groups} groups"
+            what = "attention" if layer == "attention" else "linear"
+            cells.append(Cell(f"{layer}, as bench {what}: {shape}, {size} ranks", _that_run(cases)))
     return [cell for cell in cells if cell.ways]
+
+
+def _base(
+    args: argparse.Namespace, world: TorchGroup | None, layer: str, shapes: Mapping[str, Mapping[str, int]]
+) -> Case:
+    """A layer on one document."""
+    given = argparse.Namespace(**{**vars(args), "layer": layer})
+    given = with_defaults(given, world, (layer,), shapes)
+    given.cp = size = _size(args, world)
+    base = case_of(given, size, kernel=given.kernel, device="cpu", hosts=hosts_of_job(given, world, size))
+    return replace(base, hidden_size=None if layer == "attention" else base.heads * base.value_head_dim)
+
+
+def _that_run(cases: dict[str, Case]) -> dict[str, Case]:
+    ways = {}
+    for name, case in cases.items():
+        try:
+            case.refuse_early()
+        except ArgumentError:
+            continue
+        ways[name] = case
+    return ways
 
 
 def _lengths(total: int, count: int) -> tuple[int, ...]:
@@ -130,36 +163,49 @@ def _lengths(total: int, count: int) -> tuple[int, ...]:
 
 def measure(
     group: RankGroup, cells: list[Cell], repeats: int, given: Machine | None
-) -> tuple[Machine, tuple[int, ...], list[dict[str, float]]]:
-    """The machine, the ranks' hosts, and the milliseconds of every way; on one rank."""
+) -> tuple[Machine, tuple[int, ...], list[dict[str, Directions]]]:
+    """The machine, the ranks' hosts, and the milliseconds of every way in each direction; on one rank.
+
+    The ways of a cell take turns, so that what disturbs the machine for a while does not disturb one of them.
+    """
     dtype = next(iter(cells[0].ways.values())).dtype
     found = calibrated(group, dtype, max(repeats, 5)) if given is None else given
-    slowest, measured = Slowest(group, repeats), []
+    bench, measured = Bench(group, repeats, dtype), []
     for cell in cells:
-        times = {}
-        for name, case in cell.ways.items():
-            group.buffers = Buffers()
-            times[name] = 1e3 * slowest(LayerStep(case, group).both)
-        measured.append(times)
+        group.buffers = Buffers()
+        steps = {name: LayerStep(case, group) for name, case in cell.ways.items()}
+        taken: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
+        for step in steps.values():
+            step.timed(group)
+        for name in interleaved_order(list(steps), repeats):
+            taken[name].append(steps[name].timed(group))
+        found_ms = {name: [1e3 * seconds for seconds in bench.slowest(each)] for name, each in taken.items()}
+        measured.append({name: dict(zip(DIRECTIONS, each, strict=True)) for name, each in found_ms.items()})
     return found, hosts_of(group), measured
 
 
 def _judged(
-    cells: list[Cell], found: Machine, hosts: tuple[int, ...], measured: list[dict[str, float]]
+    cells: list[Cell], found: Machine, hosts: tuple[int, ...], measured: list[dict[str, Directions]]
 ) -> dict[str, Any]:
     """Predictions beside what was measured."""
     topology = found.topology(len(hosts), hosts)
     rows: list[dict[str, Any]] = []
-    for cell, times in zip(cells, measured, strict=True):
-        prices = {
-            name: priced(case.plan(), found, topology, item_size=case.dtype.itemsize).total
+    for cell, directions in zip(cells, measured, strict=True):
+        priced_ways = {
+            name: priced(case.plan(), found, topology, item_size=case.dtype.itemsize)
             for name, case in cell.ways.items()
         }
+        prices = {name: price.total for name, price in priced_ways.items()}
+        times = {name: sum(each.values()) for name, each in directions.items()}
         named, fastest = min(prices, key=prices.__getitem__), min(times, key=times.__getitem__)
         rows.append(
             {
                 "cell": cell.name, "measured_ms": times, "predicted_ms": prices,
                 "ratio": {name: prices[name] / times[name] for name in times},
+                "ratio_of": {
+                    way: {name: getattr(price, way) / directions[name][way] for name, price in priced_ways.items()}
+                    for way in DIRECTIONS
+                },
                 "fastest_named": named == fastest, "named": named, "fastest": fastest,
                 "named_over_fastest": times[named] / times[fastest],
                 "rank_correlation": _spearman(list(prices.values()), list(times.values())),
@@ -198,10 +244,12 @@ def _text(data: dict[str, Any], found: Machine, saved: str | None) -> str:
         *([f"machine written to {saved}"] if saved else []),
     ]
     for row in data["cells"]:
-        lines += ["", f"### {row['cell']}", "", "| | measured ms | predicted ms | ratio |", "|---|--:|--:|--:|"]
+        lines += ["", f"### {row['cell']}", "", *_COLUMNS]
         for name, time in sorted(row["measured_ms"].items(), key=lambda pair: pair[1]):
             marks = [word for word, which in (("fastest", row["fastest"]), ("named", row["named"])) if which == name]
             note = f" ({', '.join(marks)})" if marks else ""
-            lines.append(f"| {name}{note} | {time:.2f} | {row['predicted_ms'][name]:.2f} | {row['ratio'][name]:.2f} |")
+            ratios = (row["ratio"], *(row["ratio_of"][way] for way in DIRECTIONS))
+            numbers = [f"{number:.2f}" for number in (time, row["predicted_ms"][name], *(of[name] for of in ratios))]
+            lines.append(f"| {' | '.join([name + note, *numbers])} |")
         lines += ["", f"rank correlation {row['rank_correlation']:.2f}"]
     return "\n".join([*lines, "", LEGEND])

@@ -9,7 +9,7 @@ import difflib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.kinds import KINDS
 
 _PRESETS = Path(__file__).parent / "presets"
 SAFE = "h100"  # what is taken where nobody says on which machine a plan will run
@@ -56,14 +57,20 @@ class Hardware:
             in between and beyond, the nearest.
         tile: queries and keys that the kernel takes at once: a tile that a mask cuts is computed as a whole.
         units: pieces of work, of one head and one tile of queries, at which half of that rate is reached.
-        rule: multiply-adds a second of a linear layer's chunked kernels, forward and backward.
+        rule: for each kind of linear layer the multiply-adds a second of its chunked kernels, forward and backward, and
+            the seconds that the host takes in a direction beside them: 0 where a device works behind its host.
         rule_floor: seconds that such a kernel takes at least.
+        convolution: elements a second of a causal convolution with its activation, forward and backward.
         copy: bytes a second that a copy writes.
         call: seconds that a call of attention's kernel takes beside its work.
         launch: seconds that any other operation takes beside its work.
         memory: bytes of a rank's memory.
-        cores: ranks of a host that compute at a time; 0 where each has a device of its own.
-        band: seconds for each band of a mask: kernels of the CPU are called for each.
+        cores: ranks of a host that compute at a time; 0 where each has a device of its own. Rates are those of a rank
+            that has one of the cores.
+        band: seconds for each band of a mask, forward and backward: kernels of the CPU are called for each.
+        row: seconds for each query and head beside its pairs, forward and backward.
+        collective: seconds that the host takes to start a transfer and to wait for it, behind which nothing hides.
+        transfer: bytes a second that a rank's core takes in or sends out; 0 where a device does so by itself.
         wider: how many times longer an element of 4 and of 8 bytes takes than one of 2.
         sources: where each number comes from.
     """
@@ -76,31 +83,57 @@ class Hardware:
     attention: tuple[tuple[int, float, float], ...]
     tile: int
     units: float
-    rule: tuple[float, float]
+    rule: tuple[tuple[str, float, float, float], ...]
     rule_floor: float
+    convolution: tuple[float, float]
     copy: float
     call: float
     launch: float
     memory: float
     cores: int = 0
-    band: float = 0.0
+    band: tuple[float, float] = (0.0, 0.0)
+    row: tuple[float, float] = (0.0, 0.0)
+    collective: float = 0.0
+    transfer: float = 0.0
     wider: tuple[float, float] = (2.0, 4.0)
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, hash=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check_numbers(self, at_least_zero=("matrix_rows", "units", "rule_floor", "call", "launch", "cores", "band"))
+        zero = ("matrix_rows", "units", "rule_floor", "call", "launch", "cores", "collective", "transfer")
+        _check_numbers(self, at_least_zero=zero)
         rows = [row for row in self.attention if len(row) == 3 and all(_is_number(x) and x > 0 for x in row)]
         if not rows or len(rows) != len(self.attention):
             raise ArgumentError("attention", self.attention, "rows of a head size and two rates")
-        for name in ("rule", "wider"):
-            pair = getattr(self, name)
-            if len(pair) != 2 or not all(_is_number(x) and x > 0 for x in pair):
-                raise ArgumentError(name, pair, "two numbers above 0")
+        self._check_rule()
+        for name in ("convolution", "wider", "band", "row"):
+            pair, zero_too = getattr(self, name), name in ("band", "row")
+            is_pair = isinstance(pair, tuple) and len(pair) == 2 and all(map(_is_number, pair))
+            if not is_pair or min(pair) < 0 or (min(pair) == 0 and not zero_too):
+                raise ArgumentError(name, pair, f"two numbers {'of at least' if zero_too else 'above'} 0")
         for name, least in (("tile", 1), ("cores", 0)):
             checked_integer(name, getattr(self, name), least)
         for name in ("name", "about"):
             if not isinstance(getattr(self, name), str):
                 raise ArgumentError(name, getattr(self, name), "a text")
+
+    def _check_rule(self) -> None:
+        """Refuses what has not one row of each kind."""
+        kinds = sorted({kind.rule for kind in KINDS.values() if kind.has_state})
+        for row in self.rule:
+            is_row = isinstance(row, tuple) and len(row) == 4 and all(map(_is_number, row[1:]))
+            if not is_row or min(row[1:3]) <= 0 or row[3] < 0:
+                raise ArgumentError("rule", row, "a kind, two rates above 0, and seconds of at least 0")
+        if sorted(str(row[0]) for row in self.rule) != kinds:
+            remedy = "A kind whose rate is not known takes that of another one, which its source should say."
+            raise ArgumentError("rule", [row[0] for row in self.rule], f"one row of each of {', '.join(kinds)}", remedy)
+
+    def rule_rate(self, kind: str, *, forward: bool) -> float:
+        """Multiply-adds a second of a kind's chunked kernels, by the name that kernels know its recurrence by."""
+        return next(ahead if forward else back for name, ahead, back, _ in self.rule if name == kind)
+
+    def beside_rule(self, kind: str) -> float:
+        """Seconds that the host takes in a direction of such a layer."""
+        return next(beside for name, _, _, beside in self.rule if name == kind)
 
     def attention_rate(self, head_dim: int, *, forward: bool) -> float:
         """Operations a second of heads of this size."""
@@ -121,17 +154,21 @@ class Topology:
         within: between two ranks of a host, for each rank and direction.
         between: between hosts, for each network card and direction.
         rails: network cards of a host, which its ranks share evenly.
+        shares_cores: the hosts are emulated on one computer, whose cores all ranks share.
     """
 
     hosts: tuple[int, ...]
     within: Link
     between: Link
     rails: int = 1
+    shares_cores: bool = False
 
     def __post_init__(self) -> None:
         if not self.hosts or set(self.hosts) != set(range(max(self.hosts) + 1)):
             raise ArgumentError("hosts", self.hosts, "the host of each rank, numbered from 0, none left out")
         checked_integer("rails", self.rails, 1)
+        if not isinstance(self.shares_cores, bool):
+            raise ArgumentError("shares_cores", self.shares_cores, "true or false")
 
     @property
     def size(self) -> int:
@@ -161,7 +198,7 @@ class Machine:
     Attributes:
         hardware: rates of a rank.
         ranks_per_host: ranks of one host.
-        within, between, rails: see `Topology`.
+        within, between, rails, shares_cores: see `Topology`.
     """
 
     hardware: Hardware
@@ -169,6 +206,7 @@ class Machine:
     within: Link
     between: Link
     rails: int
+    shares_cores: bool = False
 
     def topology(self, ranks: int, hosts: int | Sequence[int] | None = None) -> Topology:
         """So many ranks on hosts that are full but for the last one.
@@ -191,7 +229,7 @@ class Machine:
             numbers = list(hosts)
             if len(numbers) != ranks:
                 raise ArgumentError("hosts", hosts, f"the host of each of the {ranks} ranks")
-        return Topology(tuple(numbers), self.within, self.between, self.rails)
+        return Topology(tuple(numbers), self.within, self.between, self.rails, self.shares_cores)
 
     def describe(self) -> str:
         """The preset in words."""
@@ -249,7 +287,8 @@ def _read(path: Path, argument: str) -> Machine:
             argument, str(path), "tables [hardware], [topology] and [sources], as the presets have them"
         )
     of_rank, links, sources = tables
-    wanted = {x.name for x in fields(Hardware)} - {"name", "about", "sources", "cores", "band", "wider"}
+    wanted = {x.name for x in fields(Hardware) if x.default is MISSING and x.default_factory is MISSING}
+    wanted -= {"name", "about"}
     lacking = [f"hardware.{name}" for name in sorted(wanted - set(of_rank))]
     lacking += [f"topology.{name}" for name in ("ranks_per_host", "within", "between", "rails") if name not in links]
     unknown = sorted(set(of_rank) - {x.name for x in fields(Hardware)})
@@ -257,15 +296,19 @@ def _read(path: Path, argument: str) -> Machine:
         remedy = [f"It lacks {', '.join(lacking)}."] * bool(lacking) + [f"It has {', '.join(unknown)}."] * bool(unknown)
         raise ArgumentError(argument, str(path), "the numbers that the presets have", " ".join(remedy))
     try:
-        tuples: dict[str, Any] = {name: tuple(of_rank[name]) for name in ("rule", "wider") if name in of_rank}
-        tuples["attention"] = tuple(tuple(row) for row in of_rank["attention"])
+        pairs = ("convolution", "wider", "band", "row")
+        tuples: dict[str, Any] = {name: tuple(of_rank[name]) for name in pairs if name in of_rank}
+        tuples |= {name: tuple(tuple(row) for row in of_rank[name]) for name in ("attention", "rule")}
         about = {"name": given.get("name", path.stem), "about": given.get("about", "")}
         hardware = Hardware(**{**of_rank, **tuples, **about}, sources=dict(sources))
         ends = {name: Link(**links[name]) for name in ("within", "between")}
     except (TypeError, ValueError) as error:
         raise ArgumentError(argument, str(path), "numbers as the presets have them", str(error)) from error
     ranks, rails = (checked_integer(f"topology.{name}", links[name], 1) for name in ("ranks_per_host", "rails"))
-    return Machine(hardware, ranks, **ends, rails=rails)
+    shares_cores = links.get("shares_cores", False)
+    if not isinstance(shares_cores, bool):
+        raise ArgumentError("topology.shares_cores", shares_cores, "true or false")
+    return Machine(hardware, ranks, **ends, rails=rails, shares_cores=shares_cores)
 
 
 def written(found: Machine) -> str:
@@ -275,6 +318,7 @@ def written(found: Machine) -> str:
     rates = (each.name for each in fields(Hardware) if each.name not in ("name", "about", "sources"))
     lines += [f"{rate} = {_toml(getattr(hardware, rate))}" for rate in rates]
     lines += ["", "[topology]", f"ranks_per_host = {found.ranks_per_host}", f"rails = {found.rails}"]
+    lines += [f"shares_cores = {_toml(found.shares_cores)}"]
     for name in ("within", "between"):
         link = getattr(found, name)
         inside = ", ".join(f"{each.name} = {_toml(getattr(link, each.name))}" for each in fields(Link))
@@ -286,6 +330,10 @@ def written(found: Machine) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

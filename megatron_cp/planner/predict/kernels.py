@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.layout.bands import areas, cut_up
+from megatron_cp.layout.bands import areas, cut_up, tight_boxes
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.segments import Segments
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.flows import pieces_of
 from megatron_cp.plan.kinds import KINDS
@@ -29,40 +30,57 @@ class StageShapes(NamedTuple):
 
     Attributes:
         pairs: visible (query, key) pairs.
-        rows: queries of all bands, each of which cuts a tile of keys where its band ends.
+        cut: pairs of tiles that an edge of the mask cuts, which are computed for nothing.
+        rows: queries of all bands.
         bands: how many there are.
     """
 
     pairs: IntArray
+    cut: IntArray
     rows: IntArray
     bands: IntArray
 
 
-def stage_shapes(step: Attend) -> StageShapes:
-    """Those of every stage."""
-    found: StageShapes = step.memo(("stage shapes",), lambda: _stage_shapes(step))
+def stage_shapes(step: Attend, tile: int) -> StageShapes:
+    """Those of every stage, for a kernel that takes so many queries and keys at once."""
+    found: StageShapes = step.memo(("stage shapes", tile), lambda: _stage_shapes(step, tile))
     return found
 
 
-def _stage_shapes(step: Attend) -> StageShapes:
+def _stage_shapes(step: Attend, tile: int) -> StageShapes:
     size, stages = step.num_kv_ranks, step.num_stages
     bands, ranks = step.bands_of_kv_ranks()
     edges, owners = pieces_of(step.keys)
     met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
     if stages == 1 or int(met.sum()) > _MOST_PIECES:
-        rows = np.bincount(ranks, bands[:, 1] - bands[:, 0], minlength=size).astype(np.int64)
-        at_once = np.array([step.area(rank) for rank in range(size)]), rows, np.bincount(ranks, minlength=size)
+        others = [_sums(ranks, each, size) for each in _shapes(bands, tile)[1:]]
+        at_once = np.array([step.area(rank) for rank in range(size)]), *others
         return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, size)) for each in at_once))
-    found = np.zeros((3, stages * size))
+    found = np.zeros((4, stages * size), dtype=np.int64)
     before = np.cumsum(met) - met
     blocks = np.searchsorted(before, np.arange(0, int(met.sum()), _PIECES_AT_ONCE)).tolist()
     for lo, hi in itertools.pairwise([*blocks, len(bands)]):
         pieces, number, origin = cut_up(bands[lo:hi], edges[:-1], edges[1:], queries=False)
         rank = ranks[lo:hi][origin]
         place = (rank - owners[number]) % size * size + rank
-        for row, weights in zip(found, (areas(pieces), pieces[:, 1] - pieces[:, 0], None), strict=True):
-            row += np.bincount(place, weights, minlength=row.size)
-    return StageShapes(*found.astype(np.int64).reshape(3, stages, size))
+        for row, weights in zip(found, _shapes(pieces, tile), strict=True):
+            row += _sums(place, weights, row.size)
+    return StageShapes(*found.reshape(4, stages, size))
+
+
+def _sums(place: IntArray, weights: IntArray, size: int) -> IntArray:
+    """`[size]` the weights at each place, which sum up to less than 2**53."""
+    return np.bincount(place, weights.astype(np.float64), minlength=size).astype(np.int64)
+
+
+def _shapes(bands: IntArray, tile: int) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """`[n]` of each band: see `StageShapes`. Only where an edge runs through a band does it cut tiles: half of each."""
+    pairs = areas(bands)
+    q0, q1, k0, k1, lo, hi = tight_boxes(bands).T
+    rows = q1 - q0
+    late, early = np.clip(k1 - 1 - hi - q0, 0, rows), np.clip(q1 - 1 + lo - k0, 0, rows)
+    wasted = sum(edge * np.minimum(edge, tile) // 2 for edge in (late, early))
+    return pairs, np.minimum(wasted, pairs), rows, (rows > 0).astype(np.int64)
 
 
 def attention_seconds(
@@ -77,15 +95,15 @@ def attention_seconds(
         kv_ranks, heads: `[ranks]` the KV rank and the number of query heads of each.
         forward: the direction.
 
-    Two products of the head sizes forward; five backward, which computes scores again. Of a tile that a mask cuts
-    half is computed for nothing, so each band's queries have half a tile of keys more.
+    Two products of the head sizes forward; five backward, which computes scores again.
     """
-    return seconds_of_calls(step, stage_shapes(step), hardware, item_size, kv_ranks, heads, forward=forward)
+    shapes = stage_shapes(step, hardware.tile)
+    return seconds_of_calls(step, shapes, hardware, item_size, kv_ranks, heads, forward=forward)
 
 
-def shapes_of(calls: Iterable[Iterable[IntArray]]) -> StageShapes:
+def shapes_of(calls: Iterable[Iterable[IntArray]], tile: int) -> StageShapes:
     """Those of kernel calls, from the bands of each KV rank in each."""
-    found = [[[areas(each).sum(), (each[:, 1] - each[:, 0]).sum(), len(each)] for each in ranks] for ranks in calls]
+    found = [[[part.sum() for part in _shapes(each, tile)] for each in ranks] for ranks in calls]
     return StageShapes(*np.moveaxis(np.array(found, dtype=np.int64), -1, 0))
 
 
@@ -94,15 +112,15 @@ def seconds_of_calls(
     forward: bool,
 ) -> NDArray[np.float64]:  # fmt: skip
     """`attention_seconds` of calls of other shapes than the stages'."""
-    pairs, rows, bands = shapes
-    computed = pairs + np.minimum(rows * (hardware.tile / 2), pairs)
+    pairs, wasted, rows, bands = shapes
+    computed, way = pairs + wasted, 0 if forward else 1
     size, value = step.head_dim, step.value_head_dim
     each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
     rate = hardware.attention_rate((size + value) // 2, forward=forward) / hardware.slower(item_size)
     tiles = -(-rows // hardware.tile)
     work, units = computed[:, kv_ranks] * heads, tiles[:, kv_ranks] * heads
     short = 1 + hardware.units / np.maximum(units, 1)
-    calls = hardware.call + hardware.band * bands[:, kv_ranks]
+    calls = hardware.call + hardware.band[way] * bands[:, kv_ranks] + hardware.row[way] * rows[:, kv_ranks] * heads
     found: NDArray[np.float64] = (work > 0) * (work * each / rate * short + calls)
     return found
 
@@ -153,20 +171,47 @@ def rule_products(plan: Plan) -> float:
     return float(rule)
 
 
-def rule_seconds(
-    plan: Plan, hardware: Hardware, item_size: int, tokens: IntArray, *, forward: bool, chunks: int = 1
-) -> Seconds:
-    """`[ranks]` seconds of the chunked rule for so many tokens and a rank's heads, or one of several chunks of them.
+def chunked_tokens(plan: Plan) -> IntArray:
+    """`[ranks]` tokens of the chunks that a rank computes: the last one of each piece of a document is filled up."""
+
+    def found() -> IntArray:
+        layout = plan.layout
+        if not plan.recurrent_steps:
+            return np.full(plan.cp_size, (-(-layout.packing.lengths // CHUNK) * CHUNK).sum())
+        segments = Segments.of(layout)
+        filled = -(-(segments.end - segments.start) // CHUNK) * CHUNK
+        return np.bincount(segments.rank, filled, minlength=plan.cp_size).astype(np.int64)
+
+    tokens: IntArray = plan.memo(("chunked tokens",), found)
+    return tokens
+
+
+def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool, chunks: int = 1) -> Seconds:
+    """`[ranks]` seconds of the chunked rule for a rank's tokens and heads, or one of several chunks of them.
 
     Args:
-        tokens: `[ranks]` that each computes.
         chunks: parts of the heads, each with a call of its own.
     """
     heads = np.array([hi - lo for rank in range(plan.cp_size) for lo, hi in (plan.heads_of(rank),)])
-    products = tokens * heads * rule_products(plan) * (1 if forward else 2) / chunks
-    taken = products / hardware.rule[0 if forward else 1] * hardware.slower(item_size)
+    products = chunked_tokens(plan) * heads * rule_products(plan) * (1 if forward else 2) / chunks
+    kind = KINDS[plan.kind].rule
+    taken = products / hardware.rule_rate(kind, forward=forward) * hardware.slower(item_size)
     floor = hardware.rule_floor * (1 if forward else 2)
-    found: Seconds = (products > 0) * np.maximum(taken, floor)
+    found: Seconds = (products > 0) * (np.maximum(taken, floor) + hardware.beside_rule(kind))
+    return found
+
+
+def convolution_seconds(
+    plan: Plan, hardware: Hardware, item_size: int, tokens: IntArray, *, forward: bool, chunks: int = 1
+) -> Seconds:
+    """`[ranks]` seconds of the causal convolution of so many tokens and a rank's heads, or one of several chunks."""
+    convolved = plan.sections.blocks[: KINDS[plan.kind].convolved]
+    channels = np.array(
+        [sum(block.heads_on(rank) * block.head_dim for block in convolved) for rank in range(plan.ulysses_degree)]
+    )[np.arange(plan.cp_size) % plan.ulysses_degree]
+    elements = tokens * channels / chunks
+    rate = hardware.convolution[0 if forward else 1] / hardware.slower(item_size)
+    found: Seconds = (elements > 0) * (elements / rate + hardware.launch)
     return found
 
 
@@ -183,6 +228,6 @@ def scan_products(plan: Plan, step: Scan, *, forward: bool) -> Seconds:
 
 def scan_seconds(plan: Plan, step: Scan, hardware: Hardware, item_size: int, *, forward: bool) -> Seconds:
     """`[ranks]` seconds of those maps."""
-    rate = hardware.rule[0 if forward else 1] / hardware.slower(item_size)
+    rate = hardware.rule_rate(KINDS[plan.kind].rule, forward=forward) / hardware.slower(item_size)
     found: Seconds = scan_products(plan, step, forward=forward) / rate
     return found

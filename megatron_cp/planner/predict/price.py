@@ -68,7 +68,8 @@ def described(on: Machine, topology: Topology) -> str:
 def redistribution_of(plan: Plan, hardware: Hardware, item_size: int) -> Program:
     """Hidden states that are moved to a plan's layout, and back after a run of layers."""
     assert plan.redistribution is not None
-    program, ranks = Program(plan.cp_size), plan.cp_size
+    program = Program(plan.cp_size, collective=hardware.collective, transfer=hardware.transfer)
+    ranks = plan.cp_size
     before, after, sizes = pieces_between(plan.redistribution.hidden_layout, plan.layout)
     counts = np.zeros((ranks, ranks), dtype=np.int64)
     np.add.at(counts, (before, after), sizes)

@@ -70,12 +70,14 @@ class Start:
         key: by which `Wait` names it.
         edges: its messages.
         starts: transfers that the backend starts one after another for it, each with a latency.
+        handling: `[ranks]` seconds that a rank's core takes to send and receive the bytes, while it computes or waits.
     """
 
     name: str
     key: int
     edges: Edges
-    starts: int = 1
+    starts: int
+    handling: Seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,10 +95,12 @@ class Program:
 
     Args:
         ranks: how many.
+        collective: seconds of a host to start a transfer and to wait for it.
+        transfer: bytes a second that a rank's core sends or receives; 0 where a device does.
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, *, collective: float = 0.0, transfer: float = 0.0) -> None:
+        self.ranks, self.collective, self.transfer = ranks, collective, transfer
         self.operations: list[Operation] = []
         self._keys = 0
 
@@ -109,7 +113,14 @@ class Program:
     def start(self, name: str, edges: Edges, starts: int = 1) -> int:
         """Adds a transfer; the key to wait for it."""
         self._keys += 1
-        self.operations.append(Start(name, self._keys, edges, starts))
+        moved: Seconds = np.zeros(self.ranks)
+        for ends in (edges.senders, edges.receivers):
+            moved += np.bincount(ends, edges.nbytes, minlength=self.ranks)
+        if self.collective:
+            host: Seconds = (moved > 0) * np.float64(self.collective)
+            self.work("start a transfer", "copy", host)
+        handling = moved / self.transfer if self.transfer else np.zeros(self.ranks)
+        self.operations.append(Start(name, self._keys, edges, starts, handling))
         return self._keys
 
     def wait(self, key: int) -> None:

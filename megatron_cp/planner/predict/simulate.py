@@ -4,6 +4,9 @@ A rank has one stream for computing; what it sends and receives goes over ports 
 direction for its own host, one a network card and direction for others, which several ranks may share. A message
 leaves when its sender has come to it, its receiver too, and the ports are free; a transfer has arrived at a rank when
 all messages to it have. No torch in here.
+
+Ranks that share cores slow each other down while they compute, and not while they wait. When each waits is known once
+the program was played, so it is played again with what was found, until that changes no more.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.predict.hardware import Link, Topology
 from megatron_cp.planner.predict.program import Edges, Program, Seconds, Start, Wait, Work
+
+_ROUNDS = 12  # of playing a program again; most settle in five
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,36 +171,103 @@ def _latest(index: IntArray, values: Seconds, count: int) -> Seconds:
     return found
 
 
+class _Cores:
+    """How fast each rank computes over time, on cores that the ranks of a computer share.
+
+    Args:
+        computers: `[ranks]` whose cores a rank has.
+        cores: of a computer; 0 where each rank has a device of its own.
+        busy: for each rank `[n, 2]` the times in which it computes, as far as that is known: always, if None.
+    """
+
+    def __init__(self, computers: IntArray, cores: int, busy: list[Seconds] | None = None) -> None:
+        self._count = np.bincount(computers)[computers]
+        self.shares = bool(cores) and bool((self._count > cores).any())
+        self.handles: Seconds = (self._count >= cores).astype(np.float64)  # with a core to spare, that does it
+        self._always = np.maximum(self._count / cores, 1.0) if cores else np.ones(computers.size)
+        self._clocks = None if busy is None or not self.shares else self._clocks_of(computers, cores, busy)
+
+    @staticmethod
+    def _clocks_of(computers: IntArray, cores: int, busy: list[Seconds]) -> list[tuple[Seconds, Seconds]]:
+        """For each rank the times at which its speed changes, and the work that it could have done by then."""
+        clocks = []
+        for rank, computer in enumerate(computers.tolist()):
+            others = [busy[other] for other in np.flatnonzero(computers == computer) if other != rank]
+            begins, ends = np.concatenate([np.zeros((0, 2)), *others]).T
+            times = np.unique(np.concatenate([[0.0], begins, ends]))
+            sharing = 1 + np.searchsorted(np.sort(begins), times, side="right").astype(np.float64)
+            sharing -= np.searchsorted(np.sort(ends), times, side="right")
+            speed = 1 / np.maximum(sharing / cores, 1.0)
+            done = np.append(0.0, np.cumsum(np.diff(times) * speed[:-1]))
+            clocks.append((np.append(times, times[-1] + 1e9), np.append(done, done[-1] + 1e9)))
+        return clocks
+
+    def after(self, now: Seconds, seconds: Seconds) -> Seconds:
+        """`[ranks]` when so much work is done that begins now."""
+        if self._clocks is None:
+            found: Seconds = now + seconds * self._always
+            return found
+        return np.array(
+            [
+                begin + work if not work else np.interp(np.interp(begin, times, done) + work, done, times)
+                for (times, done), begin, work in zip(self._clocks, now, seconds, strict=True)
+            ]
+        )
+
+
 def simulate(program: Program, topology: Topology, *, cores: int = 0) -> Timeline:
     """Plays a program.
 
     Args:
         program: of as many ranks as the topology has.
         topology: where they are.
-        cores: ranks of a host that compute at a time; 0 for all of them.
+        cores: ranks of a host, or of the computer that all hosts share, that compute at a time; 0 for all of them.
 
     Raises:
         ArgumentError: a topology of another number of ranks.
     """
     if topology.size != program.ranks:
         raise ArgumentError("topology", f"{topology.size} ranks", f"the {program.ranks} ranks of the plan")
-    hosts = np.array(topology.hosts)
-    slower = np.maximum(np.bincount(hosts)[hosts] / cores, 1.0) if cores else np.ones(program.ranks)
+    computers = np.zeros(program.ranks, dtype=np.int64) if topology.shares_cores else np.array(topology.hosts)
+    sharing = _Cores(computers, cores)
+    found = _played(program, topology, sharing)
+    for _ in range(_ROUNDS if sharing.shares else 0):
+        before = found
+        found = _played(program, topology, _Cores(computers, cores, _busy(before)))
+        if np.allclose(found.end, before.end, rtol=1e-3, atol=0.0):
+            break
+    return found
+
+
+def _busy(timeline: Timeline) -> list[Seconds]:
+    """For each rank `[n, 2]` when it computes."""
+    work = [span for span in timeline.spans if span.kind not in ("send", "receive", "wait")]
+    if not work:
+        return [np.zeros((0, 2))] * timeline.end.size
+    starts, ends = np.stack([span.start for span in work]), np.stack([span.end for span in work])
+    return [np.stack([begin, end], axis=1)[end > begin] for begin, end in zip(starts.T, ends.T, strict=True)]
+
+
+def _played(program: Program, topology: Topology, cores: _Cores) -> Timeline:
     network = _Network(topology)
     now, waited = np.zeros(program.ranks), np.zeros(program.ranks)
     spans: list[Span] = []
-    under_way: dict[int, _Ends] = {}
+    under_way: dict[int, tuple[Seconds, Seconds, Start]] = {}
     for operation in program.operations:
         match operation:
             case Work(name, kind, seconds):
-                begun, now = now, now + seconds * slower
+                begun, now = now, cores.after(now, seconds)
                 spans.append(Span(name, kind, begun, now))
             case Start(name, key, edges, starts):
-                left, arrived = under_way[key] = network.send(edges, now, starts)
+                left, arrived = network.send(edges, now, starts)
                 spans.append(Span(name, "send", now, np.maximum(left, now), edges))
                 spans.append(Span(name, "receive", now, np.maximum(arrived, now), edges))
+                under_way[key] = left, arrived, operation
             case Wait(key):
-                left, arrived = under_way.pop(key)
+                left, arrived, start = under_way.pop(key)
+                if start.handling.any():
+                    begun, now = now, cores.after(now, start.handling * cores.handles)
+                    spans.append(Span(f"handle {start.name}", "copy", begun, now))
                 begun, now = now, np.maximum(np.maximum(left, arrived), now)
                 waited = waited + now - begun
                 spans.append(Span("wait", "wait", begun, now))
@@ -230,5 +302,5 @@ def bounds(program: Program, topology: Topology) -> tuple[float, float]:
                     both.append(float(of_port.max(initial=0.0)))
                 if chosen.any():
                     longest = max(longest, sum(both) + link.latency * operation.starts)
-            most += longest
+            most += longest + float(operation.handling.max(initial=0.0))
     return max(busiest, *(float(each.max()) for each in load.values())), most

@@ -279,7 +279,7 @@ def _attention_operations(plan: Plan) -> float:
     """Floating-point operations of an attention's visible pairs: two products forward, four backward."""
     step = plan.attend
     assert step is not None
-    pairs = float(stage_shapes(step).pairs.sum())
+    pairs = float(stage_shapes(step, 1).pairs.sum())
     heads = sum(hi - lo for lo, hi in step.partition.heads)
     return pairs * heads * 6 * (step.head_dim + step.value_head_dim)
 

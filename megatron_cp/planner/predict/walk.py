@@ -7,32 +7,20 @@ that it writes. No torch in here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.plan.attention import Attend, Stage
-from megatron_cp.plan.flows import Fetch, PassOn
+from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
 from megatron_cp.plan.steps import Compute, ToHeads, ToTokens
-from megatron_cp.plan.transport import num_rounds
 from megatron_cp.planner.predict.hardware import Hardware
-from megatron_cp.planner.predict.kernels import (
-    StageSeconds,
-    copy_seconds,
-    rule_seconds,
-    scan_seconds,
-    seconds_of_calls,
-    shapes_of,
-    stage_seconds,
-)
-from megatron_cp.planner.predict.program import Edges, Program, Seconds
-
-_AT_A_TIME = 4  # rounds that the pairwise transport has under way
+from megatron_cp.planner.predict.kernels import convolution_seconds, rule_seconds, scan_seconds
+from megatron_cp.planner.predict.program import Edges, Program
+from megatron_cp.planner.predict.walk_attention import AttentionWalk
 
 
 def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> Program:
@@ -48,25 +36,7 @@ def program_of(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool)
     return walk.forward() if forward else walk.backward()
 
 
-class _Back(NamedTuple):
-    """What goes back to the owners of fetched rows."""
-
-    flow: Fetch
-    name: str
-    chunk: int
-    key: int
-
-
-class _Walk:
-    def __init__(self, plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> None:
-        self.plan, self.hardware, self.item, self.is_forward = plan, hardware, item_size, forward
-        self.program = Program(plan.cp_size)
-        self.second_hops: dict[int, tuple[str, Edges]] = {}
-        self.degree = plan.ulysses_degree
-        self.ranks = np.arange(plan.cp_size)
-        self.kv_ranks, self.head_ranks = self.ranks // self.degree, self.ranks % self.degree
-        self.after = (self.ranks + self.degree) % plan.cp_size  # in a ring
-
+class _Walk(AttentionWalk):
     # -- the steps, in the executor's order ----------------------------------------------------------------------------
 
     def forward(self) -> Program:
@@ -158,241 +128,6 @@ class _Walk:
         if not exchange.is_local:
             self._copy("unpack tokens", exchange.layout.token_counts * rows, exchange)
 
-    def _start(self, name: str, edges: Edges, *, shares: bool = False) -> int:
-        """By the plan's transport.
-
-        Args:
-            shares: every receiver gets the same bytes of a sender.
-        """
-        transport = self.plan.transport
-        if transport.hosts:
-            first, second = _by_hosts(edges, np.array(transport.hosts), shares=shares)
-            key = self.program.start(name, first)
-            self.second_hops[key] = name, second
-            return key
-        rounds = num_rounds(self.degree if self.degree > 1 else self.plan.cp_size)
-        return self.program.start(name, edges, 1 if transport.name == "collective" else max(1, rounds // _AT_A_TIME))
-
-    def _wait(self, key: int) -> None:
-        """Until a transfer has arrived; over hosts, the second hop begins when the first has been waited for."""
-        self.program.wait(key)
-        if key in self.second_hops:
-            name, edges = self.second_hops.pop(key)
-            self.program.wait(self.program.start(f"{name}, within hosts", edges))
-
-    def _copy(self, name: str, nbytes: IntArray | Seconds, exchange: Exchange | None = None) -> None:
-        """Work that writes so many bytes: coding reads and writes once more."""
-        passes = 2.0 if exchange is not None and exchange.codec is not None else 1.0
-        self.program.work(name, "copy", copy_seconds(self.hardware, nbytes, passes))
-
-    # -- softmax attention --------------------------------------------------------------------------------------------
-
-    def _attend(self, step: Attend) -> None:
-        flow = step.stages[-1].keys
-        if step.tiled is not None:
-            self._attend_tiled(step)
-        elif flow is None:
-            for chunk in range(step.head_chunks):
-                self._attend_stage(step, step.stages[0], self._stage_seconds(step, chunk))
-        elif isinstance(flow, Fetch):
-            self._attend_fetched(step, flow)
-        else:
-            self._attend_ring(step)
-
-    def _groups(self, step: Attend, chunk: int) -> IntArray:
-        """`[ranks]` key/value heads of a rank in a chunk."""
-        return np.array([step.chunks(rank)[chunk].num_groups for rank in range(self.degree)])[self.head_ranks]
-
-    def _row_bytes(self, step: Attend, chunk: int) -> IntArray:
-        """`[ranks]` bytes of a token's keys and values."""
-        return self._groups(step, chunk) * (step.head_dim + step.value_head_dim) * self.item
-
-    def _stage_seconds(self, step: Attend, chunk: int) -> StageSeconds:
-        return stage_seconds(self.plan, step, chunk, self.hardware, self.item, forward=self.is_forward)
-
-    def _attend_stage(self, step: Attend, stage: Stage, seconds: StageSeconds) -> None:
-        self.program.work(f"attend stage {stage.number}", "kernel", seconds.kernels[stage.number])
-        if not stage.is_first:
-            self.program.work("merge", "copy", seconds.merge)
-
-    def _across(self, step: Attend, counts: IntArray, chunk: int, row: IntArray | None = None) -> Edges:
-        """Rows from each KV rank to each, as the messages between ranks of equal head rank.
-
-        Args:
-            row: `[degree]` bytes of a row, or more of the like; those of keys if None.
-        """
-        size = self.degree
-        of_kv = np.arange(step.num_kv_ranks)
-        senders, readers = (x.ravel() for x in np.meshgrid(of_kv, of_kv, indexing="ij"))
-        row = self._row_bytes(step, chunk) if row is None else row
-        parts = [
-            (senders * size + head, readers * size + head, counts[senders, readers] * int(row[head]))
-            for head in range(size)
-        ]
-        return Edges.of(*(np.concatenate(each) for each in zip(*parts, strict=True)))
-
-    def _attend_fetched(self, step: Attend, flow: Fetch) -> None:
-        counts, chunks = flow.split_counts.counts, range(step.head_chunks)
-        sent = np.full_like(counts, flow.longest) if flow.equal_shares else counts
-        row, in_order = self._rows_of_chunks(step), flow.arrive_in_order[self.kv_ranks]
-        packed = sent.sum(axis=1) if not flow.equal_shares else np.full(step.num_kv_ranks, flow.longest)
-        back: int | None = None
-
-        def start(chunk: int) -> int:
-            self._copy("pack keys", packed[self.kv_ranks] * row[chunk])
-            edges = self._across(step, sent, chunk)
-            return self._start("keys and values", edges, shares=flow.equal_shares)
-
-        coming = start(0)
-        for chunk in chunks:
-            self._wait(coming)
-            if chunk + 1 < step.head_chunks:
-                coming = start(chunk + 1)
-            wanted = counts.sum(axis=0)[self.kv_ranks] * row[chunk]
-            self._copy("order keys", wanted * ~in_order)
-            self._attend_stage(step, step.stages[0], self._stage_seconds(step, chunk))
-            if not self.is_forward:
-                if back is not None:
-                    self._returned(back, packed, row[chunk - 1])
-                self._copy("order gradients", wanted * ~in_order)
-                back = self._start("gradients of keys and values", self._across(step, counts.T, chunk))
-        if back is not None:
-            self._returned(back, packed, row[step.head_chunks - 1])
-
-    # -- tiles that are assigned one by one ---------------------------------------------------------------------------
-
-    def _attend_tiled(self, step: Attend) -> None:
-        home, *stages = step.stages_of(forward=self.is_forward)
-        order = [(stage, chunk) for stage in stages for chunk in range(step.head_chunks)]
-        coming = self._start_tiles(step, *order[0]) if order else (0, 0)
-        assert home.home is not None
-        for chunk in range(step.head_chunks):
-            self._tiles(step, home.home.at_home, chunk, "at home")
-        visits, back = list[_Back](), None
-        for number, (stage, chunk) in enumerate(order):
-            assert stage.assigned is not None
-            assert isinstance(stage.keys, Fetch)
-            arriving = coming
-            self._wait(arriving[0])
-            if number + 1 < len(order):
-                coming = self._start_tiles(step, *order[number + 1])
-            self._in_order(step, stage.keys, "keys", chunk)
-            if stage.visitors is not None:
-                assert stage.assigned.visiting is not None
-                self._wait(arriving[1])
-                self._in_order(step, stage.visitors, self._names[0], chunk)
-                self._tiles(step, stage.assigned.visiting, chunk, "visitors")
-                while visits:
-                    self._came_back(step, visits.pop())
-                visits.append(self._go_back(step, stage.visitors, self._names[1], chunk))
-            self._tiles(step, stage.assigned.own, chunk, "far keys", merges=True)
-            if not self.is_forward:
-                if back is not None:
-                    self._came_back(step, back)
-                back = self._go_back(step, stage.keys, "gradients of keys", chunk)
-        for each in [*visits, *([] if back is None else [back])]:
-            self._came_back(step, each)
-
-    @property
-    def _names(self) -> tuple[str, str]:
-        """Of rows that visit, and of what is made of them."""
-        return ("visitors", "results") if self.is_forward else ("visitors and gradients", "gradients of visitors")
-
-    def _start_tiles(self, step: Attend, stage: Stage, chunk: int) -> tuple[int, int]:
-        """The keys, and the queries that visit; the same key twice where none do."""
-        assert isinstance(stage.keys, Fetch)
-        self._packed(step, stage.keys, "keys", chunk)
-        first = self._start("keys and values", self._rows_across(step, stage.keys, "keys", chunk))
-        if stage.visitors is None:
-            return first, first
-        name = self._names[0]
-        self._packed(step, stage.visitors, name, chunk)
-        return first, self._start(name, self._rows_across(step, stage.visitors, name, chunk))
-
-    def _go_back(self, step: Attend, flow: Fetch, name: str, chunk: int) -> _Back:
-        self._in_order(step, flow, name, chunk)
-        edges = self._rows_across(step, flow, name, chunk, back=True)
-        return _Back(flow, name, chunk, self._start(name, edges))
-
-    def _tiles(
-        self, step: Attend, bands: Callable[[int], IntArray], chunk: int, name: str, *, merges: bool = False
-    ) -> None:
-        shapes = shapes_of([map(bands, range(step.num_kv_ranks))])
-        parts = [step.chunks(rank)[chunk] for rank in range(self.degree)]
-        heads = np.array([part.heads.stop - part.heads.start for part in parts])[self.head_ranks]
-        seconds = seconds_of_calls(
-            step, shapes, self.hardware, self.item, self.kv_ranks, heads, forward=self.is_forward
-        )
-        self.program.work(f"attend {name}", "kernel", seconds[0])
-        if merges:
-            size = step.value_head_dim if self.is_forward else step.head_dim
-            rows = shapes.rows[0][self.kv_ranks] * heads
-            self._copy("merge", rows * size * max(self.item, 4) * (3 if self.is_forward else 1))
-
-    def _widths_of(self, step: Attend, name: str, chunk: int) -> IntArray:
-        """`[degree]` bytes of a row on its way."""
-        return np.array(
-            [step.row_bytes(name, rank, self.item, step.chunks(rank)[chunk]) for rank in range(self.degree)]
-        )
-
-    def _rows_across(self, step: Attend, flow: Fetch, name: str, chunk: int, *, back: bool = False) -> Edges:
-        counts = flow.split_counts.counts
-        return self._across(step, counts.T if back else counts, chunk, self._widths_of(step, name, chunk))
-
-    def _packed(self, step: Attend, flow: Fetch, name: str, chunk: int) -> None:
-        rows = flow.split_counts.counts.sum(axis=1)[self.kv_ranks]
-        self._copy(f"pack {name}", rows * self._widths_of(step, name, chunk)[self.head_ranks])
-
-    def _in_order(self, step: Attend, flow: Fetch, name: str, chunk: int) -> None:
-        """The copy that puts rows in order, of ranks where they are not."""
-        jumbled = np.array([not flow.arrives_in_order(rank) for rank in range(step.num_kv_ranks)])
-        rows = (flow.split_counts.counts.sum(axis=0) * jumbled)[self.kv_ranks]
-        self._copy(f"order {name}", rows * self._widths_of(step, name, chunk)[self.head_ranks])
-
-    def _came_back(self, step: Attend, back: _Back) -> None:
-        """The wait for what others made of own rows, which is added to what this rank has."""
-        flow, name, chunk, key = back
-        self._wait(key)
-        rows = flow.split_counts.counts.sum(axis=1)[self.kv_ranks]
-        width = self._widths_of(step, name, chunk)[self.head_ranks]
-        self._copy(f"add {name}", rows * width * max(4 // self.item, 1) * (3 if self.is_forward else 1))
-
-    def _rows_of_chunks(self, step: Attend) -> list[IntArray]:
-        return [self._row_bytes(step, chunk) for chunk in range(step.head_chunks)]
-
-    def _returned(self, key: int, rows: IntArray, row: IntArray) -> None:
-        self._wait(key)
-        self._copy("sum gradients", rows[self.kv_ranks] * row * max(4 // self.item, 1))
-
-    def _attend_ring(self, step: Attend) -> None:
-        row, tokens, seconds = self._row_bytes(step, 0), step.keys.token_counts, self._stage_seconds(step, 0)
-        wide = row * max(4 // self.item, 1)
-        self._copy("pack keys", tokens[self.kv_ranks] * row)
-        coming: int | None = None
-        gradient: int | None = None
-        for number, stage in enumerate(step.stages):
-            if coming is not None:
-                self.program.wait(coming)
-            following = step.stages[number + 1] if number + 1 < len(step.stages) else None
-            if following is not None:
-                assert isinstance(following.keys, PassOn)
-                coming = self.program.start("keys and values", self._passed(step, following.keys, row))
-            self._attend_stage(step, stage, seconds)
-            if self.is_forward or stage.gradients is None:
-                continue
-            assert isinstance(stage.gradients, PassOn)
-            if gradient is not None:
-                self.program.wait(gradient)
-                self._copy("sum gradients", tokens[(self.kv_ranks - number) % step.num_kv_ranks] * wide)
-            gradient = self.program.start("gradients of keys and values", self._passed(step, stage.gradients, wide))
-        if gradient is not None:
-            self.program.wait(gradient)
-            self._copy("own gradients", tokens[self.kv_ranks] * row)
-
-    def _passed(self, step: Attend, flow: PassOn, row: IntArray) -> Edges:
-        rows = flow.rows_sent_by_ranks()[self.kv_ranks]
-        return Edges.of(self.ranks, self.after, rows * row)
-
     # -- linear layers ------------------------------------------------------------------------------------------------
 
     @property
@@ -414,12 +149,16 @@ class _Walk:
     def _linear_work(self, name: str, chunk: int) -> None:
         plan = self.plan
         if name == "rule":
-            seconds = rule_seconds(
-                plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward, chunks=plan.head_chunks
-            )
+            seconds = rule_seconds(plan, self.hardware, self.item, forward=self.is_forward, chunks=plan.head_chunks)
             self.program.work("rule", "kernel", seconds)
             return
-        passes = (1 if name == "conv" else 0.25) * (1 if self.is_forward else 3) / plan.head_chunks
+        if name == "conv":
+            seconds = convolution_seconds(
+                plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward, chunks=plan.head_chunks
+            )
+            self.program.work("conv", "kernel", seconds)
+            return
+        passes = 0.25 * (1 if self.is_forward else 3) / plan.head_chunks
         self._copy(name, (self._tokens_at_hand * self._widths * self.item).astype(np.float64) * passes)
 
     def _halo(self, step: Halo) -> None:
@@ -433,7 +172,7 @@ class _Walk:
             self._linear_work("conv", 0)
 
     def _scan(self, step: Scan) -> None:
-        local = rule_seconds(self.plan, self.hardware, self.item, self._tokens_at_hand, forward=self.is_forward)
+        local = rule_seconds(self.plan, self.hardware, self.item, forward=self.is_forward)
         self.program.work(
             "maps", "kernel", scan_seconds(self.plan, step, self.hardware, self.item, forward=self.is_forward)
         )
@@ -450,37 +189,6 @@ class _Walk:
     def _of_counts(self, nbytes: IntArray) -> Edges:
         senders, readers = (x.ravel() for x in np.meshgrid(self.ranks, self.ranks, indexing="ij"))
         return Edges.of(senders, readers, nbytes[senders, readers])
-
-
-def _by_hosts(edges: Edges, hosts: IntArray, *, shares: bool) -> tuple[Edges, Edges]:
-    """One message to each other host, to the rank of the same place there, and from it to whom it is for.
-
-    Args:
-        hosts: of each rank.
-        shares: receivers of a host get the same bytes, which travel once.
-    """
-    of_host = [np.flatnonzero(hosts == host) for host in range(int(hosts.max()) + 1)]
-    place = np.zeros(hosts.size, dtype=np.int64)
-    for ranks in of_host:
-        place[ranks] = np.arange(ranks.size)
-    far = hosts[edges.senders] != hosts[edges.receivers]
-    senders, receivers, nbytes = edges.senders[far], edges.receivers[far], edges.nbytes[far]
-    proxy = np.array(
-        [
-            of_host[hosts[to]][place[rank] % of_host[hosts[to]].size]
-            for rank, to in zip(senders, receivers, strict=True)
-        ],
-        dtype=np.int64,
-    )
-    pairs, of_pair = np.unique(senders * hosts.size + proxy, return_inverse=True)
-    together = np.zeros(pairs.size, dtype=np.int64)
-    (np.maximum if shares else np.add).at(together, of_pair, nbytes)
-    first = Edges(
-        np.concatenate([edges.senders[~far], pairs // hosts.size]),
-        np.concatenate([edges.receivers[~far], pairs % hosts.size]),
-        np.concatenate([edges.nbytes[~far], together]),
-    )
-    return first, Edges.of(proxy, receivers, nbytes)
 
 
 def transfers_of(program: Program, rank: int) -> Iterator[tuple[str, dict[int, int], dict[int, int]]]:

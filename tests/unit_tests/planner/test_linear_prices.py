@@ -15,7 +15,17 @@ from megatron_cp.planner.predict.price import priced, state_bounds
 PACKING = Packing([60_000, 500, 5_036])
 SIZES = {"heads": 32, "key_heads": 16, "head_dim": 128}
 H100, FREE = machine("h100"), Link(latency=0.0, message=0.0, bandwidth=1e30)
-_INSTANT = {"copy": 1e30, "call": 0.0, "launch": 0.0, "rule": (1e30, 1e30), "rule_floor": 0.0}
+KINDS = ("gdn", "kda", "mamba")
+
+
+def rule(rate):
+    """Rows of all kinds."""
+    return tuple((kind, rate, rate, 0.0) for kind in KINDS)
+
+
+_INSTANT = {
+    "copy": 1e30, "convolution": (1e30, 1e30), "call": 0.0, "launch": 0.0, "rule": rule(1e30), "rule_floor": 0.0
+}  # fmt: skip
 
 
 def only(within=FREE, between=FREE, **rates):
@@ -26,7 +36,7 @@ def only(within=FREE, between=FREE, **rates):
 
 SLOW_WIRE = only(Link(0.0, 0.0, 1.0), Link(0.0, 0.0, 0.5))
 SLOW_START = only(Link(1.0, 0.0, 1e30), Link(1.0, 0.0, 1e30))
-SLOW_PRODUCTS = only(rule=(1.0, 1.0))
+SLOW_PRODUCTS = only(rule=rule(1.0))
 
 
 def plan(mode, layout=None, **more):
@@ -71,9 +81,9 @@ def test_a_segment_between_others_costs_the_walk_of_its_map(kind, maps):
         )
         assert more.tolist() == [0, tokens * heads * (walk + (transition if forward else 0)), 0]
         assert not none.any()
-    rule = {"gdn": 64 * (keys + values) + 3 * keys * values + 64 * (keys + (keys + values) // 2)}
-    rule["mamba"] = 64 * (keys + values) + 2 * keys * values
-    assert rule_products(chunkwise) == rule[kind]
+    products = {"gdn": 64 * (keys + values) + 3 * keys * values + 64 * (keys + (keys + values) // 2)}
+    products["mamba"] = 64 * (keys + values) + 2 * keys * values
+    assert rule_products(chunkwise) == products[kind]
 
 
 def test_codecs_save_bytes():
@@ -86,7 +96,7 @@ def test_head_chunks_hide_transfers_behind_work():
     """On a machine whose work takes as long as its wire, a chunk is under way while the one before is computed."""
     wire = Link(0.0, 0.0, 1e9)
     whole = priced(plan("headwise"), only(wire, wire))
-    busy = only(wire, wire, rule=(1e12, 1e12))
+    busy = only(wire, wire, rule=rule(1e12))
     one, four = (priced(plan("headwise", head_chunks=chunks), busy) for chunks in (None, 2))
     assert four.total < one.total
     assert one.exposed == pytest.approx(whole.total)

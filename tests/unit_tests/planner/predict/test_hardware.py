@@ -20,7 +20,7 @@ def test_the_presets_that_are_promised_are_there():
 def test_every_number_has_a_source(name):
     found = machine(name)
     numbers = {field.name for field in dataclasses.fields(found.hardware)} - {"name", "about", "sources"}
-    lacking = numbers - {"cores", "band", "wider"} - set(found.hardware.sources)
+    lacking = numbers - set(found.hardware.sources)
     assert not lacking
     assert {"within", "between"} <= set(found.hardware.sources)
     assert all(len(source) >= 10 or source == "data sheet" for source in found.hardware.sources.values())
@@ -66,8 +66,17 @@ def test_rejects_unknown_machines(name, says):
         (("launch = ", "launch = nonsense"), "a file in TOML"),
         (("attention = [[", "attention = [[1], ["), "rows of a head size and two rates"),
         (("rails = 8", "rails = 0"), "rails"),
-        (("rule = [3.6e+13, 3.2e+13]", "rule = [3.6e+13]"), "rule: got (36000000000000.0,)"),
-        (("rule = [3.6e+13, 3.2e+13]", "rule = [0, -5]"), "two numbers above 0"),
+        (("rule = [[", 'rule = [["gdn", 3.6e+13], ['), "rule: got ('gdn', 36000000000000.0)"),
+        (("3.2e+13, 0]", "-5, 0]"), "a kind, two rates above 0, and seconds of at least 0"),
+        (("3.2e+13, 0]", "3.2e+13, -1]"), "a kind, two rates above 0, and seconds of at least 0"),
+        ((', ["mamba", 3.6e+13, 3.2e+13, 0]', ""), "one row of each of gdn, kda, mamba"),
+        (('"mamba"', '"mambo"'), "rule: got ['gdn', 'kda', 'mambo']"),
+        (("convolution = [6.5e+11, 2.2e+11]", "convolution = [0, 1]"), "convolution: got (0, 1)"),
+        (("band = [0, 0]", "band = [0, -1]"), "two numbers of at least 0"),
+        (("row = [0, 0]", "row = [0]"), "two numbers of at least 0"),
+        (("collective = 0", "collective = -1"), "collective: got -1"),
+        (("transfer = 0", "transfer = nan"), "transfer: got nan"),
+        (("shares_cores = false", "shares_cores = 1"), "shares_cores"),
         (("tile = 128", "tile = 0.5"), "tile: got 0.5"),
         (("cores = 0", "cores = 2.5"), "cores: got 2.5"),
         (("wider = [2, 4]", "wider = [0, 0]"), "wider: got (0, 0)"),
@@ -90,9 +99,26 @@ def test_rejects_malformed_files(change, says, tmp_path):
         ("hosts", lambda: Topology((0, 2), Link(0, 0, 1), Link(0, 0, 1))),
         ("bandwidth", lambda: Link(0.0, 0.0, 0.0)),
         ("latency", lambda: Link(-1.0, 0.0, 1.0)),
+        ("shares_cores", lambda: Topology((0, 1), Link(0, 0, 1), Link(0, 0, 1), shares_cores=1)),
     ],
 )
 def test_rejects_impossible_places(argument, call):
     with pytest.raises(ArgumentError) as caught:
         call()
     assert caught.value.argument == argument
+
+
+def test_a_kind_has_its_own_rates():
+    hardware = dataclasses.replace(
+        machine("h100").hardware, rule=(("gdn", 1.0, 2.0, 3.0), ("kda", 4.0, 5.0, 6.0), ("mamba", 7.0, 8.0, 9.0))
+    )
+    assert [hardware.rule_rate("kda", forward=way) for way in (True, False)] == [4.0, 5.0]
+    assert [hardware.beside_rule(kind) for kind in ("gdn", "mamba")] == [3.0, 9.0]
+
+
+def test_emulated_hosts_share_their_cores():
+    """And a file says so."""
+    emulated = dataclasses.replace(machine("cpu"), shares_cores=True)
+    assert "shares_cores = true" in written(emulated)
+    assert emulated.topology(4).shares_cores
+    assert not machine("cpu").topology(4).shares_cores

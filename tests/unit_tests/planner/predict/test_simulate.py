@@ -63,6 +63,48 @@ def test_ranks_that_share_cores_take_turns():
     assert simulate(program, topology, cores=2).end.tolist() == [1.5, 1.5, 1.5, 1.0]
 
 
+def test_a_rank_that_waits_leaves_its_core_to_others():
+    """Two ranks on one core: while rank 1 waits a second for a message, rank 0 computes at full speed."""
+    program = Program(4)
+    program.wait(program.start("x", edges((2, 1, 1))))
+    program.work("kernel", "kernel", np.array([3.0, 3.0, 0.0, 0.0]))
+    link = Link(1.0, 0.0, 1e30)
+    timeline = simulate(program, Topology((0, 0, 1, 1), link, link), cores=1)
+    # Alone for the first second, then half as fast each for four, then alone for the last.
+    assert timeline.end[:2] == pytest.approx([5.0, 6.0], rel=1e-3)
+    assert simulate(program, Topology((0, 0, 1, 1), link, link)).end[:2].tolist() == [3.0, 4.0]
+
+
+def test_emulated_hosts_share_the_cores_of_one_computer():
+    program = Program(4)
+    program.work("kernel", "kernel", 1.0)
+    hosts = (0, 0, 1, 1)
+    assert simulate(program, Topology(hosts, FAST, SLOW), cores=2).end.tolist() == [1.0] * 4
+    assert simulate(program, Topology(hosts, FAST, SLOW, shares_cores=True), cores=2).end.tolist() == [2.0] * 4
+
+
+def test_a_core_that_moves_bytes_computes_less():
+    """100 bytes out and 100 in at 100 a second are 2 seconds of the core: nothing while it only waits for them."""
+    both = edges((0, 1, 100), (1, 0, 100))
+    topology = Topology((0, 0), Link(0.0, 0.0, 50.0), SLOW)
+    waiting, hiding = (Program(2, transfer=100.0) for _ in range(2))
+    waiting.wait(waiting.start("x", both))
+    assert simulate(waiting, topology, cores=2).end.tolist() == [2.0, 2.0]
+    key = hiding.start("x", both)
+    hiding.work("kernel", "kernel", 10.0)
+    hiding.wait(key)
+    assert simulate(hiding, topology, cores=2).end.tolist() == [12.0, 12.0]
+    assert simulate(hiding, topology, cores=3).end.tolist() == [10.0, 10.0]  # a core to spare does it
+
+
+def test_a_host_that_starts_a_transfer_computes_nothing_meanwhile():
+    program = Program(3, collective=0.25)
+    key = program.start("x", edges((0, 1, 100)))
+    program.work("kernel", "kernel", 10.0)
+    program.wait(key)
+    assert simulate(program, Topology((0, 0, 0), FAST, SLOW)).end.tolist() == [10.25, 10.25, 10.0]
+
+
 def test_what_a_rank_keeps_is_no_message():
     kept = edges((0, 0, 5), (0, 1, 0), (1, 0, 7))
     assert (kept.senders.tolist(), kept.receivers.tolist(), kept.nbytes.tolist()) == ([1], [0], [7])
