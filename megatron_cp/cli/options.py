@@ -110,6 +110,15 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         help="parts in which heads change places (default: 1), or keys are gathered (default: 2)",
     )
     group.add_argument(
+        "--search",
+        type=number,
+        default=0.0,
+        metavar="SECONDS",
+        help="of tiled: how long a solver may look for better tiles, each direction (default: none); "
+        "above 0 auto weighs tiled too",
+    )
+    group.add_argument("--search-cache", metavar="FOLDER", help="where found tiles are kept (default: nowhere)")
+    group.add_argument(
         "--transport", default="collective", metavar="|".join(working("transport")), help="default: collective"
     )
     group.add_argument(
@@ -201,6 +210,8 @@ def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
         align=args.align,
         dtype=DTYPES[args.dtype],
         seed=args.seed,
+        search_seconds=args.search,
+        search_cache=args.search_cache,
     )
 
 

@@ -137,8 +137,10 @@ def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
     """What each scheme would send for the same batch, layout and options, and how even its work would be."""
     found = {}
     for scheme in working("scheme"):
-        if scheme == AUTO:
-            continue
+        if scheme == AUTO or (
+            scheme != chosen.scheme and scheme_named(scheme).assigns_tiles and not case.search_seconds
+        ):
+            continue  # tiles take seconds to assign
         with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # of products that the ranks are not
             warnings.simplefilter("ignore", UserWarning)
             plan = chosen if scheme == chosen.scheme else _like(case, scheme)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +34,7 @@ from megatron_cp.planner.checks import (
 )
 from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
-from megatron_cp.planner.tiled import USUAL_SEARCH, TileSearch, assigned_tiles, checked_seconds
+from megatron_cp.planner.tiled import USUAL_SEARCH, TileSearch, assigned_tiles, checked_search
 from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, weighed
 
 
@@ -57,6 +58,7 @@ def plan_attention(
     topology: Topology | None = None,
     item_size: int = 2,
     search_seconds: float = 0.0,
+    search_cache: str | os.PathLike[str] | None = None,
     memory_limit: int | None = None,
 ) -> Plan:
     """How to run softmax attention over a batch.
@@ -97,7 +99,9 @@ def plan_attention(
         item_size: bytes of an activation, for predictions, for the limit, and for the tiles of tiled, which weigh what
             travels.
         search_seconds: how long tiled and a2a+tiled may search for better tiles, forward and backward each, beyond what
-            they find within seconds: with OR-Tools, which the extra `solver` brings. All ranks find the same.
+            they find within seconds: with OR-Tools, which the extra `solver` brings. All ranks find the same. "auto"
+            weighs the two only if this is above 0, since they take seconds to plan.
+        search_cache: a folder with what searches found before, for all ranks the same; None for none.
         memory_limit: bytes that the buffers of messages may take on a rank, in one step forward and backward, as
             `buffer_bytes` counts them; None for any. "auto" takes no way that needs more, in more head chunks if that
             helps; another scheme that does is refused.
@@ -127,7 +131,7 @@ def plan_attention(
     request = replace(request, transport=checked_transport(transport, layout.cp_size))
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     topology = checked_topology(topology, on, layout.cp_size, request.transport)
-    request = replace(request, topology=topology, search=TileSearch(item_size, checked_seconds(search_seconds)))
+    request = replace(request, topology=topology, search=checked_search(item_size, search_seconds, search_cache))
     limit = MemoryLimit(memory_limit, item_size)
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
         plan = request.plan(scheme_named(scheme), ulysses_degree)
@@ -169,7 +173,7 @@ class _Request:
 
     def tiles(self, step: Attend) -> TiledWork:
         """Who computes which tile: searched once for each batch, layer shape and mask."""
-        key = ("tiles", *self.key, step.partition, self.topology, self.search)
+        key = ("tiles", *self.key, step.partition, self.topology)
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         # Chunks of heads hide one another's transfers; where there is one alone, two rounds of rows do.
         return replace(found, rounds=2 if step.head_chunks == 1 else 1)
@@ -179,7 +183,7 @@ class _Request:
         """All of it but the layout."""
         keys = None if self.kv_layout == self.layout else self.kv_layout
         sizes = (self.heads, self.kv_heads, self.head_dim, self.value_head_dim)
-        return (keys, self.mask, *sizes, self.head_chunks, self.codec, self.transport)
+        return (keys, self.mask, *sizes, self.head_chunks, self.codec, self.transport, self.search)
 
     def plan(self, way: Scheme, ulysses_degree: int | None, others: Sequence[Plan] = ()) -> Plan:
         """The plan of one scheme, which takes what queries see from another one in whose heads are spread alike."""
@@ -225,7 +229,9 @@ def _cheapest(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
         refused = None
-        for way in (each for each in SCHEMES.values() if not each.assigns_tiles):
+        for way in SCHEMES.values():
+            if way.assigns_tiles and not request.search.seconds:
+                continue
             for degree in _degrees(way, request.layout, ulysses_degree, topology):
                 try:
                     ways.append(request.plan(way, degree, ways))
@@ -247,11 +253,12 @@ def _cheapest(
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
-    """The degrees among which "auto" chooses; of layouts of very many fragments, the ranks of a host."""
+    """The degrees among which "auto" chooses; of very many fragments, and of tiles, the ranks of a host."""
     if asked is not None or not way.is_product:
         return [asked]
+    is_many = layout.starts.size > VERY_MANY or way.assigns_tiles
     degrees: list[int | None] = [degree for degree in range(2, layout.cp_size) if layout.cp_size % degree == 0]
-    if layout.starts.size <= VERY_MANY:
+    if not is_many:
         return degrees
     host = topology.hosts.count(topology.hosts[0])
     return [degree for degree in degrees if degree == host] or degrees[:1]

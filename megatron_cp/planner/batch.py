@@ -21,7 +21,7 @@ from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import plan_linear, unused
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
-from megatron_cp.planner.tiled import checked_seconds
+from megatron_cp.planner.tiled import checked_search
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class AttentionSlot:
     item_size: int = 2
     memory_limit: int | None = None
     search_seconds: float = 0.0
+    search_cache: str | None = None
 
     def __post_init__(self) -> None:
         sizes = ("heads", "kv_heads", "head_dim", "value_head_dim", "item_size")
@@ -53,7 +54,7 @@ class AttentionSlot:
         _check_topology(self.topology)
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
-        checked_seconds(self.search_seconds)
+        checked_search(self.item_size, self.search_seconds, self.search_cache)
         object.__setattr__(self, "hardware", machine(self.hardware))
         Mask.named(Packing([1]), self.mask)  # as much as can be said of it without a batch
         object.__setattr__(
@@ -82,6 +83,7 @@ class AttentionSlot:
             item_size=self.item_size,
             memory_limit=self.memory_limit,
             search_seconds=self.search_seconds,
+            search_cache=self.search_cache,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -24,12 +25,12 @@ class TileSearch(NamedTuple):
 
     Attributes:
         item_size: bytes of an element.
-        search_seconds: that the exact stage may take for each direction; 0 for the fast stage alone.
+        seconds: that the exact stage may take for each direction; 0 for the fast stage alone.
         cache: a directory with what searches found before; None for none.
     """
 
     item_size: int = 2
-    search_seconds: float = 0.0
+    seconds: float = 0.0
     cache: str | None = None
 
 
@@ -42,6 +43,18 @@ def checked_seconds(search_seconds: object) -> float:
     if not 0 <= as_number(search_seconds) <= _LONGEST_SEARCH:
         raise ArgumentError("search_seconds", search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
     return as_number(search_seconds)
+
+
+def checked_search(item_size: int, search_seconds: object, search_cache: str | os.PathLike[str] | None) -> TileSearch:
+    """How tiles are searched for.
+
+    Raises:
+        ArgumentError: no time, or no name of a folder.
+    """
+    if search_cache is not None and not isinstance(search_cache, str | os.PathLike):
+        raise ArgumentError("search_cache", search_cache, "a folder's name, or None")
+    folder = None if search_cache is None else os.fspath(search_cache)
+    return TileSearch(item_size, checked_seconds(search_seconds), folder)
 
 
 USUAL_SEARCH = TileSearch()
@@ -68,7 +81,7 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     for forward in (True, False):
         weights = _weights(step, search.item_size, forward=forward)
         problem = tiles_of(step.mask, step.queries, step.keys, weights=weights, hosts=hosts, host_cost=host_cost)
-        solution = solve(problem, search_seconds=search.search_seconds, cache=search.cache)
+        solution = solve(problem, search_seconds=search.seconds, cache=search.cache)
         assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
         most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
         # The search weighs hosts; what is said is bytes.

@@ -13,8 +13,8 @@ from megatron_cp.planner.predict.price import described, priced
 
 # What a prediction must gain before a way is taken that another is preferred to. A head exchange gives the bits of one
 # rank; a kernel that returns its results in bf16 rounds once where all keys are there, and in a ring once a stage.
-# As factors, and in milliseconds.
-_GAIN_OF_KEYS, _GAIN_OF_STAGES = (1.01, 0.02), (1.04, 0.1)
+# Tiles are searched for, for every batch. As factors, and in milliseconds.
+_GAIN_OF_KEYS, _GAIN_OF_STAGES, _GAIN_OF_TILES = (1.01, 0.02), (1.04, 0.1), (1.05, 0.1)
 CHUNKS = (1, 2, 4)
 # Fragments of a layout over which a plan takes seconds: few ways are looked at, by their bounds, and none whose ranks
 # fetch ranges of keys, which would be tables of as many ranges.
@@ -75,4 +75,6 @@ def _handicapped(milliseconds: float, plan: Plan) -> float:
     if plan.attend.num_kv_ranks == 1:
         return milliseconds
     factor, more = _GAIN_OF_STAGES if plan.attend.num_stages > 1 else _GAIN_OF_KEYS
+    if plan.attend.tiled is not None:
+        factor, more = _GAIN_OF_TILES
     return milliseconds * factor + more

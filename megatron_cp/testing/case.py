@@ -83,6 +83,7 @@ class LayerCase:
         device: where they are.
         kernel: the backend, or "auto".
         seed: of the inputs and of a random layout.
+        search_seconds, search_cache: for tiles; see `plan_attention`.
         machine: on which "auto" predicts; a safe one if None.
         machine_hosts: on how many of its hosts the ranks are; as many as they fill if None.
     """
@@ -116,6 +117,8 @@ class LayerCase:
     device: str = "cpu"
     kernel: str = "auto"
     seed: int = 0
+    search_seconds: float = 0.0
+    search_cache: str | None = None
     machine: Machine | None = None
     machine_hosts: int | None = None
 
@@ -165,7 +168,8 @@ class LayerCase:
             return plan_attention(
                 self.packing, layout, heads=self.heads, kv_heads=self.groups, head_dim=self.head_dim,
                 value_head_dim=self.value_head_dim, mask=mask, scheme=self.scheme,
-                ulysses_degree=self.ulysses_degree, **wire, **cross,
+                ulysses_degree=self.ulysses_degree, search_seconds=self.search_seconds, search_cache=self.search_cache,
+                **wire, **cross,
             )  # fmt: skip
         return plan_linear(
             self.packing, layout, require("kind", self.layer), conv_width=self.conv_width, mode=self.scheme,
@@ -209,8 +213,9 @@ class LayerCase:
             allowed = "contiguous, zigzag or balanced for keys of their own, and masks that have no spelling"
             raise ArgumentError("layout", self.layout, allowed)
         return AttentionSlot(
-            self.heads, *sizes, mask=self.mask, scheme=self.scheme, ulysses_degree=self.ulysses_degree, **self._wire()
-        )
+            self.heads, *sizes, mask=self.mask, scheme=self.scheme, ulysses_degree=self.ulysses_degree,
+            search_seconds=self.search_seconds, search_cache=self.search_cache, **self._wire(),
+        )  # fmt: skip
 
     @property
     def _linear_heads(self) -> int:

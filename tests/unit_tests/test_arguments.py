@@ -35,6 +35,7 @@ SPARSE = torch.eye(3).to_sparse()
 
 # -- what an argument of each kind cannot be -------------------------------------------------------------------------
 
+NO_FOLDER = [5, b"here", ["here"], True]
 NO_SEARCH = [-1, 1e9, math.nan, "1", None, True, [1.0]]
 NO_INTEGER = [None, True, np.True_, 1.0, math.nan, "1", b"1", 1j, [1], (1,), {1}, {1: 1}, np.array(1), np.array([1]),
               torch.tensor(1), torch.tensor([1]), BEYOND, -BEYOND, 10**400, NEGATIVE, timedelta(1), object(),
@@ -195,7 +196,7 @@ CALLS = {
         **{name: optional([*NO_INTEGER, 0]) for name in ("ulysses_degree", "head_chunks", "memory_limit")},
         "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
-        "search_seconds": NO_SEARCH}),
+        "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
     "LinearSlot": (cp.LinearSlot, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]
@@ -229,7 +230,7 @@ CALLS = {
         **{name: [*NO_INTEGER, 0] for name in ("heads", "head_dim")},
         **{name: optional([*NO_INTEGER, 0]) for name in ("kv_heads", "value_head_dim", "head_chunks", "memory_limit")},
         "ulysses_degree": optional([*NO_INTEGER, 0, 2.0, 3]), "hardware": NO_MACHINE, "topology": NO_TOPOLOGY,
-        "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH}),
+        "item_size": [*NO_INTEGER, 0], "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
     "plan_attention, cross": (cp.plan_attention, CROSS | SHAPES, {
         "kv_packing": [*NO_PACKING, cp.Packing([3])], "kv_layout": [*NO_LAYOUT, LAYOUT],
         "mask": [*NO_MASK, cp.Mask.causal(P)]}),
