@@ -21,6 +21,16 @@ def assign_at_random(monkeypatch, seed=0):
     monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", partial(random_work, seed=seed))
 
 
+def assign_all_to(monkeypatch, rank):
+    """One rank computes everything, for all others, until the test ends."""
+
+    def assigned(step, *_):
+        found = of_ranks(step.mask.bands, np.full(len(step.mask.bands), rank), step.num_kv_ranks)
+        return TiledWork(found, found)
+
+    monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", assigned)
+
+
 def random_work(step, *_, seed=0):
     """Two assignments of an attention's tiles, in place of `assigned_tiles`."""
     return TiledWork(random_assignment(step, 2 * seed), random_assignment(step, 2 * seed + 1))

@@ -183,16 +183,16 @@ CASES = {
 
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 @pytest.mark.parametrize("name", CASES)
-def test_layers_send_from_buffers_that_the_first_step_made(name, lying):
+def test_layers_send_from_buffers_that_the_first_step_made(name, lying, monkeypatch):
+    assign_at_random(monkeypatch)  # each rank plans in each step: a search for tiles would take most of the time
     assert_steady(CASES[name].cp, lambda group: run_layer(group, CASES[name]), lying)
 
 
 @pytest.mark.parametrize("transport", ["collective", "pairwise", "hierarchical"])
-@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("scheme", TILED)
-def test_assigned_tiles_send_from_buffers_that_the_first_step_made(scheme, chunks, transport, lying, monkeypatch):
+def test_assigned_tiles_send_head_chunks_from_buffers(scheme, transport, lying, monkeypatch):
     assign_at_random(monkeypatch)
-    case = replace(ATTENTION, cp=4, scheme=scheme, head_chunks=chunks, transport=transport, dtype=torch.bfloat16)
+    case = replace(ATTENTION, cp=4, scheme=scheme, head_chunks=3, transport=transport, dtype=torch.bfloat16)
     assert case.plan().attend.moves_queries(forward=False)
     assert_steady(case.cp, lambda group: run_layer(group, case), lying)
 

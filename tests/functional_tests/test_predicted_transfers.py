@@ -12,6 +12,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.predict.hardware import machine
 from megatron_cp.planner.predict.walk import program_of, transfers_of
 from megatron_cp.testing.parity import Case, run_layer
+from tests.random_tiles import assign_at_random
 
 Log = list[tuple[dict[int, int], dict[int, int]]]
 LENGTHS = (37, 1, 130, 64, 5, 211)
@@ -106,6 +107,15 @@ def predicted(case: Case, rank: int) -> Log:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_walks_over_the_transfers_of_a_real_run(case):
+    for rank, log in enumerate(run_ranks(logged, case.cp, case)):
+        assert log == predicted(case, rank), f"rank {rank}"
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize(("size", "scheme"), [(3, "tiled"), (4, "a2a+tiled")])
+def test_walks_over_the_transfers_of_assigned_tiles(size, scheme, chunks, monkeypatch):
+    assign_at_random(monkeypatch)
+    case = Case("attention", size, LENGTHS, scheme=scheme, head_chunks=chunks, **HEADS)
     for rank, log in enumerate(run_ranks(logged, case.cp, case)):
         assert log == predicted(case, rank), f"rank {rank}"
 

@@ -47,10 +47,10 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
         tiled       forward     out (w) + lse + most of: as p2p the part of a later stage; likewise what one KV rank
                                 sends home; lse of a chunk's visitors; at the end out again if w is wider
                     backward    out + lse + dq + block(s) + dq (w) if w is wider + t h row sums (w) + block(s) (w) and
-                                most of a stage's part dq (w); of a chunk's visitors dq (w) if w is wider, out (w), lse;
-                                where w is wider what one KV rank sends home (w), or keys that come back as above. Where
-                                keys are seen by own queries and by visitors, all of them (w) if w is wider, and beside
-                                the part dq (w) the block of those that own queries see (w)
+                                most of: a stage's part dq (w); of a chunk's visitors dq (w) if w is wider, out (w)
+                                and lse; where w is wider what one KV rank sends home (w), or keys that come back as
+                                above. Where keys are seen by own queries and by visitors, all of them (w) if w is
+                                wider, and beside the part dq (w) the block of those that own queries see (w)
         a2a         forward     the rank's q, k, v; the above; and out once more, of own tokens
                     backward    likewise, with out's gradient on its way in, and dq and block(s) on their way back
 

@@ -14,7 +14,7 @@ from megatron_cp.plan.attention import TiledWork
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.testing.parity import Case
 from tests.counting_group import CountingGroup
-from tests.random_tiles import TILED, assign_at_random, at_home, random_assignment
+from tests.random_tiles import TILED, assign_all_to, assign_at_random, at_home, random_assignment
 from tests.scheme_cases import check, over_ranks
 from tests.scheme_in_halves import add_halves
 
@@ -218,6 +218,23 @@ def test_assigned_tiles_sum_in_fp32_and_round_once(scheme, monkeypatch):
     for seed in range(2):
         assign_at_random(monkeypatch, seed)
         test_sums_over_ranks_are_kept_in_fp32_and_rounded_once(scheme, "zigzag")
+
+
+def test_keys_that_own_queries_and_visitors_see_are_summed_in_fp32(monkeypatch):
+    """Visitors leave more than 256, and odd, at the first key: own queries make it even again."""
+    assign_all_to(monkeypatch, 2)
+    own = layout_by_name("contiguous", PACKING, 4, align=3).tokens(2)
+    visiting = [token for token in range(60) if token not in own]
+    left = one_hot_problem()[3][visiting].sum((0, 1))
+    assert len(visiting) < 60
+    assert ((left > 256) & (left % 2 == 1)).any()
+    test_sums_over_ranks_are_kept_in_fp32_and_rounded_once("tiled", "contiguous")
+
+
+@pytest.mark.parametrize("scheme", TILED)
+def test_attention_is_dense_where_one_rank_computes_all(scheme, monkeypatch):
+    assign_all_to(monkeypatch, 1)
+    check(replace(TILES, scheme=scheme, mask="window:9,1", learned_sink=True))
 
 
 @pytest.mark.parametrize("scheme", TILED)

@@ -13,7 +13,7 @@ from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import AttentionKernel
 from megatron_cp.testing.memory import PeakMemory
 from tests.covering import covering
-from tests.random_tiles import TILED, assign_at_random
+from tests.random_tiles import TILED, assign_all_to, assign_at_random
 from tests.scheme_in_halves import add_halves
 
 pytestmark = pytest.mark.slow
@@ -23,6 +23,7 @@ SHAPES = {
     "6:2": {"heads": 6, "kv_heads": 2, "head_dim": 16},
     "7 heads": {"heads": 7, "kv_heads": 7, "head_dim": 16},
     "one key head": {"heads": 8, "kv_heads": 1, "head_dim": 16},
+    "4:1 small": {"heads": 4, "kv_heads": 1, "head_dim": 3, "value_head_dim": 2},
     "24/16": {"heads": 4, "kv_heads": 4, "head_dim": 24, "value_head_dim": 16},
 }
 SLACK = 0.03  # rows of messages are padded to 16 bytes, those of numbers that are merged to cache lines
@@ -149,6 +150,13 @@ def test_the_peak_is_the_formula_whoever_computes_which_tile(scheme, cp, dtype, 
         assert plan.attend.moves_queries(forward=True)
         assert plan.attend.moves_queries(forward=False)
         check(plan, dtype)
+
+
+@pytest.mark.parametrize("shape", ["4:1 small", "24/16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_peak_is_the_formula_where_one_rank_computes_all(dtype, shape, monkeypatch):
+    assign_all_to(monkeypatch, 1)
+    check(planned("tiled", 3, shape=shape, head_chunks=1), dtype)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
