@@ -1,0 +1,117 @@
+"""Attention over tiles that a planner assigned: exact, with the bytes that were planned, and taken by auto where it pays."""
+
+import warnings
+
+import pytest
+
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.predict.price import priced
+from megatron_cp.testing.parity import Case, run_layer
+from tests.counting_group import CountingGroup
+from tests.scheme_cases import check
+
+ONE, FIVE = (131,), (37, 1, 60, 5, 28)
+SHAPES = {
+    "MHA": {"heads": 3, "groups": 3},
+    "8:2": {"heads": 8, "groups": 2},
+    "one head": {"heads": 1, "groups": 1},
+    "MLA": {"heads": 2, "groups": 2, "head_dim": 24, "value_head_dim": 16},
+}
+MASKS = ("full", "causal", "strided", "global_local", "star", "streaming")
+# Every mask with every shape, number of ranks and kind of pack, each pair at least once.
+CASES = [
+    (mask, tuple(SHAPES)[(row + column) % 4], (3, 4, 5, 8)[column], (ONE, FIVE)[(row + column // 2) % 2])
+    for row, mask in enumerate(MASKS)
+    for column in range(4)
+]
+
+
+def case_of(mask, shape, size, lengths, **changes):
+    sizes = {"head_dim": 8, "value_head_dim": 8, **SHAPES[shape]}
+    layout = ("contiguous", "zigzag")[size % 2]
+    return Case("attention", size, lengths, **{"layout": layout, "scheme": "tiled", "mask": mask, **sizes, **changes})
+
+
+@pytest.mark.parametrize(("mask", "shape", "size", "lengths"), CASES, ids=lambda value: str(value))
+def test_planned_tiles_are_dense_attention(mask, shape, size, lengths):
+    check(case_of(mask, shape, size, lengths))
+
+
+def sent_and_gradients(group, case, plan):
+    counted = CountingGroup(group)
+    return counted, run_layer(counted, case)
+
+
+def bytes_of(group, case):
+    counted = CountingGroup(group)
+    run_layer(counted, case)
+    return counted.bytes_sent
+
+
+@pytest.mark.parametrize("mask", ["full", "strided", "star"])
+def test_ranks_send_what_was_planned(mask):
+    case = case_of(mask, "8:2", 4, FIVE)
+    plan = case.plan()
+    planned = [sum(pair) for pair in zip(*(plan.bytes_sent(8, forward=way) for way in (True, False)), strict=True)]
+    assert run_ranks(bytes_of, 4, case) == planned
+    assert max(planned) > 0
+
+
+def bits_of(group, case):
+    return {name: tensor.view(-1).tolist() for name, tensor in run_layer(group, case).items()}
+
+
+def test_the_same_run_twice_gives_the_same_bits():
+    case = case_of("causal", "8:2", 5, FIVE)
+    assert run_ranks(bits_of, 5, case) == run_ranks(bits_of, 5, case)
+
+
+def plan_of(mask, *, heads=1, kv_heads=1, size=8, **changes):
+    packing = Packing([65_536])
+    layout = Layout.contiguous(packing, size)
+    return plan_attention(
+        packing, layout, heads=heads, kv_heads=kv_heads, head_dim=128, mask=Mask.named(packing, mask), **changes
+    )
+
+
+def test_no_rank_has_much_more_work_than_another():
+    plan = plan_of("causal", scheme="tiled")
+    assert plan.work_imbalance <= 1.06
+    assert plan_of("causal", scheme="exact").work_imbalance > 1.8
+
+
+def test_what_is_known_of_a_plan_is_said():
+    plan = plan_of("global_local", scheme="tiled")
+    for found in plan.attend.tiled.solutions:
+        assert 0 < found.bound <= found.bytes_on_the_way
+        assert found.load_cap >= plan.mask.area / 8
+    # Rows that no tile of a chunk needs stay at home: what is sent may be less than what was assigned, never more.
+    assert max(plan.bytes_sent(2, forward=True)) <= plan.attend.tiled.solutions[0].bytes_on_the_way
+    said = plan.explain()
+    assert "tiles of the mask assigned to 8 ranks" in said
+    assert said.count("no assignment needs less than") + said.count("which is the least") == 2
+
+
+def test_auto_takes_tiles_where_they_pay_and_a_search_is_allowed():
+    assert plan_of("global_local").scheme != "tiled"
+    assert plan_of("global_local", search_seconds=0.01).scheme == "tiled"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert plan_of("causal", heads=32, kv_heads=32, search_seconds=0.01).scheme == "a2a"
+
+
+def test_two_rounds_are_predicted_to_hide_more():
+    """With one chunk of heads; what is sent is the same."""
+    plan = plan_of("causal", scheme="tiled")
+    assert plan.attend.tiled.rounds == 2
+    assert len(plan.attend.stages) == 3
+    assert plan_of("causal", scheme="tiled", heads=2, kv_heads=2).attend.tiled.rounds == 1
+    assert priced(plan, machine_of()).total > 0
+
+
+def machine_of():
+    from megatron_cp.planner.predict.hardware import machine
+
+    return machine("h100")
