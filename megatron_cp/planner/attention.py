@@ -173,9 +173,9 @@ class _Request:
 
     def tiles(self, step: Attend) -> TiledWork:
         """Who computes which tile: searched once for each batch, layer shape and mask."""
+        keys = None if self.kv_layout == self.layout else self.kv_layout
         sizes = (step.partition, self.head_dim, self.value_head_dim)
-        key = ("tiles", self.mask, None if self.kv_layout == self.layout else self.kv_layout, *sizes)
-        key = (*key, self.topology, self.search)  # whatever the chunks of heads
+        key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # whatever the chunks of heads
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
         # Chunks of heads hide one another's transfers; where there is one alone, two rounds of rows do.
         return replace(found, rounds=2 if step.head_chunks == 1 else 1)

@@ -1,4 +1,4 @@
-"""Attention over tiles that a planner assigned: exact, with the bytes that were planned, and taken by auto where it pays."""
+"""Attention over tiles that a planner assigned: exact, with the bytes that were planned, taken by auto where it pays."""
 
 import warnings
 
@@ -37,11 +37,6 @@ def case_of(mask, shape, size, lengths, **changes):
 @pytest.mark.parametrize(("mask", "shape", "size", "lengths"), CASES, ids=lambda value: str(value))
 def test_planned_tiles_are_dense_attention(mask, shape, size, lengths):
     check(case_of(mask, shape, size, lengths))
-
-
-def sent_and_gradients(group, case, plan):
-    counted = CountingGroup(group)
-    return counted, run_layer(counted, case)
 
 
 def bytes_of(group, case):
