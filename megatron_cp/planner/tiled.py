@@ -14,9 +14,11 @@ from megatron_cp.plan.attention import Attend, TiledWork
 from megatron_cp.planner.predict.hardware import Topology
 from megatron_cp.planner.tiles import TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound
+from megatron_cp.planner.tiles.fast import USUAL_STEPS
 
 _LONGEST_SEARCH = 86_400  # a day
 _MOST_PAIRS = 1 << 52  # which sums of work hold exactly
+_PAIRS_A_STEP = 1000  # visible pairs for each random move of the search: all moves from 4,000 causal tokens on
 _MOST_HOST_COST = 64  # bytes within a host that one between hosts may be worth
 
 
@@ -77,11 +79,12 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
         remedy = "Take exact or p2p, which count nothing."
         raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
     hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
-    found = []
+    # A mask that is computed in microseconds is not worth a second of search.
+    steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, USUAL_STEPS)), []
     for forward in (True, False):
         weights = _weights(step, search.item_size, forward=forward)
         problem = tiles_of(step.mask, step.queries, step.keys, weights=weights, hosts=hosts, host_cost=host_cost)
-        solution = solve(problem, search_seconds=search.seconds, cache=search.cache)
+        solution = solve(problem, search_seconds=search.seconds, cache=search.cache, steps=steps)
         assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
         most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
         # The search weighs hosts; what is said is bytes.

@@ -1,4 +1,4 @@
-"""Attention over tiles that a planner assigned: exact, with the bytes that were planned, taken by auto where it pays."""
+"""Attention over tiles that a planner assigned: exact, in the bytes that were planned, taken by auto where it pays."""
 
 import warnings
 

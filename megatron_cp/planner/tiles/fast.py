@@ -13,19 +13,20 @@ from megatron_cp.planner.tiles.anneal import Axis, Chains, Moves
 from megatron_cp.planner.tiles.problem import Chunks, TileProblem, loads, longest_first
 from megatron_cp.planner.tiles.starts import repaired, starts
 
-_CHAINS, _STEPS = 64, 8000  # about a second on one core, for 64 tiles on 8 ranks
+_CHAINS, USUAL_STEPS = 64, 8000  # about a second on one core, for 64 tiles on 8 ranks
 _STEPS_A_TILE = 200  # at most, so that small problems take milliseconds
 _ENTRIES = 1 << 18  # of the tables of counts: fewer chains where there are many lines and ranks
 _FEW_RANKS = 16  # above, groups of ranks come first
 _LINES_A_GROUP = 6  # as many rows and columns has each group of ranks where groups come first
 
 
-def search(problem: TileProblem, bound: int = 0) -> IntArray:
+def search(problem: TileProblem, bound: int = 0, steps: int = USUAL_STEPS) -> IntArray:
     """`[tiles]` who computes each.
 
     Args:
         problem: the tiles.
         bound: a cost that is good enough to stop at.
+        steps: random moves of each answer.
 
     Raises:
         ArgumentError: no answer is found under the load cap.
@@ -39,9 +40,9 @@ def search(problem: TileProblem, bound: int = 0) -> IntArray:
     chains = _chain_count(moves)
     answers = _best(moves, answers, max(chains // 2, 1))
     if groups is not None:
-        answers = np.concatenate([_by_groups(problem, groups)[:, None], answers], axis=1)
-    steps = _STEPS if groups is None else _STEPS // 2
-    found = _improved(moves, _feasible(problem, answers), chains, steps, bound)
+        answers = np.concatenate([_by_groups(problem, groups, steps)[:, None], answers], axis=1)
+    own = steps if groups is None else steps // 2
+    found = _improved(moves, _feasible(problem, answers), chains, own, bound)
     if found is None:
         raise _too_tight(problem)
     return found
@@ -106,18 +107,18 @@ def _groups(problem: TileProblem) -> IntArray | None:
     return np.arange(size) * count // size
 
 
-def _by_groups(problem: TileProblem, groups: IntArray) -> IntArray:
+def _by_groups(problem: TileProblem, groups: IntArray, steps: int) -> IntArray:
     """Tiles to groups of ranks, then those of each group to its ranks."""
-    group_of_tile = _tiles_to_groups(problem, groups)
+    group_of_tile = _tiles_to_groups(problem, groups, steps)
     ranks = np.empty(problem.num_tiles, dtype=np.int64)
     for group in range(int(groups.max()) + 1):
         tiles, members = np.flatnonzero(group_of_tile == group), np.flatnonzero(groups == group)
         if tiles.size:
-            ranks[tiles] = members[_within_group(problem, groups, tiles, members)]
+            ranks[tiles] = members[_within_group(problem, groups, tiles, members, steps)]
     return ranks
 
 
-def _tiles_to_groups(problem: TileProblem, groups: IntArray) -> IntArray:
+def _tiles_to_groups(problem: TileProblem, groups: IntArray, steps: int) -> IntArray:
     """`[tiles]` found on coarser tiles: each group has few rows and columns."""
     count = int(groups.max()) + 1
     rows, columns = (_coarse(chunks, groups) for chunks in (problem.rows, problem.columns))
@@ -136,7 +137,7 @@ def _tiles_to_groups(problem: TileProblem, groups: IntArray) -> IntArray:
     moves = Moves(count, moves.axes, work, caps, moves.pair_cost)
     answers = starts(rows[1].owners[tile_rows], columns[1].owners[tile_columns], work, count)
     chains = _chain_count(moves)
-    found = _improved(moves, _feasible(coarse, _best(moves, answers, chains)), chains, _STEPS // 2)
+    found = _improved(moves, _feasible(coarse, _best(moves, answers, chains)), chains, steps // 2)
     return (answers[:, 0] if found is None else found)[inverse]
 
 
@@ -153,7 +154,7 @@ def _coarse(chunks: Chunks, groups: IntArray) -> tuple[IntArray, Chunks]:
     return new, Chunks(chunks.starts, chunks.total, new[chunks.chunk_of_range], kept // _LINES_A_GROUP)
 
 
-def _within_group(problem: TileProblem, groups: IntArray, tiles: IntArray, members: IntArray) -> IntArray:
+def _within_group(problem: TileProblem, groups: IntArray, tiles: IntArray, members: IntArray, steps: int) -> IntArray:
     """Which member of a group computes each of its tiles. Lines of other groups cost every member that has them."""
     if members.size == 1:
         return np.zeros(tiles.size, dtype=np.int64)
@@ -177,5 +178,5 @@ def _within_group(problem: TileProblem, groups: IntArray, tiles: IntArray, membe
     moves = Moves(members.size, (axes[0], axes[1]), problem.work[tiles], np.full(members.size, cap), pair_cost)
     answers = starts(stand_ins[0], stand_ins[1], problem.work[tiles], members.size)
     chains = _chain_count(moves)
-    found = _improved(moves, _best(moves, answers, chains), chains, _STEPS // 4)
+    found = _improved(moves, _best(moves, answers, chains), chains, steps // 4)
     return answers[:, 0] if found is None else found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_cp.errors import ArgumentError, as_number
+from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles import exact, fast
@@ -40,8 +40,9 @@ class Solution:
 
 
 def solve(
-    problem: TileProblem, *, search_seconds: float = 0.0, cache: str | os.PathLike[str] | None = None
-) -> Solution:
+    problem: TileProblem, *, search_seconds: float = 0.0, cache: str | os.PathLike[str] | None = None,
+    steps: int = fast.USUAL_STEPS,
+) -> Solution:  # fmt: skip
     """Gives every tile to a rank so that the busiest sends and receives little.
 
     The same answer for the same arguments, on every rank and in every process, as long as a cache has the same files.
@@ -52,6 +53,7 @@ def solve(
             needs OR-Tools, the extra `solver`.
         cache: a directory with answers to problems that were solved before, which is made where there is none. An
             answer is taken from it if it is proven best, or was allowed as long a search.
+        steps: random moves of the fast stage: fewer for a problem that is not worth a second.
 
     Raises:
         ArgumentError: no answer is found under the load cap, OR-Tools is not installed, or the cache has an answer that
@@ -65,7 +67,7 @@ def solve(
     directory = checked_directory(cache)
     answer = None if directory is None else read(directory, problem)
     if answer is None or (answer.search_seconds < search_seconds and answer.bound < cost(problem, answer.ranks)):
-        answer = _searched(problem, search_seconds, answer)
+        answer = _searched(problem, search_seconds, answer, checked_integer("steps", steps, 1))
         if directory is not None:
             write(directory, problem, answer)
     ranks = frozen(answer.ranks)
@@ -76,10 +78,10 @@ def solve(
     )
 
 
-def _searched(problem: TileProblem, seconds: float, known: Answer | None) -> Answer:
+def _searched(problem: TileProblem, seconds: float, known: Answer | None, steps: int) -> Answer:
     """Both stages, the second where there is time for it; from the answer of a shorter search, if there is one."""
     bound = max(lower_bound(problem), 0 if known is None else known.bound)
-    start = fast.search(problem, bound) if known is None else known.ranks
+    start = fast.search(problem, bound, steps) if known is None else known.ranks
     if seconds == 0:
         return Answer(start, bound, seconds)
     found = exact.search(problem, start, seconds=seconds, bound=bound)
