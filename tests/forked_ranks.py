@@ -5,8 +5,14 @@ CUDA cannot be used after a fork, so that there they are spawned, as users' rank
 
 import multiprocessing
 import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import torch
+
+from megatron_cp.executor import launch
 
 # None of ours, so that every checkout of this repository tests its own.
 _PRELOADED = (
@@ -31,5 +37,21 @@ def forking_context():
     """
     if torch.cuda.is_available() and "NULLGPU" not in os.environ:
         return multiprocessing.get_context("spawn")
-    multiprocessing.set_forkserver_preload(list(_PRELOADED))
+    # The emulated device is slow to import on, and its tests need no Megatron.
+    wanted = [name for name in _PRELOADED if "NULLGPU" not in os.environ or not name.startswith("megatron.")]
+    multiprocessing.set_forkserver_preload(wanted)
     return multiprocessing.get_context("forkserver")
+
+
+def run_ranks_after(prepare: Callable[[], None], function: Callable[..., Any], size: int, *, timeout: float) -> Any:
+    """`run_ranks` with forks of a new process that has called `prepare`: for what must come before any import."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_run_forks, prepare, function, size, timeout).result()
+
+
+def _run_forks(prepare: Callable[[], None], function: Callable[..., Any], size: int, timeout: float) -> Any:
+    prepare()
+    launch.multiprocessing = SimpleNamespace(
+        get_context=lambda _: multiprocessing.get_context("fork"), parent_process=multiprocessing.parent_process
+    )
+    return launch.run_ranks(function, size, kind="processes", timeout=timeout)
