@@ -1,4 +1,4 @@
-"""Processes that fork from one which has imported torch and Megatron: of most rank processes the import is most.
+"""Processes that fork from one which has imported torch, Megatron and ours: of most rank processes that is most.
 
 CUDA cannot be used after a fork, so that there they are spawned, as users' ranks are; an emulated device can.
 """
@@ -7,14 +7,17 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_cp.executor import launch
 
-# None of ours, so that every checkout of this repository tests its own.
+_ROOT = Path(__file__).parents[1]
 _PRELOADED = (
     "hypothesis",
     "matplotlib.figure",
@@ -24,6 +27,11 @@ _PRELOADED = (
     "megatron.core.pipeline_parallel",
     "megatron.core.ssm.gated_delta_net.common",
     "megatron.training",
+    "megatron_cp.cli.main",
+    "megatron_cp.executor.launch",
+    "megatron_cp.megatron.specs",
+    "megatron_cp.megatron.train.loop",
+    "megatron_cp.testing.parity",
     "numpy",
     "pytest",
     "torch.distributed",
@@ -38,8 +46,11 @@ def forking_context():
     if torch.cuda.is_available() and "NULLGPU" not in os.environ:
         return multiprocessing.get_context("spawn")
     # The emulated device is slow to import on, and its tests need no Megatron.
-    wanted = [name for name in _PRELOADED if "NULLGPU" not in os.environ or not name.startswith("megatron.")]
+    wanted = [name for name in _PRELOADED if "NULLGPU" not in os.environ or "megatron" not in name]
     multiprocessing.set_forkserver_preload(wanted)
+    with pytest.MonkeyPatch.context() as patch:  # of several checkouts, each tests its own
+        patch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)
+        forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
 
 
