@@ -1,4 +1,7 @@
-"""`megatron-cp train` as a user runs it: what it prints and writes, resuming, Ctrl-C and kills, refusals, torchrun."""
+"""`megatron-cp train` as a user runs it: what it prints and writes, resuming, Ctrl-C and kills, refusals, torchrun.
+
+Some commands are new processes, whose ranks import Megatron; the others are forks, which have it and differ in no more.
+"""
 
 import contextlib
 import dataclasses
@@ -32,6 +35,7 @@ from megatron_cp.data.tokenizer import ByteTokenizer
 from megatron_cp.megatron.train.checkpoint import latest_checkpoint
 from megatron_cp.megatron.train.digests import check_digests
 from megatron_cp.megatron.train.run_folder import locked
+from tests.forked_commands import forked, run_forked
 from tests.unit_tests.megatron.indexed_files import write_indexed
 from tests.unit_tests.megatron.train.evil import Evil
 
@@ -45,6 +49,7 @@ TORCHRUN = [
 ]  # fmt: skip
 # On the CPU wherever this runs, and on one thread.
 ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+AS_COMMAND = {"environment": {"CUDA_VISIBLE_DEVICES": ""}, "folder": ROOT}
 LIMIT = 200
 KEYS = {
     "steps", "first_loss", "final_loss", "max_loss_diff", "first_step_grad_diff", "tokens_per_second", "pad_tokens",
@@ -127,10 +132,7 @@ def test_compares_and_goes_on_at_another_size(data, uninterrupted, tmp_path, cap
     folder = tmp_path / "run"
     first = [*HYBRID, *STEPS, *BATCH, "--cp-layout", "contiguous", "--train-iters", "4", "--save-interval", "3"]
     first += ["--data-path", str(data), "--run-dir", str(folder), "--context-parallel-size", "2"]
-    done = subprocess.run(
-        [*COMMAND, *first, "--compare", "--json"],
-        capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env=ENVIRONMENT, check=False,
-    )  # fmt: skip
+    done = run_forked(["train", *first, "--compare", "--json"], tmp_path, timeout=LIMIT, **AS_COMMAND)
     assert done.returncode == 0, done.stderr
     report = report_of(done.stdout)
     assert set(report) == KEYS
@@ -371,10 +373,12 @@ def test_goes_on_after_ctrl_c_and_kills(data, tmp_path, capsys):
         (half / "metadata.json").unlink()
         os.truncate(half / "__0_0.distcp", 1000)
 
-    with started(resumed, log) as run:
+    log.unlink()
+    with forked(["train", *resumed], log, log, **AS_COMMAND) as run:
         wait_for(lambda: steps_in(folder) >= last + 4, "four more steps")  # one more checkpoint, where the half one was
         ranks_of(run)[1].kill()
-        assert run.wait(LIMIT) == 1
+        run.join(LIMIT)
+        assert run.exitcode == 1
         wait_for(lambda: nothing_left(run.pid), "the end of every rank")
     assert "megatron-cp train: rank 1 of 2 was killed" in log.read_text().splitlines()[-1]
     assert "Traceback" not in log.read_text()
@@ -656,17 +660,15 @@ def test_rejects_resuming_with_other_betas(refused, copied):
     assert "--adam-beta1 was 0.9, is 0.8; --adam-beta2 was 0.95, is 0.5." in found
 
 
+def limit_files():
+    """To less than a checkpoint, here and in processes that this one starts."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+
+
 def test_rejects_a_disk_that_is_full(copied, tmp_path):
     """In one line; what was saved before stays, and what was half written does not."""
-
-    def limited():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
-
-    arguments = ["--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]
-    done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env=ENVIRONMENT, check=False,
-        preexec_fn=limited,
-    )  # fmt: skip
+    arguments = ["train", "--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]
+    done = run_forked(arguments, tmp_path, timeout=LIMIT, before=limit_files, **AS_COMMAND)
     assert done.returncode == 2, done.stderr
     folder = copied / "checkpoints"
     said = done.stderr.splitlines()[-1]
