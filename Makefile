@@ -24,6 +24,9 @@ lint: setup ## ruff and mypy
 	$(RUN)/mypy
 	$(RUN)/mypy --scripts-are-modules tools/cluster
 
+# Hundreds of processes import this package: its bytecode is kept for them, whatever the environment says.
+test test-fast test-cuda cuda-table: export PYTHONDONTWRITEBYTECODE =
+
 test: setup ## all tests, on 2 processes
 	$(RUN)/python -m pytest -n 2 --dist worksteal
 

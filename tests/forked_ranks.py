@@ -1,14 +1,23 @@
-"""Processes that fork from one which has imported torch and Megatron: of most rank processes the import is most.
+"""Processes that fork from one which has imported torch, Megatron and ours: of most rank processes that is most.
 
 CUDA cannot be used after a fork, so that there they are spawned, as users' ranks are; an emulated device can.
 """
 
 import multiprocessing
 import os
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
-# None of ours, so that every checkout of this repository tests its own.
+from megatron_cp.executor import launch
+
+_ROOT = Path(__file__).parents[1]
 _PRELOADED = (
     "hypothesis",
     "matplotlib.figure",
@@ -18,6 +27,22 @@ _PRELOADED = (
     "megatron.core.pipeline_parallel",
     "megatron.core.ssm.gated_delta_net.common",
     "megatron.training",
+    "megatron_cp.cli.main",
+    "megatron_cp.executor.launch",
+    "megatron_cp.megatron.specs",
+    "megatron_cp.megatron.train.loop",
+    "megatron_cp.testing.parity",
+    "numpy",
+    "pytest",
+    "torch.distributed",
+)
+# Tests of the emulated device need no Megatron, whose import takes its time there.
+_PRELOADED_FOR_CUDA = (
+    "hypothesis",
+    "megatron_cp.executor.launch",
+    "megatron_cp.exchange.kernels.triton",
+    "megatron_cp.linear.gates.triton_kernels",
+    "megatron_cp.testing.parity",
     "numpy",
     "pytest",
     "torch.distributed",
@@ -31,5 +56,22 @@ def forking_context():
     """
     if torch.cuda.is_available() and "NULLGPU" not in os.environ:
         return multiprocessing.get_context("spawn")
-    multiprocessing.set_forkserver_preload(list(_PRELOADED))
+    multiprocessing.set_forkserver_preload(list(_PRELOADED_FOR_CUDA if "NULLGPU" in os.environ else _PRELOADED))
+    with pytest.MonkeyPatch.context() as patch:  # of several checkouts, each tests its own
+        patch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)
+        forkserver.ensure_running()
     return multiprocessing.get_context("forkserver")
+
+
+def run_ranks_after(prepare: Callable[[], None], function: Callable[..., Any], size: int, *, timeout: float) -> Any:
+    """`run_ranks` with forks of a new process that has called `prepare`: for what must come before any import."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(_run_forks, prepare, function, size, timeout).result()
+
+
+def _run_forks(prepare: Callable[[], None], function: Callable[..., Any], size: int, timeout: float) -> Any:
+    prepare()
+    launch.multiprocessing = SimpleNamespace(
+        get_context=lambda _: multiprocessing.get_context("fork"), parent_process=multiprocessing.parent_process
+    )
+    return launch.run_ranks(function, size, kind="processes", timeout=timeout)

@@ -1,7 +1,8 @@
 """Triton kernels on the CPU, for tests. Exact in float32; in bfloat16 the interpreter's `tl.dot` is wrong.
 
 Triton's interpreter runs a kernel with numpy, one program after another. As it comes (Triton 3.6), it cannot run
-autotuned kernels such as those of flash-linear-attention, for three reasons that `interpret_triton` removes.
+autotuned kernels such as those of flash-linear-attention, for three reasons that `interpret_triton` removes; and it
+spends half of its time on replacing what it has replaced.
 """
 
 from __future__ import annotations
@@ -44,6 +45,52 @@ def interpret_triton() -> None:
     # A compiled loop's counter is a tensor with `.to`, an interpreted one's an int. The interpreter puts its own
     # globals, and so this, before builtins in the modules whose kernels it runs.
     interpreter.range = _counters
+    _replace_language_once(interpreter)
+    _look_types_up_once(interpreter)
+
+
+def _replace_language_once(interpreter: Any) -> None:
+    """Functions that a kernel calls find the language replaced, where each call would look through all of it again.
+
+    Only the first call in a launch can change anything: replaced functions are no builtins of Triton's any more.
+    """
+    import triton.language as tl  # type: ignore[import-untyped]
+
+    replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    used: dict[Any, frozenset[str]] = {}  # by function: the languages that it sees
+    replaced: set[str] = set()  # in this launch
+
+    def replace_once(function: Any) -> Any:
+        if function not in used:
+            seen = function.__globals__.values()
+            used[function] = frozenset(each.__name__ for each in (tl, tl.core) if any(each is value for value in seen))
+        if used[function] and used[function] <= replaced:
+            return interpreter._LangPatchScope()  # nothing to restore
+        replaced.update(used[function])
+        return replace(function)
+
+    def launch_alone(executor: Any, *arguments: Any, **options: Any) -> Any:
+        replaced.clear()
+        try:
+            return launch(executor, *arguments, **options)
+        finally:
+            replaced.clear()
+
+    interpreter._patch_lang = replace_once
+    interpreter.GridExecutor.__call__ = launch_alone
+
+
+def _look_types_up_once(interpreter: Any) -> None:
+    """numpy's type of each of Triton's is kept by its name: the interpreter makes the table of all for every value."""
+    look_up = interpreter._get_np_dtype
+    known: dict[str, Any] = {}
+
+    def look_up_once(dtype: Any) -> Any:
+        if dtype.name not in known:
+            known[dtype.name] = look_up(dtype)
+        return known[dtype.name]
+
+    interpreter._get_np_dtype = look_up_once
 
 
 def round_as_hardware_does() -> None:
@@ -51,7 +98,7 @@ def round_as_hardware_does() -> None:
 
     Call `interpret_triton` before. Triton 3.6 cuts off what bfloat16 lacks, and errs in subnormal numbers of one byte.
     """
-    import triton.language as tl  # type: ignore[import-untyped]
+    import triton.language as tl
     from triton.runtime import interpreter
 
     types = {

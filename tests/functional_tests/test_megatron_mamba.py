@@ -15,8 +15,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Packing
+from tests.forked_ranks import run_ranks_after
 from tests.functional_tests import test_megatron_stock as stock
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
@@ -46,18 +46,13 @@ ALIGNED = (24, 8, 64, 16)  # what Megatron can shard over 4 ranks
 TOLERANCE = 1e-5
 
 
-@pytest.fixture(scope="module", autouse=True)
-def forked_ranks():
-    """Ranks start without Megatron, which must find a stand-in for mamba_ssm when it is imported."""
-
-
 @pytest.fixture(scope="module")
 def ranks():
-    return run_ranks(compare, 4, kind="processes", timeout=limit(200))
+    """Forks of a process in which Megatron found a stand-in for mamba_ssm when it was imported."""
+    return run_ranks_after(import_megatron, compare, 4, timeout=limit(200))
 
 
 def compare(group):
-    stand_in_for_mamba_ssm()
     tiny.start()
     found, alone, packed = {}, {}, {}
     for name in LAYERS:
@@ -96,6 +91,15 @@ def attempt(action):
 
 
 # -- Megatron's ------------------------------------------------------------------------------------------------------
+
+
+def import_megatron():
+    stand_in_for_mamba_ssm()
+    import megatron.core.distributed
+    import megatron.core.models.gpt
+    import megatron.core.models.hybrid.hybrid_model
+    import megatron.core.pipeline_parallel
+    import megatron.core.ssm.gated_delta_net.common  # noqa: F401
 
 
 def stand_in_for_mamba_ssm():

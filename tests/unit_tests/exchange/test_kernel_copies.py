@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,8 @@ def test_kernels_move_the_same_bytes_as_torch():
     launches = dict(line.split() for line in done.stdout.splitlines() if "_kernel" in line)
     assert set(launches) == {"to_message_kernel", "from_message_kernel"}
     assert all(int(count) > 50 for count in launches.values())
+    (replaced,) = (int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("replacements "))
+    assert 0 < replaced <= 4 * sum(map(int, launches.values()))  # and not one for each call of a function
 
 
 # -- in the process of the interpreter ---------------------------------------------------------------------------------
@@ -122,6 +125,7 @@ def check() -> None:
     for name in ("to_message_kernel", "from_message_kernel"):
         kernel = getattr(kernels, name)
         setattr(kernels, name, Counted(kernel, name, launches))
+    replacements = counted_replacements()
     by_torch = copies.runs_on
     for layout, (heads, groups), chunks, codec, batch, dtype, together, forward in CASES:
         exchange = exchange_of(LAYOUTS[layout], heads, groups, chunks, codec)
@@ -140,6 +144,22 @@ def check() -> None:
                 assert torch.equal(bits(actual), bits(expected)), where
     for name, count in launches.items():
         print(name, count)
+    print("replacements", replacements.total())
+
+
+def counted_replacements() -> Counter[str]:
+    """How often the interpreter puts its functions in the place of Triton's, which costs more than most calls."""
+    from triton.runtime import interpreter
+
+    replacements: Counter[str] = Counter()
+    replace = interpreter._patch_lang_core
+
+    def counted(language: Any, *scope: Any) -> None:
+        replacements[language.__name__] += 1
+        replace(language, *scope)
+
+    interpreter._patch_lang_core = counted
+    return replacements
 
 
 def bits(tensor: Tensor) -> Tensor:

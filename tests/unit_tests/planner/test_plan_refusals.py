@@ -1,0 +1,264 @@
+"""What `plan_attention` and `plan_linear` refuse, what the table of capabilities allows, how arguments are given."""
+
+import numpy as np
+import pytest
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.mask import Mask
+from megatron_cp.plan.transport import Transport
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.capabilities import require, working
+from megatron_cp.planner.linear import plan_linear
+from tests.unit_tests.planner.plan_cases import ATTENTION, LAYOUT, LINEAR, PACKING, PLANNERS, refusal_of, refused
+
+
+@pytest.mark.parametrize("scheme", refused("scheme"))
+def test_rejects_a_scheme_that_is_not_built(scheme):
+    with refusal_of("scheme", repr(scheme)):
+        plan_attention(**ATTENTION, scheme=scheme)
+
+
+@pytest.mark.parametrize("kind", refused("kind"))
+def test_rejects_a_linear_kind_that_is_not_built(kind):
+    with refusal_of("kind", repr(kind)):
+        plan_linear(**LINEAR, kind=kind)
+
+
+@pytest.mark.parametrize("mode", refused("mode"))
+def test_rejects_a_linear_mode_that_is_not_built(mode):
+    with refusal_of("mode", repr(mode)):
+        plan_linear(**{**LINEAR, "mode": mode})
+
+
+def test_a_refusal_from_the_table_says_what_to_do():
+    with pytest.raises(ArgumentError, match=r"allowed: GPTModel or .*not built yet .*; use one rank \("):
+        require("megatron", "mtp_num_layers")
+
+
+@pytest.mark.parametrize("scheme", working("scheme"))
+def test_what_the_table_says_works_for_attention_is_planned(scheme):
+    plan = plan_attention(**{**ATTENTION, "layout": Layout.zigzag(PACKING, 4)}, scheme=scheme)
+    assert (plan.kind, plan.scheme) == ("attention", "a2a" if scheme == "auto" else scheme)
+
+
+SIZES = {
+    "gdn": {"heads": 6, "key_heads": 2, "head_dim": 8},
+    "kda": {"heads": 6, "key_heads": 2, "head_dim": 8},
+    "mamba": {"heads": 6, "groups": 2, "head_dim": 8, "state": 16},
+    "conv1d": {"channels": 40},
+}
+
+
+@pytest.mark.parametrize("kind", working("kind"))
+@pytest.mark.parametrize("mode", working("mode"))
+def test_what_the_table_says_works_for_linear_layers_is_planned(kind, mode):
+    plan = plan_linear(PACKING, LAYOUT, kind, **SIZES[kind], mode=mode, hidden_size=32)
+    assert plan.kind == kind
+    assert mode in ("auto", plan.scheme if plan.hidden_layout is None else "redistribute")
+
+
+def test_auto_takes_the_cheapest_way():
+    packing = Packing([60_000, 500, 5_036])
+    contiguous, zigzag = (make(packing, 8) for make in (Layout.contiguous, Layout.zigzag))
+    sizes = {"heads": 32, "key_heads": 16, "head_dim": 128}
+    prices = plan_linear(packing, contiguous, **sizes).prices
+    assert [price.scheme for price in prices] == ["chunkwise", "headwise"]
+    assert prices[0].forward + prices[0].backward < prices[1].forward + prices[1].backward
+    many = Packing([512] * 128)
+    assert plan_linear(many, Layout.zigzag(many, 8), **sizes).scheme == "headwise"  # every document on every rank
+    redistributed = plan_linear(packing, zigzag, **sizes, hidden_size=2048, layers=3)
+    assert (redistributed.hidden_layout, redistributed.layout) == (zigzag, contiguous)
+    assert "around a run of 3 linear layers" in redistributed.explain()
+    alone = plan_linear(packing, Layout.contiguous(packing, 1), **sizes, hidden_size=2048)
+    assert (alone.scheme, alone.hidden_layout) == ("headwise", None)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("state", {"state": None}),
+        ("head_dim", {"head_dim": None}),
+        ("key_heads", {"key_heads": 2}),
+        ("value_head_dim", {"value_head_dim": 8}),
+        ("groups", {"groups": 4}),
+        ("conv_width", {"conv_width": 65}),
+        ("conv_width", {"conv_width": 0}),
+        ("hidden_size", {"mode": "redistribute"}),
+        ("hidden_size", {"hidden_size": 0}),
+        ("layers", {"layers": 0}),
+    ],
+    ids=str,
+)
+def test_rejects_shapes_that_mamba_does_not_have(argument, change):
+    with pytest.raises(ArgumentError) as caught:
+        plan_linear(PACKING, LAYOUT, "mamba", **{**SIZES["mamba"], **change})
+    assert caught.value.argument == argument
+
+
+def test_rejects_keys_of_another_packing():
+    with refusal_of("kv_packing", repr(Packing([3, 5]))):
+        plan_attention(**ATTENTION, kv_packing=Packing([3, 5]))
+
+
+@pytest.mark.parametrize(
+    "kv_layout", [Layout.contiguous(PACKING, 4), Layout.contiguous(Packing([3, 5]), 3), None], ids=repr
+)
+def test_rejects_a_layout_of_keys_over_other_ranks_or_documents(kv_layout):
+    with pytest.raises(ArgumentError, match="over 3 ranks") as refusal:
+        plan_attention(**ATTENTION, kv_packing=PACKING, kv_layout=kv_layout)
+    assert refusal.value.argument == "kv_layout"
+
+
+def test_the_default_mask_of_cross_attention_does_not_depend_on_the_lengths():
+    for lengths in (PACKING.lengths, PACKING.lengths + 1):
+        keys = Packing(lengths.tolist())
+        plan = plan_attention(**ATTENTION, kv_packing=keys, kv_layout=Layout.zigzag(keys, 3))
+        assert plan.mask.name == "full"
+    assert plan_attention(**ATTENTION).mask.name == "causal"
+
+
+@pytest.mark.parametrize("scheme", ["a2a", "a2a+p2p", "exact"])
+def test_fingerprints_see_the_layout_of_the_keys(scheme):
+    layout, keys = Layout.zigzag(PACKING, 4), Packing([3, 9, 0, 20, 5])
+    plan, other = (
+        plan_attention(**{**ATTENTION, "layout": layout}, kv_packing=keys, kv_layout=partition(keys, 4), scheme=scheme)
+        for partition in (Layout.contiguous, Layout.zigzag)
+    )
+    assert plan != other
+    assert plan.fingerprint() != other.fingerprint()
+
+
+def test_rejects_keys_with_a_layout_and_no_packing():
+    with pytest.raises(ArgumentError, match="kv_packing: got None"):
+        plan_attention(**ATTENTION, kv_layout=LAYOUT)
+
+
+@pytest.mark.parametrize(("kv_heads", "cp_size", "degree"), [(8, 12, 4), (2, 12, 2), (1, 9, 3), (6, 12, 6)])
+def test_a_product_shares_the_key_value_heads_evenly_where_it_can(kv_heads, cp_size, degree):
+    layout = Layout.zigzag(PACKING, cp_size)
+    plan = plan_attention(PACKING, layout, heads=24, kv_heads=kv_heads, head_dim=8, scheme="a2a+p2p")
+    assert plan.ulysses_degree == degree
+
+
+@pytest.mark.parametrize("scheme", ["a2a+p2p", "a2a+all_gather", "a2a+exact"])
+def test_rejects_a_product_of_a_prime_number_of_ranks(scheme):
+    with pytest.raises(ArgumentError, match=f"3 has no other divisor; use a2a, {scheme[4:]} or") as refusal:
+        plan_attention(**ATTENTION, scheme=scheme)
+    assert refusal.value.argument == "scheme"
+
+
+@pytest.mark.parametrize(("scheme", "degree", "allowed"), [("a2a+p2p", 3, "2"), ("a2a+p2p", 4, "2"), ("p2p", 2, "1")])
+def test_rejects_a_degree_that_is_no_divisor_or_not_the_schemes(scheme, degree, allowed):
+    with pytest.raises(ArgumentError, match=f"allowed: {allowed}") as refusal:
+        plan_attention(**{**ATTENTION, "layout": Layout.zigzag(PACKING, 4)}, scheme=scheme, ulysses_degree=degree)
+    assert refusal.value.argument == "ulysses_degree"
+
+
+@pytest.mark.parametrize(("scheme", "chunks"), [("p2p", 2), ("exact", 0)])
+def test_rejects_head_chunks_where_there_are_none(scheme, chunks):
+    with refusal_of("head_chunks", chunks):
+        plan_attention(**ATTENTION, scheme=scheme, head_chunks=chunks)
+
+
+@PLANNERS
+def test_a_refusal_of_head_chunks_says_why_and_what_to_do(planner, arguments):
+    group = "key/value head" if planner is plan_attention else "key head"
+    arguments = {**arguments, "scheme": "a2a"} if planner is plan_attention else arguments
+    with refusal_of("head_chunks", 2) as caught:
+        planner(**{**arguments, "layout": Layout.zigzag(PACKING, 2)}, head_chunks=2)
+    assert str(caught.value).endswith(
+        f"allowed: 1, for 2 {group}s over 2 ranks. A chunk is at least one {group} of a rank: "
+        f"use more {group}s or fewer ranks."
+    )
+    with refusal_of("head_chunks", 3) as caught:
+        planner(**{**arguments, "layout": Layout.zigzag(PACKING, 1)}, head_chunks=3)
+    assert str(caught.value).endswith(f"allowed: 1 to 2, for 2 {group}s. A chunk is at least one {group}.")
+
+
+def test_rejects_head_chunks_and_codecs_of_modes_that_exchange_no_heads():
+    for wish in ({"head_chunks": 2}, {"codec": "fp8"}):
+        for mode in ("chunkwise", "redistribute"):
+            with pytest.raises(ArgumentError, match=rf"for {mode}\. Only heads .*: use headwise\.$") as caught:
+                plan_linear(**{**LINEAR, "mode": mode}, hidden_size=32, **wish)
+            assert caught.value.argument in wish
+    with pytest.raises(ArgumentError, match=r"none for conv1d\. It has single channels"):
+        plan_linear(PACKING, LAYOUT, "conv1d", channels=40, codec="fp8")
+    with pytest.raises(ArgumentError, match=r"none for p2p\. Only heads that change places are coded: use a2a"):
+        plan_attention(**ATTENTION, scheme="p2p", codec="fp8")
+    with pytest.raises(ArgumentError, match="1, for 2 groups of B and C over 2 ranks"):
+        plan_linear(PACKING, Layout.zigzag(PACKING, 2), "mamba", **SIZES["mamba"], head_chunks=2)
+
+
+@PLANNERS
+def test_transports_may_be_names(planner, arguments):
+    for name in ("collective", "pairwise"):
+        assert planner(**arguments, transport=name) == planner(**arguments, transport=Transport(name))
+    with pytest.raises(ArgumentError, match=r'Transport.of_even_hosts\("hierarchical", cp_size, hosts\)') as caught:
+        planner(**arguments, transport="hierarchical")
+    assert caught.value.argument == "transport"
+    for wrong in ("carrier", None, 1):
+        with refusal_of("transport", repr(wrong)):
+            planner(**arguments, transport=wrong)
+
+
+def test_plans_by_other_transports_differ_in_one_line():
+    lines = [plan_attention(**ATTENTION, transport=name).describe() for name in ("collective", "pairwise")]
+    assert [pair for pair in zip(*lines, strict=True) if len(set(pair)) == 2] == [
+        ("transport: collective", "transport: pairwise")
+    ]
+
+
+def test_rejects_a_mask_over_another_packing():
+    other = Mask.causal(Packing([3, 5]))
+    with refusal_of("mask", repr(other)):
+        plan_attention(**ATTENTION, mask=other)
+
+
+def test_rejects_a_mask_that_is_only_a_name():
+    with refusal_of("mask", "'causal'"):
+        plan_attention(**ATTENTION, mask="causal")
+
+
+@PLANNERS
+def test_rejects_a_layout_of_another_packing(planner, arguments):
+    other = Layout.zigzag(Packing([3, 5]), 3)
+    with refusal_of("layout", repr(other)):
+        planner(**{**arguments, "layout": other})
+
+
+@PLANNERS
+@pytest.mark.parametrize("count", [0, -6, 6.0], ids=repr)
+@pytest.mark.parametrize("name", ["heads", "head_dim", "value_head_dim"])
+def test_rejects_a_count_below_1_or_fractional(planner, arguments, name, count):
+    with refusal_of(name, repr(count)):
+        planner(**{**arguments, name: count})
+
+
+@pytest.mark.parametrize("count", [0, -2, 2.0], ids=repr)
+def test_rejects_kv_heads_below_1_or_fractional(count):
+    with refusal_of("kv_heads", repr(count)):
+        plan_attention(**{**ATTENTION, "kv_heads": count})
+
+
+@pytest.mark.parametrize("count", [0, -2, 2.0], ids=repr)
+def test_rejects_key_heads_below_1_or_fractional(count):
+    with refusal_of("key_heads", repr(count)):
+        plan_linear(**{**LINEAR, "key_heads": count})
+
+
+@pytest.mark.parametrize("count", [4, 5, 12])
+def test_rejects_kv_heads_that_do_not_divide_the_heads(count):
+    with refusal_of("kv_heads", count):
+        plan_attention(**{**ATTENTION, "kv_heads": count})
+
+
+@pytest.mark.parametrize("count", [4, 5, 12])
+def test_rejects_key_heads_that_do_not_divide_the_heads(count):
+    with refusal_of("key_heads", count):
+        plan_linear(**{**LINEAR, "key_heads": count})
+
+
+@PLANNERS
+def test_counts_may_be_numpy_integers(planner, arguments):
+    assert planner(**{**arguments, "heads": np.int64(6)}) == planner(**arguments)
