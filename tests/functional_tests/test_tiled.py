@@ -1,9 +1,11 @@
 """Attention over tiles that a planner assigned: exact, in the bytes that were planned, taken by auto where it pays."""
 
+import functools
 import warnings
 
 import pytest
 
+from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.attention import plan_attention
@@ -40,6 +42,7 @@ def test_planned_tiles_are_dense_attention(mask, shape, size, lengths):
 
 
 def bytes_of(group, case):
+    compare_calls(group, False)  # what a plan costs once is not part of it
     counted = CountingGroup(group)
     run_layer(counted, case)
     return counted.bytes_sent
@@ -63,9 +66,10 @@ def test_the_same_run_twice_gives_the_same_bits():
     assert run_ranks(bits_of, 5, case) == run_ranks(bits_of, 5, case)
 
 
-def plan_of(mask, *, heads=1, kv_heads=1, size=8, **changes):
+@functools.cache
+def plan_of(mask, *, heads=1, kv_heads=1, **changes):
     packing = Packing([65_536])
-    layout = Layout.contiguous(packing, size)
+    layout = Layout.contiguous(packing, 4)
     return plan_attention(
         packing, layout, heads=heads, kv_heads=kv_heads, head_dim=128, mask=Mask.named(packing, mask), **changes
     )
@@ -74,18 +78,18 @@ def plan_of(mask, *, heads=1, kv_heads=1, size=8, **changes):
 def test_no_rank_has_much_more_work_than_another():
     plan = plan_of("causal", scheme="tiled")
     assert plan.work_imbalance <= 1.06
-    assert plan_of("causal", scheme="exact").work_imbalance > 1.8
+    assert plan_of("causal", scheme="exact").work_imbalance > 1.7
 
 
 def test_what_is_known_of_a_plan_is_said():
     plan = plan_of("global_local", scheme="tiled")
     for found in plan.attend.tiled.solutions:
         assert 0 < found.bound <= found.bytes_on_the_way
-        assert found.load_cap >= plan.mask.area / 8
+        assert found.load_cap >= plan.mask.area / 4
     # Rows that no tile of a chunk needs stay at home: what is sent may be less than what was assigned, never more.
     assert max(plan.bytes_sent(2, forward=True)) <= plan.attend.tiled.solutions[0].bytes_on_the_way
     said = plan.explain()
-    assert "tiles of the mask assigned to 8 ranks" in said
+    assert "tiles of the mask assigned to 4 ranks" in said
     assert said.count("no assignment needs less than") + said.count("which is the least") == 2
 
 
