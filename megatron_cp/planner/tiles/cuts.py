@@ -15,7 +15,9 @@ from megatron_cp.planner.tiles.problem import Chunks, TileProblem, TileWeights, 
 
 MOST_PIECES = 1 << 22  # of bands, cut at all chunks: seconds of numpy
 USUAL_TILES = 1 << 14  # above, chunks of one owner are merged
-_SHARE = 4  # no tile has more than this part of the mean work, as far as cutting helps
+_SHARE = (
+    8  # no tile has more than this part of the mean work, as far as cutting helps: with 4, causal receives 15 % more
+)
 _RANGES_A_RANK = 16  # to which chunks are cut at most, on average
 
 
@@ -42,7 +44,7 @@ def tiles_of(
     """The tiles of a mask.
 
     Chunks begin where a rank's fragment does, where a document does and where a band of the mask does. A chunk of a
-    tile with more than a quarter of the mean work is halved, up to 16 ranges a rank. Where there are more tiles than
+    tile with more than a fifth of the mean work is halved, up to 16 ranges a rank. Where there are more tiles than
     16,384, and where documents lie on one rank only, chunks of one owner are merged.
 
     Args:
@@ -221,14 +223,24 @@ def _groups(owners: IntArray, away: IntArray, work: IntArray, limit: int, groups
     for owner in np.unique(owners):
         own = owners == owner
         local, others = np.flatnonzero(own & ~away), np.flatnonzero(own & away)
-        before = np.cumsum(work[local]) - work[local]
-        chunk[local] = local[np.searchsorted(before // limit, before // limit)] if local.size else chunk[local]
+        chunk[local] = local[_runs(work[local], limit)]
         if others.size > groups:
             share = max(-(-int(work[others].sum()) // groups), 1)
             before = np.cumsum(work[others]) - work[others]
             part = np.minimum(before // share, groups - 1)
             chunk[others] = others[np.searchsorted(part, part)]
     return np.unique(chunk, return_inverse=True)[1]
+
+
+def _runs(work: IntArray, limit: int) -> IntArray:
+    """`[n]` where the run begins that each is in: runs of neighbours, as long as they have no more than the limit."""
+    first, found, held = 0, [], 0
+    for place, each in enumerate(work.tolist()):
+        if held + each > limit:
+            first, held = place, 0
+        held += each
+        found.append(first)
+    return np.array(found, dtype=np.int64)
 
 
 def _tiles(rows: IntArray, columns: IntArray, work: IntArray, chunks: IntArray) -> tuple[IntArray, IntArray]:
