@@ -47,6 +47,7 @@ def interpret_triton() -> None:
     interpreter.range = _counters
     _replace_language_once(interpreter)
     _look_types_up_once(interpreter)
+    _type_shapes_once()
 
 
 def _replace_language_once(interpreter: Any) -> None:
@@ -91,6 +92,24 @@ def _look_types_up_once(interpreter: Any) -> None:
         return known[dtype.name]
 
     interpreter._get_np_dtype = look_up_once
+
+
+def _type_shapes_once() -> None:
+    """The type of a shape, which every value has two of, is kept by its numbers."""
+    from triton.language import core
+
+    type_of = core._type_for_tuple_values
+    known: dict[tuple[Any, ...], Any] = {}
+
+    def type_of_shape(values: Any, fields: Any = None) -> Any:
+        numbers = tuple([x.value if type(x) is core.constexpr else x for x in values])
+        if fields is not None or any(type(x) is not int for x in numbers):
+            return type_of(values, fields)
+        if numbers not in known:
+            known[numbers] = type_of(values)
+        return known[numbers]
+
+    core._type_for_tuple_values = type_of_shape
 
 
 def round_as_hardware_does() -> None:
