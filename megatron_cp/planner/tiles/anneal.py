@@ -36,7 +36,7 @@ class Axis:
 
     Attributes:
         line_of_tile: `[tiles]`
-        owners: `[lines]` a rank, or `num_ranks` and above for an owner that is not part of the problem.
+        owners: `[lines]` the rank of each.
         out, back: `[lines]` what each line costs on its way to a rank and back, as floats.
     """
 
@@ -59,20 +59,20 @@ class Axis:
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """What moves need to know of a problem, or of a part of one.
+    """What moves need to know of a problem.
 
     Attributes:
         num_ranks: ranks that tiles may go to.
         axes: rows and columns.
         work: `[tiles]`
-        load_caps: `[num_ranks]` work that each may have.
-        pair_cost: `[owners, owners]` what a byte between two costs; ranks first, then owners outside, if any.
+        load_cap: work that one rank may have.
+        pair_cost: `[num_ranks, num_ranks]` what a byte between two costs.
     """
 
     num_ranks: int
     axes: tuple[Axis, Axis]
     work: IntArray
-    load_caps: IntArray
+    load_cap: int
     pair_cost: FloatArray
 
 
@@ -92,9 +92,6 @@ class Chains:
         self.work = np.append(moves.work, 0).astype(np.float64)
         self.lines = [np.append(axis.line_of_tile, 0) for axis in moves.axes]
         self.ranks = np.concatenate([answers, np.full((1, self.count), -1)])
-        self.outside = len(moves.pair_cost)
-        self.caps = moves.load_caps[:, None].astype(np.float64)
-        self.per_cap = 1 / np.maximum(self.caps, 1)
         self._count()
         self.best, self.best_cost = np.full(tiles, -1), np.inf
         self.scale, self.squarings = 1.0, 2
@@ -105,7 +102,7 @@ class Chains:
         moves, size = self.moves, self.moves.num_ranks
         held = self.ranks[:-1]
         self.tiles_at = []  # for each axis [lines, ranks, chains], how many tiles of a line a rank has
-        self.volumes = np.zeros((2, self.outside, self.count))  # sent, received
+        self.volumes = np.zeros((2, size, self.count))  # sent, received
         for axis in moves.axes:
             count = np.zeros((axis.owners.size, size, self.count), dtype=np.int32)
             np.add.at(count, (axis.line_of_tile[:, None], held, self.all), 1)
@@ -123,21 +120,21 @@ class Chains:
         factor = sign * self.moves.pair_cost[owner, rank]
         out, back = axis.out[line] * factor, axis.back[line] * factor
         place = np.concatenate([owner * self.count + chain, rank * self.count + chain])
-        shape = (self.outside, self.count)
-        into[0] += np.bincount(place, np.concatenate([out, back]), self.outside * self.count).reshape(shape)
-        into[1] += np.bincount(place, np.concatenate([back, out]), self.outside * self.count).reshape(shape)
+        shape = (self.moves.num_ranks, self.count)
+        for number, costs in enumerate(((out, back), (back, out))):
+            into[number] += np.bincount(place, np.concatenate(costs), shape[0] * shape[1]).reshape(shape)
 
     def costs(self) -> FloatArray:
         """`[chains]` the most that a rank sends or receives; infinite where a rank has too much work."""
-        most = self.volumes[:, : self.moves.num_ranks].max(axis=(0, 1))
-        return np.where((self.loads <= self.caps).all(axis=0), most, np.inf)
+        most = self.volumes.max(axis=(0, 1))
+        return np.where(self.loads.max(axis=0) <= self.moves.load_cap, most, np.inf)
 
     def energy(self, volumes: FloatArray, loads: FloatArray) -> FloatArray:
         """`[chains]`"""
-        share = volumes[:, : self.moves.num_ranks].reshape(-1, self.count) * (1 / self.scale)
+        share = volumes.reshape(-1, self.count) * (1 / self.scale)
         for _ in range(self.squarings):
             share *= share
-        above = np.maximum(loads * self.per_cap - 1.0, 0.0)
+        above = np.maximum(loads * (1 / max(self.moves.load_cap, 1)) - 1.0, 0.0)
         # As far as work is above the cap, and once more that it is, so that little is not better than nothing.
         return share.sum(axis=0) + _OVERLOAD * (above + 0.02 * (above > 0)).sum(axis=0)
 
@@ -163,7 +160,7 @@ class Chains:
     def _scale(self) -> float:
         if np.isfinite(self.best_cost) and self.best_cost > 0:
             return float(self.best_cost)
-        return max(float(self.volumes[:, : self.moves.num_ranks].max(axis=(0, 1)).min()), 1.0)
+        return max(float(self.volumes.max(axis=(0, 1)).min()), 1.0)
 
     def _step(self, number: int, heat: float, numbers: IntArray, *, single: bool) -> None:
         """One move for each chain: of one tile, or of a rank's tiles of one line.
@@ -203,8 +200,7 @@ class Chains:
         draw, target = _below(numbers[0], 8), _below(numbers[1], self.moves.num_ranks)
         for number, axis in enumerate(self.moves.axes):
             lines, table = axis.line_of_tile[tile], axis.tiles_of_lines
-            owner = axis.owners[lines]
-            target = np.where((draw == number) & (owner < self.moves.num_ranks), owner, target)
+            target = np.where(draw == number, axis.owners[lines], target)
             place = _below(numbers[2 + number], len(table))
             other = self.ranks[table[place, lines], self.all]
             target = np.where((draw // 2 == number + 1) & (other >= 0), other, target)
