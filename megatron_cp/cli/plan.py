@@ -263,7 +263,7 @@ def _solver(plan: Plan) -> dict[str, Any]:
     """What is known of assigned tiles, forward and backward; `None` of other plans."""
     solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
     if not solutions:
-        return {"optimal": None, "bound": None, "load_cap": None, "seconds": None}
+        return dict.fromkeys(("optimal", "bound", "found", "load_cap", "seconds"))
     both = dict(zip(_BOTH, solutions, strict=True))
     return {
         "optimal": {name: each.is_optimal for name, each in both.items()},

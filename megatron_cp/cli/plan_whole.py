@@ -35,7 +35,7 @@ from megatron_cp.planner.predict.together import chunks_of
 _MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
-    "softmax_scale", "learned_sink", "softcap", "dropout",
+    "softmax_scale", "learned_sink", "softcap", "dropout", "search", "search_cache",
 )  # fmt: skip
 
 

@@ -164,6 +164,9 @@ class Visitors:
         """Views `[s, (b,) h, size]` of a message of bytes."""
         found, first, heads = list[Tensor](), 0, chunk.heads.stop - chunk.heads.start
         for x in self._own:
+            if not heads:  # no view of no bytes
+                found.append(x.new_empty(*message.shape[:-1], 0, x.shape[-1]))
+                continue
             last = first + heads * x.shape[-1] * x.itemsize
             found.append(message[..., first:last].view(x.dtype).unflatten(-1, (heads, x.shape[-1])))
             first = last

@@ -39,6 +39,7 @@ def _visitors_and_gradients(sizes: RowSizes, heads: int, _: int) -> int:
     return -(-row // sizes.wide) * sizes.wide
 
 
+WIDE = ("results", "sums of gradients of keys")  # which travel in the type in which they are summed
 # Bytes of a row of some heads, from the sizes, the query heads and the key/value heads.
 WIDTHS: dict[str, Callable[[RowSizes, int, int], int]] = {
     "keys": lambda sizes, _, groups: groups * (sizes.head_dim + sizes.value_head_dim) * sizes.item,

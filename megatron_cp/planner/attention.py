@@ -86,11 +86,11 @@ def plan_attention(
             holds them; None for self-attention.
         scheme: one of the above, or "auto", which takes the way that is predicted to be fastest: the scheme, its degree
             and, where that is left open, the number of head chunks.
-        ulysses_degree: `u`, for the last three; the largest divisor of `cp_size` by which the key/value heads can be
+        ulysses_degree: `u`, for the last four; the largest divisor of `cp_size` by which the key/value heads can be
             shared out evenly if None. With "auto", that of the ways to choose from.
-        head_chunks: parts in which heads travel, each while the one before is computed: keys of all_gather, exact and
-            their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in a2a
-            and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
+        head_chunks: parts in which heads travel, while the one before is computed: keys of all_gather, exact, tiled
+            and their products with a2a, where None is 2 if a rank has as many key/value heads; heads of the exchange in
+            a2a and a2a+p2p, where None is 1. At most as many as a rank has key/value heads.
         transport: how messages travel: "collective", "pairwise" or a `Transport`, which hierarchical takes.
         codec: how heads are coded while they change places: "none", "fp8" (E4M3), "fp8_e5m2" (gradients in E5M2) or
             "int8", each with a scale for each token and head.
@@ -368,7 +368,7 @@ _MANY, _AT_LEAST = 8, 1000
 
 def _many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
     """A warning where a ring computes token by token what other schemes compute at once."""
-    if attend.num_stages == 1:
+    if attend.num_stages == 1 or attend.tiled is not None:
         return ()
     in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # which sees most where ranks follow the stream
     if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):

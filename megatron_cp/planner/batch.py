@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, KeysView, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -227,6 +227,9 @@ class BatchPlan:
         _check_layout(layout)
         if not isinstance(slots, Iterable):
             raise ArgumentError("slots", slots, "several of AttentionSlot and LinearSlot")
+        if isinstance(slots, Set) and not isinstance(slots, KeysView):
+            remedy = "A set has another order in each process, and ranks compare plans in order: use dict.fromkeys."
+            raise ArgumentError("slots", f"a {type(slots).__name__}", "slots in an order", remedy)
         slots = [_checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
         if lengths is not None:
             Mask.causal(layout.packing).of_tokens(lengths)  # refuses what the documents cannot have

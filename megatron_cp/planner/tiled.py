@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -96,10 +97,11 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
 
 
 def _weights(step: Attend, item_size: int, *, forward: bool) -> TileWeights:
-    """Bytes of a row of the head rank that has most heads; the others of a KV rank have the same tiles."""
+    """Bytes of a row, each of the head rank that has most of it; all head ranks of a KV rank have the same tiles."""
     names = ("visitors", "results", "keys") if forward else ("visitors and gradients", "gradients of visitors", "keys")
+    step = replace(step, head_chunks=1)  # chunks round rows up, and must not change who computes what
     rows = [[step.row_bytes(name, rank, item_size) for name in names] for rank in range(step.num_head_ranks)]
-    row_in, row_back, col_in = max(rows)
+    row_in, row_back, col_in = (max(of_ranks) for of_ranks in zip(*rows, strict=True))
     return TileWeights(row_in, row_back, col_in, 0 if forward else col_in)
 
 

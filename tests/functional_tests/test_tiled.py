@@ -57,6 +57,23 @@ def test_ranks_send_what_was_planned(mask):
     assert max(planned) > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
+@pytest.mark.parametrize(("heads", "groups", "chunks"), [(6, 3, 2), (1, 1, None)])
+def test_head_ranks_may_have_no_heads_in_a_chunk(heads, groups, chunks):
+    shape = {"heads": heads, "groups": groups, "head_chunks": chunks, "head_dim": 8, "value_head_dim": 8}
+    check(Case("attention", 4, FIVE, scheme="a2a+tiled", ulysses_degree=2, mask="strided", **shape))
+
+
+def test_the_chunks_planned_before_do_not_change_a_plan():
+    packing = Packing(list(FIVE))
+    shape = {"heads": 2, "kv_heads": 2, "head_dim": 1, "value_head_dim": 2, "scheme": "tiled"}
+    mask = Mask.named(packing, "strided")
+    fresh = plan_attention(packing, Layout.contiguous(packing, 4), **shape, mask=mask, head_chunks=2)
+    layout = Layout.contiguous(packing, 4)
+    plan_attention(packing, layout, **shape, mask=mask, head_chunks=1)
+    assert plan_attention(packing, layout, **shape, mask=mask, head_chunks=2).fingerprint() == fresh.fingerprint()
+
+
 def bits_of(group, case):
     return {name: tensor.view(-1).tolist() for name, tensor in run_layer(group, case).items()}
 

@@ -209,7 +209,7 @@ CALLS = {
     "Mask.of_tokens": (cp.Mask.causal(P).of_tokens, {"lengths": [5, 0, 3]}, {"lengths": [None, *NO_LENGTHS]}),
     "BatchPlan": (cp.BatchPlan, {"layout": LAYOUT}, {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS,
-        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]]]}),
+        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]], {cp.AttentionSlot(2, 1, 4, 4)}]}),
     "BatchPlan.plan": (cp.BatchPlan(LAYOUT).plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
         "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
     "check_agreement": (cp.check_agreement, {"plan": PLANS["gdn"], "group": None}, {

@@ -9,6 +9,7 @@ import numpy as np
 
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.attention import Attend, Stage
+from megatron_cp.plan.carried import WIDE
 from megatron_cp.plan.flows import Fetch, PassOn
 from megatron_cp.planner.predict.kernels import (
     StageSeconds,
@@ -202,7 +203,8 @@ class AttentionWalk(WalkBase):
         self._wait(key)
         rows = flow.split_counts.counts.sum(axis=1)[self.kv_ranks]
         width = self._widths_of(step, name, chunk)[self.head_ranks]
-        self._copy(f"add {name}", rows * width * max(4 // self.item, 1) * (3 if self.is_forward else 1))
+        wider = 1 if name in WIDE else max(4 // self.item, 1)
+        self._copy(f"add {name}", rows * width * wider * (3 if self.is_forward else 1))
 
     def _rows_of_chunks(self, step: Attend) -> list[IntArray]:
         return [self._row_bytes(step, chunk) for chunk in range(step.head_chunks)]

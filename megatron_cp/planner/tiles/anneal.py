@@ -27,7 +27,7 @@ _OVERLOAD = 5.0  # energy of a rank that has a whole load cap too much
 _BITS, _DRAWS = 31, 6  # of random numbers; how many a chain takes in a step
 _SEGMENTS = 12  # after each, the worst chains go on from the best answer
 _STEEP = 9  # from this segment on, powers are eighth ones
-_HOT, _COLD = 0.5, 0.003  # the threshold's scale at the beginning and at the end
+_HOT, _COOLING = 0.5, 0.628  # the threshold's scale at the beginning, and from segment to segment: 0.003 at the end
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,16 +144,16 @@ class Chains:
 
     def run(self, steps: int, enough: int = 0) -> None:
         """Draws moves, hot at first, and ends early once an answer costs no more than `enough`."""
-        each = max(steps // _SEGMENTS, 1)
+        each, heat = max(steps // _SEGMENTS, 1), _HOT
         for segment in range(_SEGMENTS):
             if self.best_cost <= enough:
                 return
             self.scale, self.squarings = self._scale(), 2 + (segment >= _STEEP)
             self.now = self.energies()
-            heat = _HOT * (_COLD / _HOT) ** (segment / (_SEGMENTS - 1))
             numbers = self.random.integers(0, 1 << _BITS, (each, _DRAWS, self.count))
             for step in range(each):
                 self._step(step % 2, heat, numbers[step], single=step % 4 < 2)
+            heat *= _COOLING
             if segment < _SEGMENTS - 1:
                 self._replace_worst()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_cp.errors import ArgumentError, as_number
+from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles.problem import TileProblem, check, cost
 
@@ -31,11 +31,13 @@ class Answer:
         ranks: `[tiles]` who computes each.
         bound: that no answer costs less than, as was found.
         search_seconds: that the search was allowed.
+        steps: random moves that the fast stage was allowed.
     """
 
     ranks: IntArray
     bound: int
     search_seconds: float
+    steps: int
 
 
 def checked_directory(cache: str | os.PathLike[str] | None) -> Path | None:
@@ -84,7 +86,7 @@ def write(directory: Path, problem: TileProblem, answer: Answer) -> None:
     """
     content = {
         "format": _FORMAT, "problem": problem.digest, "ranks": answer.ranks.tolist(), "bound": int(answer.bound),
-        "search_seconds": float(answer.search_seconds),
+        "search_seconds": float(answer.search_seconds), "steps": int(answer.steps),
     }  # fmt: skip
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -92,6 +94,9 @@ def write(directory: Path, problem: TileProblem, answer: Answer) -> None:
         try:
             with os.fdopen(handle, "w") as file:
                 json.dump(content, file)
+            mask = os.umask(0)
+            os.umask(mask)
+            Path(name).chmod(0o666 & ~mask)  # as any other file: others may share the folder
             Path(name).replace(directory / f"{problem.digest}.json")
         except BaseException:
             Path(name).unlink(missing_ok=True)
@@ -113,7 +118,7 @@ def _checked(content: Any, problem: TileProblem) -> Answer:
         raise ValueError(f"its bound is {bound!r}, its cost {cost(problem, ranks)}")
     if not 0 <= seconds < float("inf"):
         raise ValueError("search_seconds is no number of seconds")
-    return Answer(ranks, bound, seconds)
+    return Answer(ranks, bound, seconds, checked_integer("steps", content["steps"], 1))
 
 
 def _refused(path: Path, fault: str) -> ArgumentError:

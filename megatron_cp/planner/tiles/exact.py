@@ -72,8 +72,12 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     solver.parameters.interleave_search = True  # several strategies in turns, in one thread: so that the order is fixed
     solver.parameters.random_seed = _SEED
     solver.parameters.max_deterministic_time = seconds * _UNITS_A_SECOND
-    solver.parameters.max_time_in_seconds = 20 * seconds + 20  # where a core is much slower: then the gap is told
+    solver.parameters.max_time_in_seconds = 60 * seconds + 60
     status = solver.solve(model.model)
+    if status != model_of.OPTIMAL and solver.wall_time >= solver.parameters.max_time_in_seconds:
+        # A clock, which would end ranks at different answers.
+        remedy = "Search for less time, or once alone into a cache that all ranks read."
+        raise ArgumentError("search_seconds", seconds, f"what ends within {60 * seconds + 60:g} s by the clock", remedy)
     if status not in (model_of.OPTIMAL, model_of.FEASIBLE):
         # The start is an answer, so none was found only because time was up.
         assert status == model_of.UNKNOWN, solver.status_name(status)

@@ -52,7 +52,7 @@ def solve(
         search_seconds: about how long the exact stage may search, on a core of its own; 0 for the fast stage alone. It
             needs OR-Tools, the extra `solver`.
         cache: a directory with answers to problems that were solved before, which is made where there is none. An
-            answer is taken from it if it is proven best, or was allowed as long a search.
+            answer is taken from it if it was allowed as long a search, and as many steps.
         steps: random moves of the fast stage: fewer for a problem that is not worth a second.
 
     Raises:
@@ -66,8 +66,11 @@ def solve(
         raise ArgumentError("search_seconds", search_seconds, "a number of seconds of at least 0")
     directory = checked_directory(cache)
     answer = None if directory is None else read(directory, problem)
+    steps = checked_integer("steps", steps, 1)
+    if answer is not None and answer.steps < steps:
+        answer = None
     if answer is None or (answer.search_seconds < search_seconds and answer.bound < cost(problem, answer.ranks)):
-        answer = _searched(problem, search_seconds, answer, checked_integer("steps", steps, 1))
+        answer = _searched(problem, search_seconds, answer, steps)
         if directory is not None:
             write(directory, problem, answer)
     ranks = frozen(answer.ranks)
@@ -83,6 +86,6 @@ def _searched(problem: TileProblem, seconds: float, known: Answer | None, steps:
     bound = max(lower_bound(problem), 0 if known is None else known.bound)
     start = fast.search(problem, bound, steps) if known is None else known.ranks
     if seconds == 0:
-        return Answer(start, bound, seconds)
+        return Answer(start, bound, seconds, steps)
     found = exact.search(problem, start, seconds=seconds, bound=bound)
-    return Answer(found.ranks, found.bound, seconds)
+    return Answer(found.ranks, found.bound, seconds, steps)
