@@ -35,6 +35,7 @@ SPARSE = torch.eye(3).to_sparse()
 
 # -- what an argument of each kind cannot be -------------------------------------------------------------------------
 
+SLOT = cp.AttentionSlot(2, 1, 4, 4)
 NO_FOLDER = [5, b"here", ["here"], True]
 NO_SEARCH = [-1, 1e9, math.nan, "1", None, True, [1.0]]
 NO_INTEGER = [None, True, np.True_, 1.0, math.nan, "1", b"1", 1j, [1], (1,), {1}, {1: 1}, np.array(1), np.array([1]),
@@ -209,7 +210,7 @@ CALLS = {
     "Mask.of_tokens": (cp.Mask.causal(P).of_tokens, {"lengths": [5, 0, 3]}, {"lengths": [None, *NO_LENGTHS]}),
     "BatchPlan": (cp.BatchPlan, {"layout": LAYOUT}, {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS,
-        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]], {cp.AttentionSlot(2, 1, 4, 4)}]}),
+        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]], {SLOT}]}),
     "BatchPlan.plan": (cp.BatchPlan(LAYOUT).plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
         "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
     "check_agreement": (cp.check_agreement, {"plan": PLANS["gdn"], "group": None}, {
