@@ -81,11 +81,9 @@ def attend(
     if own.stop < len(q):
         out[own.stop :], lse[..., own.stop :] = 0, -torch.inf
     of_tokens, lse_of_tokens = (part_of(q, 0, own), part_of(out, 0, own)), part_of(lse, -1, own)
-    visitors = (
-        Visitors(step, kv_rank, comm, of_tokens[:1], _VISITS, forward=True)
-        if step.moves_queries(forward=True)
-        else None
-    )
+    visitors = None
+    if step.tiled is not None and step.moves_queries(forward=True):
+        visitors = Visitors(step, kv_rank, comm, of_tokens[:1], _VISITS, forward=True)
     transfers = _transfers(step, kv_rank, head_rank, comm, k, v, visitors, forward=True)
     for stage, chunk, keys in transfers.arrivals():
         if visitors is not None and stage.visitors is not None:
@@ -123,7 +121,7 @@ def attend_backward(
     of_tokens, lse_of_tokens = [part_of(x, 0, own) for x in (total, dout, q, out)], part_of(lse, -1, own)
     dkeys, dvalues = part_of(dk, 0, own_keys), part_of(dv, 0, own_keys)
     visitors = None
-    if step.moves_queries(forward=False):
+    if step.tiled is not None and step.moves_queries(forward=False):
         visitors = Visitors(step, kv_rank, comm, _leaving(of_tokens, lse_of_tokens), _RETURNS, forward=False)
     transfers = _transfers(step, kv_rank, head_rank, comm, k, v, visitors, forward=False)
     for stage, chunk, keys in transfers.arrivals():

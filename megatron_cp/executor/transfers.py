@@ -80,7 +80,7 @@ class KeyTransfers:
     ) -> None:  # fmt: skip
         self._step, self._head_rank, self._comm, self._k, self._v = step, head_rank, comm, k, v
         self._visitors, self._forward = visitors, forward
-        flow = step.key_flow_of(forward=forward)
+        flow = step.key_flow if forward else step.backward_key_flow
         self._carrier = None if flow is None else _CARRIERS[flow](step, kv_rank, comm, k, v)
 
     def arrivals(self) -> Iterator[tuple[Stage, HeadChunk, Keys]]:
@@ -89,15 +89,18 @@ class KeyTransfers:
         Stage by stage: what is at hand is computed for all heads while the first rows are on their way.
         """
         chunks = self._step.chunks(self._head_rank)
+        stages = self._step.stages if self._forward else self._step.backward_stages
+        if self._carrier is None:
+            for chunk in chunks:
+                yield stages[0], chunk, (part_of(self._k, -2, chunk.groups), part_of(self._v, -2, chunk.groups))
+            return
         at_home, travelling = list[tuple[Stage, HeadChunk]](), list[tuple[Stage, HeadChunk]]()
-        for stage in self._step.stages_of(forward=self._forward):
-            stays = stage.keys is None and (self._carrier is None or not self._carrier.starts_at_home)
-            (at_home if stays else travelling).extend((stage, chunk) for chunk in chunks)
-        coming = self._start(*travelling[0], None) if travelling else None
+        for stage in stages:
+            stays = stage.keys is None and not self._carrier.starts_at_home
+            (at_home if stays else travelling).extend([(stage, chunk) for chunk in chunks])
+        coming: _Arrival | None = self._start(*travelling[0], None)
         for stage, chunk in at_home:
             yield stage, chunk, (part_of(self._k, -2, chunk.groups), part_of(self._v, -2, chunk.groups))
-        if self._carrier is None or coming is None:
-            return
         following: tuple[Stage, HeadChunk] | None
         for (stage, chunk), following in itertools.pairwise([*travelling, None]):  # type: ignore[misc]
             assert coming is not None

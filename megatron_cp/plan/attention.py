@@ -148,10 +148,15 @@ class Attend(Memo):
         assert all(stage.keys is not None for stage in stages[1:]), "own rows, as they stand, come first"
         return stages
 
-    def key_flow_of(self, *, forward: bool) -> type[KeyFlow] | None:
-        """The class of what brings keys in one direction, one for all stages; None where all have the own rows."""
-        flows = (type(stage.keys) for stage in self.stages_of(forward=forward) if stage.keys is not None)
-        return next(flows, None)
+    @cached_property
+    def key_flow(self) -> type[KeyFlow] | None:
+        """The class of what brings keys forward, one for all stages; None where all have the own rows."""
+        return _class_of_keys(self.stages)
+
+    @cached_property
+    def backward_key_flow(self) -> type[KeyFlow] | None:
+        """Likewise backward."""
+        return _class_of_keys(self.backward_stages)
 
     @property
     def fetches_ranges(self) -> bool:
@@ -377,6 +382,10 @@ class Attend(Memo):
         assert (self.mask, self.queries, self.keys) == (other.mask, other.queries, other.keys)
         self.remember(("seen",), other._seen)
         self.needed.share_memo(other.needed)
+
+
+def _class_of_keys(stages: tuple[Stage, ...]) -> type[KeyFlow] | None:
+    return next((type(stage.keys) for stage in stages if stage.keys is not None), None)
 
 
 # -- how keys travel -------------------------------------------------------------------------------------------------

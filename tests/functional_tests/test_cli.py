@@ -109,7 +109,8 @@ def test_plan_draws_documents_from_the_corpus_and_compares_schemes(capsys):
         assert report["pad_tokens"] == 0
         assert sum(report["fragments_per_rank"]) <= 15
         sent = {name: scheme["bytes_sent"] for name, scheme in report["schemes"].items()}
-        assert set(sent) == set(SCHEMES)
+        # Tiles take seconds to assign: they are there when they are asked for.
+        assert set(sent) == {name for name, scheme in SCHEMES.items() if not scheme.assigns_tiles}
         for way in ("forward", "backward"):
             assert sent["exact"][way] <= min(sent["p2p"][way], sent["all_gather"][way])
 

@@ -132,7 +132,7 @@ def test_a_run_goes_on_with_a_spec_of_ours_or_megatrons(module, tmp_path):
 def logged(folder, start, steps, cp_size=1):
     log = _Log(Run(TrainingOptions(train_iters=9, context_parallel_size=cp_size), folder), 0, start)
     for step in steps:
-        log.step(step, float(step), 1.0, 0.1, 10, (10 * step, 1), 0.5)
+        log.step(step, float(step), 1.0, 0.1, 10, (10 * step, 1, {}, ""), 0.5)
     log.close()
     return log.summary()
 
