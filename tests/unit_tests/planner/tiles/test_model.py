@@ -71,7 +71,7 @@ def test_weights_of_a_direction():
     assert wide.row_back == 8 * 33 * 8
 
 
-RAGGED = cp.Packing([70, 1, 300, 39, 0, 5])
+RAGGED = cp.Packing([35, 1, 151, 19, 0, 5])
 
 
 def layouts(packing, size):

@@ -17,7 +17,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.tiles import TileProblem, TileWeights, fast, solve, tiles_of
 from megatron_cp.planner.tiles import exact as exact_stage
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds, lower_bound_without_cap
-from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads
+from megatron_cp.planner.tiles.problem import Chunks, check, cost, loads, longest_first
 from tools.tile_masks import MASKS, block_problem
 
 needs_solver = pytest.mark.skipif(importlib.util.find_spec("ortools") is None, reason="OR-Tools is not installed")
@@ -103,7 +103,7 @@ def drawn(seed):
     return TileProblem(ranks, *chunks, *np.nonzero(table), table[table > 0], weights, hosts=hosts, host_cost=3)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_the_fast_stage_and_the_bound_enclose_the_best_answer(seed):
     problem = drawn(seed)
     best, ranks = least(problem), fast.search(problem)
@@ -112,7 +112,7 @@ def test_the_fast_stage_and_the_bound_enclose_the_best_answer(seed):
 
 
 @needs_solver
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_exact_stage_finds_the_best_answer(seed):
     problem = drawn(seed)
     found = solve(problem, search_seconds=20)
@@ -222,7 +222,8 @@ def test_processes_find_the_same():
 @needs_solver
 def test_the_exact_stage_finds_the_same_twice():
     problem = block_problem("streaming", BACKWARD)
-    first, second = (exact_stage.search(problem, fast.search(problem), seconds=0.2) for _ in range(2))
+    start = longest_first(problem.work, 8)
+    first, second = (exact_stage.search(problem, start, seconds=0.2) for _ in range(2))
     assert np.array_equal(first.ranks, second.ranks)
     assert (first.optimal, first.bound) == (second.optimal, second.bound)
 
@@ -230,7 +231,7 @@ def test_the_exact_stage_finds_the_same_twice():
 @needs_solver
 def test_a_search_that_ends_early_has_a_gap():
     problem = block_problem("global_local", BACKWARD)
-    start = fast.search(problem)
+    start = longest_first(problem.work, 8)
     found = exact_stage.search(problem, start, seconds=0.01, bound=3)
     assert not found.optimal
     assert 3 <= found.bound < cost(problem, found.ranks) <= cost(problem, start)
