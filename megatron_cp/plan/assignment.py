@@ -66,13 +66,13 @@ class TileAssignment(Memo):
 
 
 @dataclass(frozen=True)
-class Solution:
-    """What is known of one direction of an assignment.
+class AssignmentQuality:
+    """How near one direction of an assignment is to the best.
 
     Attributes:
         bytes_on_the_way: that the busiest KV rank sends or receives, of one head rank, whichever is more.
-        bound: that no assignment of this mask to these owners under this load cap is below.
-        is_optimal: the bound is reached, or a solver has proved that nothing is better.
+        bound: that no assignment of these tiles to ranks under this load cap is below; one of finer tiles may be.
+        is_optimal: the bound is reached.
         load_cap: (query, key) pairs that a KV rank computes at most.
         seconds: that the search took.
     """

@@ -29,7 +29,7 @@ from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks
-from megatron_cp.plan.assignment import AssignedTiles, Solution, TileAssignment, TilePart
+from megatron_cp.plan.assignment import AssignedTiles, AssignmentQuality, TileAssignment, TilePart
 from megatron_cp.plan.carried import WIDTHS, Carried, RowSizes
 from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn, Return, RowFlow, pieces_of
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
@@ -85,7 +85,7 @@ class TiledWork:
     forward: TileAssignment
     backward: TileAssignment
     rounds: int = 1
-    solutions: tuple[Solution, ...] = field(default=(), compare=False)
+    solutions: tuple[AssignmentQuality, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -380,7 +380,7 @@ class Plan(Memo):
         lines = []
         for name, found in zip(("forward", "backward"), tiled.solutions if tiled else (), strict=False):
             most, bound = words.size(found.bytes_on_the_way), words.size(found.bound)
-            beside = "which is the least" if found.is_optimal else f"no assignment needs less than {bound}"
+            beside = "which is the least" if found.is_optimal else f"no assignment of these needs less than {bound}"
             lines.append(
                 f"{name}: the busiest rank sends or receives {most} for tiles, {beside}, if no rank computes more than "
                 f"{found.load_cap} pairs; found in {found.seconds:.2f} s"

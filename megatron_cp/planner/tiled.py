@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.plan.assignment import Solution, TileAssignment
+from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment
 from megatron_cp.plan.attention import Attend, TiledWork
 from megatron_cp.planner.predict.hardware import Topology
 from megatron_cp.planner.tiles import TileWeights, bands_by_rank, solve, tiles_of
@@ -90,7 +90,7 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
         most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
         # The search weighs hosts; what is said is bytes.
         bound = solution.bound if hosts is None else lower_bound(problem.on_one_host())
-        known = Solution(most, bound, most <= bound, solution.load_cap, solution.seconds)
+        known = AssignmentQuality(most, bound, most <= bound, solution.load_cap, solution.seconds)
         found.append((assignment, known))
     (forward_tiles, first), (backward_tiles, second) = found
     return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))

@@ -107,7 +107,7 @@ def test_what_is_known_of_a_plan_is_said():
     assert max(plan.bytes_sent(2, forward=True)) <= plan.attend.tiled.solutions[0].bytes_on_the_way
     said = plan.explain()
     assert "tiles of the mask assigned to 4 ranks" in said
-    assert said.count("no assignment needs less than") + said.count("which is the least") == 2
+    assert said.count("no assignment of these needs less than") + said.count("which is the least") == 2
 
 
 def test_auto_takes_tiles_where_they_pay_and_a_search_is_allowed():
