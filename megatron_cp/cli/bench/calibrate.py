@@ -1,11 +1,13 @@
 """Measures the rates that predictions take from a preset, on the ranks at hand: `bench planner --calibrate`.
 
-All ranks measure at a time, so that what they share (cores, memory, links) is shared as in a step. Where there are more
-ranks than cores, rates are those of a rank with a core of its own: how they take turns is predicted.
+All ranks measure at a time, so that what they share (cores, memory, links) is shared as in a step. Rates of local work
+are of a rank's own thread by its own clock, which stands still while another one has its core: how ranks take turns is
+predicted.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import time
@@ -30,8 +32,10 @@ from megatron_cp.testing.parity import Case
 
 HEAD_DIMS = (64, 128)
 _TOKENS, _FEW, _CHUNK = 2048, 8, 64
+_SHORT, _MORE = 256, 5  # tokens up to which a layer is timed so many times as often, since it takes so little
 _HEADS, _GROUPS = 4, 2
 _SMALL, _MIDDLE, _LARGE = 1 << 12, 1 << 18, 1 << 23  # bytes of the messages of a link
+_IN_A_ROW = (20, 5, 4)  # of each, so many
 _UNMEASURED = ("memory", "units", "rule_floor", "matrix_rows", "matrix_peak")
 _STATES = tuple(kind for kind in KINDS.values() if kind.has_state and not kind.recurrence)
 _SLOWEST_LAUNCH = 1e-2  # seconds
@@ -39,7 +43,7 @@ _SLOWEST_LAUNCH = 1e-2  # seconds
 
 @dataclass(frozen=True)
 class Bench:
-    """How long a call takes on the slowest rank, all ranks at a time: medians over repeats.
+    """How long a call takes, all ranks at a time: medians over repeats.
 
     Attributes:
         group: the ranks.
@@ -54,16 +58,23 @@ class Bench:
     crowd: float = 1.0
 
     def seconds(self, call: Callable[[], object], times: int = 1) -> float:
-        """Of one of so many calls one after another."""
+        """On the slowest rank, by the clock, of one of so many calls one after another."""
+        return self.slowest(self._timed(call, times, time.perf_counter))[0]
+
+    def work(self, call: Callable[[], object], times: int = 1) -> float:
+        """Seconds of a rank's own thread."""
+        return self._mean(self._timed(call, times, time.thread_time))[0]
+
+    def _timed(self, call: Callable[[], object], times: int, clock: Callable[[], float]) -> list[tuple[float, ...]]:
         call()
         taken = []
         for _ in range(self.repeats):
             self.group.barrier()
-            began = time.perf_counter()
+            began = clock()
             for _ in range(times):
                 call()
-            taken.append(((time.perf_counter() - began) / times,))
-        return self.slowest(taken)[0]
+            taken.append(((clock() - began) / times,))
+        return taken
 
     def slowest(self, taken: Sequence[tuple[float, ...]]) -> list[float]:
         """For each of what was timed in every repeat the median of the slowest rank's."""
@@ -71,14 +82,19 @@ class Bench:
         found: list[float] = np.median(everyone.max(axis=0), axis=0).tolist()
         return found
 
-    def work(self, call: Callable[[], object], times: int = 1) -> float:
-        """Seconds of local work on a core of its own."""
-        return self.seconds(call, times) / self.crowd
+    def _mean(self, taken: Sequence[tuple[float, ...]]) -> list[float]:
+        """For each of what was timed in every repeat the median of the ranks' mean."""
+        everyone = np.array(self.group.all_gather_object(taken))
+        found: list[float] = np.median(everyone.mean(axis=0), axis=0).tolist()
+        return found
 
     def layer(self, case: Case) -> tuple[float, float]:
-        """Seconds of a layer of one rank on a core of its own, forward and backward, each rank for itself."""
-        forward, backward = self.step(LayerStep(case, ThreadGroup.create(1)[0]))
-        return forward / self.crowd, backward / self.crowd
+        """Seconds of a rank's own thread in a layer of one rank, forward and backward, each rank for itself."""
+        step = LayerStep(case, ThreadGroup.create(1)[0])
+        times = self.repeats * (1 if sum(case.lengths) > _SHORT else _MORE)
+        taken = [step.timed(self.group, time.thread_time) for _ in range(times + 1)][1:]
+        forward, backward = self._mean(taken)
+        return forward, backward
 
     def step(self, step: LayerStep) -> tuple[float, float]:
         """Seconds of a layer that the ranks compute together, forward and backward."""
@@ -92,20 +108,20 @@ class Bench:
             mask=mask, dtype=self.dtype,
         )  # fmt: skip
 
-    def linear(self, kind: str, tokens: int) -> Case:
+    def linear(self, kind: str, tokens: int, head_dim: int = HEAD_DIMS[0]) -> Case:
         """A linear layer of one rank on one document."""
-        size = HEAD_DIMS[0]
         return Case(
-            kind, 1, (tokens,), heads=_HEADS, groups=_GROUPS, head_dim=size, value_head_dim=size, dtype=self.dtype
-        )
+            kind, 1, (tokens,), heads=_HEADS, groups=_GROUPS, head_dim=head_dim, value_head_dim=head_dim,
+            dtype=self.dtype,
+        )  # fmt: skip
 
 
 def calibrated(group: RankGroup, dtype: torch.dtype, repeats: int) -> Machine:
-    """A machine of the ranks at hand, the same on every rank: medians over `repeats`, of the slowest rank."""
+    """A machine of the ranks at hand, the same on every rank: medians over `repeats`."""
     hosts, (cores, shares_cores) = hosts_of(group), _cores(group)
     together = len(hosts) if shares_cores else max(map(hosts.count, hosts))
     bench = Bench(group, repeats, dtype, max(1.0, together / cores))
-    matrix, collective, transfer = _matrix_rate(bench), *_handling(bench)
+    matrix, collective, transfer = _matrix_rate(bench), *_handling(bench, hosts)
     rates = replace(
         machine("cpu").hardware, name="measured",
         about=f"{group.size} ranks on {cores * (1 if shares_cores else len(set(hosts)))} cores ({platform.machine()})",
@@ -155,20 +171,20 @@ def _matrix_rate(bench: Bench) -> float:
 def _with_attention(rates: Hardware, bench: Bench) -> Hardware:
     """What a call, a band, a query and a pair take, from batches with many of one and few of the others.
 
-    All pairs are visible but for the last batch, which says how many more a causal mask computes.
+    All pairs are visible but for the last two batches, which say how many more a causal mask computes.
     """
     count, short, size = 64, 128, HEAD_DIMS[0]
     calls = bench.layer(bench.attention([_FEW], mask="full"))
     bands = bench.layer(bench.attention([_FEW] * count, mask="full"))
     rows = bench.layer(bench.attention([short] * (_TOKENS // short), mask="full"))
     longs = {each: bench.layer(bench.attention([_TOKENS], each, "full")) for each in HEAD_DIMS}
-    cut = bench.attention([_TOKENS])
-    causal = bench.layer(cut)
+    cuts = [bench.attention([_TOKENS // count] * count) for count in (1, 2)]
+    causal = [bench.layer(cut) for cut in cuts]
     band: list[float] = []
     row: list[float] = []
     tiles: list[float] = []
     rate: dict[int, list[float]] = {each: [] for each in HEAD_DIMS}
-    visible = _pairs(cut, 1)
+    visible = [_pairs(cut, 1) for cut in cuts]
     for way, (products, call) in enumerate(zip((4, 10), calls, strict=True)):
         band.append(max((bands[way] - call) / (count - 1), 0.0))
         long = longs[size][way] - call
@@ -178,7 +194,9 @@ def _with_attention(rates: Hardware, bench: Bench) -> Hardware:
         for each in HEAD_DIMS:
             seconds = longs[each][way] - call - row[way] * _TOKENS
             rate[each].append(_TOKENS**2 * _HEADS * products * each / max(seconds, 1e-9))
-        tiles.append(2 * ((causal[way] - call - row[way] * _TOKENS) / pair - visible) / _TOKENS)
+        for number, (taken, pairs) in enumerate(zip(causal, visible, strict=True)):
+            inner = taken[way] - call - number * band[way] - row[way] * _TOKENS
+            tiles.append(2 * (inner / pair - pairs) / _TOKENS)
     return replace(
         rates, attention=tuple((each, ahead, back) for each, (ahead, back) in rate.items()), band=(band[0], band[1]),
         call=max(mean(calls) - mean(band), 0.0), row=(row[0] / _HEADS, row[1] / _HEADS),
@@ -202,10 +220,10 @@ def _with_linear(found: Machine, bench: Bench) -> Hardware:
     elements = (_TOKENS - _FEW) * channels
     ahead, back = (elements / max(b - a, 1e-9) for a, b in zip(few, many, strict=True))
     rates = replace(found.hardware, convolution=(ahead, back))
-    free = replace(found, hardware=replace(rates, rule=tuple((kind.name, 1e30, 1e30, 0.0) for kind in _STATES)))
+    free = replace(found, hardware=replace(rates, rule=tuple((kind.name, 1, 1e30, 1e30, 0.0) for kind in _STATES)))
     rows = []
-    for kind in _STATES:
-        cases = [bench.linear(kind.name, tokens) for tokens in (_CHUNK, _TOKENS)]
+    for kind, size in itertools.product(_STATES, HEAD_DIMS):
+        cases = [bench.linear(kind.name, tokens, size) for tokens in (_CHUNK, _TOKENS)]
         beside = []
         for case in cases:
             others = timelines(case.plan(), free, item_size=bench.dtype.itemsize)
@@ -213,7 +231,7 @@ def _with_linear(found: Machine, bench: Bench) -> Hardware:
         products = _HEADS * rule_products(cases[0].plan())
         each = [max(many - few, 1e-9) / (_TOKENS - _CHUNK) for few, many in zip(*beside, strict=True)]
         host = mean(max(few - _CHUNK * one, 0.0) for few, one in zip(beside[0], each, strict=True))
-        rows.append((kind.name, products / each[0], 2 * products / each[1], host))
+        rows.append((kind.name, size, products / each[0], 2 * products / each[1], host))
     return replace(rates, rule=tuple(rows))
 
 
@@ -243,18 +261,21 @@ def _fitted_launch(found: Machine, bench: Bench, hosts: tuple[int, ...]) -> floa
     return least
 
 
-def _handling(bench: Bench) -> tuple[float, float]:
-    """Seconds of a rank's own thread for a small message, and bytes a second that its process sends and receives."""
-    group, peer = bench.group, (bench.group.rank + 1) % bench.group.size
-    before = (group.rank - 1) % group.size
-    found = []
+def _handling(bench: Bench, hosts: tuple[int, ...]) -> tuple[float, float]:
+    """Seconds of a rank's own thread for a small message, and bytes a second that its process sends and receives.
+
+    To a rank of its own host, if any host has two: over a slow link threads wake up for every few packets.
+    """
+    group, found = bench.group, []
+    same = any(hosts.count(host) > 1 for host in hosts)
+    peer = _partner(hosts, group.rank, same=same)
     for nbytes, clock in ((_SMALL, time.thread_time), (_LARGE, time.process_time)):
-        sent, received = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+        message = _message(group, peer, nbytes)
         taken = []
         for _ in range(bench.repeats + 1):
             group.barrier()
             began = clock()
-            group.send_and_receive([Message(sent, peer)], [Message(received, before)])
+            message()
             taken.append((clock() - began,))
         found.append(bench.slowest(taken[1:])[0])
     return found[0], 2 * _LARGE / max(found[1], 1e-9)
@@ -263,7 +284,8 @@ def _handling(bench: Bench) -> tuple[float, float]:
 def _links(bench: Bench, hosts: tuple[int, ...], collective: float) -> tuple[Link, Link]:
     """Between ranks of one host and of two, by messages of several sizes between neighbours, all at a time.
 
-    Between hosts the ranks of a host share its card, so that has as many times the rate of a rank.
+    Several one after another, since flows that share a link are not served evenly, nor do ranks begin at once. Between
+    hosts the ranks of a host share its card, so that has as many times the rate of a rank.
     """
     group, links = bench.group, {}
     place = {way: _partner(hosts, group.rank, same=way) for way in (True, False)}
@@ -272,7 +294,10 @@ def _links(bench: Bench, hosts: tuple[int, ...], collective: float) -> tuple[Lin
         if not any(everyone):
             continue
         sizes = _SMALL, _MIDDLE, _LARGE if way else _LARGE // 8
-        first, second, third = (bench.seconds(_message(group, place[way], nbytes)) for nbytes in sizes)
+        first, second, third = (
+            bench.seconds(_message(group, place[way], nbytes), times)
+            for nbytes, times in zip(sizes, _IN_A_ROW, strict=True)
+        )
         at_a_time = (
             1 if way else max(sum(of for of, at in zip(everyone, hosts, strict=True) if at == host) for host in hosts)
         )

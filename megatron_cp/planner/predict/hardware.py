@@ -57,8 +57,9 @@ class Hardware:
             in between and beyond, the nearest.
         tile: queries and keys that the kernel takes at once: a tile that a mask cuts is computed as a whole.
         units: pieces of work, of one head and one tile of queries, at which half of that rate is reached.
-        rule: for each kind of linear layer the multiply-adds a second of its chunked kernels, forward and backward, and
-            the seconds that the host takes in a direction beside them: 0 where a device works behind its host.
+        rule: for each kind of linear layer and some head sizes the multiply-adds a second of its chunked kernels,
+            forward and backward, and the seconds that the host takes in a direction beside them: 0 where a device works
+            behind its host. In between and beyond, the nearest size.
         rule_floor: seconds that such a kernel takes at least.
         convolution: elements a second of a causal convolution with its activation, forward and backward.
         copy: bytes a second that a copy writes.
@@ -83,7 +84,7 @@ class Hardware:
     attention: tuple[tuple[int, float, float], ...]
     tile: int
     units: float
-    rule: tuple[tuple[str, float, float, float], ...]
+    rule: tuple[tuple[str, int, float, float, float], ...]
     rule_floor: float
     convolution: tuple[float, float]
     copy: float
@@ -117,23 +118,29 @@ class Hardware:
                 raise ArgumentError(name, getattr(self, name), "a text")
 
     def _check_rule(self) -> None:
-        """Refuses what has not one row of each kind."""
+        """Refuses what has not a row of each kind, or two of one kind and head size."""
         kinds = sorted({kind.rule for kind in KINDS.values() if kind.has_state})
         for row in self.rule:
-            is_row = isinstance(row, tuple) and len(row) == 4 and all(map(_is_number, row[1:]))
-            if not is_row or min(row[1:3]) <= 0 or row[3] < 0:
-                raise ArgumentError("rule", row, "a kind, two rates above 0, and seconds of at least 0")
-        if sorted(str(row[0]) for row in self.rule) != kinds:
+            is_row = isinstance(row, tuple) and len(row) == 5 and all(map(_is_number, row[1:]))
+            if not is_row or min(row[1:4]) <= 0 or row[4] < 0:
+                raise ArgumentError("rule", row, "a kind, a head size, two rates above 0, and seconds of at least 0")
+        given = sorted((str(row[0]), row[1]) for row in self.rule)
+        if len(set(given)) != len(given) or sorted({name for name, _ in given}) != kinds:
             remedy = "A kind whose rate is not known takes that of another one, which its source should say."
-            raise ArgumentError("rule", [row[0] for row in self.rule], f"one row of each of {', '.join(kinds)}", remedy)
+            wanted = f"one row or more of each of {', '.join(kinds)}, of different head sizes"
+            raise ArgumentError("rule", [row[:2] for row in self.rule], wanted, remedy)
 
-    def rule_rate(self, kind: str, *, forward: bool) -> float:
+    def rule_rate(self, kind: str, head_dim: int, *, forward: bool) -> float:
         """Multiply-adds a second of a kind's chunked kernels, by the name that kernels know its recurrence by."""
-        return next(ahead if forward else back for name, ahead, back, _ in self.rule if name == kind)
+        return self._rule_row(kind, head_dim)[2 if forward else 3]
 
-    def beside_rule(self, kind: str) -> float:
+    def beside_rule(self, kind: str, head_dim: int) -> float:
         """Seconds that the host takes in a direction of such a layer."""
-        return next(beside for name, _, _, beside in self.rule if name == kind)
+        return self._rule_row(kind, head_dim)[4]
+
+    def _rule_row(self, kind: str, head_dim: int) -> tuple[str, int, float, float, float]:
+        """That of the nearest head size."""
+        return min((row for row in self.rule if row[0] == kind), key=lambda row: abs(math.log(row[1] / head_dim)))
 
     def attention_rate(self, head_dim: int, *, forward: bool) -> float:
         """Operations a second of heads of this size."""

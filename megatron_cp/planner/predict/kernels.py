@@ -163,12 +163,23 @@ def rule_products(plan: Plan) -> float:
     kind = KINDS[plan.kind]
     if not kind.has_state:
         return float(plan.conv_width)
-    blocks = {block.name: block for block in plan.sections.blocks}
-    keys, values = (blocks[name].head_dim for name in (kind.keys, kind.values))
+    keys, values = _rule_sizes(plan)
     rule = CHUNK * (keys + values) + 2 * keys * values
     if kind.is_dense:
         rule += CHUNK * (keys + (keys + values) // 2) + keys * values
     return float(rule)
+
+
+def _rule_sizes(plan: Plan) -> tuple[int, int]:
+    """The head sizes of keys and values, or what stands for them."""
+    kind, sizes = KINDS[plan.kind], {block.name: block.head_dim for block in plan.sections.blocks}
+    return sizes[kind.keys], sizes[kind.values]
+
+
+def rule_rate(plan: Plan, hardware: Hardware, item_size: int, *, forward: bool) -> float:
+    """Multiply-adds a second of a layer's chunked rule."""
+    rate = hardware.rule_rate(KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2, forward=forward)
+    return rate / hardware.slower(item_size)
 
 
 def chunked_tokens(plan: Plan) -> IntArray:
@@ -194,10 +205,10 @@ def rule_seconds(plan: Plan, hardware: Hardware, item_size: int, *, forward: boo
     """
     heads = np.array([hi - lo for rank in range(plan.cp_size) for lo, hi in (plan.heads_of(rank),)])
     products = chunked_tokens(plan) * heads * rule_products(plan) * (1 if forward else 2) / chunks
-    kind = KINDS[plan.kind].rule
-    taken = products / hardware.rule_rate(kind, forward=forward) * hardware.slower(item_size)
+    taken = products / rule_rate(plan, hardware, item_size, forward=forward)
     floor = hardware.rule_floor * (1 if forward else 2)
-    found: Seconds = (products > 0) * (np.maximum(taken, floor) + hardware.beside_rule(kind))
+    beside = hardware.beside_rule(KINDS[plan.kind].rule, sum(_rule_sizes(plan)) // 2)
+    found: Seconds = (products > 0) * (np.maximum(taken, floor) + beside)
     return found
 
 
@@ -228,6 +239,6 @@ def scan_products(plan: Plan, step: Scan, *, forward: bool) -> Seconds:
 
 def scan_seconds(plan: Plan, step: Scan, hardware: Hardware, item_size: int, *, forward: bool) -> Seconds:
     """`[ranks]` seconds of those maps."""
-    rate = hardware.rule_rate(KINDS[plan.kind].rule, forward=forward) / hardware.slower(item_size)
-    found: Seconds = scan_products(plan, step, forward=forward) / rate
+    products = scan_products(plan, step, forward=forward)
+    found: Seconds = products / rule_rate(plan, hardware, item_size, forward=forward)
     return found

@@ -20,7 +20,7 @@ KINDS = ("gdn", "kda", "mamba")
 
 def rule(rate):
     """Rows of all kinds."""
-    return tuple((kind, rate, rate, 0.0) for kind in KINDS)
+    return tuple((kind, 128, rate, rate, 0.0) for kind in KINDS)
 
 
 _INSTANT = {

@@ -76,8 +76,8 @@ def test_chunks_are_filled_up():
 def test_a_layer_takes_the_rates_of_its_kind(kind):
     packing, more = Packing([640]), {"state": 8} if kind == "mamba" else {}
     plan = plan_linear(packing, Layout.contiguous(packing, 1), kind, heads=2, head_dim=8, mode="headwise", **more)
-    slow = tuple((each, 1.0, 1.0, 5.0 if each == kind else 0.0) for each in ("gdn", "kda", "mamba"))
-    quick = tuple((each, *((2.0, 4.0) if each == kind else (1.0, 1.0)), 0.0) for each in ("gdn", "kda", "mamba"))
+    slow = tuple((each, 64, 1.0, 1.0, 5.0 if each == kind else 0.0) for each in ("gdn", "kda", "mamba"))
+    quick = tuple((each, 64, *((2.0, 4.0) if each == kind else (1.0, 1.0)), 0.0) for each in ("gdn", "kda", "mamba"))
     one, other = (
         dataclasses.replace(machine("cpu").hardware, rule=rule, rule_floor=0.0, wider=(1.0, 1.0))
         for rule in (slow, quick)
