@@ -135,7 +135,9 @@ def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
     assert measured == (fields | {"within"}) - given
     assert mine.hardware.cores >= 1
     assert not mine.shares_cores
-    assert [row[:2] for row in mine.hardware.rule] == [(each, size) for each in ("gdn", "kda", "mamba") for size in (64, 128)]
+    assert [row[:2] for row in mine.hardware.rule] == [
+        (each, size) for each in ("gdn", "kda", "mamba") for size in (64, 128)
+    ]
     plan = cp.plan_attention(
         cp.Packing([100, 1]), cp.Layout.zigzag(cp.Packing([100, 1]), 2), heads=4, head_dim=16, hardware=str(path)
     )

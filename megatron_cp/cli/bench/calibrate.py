@@ -34,8 +34,8 @@ HEAD_DIMS = (64, 128)
 _TOKENS, _FEW, _CHUNK = 2048, 8, 64
 _SHORT, _MORE = 256, 5  # tokens up to which a layer is timed so many times as often, since it takes so little
 _HEADS, _GROUPS = 4, 2
-_SMALL, _MIDDLE, _LARGE = 1 << 12, 1 << 18, 1 << 23  # bytes of the messages of a link
-_IN_A_ROW = (20, 5, 4)  # of each, so many
+_SMALL, _LARGE = 1 << 12, 1 << 23  # bytes of the messages of a link
+_IN_A_ROW = 20, 4  # of each, so many
 _UNMEASURED = ("memory", "units", "rule_floor", "matrix_rows", "matrix_peak")
 _STATES = tuple(kind for kind in KINDS.values() if kind.has_state and not kind.recurrence)
 _SLOWEST_LAUNCH = 1e-2  # seconds
@@ -67,7 +67,7 @@ class Bench:
 
     def _timed(self, call: Callable[[], object], times: int, clock: Callable[[], float]) -> list[tuple[float, ...]]:
         call()
-        taken = []
+        taken: list[tuple[float, ...]] = []
         for _ in range(self.repeats):
             self.group.barrier()
             began = clock()
@@ -282,7 +282,7 @@ def _handling(bench: Bench, hosts: tuple[int, ...]) -> tuple[float, float]:
 
 
 def _links(bench: Bench, hosts: tuple[int, ...], collective: float) -> tuple[Link, Link]:
-    """Between ranks of one host and of two, by messages of several sizes between neighbours, all at a time.
+    """Between ranks of one host and of two, by small and by large messages between neighbours, all at a time.
 
     Several one after another, since flows that share a link are not served evenly, nor do ranks begin at once. Between
     hosts the ranks of a host share its card, so that has as many times the rate of a rank.
@@ -293,15 +293,15 @@ def _links(bench: Bench, hosts: tuple[int, ...], collective: float) -> tuple[Lin
     for way, everyone in zip((True, False), known, strict=True):
         if not any(everyone):
             continue
-        sizes = _SMALL, _MIDDLE, _LARGE if way else _LARGE // 8
-        first, second, third = (
+        large = _LARGE if way else _LARGE // 8
+        first, last = (
             bench.seconds(_message(group, place[way], nbytes), times)
-            for nbytes, times in zip(sizes, _IN_A_ROW, strict=True)
+            for nbytes, times in zip((_SMALL, large), _IN_A_ROW, strict=True)
         )
         at_a_time = (
             1 if way else max(sum(of for of, at in zip(everyone, hosts, strict=True) if at == host) for host in hosts)
         )
-        rate = at_a_time * (sizes[2] - sizes[1]) / max(third - second, 1e-9)
+        rate = at_a_time * (large - _SMALL) / max(last - first, 1e-9)
         beside = at_a_time * _SMALL / rate + collective * bench.crowd
         links[way] = Link(max(first - beside, 1e-7), 0.0, rate)
     within = links.get(True) or links[False]

@@ -132,7 +132,8 @@ class Hardware:
 
     def rule_rate(self, kind: str, head_dim: int, *, forward: bool) -> float:
         """Multiply-adds a second of a kind's chunked kernels, by the name that kernels know its recurrence by."""
-        return self._rule_row(kind, head_dim)[2 if forward else 3]
+        _, _, ahead, back, _ = self._rule_row(kind, head_dim)
+        return ahead if forward else back
 
     def beside_rule(self, kind: str, head_dim: int) -> float:
         """Seconds that the host takes in a direction of such a layer."""

@@ -110,7 +110,8 @@ def test_rejects_impossible_places(argument, call):
 
 def test_a_kind_has_its_own_rates_of_the_nearest_head_size():
     rows = (
-        ("gdn", 64, 1.0, 2.0, 3.0), ("kda", 64, 4.0, 5.0, 6.0), ("kda", 128, 10.0, 11.0, 12.0), ("mamba", 64, 7.0, 8.0, 9.0)
+        ("gdn", 64, 1.0, 2.0, 3.0), ("kda", 64, 4.0, 5.0, 6.0), ("kda", 128, 10.0, 11.0, 12.0),
+        ("mamba", 64, 7.0, 8.0, 9.0),
     )  # fmt: skip
     hardware = dataclasses.replace(machine("h100").hardware, rule=rows)
     assert [hardware.rule_rate("kda", 80, forward=way) for way in (True, False)] == [4.0, 5.0]
