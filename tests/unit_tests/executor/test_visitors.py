@@ -45,12 +45,12 @@ def test_results_come_home_in_the_order_of_ranks(monkeypatch):
 
 
 def test_row_sums_of_bf16_are_summed_in_fp32():
-    """256 and many ones: in bf16 the sum stays at 256."""
-    out = torch.ones(3, 2, 65, dtype=torch.bfloat16)
+    """256 and 65 ones: bf16 has no 321."""
+    out = torch.ones(3, 2, 66, dtype=torch.bfloat16)
     out[..., 0] = 256
     found = row_sums(torch.ones_like(out), out)
     assert found.dtype == torch.float32
-    assert torch.equal(found, torch.full((3, 2, 1), 320.0))
+    assert torch.equal(found, torch.full((3, 2, 1), 321.0))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30, 1e30])

@@ -17,8 +17,8 @@ from megatron_cp.planner.tiles.problem import volumes
 PACKING = Packing([64])
 NEAR, FAR = Link(1e-6, 0.0, 60.0), Link(1e-6, 0.0, 10.0)
 PLAN = partial(
-    plan_attention, PACKING, heads=3, kv_heads=3, head_dim=8, value_head_dim=4, mask=Mask.named(PACKING, "global_local"),
-    scheme="tiled",
+    plan_attention, PACKING, heads=3, kv_heads=3, head_dim=8, value_head_dim=4, scheme="tiled",
+    mask=Mask.named(PACKING, "global_local"),
 )  # fmt: skip
 
 

@@ -13,13 +13,15 @@ ITEM = 2
 KEYS, QUERIES, RESULTS = 4 + 2, 4, 2 + 1  # elements of a row of one head
 
 
+def pairs_of_calls(step, shapes, hardware, item_size, kv_ranks, heads, *, forward):
+    return shapes.pairs[:, kv_ranks] * heads
+
+
 def operations(monkeypatch, *, forward):
     """Rank 0 computes all of two ranks' eight tokens; a copy takes its bytes, a kernel its pairs of heads."""
     assign_all_to(monkeypatch, 0)
     monkeypatch.setattr(walk_base, "copy_seconds", lambda _, nbytes, passes: np.asarray(nbytes) * passes)
-    monkeypatch.setattr(
-        walk_attention, "seconds_of_calls", lambda _, shapes, __, ___, ranks, heads, **____: shapes.pairs[:, ranks] * heads
-    )
+    monkeypatch.setattr(walk_attention, "seconds_of_calls", pairs_of_calls)
     packing = Packing([8])
     plan = plan_attention(
         packing, Layout.contiguous(packing, 2), heads=3, kv_heads=3, head_dim=4, value_head_dim=2,

@@ -296,6 +296,18 @@ def test_an_answer_is_kept_and_taken(tmp_path):
     assert len(list(cache.iterdir())) == 2
 
 
+def test_a_kept_answer_has_the_rights_of_any_file(tmp_path, monkeypatch):
+    """Which the process decides: ranks that are threads must not change that for one another."""
+    (tmp_path / "any").touch()
+
+    def refused(_):
+        raise AssertionError("the rights of all files of the process are changed")
+
+    monkeypatch.setattr(os, "umask", refused)
+    solve(drawn(1), cache=tmp_path / "cache")
+    assert kept(tmp_path / "cache").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
 def other(problem, ranks):
     """Another answer that fits."""
     for tile, rank in itertools.product(range(problem.num_tiles), range(problem.num_ranks)):
