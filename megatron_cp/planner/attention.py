@@ -144,6 +144,9 @@ def plan_attention(
     return replace(chosen, prices=found.prices, notes=(*chosen.notes, *found.notes))
 
 
+_OF_SEARCH = ("search_seconds", "search_cache")  # arguments that only ways with assigned tiles read
+
+
 class _Choice(NamedTuple):
     """What "auto" takes. No plan: a layout remembers it, which plans refer to."""
 
@@ -238,6 +241,8 @@ def _cheapest(
                 try:
                     ways.append(request.plan(way, degree, ways))
                 except ArgumentError as error:
+                    if error.argument in _OF_SEARCH:  # the search that was asked for is impossible, not this way alone
+                        raise
                     refused = refused or error
         if not ways:
             assert refused is not None

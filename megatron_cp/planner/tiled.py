@@ -13,7 +13,7 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment
 from megatron_cp.plan.attention import Attend, TiledWork
 from megatron_cp.planner.predict.hardware import Topology
-from megatron_cp.planner.tiles import TileWeights, bands_by_rank, solve, tiles_of
+from megatron_cp.planner.tiles import Solution, TileProblem, TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
 
@@ -74,7 +74,8 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
         search: how.
 
     Raises:
-        ArgumentError: a mask with more pairs than are counted, or that the layouts cut into too many tiles.
+        ArgumentError: a mask with more pairs than are counted, or that the layouts cut into too many tiles; a search
+            without OR-Tools; a cache that cannot be used.
     """
     if step.mask.area >= _MOST_PAIRS:
         remedy = "Take exact or p2p, which count nothing."
@@ -85,7 +86,7 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     for forward in (True, False):
         weights = _weights(step, search.item_size, forward=forward)
         problem = tiles_of(step.mask, step.queries, step.keys, weights=weights, hosts=hosts, host_cost=host_cost)
-        solution = solve(problem, search_seconds=search.seconds, cache=search.cache, steps=steps)
+        solution = _solved(problem, search, steps)
         assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
         most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
         # The search weighs hosts; what is said is bytes.
@@ -94,6 +95,16 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
         found.append((assignment, known))
     (forward_tiles, first), (backward_tiles, second) = found
     return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))
+
+
+def _solved(problem: TileProblem, search: TileSearch, steps: int) -> Solution:
+    try:
+        return solve(problem, search_seconds=search.seconds, cache=search.cache, steps=steps)
+    except ArgumentError as error:
+        if error.argument != "cache":
+            raise
+        # As callers of plans spell it.
+        raise ArgumentError("search_cache", error.given, error.allowed, error.remedy) from None
 
 
 def _weights(step: Attend, item_size: int, *, forward: bool) -> TileWeights:

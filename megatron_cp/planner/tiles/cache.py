@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,16 +90,14 @@ def write(directory: Path, problem: TileProblem, answer: Answer) -> None:
     }  # fmt: skip
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=directory, suffix=".part")
+        part = directory / f"{secrets.token_hex(8)}.part"
         try:
-            with os.fdopen(handle, "w") as file:
+            # With the rights of any other file, since others may share the folder: `tempfile` would keep them out.
+            with part.open("x") as file:
                 json.dump(content, file)
-            mask = os.umask(0)
-            os.umask(mask)
-            Path(name).chmod(0o666 & ~mask)  # as any other file: others may share the folder
-            Path(name).replace(directory / f"{problem.digest}.json")
+            part.replace(directory / f"{problem.digest}.json")
         except BaseException:
-            Path(name).unlink(missing_ok=True)
+            part.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise ArgumentError("cache", str(directory), "a directory that can be written to", str(error)) from None

@@ -24,6 +24,7 @@ from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray, host_array, is_integral
 
 MOST_TILES = 1 << 16  # of a problem: full attention on 256 ranks
+_IMBALANCE = 1.05  # of the busiest rank's work over the mean, unless told otherwise
 _MOST_BYTES = 1 << 53  # in all: sums of costs are exact, in numpy's integers and in floats of 64 bits
 
 
@@ -268,7 +269,7 @@ class TileProblem:
 _FIELDS = ("num_ranks", "rows", "columns", "tile_rows", "tile_columns", "work", "weights", "hosts", "host_cost")
 
 
-def default_load_cap(work: IntArray, num_ranks: int, imbalance: float = 1.05) -> int:
+def default_load_cap(work: IntArray, num_ranks: int, imbalance: float = _IMBALANCE) -> int:
     """`imbalance` times the mean, or what longest-first assignment of the tiles reaches where that is more.
 
     So that there always is an answer, and one that is found.
@@ -281,8 +282,9 @@ def default_load_cap(work: IntArray, num_ranks: int, imbalance: float = 1.05) ->
     Raises:
         ArgumentError: an imbalance below 1.
     """
-    if not 1 <= as_number(imbalance) <= num_ranks:
-        raise ArgumentError("imbalance", imbalance, f"a number from 1 to {num_ranks}, the number of ranks")
+    most = max(num_ranks, _IMBALANCE)  # one rank has all the work, whatever the default allows
+    if not 1 <= as_number(imbalance) <= most:
+        raise ArgumentError("imbalance", imbalance, f"a number from 1 to {most} for {num_ranks} ranks")
     loads = np.bincount(longest_first(work, num_ranks), weights=work, minlength=num_ranks)
     return max(int(float(imbalance) * int(work.sum()) / num_ranks), int(loads.max(initial=0)))
 

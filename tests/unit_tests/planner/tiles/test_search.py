@@ -296,6 +296,18 @@ def test_an_answer_is_kept_and_taken(tmp_path):
     assert len(list(cache.iterdir())) == 2
 
 
+def test_a_kept_answer_has_the_rights_of_any_file(tmp_path, monkeypatch):
+    """Which the process decides: ranks that are threads must not change that for one another."""
+    (tmp_path / "any").touch()
+
+    def refused(_):
+        raise AssertionError("the rights of all files of the process are changed")
+
+    monkeypatch.setattr(os, "umask", refused)
+    solve(drawn(1), cache=tmp_path / "cache")
+    assert kept(tmp_path / "cache").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
 def other(problem, ranks):
     """Another answer that fits."""
     for tile, rank in itertools.product(range(problem.num_tiles), range(problem.num_ranks)):
@@ -363,3 +375,20 @@ def test_problems_that_differ_have_other_names():
     ]  # fmt: skip
     assert len({each.digest for each in (problem, *others)}) == 1 + len(others)
     assert problem.digest == drawn(4).digest == problem.with_load_cap(problem.load_cap).digest
+
+
+def test_a_problem_that_differs_in_one_thing_alone_has_another_name():
+    chunks = Chunks.of_equal_size(np.array([0, 1]))
+    given = {
+        "num_ranks": 2, "rows": chunks, "columns": chunks, "tile_rows": [0, 0, 1], "tile_columns": [0, 1, 1],
+        "work": [1, 1, 1], "weights": FORWARD, "load_cap": 8, "hosts": [0, 1], "host_cost": 3,
+    }  # fmt: skip
+    changes = [
+        {"num_ranks": 3, "hosts": [0, 1, 0]}, {"rows": Chunks.of_equal_size(chunks.owners, 2)},
+        {"columns": Chunks.of_equal_size(chunks.owners, 2)}, {"columns": Chunks.of_equal_size(np.array([1, 1]))},
+        {"rows": Chunks.of_equal_size(np.array([1, 1]))}, {"tile_rows": [0, 0, 1], "tile_columns": [0, 1, 0]},
+        {"tile_rows": [0, 1, 1], "tile_columns": [1, 0, 1]}, {"work": [1, 1, 2]}, {"weights": BACKWARD},
+        {"load_cap": 9}, {"hosts": [0, 0]}, {"host_cost": 4},
+    ]  # fmt: skip
+    names = {TileProblem(**given | change).digest for change in ({}, *changes)}
+    assert len(names) == 1 + len(changes)

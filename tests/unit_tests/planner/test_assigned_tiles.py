@@ -1,0 +1,103 @@
+"""`assigned_tiles`: which problems are solved for an attention, and what is said of the answers."""
+
+import sys
+from functools import partial
+
+import pytest
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.planner import tiled
+from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.predict.hardware import Link, Topology
+from megatron_cp.planner.tiles import TileWeights, tiles_of
+from megatron_cp.planner.tiles.bounds import lower_bound
+from megatron_cp.planner.tiles.problem import volumes
+
+PACKING = Packing([64])
+NEAR, FAR = Link(1e-6, 0.0, 60.0), Link(1e-6, 0.0, 10.0)
+PLAN = partial(
+    plan_attention, PACKING, heads=3, kv_heads=3, head_dim=8, value_head_dim=4, scheme="tiled",
+    mask=Mask.named(PACKING, "global_local"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def solved(monkeypatch):
+    """Each problem that is solved, with the arguments and the answer."""
+    found, solve = [], tiled.solve
+
+    def noting(problem, **given):
+        found.append((problem, given, solve(problem, **given | {"search_seconds": 0})))
+        return found[-1][-1]
+
+    monkeypatch.setattr(tiled, "solve", noting)
+    return found
+
+
+def test_each_direction_is_weighed_by_its_own_bytes(solved, tmp_path):
+    PLAN(Layout.contiguous(PACKING, 4), item_size=4, search_seconds=3, search_cache=tmp_path)
+    shape = {"heads": 3, "kv_heads": 3, "head_dim": 8, "value_head_dim": 4, "item_size": 4}
+    assert [problem.weights for problem, *_ in solved] == [TileWeights.forward(**shape), TileWeights.backward(**shape)]
+    assert [(given["search_seconds"], given["cache"]) for _, given, _ in solved] == [(3.0, str(tmp_path))] * 2
+    assert all(problem.hosts is None for problem, *_ in solved)
+
+
+def test_the_head_rank_with_most_heads_counts(solved):
+    """Three heads on two head ranks: one of them has two."""
+    PLAN(Layout.contiguous(PACKING, 4), scheme="a2a+tiled", ulysses_degree=2, head_chunks=1)
+    assert solved[0][0].weights == TileWeights.forward(heads=2, kv_heads=2, head_dim=8, value_head_dim=4)
+
+
+def test_bytes_between_hosts_are_dearer_and_said_as_they_are(solved):
+    topology = Topology((0, 0, 1, 1), NEAR, FAR)
+    plan = PLAN(Layout.contiguous(PACKING, 4), topology=topology)
+    for (problem, _, solution), known in zip(solved, plan.attend.tiled.solutions, strict=True):
+        assert (problem.hosts.tolist(), problem.host_cost) == ([0, 0, 1, 1], 6)
+        assert known.bytes_on_the_way == max(max(each) for each in volumes(problem, solution.ranks))
+        assert 0 < known.bound < solution.bound  # which is weighted
+        assert known.bound == lower_bound(problem.on_one_host()) <= known.bytes_on_the_way
+        assert known.is_optimal == (known.bytes_on_the_way == known.bound)
+
+
+def test_a_plan_is_said_to_be_the_best_where_that_is_proven(solved):
+    """Of assignments all are, none and some: what is said follows the numbers."""
+    for name in ("full", "causal", "global_local", "streaming"):
+        plan = PLAN(Layout.contiguous(PACKING, 4), mask=Mask.named(PACKING, name))
+        for (_, _, solution), known in zip(solved[-2:], plan.attend.tiled.solutions, strict=True):
+            assert known.is_optimal == solution.optimal
+            assert known.bytes_on_the_way == max(solution.sent.max(), solution.received.max())
+    assert len({solution.optimal for _, _, solution in solved}) == 2
+
+
+@pytest.mark.parametrize("scheme", ["tiled", "auto"])
+def test_a_search_without_the_solver_is_refused(scheme, monkeypatch):
+    """By auto too: it was asked to search."""
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    monkeypatch.setitem(sys.modules, "ortools.sat.python.cp_model", None)
+    layout = Layout.contiguous(PACKING, 4)
+    with pytest.raises(ArgumentError, match=r"^search_seconds: .*megatron_cp\[solver\]"):
+        PLAN(layout, scheme=scheme, search_seconds=5)
+    assert PLAN(layout).attend.tiled is not None
+
+
+@pytest.mark.parametrize("scheme", ["tiled", "auto"])
+def test_rejects_a_damaged_cache_by_its_name(scheme, tmp_path):
+    layout = Layout.contiguous(PACKING, 4)
+    PLAN(layout, search_cache=tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_text("")
+    with pytest.raises(ArgumentError, match=r"^search_cache: .* Delete "):
+        PLAN(Layout.contiguous(PACKING, 4), scheme=scheme, search_cache=tmp_path, search_seconds=0.01)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ArgumentError, match=r"^search_cache: .*a directory"):
+        PLAN(Layout.contiguous(PACKING, 4), search_cache=tmp_path / "file")
+
+
+def test_one_rank_has_all_tiles():
+    problem = tiles_of(Mask.causal(PACKING), Layout.contiguous(PACKING, 1), weights=TileWeights(1, 1, 2, 0))
+    assert problem.load_cap >= problem.total == 64 * 65 // 2
+    with pytest.raises(ArgumentError, match=r"^imbalance: got 1.06; allowed: a number from 1 to 1.05 for 1 ranks"):
+        tiles_of(
+            Mask.causal(PACKING), Layout.contiguous(PACKING, 1), weights=TileWeights(1, 1, 2, 0), imbalance=1.06
+        )  # fmt: skip
