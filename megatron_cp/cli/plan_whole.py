@@ -340,8 +340,8 @@ def _tiles(plans: list[Plan]) -> list[dict[str, Any]]:
             text.append(f"The busiest rank sends or receives {most} a layer, {beside}.")
         found.append(
             {
-                "name": f"{plan.kind} {way}", "text": " ".join(text), "queries": plan.mask.packing.total,
-                "keys": plan.mask.kv_packing.total, "group": group, "ranks": ranks * group, "shapes": shapes,
+                "name": f"{plan.kind} {way}", "text": " ".join(text), "queries": plan.attend.mask.packing.total,
+                "keys": plan.attend.mask.kv_packing.total, "group": group, "ranks": ranks * group, "shapes": shapes,
             }
         )  # fmt: skip
     return found

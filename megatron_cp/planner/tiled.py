@@ -22,10 +22,10 @@ from megatron_cp.planner.tiles.cuts import USUAL_TILES
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
 
 # Runs of visible blocks in the rows of a table, or bands of other masks. Tables may change with each batch and are
-# planned while it is loaded, so many of them within seconds. With more runs than a few, each random move of the search
-# matters little: ten times as many moves save a tenth of the bytes at best (benchmarks/results/block_tables.md).
-MOST_RUNS, _FEW_RUNS = 1 << 14, 256
-_TILES_OF_TABLES, _STEPS_OF_TABLES = 2048, 200
+# planned while it is loaded. With many runs each random move of the search matters little: of 300 runs, and of 1,600,
+# four times as many moves save a twentieth of the bytes at best (benchmarks/results/block_tables.md).
+MOST_RUNS, _FEW_RUNS = 1 << 14, 128
+_TILES_OF_TABLES, _MOVES_OF_TABLES, _LEAST_MOVES = 2048, 1 << 17, 200
 _LONGEST_SEARCH = 86_400  # a day
 _MOST_PAIRS = 1 << 52  # which sums of work hold exactly
 _PAIRS_A_STEP = 1000  # visible pairs for each random move of the search: all moves from 4,000 causal tokens on
@@ -94,9 +94,11 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     if step.mask.area >= _MOST_PAIRS:
         remedy = "Take exact or p2p, which count nothing."
         raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
-    is_table = _checked_runs(step) > _FEW_RUNS
+    runs = _checked_runs(step)
     hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
-    most_tiles, most_steps = (_TILES_OF_TABLES, _STEPS_OF_TABLES) if is_table else (USUAL_TILES, USUAL_STEPS)
+    most_tiles, most_steps = USUAL_TILES, USUAL_STEPS
+    if runs > _FEW_RUNS:
+        most_tiles, most_steps = _TILES_OF_TABLES, max(_MOVES_OF_TABLES // runs, _LEAST_MOVES)
     # A mask that is computed in microseconds is not worth a second of search.
     steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, most_steps)), []
     both = [_weights(step, search.item_size, forward=forward) for forward in (True, False)]
