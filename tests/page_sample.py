@@ -1,6 +1,6 @@
 """Reports to look at: who holds what and who sends what by real plans; times are made up.
 
-    python tests/page_sample.py 4 16 64 1024 --to FOLDER
+    python -m tests.page_sample 4 16 64 1024 --to FOLDER
 
 writes a page for each size into a folder.
 """
@@ -13,6 +13,8 @@ import numpy as np
 
 import megatron_cp as cp
 from megatron_cp.planner.page.page import page_of, save_page
+from megatron_cp.planner.picture import shapes_by_rank
+from tests.random_tiles import random_assignment
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 KINDS = {"exact, headwise, balanced": 1.0, "a2a, headwise, contiguous": 1.12, "p2p, chunkwise, zigzag": 1.3}
@@ -44,12 +46,25 @@ def sample(cp_size, *, events=400, name="Qwen3-Next"):
             "ends": layout.ends.tolist(),
             "ranks": np.repeat(np.arange(cp_size), np.diff(layout.fragment_offsets)).tolist(),
         },
+        "tiles": tiles_of(plan),
         "work": {"unit": "pairs", "values": work.tolist()},
         "timeline": timeline_of(work, matrix, max(1, events // (7 * cp_size))),
         "traffic": {"unit": "bytes", "matrix": matrix.tolist()},
         "hosts": [rank // 8 for rank in range(cp_size)],
         "notes": ["Work is even within 1 %.", "Transfers share 8 links of 50 GB/s a host."],
     }
+
+
+def tiles_of(plan):
+    """Each part of the mask on a random rank."""
+    found = []
+    for seed, way in enumerate(("forward", "backward")):
+        shapes, ranks, count = shapes_by_rank(random_assignment(plan.attend, seed))
+        sizes = {"queries": plan.packing.total, "keys": plan.packing.total}
+        found.append(
+            {"name": f"attention {way}", "text": f"{count} pieces.", **sizes, "ranks": ranks, "shapes": shapes}
+        )
+    return found
 
 
 def bytes_between(plan):

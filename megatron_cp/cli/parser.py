@@ -48,9 +48,13 @@ class Parser(argparse.ArgumentParser):
             )
 
 
+# Arguments of functions whose flags have other names.
+_FLAGS = {"cp_size": "cp", "mode": "scheme", "hardware": "gpu", "search_seconds": "search"}
+
+
 def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
     """The error as the user of the command line spells the argument."""
-    name = {"cp_size": "cp", "mode": "scheme", "hardware": "gpu"}.get(error.argument, error.argument)
+    name = _FLAGS.get(error.argument, error.argument)
     flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument
     return f"{flag}{str(error).removeprefix(error.argument)}"
 

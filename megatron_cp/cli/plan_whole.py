@@ -18,11 +18,12 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import words
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import AUTO, MODES
+from megatron_cp.plan.schemes import AUTO, MODES, may_assign_tiles
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import CHOICES, layout_by_name
 from megatron_cp.planner.page.page import check_page, save_page
+from megatron_cp.planner.picture import shapes_by_rank
 from megatron_cp.planner.predict import Machine, Topology, machine
 from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.planner.predict.model_layers import FULL, LinearMixer
@@ -35,7 +36,7 @@ from megatron_cp.planner.predict.together import chunks_of
 _MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
-    "softmax_scale", "learned_sink", "softcap", "dropout", "search", "search_cache",
+    "softmax_scale", "learned_sink", "softcap", "dropout",
 )  # fmt: skip
 
 
@@ -59,6 +60,9 @@ def run_whole(args: argparse.Namespace) -> Report:
     linear = any(isinstance(block.mixer, LinearMixer) for block in model.blocks)
     if args.scheme in MODES and not linear:
         raise ArgumentError("--scheme", args.scheme, f"a scheme of attention: {model.name} has no linear layer")
+    if (args.search or args.search_cache) and not may_assign_tiles(require("scheme", _asked(args)[0])):
+        flag, given = ("--search", args.search) if args.search else ("--search-cache", args.search_cache)
+        raise ArgumentError(flag, given, "only with a --scheme that assigns tiles to ranks: tiled, a2a+tiled or auto")
     lengths = document_lengths(args, max(args.cp))
     limit = on.hardware.memory if args.fit is None else args.fit
     rows = _rows(args, model, on, Packing(lengths), limit)
@@ -102,6 +106,7 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
                 choice = StepChoice(
                     cp, name, scheme, args.ulysses_degree, mode, args.recompute or "selective", args.head_chunks,
                     args.transport, args.codec, args.sharding or "zero3", args.replicas or 1, args.gpu,
+                    args.search, args.search_cache,
                 )  # fmt: skip
                 try:
                     row = predict_step(model, layout, choice, on, topology)
@@ -283,6 +288,7 @@ def report_of(
             "lengths": packing.lengths.tolist(), "starts": layout.starts.tolist(), "ends": layout.ends.tolist(),
             "ranks": np.repeat(np.arange(layout.cp_size), np.diff(layout.fragment_offsets)).tolist(),
         },
+        "tiles": _tiles(plans),
         "work": {"unit": "ms", "values": _work(chosen, on, topology)},
         "timeline": {"unit": "us", "layers": layers, "events": events},
         "traffic": {"unit": "bytes", "matrix": traffic.tolist()},
@@ -311,6 +317,34 @@ def _work(chosen: StepPrice, on: Machine, topology: Topology) -> list[float]:
             busy = [span.end - span.start for span in timeline.spans if span.kind == "kernel"]
             total += count * np.sum(busy, axis=0) if busy else 0.0
     return [round(1e3 * value, 3) for value in total.tolist()]
+
+
+def _tiles(plans: list[Plan]) -> list[dict[str, Any]]:
+    """Who computes which tile in the first kind of layer whose tiles were assigned, forward and backward."""
+    plan = next((plan for plan in plans if plan.attend is not None and plan.attend.tiled is not None), None)
+    if plan is None:
+        return []
+    assert plan.attend is not None
+    assert plan.attend.tiled is not None
+    tiled, group, found = plan.attend.tiled, plan.ulysses_degree, []
+    for number, (way, assignment) in enumerate((("forward", tiled.forward), ("backward", tiled.backward))):
+        shapes, ranks, count = shapes_by_rank(assignment)
+        text = [f"The {len(shapes)} pieces with most queries of {count}."] * (len(shapes) < count)
+        for known in tiled.solutions[number : number + 1]:
+            most, bound = size(known.bytes_on_the_way), size(known.bound)
+            beside = (
+                "which is the least"
+                if known.is_optimal
+                else f"and no assignment of these tiles needs less than {bound}"
+            )
+            text.append(f"The busiest rank sends or receives {most} a layer, {beside}.")
+        found.append(
+            {
+                "name": f"{plan.kind} {way}", "text": " ".join(text), "queries": plan.attend.mask.packing.total,
+                "keys": plan.attend.mask.kv_packing.total, "group": group, "ranks": ranks * group, "shapes": shapes,
+            }
+        )  # fmt: skip
+    return found
 
 
 def _timeline(plans: list[Plan], on: Machine, topology: Topology) -> tuple[list[dict[str, Any]], list[str], Any]:

@@ -12,6 +12,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.schemes import AUTO
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import SAFE, machine, presets
+from megatron_cp.planner.tiled import checked_search
 
 
 @dataclass
@@ -32,6 +33,9 @@ class TransformerConfig(MegatronTransformerConfig):
         cp_transport: how messages travel: collective, pairwise or hierarchical.
         cp_codec: how heads that change places are coded: none, fp8, fp8_e5m2 or int8.
         cp_hardware: on what `auto` predicts: a preset, or a file of `bench planner --calibrate`; "h100" if None.
+        cp_search: seconds for which OR-Tools may look for better tiles in `tiled` and `a2a+tiled`, for each pack and
+            direction; above 0 `auto` weighs these two as well.
+        cp_search_cache: a folder in which found tiles are kept, the same for all ranks; None for none.
         cp_packed_order: how packed batches were cut that Megatron's own pipeline sharded: each "document" or the whole
             "pack" in 2 * cp chunks. If None, it is what the next two say; where neither is set, such batches are
             refused on several ranks. Batches of `shard_batch` need none of the three.
@@ -48,6 +52,8 @@ class TransformerConfig(MegatronTransformerConfig):
     cp_transport: str = "collective"
     cp_codec: str = "none"
     cp_hardware: str | None = None
+    cp_search: float = 0.0
+    cp_search_cache: str | None = None
     cp_packed_order: str | None = None
     sft: bool = False
     dataloader_inter_document_masking: bool = False
@@ -98,6 +104,7 @@ def _settle(config: Any) -> None:
         require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}")
     require("mode", config.linear_cp_mode, name="--linear-cp-mode")
     machine(config.cp_hardware, argument="--cp-hardware")
+    checked_search(2, config.cp_search, config.cp_search_cache, names=("--cp-search", "--cp-search-cache"))
     if config.cp_layout == AUTO and config.pipeline_model_parallel_size > 1:
         allowed = "zigzag, contiguous or balanced with --pipeline-model-parallel-size above 1"
         remedy = "A stage knows its own layers alone, and hidden states go from stage to stage in one layout."
@@ -128,4 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     codecs = "how heads that change places are coded: none, fp8, fp8_e5m2 or int8"
     group.add_argument("--cp-codec", default="none", help=codecs)
     group.add_argument("--cp-hardware", help=f"on what auto predicts: {', '.join(presets())} or a file; {SAFE} if None")
+    search = "of tiled: seconds for which OR-Tools may look for better tiles, for each pack and direction; above 0 auto"
+    group.add_argument("--cp-search", type=float, default=0.0, metavar="SECONDS", help=f"{search} weighs tiled too")
+    group.add_argument("--cp-search-cache", metavar="FOLDER", help="where found tiles are kept, the same on all ranks")
     return parser

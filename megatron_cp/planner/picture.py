@@ -110,18 +110,11 @@ def _draw_tiles(axes: Any, title: str, assignment: TileAssignment) -> None:
     """The mask, keys to the right and queries down, each tile in the colour of the rank that computes it."""
     from matplotlib.collections import PolyCollection
 
-    colours, outlines, ranks = _colours(assignment.size), [], []
-    for rank in range(assignment.size):
-        own = outlines_of(assignment.of_rank(rank))
-        outlines.append(own)
-        ranks += [rank] * len(own)
-    corners, numbers = np.concatenate(outlines), np.array(ranks, dtype=np.int64)
-    if len(corners) > _LARGEST_RUNS:
-        title += f", the largest {_LARGEST_RUNS} of {len(corners)}"
-        height = corners[:, 2, 1] - corners[:, 0, 1]
-        drawn = np.argsort(-height, kind="stable")[:_LARGEST_RUNS]
-        corners, numbers = corners[drawn], numbers[drawn]
-    axes.add_collection(PolyCollection(list(corners), facecolors=colours[numbers], edgecolors="face", linewidths=0.3))
+    shapes, ranks, count = shapes_by_rank(assignment)
+    if count > len(shapes):
+        title += f", the largest {len(shapes)} of {count}"
+    corners, colours = outlines_of(shapes), _colours(assignment.size)[ranks]
+    axes.add_collection(PolyCollection(list(corners), facecolors=colours, edgecolors="face", linewidths=0.3))
     axes.set_title(title, fontsize=9)
     most = corners.reshape(-1, 2).max(axis=0, initial=1)
     axes.set_xlim(0, most[0])
@@ -130,12 +123,37 @@ def _draw_tiles(axes: Any, title: str, assignment: TileAssignment) -> None:
     axes.set_ylabel("query")
 
 
-def outlines_of(bands: IntArray) -> NDArray[np.float64]:
-    """`[n, 4, 2]` the corners, key and query, of what each of the straight pieces of bands covers."""
+def shapes_by_rank(assignment: TileAssignment) -> tuple[IntArray, IntArray, int]:
+    """What a picture shows of the tiles.
+
+    Returns:
+        `[n, 6]` shapes, see `shapes_of`: of many the ones with most queries; `[n]` the KV rank that computes each; and
+        how many there are in all.
+    """
+    shapes = [shapes_of(assignment.of_rank(rank)) for rank in range(assignment.size)]
+    ranks, found = np.repeat(np.arange(assignment.size), [len(own) for own in shapes]), np.concatenate(shapes)
+    drawn = np.arange(len(found))
+    if len(found) > _LARGEST_RUNS:
+        drawn = np.sort(np.argsort(found[:, 0] - found[:, 1], kind="stable")[:_LARGEST_RUNS])
+    return found[drawn], ranks[drawn], len(found)
+
+
+def shapes_of(bands: IntArray) -> IntArray:
+    """`[n, 6]` what each of the straight pieces of bands covers.
+
+    A range of queries, the range of keys that its first query sees, and the range that its last one sees; between them
+    both ends follow a line.
+    """
     q0, q1, k0, k1, lo, hi = canonical(bands).T
-    top, bottom = [(np.maximum(k0, q + lo), np.minimum(k1, q + hi + 1)) for q in (q0, q1 - 1)]
-    edges = [(top[0], q0), (top[1], q0), (bottom[1], q1), (bottom[0], q1)]
-    found: NDArray[np.float64] = np.stack([np.stack(corner, axis=-1) for corner in edges], axis=1).astype(np.float64)
+    first, last = [(np.maximum(k0, q + lo), np.minimum(k1, q + hi + 1)) for q in (q0, q1 - 1)]
+    return np.stack([q0, q1, *first, *last], axis=1)
+
+
+def outlines_of(shapes: IntArray) -> NDArray[np.float64]:
+    """`[n, 4, 2]` the corners of shapes, key and query."""
+    q0, q1, *ends = shapes.T
+    corners = [(ends[0], q0), (ends[1], q0), (ends[3], q1), (ends[2], q1)]
+    found: NDArray[np.float64] = np.stack([np.stack(corner, axis=-1) for corner in corners], axis=1).astype(np.float64)
     return found
 
 

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, as_number
+from megatron_cp.layout import Layout
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment
 from megatron_cp.plan.attention import Attend, TiledWork
 from megatron_cp.planner.predict.hardware import Topology
 from megatron_cp.planner.tiles import Solution, TileProblem, TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound
+from megatron_cp.planner.tiles.cache import checked_directory
+from megatron_cp.planner.tiles.cuts import USUAL_TILES
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
 
+# Runs of visible blocks in the rows of a table, or bands of other masks. Tables may change with each batch and are
+# planned while it is loaded. With many runs each random move of the search matters little: of 300 runs, and of 1,600,
+# four times as many moves save a twentieth of the bytes at best (benchmarks/results/block_tables.md).
+MOST_RUNS, _FEW_RUNS = 1 << 14, 128
+_TILES_OF_TABLES, _MOVES_OF_TABLES, _LEAST_MOVES = 2048, 1 << 17, 200
 _LONGEST_SEARCH = 86_400  # a day
 _MOST_PAIRS = 1 << 52  # which sums of work hold exactly
 _PAIRS_A_STEP = 1000  # visible pairs for each random move of the search: all moves from 4,000 causal tokens on
 _MOST_HOST_COST = 64  # bytes within a host that one between hosts may be worth
+
+
+_NAMES = ("search_seconds", "search_cache")
 
 
 class TileSearch(NamedTuple):
@@ -37,27 +49,29 @@ class TileSearch(NamedTuple):
     cache: str | None = None
 
 
-def checked_seconds(search_seconds: object) -> float:
-    """How long tiles may be searched for, if that is a time.
-
-    Raises:
-        ArgumentError: it is none.
-    """
-    if not 0 <= as_number(search_seconds) <= _LONGEST_SEARCH:
-        raise ArgumentError("search_seconds", search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
-    return as_number(search_seconds)
-
-
-def checked_search(item_size: int, search_seconds: object, search_cache: str | os.PathLike[str] | None) -> TileSearch:
+def checked_search(
+    item_size: int, search_seconds: object, search_cache: object, *, names: tuple[str, str] = _NAMES
+) -> TileSearch:
     """How tiles are searched for.
 
+    Args:
+        item_size: bytes of an element.
+        search_seconds: that the exact stage may take for each direction; 0 for the fast stage alone.
+        search_cache: a folder's name; None for none.
+        names: how the user spells the last two.
+
     Raises:
-        ArgumentError: no time, or no name of a folder.
+        ArgumentError: no time, no name of a folder, or a search without OR-Tools and without a folder of answers.
     """
-    if search_cache is not None and not isinstance(search_cache, str | os.PathLike):
-        raise ArgumentError("search_cache", search_cache, "a folder's name, or None")
-    folder = None if search_cache is None else os.fspath(search_cache)
-    return TileSearch(item_size, checked_seconds(search_seconds), folder)
+    seconds = as_number(search_seconds)
+    if not 0 <= seconds <= _LONGEST_SEARCH:
+        raise ArgumentError(names[0], search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
+    folder = checked_directory(search_cache, names[1])
+    # Said here: where "auto" chooses, a scheme that cannot be planned is only left out.
+    if seconds and folder is None and find_spec("ortools") is None:
+        remedy = "OR-Tools is not installed: pip install 'megatron_cp[solver]'. The fast stage needs none."
+        raise ArgumentError(names[0], search_seconds, f"0, or a {names[1]} with answers to read", remedy)
+    return TileSearch(item_size, seconds, None if folder is None else str(folder))
 
 
 USUAL_SEARCH = TileSearch()
@@ -74,18 +88,25 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
         search: how.
 
     Raises:
-        ArgumentError: a mask with more pairs than are counted, or that the layouts cut into too many tiles; a search
-            without OR-Tools; a cache that cannot be used.
+        ArgumentError: a mask with more pairs than are counted or more runs of blocks than are planned, or that the
+            layouts cut into too many tiles; a search without OR-Tools; a cache that cannot be used.
     """
     if step.mask.area >= _MOST_PAIRS:
         remedy = "Take exact or p2p, which count nothing."
         raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
+    runs = _checked_runs(step)
     hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
+    most_tiles, most_steps = USUAL_TILES, USUAL_STEPS
+    if runs > _FEW_RUNS:
+        most_tiles, most_steps = _TILES_OF_TABLES, max(_MOVES_OF_TABLES // runs, _LEAST_MOVES)
     # A mask that is computed in microseconds is not worth a second of search.
-    steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, USUAL_STEPS)), []
-    for forward in (True, False):
-        weights = _weights(step, search.item_size, forward=forward)
-        problem = tiles_of(step.mask, step.queries, step.keys, weights=weights, hosts=hosts, host_cost=host_cost)
+    steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, most_steps)), []
+    both = [_weights(step, search.item_size, forward=forward) for forward in (True, False)]
+    cut = tiles_of(
+        step.mask, step.queries, step.keys, weights=both[0], hosts=hosts, host_cost=host_cost, usual_tiles=most_tiles
+    )
+    for weights in both:
+        problem = cut.with_weights(weights)
         solution = _solved(problem, search, steps)
         assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
         most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
@@ -105,6 +126,29 @@ def _solved(problem: TileProblem, search: TileSearch, steps: int) -> Solution:
             raise
         # As callers of plans spell it.
         raise ArgumentError("search_cache", error.given, error.allowed, error.remedy) from None
+
+
+def _checked_runs(step: Attend) -> int:
+    """How many runs of blocks are to be planned, if a loader of batches need not wait for long."""
+    count = int(_is_spread(step.mask.bands, step.queries, step.keys).sum())
+    if count > MOST_RUNS:
+        allowed = f"at most {MOST_RUNS} runs of blocks, or bands of other masks, that no rank holds alone"
+        remedy = "Take larger blocks, or exact or p2p, which assign no tiles."
+        raise ArgumentError("mask", f"{count} runs", allowed, remedy)
+    return count
+
+
+def _is_spread(bands: IntArray, queries: Layout, keys: Layout) -> NDArray[np.bool_]:
+    """`[n]` whether the ranges of queries and keys that bands lie in are held by several ranks."""
+    ranks, changes = [], []
+    for layout, (begin, end) in ((queries, bands[:, :2].T), (keys, bands[:, 2:4].T)):
+        starts = np.sort(layout.starts)
+        owners = layout.located(starts)[0]
+        changed = np.cumsum(np.append(0, owners[1:] != owners[:-1]))
+        first, last = (np.searchsorted(starts, places, side="right") - 1 for places in (begin, end - 1))
+        ranks.append(owners[first])
+        changes.append(changed[first] != changed[last])
+    return changes[0] | changes[1] | (ranks[0] != ranks[1])
 
 
 def _weights(step: Attend, item_size: int, *, forward: bool) -> TileWeights:

@@ -1,6 +1,7 @@
 """`megatron-cp plan --whole`, several sizes, machines and what fits."""
 
 import json
+import re
 
 import pytest
 
@@ -43,6 +44,27 @@ def test_a_mask_is_that_of_every_attention(capsys):
     # As visible pairs: a half, 5/16 and 56/256 of all.
     assert times["star"] == pytest.approx(10 / 16 * times["causal"], rel=0.02)
     assert times["strided"] == pytest.approx(112 / 256 * times["causal"], rel=0.02)
+
+
+def test_a_search_lets_auto_weigh_tiles_of_a_whole_model(capsys, tmp_path):
+    one_head = (
+        "--num-layers 2 --hidden-size 128 --num-attention-heads 1 --ffn-hidden-size 256 --swiglu --vocab-size 512 "
+        "--disable-bias-linear"
+    )
+    shape = ["--whole", "--model", one_head, "--cp", "4", "--layout", "contiguous", "--lengths", "65536"]
+    shape += ["--mask", "global_local"]
+    _, without = printed(capsys, *shape)
+    assert "tiled" not in without["best"]["flags"]
+    page, cache = tmp_path / "step.html", tmp_path / "kept answers"
+    search = ["--search", "0.01", "--search-cache", str(cache), "--report", str(page)]
+    _, found = printed(capsys, *shape, *search)
+    assert f"--cp-comm-type tiled --cp-search 0.01 --cp-search-cache '{cache}'" in found["take_this"]
+    assert found["best"]["milliseconds"]["step"] < without["best"]["milliseconds"]["step"]
+    assert len(list(cache.glob("*.json"))) >= 2  # forward and backward
+    text = re.search(r'id="report">(.*?)</script>', page.read_text(), re.DOTALL)[1]
+    tiles = json.loads(text)["tiles"]
+    assert [picture["name"] for picture in tiles] == ["attention forward", "attention backward"]
+    assert all(picture["queries"] == 65536 and "The busiest rank sends or" in picture["text"] for picture in tiles)
 
 
 def test_the_smallest_size_that_fits_is_taken(capsys):
@@ -103,6 +125,11 @@ def test_a_model_may_be_a_config_or_flags(capsys, tmp_path):
         (["--fit", "80GiB"], "--fit"),
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
         (["--whole", "--hosts", "9"], "1 to the 4 ranks"),
+        (["--whole", "--search", "-1"], "--search: got -1.0; allowed: seconds from 0 to 86400"),
+        (["--whole", "--search", "1", "--scheme", "a2a"], "--search: got 1.0; allowed: only with a --scheme that"),
+        (["--whole", "--search-cache", "kept", "--scheme", "p2p"], "--search-cache: got 'kept'; allowed: only with"),
+        (["--whole", "--search-cache", __file__], "--search-cache: got "),
+        (["--search", "nan"], "--search: got nan; allowed: seconds from 0 to 86400"),
         (["--fit", "80 apples"], "allowed: bytes above 0, such as 80GiB"),
         (["--whole", "--cp", "3", "--scheme", "a2a+exact"], "3 has no other divisor"),
         (["--cp", "4", "--hosts", "5"], "--hosts: got 5; allowed: 1 to the 4 ranks"),

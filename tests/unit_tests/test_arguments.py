@@ -36,7 +36,7 @@ SPARSE = torch.eye(3).to_sparse()
 # -- what an argument of each kind cannot be -------------------------------------------------------------------------
 
 SLOT = cp.AttentionSlot(2, 1, 4, 4)
-NO_FOLDER = [5, b"here", ["here"], True]
+NO_FOLDER = [5, b"here", ["here"], True, "", "a\0b", "a" * 5000, __file__]
 NO_SEARCH = [-1, 1e9, math.nan, "1", None, True, [1.0]]
 NO_INTEGER = [None, True, np.True_, 1.0, math.nan, "1", b"1", 1j, [1], (1,), {1}, {1: 1}, np.array(1), np.array([1]),
               torch.tensor(1), torch.tensor([1]), BEYOND, -BEYOND, 10**400, NEGATIVE, timedelta(1), object(),

@@ -84,6 +84,8 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(scheme), how=f"--cp-comm-type {scheme}"),
             hardware=getattr(config, "cp_hardware", None),
             item_size=config.params_dtype.itemsize,
+            search_seconds=getattr(config, "cp_search", 0.0),
+            search_cache=getattr(config, "cp_search_cache", None),
         )
         _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)
@@ -259,6 +261,7 @@ def _refuse_unplannable(slot: AttentionSlot, cp_size: int) -> None:
     """Refuses while the model is built what would be refused when the first batch is planned."""
     flags = {
         "scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size",
+        "search_seconds": "cp_search", "search_cache": "cp_search_cache",
         **{name: f"cp_{name}" for name in ("head_chunks", "transport", "codec")},
     }  # fmt: skip
     try:

@@ -10,11 +10,12 @@ from typing import Any
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.plan.schemes import REDISTRIBUTE, may_exchange_heads, scheme_named
+from megatron_cp.plan.schemes import REDISTRIBUTE, may_assign_tiles, may_exchange_heads, scheme_named
 from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import MAX_CONV_WIDTH
 from megatron_cp.planner.predict import machine
+from megatron_cp.planner.tiled import checked_search
 
 METRICS = "metrics.jsonl"  # of a run, in its folder: a line a step
 
@@ -90,6 +91,13 @@ class TrainingOptions:
     cp_transport: str = _flag("collective", "how messages travel: collective, pairwise or hierarchical", "parallelism")
     cp_codec: str = _flag("none", "coding of heads that change places: none, fp8, fp8_e5m2 or int8", "parallelism")
     cp_hardware: str | None = _flag(None, "on what auto predicts: a preset such as h100, or a file", "parallelism")
+    cp_search: float = _flag(
+        0.0, "seconds for which OR-Tools may look for better tiles, for each pack and direction; above 0 auto weighs "
+        "tiled too", "parallelism", metavar="SECONDS",
+    )  # fmt: skip
+    cp_search_cache: str | None = _flag(
+        None, "a folder in which found tiles are kept, the same on all ranks", "parallelism", metavar="FOLDER"
+    )
     cp_layout: str = _flag(
         "zigzag", "who holds which tokens: zigzag, contiguous, balanced, or auto, the fastest of them for each pack",
         "parallelism",
@@ -189,6 +197,7 @@ class TrainingOptions:
         require("transport", self.cp_transport, name="cp_transport")
         require("codec", self.cp_codec, name="cp_codec")
         machine(self.cp_hardware, argument="cp_hardware")
+        checked_search(2, self.cp_search, self.cp_search_cache, names=("cp_search", "cp_search_cache"))
         for scheme in self.cp_comm_type:
             require("scheme", scheme, name="cp_comm_type")
             self._check_scheme(scheme)
@@ -237,6 +246,10 @@ class TrainingOptions:
         ):
             remedy = "No layer of this model has heads that travel in chunks: rings and chunkwise layers have none."
             raise ArgumentError("cp_head_chunks", self.cp_head_chunks, "nothing", remedy)
+        for name, allowed in (("cp_search", "0"), ("cp_search_cache", "nothing")):
+            if getattr(self, name) and not any(map(may_assign_tiles, schemes)):
+                remedy = "No layer of this model assigns tiles to ranks; --cp-comm-type tiled, a2a+tiled and auto do."
+                raise ArgumentError(name, getattr(self, name), allowed, remedy)
 
     def _check_scheme(self, scheme: str) -> None:
         """Refuses here what would be refused when the first layer is built, half a minute later."""

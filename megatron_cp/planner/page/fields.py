@@ -183,6 +183,32 @@ def _ownership(where: str, value: Any) -> dict[str, Any]:
 _OWNERSHIP = ("lengths", "starts", "ends", "ranks")
 
 
+def _tiles(where: str, value: Any) -> list[dict[str, Any]]:
+    return [_tile_picture(f"{where}[{index}]", each) for index, each in enumerate(_list(where, value))]
+
+
+def _tile_picture(where: str, value: Any) -> dict[str, Any]:
+    """Who computes which part of one mask."""
+    needed = ("name", "queries", "keys", "ranks", "shapes")
+    fields = _fields(where, value, (*needed, "text", "group"), needed)
+    sizes = {name: checked_integer(f"{where}.{name}", fields[name], 0, 2**32 - 1) for name in ("queries", "keys")}
+    group = checked_integer(f"{where}.group", fields.get("group", 1), 1, _RANKS)
+    ranks = _whole(f"{where}.ranks", fields["ranks"])
+    allowed = "[n, 6] whole numbers: a range of queries, the keys of its first one and the keys of its last one"
+    shapes = _array(f"{where}.shapes", _list(f"{where}.shapes", fields["shapes"]) or [[]], allowed, dims=2, whole=True)
+    if shapes.shape != (len(ranks), 6) and (shapes.size or len(ranks)):
+        raise ArgumentError(f"{where}.shapes", shapes.shape, f"{allowed}; one for each of {len(ranks)} ranks")
+    starts, ends, *keys = shapes.reshape(-1, 6).T
+    fits = (starts < ends) & (ends <= sizes["queries"]) & (keys[0] <= keys[1]) & (keys[2] <= keys[3])
+    fits &= np.maximum(keys[1], keys[3]) <= sizes["keys"]
+    if not fits.all():
+        wrong = int(np.flatnonzero(~fits)[0])
+        allowed = f"rising ranges within {sizes['queries']} queries and {sizes['keys']} keys"
+        raise ArgumentError(f"{where}.shapes[{wrong}]", shapes[wrong].tolist(), allowed)
+    texts = {name: _text(f"{where}.{name}", fields.get(name, "")) for name in ("name", "text")}
+    return {**texts, **sizes, "group": group, "ranks": packed(ranks), "shapes": packed(shapes)}
+
+
 def _work(where: str, value: Any) -> dict[str, Any]:
     fields = _fields(where, value, ["unit", "values"], ["values"]) if isinstance(value, dict) else {"values": value}
     values = _array(where, fields["values"], "a list of numbers of at least 0, one for each rank")
@@ -283,6 +309,7 @@ _PARTS: dict[str, Callable[[str, Any], Any]] = {
     "facts": _facts,
     "candidates": _candidates,
     "ownership": _ownership,
+    "tiles": _tiles,
     "work": _work,
     "timeline": _timeline,
     "traffic": _traffic,
@@ -303,8 +330,10 @@ def _count_ranks(given: dict[str, Any]) -> int:
     if len(set(counts.values())) > 1:
         raise ArgumentError("report", counts, "as many hosts as numbers of work and rows of traffic: one for each rank")
     events = given.get("timeline", {}).get("events", [])
+    tiles = [(each.get("group") or 1, each["ranks"]) for each in given.get("tiles", [])]
     named = {
         "ownership.ranks": max((int(rank) for rank in given.get("ownership", {}).get("ranks", [])), default=-1),
+        "tiles.ranks": max((int(rank) + group - 1 for group, ranks in tiles for rank in ranks), default=-1),
         "timeline.events": max((max(event["rank"], event.get("peer") or 0) for event in events), default=-1),
     }
     most = max(counts.values(), default=max(named.values()) + 1)

@@ -9,6 +9,7 @@ const SECTIONS = [
     several(candidates.filter((each) => stepOf(each) !== undefined && each.cp !== undefined).map((each) => each.cp))],
   ["memory", "Memory of a rank", "By part, against the limit of the device.", buildMemory, candidates.some((each) => each.bytes)],
   ["ownership", "Who holds what", "", buildStream, Boolean(report.ownership)],
+  ["tiles", "Who computes which tile of the mask", "", buildTiles, Boolean(report.tiles?.length)],
   ["work", "Work by rank", "A step is as long as its busiest rank works.", buildWork, Boolean(report.work && numbers(report.work.values).length)],
   ["timeline", "Timeline of the streams", "", buildTimeline, Boolean(report.timeline)],
   ["traffic", "Traffic between ranks", "", buildTraffic, Boolean(report.traffic && report.traffic.size)],

@@ -15,7 +15,9 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.page.fields import checked_report
 
 # In this order: later ones use earlier ones.
-_SCRIPTS = ("base.js", "axes.js", "tables.js", "charts.js", "stream.js", "timeline.js", "traffic.js", "page.js")
+_SCRIPTS = (
+    "base.js", "axes.js", "tables.js", "charts.js", "stream.js", "tiles.js", "timeline.js", "traffic.js", "page.js",
+)  # fmt: skip
 
 
 def page_of(report: dict[str, Any]) -> str:
@@ -35,6 +37,10 @@ def page_of(report: dict[str, Any]) -> str:
               most), `why_not`.
             - `ownership`: `lengths` of the documents in tokens; `starts`, `ends`, `ranks` of fragments: half-open
               ranges of tokens of the packed stream, which do not overlap.
+            - `tiles`: who computes which part of a mask, a dictionary for each picture: `name`, `queries` and `keys`
+              (tokens), `ranks` (`[n]` who computes each shape), `shapes` (`[n, 6]` a range of queries, the range of
+              keys that its first query sees, and the range that its last one sees), and any of `text` and `group`
+              (neighbouring ranks that compute a shape together, the first of them in `ranks`; 1 unless given).
             - `work`: a number for each rank; or `{"unit": "ms", "values": [...]}`.
             - `timeline`: `unit` ("s", "ms", "us" or "ns"), `layers` (names), and `events`, dictionaries of `rank`,
               `stream` ("compute", "send" or "receive"), `start`, `end`, `name`, `kind` ("kernel", "product", "copy",

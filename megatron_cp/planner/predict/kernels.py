@@ -52,7 +52,8 @@ def _stage_shapes(step: Attend, tile: int) -> StageShapes:
     bands, ranks = step.bands_of_kv_ranks()
     edges, owners = pieces_of(step.keys)
     met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
-    if stages == 1 or int(met.sum()) > _MOST_PIECES:
+    # Only a ring computes the keys of one rank in each stage; rounds of assigned tiles are no such stages.
+    if stages == 1 or step.tiled is not None or int(met.sum()) > _MOST_PIECES:
         others = [_sums(ranks, each, size) for each in _shapes(bands, tile)[1:]]
         at_once = np.array([step.area(rank) for rank in range(size)]), *others
         return StageShapes(*(np.broadcast_to(-(-each // stages), (stages, size)) for each in at_once))

@@ -101,6 +101,8 @@ class ModelSpec:
         transport: Transport | str = COLLECTIVE,
         codec: str = "none",
         item_size: int = 2,
+        search_seconds: float = 0.0,
+        search_cache: str | None = None,
     ) -> tuple[Slot, ...]:
         """The slot of every mixer, in order, as `BatchPlan` takes them; a `Counter` of them says how often each occurs.
 
@@ -112,12 +114,14 @@ class ModelSpec:
             mode: of linear layers.
             head_chunks, transport, codec: of both.
             item_size: bytes of an activation, for predictions.
+            search_seconds, search_cache: of attention; see `plan_attention`.
 
         Raises:
             ArgumentError: a choice that does not exist.
         """
         both: dict[str, Any] = {"head_chunks": head_chunks, "transport": Transport.named(transport), "codec": codec}
-        of_attention = {"scheme": scheme, "ulysses_degree": ulysses_degree, **both}
+        search = {"search_seconds": search_seconds, "search_cache": search_cache}
+        of_attention = {"scheme": scheme, "ulysses_degree": ulysses_degree, **search, **both}
         of_linear = {"mode": mode, "item_size": item_size, **both}
         mixers = [block.mixer for block in self.blocks if block.mixer is not None]
         alone = {

@@ -7,6 +7,7 @@ host.
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -50,6 +51,7 @@ class StepChoice:
             distributed optimizer); "zero3" (all of them: FSDP).
         replicas: data-parallel groups that share that sharding.
         hardware: what `--cp-hardware` is to name where flags leave a mode to "auto"; None for its default.
+        search_seconds, search_cache: for tiles of attention; see `plan_attention`.
     """
 
     cp: int
@@ -64,6 +66,8 @@ class StepChoice:
     sharding: str = "zero1"
     replicas: int = 1
     hardware: str | None = None
+    search_seconds: float = 0.0
+    search_cache: str | None = None
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,11 @@ class StepPrice:
         for plan in [plan for plan in attention if SCHEMES[plan.scheme].is_product][:1]:
             degrees = f"{plan.ulysses_degree} {plan.cp_size // plan.ulysses_degree}"
             found.append(f"--hierarchical-context-parallel-sizes {degrees}")
+        if any(SCHEMES[plan.scheme].assigns_tiles for plan in attention):
+            found += [f"--cp-search {self.choice.search_seconds:g}"] * bool(self.choice.search_seconds)
+            found += [f"--cp-search-cache {shlex.quote(str(self.choice.search_cache))}"] * bool(
+                self.choice.search_cache
+            )
         return found
 
 
@@ -207,7 +216,8 @@ def predict_step(model: ModelSpec, layout: Layout, choice: StepChoice, on: Machi
     checked_integer("replicas", choice.replicas, 1)
     slots = model.slots(
         scheme=choice.scheme, ulysses_degree=choice.ulysses_degree, mode=choice.mode,
-        head_chunks=choice.head_chunks, codec=choice.codec,
+        head_chunks=choice.head_chunks, codec=choice.codec, search_seconds=choice.search_seconds,
+        search_cache=choice.search_cache,
         transport=Transport.of_even_hosts(choice.transport, choice.cp, topology.num_hosts),
     )  # fmt: skip
     with warnings.catch_warnings():

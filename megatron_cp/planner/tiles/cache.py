@@ -40,20 +40,28 @@ class Answer:
     steps: int
 
 
-def checked_directory(cache: str | os.PathLike[str] | None) -> Path | None:
+def checked_directory(cache: object, argument: str = "cache") -> Path | None:
     """The directory, which need not exist yet.
+
+    Args:
+        cache: its path; None for none.
+        argument: how the user spells it.
 
     Raises:
         ArgumentError: no path, or one of something else than a directory.
     """
     if cache is None:
         return None
-    if not isinstance(cache, str | os.PathLike) or not os.fspath(cache) or not isinstance(os.fspath(cache), str):
-        raise ArgumentError("cache", cache, "the path of a directory, or None for no cache")
-    path = Path(cache)
-    if path.exists() and not path.is_dir():
-        raise ArgumentError("cache", str(path), "the path of a directory", "A file has that name.")
-    return path
+    path = os.fspath(cache) if isinstance(cache, str | os.PathLike) else None
+    if not path or not isinstance(path, str) or "\0" in path:
+        raise ArgumentError(argument, cache, "the path of a directory, or None for no cache")
+    try:
+        is_other = Path(path).exists() and not Path(path).is_dir()
+    except OSError as error:  # a name that is too long, say
+        raise ArgumentError(argument, path, "the path of a directory", str(error)) from None
+    if is_other:
+        raise ArgumentError(argument, path, "the path of a directory", "A file has that name.")
+    return Path(path)
 
 
 def read(directory: Path, problem: TileProblem) -> Answer | None:

@@ -40,12 +40,13 @@ def tiles_of(
     load_cap: int | None = None,
     hosts: IntArray | None = None,
     host_cost: int = 1,
+    usual_tiles: int = USUAL_TILES,
 ) -> TileProblem:
     """The tiles of a mask.
 
     Chunks begin where a rank's fragment does, where a document does and where a band of the mask does. A chunk of a
     tile with more than a fifth of the mean work is halved, up to 16 ranges a rank. Where there are more tiles than
-    16,384, and where documents lie on one rank only, chunks of one owner are merged.
+    `usual_tiles`, and where documents lie on one rank only, chunks of one owner are merged.
 
     Args:
         mask: what is visible.
@@ -54,6 +55,7 @@ def tiles_of(
         imbalance: the busiest rank's work over the mean, as far as tiles allow that.
         load_cap: the most pairs of one rank, instead.
         hosts, host_cost: as in `TileProblem`.
+        usual_tiles: above so many, chunks of one owner are merged, as far as to one chunk of rows and one of columns.
 
     Raises:
         ArgumentError: layouts of other documents or numbers of ranks than the mask's, or of so many fragments that
@@ -76,7 +78,7 @@ def tiles_of(
     for groups in (_RANGES_A_RANK, 8, 4, 2, 1):
         row_chunks, column_chunks = _merged(pieces, owners, size, groups)
         tile, work = _tiles(row_chunks[pieces.row], column_chunks[pieces.column], pieces.work, column_chunks)
-        if work.size <= USUAL_TILES:
+        if work.size <= usual_tiles:
             break
     rows = _chunks(row_starts, queries, row_chunks, owners[0])
     columns = _chunks(column_starts, keys, column_chunks, owners[1])

@@ -227,6 +227,10 @@ class TileProblem:
         """The same problem with another load cap."""
         return self._but(load_cap=load_cap)
 
+    def with_weights(self, weights: TileWeights) -> TileProblem:
+        """The same tiles, tokens of other bytes."""
+        return self._but(load_cap=self.load_cap, weights=weights)
+
     def on_one_host(self) -> TileProblem:
         """The same problem, bytes between hosts as cheap as others."""
         return self._but(load_cap=self.load_cap, hosts=None, host_cost=1)

@@ -5,6 +5,8 @@ What needs real ranks to be refused is in tests/functional_tests/test_megatron_b
 
 import argparse
 import dataclasses
+import math
+import re
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from torch import nn
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.megatron import specs
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
-from megatron_cp.megatron.config import with_options
+from megatron_cp.megatron.config import add_arguments, with_options
 from megatron_cp.megatron.layers import attention
 from megatron_cp.megatron.layers.attention import CoreAttention
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
@@ -71,6 +73,24 @@ def refused(argument, given):
 def test_rejects_chunks_by_the_flag_of_this_package():
     with refused("cp-head-chunks", 99):
         build(config=configure(OurConfig, cp_head_chunks=99))
+
+
+def test_a_layer_searches_for_tiles_as_its_flags_say(tmp_path):
+    slot = build(config=configure(OurConfig, cp_search=2.5, cp_search_cache=str(tmp_path))).slot
+    assert (slot.search_seconds, slot.search_cache) == (2.5, str(tmp_path))
+    assert (build().slot.search_seconds, build().slot.search_cache) == (0.0, None)
+    flags = add_arguments(argparse.ArgumentParser()).parse_args(["--cp-search", "3", "--cp-search-cache", "kept"])
+    latent = with_options(configure(MLATransformerConfig), flags)
+    assert (latent.cp_search, latent.cp_search_cache) == (3.0, "kept")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [*(("cp_search", value) for value in (-1.0, 1e9, math.nan, "1")), ("cp_search_cache", ""), ("cp_search_cache", 5)],
+)
+def test_rejects_searches_by_the_flags_of_this_package(option, value):
+    with refused(option.replace("_", "-"), re.escape(repr(value))):
+        configure(OurConfig, **{option: value})
 
 
 def test_a_layer_that_needs_none_of_this_is_built():

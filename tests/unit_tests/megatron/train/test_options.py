@@ -15,7 +15,7 @@ NUMBERS = [
 ]
 MAY_BE_ZERO = {
     "seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_grad", "norm_epsilon", "adam_beta1", "adam_beta2",
-    "attention_dropout",
+    "attention_dropout", "cp_search",
 }  # fmt: skip
 
 
@@ -46,6 +46,15 @@ def test_rejects_numbers_that_are_none(name):
 @pytest.mark.parametrize("name", sorted(MAY_BE_ZERO))
 def test_allows_zero(name):
     TrainingOptions(**{name: 0}).check()
+
+
+@pytest.mark.parametrize("scheme", ["tiled", "a2a+tiled", "auto"])
+def test_allows_a_search_where_tiles_are_assigned(scheme, tmp_path):
+    cache = str(tmp_path / "kept")
+    TrainingOptions(
+        cp_search=1.0, cp_search_cache=cache, cp_comm_type=("exact", scheme), context_parallel_size=4
+    ).check()
+    assert not (tmp_path / "kept").exists()
 
 
 @pytest.mark.parametrize(
@@ -108,6 +117,14 @@ def test_allows_zero(name):
             "cp_head_chunks",
             "rings and chunkwise layers have none",
         ),
+        ({"cp_search": 86_401.0}, "cp_search", "seconds from 0 to 86400"),
+        ({"cp_search_cache": ""}, "cp_search_cache", "the path of a directory"),
+        ({"cp_search_cache": __file__}, "cp_search_cache", "A file has that name."),
+        *[
+            ({name: value, "context_parallel_size": 2, **rest}, name, "No layer of this model assigns tiles to ranks")
+            for name, value in (("cp_search", 1.0), ("cp_search_cache", "kept"))
+            for rest in ({"cp_comm_type": ("exact",)}, {"hybrid_layer_pattern": "GM"})
+        ],
         ({"cp_transport": "carrier"}, "cp_transport", "collective or pairwise or hierarchical"),
         ({"cp_codec": "fp4"}, "cp_codec", "none or fp8 or fp8_e5m2 or int8"),
         ({"window_size": (-2, 0)}, "window_size", "-1 for all"),

@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium"),
 ]
-SECTIONS = ["choice", "sizes", "memory", "ownership", "work", "timeline", "traffic", "ranks", "notes"]
+SECTIONS = ["choice", "sizes", "memory", "ownership", "tiles", "work", "timeline", "traffic", "ranks", "notes"]
 NAME = "<script>alert(1)</script>"
 
 # Appended to a page whose policy is taken away. Results are left in the document, which is printed.
@@ -36,10 +36,24 @@ const painted = (id) => {
   const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
   return data.filter((value, place) => place % 4 === 3 && value > 0).length / (data.length / 4);
 };
-for (const id of ["ownership", "timeline", "traffic"]) say(`${id}Painted`, painted(id));
+for (const id of ["ownership", "tiles", "timeline", "traffic"]) say(`${id}Painted`, painted(id));
 say("ownershipTip", at("ownership", 100, 40));
 say("timelineTip", at("timeline", TIMELINE));
 say("trafficTip", at("traffic", 60, 300));
+say("tilesTip", at("tiles", 76, 8));
+say("invisibleTip", at("tiles", 500, 8));
+const pictures = () => [...document.querySelectorAll("#tiles canvas")].map((canvas) => canvas.toDataURL());
+const whole = pictures();
+at("tiles", 76, 8, "pointerdown");
+at("tiles", 76, 8, "pointerup");
+say("chosen", document.querySelector("#tiles input").value);
+say("alone", pictures().every((picture, place) => picture !== whole[place]));
+at("tiles", 76, 8, "pointerdown");
+at("tiles", 76, 8, "pointerup");
+say("everyone", pictures().every((picture, place) => picture === whole[place]));
+at("tiles", 300, 100, "wheel", {deltaY: -200});
+say("bothZoomed", pictures().every((picture, place) => picture !== whole[place]));
+document.querySelector("#tiles .controls button:nth-child(3)").click();
 const before = document.querySelector("#timeline canvas").toDataURL();
 at("timeline", 400, 10, "wheel", {deltaY: -200});
 say("zoomed", before !== document.querySelector("#timeline canvas").toDataURL());
@@ -115,6 +129,8 @@ EMPTY = {
     "no tokens": {"ownership": {"lengths": [0, 0], "starts": [], "ends": [], "ranks": []}},
     "one rank": {"ownership": {"lengths": [1], "starts": [0], "ends": [1], "ranks": [0]}, "traffic": {"matrix": [[4]]}},
     "a hole": {"ownership": {"lengths": [9], "starts": [2], "ends": [5], "ranks": [20]}, "hosts": [0] * 21},
+    "no tiles": {"tiles": [{"name": "a", "queries": 0, "keys": 0, "ranks": [], "shapes": []},
+                           {"name": "b", "queries": 1, "keys": 1, "ranks": [2], "shapes": [[0, 1, 0, 1, 0, 1]]}]},
     "zeros": {"candidates": [{"name": "a", "cp": 1, "milliseconds": {"step": 0}, "bytes": {}, "limit_bytes": 0},
                              {"name": "b", "cp": 2, "milliseconds": {"step": 0}, "mfu": 0, "bytes": {"x": 0}}]},
 }  # fmt: skip
@@ -152,7 +168,7 @@ def probed(tmp_path_factory):
 @pytest.mark.parametrize("cp_size", [4, 40])
 def test_pictures_are_painted(probed, cp_size):
     """Words on their axes alone would be a hundredth of them."""
-    for name in ("ownership", "timeline", "traffic"):
+    for name in ("ownership", "tiles", "timeline", "traffic"):
         assert float(probed[cp_size][f"{name}-painted"]) > 0.3
 
 
@@ -164,6 +180,10 @@ def test_hover_names_what_is_under_the_pointer(probed):
     )
     assert few["timeline-tip"].startswith("attend stage 0\nrank 0 on host 0, compute: kernel\ntakes ")
     assert re.match(r"rank \d on host 0 sends\nto rank 0 on host 0:\n[\d.]+ ([KMG]i)?B?", few["traffic-tip"])
+    assert re.fullmatch(
+        r"query \d+, key \d+\ncomputed by rank \d on host 0\nin a piece of the queries \d+ to [\d,]+", few["tiles-tip"]
+    )
+    assert re.fullmatch(r"query \d+, key [\d,]+\nnot visible", few["invisible-tip"])
     assert re.match(r"rank \d on host 0, compute\n[\d.]+ % of the time about ", many["timeline-tip"])
 
 
@@ -172,6 +192,14 @@ def test_the_wheel_and_the_keyboard_zoom(probed, cp_size):
     found = probed[cp_size]
     assert (found["zoomed"], found["back"]) == ("true", "true")
     assert re.fullmatch(r"From .* to .*\.", found["said"])
+
+
+@pytest.mark.parametrize("cp_size", [4, 40])
+def test_a_click_on_a_tile_shows_its_rank_alone(probed, cp_size):
+    """In both directions, and the wheel zooms both."""
+    found = probed[cp_size]
+    assert re.search(rf"computed by rank {found['chosen']} on", found["tiles-tip"])
+    assert (found["alone"], found["everyone"], found["both-zoomed"]) == ("true", "true", "true")
 
 
 def test_a_click_on_a_heading_sorts(probed):

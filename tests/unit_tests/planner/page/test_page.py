@@ -32,6 +32,10 @@ REPORT = {
         {"name": "cp 2, taken", "cp": 2, "milliseconds": {"step": 6.0}, "chosen": True, "flags": "--cp 2"},
     ],
     "ownership": {"lengths": [5, 0, 4], "starts": [7, 0, 3], "ends": [9, 3, 7], "ranks": [1, 0, 1]},
+    "tiles": [
+        {"name": "attention forward", "text": "two", "queries": 9, "keys": 7, "ranks": [1, 0],
+         "shapes": [[0, 4, 0, 1, 0, 4], [4, 9, 0, 5, 0, 7]]},
+    ],
     "work": [3, 4],
     "timeline": {
         "unit": "us",
@@ -45,7 +49,7 @@ REPORT = {
     "traffic": {"unit": "bytes", "matrix": [[0, 3], [2**33, 0]]},
     "hosts": [0, "second"],
     "notes": ["a note"],
-}
+}  # fmt: skip
 TYPES = {"u1": "<u1", "u2": "<u2", "u4": "<u4", "f4": "<f4", "f8": "<f8"}
 
 
@@ -111,6 +115,22 @@ def test_events_are_in_the_order_of_ranks_streams_and_starts():
     assert timeline["seconds"] == 1e-6
 
 
+def test_tiles_are_kept_as_they_are():
+    (picture,) = shown(page_of(REPORT))["tiles"]
+    given = REPORT["tiles"][0]
+    assert unpacked(picture["shapes"]) == [number for shape in given["shapes"] for number in shape]
+    assert unpacked(picture["ranks"]) == given["ranks"]
+    assert {name: picture[name] for name in ("name", "text", "queries", "keys", "group")} == {
+        **{name: given[name] for name in ("name", "text", "queries", "keys")}, "group": 1
+    }  # fmt: skip
+
+
+def test_a_mask_that_nothing_sees_has_no_tiles():
+    empty = {"name": "a", "queries": 0, "keys": 3, "ranks": [], "shapes": []}
+    (picture,) = shown(page_of({"tiles": [empty]}))["tiles"]
+    assert (unpacked(picture["shapes"]), picture["text"]) == ([], "")
+
+
 def test_hosts_have_names():
     assert shown(page_of(REPORT))["hosts"] == ["host 0", "second"]
 
@@ -134,6 +154,8 @@ def test_every_part_may_be_alone(part):
         ({"work": {"values": [1, 2, 3]}}, 3),
         ({"ownership": REPORT["ownership"]}, 2),
         ({"timeline": REPORT["timeline"]}, 2),
+        ({"tiles": REPORT["tiles"]}, 2),
+        ({"tiles": [{**REPORT["tiles"][0], "group": 3, "ranks": [3, 0]}]}, 6),
         ({"traffic": {"matrix": np.zeros((5, 5))}}, 5),
         ({"ownership": REPORT["ownership"], "hosts": ["a"] * 7}, 7),
     ],
@@ -146,6 +168,7 @@ def test_numpy_is_taken_as_lists_are():
     given = copy.deepcopy(REPORT)
     given["ownership"] = {name: np.array(value, dtype=np.int32) for name, value in given["ownership"].items()}
     given["work"] = np.array(given["work"])
+    given["tiles"][0] |= {name: np.array(given["tiles"][0][name]) for name in ("ranks", "shapes")}
     given["traffic"]["matrix"] = np.array(given["traffic"]["matrix"])
     given["candidates"][2] |= {"cp": np.int64(2), "mfu": np.float64(0.5)}
     assert shown(page_of(given)) == shown(page_of(REPORT))
@@ -167,6 +190,7 @@ def evil():
         "summary": EVIL,
         "facts": [[EVIL, EVIL]],
         "candidates": [{"name": EVIL, "flags": EVIL, "why_not": EVIL, "milliseconds": {EVIL: 1.0}, "chosen": True}],
+        "tiles": [{"name": EVIL, "text": EVIL, "queries": 1, "keys": 1, "ranks": [0], "shapes": [[0, 1, 0, 1, 0, 1]]}],
         "work": {"unit": EVIL, "values": [1]},
         "timeline": {
             "layers": [EVIL],
@@ -320,6 +344,15 @@ REFUSED = [
     ("ownership.ends", [6, 3, 7]),  # before its start
     ("ownership.ends", None),
     ("ownership.ranks", [2, 0, 1]),  # of two
+    *[("tiles", value) for value in (5, {}, [5], [{}], [{"name": "a"}])],
+    *[(f"tiles.0.{name}", value) for name in ("queries", "keys") for value in (-1, 1.5, "9", None, True, 2**32)],
+    ("tiles.0.queries", 8),  # fewer than the shapes have
+    ("tiles.0.keys", 6),
+    *[("tiles.0.ranks", value) for value in (5, [1], [1, 2], [0, 1, 1], [0.5, 1], ["1", 0], [-1, 0])],
+    *[("tiles.0.group", value) for value in (0, 2, 1.5, "1", True)],
+    *[("tiles.0.shapes", value) for value in (5, [[0, 4, 0, 1, 0, 4]], [[0, 1], [1, 2]], [[0, 4, 0, 1, 0, 4], 5])],
+    *[("tiles.0.shapes.0", value) for value in ([4, 4, 0, 1, 0, 4], [0, 4, 2, 1, 0, 4], [0, 4, 0, 1, 5, 4], [0.5] * 6)],
+    ("tiles.0.colour", "red"),
     *[("work", value) for value in (5, ["a"], [[1]], [-1, 2], [float("nan"), 1], {"unit": "ms"}, [1, 2, 3])],
     ("timeline.unit", "minutes"),
     ("timeline.unit", ["s"]),

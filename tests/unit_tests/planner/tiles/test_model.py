@@ -161,6 +161,19 @@ def test_many_tiles_are_merged():
     assert np.bincount(problem.rows.owners).min() >= 2
 
 
+def test_other_weights_are_of_the_same_tiles():
+    packing = cp.Packing([700, 1, 300])
+    mask, layout = cp.Mask.causal(packing), cp.Layout.zigzag(packing, 4)
+    forward, backward = (
+        TileWeights.forward(heads=2, kv_heads=1, head_dim=8),
+        TileWeights.backward(heads=2, kv_heads=1, head_dim=8),
+    )
+    hosts = {"hosts": np.array([0, 0, 1, 1]), "host_cost": 3}
+    problem = tiles_of(mask, layout, weights=forward, **hosts)
+    assert problem.digest != problem.with_weights(backward).digest
+    assert problem.with_weights(backward).digest == tiles_of(mask, layout, weights=backward, **hosts).digest
+
+
 def test_keys_of_their_own():
     queries, keys = cp.Packing([30, 17]), cp.Packing([12, 50])
     mask = cp.Mask.full(queries, keys)

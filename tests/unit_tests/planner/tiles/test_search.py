@@ -318,6 +318,16 @@ def other(problem, ranks):
     raise AssertionError("no other answer fits")
 
 
+def test_rejects_a_search_without_the_solver_before_a_batch_comes(monkeypatch, tmp_path):
+    """Where auto chooses, a scheme that cannot be planned would only be left out. Kept answers need no solver."""
+    monkeypatch.setitem(sys.modules, "ortools", None)
+    for scheme in ("auto", "tiled"):
+        with pytest.raises(ArgumentError, match=r"^search_seconds: got 5; .*megatron_cp\[solver\]"):
+            cp.AttentionSlot(2, 2, 8, 8, scheme=scheme, search_seconds=5)
+        cp.AttentionSlot(2, 2, 8, 8, scheme=scheme, search_seconds=5, search_cache=str(tmp_path))
+        cp.AttentionSlot(2, 2, 8, 8, scheme=scheme)
+
+
 @needs_solver
 def test_a_longer_search_takes_a_kept_answer_further(tmp_path):
     problem = block_problem("streaming", FORWARD)
