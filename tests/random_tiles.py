@@ -5,8 +5,7 @@ from functools import partial
 import numpy as np
 
 from megatron_cp.layout.bands import cut
-from megatron_cp.plan.assignment import TileAssignment
-from megatron_cp.plan.attention import TiledWork
+from megatron_cp.plan.assignment import TileAssignment, TiledWork
 from megatron_cp.plan.schemes import SCHEMES
 
 TILED = tuple(name for name, scheme in SCHEMES.items() if scheme.assigns_tiles)

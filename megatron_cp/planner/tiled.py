@@ -10,10 +10,12 @@ import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment
-from megatron_cp.plan.attention import Attend, TiledWork
-from megatron_cp.planner.predict.hardware import Topology
-from megatron_cp.planner.tiles import TileWeights, bands_by_rank, solve, tiles_of
+from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment, TiledWork
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.plan import Plan
+from megatron_cp.planner.predict.bound import exchange_seconds
+from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.planner.tiles import TileProblem, TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
 
@@ -79,21 +81,70 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     if step.mask.area >= _MOST_PAIRS:
         remedy = "Take exact or p2p, which count nothing."
         raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
-    hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
     # A mask that is computed in microseconds is not worth a second of search.
     steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, USUAL_STEPS)), []
     for forward in (True, False):
-        weights = _weights(step, search.item_size, forward=forward)
-        problem = tiles_of(step.mask, step.queries, step.keys, weights=weights, hosts=hosts, host_cost=host_cost)
+        problem = _problem(step, topology, search.item_size, forward=forward)
         solution = solve(problem, search_seconds=search.seconds, cache=search.cache, steps=steps)
         assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
         most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
         # The search weighs hosts; what is said is bytes.
-        bound = solution.bound if hosts is None else lower_bound(problem.on_one_host())
+        bound = solution.bound if problem.hosts is None else lower_bound(problem.on_one_host())
         known = AssignmentQuality(most, bound, most <= bound, solution.load_cap, solution.seconds)
         found.append((assignment, known))
     (forward_tiles, first), (backward_tiles, second) = found
     return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))
+
+
+def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int, enough: float) -> tuple[float, float]:
+    """Milliseconds that any assignment of tiles takes at least, forward and backward: of work, and of transfers.
+
+    It takes milliseconds where a search takes seconds: whether a search can be worth it is known before.
+
+    Args:
+        alike: a plan of the same heads whose keys are fetched.
+        on, topology: the machine, and where the ranks are.
+        item_size: bytes of an activation.
+        enough: milliseconds of both directions from which on no more is asked: then transfers are not looked at.
+
+    Raises:
+        ArgumentError: a mask that the layouts cut into too many tiles.
+    """
+    step = alike.attend
+    assert step is not None
+    exchanged = float(exchange_seconds(alike, topology, item_size).min(initial=0.0))
+    heads = max(hi - lo for lo, hi in step.partition.heads)
+    size, value, hardware = step.head_dim, step.value_head_dim, on.hardware
+    found = []
+    for forward in (True, False):
+        each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
+        rate = hardware.attention_rate((size + value) // 2, forward=forward) / hardware.slower(item_size)
+        found.append(step.mask.area / step.num_kv_ranks * heads * each / rate)
+    if 1e3 * (sum(found) + 2 * exchanged) < enough:
+        for number, forward in enumerate((True, False)):
+            problem = _problem(step, topology, item_size, forward=forward)
+            found[number] = max(found[number], _transfer_seconds(problem, topology))
+    return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
+
+
+def _transfer_seconds(problem: TileProblem, topology: Topology) -> float:
+    """Seconds in which a port of the busiest rank is busy, whatever the answer.
+
+    A rank's two ports, for its host and for others, work at the same time: the busier one has at least half of what
+    both take one after the other.
+    """
+    fastest = max(topology.within.bandwidth, topology.between.bandwidth)
+    if problem.hosts is None:
+        return lower_bound(problem) / fastest
+    ratio = topology.within.bandwidth / topology.between.bandwidth
+    weighted = lower_bound(problem) / topology.within.bandwidth * min(1.0, ratio / problem.host_cost)
+    return max(weighted / 2, lower_bound(problem.on_one_host()) / fastest)
+
+
+def _problem(step: Attend, topology: Topology | None, item_size: int, *, forward: bool) -> TileProblem:
+    hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
+    weights = _weights(step, item_size, forward=forward)
+    return tiles_of(step.mask, step.queries, step.keys, weights=weights, hosts=hosts, host_cost=host_cost)
 
 
 def _weights(step: Attend, item_size: int, *, forward: bool) -> TileWeights:
