@@ -280,9 +280,7 @@ def _ways(
     return [(way, degree) for way in schemes for degree in _degrees(way, layout, ulysses_degree, topology)]
 
 
-def _add_ways(
-    request: _Request, wanted: Sequence[tuple[Scheme, int | None]], ways: list[Plan]
-) -> ArgumentError | None:
+def _add_ways(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], ways: list[Plan]) -> ArgumentError | None:
     """Appends the plans of ways; the first refusal of those that cannot be."""
     refused = None
     for way, degree in wanted:

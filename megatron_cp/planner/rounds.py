@@ -1,4 +1,4 @@
-"""`best_rounds`: in how many rounds the rows of assigned tiles come, by what the simulator predicts. No torch in here."""
+"""`best_rounds`: in how many rounds the rows of assigned tiles come, by what is predicted. No torch in here."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def best_rounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> 
     return (chosen[0], chosen[1]), (known[0], known[1])
 
 
-def plan_in_rounds(
-    plan: Plan, rounds: tuple[int, int], schedules: tuple[ScheduleQuality, ...] = ()
-) -> Plan:
+def plan_in_rounds(plan: Plan, rounds: tuple[int, int], schedules: tuple[ScheduleQuality, ...] = ()) -> Plan:
     """The same plan, whose tiles' rows come in so many rounds forward and backward."""
     steps = tuple(_in_rounds(step, rounds, schedules) if isinstance(step, Attend) else step for step in plan.steps)
     return replace(plan, steps=steps)

@@ -177,7 +177,11 @@ def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item
 def _tiles_on_the_way(
     tiles: AssignedTiles, step: Attend, size: int
 ) -> tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]]:
-    """The tiles that need a row of another rank: `[n, 6]`, `[n, 2]` who has rows and keys, `[n]` where, and if rows visit."""
+    """The tiles that need a row of another rank.
+
+    Returns:
+        `[n, 6]` these, `[n, 2]` who holds queries and keys of each, `[n]` who computes it, `[n]` whether queries visit.
+    """
 
     def make() -> tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]]:
         of_rows, of_keys = (pieces_of(layout) for layout in (step.queries, step.keys))
