@@ -158,7 +158,7 @@ def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item
         if not heads:
             continue
 
-        def way(axis: int, nbytes: IntArray, travels: IntArray, rank: int = rank) -> Seconds:
+        def way(axis: int, nbytes: IntArray, travels: NDArray[np.bool_], rank: int = rank) -> Seconds:
             far = hosts[owners[:, axis], rank] != hosts[readers, rank]
             near_by, between = topology.within, topology.between
             latency = np.where(far, between.latency, near_by.latency)
