@@ -13,7 +13,7 @@ from megatron_cp.planner.predict.price import described
 from megatron_cp.planner.predict.simulate import simulate
 from megatron_cp.planner.predict.walk import program_of
 
-_COUNTS = (1, 2)  # in more, each with fewer rows for a kernel and a message more, none of 64 plans was faster
+_COUNTS = (1, 2)  # three and four were never 1 % faster in the simulator, and often slower: see docs/tiles.md
 # A schedule that is so near to its bound is not worth another simulation, nor one round more so small a gain: every
 # message has costs of the host, which no prediction for a GPU counts.
 _NEAR = 1.005

@@ -16,7 +16,7 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.predict.bound import exchange_seconds
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.tiles import TileProblem, TileWeights, bands_by_rank, solve, tiles_of
-from megatron_cp.planner.tiles.bounds import lower_bound
+from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
 
 _LONGEST_SEARCH = 86_400  # a day
@@ -115,30 +115,36 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
     exchanged = float(exchange_seconds(alike, topology, item_size).min(initial=0.0))
     heads = max(hi - lo for lo, hi in step.partition.heads)
     size, value, hardware = step.head_dim, step.value_head_dim, on.hardware
-    found = []
+    rates, found = list[float](), list[float]()
     for forward in (True, False):
         each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
         rate = hardware.attention_rate((size + value) // 2, forward=forward) / hardware.slower(item_size)
-        found.append(step.mask.area / step.num_kv_ranks * heads * each / rate)
+        rates.append(rate / (heads * each))
+        found.append(step.mask.area / step.num_kv_ranks / rates[-1])
     if 1e3 * (sum(found) + 2 * exchanged) < enough:
         for number, forward in enumerate((True, False)):
             problem = _problem(step, topology, item_size, forward=forward)
-            found[number] = max(found[number], _transfer_seconds(problem, topology))
+            # Over hosts in two hops a byte that comes from another host may reach its rank by the links of its own.
+            least = _least_seconds(problem, rates[number], topology, by_proxies=bool(alike.transport.hosts))
+            found[number] = max(found[number], least)
     return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
 
 
-def _transfer_seconds(problem: TileProblem, topology: Topology) -> float:
-    """Seconds in which a port of the busiest rank is busy, whatever the answer.
+def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, by_proxies: bool) -> float:
+    """Seconds that the busiest rank computes, or that a port of it is busy, whatever the answer.
 
-    A rank's two ports, for its host and for others, work at the same time: the busier one has at least half of what
-    both take one after the other.
+    A rank's two ports, for its host and for others, work at the same time: together they move a byte as fast as both,
+    and the busier one has at least half of what both take one after the other.
     """
-    fastest = max(topology.within.bandwidth, topology.between.bandwidth)
-    if problem.hosts is None:
-        return lower_bound(problem) / fastest
-    ratio = topology.within.bandwidth / topology.between.bandwidth
-    weighted = lower_bound(problem) / topology.within.bandwidth * min(1.0, ratio / problem.host_cost)
-    return max(weighted / 2, lower_bound(problem.on_one_host()) / fastest)
+    within, between = topology.within.bandwidth, topology.between.bandwidth
+    fastest = within + between if topology.num_hosts > 1 else within
+    alone = problem.on_one_host()
+    bounds = [lower_bound_of_seconds(alone, pairs_per_second=pairs_per_second, bytes_per_second=fastest)]
+    if problem.hosts is not None and not by_proxies:
+        # A byte between hosts is weighted by a whole number, which may be more than what it takes longer.
+        fastest = 2 * within * max(1.0, problem.host_cost * between / within)
+        bounds.append(lower_bound_of_seconds(problem, pairs_per_second=pairs_per_second, bytes_per_second=fastest))
+    return max(max(each.values()) for each in bounds)
 
 
 def _problem(step: Attend, topology: Topology | None, item_size: int, *, forward: bool) -> TileProblem:

@@ -120,9 +120,10 @@ def test_what_any_tiles_take_at_least_is_known_before_they_are_assigned(seed):
     layout = getattr(cp.Layout, str(random.choice(["zigzag", "contiguous"])))(packing, size)
     mask = cp.Mask.named(packing, str(random.choice(["causal", "full", "star", "strided"])))
     on = machine("h100")
+    transport = transport_of(random, on.topology(size, hosts).hosts)
     for one in (on, free(on), copying(on)):
         topology = one.topology(size, hosts)
-        plans = list(ways(layout, mask, 4, 2, topology=topology))
+        plans = list(ways(layout, mask, 4, 2, topology=topology, transport=transport))
         for plan in plans:
             if plan.attend.tiled is None:
                 continue
