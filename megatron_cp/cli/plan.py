@@ -263,14 +263,21 @@ def _solver(plan: Plan) -> dict[str, Any]:
     """What is known of assigned tiles, forward and backward; `None` of other plans."""
     solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
     if not solutions:
-        return dict.fromkeys(("optimal", "bound", "found", "load_cap", "seconds"))
+        names = ("optimal", "bound", "found", "load_cap", "seconds", "rounds", "predicted_ms", "bound_ms")
+        return dict.fromkeys(names)
+    assert plan.attend is not None
+    assert plan.attend.tiled is not None
     both = dict(zip(_BOTH, solutions, strict=True))
+    schedules = dict(zip(_BOTH, plan.attend.tiled.schedules, strict=False))
     return {
         "optimal": {name: each.is_optimal for name, each in both.items()},
         "bound": {name: each.bound for name, each in both.items()},
         "found": {name: each.bytes_on_the_way for name, each in both.items()},
         "load_cap": {name: each.load_cap for name, each in both.items()},
         "seconds": {name: each.seconds for name, each in both.items()},
+        "rounds": dict(zip(_BOTH, plan.attend.tiled.rounds, strict=True)),
+        "predicted_ms": {name: each.milliseconds for name, each in schedules.items()},
+        "bound_ms": {name: each.bound for name, each in schedules.items()},
     }
 
 

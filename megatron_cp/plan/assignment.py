@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -82,6 +82,40 @@ class AssignmentQuality:
     is_optimal: bool
     load_cap: int
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ScheduleQuality:
+    """How near one direction of a plan is, in time, to what its tiles take in any order.
+
+    Attributes:
+        milliseconds: that were predicted.
+        bound: milliseconds that the work of a rank, its transfers, or one tile with its way there and back take.
+        hardware: on what, in words.
+    """
+
+    milliseconds: float
+    bound: float
+    hardware: str = ""
+
+
+@dataclass(frozen=True)
+class TiledWork:
+    """Who computes which tile, forward and backward.
+
+    Attributes:
+        forward, backward: the assignments.
+        rounds: in which rows come, forward and backward: 1, or 2 where keys that only own queries see come after
+            visitors and their keys, so that results go home meanwhile.
+        solutions: what is known of the bytes of each; not part of the value.
+        schedules: what is known of the time of each; not part of the value.
+    """
+
+    forward: TileAssignment
+    backward: TileAssignment
+    rounds: tuple[int, int] = (1, 1)
+    solutions: tuple[AssignmentQuality, ...] = field(default=(), compare=False)
+    schedules: tuple[ScheduleQuality, ...] = field(default=(), compare=False)
 
 
 class AssignedTiles(Memo):

@@ -18,7 +18,7 @@ A rank merges the partial results of stages, and never those of head chunks, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -29,7 +29,7 @@ from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks
-from megatron_cp.plan.assignment import AssignedTiles, AssignmentQuality, TileAssignment, TilePart
+from megatron_cp.plan.assignment import AssignedTiles, TiledWork, TilePart
 from megatron_cp.plan.carried import WIDTHS, Carried, RowSizes
 from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn, Return, RowFlow, pieces_of
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
@@ -69,23 +69,6 @@ class Stage:
     def results(self) -> Return | None:
         """How the partial results of visitors go home."""
         return None if self.visitors is None else Return(self.visitors)
-
-
-@dataclass(frozen=True)
-class TiledWork:
-    """Who computes which tile, forward and backward.
-
-    Attributes:
-        forward, backward: the assignments.
-        rounds: in which rows travel: 1, or 2 where keys that only own queries see come after visitors and their keys,
-            so that results go home meanwhile.
-        solutions: what is known of each; not part of the value.
-    """
-
-    forward: TileAssignment
-    backward: TileAssignment
-    rounds: int = 1
-    solutions: tuple[AssignmentQuality, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -162,6 +145,21 @@ class Attend(Memo):
     def fetches_ranges(self) -> bool:
         """Whether ranks fetch the keys that they need, and not all of them."""
         return any(isinstance(stage.keys, Fetch) and not stage.keys.equal_shares for stage in self.all_stages)
+
+    def assigned_tiles(self, *, forward: bool) -> AssignedTiles:
+        """The tiles that were assigned in one direction, beside who holds what."""
+        assert self.tiled is not None
+        assignment = self.tiled.forward if forward else self.tiled.backward
+        return self.memo(("assigned tiles", assignment), lambda: AssignedTiles(assignment, self.queries, self.keys))
+
+    def with_tiles(self, tiled: TiledWork) -> Attend:
+        """The same attention with tiles in other rounds, whose pieces are not made again."""
+        found = replace(self, tiled=tiled)
+        pieces = [("assigned tiles", assignment) for assignment in (tiled.forward, tiled.backward)]
+        for key in (*pieces, ("seen",), ("needed",)):
+            if self.remembers(key):
+                found.remember(key, self.recall(key))
+        return found
 
     def moves_queries(self, *, forward: bool) -> bool:
         """Whether queries visit other ranks in one direction."""
@@ -310,7 +308,8 @@ class Attend(Memo):
         if self.tiled is None:
             return []
         digests = f"{self.tiled.forward.digest} forward, {self.tiled.backward.digest} backward"
-        return [f"tiles assigned by {digests}, in {self.tiled.rounds} rounds"]
+        forward, backward = self.tiled.rounds
+        return [f"tiles assigned by {digests}, in {forward} and {backward} rounds"]
 
     @property
     def needed(self) -> Fetch:
@@ -414,20 +413,21 @@ def _assigned(step: Attend, forward: bool) -> tuple[Stage, ...]:
     """What is at hand needs no message: it is computed while the first rows are on their way."""
     work = step.tiled
     assert work is not None
-    alike = work.forward == work.backward
+    alike = work.forward == work.backward and len(set(work.rounds)) == 1
     directions = (True, True) if alike else (forward, not forward)
-    assignment = work.forward if forward else work.backward
+    rounds = work.rounds[0 if forward else 1]
     return step.memo(
-        ("assigned", work.rounds, directions),
-        lambda: tuple(_stages_of_tiles(step, AssignedTiles(assignment, step.queries, step.keys), directions)),
+        ("assigned", rounds, directions),
+        lambda: tuple(_stages_of_tiles(step, step.assigned_tiles(forward=forward), rounds, directions)),
     )
 
 
-def _stages_of_tiles(step: Attend, tiles: AssignedTiles, directions: tuple[bool, bool]) -> Iterator[Stage]:
-    assert step.tiled is not None
+def _stages_of_tiles(
+    step: Attend, tiles: AssignedTiles, rounds: int, directions: tuple[bool, bool]
+) -> Iterator[Stage]:  # fmt: skip
     yield Stage(0, None, None, home=tiles, directions=directions)
     words = f"tiles of a mask assigned to {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
-    for number, part in enumerate(tiles.parts(step.tiled.rounds), start=1):
+    for number, part in enumerate(tiles.parts(rounds), start=1):
         keys = Fetch(step.keys, part.wanted_keys, words)
         visitors = None if part.visiting is None else Fetch(step.queries, part.wanted_queries, "queries of those tiles")
         yield Stage(number, keys, Return(keys), visitors, part, directions=directions)

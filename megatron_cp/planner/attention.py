@@ -16,9 +16,10 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.layout import FILLED
 from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.rank_sets import merge_ranks
-from megatron_cp.plan.attention import Attend, TiledWork
+from megatron_cp.plan.assignment import TiledWork
+from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan, Price
-from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, alternatives, scheme_named
+from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, scheme_named
 from megatron_cp.plan.steps import Step, ToHeads, ToTokens
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
@@ -29,13 +30,16 @@ from megatron_cp.planner.checks import (
     checked_heads,
     checked_topology,
     exchange_of,
+    many_bands,
     no_chunks,
     notes_of,
 )
 from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
-from megatron_cp.planner.tiled import USUAL_SEARCH, TileSearch, assigned_tiles, checked_search
-from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, weighed
+from megatron_cp.planner.predict.price import described
+from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
+from megatron_cp.planner.tiled import USUAL_SEARCH, TileSearch, assigned_tiles, bound_of_tiles, checked_search
+from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, milliseconds_for_tiles, weighed, words_of_degree
 
 
 def plan_attention(
@@ -131,7 +135,8 @@ def plan_attention(
     request = replace(request, transport=checked_transport(transport, layout.cp_size))
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     topology = checked_topology(topology, on, layout.cp_size, request.transport)
-    request = replace(request, topology=topology, search=checked_search(item_size, search_seconds, search_cache))
+    request = replace(request, topology=topology, on=on)
+    request = replace(request, search=checked_search(item_size, search_seconds, search_cache))
     limit = MemoryLimit(memory_limit, item_size)
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
         plan = request.plan(scheme_named(scheme), ulysses_degree)
@@ -173,6 +178,7 @@ class _Request:
     transport: Transport = COLLECTIVE
     topology: Topology | None = None
     search: TileSearch = USUAL_SEARCH
+    on: Machine | None = None
 
     def tiles(self, step: Attend) -> TiledWork:
         """Who computes which tile: searched once for each batch, layer shape and mask."""
@@ -180,8 +186,16 @@ class _Request:
         sizes = (step.partition, self.head_dim, self.value_head_dim)
         key = ("tiles", self.mask, keys, *sizes, self.topology, self.search)  # whatever the chunks of heads
         found: TiledWork = self.layout.memo(key, lambda: assigned_tiles(step, self.topology, self.search))
-        # Chunks of heads hide one another's transfers; where there is one alone, two rounds of rows do.
-        return replace(found, rounds=2 if step.head_chunks == 1 else 1)
+        return found
+
+    def in_rounds(self, plan: Plan) -> Plan:
+        """A plan with assigned tiles, their rows in as many rounds as are predicted to be fastest."""
+        if plan.attend is None or plan.attend.tiled is None or self.on is None or self.topology is None:
+            return plan
+        on, topology, item_size = self.on, self.topology, self.search.item_size
+        key = ("rounds", *self.key, on, topology, plan.scheme, plan.ulysses_degree, plan.attend.head_chunks)
+        rounds, schedules = self.layout.memo(key, lambda: best_rounds(plan, on, topology, item_size))
+        return plan_in_rounds(plan, rounds, schedules)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -206,11 +220,14 @@ class _Request:
                 attend.share_seen(other.attend)
                 break
         notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=4)
-        notes += _many_bands(attend, way)
+        notes += many_bands(attend, way)
         sections = Sections((q, k, v))
-        return Plan(
-            "attention", way.name, self.layout, sections, partition, self.mask, steps, notes, transport=self.transport
-        )
+        return self.in_rounds(
+            Plan(
+                "attention", way.name, self.layout, sections, partition, self.mask, steps, notes,
+                transport=self.transport,
+            )
+        )  # fmt: skip
 
     def with_chunks(self, plan: Plan, chunks: int) -> Plan | None:
         """The same way in so many head chunks; None where it cannot be, or was asked for otherwise."""
@@ -233,22 +250,21 @@ def _cheapest(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
-        refused = None
-        for way in SCHEMES.values():
-            if way.assigns_tiles and not request.search.seconds:
-                continue
-            for degree in _degrees(way, request.layout, ulysses_degree, topology):
-                try:
-                    ways.append(request.plan(way, degree, ways))
-                except ArgumentError as error:
-                    if error.argument in _OF_SEARCH:  # the search that was asked for is impossible, not this way alone
-                        raise
-                    refused = refused or error
+        refused = _add_ways(request, _ways(request.layout, ulysses_degree, topology, tiles=False), ways)
+        others, skipped = list[tuple[Price, Plan]](), list[Price]()
+        if request.search.seconds:
+            others = _weighed_alone(request, ways, on, topology, limit)
+            of_tiles = _ways(request.layout, ulysses_degree, topology, tiles=True)
+            skipped = _hopeless(of_tiles, ways, others, on, topology, limit.item_size)
+            names = [(price.scheme, price.detail) for price in skipped]
+            hopeful = [pair for pair in of_tiles if (pair[0].name, words_of_degree(*pair)) not in names]
+            refused = _add_ways(request, hopeful, ways) or refused
         if not ways:
             assert refused is not None
             raise refused
         kept, notes = limit.keeping(ways, request.with_chunks)
-        found = weighed(kept, on, topology, limit.item_size)
+        new = [plan for plan in kept if not others or (plan.attend is not None and plan.attend.tiled is not None)]
+        found = weighed(new, on, topology, limit.item_size, others)
         in_chunks = limit.only_fitting(request.with_chunks)
         price, plan = in_best_chunks(found[0], in_chunks, on, topology, limit.item_size)
     way, chunks = SCHEMES[plan.scheme], request.head_chunks
@@ -256,7 +272,66 @@ def _cheapest(
         assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if way.is_product else None
-    return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:])), notes)
+    return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:]), *skipped), notes)
+
+
+def _ways(
+    layout: Layout, ulysses_degree: int | None, topology: Topology, *, tiles: bool
+) -> list[tuple[Scheme, int | None]]:
+    """The schemes and degrees among which "auto" chooses: those that assign tiles, or the others."""
+    schemes = [way for way in SCHEMES.values() if way.assigns_tiles == tiles]
+    return [(way, degree) for way in schemes for degree in _degrees(way, layout, ulysses_degree, topology)]
+
+
+def _add_ways(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], ways: list[Plan]) -> ArgumentError | None:
+    """Appends the plans of ways; the first refusal of those that cannot be."""
+    refused = None
+    for way, degree in wanted:
+        try:
+            ways.append(request.plan(way, degree, ways))
+        except ArgumentError as error:
+            if error.argument in _OF_SEARCH:  # the search that was asked for is impossible, not this way alone
+                raise
+            refused = refused or error
+    return refused
+
+
+def _weighed_alone(
+    request: _Request, ways: list[Plan], on: Machine, topology: Topology, limit: MemoryLimit
+) -> list[tuple[Price, Plan]]:
+    """The ways without tiles, weighed; none where none keeps the limit."""
+    try:
+        kept, _ = limit.keeping(ways, request.with_chunks) if ways else ([], ())
+    except ArgumentError:
+        return []
+    return weighed(kept, on, topology, limit.item_size)
+
+
+def _hopeless(
+    of_tiles: Sequence[tuple[Scheme, int | None]], ways: Sequence[Plan], others: Sequence[tuple[Price, Plan]],
+    on: Machine, topology: Topology, item_size: int,
+) -> list[Price]:  # fmt: skip
+    """The ways of tiles that no search makes fast enough to be taken, with what they take at least."""
+    found = []
+    for way, degree in of_tiles if others else ():
+        alike = next((plan for plan in ways if _shares_heads(plan, way, degree)), None)
+        if alike is None:
+            continue
+        enough = milliseconds_for_tiles(others[0])
+        try:
+            forward, backward = bound_of_tiles(alike, on, topology, item_size, enough)
+        except ArgumentError:  # too many tiles, as planning them says
+            continue
+        if forward + backward >= enough:
+            machine_words, detail = described(on, topology), words_of_degree(way, degree)
+            found.append(Price(way.name, forward, backward, 0, True, machine_words, detail=detail))
+    return found
+
+
+def _shares_heads(plan: Plan, way: Scheme, degree: int | None) -> bool:
+    """Whether a plan's keys are fetched by ranks that have the heads that they have with tiles."""
+    is_alike = SCHEMES[plan.scheme].chunks_keys and plan.attend is not None and plan.attend.num_kv_ranks > 1
+    return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == way.is_product
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:
@@ -364,27 +439,3 @@ def _key_side(
             "kv_layout", kv_layout, f"a layout of {kv_packing!r} over {layout.cp_size} ranks, such as Layout.zigzag"
         )
     return kv_packing, kv_layout
-
-
-# A ring makes a kernel call for each pair of fragments of two ranks that see one another, of which a document cut in
-# zigzag has two or three a stage. So many times as many calls as stages is what no such layout comes near.
-_MANY, _AT_LEAST = 8, 1000
-
-
-def _many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
-    """A warning where a ring computes token by token what other schemes compute at once."""
-    if attend.num_stages == 1 or attend.tiled is not None:
-        return ()
-    in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # which sees most where ranks follow the stream
-    if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):
-        return ()
-    gathering = [
-        other.name for other in alternatives(scheme) if replace(attend, kv_schedule=other.kv_schedule).num_stages == 1
-    ]
-    note = (
-        f"{scheme.name} computes {in_stages} pieces of attention on a rank, a call of the CPU's kernel each, since "
-        f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gather keys "
-        f"and compute {at_once}"
-    )
-    warnings.warn(note, stacklevel=4)
-    return (note,)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import CODECS, Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Sections
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.schemes import Scheme, alternatives
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import Machine, Topology
@@ -110,3 +113,27 @@ def notes_of(
     if partition.replicated:
         notes.append(f"some ranks share a {group}: it is sent to each of them and its gradient is summed")
     return tuple(notes)
+
+
+# A ring makes a kernel call for each pair of fragments of two ranks that see one another, of which a document cut in
+# zigzag has two or three a stage. So many times as many calls as stages is what no such layout comes near.
+_MANY, _AT_LEAST = 8, 1000
+
+
+def many_bands(attend: Attend, scheme: Scheme) -> tuple[str, ...]:
+    """A warning where a ring computes token by token what other schemes compute at once."""
+    if attend.num_stages == 1 or attend.tiled is not None:
+        return ()
+    in_stages, at_once = attend.count_bands(attend.num_kv_ranks - 1)  # which sees most where ranks follow the stream
+    if in_stages < max(_AT_LEAST, _MANY * attend.num_kv_ranks * at_once):
+        return ()
+    gathering = [
+        other.name for other in alternatives(scheme) if replace(attend, kv_schedule=other.kv_schedule).num_stages == 1
+    ]
+    note = (
+        f"{scheme.name} computes {in_stages} pieces of attention on a rank, a call of the CPU's kernel each, since "
+        f"fragments are short or the mask cuts them up: take {' or '.join(gathering)}, which gather keys "
+        f"and compute {at_once}"
+    )
+    warnings.warn(note, stacklevel=4)
+    return (note,)

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 from megatron_cp.errors import ArgumentError, as_number
 from megatron_cp.layout import Layout
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment
-from megatron_cp.plan.attention import Attend, TiledWork
-from megatron_cp.planner.predict.hardware import Topology
+from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment, TiledWork
+from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.plan import Plan
+from megatron_cp.planner.predict.bound import exchange_seconds
+from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.tiles import Solution, TileProblem, TileWeights, bands_by_rank, solve, tiles_of
-from megatron_cp.planner.tiles.bounds import lower_bound
+from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.cache import checked_directory
 from megatron_cp.planner.tiles.cuts import USUAL_TILES
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
@@ -94,28 +96,33 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     if step.mask.area >= _MOST_PAIRS:
         remedy = "Take exact or p2p, which count nothing."
         raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
+    problems, most_steps = _problems(step, topology, search.item_size)
+    # A mask that is computed in microseconds is not worth a second of search.
+    steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, most_steps)), []
+    for problem in problems:
+        solution = _solved(problem, search, steps)
+        assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
+        most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
+        # The search weighs hosts; what is said is bytes.
+        bound = solution.bound if problem.hosts is None else lower_bound(problem.on_one_host())
+        known = AssignmentQuality(most, bound, most <= bound, solution.load_cap, solution.seconds)
+        found.append((assignment, known))
+    (forward_tiles, first), (backward_tiles, second) = found
+    return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))
+
+
+def _problems(step: Attend, topology: Topology | None, item_size: int) -> tuple[list[TileProblem], int]:
+    """Forward's and backward's, of the same tiles, and how many random moves their search is worth."""
     runs = _checked_runs(step)
     hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
     most_tiles, most_steps = USUAL_TILES, USUAL_STEPS
     if runs > _FEW_RUNS:
         most_tiles, most_steps = _TILES_OF_TABLES, max(_MOVES_OF_TABLES // runs, _LEAST_MOVES)
-    # A mask that is computed in microseconds is not worth a second of search.
-    steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, most_steps)), []
-    both = [_weights(step, search.item_size, forward=forward) for forward in (True, False)]
+    both = [_weights(step, item_size, forward=forward) for forward in (True, False)]
     cut = tiles_of(
         step.mask, step.queries, step.keys, weights=both[0], hosts=hosts, host_cost=host_cost, usual_tiles=most_tiles
     )
-    for weights in both:
-        problem = cut.with_weights(weights)
-        solution = _solved(problem, search, steps)
-        assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
-        most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
-        # The search weighs hosts; what is said is bytes.
-        bound = solution.bound if hosts is None else lower_bound(problem.on_one_host())
-        known = AssignmentQuality(most, bound, most <= bound, solution.load_cap, solution.seconds)
-        found.append((assignment, known))
-    (forward_tiles, first), (backward_tiles, second) = found
-    return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))
+    return [cut.with_weights(weights) for weights in both], most_steps
 
 
 def _solved(problem: TileProblem, search: TileSearch, steps: int) -> Solution:
@@ -149,6 +156,56 @@ def _is_spread(bands: IntArray, queries: Layout, keys: Layout) -> NDArray[np.boo
         ranks.append(owners[first])
         changes.append(changed[first] != changed[last])
     return changes[0] | changes[1] | (ranks[0] != ranks[1])
+
+
+def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int, enough: float) -> tuple[float, float]:
+    """Milliseconds that any assignment of tiles takes at least, forward and backward: of work, and of transfers.
+
+    It takes milliseconds where a search takes seconds: whether a search can be worth it is known before.
+
+    Args:
+        alike: a plan of the same heads whose keys are fetched.
+        on, topology: the machine, and where the ranks are.
+        item_size: bytes of an activation.
+        enough: milliseconds of both directions from which on no more is asked: then transfers are not looked at.
+
+    Raises:
+        ArgumentError: a mask that the layouts cut into too many tiles.
+    """
+    step = alike.attend
+    assert step is not None
+    exchanged = float(exchange_seconds(alike, topology, item_size).min(initial=0.0))
+    heads = max(hi - lo for lo, hi in step.partition.heads)
+    size, value, hardware = step.head_dim, step.value_head_dim, on.hardware
+    rates, found = list[float](), list[float]()
+    for forward in (True, False):
+        each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
+        rate = hardware.attention_rate((size + value) // 2, forward=forward) / hardware.slower(item_size)
+        rates.append(rate / (heads * each))
+        found.append(step.mask.area / step.num_kv_ranks / rates[-1])
+    if 1e3 * (sum(found) + 2 * exchanged) < enough:
+        for number, problem in enumerate(_problems(step, topology, item_size)[0]):
+            # Over hosts in two hops a byte that comes from another host may reach its rank by the links of its own.
+            least = _least_seconds(problem, rates[number], topology, by_proxies=bool(alike.transport.hosts))
+            found[number] = max(found[number], least)
+    return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
+
+
+def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, by_proxies: bool) -> float:
+    """Seconds that the busiest rank computes, or that a port of it is busy, whatever the answer.
+
+    A rank's two ports, for its host and for others, work at the same time: together they move a byte as fast as both,
+    and the busier one has at least half of what both take one after the other.
+    """
+    within, between = topology.within.bandwidth, topology.between.bandwidth
+    fastest = within + between if topology.num_hosts > 1 else within
+    alone = problem.on_one_host()
+    bounds = [lower_bound_of_seconds(alone, pairs_per_second=pairs_per_second, bytes_per_second=fastest)]
+    if problem.hosts is not None and not by_proxies:
+        # A byte between hosts is weighted by a whole number, which may be more than what it takes longer.
+        fastest = 2 * within * max(1.0, problem.host_cost * between / within)
+        bounds.append(lower_bound_of_seconds(problem, pairs_per_second=pairs_per_second, bytes_per_second=fastest))
+    return max(max(each.values()) for each in bounds)
 
 
 def _weights(step: Attend, item_size: int, *, forward: bool) -> TileWeights:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from megatron_cp.plan.plan import Plan, Price
-from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.plan.schemes import SCHEMES, Scheme
 from megatron_cp.planner.predict.bound import attention_bound
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.price import described, priced
@@ -21,17 +21,19 @@ CHUNKS = (1, 2, 4)
 VERY_MANY = 200_000
 
 
-def weighed(ways: Sequence[Plan], on: Machine, topology: Topology, item_size: int) -> list[tuple[Price, Plan]]:
-    """The ways with their prices, the one to take first.
+def weighed(
+    ways: Sequence[Plan], on: Machine, topology: Topology, item_size: int, known: Sequence[tuple[Price, Plan]] = ()
+) -> list[tuple[Price, Plan]]:
+    """The ways with their prices, the one to take first, and among them those whose prices are known.
 
     Ways are looked at in the order of what they take at least. From the first on that takes at least as much as another
     one was predicted to take, they have that bound for a price.
     """
-    if ways[0].layout.starts.size > VERY_MANY:
+    if ways and ways[0].layout.starts.size > VERY_MANY:
         ways = [plan for plan in ways if plan.attend is not None and not plan.attend.fetches_ranges] or ways
     bounds = [attention_bound(plan, on, topology, item_size) for plan in ways]
-    found: list[tuple[Price, Plan]] = []
-    best = float("inf")
+    found = list(known)
+    best = min((_handicapped(price.total, plan) for price, plan in known if not price.is_bound), default=float("inf"))
     # The most promising first, by what decides: a way that is looked at late is ruled out by what was found before.
     in_order = sorted(zip(bounds, ways, strict=True), key=lambda pair: _handicapped(*pair))
     for bound, plan in in_order:
@@ -44,6 +46,17 @@ def weighed(ways: Sequence[Plan], on: Machine, topology: Topology, item_size: in
             best = min(best, _handicapped(price.total, plan))
         found.append((price, plan))
     return sorted(found, key=lambda pair: (pair[0].is_bound, _handicapped(pair[0].total, pair[1])))
+
+
+def best_way(ways: Sequence[tuple[Price, Plan]]) -> tuple[Price, Plan]:
+    """The way to take, of those that were predicted."""
+    return min(ways, key=lambda pair: _handicapped(pair[0].total, pair[1]))
+
+
+def milliseconds_for_tiles(best: tuple[Price, Plan]) -> float:
+    """What assigned tiles must take less than, to be taken where this is the best of the other ways."""
+    factor, more = _GAIN_OF_TILES
+    return (_handicapped(best[0].total, best[1]) - more) / factor
 
 
 def in_best_chunks(
@@ -65,9 +78,14 @@ def in_best_chunks(
 def detail_of(plan: Plan) -> str:
     """What a scheme's name leaves open."""
     assert plan.attend is not None
-    degree = f" (u = {plan.ulysses_degree})" if SCHEMES[plan.scheme].is_product else ""
+    degree = words_of_degree(SCHEMES[plan.scheme], plan.ulysses_degree)
     chunks = max(plan.head_chunks, plan.attend.head_chunks)
     return degree + (f", {chunks} chunks" if chunks > 1 else "")
+
+
+def words_of_degree(way: Scheme, degree: int | None) -> str:
+    """How many ranks exchange heads, of schemes in which that is open."""
+    return f" (u = {degree})" if way.is_product else ""
 
 
 def _handicapped(milliseconds: float, plan: Plan) -> float:

@@ -10,6 +10,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.predict.price import priced
+from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.testing.parity import Case, run_layer
 from tests.counting_group import CountingGroup
 from tests.scheme_cases import check
@@ -118,13 +119,33 @@ def test_auto_takes_tiles_where_they_pay_and_a_search_is_allowed():
         assert plan_of("causal", heads=32, kv_heads=32, search_seconds=0.01).scheme == "a2a"
 
 
-def test_two_rounds_are_predicted_to_hide_more():
-    """With one chunk of heads; what is sent is the same."""
+def test_rounds_are_those_that_are_predicted_to_be_fastest():
+    """Of one and of two, forward and backward each; what is predicted is said, beside what no order is below."""
     plan = plan_of("causal", scheme="tiled")
-    assert plan.attend.tiled.rounds == 2
-    assert len(plan.attend.stages) == 3
-    assert plan_of("causal", scheme="tiled", heads=2, kv_heads=2).attend.tiled.rounds == 1
-    assert priced(plan, machine_of()).total > 0
+    tried = [priced(plan_in_rounds(plan, (rounds, rounds)), machine_of()) for rounds in (1, 2)]
+    chosen = priced(plan, machine_of())
+    for name, schedule in zip(("forward", "backward"), plan.attend.tiled.schedules, strict=True):
+        assert getattr(chosen, name) == pytest.approx(schedule.milliseconds)
+        assert schedule.milliseconds <= min(getattr(price, name) for price in tried) * 1.006
+        assert 0.3 * schedule.milliseconds < schedule.bound <= schedule.milliseconds
+    said = plan.explain()
+    assert said.count("in any order these tiles take at least") == 2
+
+
+def test_tiles_are_not_assigned_where_they_cannot_win(monkeypatch):
+    """A head exchange that is nearly as fast as the work alone; auto says what tiles take at least."""
+
+    def fail(*_):
+        raise AssertionError("a search that cannot be worth it")
+
+    monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", fail)
+    packing = Packing([131_072])
+    layout, shape = Layout.contiguous(packing, 4), {"heads": 32, "kv_heads": 32, "head_dim": 128}
+    plan = plan_attention(packing, layout, **shape, mask=Mask.full(packing), search_seconds=1)
+    assert plan.scheme == "a2a"
+    of_tiles = [price for price in plan.prices if "tiled" in price.scheme]
+    assert [price.scheme + price.detail for price in of_tiles] == ["tiled", "a2a+tiled (u = 2)"]
+    assert all(price.is_bound and price.total * 1.05 + 0.1 >= plan.prices[0].total for price in of_tiles)
 
 
 def machine_of():

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from megatron_cp.layout.bands import NO_BANDS, areas, cut, cut_up
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.assignment import AssignedTiles
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.flows import Fetch, PassOn
+from megatron_cp.plan.flows import Fetch, PassOn, pieces_of
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import attention_seconds, copy_seconds
@@ -18,18 +21,32 @@ from megatron_cp.planner.predict.program import Seconds
 def attention_bound(plan: Plan, on: Machine, topology: Topology, item_size: int) -> float:
     """Milliseconds that an attention takes at least, forward and backward.
 
+    See `bounds_of_directions`.
+    """
+    return sum(bounds_of_directions(plan, on, topology, item_size))
+
+
+def bounds_of_directions(plan: Plan, on: Machine, topology: Topology, item_size: int) -> tuple[float, float]:
+    """Milliseconds that an attention takes at least forward, and backward.
+
     On each rank its work and, one after the other, what of its own transfers nothing hides: a chunk of the heads that
     it exchanges, of the keys that it fetches, and of their gradients. Or the ports of its keys, where those are busy
     for longer. So ways that are far from the best are never played.
+
+    Of assigned tiles it is what any order of them takes: the work of a rank, what its ports move, or the longest way of
+    one tile, whose rows come, are computed and go home.
     """
     step = plan.attend
     assert step is not None
-    exchanged = _exchanged(plan, topology, item_size)
+    exchanged = exchange_seconds(plan, topology, item_size)
     flow = step.stages[-1].keys
-    seconds = 0.0
+    found = []
     for forward in (True, False):
+        path = 0.0
         if step.tiled is not None:
-            busy = _of_pairs(plan, step, on, item_size, forward=forward)
+            work = _of_pairs(plan, step, on, item_size, forward=forward)
+            busy = np.maximum(work, _ports_of_tiles(plan, step, topology, item_size, forward=forward))
+            path = longest_path(plan, step, on, topology, item_size, forward=forward)
         elif flow is None:
             busy = _kernels(plan, step, on, item_size, forward=forward)
         elif isinstance(flow, PassOn):
@@ -37,8 +54,9 @@ def attention_bound(plan: Plan, on: Machine, topology: Topology, item_size: int)
         else:
             assert isinstance(flow, Fetch)
             busy = _fetched(plan, step, flow, on, topology, item_size, forward=forward)
-        seconds += float((exchanged + busy).max(initial=0.0))
-    return 1e3 * seconds
+        of_ranks = exchanged + busy
+        found.append(1e3 * max(float(of_ranks.max(initial=0.0)), float(exchanged.min(initial=0.0)) + path))
+    return found[0], found[1]
 
 
 class _Load(NamedTuple):
@@ -80,6 +98,108 @@ def _of_pairs(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward:
     rate = on.hardware.attention_rate((size + value) // 2, forward=forward) / on.hardware.slower(item_size)
     work: Seconds = np.array(plan.work_per_rank(forward=forward), dtype=np.float64) * operations / rate
     return work
+
+
+def _rows_of_tiles(step: Attend, *, forward: bool) -> list[tuple[Fetch, str, bool]]:
+    """What travels for assigned tiles if every row does so once: the rows, their name, and whether they go back."""
+    tiles = step.assigned_tiles(forward=forward)
+
+    def make() -> tuple[Fetch, Fetch | None] | tuple[()]:
+        parts = tiles.parts(1)
+        if not parts:
+            return ()
+        keys = Fetch(step.keys, parts[0].wanted_keys, "")
+        return keys, None if parts[0].visiting is None else Fetch(step.queries, parts[0].wanted_queries, "")
+
+    flows = tiles.memo(("rows of tiles",), make)
+    if not flows:
+        return []
+    found = [(flows[0], "keys", False)] + [(flows[0], "gradients of keys", True)] * (not forward)
+    if flows[1] is not None:
+        names = ("visitors", "results") if forward else ("visitors and gradients", "gradients of visitors")
+        found += [(flows[1], names[0], False), (flows[1], names[1], True)]
+    return found
+
+
+def _ports_of_tiles(plan: Plan, step: Attend, topology: Topology, item_size: int, *, forward: bool) -> Seconds:
+    """`[ranks]` seconds in which the ports of a rank are busy with the rows of assigned tiles."""
+    head_ranks = np.arange(plan.cp_size) % plan.ulysses_degree
+    load: _Load | None = None
+    for flow, name, back in _rows_of_tiles(step, forward=forward):
+        width = np.array([step.row_bytes(name, rank, item_size) for rank in range(plan.ulysses_degree)])[head_ranks]
+        more = _fetch_load(plan, flow, topology, back=back).times(width)
+        load = more if load is None else load.and_then(more)
+    return np.zeros(plan.cp_size) if load is None else load.seconds(topology)
+
+
+def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: int, *, forward: bool) -> float:
+    """Seconds that one tile takes at least, of one chunk of heads, from when its rows leave until the last is home.
+
+    The longest of all tiles that need a row of another rank, cut where owners of rows or keys change.
+    """
+    tiles, size, degree = step.assigned_tiles(forward=forward), step.num_kv_ranks, plan.ulysses_degree
+    names = ("visitors", "results") if forward else ("visitors and gradients", "gradients of visitors")
+    pieces, owners, readers, visits = _tiles_on_the_way(tiles, step, size)
+    if not len(pieces):
+        return 0.0
+    rows, keys = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
+    pairs, longest = areas(pieces).astype(np.float64), 0.0
+    hosts = np.array(topology.hosts).reshape(size, degree)
+    value = step.value_head_dim
+    each = 2 * (step.head_dim + value) if forward else 2 * (3 * step.head_dim + 2 * value)
+    rate = on.hardware.attention_rate((step.head_dim + value) // 2, forward=forward) / on.hardware.slower(item_size)
+    for rank in range(degree):
+        chunks = step.chunks(rank)
+        widths = {
+            name: min(step.row_bytes(name, rank, item_size, chunk) for chunk in chunks)
+            for name in (*names, "keys", *(() if forward else ("gradients of keys",)))
+        }
+        heads = min(chunk.heads.stop - chunk.heads.start for chunk in chunks)
+        if not heads:
+            continue
+
+        def way(axis: int, nbytes: IntArray, travels: NDArray[np.bool_], rank: int = rank) -> Seconds:
+            far = hosts[owners[:, axis], rank] != hosts[readers, rank]
+            near_by, between = topology.within, topology.between
+            latency = np.where(far, between.latency, near_by.latency)
+            taken: Seconds = travels * (latency + nbytes / np.where(far, between.bandwidth, near_by.bandwidth))
+            return taken
+
+        key_travels = owners[:, 1] != readers
+        there = np.maximum(way(0, rows * widths[names[0]], visits), way(1, keys * widths["keys"], key_travels))
+        home = way(0, rows * widths[names[1]], visits)
+        if not forward:
+            home = np.maximum(home, way(1, keys * widths["gradients of keys"], key_travels))
+        longest = max(longest, float((there + pairs * heads * each / rate + home).max()))
+    return longest
+
+
+def _tiles_on_the_way(
+    tiles: AssignedTiles, step: Attend, size: int
+) -> tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]]:
+    """The tiles that need a row of another rank.
+
+    Returns:
+        `[n, 6]` these, `[n, 2]` who holds queries and keys of each, `[n]` who computes it, `[n]` whether queries visit.
+    """
+
+    def make() -> tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]]:
+        of_rows, of_keys = (pieces_of(layout) for layout in (step.queries, step.keys))
+        pieces, owners, readers, visits = [NO_BANDS], [np.empty((0, 2), dtype=np.int64)], [], []
+        for rank in range(size):
+            far, key = cut(tiles.of_far_keys(rank), of_keys[0][:-1], of_keys[0][1:], queries=False)
+            visiting, row = cut(tiles.of_visitors(rank), of_rows[0][:-1], of_rows[0][1:], queries=True)
+            visiting, seen, origin = cut_up(visiting, of_keys[0][:-1], of_keys[0][1:], queries=False)
+            pieces += [far, visiting]
+            owners.append(np.stack([np.full(len(far), rank), of_keys[1][key]], axis=1))
+            owners.append(np.stack([of_rows[1][row[origin]], of_keys[1][seen]], axis=1))
+            readers += [rank] * (len(far) + len(visiting))
+            visits += [False] * len(far) + [True] * len(visiting)
+        whole = np.concatenate(pieces), np.concatenate(owners), np.array(readers, dtype=np.int64)
+        return (*whole, np.array(visits, dtype=bool))
+
+    found: tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]] = tiles.memo(("on the way",), make)
+    return found
 
 
 def _ring(plan: Plan, step: Attend, on: Machine, topology: Topology, item_size: int, *, forward: bool) -> Seconds:
@@ -162,7 +282,7 @@ def _fetch_load(plan: Plan, flow: Fetch, topology: Topology, *, back: bool) -> _
     return _Load(*found)
 
 
-def _exchanged(plan: Plan, topology: Topology, item_size: int) -> Seconds:
+def exchange_seconds(plan: Plan, topology: Topology, item_size: int) -> Seconds:
     """`[ranks]` seconds in which a rank sends the smallest chunk of each head exchange, there and back."""
     degree = plan.ulysses_degree
     seconds: Seconds = np.zeros(plan.cp_size)

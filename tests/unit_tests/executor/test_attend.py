@@ -10,7 +10,7 @@ from megatron_cp.executor.attend import merge
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import schemes
-from megatron_cp.plan.attention import TiledWork
+from megatron_cp.plan.assignment import TiledWork
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.testing.parity import Case
 from tests.counting_group import CountingGroup

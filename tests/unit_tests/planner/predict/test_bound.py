@@ -10,8 +10,11 @@ import pytest
 import megatron_cp as cp
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.predict import machine, presets
-from megatron_cp.planner.predict.bound import attention_bound
+from megatron_cp.planner.predict.bound import attention_bound, bounds_of_directions, longest_path
 from megatron_cp.planner.predict.price import priced
+from megatron_cp.planner.rounds import plan_in_rounds
+from megatron_cp.planner.tiled import bound_of_tiles
+from tests.random_tiles import assign_all_to, assign_at_random
 
 
 def ways(layout, mask, heads, groups, **options):
@@ -66,6 +69,72 @@ def test_a_bound_is_no_more_than_the_price(seed):
         for plan in ways(layout, mask, groups * int(random.choice([1, 4])), groups, **options):
             bound, price = attention_bound(plan, one, topology, item), priced(plan, one, topology, item_size=item).total
             assert bound <= price * (1 + 1e-9), (plan.scheme, plan.ulysses_degree)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tiles_in_any_order_take_no_less_than_their_bound(seed, monkeypatch):
+    """Of tiles assigned at random: work, ports and paths decide in turns, forward and backward each."""
+    assign_at_random(monkeypatch, seed)
+    random = np.random.default_rng(seed)
+    size = int(random.choice([2, 3, 4, 6]))
+    packing = cp.Packing((random.lognormal(4, 2, int(random.integers(1, 4))).astype(int) + 1).tolist())
+    layout = getattr(cp.Layout, str(random.choice(["zigzag", "contiguous"])))(packing, size)
+    mask = cp.Mask.named(packing, str(random.choice(["causal", "full", "star"])))
+    on, item = machine("h100"), int(random.choice([2, 4]))
+    hosts = int(random.integers(1, size + 1))
+    transport = transport_of(random, on.topology(size, hosts).hosts)
+    for one in (on, free(on), copying(on)):
+        topology = one.topology(size, hosts)
+        tiled = [plan for plan in ways(layout, mask, 4, 2, transport=transport) if plan.attend.tiled is not None]
+        assert tiled
+        for plan in tiled:
+            for rounds in (1, 2):
+                made = plan_in_rounds(plan, (rounds, rounds))
+                price = priced(made, one, topology, item_size=item)
+                bounds = bounds_of_directions(made, one, topology, item)
+                assert bounds[0] <= price.forward * (1 + 1e-9)
+                assert bounds[1] <= price.backward * (1 + 1e-9)
+
+
+def test_the_bound_of_one_tile_is_its_way_there_and_back(monkeypatch):
+    """All is computed by rank 1, on another host: queries and keys of rank 0 go there, and results come home."""
+    assign_all_to(monkeypatch, 1)
+    on, packing = machine("h100"), cp.Packing([2048])
+    topology = on.topology(2, 2)
+    layout = cp.Layout.contiguous(packing, 2)
+    mask = cp.Mask.full(packing)
+    plan = cp.plan_attention(packing, layout, heads=1, head_dim=128, mask=mask, scheme="tiled", topology=topology)
+    keys, results, link = 1024 * 2 * 128 * 2, 1024 * (128 + 1) * 4, topology.between
+    work = 1024 * 1024 * 4 * 128 / on.hardware.attention_rate(128, forward=True)
+    path = longest_path(plan, plan.attend, on, topology, 2, forward=True)
+    assert path == pytest.approx(2 * link.latency + (keys + results) / link.bandwidth + work)
+    forward, _ = bounds_of_directions(plan, on, topology, 2)
+    assert forward == pytest.approx(1e3 * max(path, 4 * work))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_any_tiles_take_at_least_is_known_before_they_are_assigned(seed):
+    random = np.random.default_rng(seed)
+    size, hosts = [(2, 1), (3, 1), (4, 2), (6, 3)][seed % 4]
+    packing = cp.Packing((random.lognormal(5, 1, int(random.integers(1, 4))).astype(int) + 1).tolist())
+    layout = getattr(cp.Layout, str(random.choice(["zigzag", "contiguous"])))(packing, size)
+    mask = cp.Mask.named(packing, str(random.choice(["causal", "full", "star", "strided"])))
+    on = machine("h100")
+    transport = transport_of(random, on.topology(size, hosts).hosts)
+    for one in (on, free(on), copying(on)):
+        topology = one.topology(size, hosts)
+        plans = list(ways(layout, mask, 4, 2, topology=topology, transport=transport))
+        for plan in plans:
+            if plan.attend.tiled is None:
+                continue
+            alike = next(x for x in plans if x.ulysses_degree == plan.ulysses_degree and "exact" in x.scheme)
+            bound = bound_of_tiles(alike, one, topology, 2, float("inf"))
+            price = priced(plan, one, topology)
+            assert bound[0] <= price.forward * (1 + 1e-9)
+            assert bound[1] <= price.backward * (1 + 1e-9)
+            few = bound_of_tiles(alike, one, topology, 2, 0.0)
+            assert few[0] <= bound[0]
+            assert few[1] <= bound[1]
 
 
 def test_auto_finds_the_fastest_of_all_ways():

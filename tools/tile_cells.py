@@ -1,0 +1,249 @@
+"""Are planned tiles worth it? Cell by cell, in the simulator: `python -m tools.tile_cells [--sizes 8:64 64:512]`.
+
+A cell is a mask, documents, heads, tokens in all and ranks on full hosts of one machine. Every other scheme is taken in
+its best layout, degree and number of head chunks, forward and backward together; ring and zigzag ring are p2p in those
+layouts. Tiles are assigned by the fast stage alone, from contiguous ranges, in the degrees that `auto` looks at. The
+ratio is of the best other scheme over the best of tiled and a2a+tiled: above 1 tiles win.
+
+`auto` knows before it assigns tiles what they take at least. Where that is no less than the best other way takes, tiles
+cannot win: they are not assigned here either, unless asked for with `--all`, and a cell has the bound, as >= ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+import megatron_cp as cp
+from megatron_cp.plan.plan import Plan, Price
+from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.planner.predict import Machine, machine
+from megatron_cp.planner.predict.bound import attention_bound
+from megatron_cp.planner.predict.price import priced
+from megatron_cp.planner.tiled import bound_of_tiles
+from megatron_cp.planner.weigh import best_way, milliseconds_for_tiles
+
+MASKS = ("full", "causal", "strided", "global_local", "star", "streaming")
+HEAD_DIM = 128
+_SHARES = (0.37, 0.05, 0.31, 0.09, 0.18)  # of five documents
+TILED = ("tiled", "a2a+tiled")
+_RINGS = {"contiguous": "ring", "zigzag": "zigzag ring"}  # p2p, by layout
+COLUMNS = ("ring", "zigzag ring", "all_gather", "exact", "a2a", "a2a+p2p", "a2a+all_gather", "a2a+exact")
+
+
+class Cell(NamedTuple):
+    """One of the grid."""
+
+    documents: int
+    heads: int
+    kv_heads: int
+    ranks: int
+    tokens: int
+    mask: str
+
+
+class Tiles(NamedTuple):
+    """One way of tiles in a cell.
+
+    Attributes:
+        bound: milliseconds that it takes at least, known before tiles are assigned.
+        found: that it was predicted to take; None where tiles were not assigned.
+        of_schedule: milliseconds that the tiles found take at least, in any order.
+        rounds: forward and backward.
+    """
+
+    bound: float
+    found: float | None = None
+    of_schedule: float = 0.0
+    rounds: tuple[int, int] = (1, 1)
+
+    @property
+    def least(self) -> float:
+        """What it takes, or at least takes."""
+        return self.bound if self.found is None else self.found
+
+
+class Found(NamedTuple):
+    """What a cell's schemes take, in milliseconds; `enough` is what tiles must take less than for `auto`."""
+
+    cell: Cell
+    others: dict[str, float]
+    tiles: dict[str, Tiles]
+    enough: float
+    seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 where tiles win."""
+        return min(self.others.values()) / min(each.least for each in self.tiles.values())
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether `auto` assigns no tiles."""
+        return all(each.bound >= self.enough for each in self.tiles.values())
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether `auto` would take tiles that it had assigned."""
+        return any(each.found is not None and each.found < self.enough for each in self.tiles.values())
+
+
+def packing_of(cell: Cell) -> cp.Packing:
+    """One document, or five of lengths that follow no rule."""
+    if cell.documents == 1:
+        return cp.Packing([cell.tokens])
+    lengths = [int(share * cell.tokens) | 1 for share in _SHARES[1:]]
+    return cp.Packing([cell.tokens - sum(lengths), *lengths])
+
+
+def plans_of(cell: Cell, layout: cp.Layout, mask: cp.Mask, scheme: str, on: Machine) -> Iterator[Plan]:
+    """A scheme in every degree that leaves no rank without heads, and in the chunks that it may take."""
+    way = SCHEMES[scheme]
+    degrees: list[int | None] = [None]
+    if way.is_product:
+        degrees = [u for u in (2, 4, 8, 16) if u < cell.ranks and cell.kv_heads % u == 0]
+    chunks = (None, 1) if way.takes_chunks and way.chunks_keys and cell.kv_heads > 1 else (None,)
+    if way.assigns_tiles:
+        host = min(8, cell.ranks // 2) if cell.ranks > 8 else 2
+        degrees, chunks = [u for u in degrees if u in (None, host)], (None,)
+    for degree, count in itertools.product(degrees, chunks):
+        yield cp.plan_attention(
+            layout.packing, layout, heads=cell.heads, kv_heads=cell.kv_heads, head_dim=HEAD_DIM, mask=mask,
+            scheme=scheme, ulysses_degree=degree, head_chunks=count, hardware=on,
+        )  # fmt: skip
+
+
+def judged(cell: Cell, on: Machine, *, assigns_all: bool) -> Found:
+    """All schemes of one cell."""
+    began, packing, topology = time.perf_counter(), packing_of(cell), on.topology(cell.ranks)
+    mask = cp.Mask.named(packing, cell.mask)
+    layouts = {name: getattr(cp.Layout, name)(packing, cell.ranks) for name in ("contiguous", "zigzag")}
+    layouts["balanced"] = cp.Layout.balanced(packing, cell.ranks, mask=mask)
+    others, alike, ways = dict.fromkeys(COLUMNS, float("inf")), dict[str, Plan](), list[tuple[Price, Plan]]()
+    for name, layout in layouts.items():
+        for scheme in ("a2a", "exact", "a2a+exact", "a2a+all_gather", "all_gather", "p2p", "a2a+p2p"):
+            column = _RINGS.get(name) if scheme == "p2p" else scheme
+            for plan in plans_of(cell, layout, mask, scheme, on) if column else ():
+                if name == "contiguous":
+                    alike.setdefault(f"{scheme.replace('exact', 'tiled')} {plan.ulysses_degree}", plan)
+                assert column is not None
+                if attention_bound(plan, on, topology, 2) < others[column]:
+                    price = priced(plan, on, topology)
+                    others[column] = min(others[column], price.total)
+                    ways.append((price, plan))
+    enough, tiles = milliseconds_for_tiles(best_way(ways)), {}
+    least = min(others.values())
+    for scheme in TILED:
+        for degree in _degrees_of_tiles(cell, scheme):
+            bound = sum(bound_of_tiles(alike[f"{scheme} {degree}"], on, topology, 2, float("inf")))
+            tiles[scheme] = Tiles(bound)
+            if bound < least or assigns_all:
+                (plan,) = plans_of(cell, layouts["contiguous"], mask, scheme, on)
+                tiles[scheme] = _assigned(plan, bound, on)
+    return Found(cell, others, tiles, enough, time.perf_counter() - began)
+
+
+def _degrees_of_tiles(cell: Cell, scheme: str) -> list[int]:
+    """That `auto` looks at: the ranks of a host, or 2."""
+    if not SCHEMES[scheme].is_product:
+        return [1]
+    host = 8 if cell.ranks > 8 else 2
+    return [host] if cell.kv_heads % host == 0 else []
+
+
+def _assigned(plan: Plan, bound: float, on: Machine) -> Tiles:
+    assert plan.attend is not None
+    assert plan.attend.tiled is not None
+    tiled, price = plan.attend.tiled, priced(plan, on)
+    return Tiles(bound, price.total, sum(each.bound for each in tiled.schedules), tiled.rounds)
+
+
+def row_of(found: Found) -> str:
+    """One line of the table."""
+    cell = found.cell
+    shown = ["" if np.isinf(found.others[name]) else f"{found.others[name]:.3f}" for name in COLUMNS]
+    for name in TILED:
+        each = found.tiles.get(name)
+        shown.append("" if each is None else f"{each.found:.3f}" if each.found is not None else f">= {each.bound:.3f}")
+    played = [each for each in found.tiles.values() if each.found is not None]
+    best = min(played, key=lambda each: each.least, default=None)
+    schedule = "" if best is None else f"{best.rounds[0]}, {best.rounds[1]}"
+    over = "" if best is None else f"{best.least / best.of_schedule:.2f}"
+    sign = "" if found.ratio >= 1 or played else "<= "
+    auto = "tiles" if found.is_taken else "skips" if found.is_skipped else "no tiles"
+    heads = f"{cell.heads}:{cell.kv_heads}"
+    cells = (
+        cell.mask, cell.documents, heads, cell.ranks, f"{cell.tokens // 1024}k", *shown, f"{sign}{found.ratio:.2f}",
+        schedule, over, auto,
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _mean(ratios: list[float]) -> float:
+    return float(np.exp(np.log(ratios).mean()))
+
+
+def summary(rows: list[Found]) -> Iterator[str]:
+    """By mask, heads and ranks the geometric mean of the ratios, and how many cells tiles win."""
+    yield "| mask | heads | ranks | best other / best tiles, geometric mean | least | most | tiles win |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
+    groups = defaultdict[tuple[str, int, int], list[float]](list)
+    for row in rows:
+        groups[row.cell.mask, row.cell.heads, row.cell.ranks].append(row.ratio)
+    for (mask, heads, ranks), ratios in sorted(groups.items(), key=lambda pair: (MASKS.index(pair[0][0]), pair[0])):
+        wins = sum(ratio > 1 for ratio in ratios)
+        shown = f"{_mean(ratios):.2f} | {min(ratios):.2f} | {max(ratios):.2f} | {wins} of {len(ratios)}"
+        yield f"| {mask} | {heads} | {ranks} | {shown} |"
+    won = [row.ratio for row in rows if row.ratio > 1]
+    yield ""
+    yield f"Tiles win {len(won)} of {len(rows)} cells, there by a geometric mean of {_mean(won) if won else 1:.2f}."
+    skipped = [row for row in rows if row.is_skipped]
+    known = [row for row in skipped if any(each.found is not None for each in row.tiles.values())]
+    wrong = sum(row.is_taken for row in known)
+    below = sum(each.found < each.bound for row in rows for each in row.tiles.values() if each.found is not None)
+    yield (
+        f"auto takes tiles in {sum(row.is_taken for row in rows)} cells. Before it assigns any, it skips "
+        f"{len(skipped)}. In {len(known)} of these tiles were assigned here all the same: it would have taken them in "
+        f"{wrong}. Ways of tiles that were predicted to take less than the bound known before: {below}."
+    )
+
+
+def main() -> None:
+    """Prints every cell, and a summary."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--gpu", default="h100")
+    sizes = [f"{ranks}:{tokens}" for ranks in (8, 16, 32, 64) for tokens in (64, 128, 256, 512)]
+    parser.add_argument("--sizes", nargs="*", default=sizes, help="ranks:tokens, these in 1024")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no other cell is begun")
+    parser.add_argument("--heads", nargs="*", default=["1:1", "32:32"], help="query heads:key/value heads")
+    parser.add_argument("--documents", type=int, nargs="*", default=[1, 5], choices=[1, 5])
+    parser.add_argument("--masks", nargs="*", default=list(MASKS), choices=MASKS)
+    parser.add_argument("--all", action="store_true", help="assign tiles where they cannot win too")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore", UserWarning)
+    print(f"{machine(args.gpu).describe()}\n")
+    head = ("mask", "docs", "heads", "ranks", "tokens", *COLUMNS, *TILED, "ratio", "rounds", "over its bound", "auto")
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    rows, began = [], time.perf_counter()
+    cells = list(itertools.product(args.sizes, args.heads, args.documents, args.masks))
+    for size, heads, documents, mask in cells:
+        if time.perf_counter() - began > 60 * args.minutes:
+            break
+        (ranks, tokens), (of_queries, of_keys) = (map(int, each.split(":")) for each in (size, heads))
+        cell = Cell(documents, of_queries, of_keys, ranks, tokens * 1024, mask)
+        rows.append(judged(cell, machine(args.gpu), assigns_all=args.all))
+        print(row_of(rows[-1]), flush=True)
+    print()
+    print("\n".join(summary(rows)))
+    print(f"\n{len(rows)} of {len(cells)} cells in {sum(row.seconds for row in rows):.0f} seconds")
+
+
+if __name__ == "__main__":
+    main()
