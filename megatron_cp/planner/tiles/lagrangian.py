@@ -122,6 +122,7 @@ class _Master:
     def __init__(self, solver: Any, lines: _Lines) -> None:
         self.lines, self.program, self.known = lines, solver.Solver.CreateSolver("GLOP"), set[tuple[int, bytes]]()
         program, size = self.program, lines.problem.num_ranks
+        program.SuppressOutput()
         self.endless = program.infinity()
         self.objective = program.Objective()
         self.objective.SetMinimization()
@@ -154,13 +155,18 @@ class _Master:
             for each in np.flatnonzero(units).tolist():
                 constraints[each].SetCoefficient(part, -float(units[each]))
 
-    def prices(self, center: _Prices, reach: FloatArray) -> tuple[float, _Prices]:
-        """The bound that these patterns promise, and the prices for it, no further from the center than `reach`."""
+    def prices(self, center: _Prices, reach: FloatArray) -> tuple[float, _Prices] | None:
+        """The bound that these patterns promise, and the prices for it, no further from the center than `reach`.
+
+        None where GLOP finds no optimum: numbers are too far apart for floats.
+        """
         around = center.all()
         for (above, below), most, least in zip(self.box, around + reach, np.maximum(around - reach, 0), strict=True):
             self.objective.SetCoefficient(above, float(most))
             self.objective.SetCoefficient(below, -float(least))
-        self.program.Solve()
+        self.program.Reset()  # from the last basis, with other costs, GLOP often gives up
+        if self.program.Solve() != self.program.OPTIMAL:
+            return None
         found = [
             np.maximum([constraint.dual_value() for constraint in constraints], 0.0)
             for constraints in (self.tiles, self.received, self.sent)
@@ -177,7 +183,7 @@ class _Bound:
         self.most = cost(problem, start) // self.lines.unit - 1  # an answer that is better has no more
         self.master = _Master(importlib.import_module("ortools.linear_solver.pywraplp"), self.lines)
         self.pricing = [_Pricing(cp_model, self.lines, rank, self.most) for rank in range(problem.num_ranks)]
-        self.value, self.least, self.center = -math.inf, 0, None
+        self.value, self.least = -math.inf, 0
         for rank in range(problem.num_ranks):
             self.master.add(rank, np.flatnonzero(start == rank))
 
@@ -201,34 +207,36 @@ class _Bound:
         self.least = max(self.least, -(-earned // weight))
         return earned / weight, work
 
-    def begin(self) -> None:
-        """Prices by work, as high as makes ranks take about all of it."""
+    def begin(self) -> _Prices:
+        """Prices by work, as high as makes ranks take about all of it: the best of a few."""
         problem = self.lines.problem
         even = np.full(problem.num_ranks, 0.5 / problem.num_ranks)
         # Tiles of one price have many best patterns, which take the solver long.
         uneven = problem.work * np.random.Generator(np.random.PCG64(_SEED)).uniform(0.9, 1.1, problem.num_tiles)
         low, high = 0.0, 4.0 * max(self.most, 1) * problem.num_ranks / problem.total
+        center = _Prices(high / 2 * uneven, even, even)
         for _ in range(_FIRST_ROUNDS):
             prices = _Prices((low + high) / 2 * uneven, even, even)
             value, work = self.round(prices)
-            if self.center is None or value > self.value:
-                self.value, self.center = value, prices
+            if value > self.value:
+                self.value, center = value, prices
             low, high = (low, (low + high) / 2) if work > problem.total else ((low + high) / 2, high)
+        return center
 
-    def improve(self) -> None:
+    def improve(self, center: _Prices) -> None:
         """Moves the prices while the bound rises."""
-        box = _BOX
-        scale = np.concatenate([np.full(len(self.center.tiles), self.center.tiles.mean()), self.center.received,
-                                self.center.sent])  # fmt: skip
+        box, mean = _BOX, np.full(center.tiles.size, center.tiles.mean())
+        scale = np.concatenate([mean, center.received, center.sent])
         for _ in range(_MOST_ROUNDS):
-            if self.ended():
+            found = None if self.ended() else self.master.prices(center, box * scale)
+            if found is None:
                 return
-            promised, prices = self.master.prices(self.center, box * scale)
-            inside = bool((np.abs(prices.all() - self.center.all()) < box * scale - 1e-9).all())
+            promised, prices = found
+            inside = bool((np.abs(prices.all() - center.all()) < box * scale - 1e-9).all())
             value, _ = self.round(prices)
             if value > self.value:
                 box *= 1.5 if value - self.value >= 0.3 * (promised - self.value) else 1.0
-                self.value, self.center = value, prices
+                self.value, center = value, prices
             else:
                 box = max(0.8 * box, _SMALLEST_BOX)
             if promised - self.value < _CONVERGED * max(self.value, 1.0):
@@ -246,6 +254,5 @@ def lagrangian_bound(problem: TileProblem, start: IntArray, *, budget: float) ->
         budget: of CP-SAT's deterministic time, so that the same call finds the same bound.
     """
     found = _Bound(problem, start, budget)
-    found.begin()
-    found.improve()
+    found.improve(found.begin())
     return min(found.least, found.most + 1) * found.lines.unit
