@@ -22,7 +22,7 @@ FloatArray = NDArray[np.float64]
 _SCALE = 10**4  # prices are whole multiples of 1 / _SCALE, so that the bound is of integers
 _SEED = 7
 _FIRST_ROUNDS, _MOST_ROUNDS = 7, 1000
-_LONGEST, _SHORTEST = 0.3, 0.01  # of one rank's pattern, in CP-SAT's deterministic time: at most; counted at least
+_LONGEST, _SHORTEST = 0.3, 0.005  # of one rank's pattern, in CP-SAT's deterministic time: at most; counted at least
 _BOX, _SMALLEST_BOX, _LARGEST_BOX = 0.3, 1e-4, 5.0  # how far prices may go, in mean prices
 _CONVERGED = 0.005  # of the bound: less than the linear program promises is not worth a round
 
@@ -123,6 +123,8 @@ class _Master:
         self.lines, self.program, self.known = lines, solver.Solver.CreateSolver("GLOP"), set[tuple[int, bytes]]()
         program, size = self.program, lines.problem.num_ranks
         program.SuppressOutput()
+        self.anew = solver.MPSolverParameters()  # from the last basis, with other costs, GLOP often gives up
+        self.anew.SetIntegerParam(self.anew.INCREMENTALITY, self.anew.INCREMENTALITY_OFF)
         self.endless = program.infinity()
         self.objective = program.Objective()
         self.objective.SetMinimization()
@@ -164,8 +166,7 @@ class _Master:
         for (above, below), most, least in zip(self.box, around + reach, np.maximum(around - reach, 0), strict=True):
             self.objective.SetCoefficient(above, float(most))
             self.objective.SetCoefficient(below, -float(least))
-        self.program.Reset()  # from the last basis, with other costs, GLOP often gives up
-        if self.program.Solve() != self.program.OPTIMAL:
+        if self.program.Solve(self.anew) != self.program.OPTIMAL:
             return None
         found = [
             np.maximum([constraint.dual_value() for constraint in constraints], 0.0)
