@@ -229,9 +229,12 @@ class _Bound:
         box, mean = _BOX, np.full(center.tiles.size, center.tiles.mean())
         scale = np.concatenate([mean, center.received, center.sent])
         for _ in range(_MOST_ROUNDS):
-            found = None if self.ended() else self.master.prices(center, box * scale)
-            if found is None:
+            if self.ended():
                 return
+            found = self.master.prices(center, box * scale)
+            if found is None:
+                box *= 0.7  # another program, which GLOP may solve
+                continue
             promised, prices = found
             inside = bool((np.abs(prices.all() - center.all()) < box * scale - 1e-9).all())
             value, _ = self.round(prices)
