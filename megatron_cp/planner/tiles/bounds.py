@@ -36,11 +36,6 @@ def lower_bound(problem: TileProblem) -> int:
     return found
 
 
-def lower_bound_without_cap(problem: TileProblem) -> int:
-    """`lower_bound` of answers in which one rank may have all the work."""
-    return lower_bound(problem.with_load_cap(problem.total))
-
-
 def lower_bound_of_seconds(
     problem: TileProblem, *, pairs_per_second: float, bytes_per_second: float
 ) -> dict[str, float]:

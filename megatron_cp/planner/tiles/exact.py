@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.planner.tiles.lagrangian import lagrangian_bound
 from megatron_cp.planner.tiles.problem import TileProblem, cost, loads
 
 MOST_CHOICES = 1 << 16  # of a tile and a rank: the program of more takes minutes to write down
@@ -64,6 +65,10 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
         text = f"{problem.num_tiles} tiles on {problem.num_ranks} ranks are more than {MOST_CHOICES} choices"
         warnings.warn(f"{text}: the exact stage is left out, and the fast stage's plan is taken.", stacklevel=3)
         return Exact(start, False, bound)
+    budget = seconds * _UNITS_A_SECOND
+    bound = max(bound, lagrangian_bound(problem, start, budget=budget / 2))
+    if reached <= bound:
+        return Exact(start, True, reached)
     unit = _unit(problem)
     model = _Model(model_of, problem, unit, -(-bound // unit), reached // unit)
     model.hint(_ordered(problem, start))
@@ -71,7 +76,7 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     solver.parameters.num_workers = 8
     solver.parameters.interleave_search = True  # several strategies in turns, in one thread: so that the order is fixed
     solver.parameters.random_seed = _SEED
-    solver.parameters.max_deterministic_time = seconds * _UNITS_A_SECOND
+    solver.parameters.max_deterministic_time = budget / 2
     solver.parameters.max_time_in_seconds = 60 * seconds + 60
     status = solver.solve(model.model)
     if status != model_of.OPTIMAL and solver.wall_time >= solver.parameters.max_time_in_seconds:
