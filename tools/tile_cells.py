@@ -25,7 +25,7 @@ import megatron_cp as cp
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.predict import Machine, machine
-from megatron_cp.planner.predict.bound import attention_bound
+from megatron_cp.planner.predict.bound import bounds_of_directions
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.tiled import bound_of_tiles
 from megatron_cp.planner.weigh import best_way, milliseconds_for_tiles
@@ -134,7 +134,7 @@ def judged(cell: Cell, on: Machine, *, assigns_all: bool) -> Found:
                 if name == "contiguous":
                     alike.setdefault(f"{scheme.replace('exact', 'tiled')} {plan.ulysses_degree}", plan)
                 assert column is not None
-                if attention_bound(plan, on, topology, 2) < others[column]:
+                if sum(bounds_of_directions(plan, on, topology, 2)) < others[column]:
                     price = priced(plan, on, topology)
                     others[column] = min(others[column], price.total)
                     ways.append((price, plan))

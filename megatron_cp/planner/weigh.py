@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import SCHEMES, Scheme
-from megatron_cp.planner.predict.bound import attention_bound
+from megatron_cp.planner.predict.bound import bounds_of_directions
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.price import described, priced
 
@@ -31,16 +31,16 @@ def weighed(
     """
     if ways and ways[0].layout.starts.size > VERY_MANY:
         ways = [plan for plan in ways if plan.attend is not None and not plan.attend.fetches_ranges] or ways
-    bounds = [attention_bound(plan, on, topology, item_size) for plan in ways]
+    bounds = [bounds_of_directions(plan, on, topology, item_size) for plan in ways]
     found = list(known)
     best = min((_handicapped(price.total, plan) for price, plan in known if not price.is_bound), default=float("inf"))
     # The most promising first, by what decides: a way that is looked at late is ruled out by what was found before.
-    in_order = sorted(zip(bounds, ways, strict=True), key=lambda pair: _handicapped(*pair))
+    in_order = sorted(zip(bounds, ways, strict=True), key=lambda pair: _handicapped(sum(pair[0]), pair[1]))
     for bound, plan in in_order:
-        if _handicapped(bound, plan) >= best or (found and plan.layout.starts.size > VERY_MANY):
+        if _handicapped(sum(bound), plan) >= best or (found and plan.layout.starts.size > VERY_MANY):
             sent = max(plan.bytes_sent(item_size, forward=True))
             words = described(on, topology)
-            price = Price(plan.scheme, bound / 3, bound * 2 / 3, sent, True, words, detail=detail_of(plan))
+            price = Price(plan.scheme, *bound, sent, True, words, detail=detail_of(plan))
         else:
             price = replace(priced(plan, on, topology, item_size=item_size), detail=detail_of(plan))
             best = min(best, _handicapped(price.total, plan))

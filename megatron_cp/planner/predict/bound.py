@@ -1,4 +1,4 @@
-"""`attention_bound`: what an attention takes at least, without playing it. No torch in here."""
+"""`bounds_of_directions`: what an attention takes at least, without playing it. No torch in here."""
 
 from __future__ import annotations
 
@@ -16,14 +16,6 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import attention_seconds, copy_seconds
 from megatron_cp.planner.predict.program import Seconds
-
-
-def attention_bound(plan: Plan, on: Machine, topology: Topology, item_size: int) -> float:
-    """Milliseconds that an attention takes at least, forward and backward.
-
-    See `bounds_of_directions`.
-    """
-    return sum(bounds_of_directions(plan, on, topology, item_size))
 
 
 def bounds_of_directions(plan: Plan, on: Machine, topology: Topology, item_size: int) -> tuple[float, float]:

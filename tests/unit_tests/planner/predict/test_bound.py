@@ -10,7 +10,7 @@ import pytest
 import megatron_cp as cp
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.predict import machine, presets
-from megatron_cp.planner.predict.bound import attention_bound, bounds_of_directions, longest_path
+from megatron_cp.planner.predict.bound import bounds_of_directions, longest_path
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.planner.tiled import bound_of_tiles
@@ -69,8 +69,10 @@ def test_a_bound_is_no_more_than_the_price(seed):
     for one in (on, free(on), copying(on)):
         topology = one.topology(size, hosts)
         for plan in ways(layout, mask, groups * int(random.choice([1, 4])), groups, **options):
-            bound, price = attention_bound(plan, one, topology, item), priced(plan, one, topology, item_size=item).total
-            assert bound <= price * (1 + 1e-9), (plan.scheme, plan.ulysses_degree)
+            bounds = bounds_of_directions(plan, one, topology, item)
+            price = priced(plan, one, topology, item_size=item)
+            assert bounds[0] <= price.forward * (1 + 1e-9), (plan.scheme, plan.ulysses_degree)
+            assert bounds[1] <= price.backward * (1 + 1e-9), (plan.scheme, plan.ulysses_degree)
 
 
 @pytest.mark.parametrize("seed", range(12))
