@@ -60,7 +60,8 @@ class Price:
         name = f"{self.scheme}{self.detail}"
         if self.is_bound:
             times = f"predicted at least {self.forward:.3f} ms forward, {self.backward:.3f} ms backward"
-            return f"{which} {name:<20} {times}; ranks send at least {words.size(self.bytes_sent)} forward"
+            sent = f"; ranks send at least {words.size(self.bytes_sent)} forward" if self.bytes_sent else ""
+            return f"{which} {name:<20} {times}{sent}"
         return (
             f"{which} {name:<20} predicted {self.forward:.3f} ms forward, {self.backward:.3f} ms backward, "
             f"{self.exposed:.3f} ms of it waiting; a rank sends at most {words.size(self.bytes_sent)} forward"

@@ -17,11 +17,13 @@ from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.predict.bound import exchange_seconds
 from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.planner.predict.kernels import pair_rate
 from megatron_cp.planner.tiles import Solution, TileProblem, TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.cache import checked_directory
 from megatron_cp.planner.tiles.cuts import USUAL_TILES
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
+from megatron_cp.planner.tiles.problem import volumes
 
 # Runs of visible blocks in the rows of a table, or bands of other masks. Tables may change with each batch and are
 # planned while it is loaded. With many runs each random move of the search matters little: of 300 runs, and of 1,600,
@@ -96,33 +98,53 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     if step.mask.area >= _MOST_PAIRS:
         remedy = "Take exact or p2p, which count nothing."
         raise ArgumentError("scheme", "tiled", f"a mask of fewer than {_MOST_PAIRS} visible pairs", remedy)
-    problems, most_steps = _problems(step, topology, search.item_size)
+    directions, most_steps = _directions(step, topology, search.item_size)
     # A mask that is computed in microseconds is not worth a second of search.
     steps, found = int(np.clip(step.mask.area // _PAIRS_A_STEP, 50, most_steps)), []
-    for problem in problems:
-        solution = _solved(problem, search, steps)
-        assignment = TileAssignment(*bands_by_rank(step.mask, problem, solution.ranks))
-        most = int(max(solution.sent.max(initial=0), solution.received.max(initial=0)))
-        # The search weighs hosts; what is said is bytes.
-        bound = solution.bound if problem.hosts is None else lower_bound(problem.on_one_host())
-        known = AssignmentQuality(most, bound, most <= bound, solution.load_cap, solution.seconds)
-        found.append((assignment, known))
+    for direction in directions:
+        solution = _solved(direction.problem, search, steps)
+        assignment = TileAssignment(*bands_by_rank(step.mask, direction.problem, solution.ranks))
+        found.append((assignment, _quality(direction, solution)))
     (forward_tiles, first), (backward_tiles, second) = found
     return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))
 
 
-def _problems(step: Attend, topology: Topology | None, item_size: int) -> tuple[list[TileProblem], int]:
-    """Forward's and backward's, of the same tiles, and how many random moves their search is worth."""
+class _Direction(NamedTuple):
+    """Who is to compute which tile, forward or backward.
+
+    Attributes:
+        problem: that is searched, with a row's bytes of the head rank that has most of each kind.
+        weights: of each head rank, each once. All head ranks of a KV rank have the same tiles.
+    """
+
+    problem: TileProblem
+    weights: tuple[TileWeights, ...]
+
+
+def _quality(direction: _Direction, solution: Solution) -> AssignmentQuality:
+    """In bytes, where the search weighs hosts, and of true head ranks: of the one that sends or receives most."""
+    problem, most, bound = direction.problem, 0, 0
+    is_searched = problem.hosts is None and direction.weights == (problem.weights,)
+    for weights in direction.weights:
+        alone = problem if is_searched else problem.on_one_host().with_weights(weights)
+        most = max(most, *(int(each.max(initial=0)) for each in volumes(alone, solution.ranks)))
+        bound = max(bound, solution.bound if is_searched else lower_bound(alone))
+    return AssignmentQuality(most, bound, most <= bound, solution.load_cap, solution.seconds)
+
+
+def _directions(step: Attend, topology: Topology | None, item_size: int) -> tuple[list[_Direction], int]:
+    """Forward and backward, of the same tiles, and how many random moves their search is worth."""
     runs = _checked_runs(step)
     hosts, host_cost = (None, 1) if topology is None else _hosts(step, topology)
     most_tiles, most_steps = USUAL_TILES, USUAL_STEPS
     if runs > _FEW_RUNS:
         most_tiles, most_steps = _TILES_OF_TABLES, max(_MOVES_OF_TABLES // runs, _LEAST_MOVES)
-    both = [_weights(step, item_size, forward=forward) for forward in (True, False)]
+    both = [_weights_of_head_ranks(step, item_size, forward=forward) for forward in (True, False)]
     cut = tiles_of(
-        step.mask, step.queries, step.keys, weights=both[0], hosts=hosts, host_cost=host_cost, usual_tiles=most_tiles
-    )
-    return [cut.with_weights(weights) for weights in both], most_steps
+        step.mask, step.queries, step.keys, weights=both[0][0], hosts=hosts, host_cost=host_cost,
+        usual_tiles=most_tiles,
+    )  # fmt: skip
+    return [_Direction(cut.with_weights(_largest(weights)), weights) for weights in both], most_steps
 
 
 def _solved(problem: TileProblem, search: TileSearch, steps: int) -> Solution:
@@ -161,7 +183,8 @@ def _is_spread(bands: IntArray, queries: Layout, keys: Layout) -> NDArray[np.boo
 def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int, enough: float) -> tuple[float, float]:
     """Milliseconds that any assignment of tiles takes at least, forward and backward: of work, and of transfers.
 
-    It takes milliseconds where a search takes seconds: whether a search can be worth it is known before.
+    Of the tiles that the mask is cut into, under their load cap, in as many chunks of heads as `alike` has. It takes
+    milliseconds where a search takes seconds: whether a search can be worth it is known before.
 
     Args:
         alike: a plan of the same heads whose keys are fetched.
@@ -176,45 +199,48 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
     assert step is not None
     exchanged = float(exchange_seconds(alike, topology, item_size).min(initial=0.0))
     heads = max(hi - lo for lo, hi in step.partition.heads)
-    size, value, hardware = step.head_dim, step.value_head_dim, on.hardware
     rates, found = list[float](), list[float]()
     for forward in (True, False):
-        each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
-        rate = hardware.attention_rate((size + value) // 2, forward=forward) / hardware.slower(item_size)
-        rates.append(rate / (heads * each))
+        rates.append(pair_rate(step, on.hardware, item_size, forward=forward) / heads)
         found.append(step.mask.area / step.num_kv_ranks / rates[-1])
     if 1e3 * (sum(found) + 2 * exchanged) < enough:
-        for number, problem in enumerate(_problems(step, topology, item_size)[0]):
-            # Over hosts in two hops a byte that comes from another host may reach its rank by the links of its own.
-            least = _least_seconds(problem, rates[number], topology, by_proxies=bool(alike.transport.hosts))
-            found[number] = max(found[number], least)
+        # Over hosts in two hops a byte that comes from another host may reach its rank by the links of its own.
+        by_proxies = bool(alike.transport.hosts)
+        for number, (problem, of_head_ranks) in enumerate(_directions(step, topology, item_size)[0]):
+            for weights in of_head_ranks:
+                least = _least_seconds(problem.with_weights(weights), rates[number], topology, by_proxies=by_proxies)
+                found[number] = max(found[number], least)
     return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
 
 
 def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, by_proxies: bool) -> float:
     """Seconds that the busiest rank computes, or that a port of it is busy, whatever the answer.
 
-    A rank's two ports, for its host and for others, work at the same time: together they move a byte as fast as both,
-    and the busier one has at least half of what both take one after the other.
+    A rank's two ports, for its host and for others, work at the same time: in a second they move no more than both
+    rates together, and of weighted bytes no more than both rates, each with its weight.
     """
     within, between = topology.within.bandwidth, topology.between.bandwidth
     fastest = within + between if topology.num_hosts > 1 else within
     alone = problem.on_one_host()
     bounds = [lower_bound_of_seconds(alone, pairs_per_second=pairs_per_second, bytes_per_second=fastest)]
     if problem.hosts is not None and not by_proxies:
-        # A byte between hosts is weighted by a whole number, which may be more than what it takes longer.
-        fastest = 2 * within * max(1.0, problem.host_cost * between / within)
+        fastest = within + problem.host_cost * between
         bounds.append(lower_bound_of_seconds(problem, pairs_per_second=pairs_per_second, bytes_per_second=fastest))
     return max(max(each.values()) for each in bounds)
 
 
-def _weights(step: Attend, item_size: int, *, forward: bool) -> TileWeights:
-    """Bytes of a row, each of the head rank that has most of it; all head ranks of a KV rank have the same tiles."""
+def _weights_of_head_ranks(step: Attend, item_size: int, *, forward: bool) -> tuple[TileWeights, ...]:
+    """Bytes of a row of each head rank, each once."""
     names = ("visitors", "results", "keys") if forward else ("visitors and gradients", "gradients of visitors", "keys")
     step = replace(step, head_chunks=1)  # chunks round rows up, and must not change who computes what
     rows = [[step.row_bytes(name, rank, item_size) for name in names] for rank in range(step.num_head_ranks)]
-    row_in, row_back, col_in = (max(of_ranks) for of_ranks in zip(*rows, strict=True))
-    return TileWeights(row_in, row_back, col_in, 0 if forward else col_in)
+    found = (TileWeights(row_in, row_back, key, 0 if forward else key) for row_in, row_back, key in rows)
+    return tuple(dict.fromkeys(found))
+
+
+def _largest(weights: tuple[TileWeights, ...]) -> TileWeights:
+    """What is searched with: the most of each kind of bytes. No head rank need have the most of all kinds."""
+    return TileWeights(**{name: max(getattr(each, name) for each in weights) for name in vars(weights[0])})
 
 
 def _hosts(step: Attend, topology: Topology) -> tuple[IntArray | None, int]:

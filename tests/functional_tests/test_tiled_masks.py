@@ -131,10 +131,11 @@ def ran():
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mask", MASKS)
 def test_planned_tiles_are_dense_attention_in_the_planned_bytes(mask, size, ran):
-    for given in itertools.product([mask], PACKS, SHAPES, [size]):
-        if is_usual(*given):
-            check_case(case_of(*given))
-            ran.append(given)
+    usual = [given for given in itertools.product([mask], PACKS, SHAPES, [size]) if is_usual(*given)]
+    assert {pack for _, pack, _, _ in usual} == set(PACKS)
+    for given in usual:
+        check_case(case_of(*given))
+        ran.append(given)
 
 
 def test_tiles_travel_in_the_cases():

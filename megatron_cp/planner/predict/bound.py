@@ -14,7 +14,7 @@ from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.flows import Fetch, PassOn, pieces_of
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.predict.hardware import Machine, Topology
-from megatron_cp.planner.predict.kernels import attention_seconds, copy_seconds
+from megatron_cp.planner.predict.kernels import attention_seconds, copy_seconds, pair_rate
 from megatron_cp.planner.predict.program import Seconds
 
 
@@ -85,10 +85,8 @@ def _kernels(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: 
 
 def _of_pairs(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward: bool) -> Seconds:
     """`[ranks]` seconds of all pairs of a rank at once, no tile of them cut."""
-    size, value = step.head_dim, step.value_head_dim
-    operations = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
-    rate = on.hardware.attention_rate((size + value) // 2, forward=forward) / on.hardware.slower(item_size)
-    work: Seconds = np.array(plan.work_per_rank(forward=forward), dtype=np.float64) * operations / rate
+    rate = pair_rate(step, on.hardware, item_size, forward=forward)
+    work: Seconds = np.array(plan.work_per_rank(forward=forward), dtype=np.float64) / rate
     return work
 
 
@@ -137,9 +135,7 @@ def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item
     rows, keys = pieces[:, 1] - pieces[:, 0], pieces[:, 3] - pieces[:, 2]
     pairs, longest = areas(pieces).astype(np.float64), 0.0
     hosts = np.array(topology.hosts).reshape(size, degree)
-    value = step.value_head_dim
-    each = 2 * (step.head_dim + value) if forward else 2 * (3 * step.head_dim + 2 * value)
-    rate = on.hardware.attention_rate((step.head_dim + value) // 2, forward=forward) / on.hardware.slower(item_size)
+    rate = pair_rate(step, on.hardware, item_size, forward=forward)
     for rank in range(degree):
         chunks = step.chunks(rank)
         widths = {
@@ -162,7 +158,7 @@ def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item
         home = way(0, rows * widths[names[1]], visits)
         if not forward:
             home = np.maximum(home, way(1, keys * widths["gradients of keys"], key_travels))
-        longest = max(longest, float((there + pairs * heads * each / rate + home).max()))
+        longest = max(longest, float((there + pairs * heads / rate + home).max()))
     return longest
 
 

@@ -95,8 +95,6 @@ def attention_seconds(
         item_size: bytes of an element.
         kv_ranks, heads: `[ranks]` the KV rank and the number of query heads of each.
         forward: the direction.
-
-    Two products of the head sizes forward; five backward, which computes scores again.
     """
     shapes = stage_shapes(step, hardware.tile)
     return seconds_of_calls(step, shapes, hardware, item_size, kv_ranks, heads, forward=forward)
@@ -115,15 +113,24 @@ def seconds_of_calls(
     """`attention_seconds` of calls of other shapes than the stages'."""
     pairs, wasted, rows, bands = shapes
     computed, way = pairs + wasted, 0 if forward else 1
-    size, value = step.head_dim, step.value_head_dim
-    each = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
-    rate = hardware.attention_rate((size + value) // 2, forward=forward) / hardware.slower(item_size)
+    rate = pair_rate(step, hardware, item_size, forward=forward)
     tiles = -(-rows // hardware.tile)
     work, units = computed[:, kv_ranks] * heads, tiles[:, kv_ranks] * heads
     short = 1 + hardware.units / np.maximum(units, 1)
     calls = hardware.call + hardware.band[way] * bands[:, kv_ranks] + hardware.row[way] * rows[:, kv_ranks] * heads
-    found: NDArray[np.float64] = (work > 0) * (work * each / rate * short + calls)
+    found: NDArray[np.float64] = (work > 0) * (work / rate * short + calls)
     return found
+
+
+def pair_rate(step: Attend, hardware: Hardware, item_size: int, *, forward: bool) -> float:
+    """(query, key) pairs of one head that the kernel computes in a second.
+
+    Two products of the head sizes forward; five backward, which computes scores again.
+    """
+    size, value = step.head_dim, step.value_head_dim
+    operations = 2 * (size + value) if forward else 2 * (3 * size + 2 * value)
+    rate = hardware.attention_rate((size + value) // 2, forward=forward) / hardware.slower(item_size)
+    return rate / operations
 
 
 class StageSeconds(NamedTuple):

@@ -66,7 +66,9 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
         warnings.warn(f"{text}: the exact stage is left out, and the fast stage's plan is taken.", stacklevel=3)
         return Exact(start, False, bound)
     budget = seconds * _UNITS_A_SECOND
-    bound = max(bound, lagrangian_bound(problem, start, budget=budget / 2))
+    # At most half of the time is for the bound; what that leaves is for answers.
+    lagrangian, left = lagrangian_bound(problem, start, budget=budget / 2)
+    bound = max(bound, lagrangian)
     if reached <= bound:
         return Exact(start, True, reached)
     unit = _unit(problem)
@@ -76,7 +78,7 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     solver.parameters.num_workers = 8
     solver.parameters.interleave_search = True  # several strategies in turns, in one thread: so that the order is fixed
     solver.parameters.random_seed = _SEED
-    solver.parameters.max_deterministic_time = budget / 2
+    solver.parameters.max_deterministic_time = budget / 2 + left
     solver.parameters.max_time_in_seconds = 60 * seconds + 60
     status = solver.solve(model.model)
     if status != model_of.OPTIMAL and solver.wall_time >= solver.parameters.max_time_in_seconds:

@@ -20,6 +20,8 @@ from megatron_cp.planner.tiles.problem import TileProblem, cost
 
 FloatArray = NDArray[np.float64]
 _SCALE = 10**4  # prices are whole multiples of 1 / _SCALE, so that the bound is of integers
+_EXACT = 2**53  # below, doubles hold every whole number
+_HIGHEST = 8  # of the prices of all tiles, in what all ranks send if each sends as much as the start's busiest
 _SEED = 7
 _FIRST_ROUNDS, _MOST_ROUNDS = 7, 1000
 _LONGEST, _SHORTEST = 0.3, 0.005  # of one rank's pattern, in CP-SAT's deterministic time: at most; counted at least
@@ -117,20 +119,20 @@ class _Pricing:
 
 
 class _Master:
-    """The linear program over patterns: parts of patterns that cover all tiles, with the least most of any rank."""
+    """The restricted master: parts of patterns seen so far that cover all tiles, with the least most of any rank."""
 
     def __init__(self, solver: Any, lines: _Lines) -> None:
         self.lines, self.program, self.known = lines, solver.Solver.CreateSolver("GLOP"), set[tuple[int, bytes]]()
         program, size = self.program, lines.problem.num_ranks
         program.SuppressOutput()
-        self.anew = solver.MPSolverParameters()  # from the last basis, with other costs, GLOP often gives up
-        self.anew.SetIntegerParam(self.anew.INCREMENTALITY, self.anew.INCREMENTALITY_OFF)
-        self.endless = program.infinity()
+        self.from_scratch = solver.MPSolverParameters()  # from the last basis, with other costs, GLOP often gives up
+        self.from_scratch.SetIntegerParam(self.from_scratch.INCREMENTALITY, self.from_scratch.INCREMENTALITY_OFF)
+        self.infinity = program.infinity()
         self.objective = program.Objective()
         self.objective.SetMinimization()
         self.tiles = [program.Constraint(1, 1) for _ in range(lines.problem.num_tiles)]
         self.received, self.sent = ([program.Constraint(0, 0) for _ in range(size)] for _ in range(2))
-        self.once = [program.Constraint(-self.endless, 1) for _ in range(size)]
+        self.convexity = [program.Constraint(-self.infinity, 1) for _ in range(size)]
         most, self.box = self._variable(), []
         self.objective.SetCoefficient(most, 1)
         for constraint in self.received + self.sent:
@@ -142,7 +144,7 @@ class _Master:
             self.box.append((above, below))
 
     def _variable(self) -> Any:
-        return self.program.NumVar(0, self.endless, "")
+        return self.program.NumVar(0, self.infinity, "")
 
     def add(self, rank: int, tiles: IntArray) -> None:
         """A pattern of a rank."""
@@ -150,7 +152,7 @@ class _Master:
             return
         self.known.add((rank, tiles.tobytes()))
         part = self._variable()
-        self.once[rank].SetCoefficient(part, 1)
+        self.convexity[rank].SetCoefficient(part, 1)
         for tile in tiles.tolist():
             self.tiles[tile].SetCoefficient(part, 1)
         for constraints, units in zip((self.received, self.sent), self.lines.volumes(rank, tiles), strict=True):
@@ -166,7 +168,7 @@ class _Master:
         for (above, below), most, least in zip(self.box, around + reach, np.maximum(around - reach, 0), strict=True):
             self.objective.SetCoefficient(above, float(most))
             self.objective.SetCoefficient(below, -float(least))
-        if self.program.Solve(self.anew) != self.program.OPTIMAL:
+        if self.program.Solve(self.from_scratch) != self.program.OPTIMAL:
             return None
         found = [
             np.maximum([constraint.dual_value() for constraint in constraints], 0.0)
@@ -184,6 +186,7 @@ class _Bound:
         self.most = cost(problem, start) // self.lines.unit - 1  # an answer that is better has no more
         self.master = _Master(importlib.import_module("ortools.linear_solver.pywraplp"), self.lines)
         self.pricing = [_Pricing(cp_model, self.lines, rank, self.most) for rank in range(problem.num_ranks)]
+        self.highest = _HIGHEST * problem.num_ranks * (self.most + 1)
         self.value, self.least = -math.inf, 0
         for rank in range(problem.num_ranks):
             self.master.add(rank, np.flatnonzero(start == rank))
@@ -208,7 +211,7 @@ class _Bound:
         self.least = max(self.least, -(-earned // weight))
         return earned / weight, work
 
-    def begin(self) -> _Prices:
+    def first_prices(self) -> _Prices:
         """Prices by work, as high as makes ranks take about all of it: the best of a few."""
         problem = self.lines.problem
         even = np.full(problem.num_ranks, 0.5 / problem.num_ranks)
@@ -232,7 +235,7 @@ class _Bound:
             if self.ended():
                 return
             found = self.master.prices(center, box * scale)
-            if found is None:
+            if found is None or found[1].tiles.sum() > self.highest:
                 box *= 0.7  # another program, which GLOP may solve
                 continue
             promised, prices = found
@@ -249,8 +252,10 @@ class _Bound:
                 box *= 4
 
 
-def lagrangian_bound(problem: TileProblem, start: IntArray, *, budget: float) -> int:
+def lagrangian_bound(problem: TileProblem, start: IntArray, *, budget: float) -> tuple[int, float]:
     """Bytes, weighted, that the busiest rank sends or receives at least, in any answer; at most what the start costs.
+
+    And the part of the budget that is left. The bound is 0 where integers of 64 bits or doubles would not hold it.
 
     Args:
         problem: the tiles.
@@ -258,5 +263,8 @@ def lagrangian_bound(problem: TileProblem, start: IntArray, *, budget: float) ->
         budget: of CP-SAT's deterministic time, so that the same call finds the same bound.
     """
     found = _Bound(problem, start, budget)
-    found.improve(found.begin())
-    return min(found.least, found.most + 1) * found.lines.unit
+    lines = 2 * problem.host_cost * int(found.lines.out.sum() + found.lines.back.sum())
+    if _SCALE * (found.highest + lines) >= _EXACT:
+        return 0, budget
+    found.improve(found.first_prices())
+    return min(found.least, found.most + 1) * found.lines.unit, max(found.budget, 0.0)

@@ -9,7 +9,10 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner import tiled
 from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.hardware import Link, Topology
+from megatron_cp.planner.predict.price import priced
+from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.planner.tiles import TileWeights, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound
 from megatron_cp.planner.tiles.problem import volumes
@@ -47,6 +50,20 @@ def test_the_head_rank_with_most_heads_counts(solved):
     """Three heads on two head ranks: one of them has two."""
     PLAN(Layout.contiguous(PACKING, 4), scheme="a2a+tiled", ulysses_degree=2, head_chunks=1)
     assert solved[0][0].weights == TileWeights.forward(heads=2, kv_heads=2, head_dim=8, value_head_dim=4)
+
+
+@pytest.mark.parametrize("mask", ["global_local", "causal", "star"])
+def test_the_bound_is_of_true_head_ranks(mask):
+    """Ten heads of two groups on three head ranks: no one has most heads and most groups at once."""
+    packing = Packing([600])
+    plan = plan_attention(
+        packing, Layout.contiguous(packing, 6), heads=10, kv_heads=2, head_dim=64, mask=Mask.named(packing, mask),
+        scheme="a2a+tiled", ulysses_degree=3, head_chunks=1,
+    )  # fmt: skip
+    for forward, known in zip((True, False), plan.attend.tiled.solutions, strict=True):
+        busiest = max(plan.attend.bytes_sent(2, forward=forward))  # of two KV ranks, what one sends the other receives
+        assert 0 < known.bound <= busiest
+        assert known.bytes_on_the_way >= busiest  # whole chunks
 
 
 def test_bytes_between_hosts_are_dearer_and_said_as_they_are(solved):
@@ -101,3 +118,18 @@ def test_one_rank_has_all_tiles():
         tiles_of(
             Mask.causal(PACKING), Layout.contiguous(PACKING, 1), weights=TileWeights(1, 1, 2, 0), imbalance=1.06
         )  # fmt: skip
+
+
+def test_the_number_of_rounds_is_the_faster_one_of_each_direction():
+    """Over two hosts results of visitors have a long way: they go home while the second round is computed."""
+    packing, on = Packing([2048]), machine("h100")
+    topology = on.topology(4, 2)
+    plan = plan_attention(
+        packing, Layout.zigzag(packing, 4), heads=1, head_dim=128, mask=Mask.named(packing, "star"), scheme="tiled",
+        topology=topology, hardware="h100",
+    )  # fmt: skip
+    one, two = (priced(plan_in_rounds(plan, (count, count)), on, topology) for count in (1, 2))
+    assert plan.attend.tiled.rounds == (2, 1)
+    assert two.forward < 0.995 * one.forward
+    assert two.backward >= 0.995 * one.backward
+    assert [known.milliseconds for known in plan.attend.tiled.schedules] == pytest.approx([two.forward, one.backward])

@@ -130,7 +130,7 @@ def test_no_answer_is_below_the_lagrangian_bound():
         start = longest_first(problem.work, problem.num_ranks)
         if cost(problem, start) == 0:
             continue
-        bound, best = lagrangian_bound(problem, start, budget=2.0), least(problem)
+        (bound, _), best = lagrangian_bound(problem, start, budget=2.0), least(problem)
         assert bound <= best, seed
         tight += bound == best
     assert tight >= 15
@@ -143,7 +143,7 @@ def test_no_answer_of_a_mask_is_below_the_lagrangian_bound(weights):
         problem = of_bits(bits, 3, 3, weights)
         start = longest_first(problem.work, 3)
         if cost(problem, start):
-            assert lagrangian_bound(problem, start, budget=1.0) <= least(problem), bits
+            assert lagrangian_bound(problem, start, budget=1.0)[0] <= least(problem), bits
 
 
 @needs_solver
@@ -153,13 +153,26 @@ def test_the_lagrangian_bound_sees_columns_that_all_need():
     start = longest_first(problem.work, 8)
     first, second = (lagrangian_bound(problem, start, budget=10.0) for _ in range(2))
     assert lower_bound(problem) == 7
-    assert first == second == 8 == OPTIMA["star"][1]
+    assert first == second
+    assert first[0] == 8 == OPTIMA["star"][1]
+    assert 0 < first[1] < 10.0  # time that is left for answers
 
 
 @needs_solver
 def test_the_lagrangian_bound_of_no_time_is_a_bound():
     problem = block_problem("star", FORWARD)
-    assert 0 <= lagrangian_bound(problem, longest_first(problem.work, 8), budget=1e-9) <= OPTIMA["star"][0]
+    start = longest_first(problem.work, 8)
+    assert lagrangian_bound(problem, start, budget=1e-9)[0] == 0  # not one rank's program was solved
+    bounds = [lagrangian_bound(problem, start, budget=budget)[0] for budget in (0.2, 1.0, 10.0)]
+    assert bounds == sorted(bounds)
+    assert 0 < bounds[-1] <= OPTIMA["star"][0]
+
+
+@needs_solver
+def test_there_is_no_lagrangian_bound_of_numbers_that_doubles_do_not_hold():
+    table = np.array([[1, 1], [1, 1]])
+    large = TileProblem.of_table(table, [0, 1], [0, 1], 2, TileWeights(2**38 - 1, 2**38, 2**38, 0))
+    assert lagrangian_bound(large, longest_first(large.work, 2), budget=1.0) == (0, 1.0)
 
 
 def problem_grid(problem, width):
