@@ -28,7 +28,7 @@ from megatron_cp.planner.predict import Machine, machine
 from megatron_cp.planner.predict.bound import bounds_of_directions
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.tiled import bound_of_tiles
-from megatron_cp.planner.weigh import best_way, milliseconds_for_tiles
+from megatron_cp.planner.weigh import milliseconds_for_tiles
 
 MASKS = ("full", "causal", "strided", "global_local", "star", "streaming")
 HEAD_DIM = 128
@@ -138,7 +138,7 @@ def judged(cell: Cell, on: Machine, *, assigns_all: bool) -> Found:
                     price = priced(plan, on, topology)
                     others[column] = min(others[column], price.total)
                     ways.append((price, plan))
-    enough, tiles = milliseconds_for_tiles(best_way(ways)), {}
+    enough, tiles = min(map(milliseconds_for_tiles, ways)), {}
     least = min(others.values())
     for scheme in TILED:
         for degree in _degrees_of_tiles(cell, scheme):

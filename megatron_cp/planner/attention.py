@@ -38,7 +38,7 @@ from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.predict.price import described
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
-from megatron_cp.planner.tiled import USUAL_SEARCH, TileSearch, assigned_tiles, bound_of_tiles, checked_search
+from megatron_cp.planner.tiled import TileSearch, assigned_tiles, bound_of_tiles, checked_search
 from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, milliseconds_for_tiles, weighed, words_of_degree
 
 
@@ -131,12 +131,14 @@ def plan_attention(
             checked_integer(name, value, 1)
     require("codec", codec)
     heads, kv_heads = checked_heads(heads=heads, kv_heads=heads if kv_heads is None else kv_heads)
-    request = _Request(layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec)
-    request = replace(request, transport=checked_transport(transport, layout.cp_size))
+    transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
-    topology = checked_topology(topology, on, layout.cp_size, request.transport)
-    request = replace(request, topology=topology, on=on)
-    request = replace(request, search=checked_search(item_size, search_seconds, search_cache))
+    topology = checked_topology(topology, on, layout.cp_size, transport)
+    search = checked_search(item_size, search_seconds, search_cache)
+    request = _Request(
+        layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
+        search, on,
+    )  # fmt: skip
     limit = MemoryLimit(memory_limit, item_size)
     if scheme != AUTO or layout.cp_size == 1 or layout.remembers(FILLED):
         plan = request.plan(scheme_named(scheme), ulysses_degree)
@@ -175,10 +177,10 @@ class _Request:
     value_head_dim: int
     head_chunks: int | None
     codec: str
-    transport: Transport = COLLECTIVE
-    topology: Topology | None = None
-    search: TileSearch = USUAL_SEARCH
-    on: Machine | None = None
+    transport: Transport
+    topology: Topology
+    search: TileSearch
+    on: Machine
 
     def tiles(self, step: Attend) -> TiledWork:
         """Who computes which tile: searched once for each batch, layer shape and mask."""
@@ -190,7 +192,7 @@ class _Request:
 
     def in_rounds(self, plan: Plan) -> Plan:
         """A plan with assigned tiles, their rows in as many rounds as are predicted to be fastest."""
-        if plan.attend is None or plan.attend.tiled is None or self.on is None or self.topology is None:
+        if plan.attend is None or plan.attend.tiled is None:
             return plan
         on, topology, item_size = self.on, self.topology, self.search.item_size
         key = ("rounds", *self.key, on, topology, plan.scheme, plan.ulysses_degree, plan.attend.head_chunks)

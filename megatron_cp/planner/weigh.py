@@ -48,11 +48,6 @@ def weighed(
     return sorted(found, key=lambda pair: (pair[0].is_bound, _handicapped(pair[0].total, pair[1])))
 
 
-def best_way(ways: Sequence[tuple[Price, Plan]]) -> tuple[Price, Plan]:
-    """The way to take, of those that were predicted."""
-    return min(ways, key=lambda pair: _handicapped(pair[0].total, pair[1]))
-
-
 def milliseconds_for_tiles(best: tuple[Price, Plan]) -> float:
     """What assigned tiles must take less than, to be taken where this is the best of the other ways."""
     factor, more = _GAIN_OF_TILES
