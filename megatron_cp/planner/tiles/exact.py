@@ -21,12 +21,14 @@ import numpy as np
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
+from megatron_cp.planner.tiles import fast
 from megatron_cp.planner.tiles.lagrangian import lagrangian_bound
 from megatron_cp.planner.tiles.problem import TileProblem, cost, loads
 
 MOST_CHOICES = 1 << 16  # of a tile and a rank: the program of more takes minutes to write down
 _SEED = 7
 _UNITS_A_SECOND = 0.5  # of CP-SAT's deterministic time: measured on a core of two that were busy
+_MOVES_A_SECOND = 1500  # of each answer of the fast stage, where ranks are many: measured on one core, 64 ranks
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +65,9 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
         return Exact(start, True, reached)
     if problem.num_tiles * problem.num_ranks > MOST_CHOICES:
         text = f"{problem.num_tiles} tiles on {problem.num_ranks} ranks are more than {MOST_CHOICES} choices"
-        warnings.warn(f"{text}: the exact stage is left out, and the fast stage's plan is taken.", stacklevel=3)
-        return Exact(start, False, bound)
+        warnings.warn(f"{text}: the search makes random moves alone, and proves nothing.", stacklevel=3)
+        longer = fast.search(problem, bound, fast.USUAL_STEPS + int(seconds * _MOVES_A_SECOND))
+        return Exact(longer if cost(problem, longer) < reached else start, False, bound)
     budget = seconds * _UNITS_A_SECOND
     # At most half of the time is for the bound; what that leaves is for answers.
     lagrangian, left = lagrangian_bound(problem, start, budget=budget / 2)
