@@ -1,12 +1,12 @@
 """Are planned tiles worth it? Cell by cell, in the simulator: `python -m tools.tile_cells [--sizes 8:64 64:512]`.
 
-A cell is a mask, documents, heads, tokens in all and ranks on full hosts of one machine. Every other scheme is taken in
-its best layout, degree and number of head chunks, forward and backward together; ring and zigzag ring are p2p in those
-layouts. Tiles are assigned by the fast stage alone, from contiguous ranges, in the degrees that `auto` looks at. The
-ratio is of the best other scheme over the best of tiled and a2a+tiled: above 1 tiles win.
+A cell is a mask, documents, heads, tokens in all and ranks on full hosts of one machine. Every scheme is taken in its
+best layout, degree and number of head chunks, forward and backward together; ring and zigzag ring are p2p in those
+layouts. Tiles are assigned by the fast stage alone, in the degrees that `auto` looks at. The ratio is of the best other
+scheme over the best of tiled and a2a+tiled: above 1 tiles win.
 
-`auto` knows before it assigns tiles what they take at least. Where that is no less than the best other way takes, tiles
-cannot win: they are not assigned here either, unless asked for with `--all`, and a cell has the bound, as >= ms.
+`auto` knows before it assigns tiles what they take at least. Where that is no less than the best way so far takes,
+tiles cannot win: they are not assigned here either, unless asked for with `--all`, and a cell has the bound, as >= ms.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ class Tiles(NamedTuple):
         found: that it was predicted to take; None where tiles were not assigned.
         of_schedule: milliseconds that the tiles found take at least, in any order.
         rounds: forward and backward.
+        layout: in which they are.
     """
 
     bound: float
     found: float | None = None
     of_schedule: float = 0.0
     rounds: tuple[int, int] = (1, 1)
+    layout: str = "contiguous"
 
     @property
     def least(self) -> float:
@@ -126,27 +128,32 @@ def judged(cell: Cell, on: Machine, *, assigns_all: bool) -> Found:
     mask = cp.Mask.named(packing, cell.mask)
     layouts = {name: getattr(cp.Layout, name)(packing, cell.ranks) for name in ("contiguous", "zigzag")}
     layouts["balanced"] = cp.Layout.balanced(packing, cell.ranks, mask=mask)
-    others, alike, ways = dict.fromkeys(COLUMNS, float("inf")), dict[str, Plan](), list[tuple[Price, Plan]]()
+    others, alike, ways = (
+        dict.fromkeys(COLUMNS, float("inf")),
+        dict[tuple[str, str, int], Plan](),
+        list[tuple[Price, Plan]](),
+    )
     for name, layout in layouts.items():
         for scheme in ("a2a", "exact", "a2a+exact", "a2a+all_gather", "all_gather", "p2p", "a2a+p2p"):
             column = _RINGS.get(name) if scheme == "p2p" else scheme
             for plan in plans_of(cell, layout, mask, scheme, on) if column else ():
-                if name == "contiguous":
-                    alike.setdefault(f"{scheme.replace('exact', 'tiled')} {plan.ulysses_degree}", plan)
+                alike.setdefault((name, scheme.replace("exact", "tiled"), plan.ulysses_degree), plan)
                 assert column is not None
                 if sum(bounds_of_directions(plan, on, topology, 2)) < others[column]:
                     price = priced(plan, on, topology)
                     others[column] = min(others[column], price.total)
                     ways.append((price, plan))
-    enough, tiles = min(map(milliseconds_for_tiles, ways)), {}
-    least = min(others.values())
-    for scheme in TILED:
+    enough, least = min(map(milliseconds_for_tiles, ways)), min(others.values())
+    tiles = dict[str, Tiles]()
+    for scheme, name in itertools.product(TILED, reversed(layouts)):
         for degree in _degrees_of_tiles(cell, scheme):
-            bound = sum(bound_of_tiles(alike[f"{scheme} {degree}"], on, topology, 2, float("inf")))
-            tiles[scheme] = Tiles(bound)
-            if bound < least or assigns_all:
-                (plan,) = plans_of(cell, layouts["contiguous"], mask, scheme, on)
-                tiles[scheme] = _assigned(plan, bound, on)
+            made = Tiles(sum(bound_of_tiles(alike[name, scheme, degree], on, topology, 2, float("inf"))), layout=name)
+            known = [least, *(each.found for each in tiles.values() if each.found is not None)]
+            if made.bound < min(known) or assigns_all:
+                (plan,) = plans_of(cell, layouts[name], mask, scheme, on)
+                made = _assigned(plan, made, on)
+            both = (made, tiles.get(scheme, made))
+            tiles[scheme] = min(both, key=lambda each: (each.found is None, each.least))
     return Found(cell, others, tiles, enough, time.perf_counter() - began)
 
 
@@ -158,11 +165,12 @@ def _degrees_of_tiles(cell: Cell, scheme: str) -> list[int]:
     return [host] if cell.kv_heads % host == 0 else []
 
 
-def _assigned(plan: Plan, bound: float, on: Machine) -> Tiles:
+def _assigned(plan: Plan, known: Tiles, on: Machine) -> Tiles:
     assert plan.attend is not None
     assert plan.attend.tiled is not None
     tiled, price = plan.attend.tiled, priced(plan, on)
-    return Tiles(bound, price.total, sum(each.bound for each in tiled.schedules), tiled.rounds)
+    bound = sum(each.bound for each in tiled.schedules)
+    return Tiles(known.bound, price.total, bound, tiled.rounds, known.layout)
 
 
 def row_of(found: Found) -> str:
@@ -175,13 +183,14 @@ def row_of(found: Found) -> str:
     played = [each for each in found.tiles.values() if each.found is not None]
     best = min(played, key=lambda each: each.least, default=None)
     schedule = "" if best is None else f"{best.rounds[0]}, {best.rounds[1]}"
+    layout = "" if best is None else best.layout
     over = "" if best is None else f"{best.least / best.of_schedule:.2f}"
     sign = "" if found.ratio >= 1 or played else "<= "
     auto = "tiles" if found.is_taken else "skips" if found.is_skipped else "no tiles"
     heads = f"{cell.heads}:{cell.kv_heads}"
     cells = (
         cell.mask, cell.documents, heads, cell.ranks, f"{cell.tokens // 1024}k", *shown, f"{sign}{found.ratio:.2f}",
-        schedule, over, auto,
+        layout, schedule, over, auto,
     )  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -229,7 +238,20 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     print(f"{machine(args.gpu).describe()}\n")
-    head = ("mask", "docs", "heads", "ranks", "tokens", *COLUMNS, *TILED, "ratio", "rounds", "over its bound", "auto")
+    head = (
+        "mask",
+        "docs",
+        "heads",
+        "ranks",
+        "tokens",
+        *COLUMNS,
+        *TILED,
+        "ratio",
+        "tiles' layout",
+        "rounds",
+        "over its bound",
+        "auto",
+    )
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
     rows, began = [], time.perf_counter()
     cells = list(itertools.product(args.sizes, args.heads, args.documents, args.masks))
