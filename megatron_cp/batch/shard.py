@@ -127,9 +127,9 @@ def shard_batch(
     if loss_mask is not None:
         weights *= _numbers("loss_mask", loss_mask, packing)
     targets = targets.masked_fill(weights == 0, ignore_index)
-    plans, batch_seed = BatchPlan(layout, slots), _hash(ids, seed)
+    plans, mixed = BatchPlan(layout, slots), batch_seed(ids, seed)
     if agree and layout.cp_size > 1:
-        check_agreement(plans, ranks, seed=batch_seed)
+        check_agreement(plans, ranks, seed=mixed)
     streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
     if into is None:
         prepare_plans(plans, ranks.rank, device)
@@ -147,7 +147,7 @@ def shard_batch(
     return LocalBatch(
         **rows,
         plans=plans,
-        seed=batch_seed,
+        seed=mixed,
         num_tokens=int(torch.count_nonzero(weights)),
         pad_rows=int(layout.pad_rows.sum()),
     )
@@ -178,7 +178,7 @@ def _given_labels(labels: NDArray[np.integer] | Tensor, packing: Packing) -> tup
     return targets, (targets >= 0).float()
 
 
-def _hash(ids: Tensor, seed: int) -> int:
+def batch_seed(ids: Tensor, seed: int) -> int:
     """A number that all ranks make of a batch and a step alike, without asking one another."""
     digest = hashlib.blake2b(f"{seed}:".encode() + ids.numpy().tobytes(), digest_size=4)
     return int.from_bytes(digest.digest(), "little")

@@ -1,0 +1,31 @@
+"""Hugging Face models over a context-parallel group: `enable_context_parallel`. Needs the extra `transformers`.
+
+An adapter, as `megatron_cp.megatron` is: nothing else here imports it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_cp.transformers.batch import ShardedBatch as ShardedBatch
+    from megatron_cp.transformers.enable import ContextParallel as ContextParallel
+    from megatron_cp.transformers.enable import enable_context_parallel as enable_context_parallel
+    from megatron_cp.transformers.log_probs import token_log_probs as token_log_probs
+
+_HOMES = {
+    "ContextParallel": "megatron_cp.transformers.enable",
+    "ShardedBatch": "megatron_cp.transformers.batch",
+    "enable_context_parallel": "megatron_cp.transformers.enable",
+    "token_log_probs": "megatron_cp.transformers.log_probs",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value

@@ -1,0 +1,102 @@
+"""The attention function that transformers' models call in place of their own, for `AttentionInterface`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.batch import AttentionSlot
+from megatron_cp.softmax.attention import attention
+from megatron_cp.transformers.batch import PlannedBatch
+from megatron_cp.transformers.slots import window_mask
+
+NAME = "megatron_cp"  # in AttentionInterface
+SLOT = "cp_slot"  # an attribute of every swapped module
+_BATCH = "Call the model with a batch from ContextParallel.shard: model(**cp.shard(batch))."
+
+
+def planned_batch(given: object) -> PlannedBatch:
+    """The batch's plans, which must be among the arguments of every call of the model.
+
+    Raises:
+        ArgumentError: they are not.
+    """
+    if not isinstance(given, PlannedBatch):
+        remedy = f"{_BATCH} To generate, or without context parallelism: with cp.disabled()."
+        raise ArgumentError("cp_batch", given, "what ContextParallel.shard made", remedy)
+    return given
+
+
+def planned_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cp_batch: PlannedBatch | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Softmax attention of this rank's rows by the batch's plan.
+
+    Args:
+        module: the layer, with its slot.
+        query, key, value: `[1, heads, t, head_dim]`, as transformers has them.
+        attention_mask: None: documents, windows and chunks are in the plan.
+        scaling, dropout, sliding_window, softcap, s_aux: as transformers' models pass them; the last one is the sinks.
+        cp_batch: the batch's plans.
+        others: what other attention functions read.
+
+    Returns:
+        `[1, t, heads, head_dim]`, and no weights.
+
+    Raises:
+        ArgumentError: a call without a planned batch, or with what is not computed here.
+    """
+    batch, slot = planned_batch(cp_batch), getattr(module, SLOT, None)
+    if not isinstance(slot, AttentionSlot):
+        raise ArgumentError("model", type(module).__name__, "a model after enable_context_parallel(model, ...)")
+    _check_call(module, slot, attention_mask, sliding_window, others)
+    q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
+    sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
+    if sizes != (slot.heads, slot.kv_heads, slot.head_dim, slot.value_head_dim):
+        slot = replace(slot, **dict(zip(("heads", "kv_heads", "head_dim", "value_head_dim"), sizes, strict=True)))
+    out = attention(
+        q, k, v, batch.plans.plan(slot), batch.group, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux,
+        dropout=dropout, seed=_seed(batch, module.layer_idx) if dropout else 0, kernel=batch.kernel,
+    )  # fmt: skip
+    return out[None], None
+
+
+def _check_call(
+    module: nn.Module, slot: AttentionSlot, mask: Tensor | None, window: int | None, others: dict[str, Any]
+) -> None:
+    if mask is not None:
+        remedy = "Padding and masks of one's own are not taken: put documents end to end and say their lengths."
+        raise ArgumentError("attention_mask", list(mask.shape), "None", remedy)
+    if window is not None and window_mask(window) != slot.mask:
+        name = type(module).__name__
+        raise ArgumentError("sliding_window", window, f"{slot.mask}, as the configuration says of this {name}")
+    if others.get("is_causal") is False:
+        raise ArgumentError("is_causal", False, "causal attention")
+    # A bias or an index of keys changes what is computed; phases and places have been used already.
+    unknown = [
+        name for name, value in others.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and name != "position_embeddings"
+    ]  # fmt: skip
+    if unknown:
+        raise ArgumentError(unknown[0], "a tensor", "attention without it", "No scheme here adds a bias to the scores.")
+
+
+def _seed(batch: PlannedBatch, layer: int) -> int:
+    if batch.seed is None:
+        remedy = "Give cp.shard(batch, seed=step): ranks drop the same weights, and recomputation drops them again."
+        raise ArgumentError("dropout", "attention dropout, and a batch without a seed", "a seed", remedy)
+    return (batch.seed * 1_000_003 + layer) % 2**62

@@ -1,0 +1,304 @@
+"""`enable_context_parallel`: a model of transformers, whose layers run over a context-parallel group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from megatron_cp.batch.ranks import ranks_of
+from megatron_cp.batch.shard import batch_seed, prepare_plans
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.executor.agreement import check_agreement
+from megatron_cp.executor.gather import gather
+from megatron_cp.executor.groups import RankGroup
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout.layout import IGNORE_INDEX
+from megatron_cp.layout.packing import IntArray
+from megatron_cp.plan.transport import COLLECTIVE, Transport
+from megatron_cp.planner.batch import BatchPlan, Slot
+from megatron_cp.planner.capabilities import require
+from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.predict.hardware import Machine, Topology
+from megatron_cp.transformers.batch import PlannedBatch, ShardedBatch
+from megatron_cp.transformers.documents import OF_DOCUMENTS, on_host, packing_of
+from megatron_cp.transformers.swap import is_swapped, slots_of, swap_in, swap_out
+
+_REFUSED = {
+    "past_key_values": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
+    "cache_params": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
+    "use_cache": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
+    "output_attentions": "No scheme here has the weights of a softmax in one place.",
+    "output_router_logits": "The auxiliary loss is a product of means over tokens, which shards of a batch do not have.",
+}
+_OWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "cp_plans")
+
+
+@dataclass(frozen=True)
+class BatchPlanner:
+    """Plans batches from their documents' lengths alone: in a data loader's worker too. Pickles; holds no group.
+
+    Attributes:
+        slots: of every layer of the model.
+        cp_size: ranks.
+        layout: its name.
+        align: every rank's rows are a multiple of it.
+    """
+
+    slots: tuple[Slot, ...]
+    cp_size: int
+    layout: str
+    align: int
+
+    def __call__(self, lengths: Packing | Iterable[int] | IntArray) -> BatchPlan:
+        """The plans of a batch, for `batch["cp_plans"]`."""
+        packing = lengths if isinstance(lengths, Packing) else Packing(list(lengths))
+        # A rank without a row would call the model with empty tensors, which not every layer of transformers takes.
+        layout = layout_by_name(
+            self.layout, packing, self.cp_size, align=self.align, min_rows=1, slots=self.slots
+        )  # fmt: skip
+        return BatchPlan(layout, dict.fromkeys(self.slots).keys())
+
+
+def enable_context_parallel(
+    model: PreTrainedModel,
+    group: DeviceMesh | dist.ProcessGroup | RankGroup | None,
+    *,
+    layout: str = "balanced",
+    scheme: str = "auto",
+    linear_mode: str = "auto",
+    ulysses_degree: int | None = None,
+    head_chunks: int | None = None,
+    transport: Transport | str = COLLECTIVE,
+    codec: str = "none",
+    align: int = 1,
+    hardware: Machine | str | None = None,
+    topology: Topology | None = None,
+    kernel: str = "auto",
+) -> ContextParallel:
+    """Has a model's attention and linear layers run over the ranks of a group. Parameters stay as they are.
+
+    Before `fully_shard`, `torch.compile` and PEFT. Then `batch = cp.shard(batch)` and `model(**batch)`, on every rank.
+
+    Args:
+        model: a causal language model of transformers.
+        group: the context-parallel ranks: a mesh of one dimension such as `mesh["cp"]`, or a group.
+        layout: "balanced", "zigzag", "contiguous" or "auto".
+        scheme: of softmax attention, as in `plan_attention`.
+        linear_mode: of linear layers, as in `plan_linear`.
+        ulysses_degree, head_chunks, transport, codec, hardware, topology: as in `plan_attention`.
+        align: every rank's rows are filled up to a multiple of it.
+        kernel: of attention and linear layers: "auto", or one that `megatron-cp doctor` lists.
+
+    Raises:
+        ArgumentError: a model that is wrapped already, or with layers or outputs that are not computed exactly here.
+    """
+    _check_model(model)
+    ranks = _ranks(group)
+    options = {
+        "transport": transport, "codec": codec, "head_chunks": head_chunks, "hardware": hardware, "topology": topology,
+        "item_size": model.dtype.itemsize,
+    }  # fmt: skip
+    of_attention = {"scheme": scheme, "ulysses_degree": ulysses_degree, **options}
+    of_linear = {"mode": linear_mode, **options}
+    require("layout", layout)
+    planned = slots_of(model, of_attention, of_linear)
+    planner = BatchPlanner(tuple(planned.values()), ranks.size, layout, checked_integer("align", align, 1))
+    return ContextParallel(model, ranks, planner, kernel, planned)
+
+
+class ContextParallel:
+    """A model's context parallelism: made by `enable_context_parallel`.
+
+    Attributes:
+        planner: makes a batch's plans from its lengths; a data loader's workers may.
+        cp_size, rank: of the group.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, ranks: RankGroup, planner: BatchPlanner, kernel: str, slots: dict[str, Slot]
+    ) -> None:
+        self.planner, self._model, self._ranks, self._kernel, self._slots = planner, model, ranks, kernel, slots
+        self._attention = swap_in(model, slots)
+
+    @property
+    def cp_size(self) -> int:
+        return self._ranks.size
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.rank
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Of every layer."""
+        return self.planner.slots
+
+    def shard(
+        self, batch: Mapping[str, Any], *, seed: int | None = None, device: torch.device | str | None = None,
+        agree: bool = True,
+    ) -> ShardedBatch:  # fmt: skip
+        """This rank's rows of a batch, and the plans of every layer. Each rank is given the whole batch, on the host.
+
+        Labels are as transformers has them, `labels[i]` the token at place i: they are shifted here, once, within
+        each document. The loss of a rank is its share: divide by the labels of all ranks, `num_items_in_batch`.
+
+        Args:
+            batch: `input_ids` `[1, total]`, documents end to end; their `lengths`, `cu_seq_lens_q`, or `position_ids`
+                that begin again at 0; `labels` or `shift_labels` `[1, total]`, -100 where nothing is predicted;
+                `position_ids` `[1, total]` or `[axes, 1, total]` are dealt as they are; so is any other `[1, total,
+                ...]`; `cp_plans` from `planner(lengths)`. What is no tensor goes to the model as it is.
+            seed: of attention dropout: the number of the step, the same on every rank.
+            device: where the rows go; where the model is if None.
+            agree: compare plans and tokens of all ranks (16 bytes on the host).
+
+        Raises:
+            ArgumentError: several rows, padding, lengths on a device, or an argument that is not for training.
+            PlanMismatchError: another rank has another batch.
+        """
+        _check_arguments(batch)
+        packing = packing_of(batch)
+        plans = self._plans(batch.get("cp_plans"), packing)
+        layout, device = plans.layout, torch.device(self._model.device if device is None else device)
+        ids = batch["input_ids"][0].long()
+        mixed = batch_seed(ids, 0 if seed is None else checked_integer("seed", seed, 0))
+        if agree and self.cp_size > 1:
+            check_agreement(plans, self._ranks, seed=mixed)
+        prepare_plans(plans, self.rank, device)
+        values: dict[str, Any] = {
+            name: value for name, value in batch.items() if not isinstance(value, Tensor) and name not in OF_DOCUMENTS + _OWN
+        }
+        values["input_ids"], values["position_ids"] = self._rows(ids, layout), self._positions(batch, layout)
+        num_items = 0
+        if (labels := self._labels(batch, layout)) is not None:
+            values["labels"] = values["shift_labels"] = labels
+            num_items = _num_items(batch, layout)
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and name not in OF_DOCUMENTS + _OWN:
+                values[name] = self._rows(_per_token(name, value, packing), layout)
+        moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
+        moved["use_cache"] = False
+        moved["cp_batch"] = PlannedBatch(plans, self._ranks, None if seed is None else mixed, self._kernel)
+        return ShardedBatch(moved, layout, num_items)
+
+    def gather(self, rows: Tensor, batch: ShardedBatch, *, same_loss: bool = False) -> Tensor:
+        """`[1, total, ...]` of all ranks' `[1, t, ...]`, such as logits or losses; differentiable, see `cp.gather`."""
+        if rows.ndim < 2 or rows.shape[0] != 1:
+            raise ArgumentError("rows", list(rows.shape), "[1, t, ...], as the model returns them")
+        return gather(rows[0], batch.layout, self._ranks, same_loss=same_loss)[None]
+
+    def explain(self, batch: ShardedBatch | None = None) -> str:
+        """The layers, and of a batch each kind's plan."""
+        kinds = [f"{name}: {slot}" for name, slot in self._slots.items()]
+        if batch is None:
+            return "\n".join(kinds)
+        return "\n\n".join(plan.explain() for plan in batch.plans.plans)
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The model as it was: every rank runs whole batches by itself, as in `generate`."""
+        swap_out(self._model, self._attention)
+        try:
+            yield
+        finally:
+            swap_in(self._model, self._slots)
+
+    def _plans(self, given: object, packing: Packing) -> BatchPlan:
+        if given is None:
+            return self.planner(packing)
+        if not isinstance(given, BatchPlan) or given.layout.packing != packing or given.cp_size != self.cp_size:
+            raise ArgumentError("cp_plans", given, "what planner(lengths) made of this batch's documents")
+        return given
+
+    def _rows(self, stream: Tensor, layout: Layout, fill: float = 0) -> Tensor:
+        """`[1, t, ...]` of a stream `[total, ...]`."""
+        return layout.shard(stream, self.rank, pad_value=fill)[None]
+
+    def _positions(self, batch: Mapping[str, Any], layout: Layout) -> Tensor:
+        ids = batch.get("position_ids")
+        if ids is None:
+            return torch.from_numpy(np.asarray(layout.positions(self.rank), np.int64))[None]
+        on_host("position_ids", ids)
+        if ids.shape[-2:] != (1, layout.packing.total) or ids.ndim > 3:
+            allowed = f"[1, {layout.packing.total}], or [axes, 1, {layout.packing.total}]"
+            raise ArgumentError("position_ids", list(ids.shape), allowed)
+        rows = layout.shard(ids.movedim(-1, 0).long(), self.rank)
+        return rows.movedim(0, -1).contiguous()
+
+    def _labels(self, batch: Mapping[str, Any], layout: Layout) -> Tensor | None:
+        """What each of this rank's tokens is to predict."""
+        if (shifted := batch.get("shift_labels")) is not None:
+            stream = _per_token("shift_labels", shifted, layout.packing)
+            return self._rows(stream.long(), layout, IGNORE_INDEX)
+        if (labels := batch.get("labels")) is None:
+            return None
+        _check_loss(self._model)
+        stream = _per_token("labels", labels, layout.packing).long()
+        return layout.labels(stream, self.rank, ignore_index=IGNORE_INDEX)[0][None]
+
+
+def _ranks(group: DeviceMesh | dist.ProcessGroup | RankGroup | None) -> RankGroup:
+    if not isinstance(group, DeviceMesh):
+        return ranks_of(group)
+    if group.ndim != 1:
+        raise ArgumentError("group", f"a mesh of {group.ndim} dimensions", 'one of its dimensions, such as mesh["cp"]')
+    return ranks_of(group.get_group())
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, PreTrainedModel) or isinstance(model, FSDPModule):
+        remedy = "Call it before fully_shard, torch.compile, DistributedDataParallel and PEFT wrap the model."
+        raise ArgumentError("model", type(model).__name__, "a PreTrainedModel of transformers", remedy)
+    if is_swapped(model):
+        raise ArgumentError("model", "one that runs over a group already", "a model, once")
+    config = model.config.get_text_config()
+    for name in ("output_router_logits", "output_attentions"):
+        if getattr(config, name, False):
+            raise ArgumentError(f"model.config.{name}", True, "False", _REFUSED[name])
+
+
+def _check_arguments(batch: Mapping[str, Any]) -> None:
+    if not isinstance(batch, Mapping):
+        raise ArgumentError("batch", batch, "a mapping, as a collator returns")
+    for name, remedy in _REFUSED.items():
+        value = batch.get(name)
+        if value is not None and value is not False:
+            raise ArgumentError(name, value if isinstance(value, bool) else type(value).__name__, "None", remedy)
+
+
+def _check_loss(model: PreTrainedModel) -> None:
+    """transformers' own loss shifts by itself where it is not told `shift_labels`: over the edges of a rank's rows."""
+    loss: Any = model.loss_function
+    if loss is not ForCausalLMLoss:
+        given = getattr(loss, "__name__", type(loss).__name__)
+        remedy = "Leave labels out of the batch, and compute the loss of model(**batch).logits from shift_labels."
+        raise ArgumentError("model.loss_function", given, "transformers' ForCausalLMLoss, which takes shift_labels", remedy)
+
+
+def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:
+    """`[total, ...]`"""
+    if value.device.type != "cpu":
+        on_host(name, value)
+    if value.ndim < 2 or value.shape[:2] != (1, packing.total):
+        raise ArgumentError(name, list(value.shape), f"[1, {packing.total}, ...], a number or more for each token")
+    return value[0]
+
+
+def _num_items(batch: Mapping[str, Any], layout: Layout) -> int:
+    """Labels that count, of the whole batch."""
+    shifted = batch.get("shift_labels")
+    labels = batch["labels"] if shifted is None else shifted
+    counted = (labels[0] != IGNORE_INDEX).numpy().copy()
+    if shifted is None:
+        counted[layout.packing.cu_seqlens[:-1][layout.packing.lengths > 0]] = False  # nothing predicts a first token
+    return int(counted.sum())

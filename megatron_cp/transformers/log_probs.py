@@ -1,0 +1,37 @@
+"""Per-token log-probabilities under context parallelism, as reinforcement learning needs them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.layout import IGNORE_INDEX
+from megatron_cp.transformers.batch import ShardedBatch
+
+
+def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float = 1.0) -> Tensor:
+    """The log-probability of each label, in at least fp32; differentiable.
+
+    A rank computes those of its own rows, exactly as one rank does: `cp.gather(token_log_probs(...), batch)` has them
+    for the whole batch, in the order of its tokens.
+
+    Args:
+        logits: `[1, t, vocabulary]` of this rank's rows.
+        batch: that the model was called with, with labels.
+        temperature: logits are divided by it; positive.
+
+    Returns:
+        `[1, t]`: at each token the log-probability of the one that it is to predict; 0 where there is none.
+    """
+    labels = batch.get("shift_labels")
+    if labels is None:
+        raise ArgumentError("batch", "no labels", "a batch that was sharded with labels or shift_labels")
+    if logits.shape[:-1] != labels.shape:
+        raise ArgumentError("logits", list(logits.shape), f"{[*labels.shape, 'vocabulary']}")
+    if not temperature > 0:
+        raise ArgumentError("temperature", temperature, "a positive number")
+    is_label = labels != IGNORE_INDEX
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    chosen = wide.gather(-1, labels.where(is_label, 0)[..., None])[..., 0]
+    return torch.where(is_label, chosen - wide.logsumexp(-1), 0.0)

@@ -1,0 +1,131 @@
+"""Linear layers of transformers' models: what stands between their projections, over the context-parallel group.
+
+A family of classes shares a forward. Projections, gated norm and output stay the model's: parameters keep their names,
+and what was put around a projection, such as LoRA, is called as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.kimi_delta_attention import kda_mixer
+from megatron_cp.linear.mamba2 import mamba2_mixer
+from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.transformers.batch import PlannedBatch
+
+
+class MixerFamily(NamedTuple):
+    """Linear layers that are computed alike.
+
+    Attributes:
+        classes: names of transformers' classes.
+        slot: a module's, with options that are the same for all layers.
+        mixed: `[t, hidden]` of a module, this rank's hidden states `[t, hidden]`, and the batch's plans.
+    """
+
+    classes: tuple[str, ...]
+    slot: Callable[..., LinearSlot]
+    mixed: Callable[[Any, Tensor, PlannedBatch], Tensor]
+
+
+def family_of(module: nn.Module) -> MixerFamily | None:
+    """By its class, or one that it derives from."""
+    names = {kind.__name__ for kind in type(module).__mro__}
+    return next((family for family in FAMILIES if names & set(family.classes)), None)
+
+
+# -- Gated DeltaNet ----------------------------------------------------------------------------------------------------
+
+
+def _gdn_slot(module: Any, **options: Any) -> LinearSlot:
+    return LinearSlot(
+        "gdn", heads=module.num_v_heads, key_heads=module.num_k_heads, head_dim=module.head_k_dim,
+        value_head_dim=module.head_v_dim, conv_width=module.conv_kernel_size, **options,
+    )  # fmt: skip
+
+
+def _gdn(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
+    if hasattr(module, "in_proj_qkvz"):  # Qwen3-Next interleaves them by key head
+        *parts, z, beta, alpha = module.fix_query_key_value_ordering(
+            module.in_proj_qkvz(hidden[None]), module.in_proj_ba(hidden[None])
+        )
+        qkv = torch.cat([part[0].flatten(1) for part in parts], dim=-1)
+        z, beta, alpha = z[0], beta[0], alpha[0]
+    else:
+        qkv, z, beta, alpha = (getattr(module, f"in_proj_{name}")(hidden) for name in ("qkv", "z", "b", "a"))
+    conv = module.conv1d
+    out = gated_delta_net(
+        qkv, beta, alpha, batch.plans.plan(module.cp_slot), batch.group, conv=conv.weight, conv_bias=conv.bias,
+        A_log=module.A_log, dt_bias=module.dt_bias, kernel=batch.kernel,
+    )  # fmt: skip
+    rows = module.norm(out.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
+    return module.out_proj(rows.reshape(-1, module.value_dim))
+
+
+# -- Kimi Delta Attention ----------------------------------------------------------------------------------------------
+
+
+def _kda_slot(module: Any, **options: Any) -> LinearSlot:
+    return LinearSlot(
+        "kda", heads=module.num_heads, key_heads=module.num_heads, head_dim=module.head_dim,
+        value_head_dim=module.head_dim, conv_width=module.conv_kernel_size, **options,
+    )  # fmt: skip
+
+
+def _kda(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
+    qkv = torch.cat([project(hidden) for project in (module.q_proj, module.k_proj, module.v_proj)], dim=-1)
+    gate, conv = module.forget_gate, module.conv1d
+    out = kda_mixer(
+        qkv, gate.f_b_proj(gate.f_a_proj(hidden)), module.b_proj(hidden), batch.plans.plan(module.cp_slot), batch.group,
+        conv=conv.weight, conv_bias=conv.bias, A_log=gate.A_log.flatten(), dt_bias=gate.dt_bias, kernel=batch.kernel,
+    )  # fmt: skip
+    z = module.g_b_proj(module.g_a_proj(hidden)).unflatten(-1, (module.num_heads, module.head_dim))
+    return module.o_proj(module.o_norm(out, z).flatten(1))
+
+
+# -- Mamba-2 -----------------------------------------------------------------------------------------------------------
+
+
+def _mamba_slot(module: Any, **options: Any) -> LinearSlot:
+    return LinearSlot(
+        "mamba", heads=module.num_heads, key_heads=module.n_groups, head_dim=module.ssm_state_size,
+        value_head_dim=module.head_dim, conv_width=module.conv_kernel_size, **options,
+    )  # fmt: skip
+
+
+def _mamba(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
+    scales = hasattr(module, "mup_vector")  # Falcon-H1's multipliers
+    projected = module.in_proj(hidden * module.ssm_in_multiplier if scales else hidden)
+    projected = projected * module.mup_vector[0] if scales else projected
+    gate, x, dt = projected.split([module.intermediate_size, module.conv_dim, module.num_heads], dim=-1)
+    low, high = (float(limit) for limit in module.time_step_limit)
+    conv = module.conv1d
+    out = mamba2_mixer(
+        x, dt, batch.plans.plan(module.cp_slot), batch.group, conv=conv.weight, conv_bias=conv.bias,
+        A_log=module.A_log, D=module.D, dt_bias=module.dt_bias, dt_limit=(low, high), kernel=batch.kernel,
+    ).flatten(1)  # fmt: skip
+    if getattr(module, "mamba_rms_norm", True):
+        out = module.norm(out, gate)
+    else:
+        out = out * functional.silu(gate)
+    return module.out_proj(out.to(hidden.dtype))
+
+
+FAMILIES = (
+    MixerFamily(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _gdn_slot, _gdn),
+    MixerFamily(("KimiLinearDeltaAttention",), _kda_slot, _kda),
+    MixerFamily(
+        (
+            "BambaMixer", "FalconH1Mixer", "GraniteMoeHybridMambaLayer", "Mamba2Mixer", "NemotronHMamba2Mixer",
+            "Zamba2MambaMixer",
+        ),
+        _mamba_slot,
+        _mamba,
+    ),
+)  # fmt: skip

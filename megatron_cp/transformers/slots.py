@@ -1,0 +1,80 @@
+"""The kind of each softmax attention of a model: sizes and mask, from its module and the model's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.batch import AttentionSlot
+
+# What transformers calls layers whose attention sees all that came before. Hybrids name a layer that has attention and
+# a state-space mixer side by side "hybrid".
+_CAUSAL_TYPES = ("full_attention", "attention", "hybrid")
+_WINDOWED, _CHUNKED = "sliding_attention", "chunked_attention"
+_TYPES = (*_CAUSAL_TYPES, _WINDOWED, _CHUNKED)
+
+
+def is_attention(module: nn.Module, config: Any) -> bool:
+    """Whether it is a decoder layer's softmax attention, as all of transformers' models name and build them."""
+    name = type(module).__name__
+    if not name.endswith("Attention") or not hasattr(module, "layer_idx"):
+        return False
+    return not name.endswith("LinearAttention") or _layer_type(module, config) in _TYPES
+
+
+def mask_of(module: nn.Module, config: Any) -> str:
+    """What a query of this layer sees, as `Mask.named` spells it.
+
+    Raises:
+        ArgumentError: attention in both directions, or a type of layer that is not known.
+    """
+    if getattr(module, "is_causal", True) is False:
+        remedy = "Leave encoders and vision towers on their own attention: pass the text model alone."
+        raise ArgumentError("model", f"{type(module).__name__} with is_causal=False", "causal attention", remedy)
+    kind = _layer_type(module, config)
+    if kind == _CHUNKED:
+        return f"chunk:{config.attention_chunk_size}"
+    if kind in _CAUSAL_TYPES:
+        return "causal"
+    window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+    return window_mask(window)
+
+
+def window_mask(window: int | None) -> str:
+    """transformers counts a window with the query itself; `None` is none."""
+    return "causal" if window is None else f"window:{window - 1},0"
+
+
+def _layer_type(module: nn.Module, config: Any) -> str | None:
+    """None where the configuration has one window, or none, for all layers."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return None
+    found: str = types[module.layer_idx]
+    if found not in _TYPES:
+        remedy = "Its mask is not known here; open an issue with the model's name."
+        raise ArgumentError("model", f"a layer of type {found!r}", " or ".join(_TYPES), remedy)
+    return found
+
+
+def attention_slot(module: nn.Module, config: Any, **options: Any) -> AttentionSlot:
+    """The slot of a softmax attention.
+
+    Args:
+        module: the attention.
+        config: of the text model.
+        options: of `AttentionSlot`, the same for all layers.
+    """
+    heads = getattr(module, "num_heads", None) or config.num_attention_heads
+    latent = getattr(module, "kv_lora_rank", None)
+    if latent is not None:  # keys and values of a head each, from one latent vector
+        kv_heads, head_dim, value_dim = heads, module.qk_head_dim, module.v_head_dim
+    else:
+        head_dim = value_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return AttentionSlot(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim, mask=mask_of(module, config),
+        **options,
+    )  # fmt: skip

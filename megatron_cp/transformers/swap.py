@@ -1,0 +1,143 @@
+"""Swaps a model's linear layers for ours and points its attention at ours, and back."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
+from megatron_cp.transformers.attention import NAME, SLOT, planned_attention, planned_batch
+from megatron_cp.transformers.mixers import family_of
+from megatron_cp.transformers.slots import attention_slot, is_attention
+
+# Class names of modules that mix tokens and are neither softmax attention nor a family of `mixers`.
+_MIXES = re.compile(
+    r"(Mixer|MambaLayer|DeltaNet\w*|DeltaAttention|DeltaRule|LinearAttention|LightningAttention|ShortConv|"
+    r"RecurrentBlock|Indexer|Compressor|Rwkv\w*|Retention|[ms]LSTM\w*)$"
+)
+
+
+_DROPS_ARGUMENTS = ("Mamba2ForCausalLM",)  # does not hand keyword arguments to its layers
+
+
+def slots_of(model: PreTrainedModel, of_attention: dict[str, Any], of_linear: dict[str, Any]) -> dict[str, Slot]:
+    """The slot of every layer that mixes tokens, by its module's name.
+
+    Raises:
+        ArgumentError: a layer that is not computed exactly here.
+    """
+    config = model.config.get_text_config()
+    found: dict[str, Slot] = {}
+    for name, module in _text_modules(model):
+        family = family_of(module)
+        if family is not None:
+            found[name] = family.slot(module, **of_linear)
+        elif is_attention(module, config):
+            found[name] = attention_slot(module, config, **of_attention)
+        elif _MIXES.search(type(module).__name__) or any(isinstance(child, nn.Conv1d) for child in module.children()):
+            remedy = "Its state, or its choice of keys, would be lost between ranks. Train it without cp."
+            raise ArgumentError("model", f"{type(module).__name__} in {name or 'it'}", "layers that are known", remedy)
+    if not found:
+        raise ArgumentError("model", type(model).__name__, "a model with attention or linear layers")
+    if any(isinstance(slot, AttentionSlot) for slot in found.values()) and not model._can_set_attn_implementation():
+        remedy = "It has attention of its own, which does not go through transformers' AttentionInterface."
+        raise ArgumentError("model", type(model).__name__, "models of transformers that do", remedy)
+    return found
+
+
+def _text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """All but vision and audio towers, which every rank runs whole, on their own attention."""
+    text = model.config.get_text_config()
+    towers = [
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and module.config not in (text, model.config)
+    ]
+    return [(name, module) for name, module in model.named_modules() if not f"{name}.".startswith(tuple(towers))]
+
+
+def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
+    """Our layers in place of the model's; returns the name of the attention that it had."""
+    AttentionInterface.register(NAME, planned_attention)
+    modules = dict(model.named_modules())
+    if type(model).__name__ in _DROPS_ARGUMENTS:
+        model.__class__ = _handing_down(type(model))
+    for name, slot in slots.items():
+        module = modules[name]
+        setattr(module, SLOT, slot)
+        if isinstance(slot, LinearSlot):
+            module.__class__ = _planned(type(module))
+    return set_attention(model, NAME)
+
+
+def swap_out(model: PreTrainedModel, attention: Any) -> None:
+    """The model's own layers again, and the attention that it had."""
+    for module in model.modules():
+        if SLOT in vars(module):
+            delattr(module, SLOT)
+        if issubclass(type(module), _Planned | _HandsDown):
+            module.__class__ = type(module).__mro__[2]
+    set_attention(model, attention)
+
+
+def is_swapped(model: nn.Module) -> bool:
+    """Whether its layers are ours."""
+    return any(SLOT in vars(module) for module in model.modules())
+
+
+def set_attention(model: PreTrainedModel, name: str) -> str:
+    """Has the text model take the attention of that name; returns the one that it had."""
+    text = model.config.get_text_config()
+    before = text._attn_implementation
+    key = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is text), None)
+    model.set_attn_implementation(name if key is None else {key: name})
+    return before
+
+
+class _Planned:
+    """Goes before a class of transformers' mixers."""
+
+    def forward(
+        self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
+        cp_batch: Any = None, **others: Any,
+    ) -> Tensor:  # fmt: skip
+        """This rank's rows `[1, t, hidden]` through the layer, by the batch's plan."""
+        given = {"cache_params": cache_params, "attention_mask": attention_mask}
+        for name, value in given.items():
+            if value is not None:
+                raise ArgumentError(name, type(value).__name__, "None", "Call the model with ContextParallel.shard's batch.")
+        module: Any = self
+        family = family_of(module)
+        assert family is not None
+        return family.mixed(module, hidden_states[0], planned_batch(cp_batch))[None]
+
+
+class _HandsDown:
+    """Goes before a class whose forward keeps keyword arguments to itself."""
+
+    def forward(self, *args: Any, cp_batch: Any = None, **others: Any) -> Any:
+        """The model's, with the batch's plans for every layer."""
+        model: Any = self
+        inner = model.base_model.register_forward_pre_hook(
+            lambda _, inputs, named: (inputs, {**named, "cp_batch": cp_batch}), with_kwargs=True
+        )
+        try:
+            return super().forward(*args, **others)  # type: ignore[misc]
+        finally:
+            inner.remove()
+
+
+@cache
+def _handing_down(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (_HandsDown, kind), {"__module__": __name__})
+
+
+@cache
+def _planned(kind: type[nn.Module]) -> type[nn.Module]:
+    """The class with our forward. Its instances are those of `kind`: the same parameters, of the same names."""
+    return type(f"ContextParallel{kind.__name__}", (_Planned, kind), {"__module__": __name__})

@@ -1,0 +1,176 @@
+"""Tiny random models of transformers, one for each class that is tested, and what the stock class makes of documents."""
+
+import contextlib
+import copy
+import importlib
+import sys
+
+import torch
+from torch.nn import functional
+
+BASE = {
+    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
+}  # fmt: skip
+_NO_HEAD_DIM = {name: value for name, value in BASE.items() if name != "head_dim"}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GDN = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8}
+_MLA = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 16}
+_SHORT = {"num_hidden_layers": 2}
+
+# Module and class under transformers.models, and the configuration.
+MODELS = {
+    "Llama": ("llama", "LlamaForCausalLM", {**BASE, **_SHORT}),
+    "Qwen3": ("qwen3", "Qwen3ForCausalLM", {**BASE, **_SHORT}),
+    "Mistral": ("mistral", "MistralForCausalLM", {**BASE, **_SHORT, "sliding_window": 16}),
+    "Gemma2": ("gemma2", "Gemma2ForCausalLM", {**BASE, **_SHORT, "sliding_window": 16, "query_pre_attn_scalar": 16}),
+    "GptOss": (
+        "gpt_oss", "GptOssForCausalLM",
+        {**BASE, **_SHORT, "sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "Llama4": (
+        "llama4", "Llama4ForCausalLM",
+        {
+            **BASE, "attention_chunk_size": 32, "num_local_experts": 2, "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 64, "no_rope_layers": [1, 1, 1, 0], "num_hidden_layers": 4,
+            "attn_temperature_tuning": False,
+        },
+    ),
+    "DeepseekV3": (
+        "deepseek_v3", "DeepseekV3ForCausalLM",
+        {
+            **_NO_HEAD_DIM, **_SHORT, **_MLA, "num_key_value_heads": 6, "q_lora_rank": 16, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 32,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "Qwen3Next": (
+        "qwen3_next", "Qwen3NextForCausalLM", {**BASE, **_GDN, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    ),
+    "Qwen3_5": ("qwen3_5", "Qwen3_5ForCausalLM", {**BASE, **_GDN}),
+    "Qwen3_5Moe": (
+        "qwen3_5_moe", "Qwen3_5MoeForCausalLM",
+        {**BASE, **_GDN, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    ),
+    "KimiLinear": (
+        "kimi_linear", "KimiLinearForCausalLM",
+        {
+            **_NO_HEAD_DIM, **_MLA, **_EXPERTS, "num_key_value_heads": 6, "linear_num_heads": 3, "linear_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "Mamba2": (
+        "mamba2", "Mamba2ForCausalLM",
+        {
+            "vocab_size": 97, "hidden_size": 48, "num_hidden_layers": 2, "num_heads": 6, "head_dim": 16, "n_groups": 2,
+            "state_size": 8, "expand": 2, "chunk_size": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        },
+    ),
+    "Bamba": (
+        "bamba", "BambaForCausalLM", {**_NO_HEAD_DIM, **_MAMBA, "mamba_expand": 2, "attn_layer_indices": [1]},
+    ),
+    "FalconH1": (
+        "falcon_h1", "FalconH1ForCausalLM",
+        {
+            **BASE, **_MAMBA, **_SHORT, "mamba_d_ssm": 96, "ssm_in_multiplier": 0.7,
+            "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+        },
+    ),
+    "GraniteMoeHybrid": (
+        "granitemoehybrid", "GraniteMoeHybridForCausalLM",
+        {
+            **_NO_HEAD_DIM, **_MAMBA, "mamba_expand": 2, "num_local_experts": 4, "num_experts_per_tok": 2,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+        },
+    ),
+    "NemotronH": (
+        "nemotron_h", "NemotronHForCausalLM",
+        {
+            **{name: value for name, value in BASE.items() if name != "num_hidden_layers"},
+            "layers_block_type": ["mamba", "attention", "mamba", "moe"], "mamba_num_heads": 6, "mamba_head_dim": 16,
+            "n_groups": 2, "ssm_state_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "Zamba2": (
+        "zamba2", "Zamba2ForCausalLM",
+        {
+            **_NO_HEAD_DIM, "num_key_value_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 8, "n_mamba_heads": 6,
+            "mamba_expand": 2, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_mem_blocks": 1,
+            "use_mem_rope": True, "chunk_size": 16,
+        },
+    ),
+}  # fmt: skip
+
+
+@contextlib.contextmanager
+def _without(*packages):
+    """transformers takes these packages' kernels where they are installed, and they want a GPU."""
+    before = {name: sys.modules.get(name) for name in packages}
+    sys.modules.update(dict.fromkeys(packages))
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def class_of(name):
+    """The stock class."""
+    module, model, _ = MODELS[name]
+    with _without("fla", "mamba_ssm", "causal_conv1d"):
+        return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), model)
+
+
+def build(name, *, dtype=torch.float64, **changed):
+    """A tiny random model, none of whose parameters is at its initial zero or one."""
+    kind = class_of(name)
+    config = kind.config_class(**{**MODELS[name][2], **changed})
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = kind(config).to(dtype).train()
+    with torch.no_grad():
+        for label, parameter in model.named_parameters():
+            if not parameter.isfinite().all() or "sinks" in label:
+                parameter.normal_(0, 0.5)
+            elif parameter.ndim == 1 and "A_log" not in label:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    model.config._experts_implementation = "eager"
+    return model
+
+
+def stock(model, packing, tokens):
+    """Loss, logits `[total, vocabulary]` and gradients of the stock class in eager mode, on each document alone."""
+    alone = copy.deepcopy(model)
+    alone.set_attn_implementation("eager")
+    count = sum(max(length - 1, 0) for length in packing.lengths.tolist())
+    total, logits = 0.0, []
+    for begin, end in packing.spans():
+        if begin == end:
+            continue
+        rows = alone(input_ids=tokens[None, begin:end], use_cache=False).logits[0]
+        logits.append(rows.detach())
+        if end - begin > 1:
+            loss = functional.cross_entropy(rows[:-1], tokens[begin + 1 : end], reduction="sum") / max(count, 1)
+            loss.backward()
+            total += loss.item()
+    gradients = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
+    return total, torch.cat(logits), gradients
+
+
+def worst_gradient(found, expected):
+    """The largest error of a parameter's gradient over its largest element, and which parameter's it is."""
+    top = max(gradient.abs().max().item() for gradient in expected.values())
+    errors = {
+        name: (found[name] - gradient).abs().max().item() / max(gradient.abs().max().item(), 1e-3 * top)
+        for name, gradient in expected.items()
+    }
+    name = max(errors, key=errors.__getitem__)
+    return errors[name], name
