@@ -146,6 +146,39 @@ def build(name, *, dtype=torch.float64, **changed):
     return model
 
 
+@contextlib.contextmanager
+def wide():
+    """Everything in float64: transformers computes norms, softmax, routers and delta rules in fp32 whatever it is given.
+
+    Those roundings, and not an exchange, are most of what two ways of computing a model differ by.
+    """
+    tensor, softmax = torch.Tensor, functional.softmax
+    to_fp32, to, of_type = tensor.float, tensor.to, tensor.type
+
+    def stay(self, *args, **named):
+        return self if self.dtype == torch.float64 else to_fp32(self, *args, **named)
+
+    def widened(dtype):
+        return torch.float64 if dtype is torch.float32 else dtype
+
+    def to_wide(self, *args, **named):
+        if self.dtype != torch.float64:
+            return to(self, *args, **named)
+        return to(self, *map(widened, args), **{name: widened(value) for name, value in named.items()})
+
+    def type_wide(self, *args, **named):
+        return of_type(self, *(map(widened, args) if self.dtype == torch.float64 else args), **named)
+
+    def wide_softmax(values, *args, dtype=None, **named):
+        return softmax(values, *args, dtype=widened(dtype), **named)
+
+    tensor.float, tensor.to, tensor.type, functional.softmax = stay, to_wide, type_wide, wide_softmax
+    try:
+        yield
+    finally:
+        tensor.float, tensor.to, tensor.type, functional.softmax = to_fp32, to, of_type, softmax
+
+
 def stock(model, packing, tokens):
     """Loss, logits `[total, vocabulary]` and gradients of the stock class in eager mode, on each document alone."""
     alone = copy.deepcopy(model)
