@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, one for each class that is tested, and what the stock class makes of documents."""
+"""Tiny random models of transformers, one of each class, and what the stock class makes of documents."""
 
 import contextlib
 import copy
@@ -148,7 +148,7 @@ def build(name, *, dtype=torch.float64, **changed):
 
 @contextlib.contextmanager
 def wide():
-    """Everything in float64: transformers computes norms, softmax, routers and delta rules in fp32 whatever it is given.
+    """Everything in float64: transformers computes norms, softmax and delta rules in fp32 whatever it is given.
 
     Those roundings, and not an exchange, are most of what two ways of computing a model differ by.
     """

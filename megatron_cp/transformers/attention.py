@@ -31,7 +31,7 @@ def planned_batch(given: object) -> PlannedBatch:
 
 
 def planned_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -65,9 +65,9 @@ def planned_attention(
         raise ArgumentError("model", type(module).__name__, "a model after enable_context_parallel(model, ...)")
     _check_call(module, slot, attention_mask, sliding_window, others)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
-    sizes = (q.shape[1], k.shape[1], q.shape[2], v.shape[2])
-    if sizes != (slot.heads, slot.kv_heads, slot.head_dim, slot.value_head_dim):
-        slot = replace(slot, **dict(zip(("heads", "kv_heads", "head_dim", "value_head_dim"), sizes, strict=True)))
+    (_, heads, head_dim), (_, kv_heads, value_dim) = q.shape, v.shape
+    if (heads, kv_heads, head_dim, value_dim) != (slot.heads, slot.kv_heads, slot.head_dim, slot.value_head_dim):
+        slot = replace(slot, heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim)
     out = attention(
         q, k, v, batch.plans.plan(slot), batch.group, softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux,
         dropout=dropout, seed=_seed(batch, module.layer_idx) if dropout else 0, kernel=batch.kernel,

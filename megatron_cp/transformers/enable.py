@@ -39,7 +39,7 @@ _REFUSED = {
     "cache_params": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
     "use_cache": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
     "output_attentions": "No scheme here has the weights of a softmax in one place.",
-    "output_router_logits": "The auxiliary loss is a product of means over tokens, which shards of a batch do not have.",
+    "output_router_logits": "The auxiliary loss is a product of means over all tokens, which no shard has.",
 }
 _OWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "cp_plans")
 
@@ -176,7 +176,9 @@ class ContextParallel:
             check_agreement(plans, self._ranks, seed=mixed)
         prepare_plans(plans, self.rank, device)
         values: dict[str, Any] = {
-            name: value for name, value in batch.items() if not isinstance(value, Tensor) and name not in OF_DOCUMENTS + _OWN
+            name: value
+            for name, value in batch.items()
+            if not isinstance(value, Tensor) and name not in OF_DOCUMENTS + _OWN
         }
         values["input_ids"], values["position_ids"] = self._rows(ids, layout), self._positions(batch, layout)
         num_items = 0
@@ -282,7 +284,9 @@ def _check_loss(model: PreTrainedModel) -> None:
     if loss is not ForCausalLMLoss:
         given = getattr(loss, "__name__", type(loss).__name__)
         remedy = "Leave labels out of the batch, and compute the loss of model(**batch).logits from shift_labels."
-        raise ArgumentError("model.loss_function", given, "transformers' ForCausalLMLoss, which takes shift_labels", remedy)
+        raise ArgumentError(
+            "model.loss_function", given, "transformers' ForCausalLMLoss, which takes shift_labels", remedy
+        )
 
 
 def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:

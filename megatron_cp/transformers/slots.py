@@ -24,7 +24,7 @@ def is_attention(module: nn.Module, config: Any) -> bool:
     return not name.endswith("LinearAttention") or _layer_type(module, config) in _TYPES
 
 
-def mask_of(module: nn.Module, config: Any) -> str:
+def mask_of(module: Any, config: Any) -> str:
     """What a query of this layer sees, as `Mask.named` spells it.
 
     Raises:
@@ -59,7 +59,7 @@ def _layer_type(module: nn.Module, config: Any) -> str | None:
     return found
 
 
-def attention_slot(module: nn.Module, config: Any, **options: Any) -> AttentionSlot:
+def attention_slot(module: Any, config: Any, **options: Any) -> AttentionSlot:
     """The slot of a softmax attention.
 
     Args:

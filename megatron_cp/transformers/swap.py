@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,12 +65,12 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
     AttentionInterface.register(NAME, planned_attention)
     modules = dict(model.named_modules())
     if type(model).__name__ in _DROPS_ARGUMENTS:
-        model.__class__ = _handing_down(type(model))
+        model.__class__ = _derived(_HandsDown, type(model), type(model).__name__)  # the name is saved with a model
     for name, slot in slots.items():
         module = modules[name]
         setattr(module, SLOT, slot)
         if isinstance(slot, LinearSlot):
-            module.__class__ = _planned(type(module))
+            module.__class__ = _derived(_Planned, type(module), f"ContextParallel{type(module).__name__}")
     return set_attention(model, NAME)
 
 
@@ -110,7 +109,9 @@ class _Planned:
         given = {"cache_params": cache_params, "attention_mask": attention_mask}
         for name, value in given.items():
             if value is not None:
-                raise ArgumentError(name, type(value).__name__, "None", "Call the model with ContextParallel.shard's batch.")
+                raise ArgumentError(
+                    name, type(value).__name__, "None", "Call the model with ContextParallel.shard's batch."
+                )
         module: Any = self
         family = family_of(module)
         assert family is not None
@@ -132,12 +133,11 @@ class _HandsDown:
             inner.remove()
 
 
-@cache
-def _handing_down(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (_HandsDown, kind), {"__module__": __name__})
+_DERIVED: dict[type, type] = {}  # by class: equal modules have one
 
 
-@cache
-def _planned(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with our forward. Its instances are those of `kind`: the same parameters, of the same names."""
-    return type(f"ContextParallel{kind.__name__}", (_Planned, kind), {"__module__": __name__})
+def _derived(first: type, kind: type, name: str) -> type:
+    """The class with another forward. Its instances are those of `kind`: the same parameters, of the same names."""
+    if kind not in _DERIVED:
+        _DERIVED[kind] = type(name, (first, kind), {"__module__": __name__})
+    return _DERIVED[kind]

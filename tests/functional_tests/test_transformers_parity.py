@@ -41,7 +41,7 @@ def case(name, lengths):
 
 def over_ranks(name, lengths, size, layout, scheme, mode):
     """Loss, logits, gradients and log-probabilities over `size` ranks."""
-    model, packing, tokens, _ = case(name, lengths)
+    model, _, tokens, _ = case(name, lengths)
 
     def main(group):
         own = copy.deepcopy(model)
@@ -89,9 +89,7 @@ WITH_LINEAR = (
     "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "KimiLinear", "Mamba2", "Bamba", "FalconH1", "GraniteMoeHybrid", "NemotronH",
     "Zamba2",
 )  # fmt: skip
-CASES = covering(
-    list(MODELS), SIZES, LAYOUTS, SCHEMES, MODES, allowed=lambda *case: case[-1] in modes_of(case[0])
-)
+CASES = covering(list(MODELS), SIZES, LAYOUTS, SCHEMES, MODES, allowed=lambda *case: case[-1] in modes_of(case[0]))
 
 
 @pytest.mark.parametrize(("name", "size", "layout", "scheme", "mode"), CASES)

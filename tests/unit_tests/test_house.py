@@ -23,7 +23,7 @@ FLOORS = [
     {"softmax", "linear"},
     {"batch"},
     {"testing"},
-    {"megatron"},
+    {"megatron", "transformers"},
     {"cli"},
 ]
 
@@ -217,13 +217,23 @@ def test_plans_import_no_torch():
 # -- who imports Megatron ----------------------------------------------------------------------------------------------
 
 
-def test_only_the_adapter_and_the_peers_of_benchmarks_import_megatron():
-    importing = {
+def importers_of(package):
+    return {
         path.relative_to(HOUSE)
         for path in HOUSE.rglob("*.py")
         for name in imports_of(path)
-        if name.split(".")[0] == "megatron"
+        if name.split(".")[0] == package
     }
+
+
+def test_only_its_adapter_imports_transformers():
+    importing = importers_of("transformers")
+    assert importing
+    assert [path for path in importing if not path.is_relative_to("transformers")] == []
+
+
+def test_only_the_adapter_and_the_peers_of_benchmarks_import_megatron():
+    importing = importers_of("megatron")
     rooms = (Path("megatron"), Path("cli/bench/peers"))
     assert {room for room in rooms for path in importing if path.is_relative_to(room)} == set(rooms)
     assert [path for path in importing if not any(path.is_relative_to(room) for room in rooms)] == []

@@ -1,0 +1,346 @@
+"""What the adapter for transformers refuses, by name: models, batches and calls that it would compute wrongly."""
+
+import copy
+
+import numpy as np
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+from torch import nn
+
+import megatron_cp as cp
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.transformers import ContextParallel, enable_context_parallel, token_log_probs
+from tests.transformers_cases import build
+
+LENGTHS = [5, 1, 7]
+TOKENS = torch.arange(3, 16)[None]
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build("Llama", num_hidden_layers=1, dtype=torch.float32)
+
+
+@pytest.fixture
+def enabled(llama):
+    model = copy.deepcopy(llama)
+    return model, enable_context_parallel(model, None)
+
+
+def batch(**changed):
+    return {"input_ids": TOKENS, "labels": TOKENS, "lengths": LENGTHS, **changed}
+
+
+# -- documents ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"lengths": LENGTHS},
+        {"lengths": torch.tensor(LENGTHS)},
+        {"seq_lengths": np.array(LENGTHS)},
+        {"cu_seq_lens_q": torch.tensor([0, 5, 6, 13], dtype=torch.int32), "max_length_q": 7},
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]])},
+        {"lengths": LENGTHS, "attention_mask": torch.ones(1, 13, dtype=torch.int64)},
+    ],
+)
+def test_documents_are_told_from_what_collators_say(enabled, said):
+    found = enabled[1].shard({"input_ids": TOKENS, "labels": TOKENS, **said})
+    assert found.layout.packing.lengths.tolist() == LENGTHS
+    assert found["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 0, 1, 2, 3, 4, 5, 6]]
+    assert found["labels"].tolist() == [[4, 5, 6, 7, -100, -100, 10, 11, 12, 13, 14, 15, -100]]
+    assert found.num_items == 10
+    assert {"lengths", "cu_seq_lens_q", "attention_mask"}.isdisjoint(found)
+
+
+def test_without_lengths_a_row_is_one_document(enabled):
+    found = enabled[1].shard({"input_ids": TOKENS})
+    assert found.layout.packing.lengths.tolist() == [13]
+    assert "labels" not in found
+    assert found.num_items == 0
+
+
+def test_shifted_labels_stay_as_they_are(enabled):
+    shifted = torch.full((1, 13), -100)
+    shifted[0, 3] = 8
+    found = enabled[1].shard({"input_ids": TOKENS, "lengths": LENGTHS, "shift_labels": shifted})
+    assert torch.equal(found["labels"], shifted)
+    assert found.num_items == 1
+
+
+def test_positions_of_several_axes_and_values_of_each_token_are_dealt(llama):
+    positions, weights = torch.arange(39).reshape(3, 1, 13), torch.rand(1, 13, 2)
+
+    def main(group):
+        context = enable_context_parallel(copy.deepcopy(llama), group, layout="zigzag")
+        found = context.shard(batch(position_ids=positions, token_weights=weights, return_dict=True))
+        axes = torch.stack([context.gather(axis, found)[0] for axis in found["position_ids"]])
+        return axes, context.gather(found["token_weights"], found), found["return_dict"]
+
+    axes, dealt, passed = run_ranks(main, 2)[0]
+    assert torch.equal(axes, positions[:, 0])
+    assert torch.equal(dealt, weights)
+    assert passed is True
+
+
+REFUSED_BATCHES = [
+    ({"input_ids": torch.ones(2, 13, dtype=torch.int64)}, "input_ids", "2 rows"),
+    ({"input_ids": torch.ones(13, dtype=torch.int64)}, "input_ids", r"\[13\]"),
+    ({"input_ids": torch.ones(1, 13)}, "input_ids", "float32"),
+    ({"input_ids": [[1, 2]]}, "input_ids", "token ids"),
+    ({"attention_mask": torch.tensor([[1] * 12 + [0]])}, "attention_mask", "zeros in it"),
+    ({"attention_mask": torch.ones(1, 1, 13, 13)}, "attention_mask", r"\[1, 1, 13, 13\]"),
+    ({"lengths": [5, 9]}, "lengths", "documents of 14 tokens"),
+    ({"lengths": [5.0, 8.0]}, "lengths", "integers"),
+    ({"lengths": None, "cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q", "documents of 5 tokens"),
+    ({"lengths": None, "position_ids": torch.arange(7, 20)[None]}, "position_ids", "say lengths"),
+    ({"lengths": None, "position_ids": torch.tensor([[0, 2] + [0] * 11])}, "position_ids", "count up from 0"),
+    ({"lengths": None, "position_ids": torch.zeros(3, 1, 13, dtype=torch.int64)}, "position_ids", "several axes"),
+    ({"position_ids": torch.zeros(13, 1, dtype=torch.int64)}, "position_ids", r"\[13, 1\]"),
+    ({"labels": TOKENS[:, 1:]}, "labels", r"\[1, 12\]"),
+    ({"weights": torch.rand(13)}, "weights", r"\[13\]"),
+    ({"past_key_values": object()}, "past_key_values", "no cache"),
+    ({"use_cache": True}, "use_cache", "no cache"),
+    ({"output_attentions": True}, "output_attentions", "in one place"),
+    ({"output_router_logits": True}, "output_router_logits", "no shard has"),
+    ({"cp_plans": object()}, "cp_plans", "planner"),
+]
+
+
+@pytest.mark.parametrize(("changed", "argument", "text"), REFUSED_BATCHES)
+def test_rejects_batches(enabled, changed, argument, text):
+    with pytest.raises(ArgumentError, match=text) as refused:
+        enabled[1].shard(batch(**changed))
+    assert refused.value.argument == argument
+
+
+def test_rejects_a_batch_that_is_no_mapping(enabled):
+    with pytest.raises(ArgumentError, match="a collator returns"):
+        enabled[1].shard([TOKENS])
+
+
+@pytest.mark.parametrize("name", ["lengths", "cu_seq_lens_q", "position_ids", "attention_mask", "input_ids", "labels"])
+def test_rejects_what_is_on_a_device(enabled, name):
+    on_device = torch.zeros(1, 13, dtype=torch.int64, device="meta")
+    with pytest.raises(ArgumentError, match=r"tensor on meta.*Shard the batch before it is moved") as refused:
+        enabled[1].shard(
+            batch(**({} if name == "lengths" else {"lengths": None}), **{name: on_device})
+            if name in ("cu_seq_lens_q", "position_ids")
+            else batch(**{name: on_device})
+        )
+    assert refused.value.argument == name
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, True])
+def test_rejects_seeds(enabled, seed):
+    with pytest.raises(ArgumentError, match="seed"):
+        enabled[1].shard(batch(), seed=seed)
+
+
+def test_rejects_plans_of_other_documents(enabled):
+    with pytest.raises(ArgumentError, match="this batch's documents"):
+        enabled[1].shard(batch(cp_plans=enabled[1].planner([6, 7])))
+
+
+def test_ranks_with_other_batches_are_told(llama):
+    def main(group):
+        context = enable_context_parallel(copy.deepcopy(llama), group)
+        with pytest.raises(cp.PlanMismatchError):
+            context.shard(batch(input_ids=TOKENS + group.rank))
+
+    run_ranks(main, 2)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def test_rejects_a_model_that_is_wrapped(llama):
+    for wrapped in (torch.compile(llama), nn.Sequential(llama), object()):
+        with pytest.raises(ArgumentError, match="before fully_shard"):
+            enable_context_parallel(wrapped, None)
+
+
+def test_rejects_a_model_twice(enabled):
+    with pytest.raises(ArgumentError, match="once"):
+        enable_context_parallel(enabled[0], None)
+
+
+@pytest.mark.parametrize("name", ["output_router_logits", "output_attentions"])
+def test_rejects_outputs_of_the_configuration(llama, name):
+    model = copy.deepcopy(llama)
+    model.set_attn_implementation("eager")
+    setattr(model.config, name, True)
+    with pytest.raises(ArgumentError, match=name):
+        enable_context_parallel(model, None)
+
+
+_OPTIONS = [
+    ("layout", "ring"), ("scheme", "ring"), ("linear_mode", "ring"), ("align", 0), ("transport", "ring"),
+    ("codec", "fp3"), ("ulysses_degree", 0), ("head_chunks", 0), ("hardware", "abacus"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("argument", "value"), _OPTIONS)
+def test_rejects_options(argument, value):
+    model = build("Qwen3Next", num_hidden_layers=4, dtype=torch.float32)
+    with pytest.raises(ArgumentError):
+        enable_context_parallel(model, None, **{argument: value})
+
+
+def test_rejects_unknown_mixers():
+    from transformers.models import jamba, lfm2, minimax, recurrent_gemma
+
+    tiny = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "num_hidden_layers": 2}  # fmt: skip
+    models = {
+        "MambaMixer": jamba.JambaForCausalLM(jamba.JambaConfig(**tiny, num_experts=1, attn_layer_offset=1,
+                                                              attn_layer_period=2, use_mamba_kernels=False)),
+        "ShortConv": lfm2.Lfm2ForCausalLM(lfm2.Lfm2Config(**tiny, layer_types=["conv", "full_attention"])),
+        "linear_attention|LightningAttention": minimax.MiniMaxForCausalLM(
+            minimax.MiniMaxConfig(**tiny, num_local_experts=2, head_dim=16)
+        ),
+        "Recurrent": recurrent_gemma.RecurrentGemmaForCausalLM(
+            recurrent_gemma.RecurrentGemmaConfig(**tiny, lru_width=32)
+        ),
+    }  # fmt: skip
+    for text, model in models.items():
+        with pytest.raises(ArgumentError, match=text):
+            enable_context_parallel(model, None)
+        assert not any("cp_slot" in vars(module) for module in model.modules())
+
+
+def test_rejects_attention_in_both_directions(llama):
+    model = copy.deepcopy(llama)
+    model.model.layers[0].self_attn.is_causal = False
+    with pytest.raises(ArgumentError, match="is_causal=False"):
+        enable_context_parallel(model, None)
+
+
+def test_rejects_a_loss_that_shifts_by_itself(enabled):
+    model, context = enabled
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
+    with pytest.raises(ArgumentError, match="takes shift_labels"):
+        context.shard(batch())
+    context.shard({"input_ids": TOKENS})  # without labels it is not called
+
+
+def test_rejects_groups(llama):
+    with pytest.raises(ArgumentError, match="group"):
+        enable_context_parallel(llama, "cp")
+
+
+# -- calls -------------------------------------------------------------------------------------------------------------
+
+
+def test_rejects_calls_without_a_planned_batch(enabled):
+    with pytest.raises(ArgumentError, match="cp_batch"):
+        enabled[0](input_ids=TOKENS)
+
+
+def test_rejects_a_call_of_a_model_that_was_not_enabled(llama, enabled):
+    stranger = copy.deepcopy(llama)
+    stranger.set_attn_implementation("megatron_cp")
+    with pytest.raises(ArgumentError, match="enable_context_parallel"):
+        stranger(**enabled[1].shard(batch()))
+
+
+def test_rejects_dropout_without_a_seed():
+    model = build("Llama", num_hidden_layers=1, attention_dropout=0.5, dtype=torch.float32)
+    context = enable_context_parallel(model, None)
+    with pytest.raises(ArgumentError, match="seed=step"):
+        model(**context.shard(batch()))
+    same = [model(**context.shard(batch(), seed=3)).logits for _ in range(2)]
+    assert torch.equal(*same)
+    assert not torch.equal(same[0], model(**context.shard(batch(), seed=4)).logits)
+    model.eval()
+    model(**context.shard(batch()))
+
+
+def test_rejects_a_mask_in_a_call(enabled):
+    model, context = enabled
+    attend = model.model.layers[0].self_attn
+    sharded = context.shard(batch())
+    with pytest.raises(ArgumentError, match="attention_mask"):
+        attend(
+            torch.zeros(1, 13, 48), (torch.ones(1, 13, 16),) * 2, torch.ones(1, 1, 13, 13), cp_batch=sharded["cp_batch"]
+        )
+
+
+def test_rejects_a_cache_in_a_call():
+    model = build("Mamba2", num_hidden_layers=1, dtype=torch.float32)
+    context = enable_context_parallel(model, None)
+    sharded = context.shard(batch())
+    with pytest.raises(ArgumentError, match="cache_params"):
+        model.backbone.layers[0].mixer(torch.zeros(1, 13, 48), cache_params=object(), cp_batch=sharded["cp_batch"])
+
+
+def test_rejects_rows_that_are_no_batch(enabled):
+    sharded = enabled[1].shard(batch())
+    with pytest.raises(ArgumentError, match=r"\[1, t, ...\]"):
+        enabled[1].gather(torch.zeros(13), sharded)
+
+
+@pytest.mark.parametrize(
+    ("logits", "without", "options", "text"),
+    [
+        (torch.zeros(1, 12, 97), (), {}, "logits"),
+        (torch.zeros(1, 13, 97), ("labels", "shift_labels"), {}, "no labels"),
+        (torch.zeros(1, 13, 97), (), {"temperature": 0.0}, "temperature"),
+        (torch.zeros(1, 13, 97), (), {"temperature": float("nan")}, "temperature"),
+    ],
+)
+def test_rejects_log_probs(enabled, logits, without, options, text):
+    sharded = enabled[1].shard(batch())
+    for name in without:
+        del sharded[name]
+    with pytest.raises(ArgumentError, match=text):
+        token_log_probs(logits, sharded, **options)
+
+
+# -- and back ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
+def test_disabled_is_the_stock_model(name):
+    model = build(name, dtype=torch.float32).eval()
+    kinds = [type(module) for module in model.modules()]
+    before = model(input_ids=TOKENS, use_cache=False).logits
+    keys = list(model.state_dict())
+    context = enable_context_parallel(model, None)
+    assert list(model.state_dict()) == keys
+    assert [type(module) for module in model.modules()] != kinds
+    with context.disabled():
+        assert [type(module) for module in model.modules()] == kinds
+        assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+        assert model.generate(TOKENS, max_new_tokens=2, do_sample=False).shape == (1, 15)
+    after = model(**context.shard({"input_ids": TOKENS})).logits
+    assert (after - before).abs().max() < 1e-4
+
+
+def test_explains_layers_and_plans(enabled):
+    context = enabled[1]
+    assert isinstance(context, ContextParallel)
+    assert "model.layers.0.self_attn: AttentionSlot" in context.explain()
+    assert "attention by a2a over 1 ranks: 3 documents, 13 tokens" in context.explain(context.shard(batch()))
+
+
+def test_vision_towers_stay_on_their_own_attention():
+    from transformers.models import clip, llama, llava
+
+    tiny = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    config = llava.LlavaConfig(
+        vision_config=clip.CLIPVisionConfig(**tiny, image_size=8, patch_size=4),
+        text_config=llama.LlamaConfig(**tiny, num_key_value_heads=2, vocab_size=97),
+    )
+    model = llava.LlavaForConditionalGeneration(config).eval()
+    before = model(input_ids=TOKENS, use_cache=False).logits
+    context = enable_context_parallel(model, None)
+    assert len(context.slots) == 2
+    assert model.config.text_config._attn_implementation == "megatron_cp"
+    assert model.config.vision_config._attn_implementation != "megatron_cp"
+    after = model(**context.shard({"input_ids": TOKENS})).logits
+    assert (after - before).abs().max() < 1e-5
