@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help setup lint test test-fast test-cuda cuda-table train check fuzz faults clean
+.PHONY: help setup lint test test-fast test-cuda cuda-table train train-hf check fuzz faults clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -46,6 +46,9 @@ cuda-table: test-cuda ## the same, and keeps the table of it that doctor prints
 
 train: setup ## a packed hybrid Megatron model at CP=2 against CP=1, in minutes; ARGS="--context-parallel-size 3 ..."
 	$(RUN)/megatron-cp train --context-parallel-size 2 --compare $(ARGS)
+
+train-hf: setup ## a tiny Qwen3-Next of transformers at CP=2 with FSDP2 against the stock class on one rank, in minutes
+	$(RUN)/python -W ignore examples/train_transformers.py --compare $(ARGS)
 
 check: setup ## parity of both layers at several context-parallel sizes, every scheme and mask; under a minute
 	$(RUN)/megatron-cp check --layer attention --lengths 7,1,130,64,2 --all
