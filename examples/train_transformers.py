@@ -3,7 +3,7 @@
 python examples/train_transformers.py --compare          # 2 local processes over gloo; what `make train-hf` runs
 torchrun --nproc-per-node 8 examples/train_transformers.py --cp 4          # two replicas of four ranks: NCCL or gloo
 
-A tiny random Qwen3-Next (Gated DeltaNet, gated attention, experts) on the source files of Python's standard library.
+A tiny random Qwen3-Next (Gated DeltaNet and gated attention) on the source files of Python's standard library.
 `--compare` then trains the stock class on one rank, one document at a time, and shows how far the losses are apart.
 """
 
@@ -30,7 +30,7 @@ LOSS_TOLERANCE = 1e-3  # over all steps: both runs round in fp32, and drift apar
 
 
 def build(vocab_size: int) -> PreTrainedModel:
-    """The same weights on every rank."""
+    """The same weights on every rank. No experts: a router turns roundings into other choices, and runs then differ."""
     if not torch.cuda.is_available():
         sys.modules.setdefault("fla", None)  # where it is installed, the stock class takes its kernels, for GPUs alone
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
@@ -39,10 +39,8 @@ def build(vocab_size: int) -> PreTrainedModel:
     config = Qwen3NextConfig(
         vocab_size=vocab_size, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=1, head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-        linear_value_head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64,
-        shared_expert_intermediate_size=64, pad_token_id=0, bos_token_id=None, eos_token_id=None,
+        linear_value_head_dim=32, mlp_only_layers=[0, 1, 2, 3], pad_token_id=0, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-    config._experts_implementation = "eager"
     return Qwen3NextForCausalLM(config).train()
 
 
