@@ -26,6 +26,7 @@ from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.transformers import enable_context_parallel
 
+WARMUP = 20  # steps
 LOSS_TOLERANCE = 1e-3  # over all steps: both runs round in fp32, and drift apart as any two orders of summing do
 
 
@@ -68,8 +69,7 @@ def train(world: RankGroup, args: argparse.Namespace) -> None:
         loss = model(**batch, num_items_in_batch=labels).loss  # this rank's share
         (loss * everyone.size()).backward()  # FSDP takes the mean of gradients over as many ranks
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, args.lr, step)
         total = loss.detach().clone()
         dist.all_reduce(total)
         log.step(total.item(), float(norm.full_tensor()), packing.total * replicas, time.perf_counter() - began)
@@ -93,9 +93,15 @@ def train_stock(args: argparse.Namespace, replicas: int) -> None:
                 loss.backward()
                 total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        update(optimizer, args.lr, step)
         log.step(total, norm.item(), sum(len(document) for document in documents), time.perf_counter() - began)
+
+
+def update(optimizer: torch.optim.Optimizer, lr: float, step: int) -> None:
+    """A step of the optimizer, whose rate rises over the first ones."""
+    optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / WARMUP)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 class Log:
@@ -154,7 +160,7 @@ def main() -> int:
     parser.add_argument("--cp", type=int, default=2, help="context-parallel ranks of a replica")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seq-length", type=int, default=2048, help="the most tokens of a pack")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--run-dir", type=Path, default=Path("runs") / f"hf-{time.strftime('%Y-%m-%d-%H%M%S')}")
     parser.add_argument("--compare", action="store_true", help="train the stock class on one rank too")
     args = parser.parse_args()
