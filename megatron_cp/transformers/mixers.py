@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
@@ -40,6 +41,18 @@ def family_of(module: nn.Module) -> MixerFamily | None:
     return next((family for family in FAMILIES if names & set(family.classes)), None)
 
 
+@opaque
+def _planned(
+    mix: Callable[..., Tensor], inputs: tuple[Tensor, ...], module: Any, batch: PlannedBatch, **parameters: Any
+) -> Tensor:
+    """One of the package's mixers by the batch's plan: what a compiler does not look into."""
+    conv = module.conv1d
+    return mix(
+        *inputs, batch.plans.plan(module.cp_slot), batch.group, conv=conv.weight, conv_bias=conv.bias,
+        kernel=batch.kernel, **parameters,
+    )  # fmt: skip
+
+
 # -- Gated DeltaNet ----------------------------------------------------------------------------------------------------
 
 
@@ -59,11 +72,7 @@ def _gdn(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
         z, beta, alpha = z[0], beta[0], alpha[0]
     else:
         qkv, z, beta, alpha = (getattr(module, f"in_proj_{name}")(hidden) for name in ("qkv", "z", "b", "a"))
-    conv = module.conv1d
-    out = gated_delta_net(
-        qkv, beta, alpha, batch.plans.plan(module.cp_slot), batch.group, conv=conv.weight, conv_bias=conv.bias,
-        A_log=module.A_log, dt_bias=module.dt_bias, kernel=batch.kernel,
-    )  # fmt: skip
+    out = _planned(gated_delta_net, (qkv, beta, alpha), module, batch, A_log=module.A_log, dt_bias=module.dt_bias)
     rows = module.norm(out.reshape(-1, module.head_v_dim), z.reshape(-1, module.head_v_dim))
     return module.out_proj(rows.reshape(-1, module.value_dim))
 
@@ -80,11 +89,9 @@ def _kda_slot(module: Any, **options: Any) -> LinearSlot:
 
 def _kda(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
     qkv = torch.cat([project(hidden) for project in (module.q_proj, module.k_proj, module.v_proj)], dim=-1)
-    gate, conv = module.forget_gate, module.conv1d
-    out = kda_mixer(
-        qkv, gate.f_b_proj(gate.f_a_proj(hidden)), module.b_proj(hidden), batch.plans.plan(module.cp_slot), batch.group,
-        conv=conv.weight, conv_bias=conv.bias, A_log=gate.A_log.flatten(), dt_bias=gate.dt_bias, kernel=batch.kernel,
-    )  # fmt: skip
+    gate = module.forget_gate
+    inputs = qkv, gate.f_b_proj(gate.f_a_proj(hidden)), module.b_proj(hidden)
+    out = _planned(kda_mixer, inputs, module, batch, A_log=gate.A_log.flatten(), dt_bias=gate.dt_bias)
     z = module.g_b_proj(module.g_a_proj(hidden)).unflatten(-1, (module.num_heads, module.head_dim))
     return module.o_proj(module.o_norm(out, z).flatten(1))
 
@@ -105,10 +112,9 @@ def _mamba(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
     projected = projected * module.mup_vector[0] if scales else projected
     gate, x, dt = projected.split([module.intermediate_size, module.conv_dim, module.num_heads], dim=-1)
     low, high = (float(limit) for limit in module.time_step_limit)
-    conv = module.conv1d
-    out = mamba2_mixer(
-        x, dt, batch.plans.plan(module.cp_slot), batch.group, conv=conv.weight, conv_bias=conv.bias,
-        A_log=module.A_log, D=module.D, dt_bias=module.dt_bias, dt_limit=(low, high), kernel=batch.kernel,
+    out = _planned(
+        mamba2_mixer, (x, dt), module, batch, A_log=module.A_log, D=module.D, dt_bias=module.dt_bias,
+        dt_limit=(low, high),
     ).flatten(1)  # fmt: skip
     if getattr(module, "mamba_rms_norm", True):
         out = module.norm(out, gate)
