@@ -9,6 +9,7 @@ from megatron_cp.planner import layouts
 from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.model_files import read_model
+from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.predict.step import StepChoice, predict_step
 
 H100 = machine("h100")
@@ -165,3 +166,14 @@ def test_every_name_has_the_rows_that_it_is_asked_for(name):
 def test_a_graph_has_one_layout():
     with pytest.raises(cp.ArgumentError, match="A graph repeats the launches of one layout"):
         cp.PlanSlots(16, 3, 2, layout="auto")
+
+
+def test_tiles_are_assigned_in_each_layout():
+    """So owners of rows are chosen with what tiles send from them."""
+    layer = cp.AttentionSlot(1, 1, 128, 128, mask="global_local", scheme="tiled", hardware=H100)
+    choice = choose_layout(cp.Packing([1024]), 4, [layer])
+    assert {price.name for price in choice.prices} == set(CHOICES)
+    assert {kind.way for price in choice.prices for kind in price.kinds} == {"tiled"}
+    for price in choice.prices:
+        layout = layout_by_name(price.name, cp.Packing([1024]), 4)
+        assert price.milliseconds == pytest.approx(priced(layer.plan(layout), H100, H100.topology(4)).total)
