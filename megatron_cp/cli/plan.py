@@ -177,12 +177,13 @@ def _like(case: LayerCase, scheme: str) -> Plan:
     way = scheme_named(scheme)
     codec = case.codec if way.takes_codec else "none"
     degree = case.ulysses_degree if way.is_product and scheme_named(case.scheme).is_product else None
-    plan = replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=None, codec=codec).plan()
+    like = case.by(scheme, ulysses_degree=degree, head_chunks=None, codec=codec)
+    plan = like.plan()
     most = plan.partition.most_groups
     chunks = min(case.head_chunks, most) if case.head_chunks is not None and way.takes_chunks else None
     if chunks in (None, _head_chunks(plan)):
         return plan
-    return replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=chunks, codec=codec).plan()
+    return replace(like, head_chunks=chunks).plan()
 
 
 def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:

@@ -18,7 +18,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import words
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import AUTO, MODES, may_assign_tiles
+from megatron_cp.plan.schemes import AUTO, MODES
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import CHOICES, layout_by_name
@@ -60,9 +60,6 @@ def run_whole(args: argparse.Namespace) -> Report:
     linear = any(isinstance(block.mixer, LinearMixer) for block in model.blocks)
     if args.scheme in MODES and not linear:
         raise ArgumentError("--scheme", args.scheme, f"a scheme of attention: {model.name} has no linear layer")
-    if (args.search or args.search_cache) and not may_assign_tiles(require("scheme", _asked(args)[0])):
-        flag, given = ("--search", args.search) if args.search else ("--search-cache", args.search_cache)
-        raise ArgumentError(flag, given, "only with a --scheme that assigns tiles to ranks: tiled, a2a+tiled or auto")
     lengths = document_lengths(args, max(args.cp))
     limit = on.hardware.memory if args.fit is None else args.fit
     rows = _rows(args, model, on, Packing(lengths), limit)

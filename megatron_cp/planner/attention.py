@@ -104,7 +104,7 @@ def plan_attention(
             travels.
         search_seconds: how long tiled and a2a+tiled may search for better tiles, forward and backward each, beyond what
             they find within seconds: with OR-Tools, which the extra `solver` brings. All ranks find the same. "auto"
-            weighs the two only if this is above 0, since they take seconds to plan.
+            weighs the two only if this is above 0, since they take seconds to plan; other schemes refuse a search.
         search_cache: a folder with what searches found before, for all ranks the same; None for none.
         memory_limit: bytes that the buffers of messages may take on a rank, in one step forward and backward, as
             `buffer_bytes` counts them; None for any. "auto" takes no way that needs more, in more head chunks if that
@@ -134,7 +134,7 @@ def plan_attention(
     transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     topology = checked_topology(topology, on, layout.cp_size, transport)
-    search = checked_search(item_size, search_seconds, search_cache)
+    search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     request = _Request(
         layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
         search, on,

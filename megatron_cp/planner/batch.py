@@ -54,7 +54,7 @@ class AttentionSlot:
         _check_topology(self.topology)
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
-        checked_search(self.item_size, self.search_seconds, self.search_cache)
+        checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)
         object.__setattr__(self, "hardware", machine(self.hardware))
         Mask.named(Packing([1]), self.mask)  # as much as can be said of it without a batch
         object.__setattr__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment, TiledWork
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.schemes import AUTO, SCHEMES, may_assign_tiles
 from megatron_cp.planner.predict.bound import exchange_seconds
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import pair_rate
@@ -54,28 +56,46 @@ class TileSearch(NamedTuple):
 
 
 def checked_search(
-    item_size: int, search_seconds: object, search_cache: object, *, names: tuple[str, str] = _NAMES
-) -> TileSearch:
+    search_seconds: object, search_cache: object, ways: Iterable[str], *, item_size: int = 2,
+    names: tuple[str, str] = _NAMES,
+) -> TileSearch:  # fmt: skip
     """How tiles are searched for.
 
     Args:
-        item_size: bytes of an element.
         search_seconds: that the exact stage may take for each direction; 0 for the fast stage alone.
         search_cache: a folder's name; None for none.
-        names: how the user spells the last two.
+        ways: the schemes of all layers that are given this search, of which one must assign tiles; none of linear
+            layers.
+        item_size: bytes of an element.
+        names: how the user spells the first two.
 
     Raises:
-        ArgumentError: no time, no name of a folder, or a search without OR-Tools and without a folder of answers.
+        ArgumentError: no time, no name of a folder, a search that no layer reads, or one without OR-Tools and without a
+            folder of answers.
     """
     seconds = as_number(search_seconds)
     if not 0 <= seconds <= _LONGEST_SEARCH:
         raise ArgumentError(names[0], search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
     folder = checked_directory(search_cache, names[1])
+    if seconds or folder is not None:
+        _refuse_unread((names[0], search_seconds, "0") if seconds else (names[1], search_cache, "None"), ways)
     # Said here: where "auto" chooses, a scheme that cannot be planned is only left out.
     if seconds and folder is None and find_spec("ortools") is None:
         remedy = "OR-Tools is not installed: pip install 'megatron_cp[solver]'. The fast stage needs none."
         raise ArgumentError(names[0], search_seconds, f"0, or a {names[1]} with answers to read", remedy)
     return TileSearch(item_size, seconds, None if folder is None else str(folder))
+
+
+def _refuse_unread(given: tuple[str, object, str], ways: Iterable[str]) -> None:
+    """Refuses a search, with its name, its value and what is allowed, that no layer reads."""
+    ways = list(dict.fromkeys(ways))
+    if any(map(may_assign_tiles, ways)):
+        return
+    name, value, none = given
+    takers = " or ".join([*(way.name for way in SCHEMES.values() if way.assigns_tiles), AUTO])
+    remedy = f"No layer here assigns tiles to ranks: take {takers} for attention."
+    where = f"with {' and '.join(ways)}" if ways else "without attention"
+    raise ArgumentError(name, value, f"{none} {where}", remedy)
 
 
 USUAL_SEARCH = TileSearch()

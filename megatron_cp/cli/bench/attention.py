@@ -26,6 +26,7 @@ from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
+from megatron_cp.planner.tiled import checked_search
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
 from megatron_cp.softmax.on_rank import attention_call
@@ -80,9 +81,10 @@ def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str
     asked = [args.scheme] if args.scheme else [scheme for scheme in working("scheme") if scheme != "auto"]
     hosts = hosts_of_job(args, world, args.cp)
     base = case_of(args, args.cp, kernel=args.kernel, device=args.device, hosts=hosts)
+    checked_search(base.search_seconds, base.search_cache, asked)
     cases, not_run = {}, {}
     for scheme in asked:
-        case = replace(base, scheme=scheme)
+        case = base.by(scheme)
         try:
             case.refuse_early()
         except ArgumentError as error:
