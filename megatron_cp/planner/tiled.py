@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -15,17 +15,20 @@ from megatron_cp.layout import Layout
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment, TiledWork
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import AUTO, SCHEMES, may_assign_tiles
+from megatron_cp.plan.plan import Plan, Price
+from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, may_assign_tiles
 from megatron_cp.planner.predict.bound import exchange_seconds
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import pair_rate
+from megatron_cp.planner.predict.price import described
 from megatron_cp.planner.tiles import Solution, TileProblem, TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.cache import checked_directory
 from megatron_cp.planner.tiles.cuts import USUAL_TILES
+from megatron_cp.planner.tiles.exact import beyond_solver
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
 from megatron_cp.planner.tiles.problem import volumes
+from megatron_cp.planner.weigh import milliseconds_for_tiles, words_of_degree
 
 # Runs of visible blocks in the rows of a table, or bands of other masks. Tables may change with each batch and are
 # planned while it is loaded. With many runs each random move of the search matters little: of 300 runs, and of 1,600,
@@ -124,9 +127,18 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     for direction in directions:
         solution = _solved(direction.problem, search, steps)
         assignment = TileAssignment(*bands_by_rank(step.mask, direction.problem, solution.ranks))
-        found.append((assignment, _quality(direction, solution)))
+        quality = _quality(direction, solution)
+        # Said in the plan too: a warning is not heard by who reads a plan that auto made.
+        is_short = search.seconds > 0 and not solution.optimal
+        found.append((assignment, replace(quality, note=beyond_solver(direction.problem) if is_short else "")))
     (forward_tiles, first), (backward_tiles, second) = found
     return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))
+
+
+def notes_of_search(plan: Plan) -> tuple[str, ...]:
+    """What the search for a plan's tiles could not do; nothing of a plan without assigned tiles."""
+    solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
+    return tuple(dict.fromkeys(found.note for found in solutions if found.note))
 
 
 class _Direction(NamedTuple):
@@ -231,6 +243,33 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
                 least = _least_seconds(problem.with_weights(weights), rates[number], topology, by_proxies=by_proxies)
                 found[number] = max(found[number], least)
     return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
+
+
+def hopeless_tiles(
+    of_tiles: Sequence[tuple[Scheme, int | None]], ways: Sequence[Plan], others: Sequence[tuple[Price, Plan]],
+    on: Machine, topology: Topology, item_size: int,
+) -> list[Price]:  # fmt: skip
+    """The ways of tiles that no search makes fast enough to be taken, with what they take at least."""
+    found = []
+    for way, degree in of_tiles if others else ():
+        alike = next((plan for plan in ways if _shares_heads(plan, way, degree)), None)
+        if alike is None:
+            continue
+        enough = milliseconds_for_tiles(others[0])
+        try:
+            forward, backward = bound_of_tiles(alike, on, topology, item_size, enough)
+        except ArgumentError:  # too many tiles, as planning them says
+            continue
+        if forward + backward >= enough:
+            machine_words, detail = described(on, topology), words_of_degree(way, degree)
+            found.append(Price(way.name, forward, backward, 0, True, machine_words, detail=detail))
+    return found
+
+
+def _shares_heads(plan: Plan, way: Scheme, degree: int | None) -> bool:
+    """Whether a plan's keys are fetched by ranks that have the heads that they have with tiles."""
+    is_alike = SCHEMES[plan.scheme].chunks_keys and plan.attend is not None and plan.attend.num_kv_ranks > 1
+    return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == way.is_product
 
 
 def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, by_proxies: bool) -> float:

@@ -119,6 +119,23 @@ def test_auto_takes_tiles_where_they_pay_and_a_search_is_allowed():
         assert plan_of("causal", heads=32, kv_heads=32, search_seconds=0.01).scheme == "a2a"
 
 
+@pytest.mark.parametrize(("scheme", "mask"), [("tiled", "global_local"), ("auto", "global_local"), ("auto", "causal")])
+def test_a_plan_says_that_a_search_was_too_large_for_the_solver(monkeypatch, scheme, mask):
+    """Whether tiles are then taken or not."""
+    monkeypatch.setattr("megatron_cp.planner.tiles.exact.MOST_CHOICES", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = plan_of(mask, scheme=scheme, search_seconds=0.02)
+        quick = plan_of(mask, scheme="tiled")
+    is_taken = plan.attend.tiled is not None
+    assert is_taken == (mask == "global_local")
+    names = ["" if is_taken else f"{price.scheme}{price.detail}: " for price in plan.prices if price.scheme == "tiled"]
+    texts = [note for note in plan.notes if "the search makes random moves alone, and proves nothing" in note]
+    assert any(text.startswith(names[0] or tuple("0123456789")) for text in texts)
+    assert f"note: {texts[0]}" in plan.explain()
+    assert not any("proves nothing" in note for note in quick.notes)
+
+
 def test_rounds_are_those_that_are_predicted_to_be_fastest():
     """Of one and of two, forward and backward each; what is predicted is said, beside what no order is below."""
     plan = plan_of("causal", scheme="tiled")
