@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, layer_case_of
-from megatron_cp.cli.parser import integers, memory_size, positive
+from megatron_cp.cli.parser import cp_sizes, memory_size, positive
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
@@ -38,7 +38,7 @@ HELP = "explain a plan: who owns what, transfers and balance"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "--cp", type=integers(1), default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
+        "--cp", type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
     )
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit",
         type=memory_size,
         metavar="BYTES",
-        help="of --whole: memory of a rank, such as 80GiB (default: --gpu's)",
+        help="of --whole: memory of a rank, such as 70GiB (default: --gpu's)",
     )
     for action in parser._actions:
         if action.dest == "hosts":
@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     check_paths(args)
+    _check_hosts(args)
     if args.whole:
         _refuse(args, ("plot",), "without --whole")
         from megatron_cp.cli.plan_whole import run_whole
@@ -82,6 +83,15 @@ def run(args: argparse.Namespace) -> Report:
         return _explained(args, args.cp[0])
     _refuse(args, ("plot",), "with one --cp")
     return _compared(args)
+
+
+def _check_hosts(args: argparse.Namespace) -> None:
+    """Refuses hosts that would not all have as many ranks."""
+    for cp in args.cp:
+        if args.hosts is not None and args.hosts < cp and cp % args.hosts:
+            divisors = [str(hosts) for hosts in range(1, cp + 1) if cp % hosts == 0]
+            remedy = f"Each host has as many neighbouring ranks of --cp {cp}: take one of these, or another --cp."
+            raise ArgumentError("--hosts", args.hosts, " or ".join(divisors), remedy)
 
 
 def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> None:

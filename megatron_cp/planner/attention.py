@@ -38,7 +38,7 @@ from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
 from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
-from megatron_cp.planner.weigh import VERY_MANY, detail_of, in_best_chunks, weighed, words_of_degree
+from megatron_cp.planner.weigh import VERY_MANY, detail_of, in_best_chunks, rule_of, weighed, words_of_degree
 
 
 def plan_attention(
@@ -271,6 +271,7 @@ def _cheapest(
         assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if way.is_product else None
+    price = replace(price, rule=rule_of((price, plan), found[1:]))
     prices = (price, *(other for other, _ in found[1:]), *skipped)
     return _Choice(way, degree, chunks, prices, (*notes, *_left_out(not_tiled), *_not_searched(ways, plan)))
 

@@ -1,5 +1,6 @@
 """`megatron-cp plan --whole`, several sizes, machines and what fits."""
 
+import itertools
 import json
 import re
 
@@ -77,6 +78,22 @@ def test_the_smallest_size_that_fits_is_taken(capsys):
     assert "nothing fits 2.0 GiB: the nearest is cp 8" in out
 
 
+@pytest.mark.parametrize("batch", [["--lengths", "65536"], ["--lengths", "50001,1023,9000"]])
+@pytest.mark.parametrize("fit", ["14GiB", "30GiB", "70GiB"])
+def test_the_length_that_is_said_to_fit_does(capsys, fit, batch):
+    """Asked again, with the documents scaled to it; and a tenth more does not."""
+    shape = ["--whole", "--model", "llama3-8b", "--layout", "zigzag", "--cp", "16", "--fit", fit]
+    out, found = printed(capsys, *shape, *batch)
+    longest, given = found["longest"], [int(length) for length in batch[1].split(",")]
+    assert f" {longest} tokens " in out
+    assert "about" not in next(line for line in out.splitlines() if f" {longest} tokens " in line)
+    for share, fits in ((1.0, True), (1.1, False)):
+        edges = [round(sum(given[:number]) / sum(given) * longest * share) for number in range(len(given) + 1)]
+        lengths = ",".join(str(hi - lo) for lo, hi in itertools.pairwise(edges))
+        recompute = ["--recompute", found["best"]["recompute"]]
+        assert printed(capsys, *shape, "--lengths", lengths, *recompute)[1]["fits"] == fits
+
+
 def test_hosts_that_are_far_apart_cost_time(capsys):
     shape = ["--model", "llama3-8b", "--cp", "8", "--scheme", "a2a", "--lengths", "65536"]
     times = [printed(capsys, *shape, "--hosts", hosts)[1]["predicted_ms"]["forward"] for hosts in ("1", "4")]
@@ -139,8 +156,15 @@ def test_a_model_may_be_a_config_or_flags(capsys, tmp_path):
         ),
         (["--whole", "--search-cache", __file__], "--search-cache: got "),
         (["--search", "nan"], "--search: got nan; allowed: seconds from 0 to 86400"),
-        (["--fit", "80 apples"], "allowed: bytes above 0, such as 80GiB"),
+        (["--fit", "80 apples"], "allowed: bytes above 0, such as 70GiB"),
         (["--whole", "--cp", "3", "--scheme", "a2a+exact"], "3 has no other divisor"),
+        (["--cp", "8,16", "--hosts", "3"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8. Each host has as many"),
+        (["--cp", "16", "--hosts", "3", "--whole"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8 or 16. Each host"),
+        (["--cp", "1025"], "--cp: got '1025'; allowed: integers from 1 to 1024, as in 4,8"),
+        (
+            ["--cp", "4,1000000000000", "--whole", "--tokens-per-rank", "1"],
+            "--cp: got '1000000000000'; allowed: integers",
+        ),
         (["--cp", "4", "--hosts", "5"], "--hosts: got 5; allowed: 1 to the 4 ranks"),
     ],
 )

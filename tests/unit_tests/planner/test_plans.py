@@ -426,3 +426,20 @@ def test_a_ring_over_other_layouts_does_not_warn(name):
         warnings.simplefilter("error")
         plan = plan_attention(packing, getattr(Layout, name)(packing, 16), heads=4, head_dim=4, scheme="p2p")
     assert not any("pieces" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(("layout", "ranks", "says"), [
+    ("zigzag", 4, "a2a counts as predicted and all_gather, 2 chunks counts as 1.01 times its prediction and 0.02 ms"),
+    ("contiguous", 16, "and a2a+p2p (u = 8) counts as 1.04 times its prediction and 0.1 ms, since a ring rounds once"),
+])  # fmt: skip
+def test_the_other_ways_come_from_the_fastest_on_with_the_rule_that_took_a_slower_one(layout, ranks, says):
+    packing = Packing([8192])
+    heads = 32 if ranks == 4 else 8
+    plan = plan_attention(packing, getattr(Layout, layout)(packing, ranks), heads=heads, kv_heads=8, head_dim=128)
+    lines = plan.explain().splitlines()
+    shown = [line.split()[1].rstrip(",") for line in lines if line.startswith("other ") and "at least" not in line]
+    played = sorted((price.total, price.scheme) for price in plan.prices[1:] if not price.is_bound)
+    assert shown == [scheme for _, scheme in played][: len(shown)]
+    assert played[0][0] < plan.prices[0].total
+    (line,) = (line for line in lines if " is predicted to be " in line)
+    assert says in line
