@@ -19,7 +19,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, scheme_named
 from megatron_cp.plan.transport import knows_hosts
-from megatron_cp.plan.words import size
+from megatron_cp.plan.words import counted, size
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict import machine, presets
@@ -203,7 +203,7 @@ def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
         chunks = scheme["head_chunks"]
         without = [
             *(["no codec"] if scheme["codec"] != case.codec else []),
-            *([f"{chunks} head chunk{'s' * (chunks > 1)}"] if case.head_chunks not in (None, chunks) else []),
+            *([counted(chunks, "head chunk")] if case.head_chunks not in (None, chunks) else []),
         ]
         if without:
             rows.append(f"{name} has {' and '.join(without)}")

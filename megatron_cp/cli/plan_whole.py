@@ -199,8 +199,8 @@ def _text(
     lines = [
         f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, of which a token meets "
         f"{model.active_parameters / 1e9:.2f}e9 in products; {model.source}",
-        f"a step of one context-parallel group: {sum(lengths)} tokens in {words.counted(len(lengths), 'document')}, "
-        f"{drawn}; median {middle}, longest {max(lengths)}",
+        f"a step of one context-parallel group: {words.counted(sum(lengths), 'token')} in "
+        f"{words.counted(len(lengths), 'document')}, {drawn}; median {middle}, longest {max(lengths)}",
         f"predicted for {data['machine']}; attention: {on.hardware.sources.get('attention', 'given')}",
         f"sharding {choice.sharding} over {words.counted(choice.replicas, 'replica')} of the group's ranks",
         "",
@@ -300,7 +300,7 @@ def report_of(
         "facts": [
             ["machine", described(on, topology)],
             ["documents", f"{packing.num_documents}, longest {packing.lengths.max()}"],
-            ["sharding", f"{chosen.choice.sharding}, {chosen.choice.replicas} replicas"],
+            ["sharding", f"{chosen.choice.sharding}, {words.counted(chosen.choice.replicas, 'replica')}"],
             ["recomputation", chosen.choice.recompute],
             ["work by rank", "of kernels, in one forward and one backward of all layers"],
             ["not priced", "pipelines, tensor parallelism, experts' exchanges, the host's own time"],

@@ -337,8 +337,9 @@ class Plan(Memo):
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         lines = [
-            f"{self.kind} by {way} over {self.cp_size} ranks: {self.packing.num_documents} documents, "
-            f"{self.packing.total} tokens, {about}",
+            f"{self.kind} by {way} over {words.counted(self.cp_size, 'rank')}: "
+            f"{words.counted(self.packing.num_documents, 'document')}, "
+            f"{words.counted(self.packing.total, 'token')}, {about}",
             "",
             *words.ownership(self.layout),
             "",
@@ -375,8 +376,8 @@ class Plan(Memo):
         for name, forward in (("forward", True), ("backward", False)):
             sent, needed = (f(item_size, forward=forward) for f in (self.bytes_sent, self.bytes_needed))
             lines.append(
-                f"{name}: a rank starts {self.collectives(forward=forward)} transfers and sends at most "
-                f"{words.size(max(sent))}; {words.size(max(needed))} without {spare}; at {item_size} bytes an element"
+                f"{name}: a rank starts {words.counted(self.collectives(forward=forward), 'transfer')} and sends "
+                f"at most {words.size(max(sent))}; {words.size(max(needed))} without {spare}; at {item_size} bytes an element"
             )
         lines += self._explain_assignment()
         if self.transport != COLLECTIVE:
@@ -398,7 +399,7 @@ class Plan(Memo):
             ("forward", "backward"), tiled.schedules if tiled else (), tiled.rounds if tiled else (), strict=False
         ):
             lines.append(
-                f"{name}: rows of tiles come in {'1 round' if rounds == 1 else f'{rounds} rounds'}, predicted "
+                f"{name}: rows of tiles come in {words.counted(rounds, 'round')}, predicted "
                 f"{schedule.milliseconds:.3f} ms; in any order these tiles take at least {schedule.bound:.3f} ms"
             )
         return lines

@@ -24,6 +24,7 @@ from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.words import counted
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.tiled import checked_search
@@ -273,7 +274,7 @@ def _text(case: Case, data: dict[str, Any]) -> str:
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     alone = ", ".join(f"{way} {data['one_rank_kernel_ms'][way]['median']:.1f} ms" for way in DIRECTIONS)
-    tokens = f"{sum(data['lengths'])} tokens in {len(data['lengths'])} documents"
+    tokens = f"{sum(data['lengths'])} tokens in {counted(len(data['lengths']), 'document')}"
     heads = f"heads {case.heads}/{case.groups} of {case.head_dim}/{case.value_head_dim}"
     dtype = str(case.dtype).removeprefix("torch.")
     return "\n".join([

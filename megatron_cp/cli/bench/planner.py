@@ -26,6 +26,7 @@ from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.executor.hosts import hosts_of
 from megatron_cp.plan.kinds import GDN, MAMBA
 from megatron_cp.plan.schemes import MODES, SCHEMES
+from megatron_cp.plan.words import counted
 from megatron_cp.planner.predict import Machine, machine
 from megatron_cp.planner.predict.hardware import written
 from megatron_cp.planner.predict.price import priced
@@ -232,7 +233,7 @@ def _spearman(first: list[float], second: list[float]) -> float:
 def _text(data: dict[str, Any], found: Machine, saved: str | None) -> str:
     hosts = len(set(data["hosts"]))
     lines = [
-        f"{found.describe()}; {data['cp']} ranks on {hosts} host{'s' * (hosts > 1)}, {data['repeats']} repeats; torch "
+        f"{found.describe()}; {data['cp']} ranks on {counted(hosts, 'host')}, {data['repeats']} repeats; torch "
         f"{data['torch']}, {data['cores']} cores",
         "",
         f"Within 25 %: {data['within_25_percent']:.0%} of all ways, 100 % is the target: "

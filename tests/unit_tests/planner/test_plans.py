@@ -443,3 +443,14 @@ def test_the_other_ways_come_from_the_fastest_on_with_the_rule_that_took_a_slowe
     assert played[0][0] < plan.prices[0].total
     (line,) = (line for line in lines if " is predicted to be " in line)
     assert says in line
+
+
+def test_one_of_a_thing_is_in_the_singular():
+    packing = Packing([1])
+    said = plan_attention(packing, Layout.contiguous(packing, 1), heads=1, head_dim=8).explain()
+    assert "over 1 rank: 1 document, 1 token, " in said
+    packing = Packing([64])
+    said = plan_attention(packing, Layout.contiguous(packing, 2), heads=1, head_dim=8, scheme="tiled").explain()
+    assert "in 1 chunk of heads" in said
+    assert "over 2 ranks: 1 document, 64 tokens, " in said
+    assert not re.search(r"\b1 (documents|chunks|rounds|transfers|tokens|ranks)\b", said)
