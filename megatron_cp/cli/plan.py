@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -17,7 +18,7 @@ from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.plan import Plan, Price
-from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, scheme_named
+from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles, scheme_named
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.plan.words import counted, size
 from megatron_cp.planner.capabilities import working
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     check_paths(args)
     _check_hosts(args)
+    _announce_search(args)
     if args.whole:
         _refuse(args, ("plot",), "without --whole")
         from megatron_cp.cli.plan_whole import run_whole
@@ -83,6 +85,22 @@ def run(args: argparse.Namespace) -> Report:
         return _explained(args, args.cp[0])
     _refuse(args, ("plot",), "with one --cp")
     return _compared(args)
+
+
+_LONG_SEARCH = 5  # seconds after which one wonders
+
+
+def _announce_search(args: argparse.Namespace) -> None:
+    """A line before a long search, for who waits at a terminal; on standard error, so that --json stays alone."""
+    longest = 2 * args.search  # forward and backward
+    reads = may_assign_tiles(args.scheme or AUTO) or args.whole
+    if longest > _LONG_SEARCH and reads and sys.stderr.isatty():
+        each = (
+            "each size, layout, kind of attention and scheme of tiles"
+            if args.whole
+            else "each size and scheme of tiles"
+        )
+        print(f"searching tiles for up to {longest:g} s for {each} ...", file=sys.stderr, flush=True)
 
 
 def _check_hosts(args: argparse.Namespace) -> None:

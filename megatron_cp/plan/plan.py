@@ -377,7 +377,8 @@ class Plan(Memo):
             sent, needed = (f(item_size, forward=forward) for f in (self.bytes_sent, self.bytes_needed))
             lines.append(
                 f"{name}: a rank starts {words.counted(self.collectives(forward=forward), 'transfer')} and sends "
-                f"at most {words.size(max(sent))}; {words.size(max(needed))} without {spare}; at {item_size} bytes an element"
+                f"at most {words.size(max(sent))}; {words.size(max(needed))} without {spare}; "
+                f"at {item_size} bytes an element"
             )
         lines += self._explain_assignment()
         if self.transport != COLLECTIVE:

@@ -78,6 +78,19 @@ def test_the_smallest_size_that_fits_is_taken(capsys):
     assert "nothing fits 2.0 GiB: the nearest is cp 8" in out
 
 
+@pytest.mark.parametrize(("seconds", "terminal"), [("9", True), ("2", True), ("9", False)])
+def test_a_long_search_is_announced_to_who_waits_at_a_terminal(capsys, monkeypatch, seconds, terminal):
+    """On standard error: the last line of standard output is JSON all the same."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    assert main(["plan", "--lengths", "64", "--layout", "contiguous", "--search", seconds, "--json"]) == 0
+    out, err = capsys.readouterr()
+    is_said = terminal and seconds == "9"
+    assert err.startswith("searching tiles for up to 18 s for each size and scheme of tiles ...") == is_said
+    assert err.count("\n") == is_said
+    assert "searching" not in out
+    assert json.loads(out.splitlines()[-1])
+
+
 @pytest.mark.parametrize("batch", [["--lengths", "65536"], ["--lengths", "50001,1023,9000"]])
 @pytest.mark.parametrize("fit", ["14GiB", "30GiB", "70GiB"])
 def test_the_length_that_is_said_to_fit_does(capsys, fit, batch):

@@ -168,6 +168,14 @@ class TrainingOptions:
         """
         for entry in fields(self):
             _check_kind(entry, getattr(self, entry.name))
+        self._check_numbers()
+        self._check_names()
+        self._check_wire()
+        self._check_divisors()
+        self._check_together()
+
+    def _check_numbers(self) -> None:
+        """Refuses numbers that no run has, each by itself."""
         least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
         least |= dict.fromkeys(_AMOUNTS, 0) | {"seq_length": 2}  # a next-token label needs two
         for name, smallest in least.items():
@@ -190,6 +198,9 @@ class TrainingOptions:
             values = getattr(self, name)
             if values is not None and (len(values) != 2 or min(values) < smallest):
                 raise ArgumentError(name, values, f"two {meaning}")
+
+    def _check_names(self) -> None:
+        """Refuses what no layer, transport or machine is called."""
         if len(self.spec) != 2:
             raise ArgumentError("spec", self.spec, "a module and a name")
         require("layout", self.cp_layout, name="cp_layout")
@@ -200,12 +211,13 @@ class TrainingOptions:
         for scheme in self.cp_comm_type:
             require("scheme", scheme, name="cp_comm_type")
             self._check_scheme(scheme)
-        self._check_wire()
+
+    def _check_together(self) -> None:
+        """Refuses options that do not fit one another."""
         if self.seq_length < self.context_parallel_size:
             raise ArgumentError(
                 "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
             )
-        self._check_divisors()
         if self.linear_conv_kernel_dim > MAX_CONV_WIDTH:
             allowed = f"an integer from 1 to {MAX_CONV_WIDTH}"
             raise ArgumentError("linear_conv_kernel_dim", self.linear_conv_kernel_dim, allowed)

@@ -257,7 +257,8 @@ def test_explain_mentions_every_ranks_tokens_and_every_note(plan):
         zip(range(plan.cp_size), plan.layout.token_counts, plan.layout.pad_rows, fragments, strict=True)
     )
     assert re.findall(r"^note: (.*)$", text, re.MULTILINE) == list(plan.notes)
-    assert f"{plan.packing.num_documents} documents, {plan.packing.total} tokens" in text
+    documents, tokens = plan.packing.num_documents, plan.packing.total
+    assert f"{documents} document{'s' * (documents != 1)}, {tokens} token{'s' * (tokens != 1)}" in text
     assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
 
 
