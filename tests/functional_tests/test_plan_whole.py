@@ -7,6 +7,7 @@ import re
 import pytest
 
 from megatron_cp.cli.main import main
+from megatron_cp.cli.report import Report
 
 BATCH = ["--documents", "64", "--tokens-per-rank", "4096"]
 
@@ -82,6 +83,7 @@ def test_the_smallest_size_that_fits_is_taken(capsys):
 def test_a_long_search_is_announced_to_who_waits_at_a_terminal(capsys, monkeypatch, seconds, terminal):
     """On standard error: the last line of standard output is JSON all the same."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    monkeypatch.setattr("megatron_cp.cli.plan._explained", lambda args, cp: Report("a plan", {"cp": cp}))
     assert main(["plan", "--lengths", "64", "--layout", "contiguous", "--search", seconds, "--json"]) == 0
     out, err = capsys.readouterr()
     is_said = terminal and seconds == "9"
