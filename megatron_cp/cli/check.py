@@ -6,7 +6,7 @@ import argparse
 import warnings
 
 from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
-from megatron_cp.cli.parser import integers, minutes, seconds
+from megatron_cp.cli.parser import cp_sizes, minutes, seconds
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 
@@ -16,7 +16,7 @@ HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "--cp", type=integers(1), metavar="N,N,...", help="context-parallel sizes (default: 2,3,5; with --all 2,3,4,5)"
+        "--cp", type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 2,3,5; with --all 2,3,4,5)"
     )
     add_layer_arguments(parser, dtype="float64")
     add_batch_arguments(parser)

@@ -21,6 +21,7 @@ from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 from megatron_cp.plan.schemes import DEFAULT, HEADWISE, SCHEMES
+from megatron_cp.plan.words import counted
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 from megatron_cp.testing.sweep import sweep
 
@@ -53,7 +54,7 @@ def _report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     lines += [f"cp={size} was not run: {reason}" for size, reason in not_run.items()]
     allowed = Counter(result.tolerance for result in results)
     limits = (f"{limit:g}" if len(allowed) == 1 else f"{limit:g} for {n} of them" for limit, n in allowed.items())
-    count = f"{len(results)} case{'s' * (len(results) > 1)}"
+    count = counted(len(results), "case")
     lines.append(f"{'passed' if passed else 'FAILED'}: {count}, errors at most {' and '.join(limits)} allowed")
     data = {
         "pass": passed,

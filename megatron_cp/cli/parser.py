@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.fragments import MAX_CP_SIZE
 from megatron_cp.planner.capabilities import did_you_mean
 
 MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry a token
@@ -88,7 +89,7 @@ _UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1
 
 
 def memory_size(text: str) -> float:
-    """argparse type: bytes, such as 80GiB."""
+    """argparse type: bytes, such as 70GiB."""
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) *([A-Za-z]*)", text.strip())
     unit = _UNITS.get(found[2].upper(), 0) if found else 0
     try:
@@ -96,13 +97,18 @@ def memory_size(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < _LARGEST:
-        raise argparse.ArgumentTypeError(f"got {_short(text)}; allowed: bytes above 0, such as 80GiB or 64e9") from None
+        raise argparse.ArgumentTypeError(f"got {_short(text)}; allowed: bytes above 0, such as 70GiB or 64e9") from None
     return value
 
 
-def integers(least: int) -> Callable[[str], list[int]]:
-    """argparse type: integers of at least `least`, separated by commas."""
-    return lambda text: [_integer(part, least, _LARGEST, "as in 7,1,130") for part in text.split(",")]
+def integers(least: int, most: int = _LARGEST, example: str = "as in 7,1,130") -> Callable[[str], list[int]]:
+    """argparse type: integers from `least` to `most`, separated by commas."""
+    return lambda text: [_integer(part, least, most, example) for part in text.split(",")]
+
+
+def cp_sizes(text: str) -> list[int]:
+    """argparse type: numbers of ranks that a layout may have, separated by commas."""
+    return integers(1, MAX_CP_SIZE, "as in 4,8")(text)
 
 
 def number(text: str) -> float:

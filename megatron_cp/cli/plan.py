@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -12,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, layer_case_of
-from megatron_cp.cli.parser import integers, memory_size, positive
+from megatron_cp.cli.parser import cp_sizes, memory_size, positive
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.plan import Plan, Price
-from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, scheme_named
+from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles, scheme_named
 from megatron_cp.plan.transport import knows_hosts
-from megatron_cp.plan.words import size
+from megatron_cp.plan.words import counted, size
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict import machine, presets
@@ -38,7 +39,7 @@ HELP = "explain a plan: who owns what, transfers and balance"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "--cp", type=integers(1), default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
+        "--cp", type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
     )
     add_layer_arguments(parser, dtype="bfloat16")
     add_batch_arguments(parser, corpus="default")
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fit",
         type=memory_size,
         metavar="BYTES",
-        help="of --whole: memory of a rank, such as 80GiB (default: --gpu's)",
+        help="of --whole: memory of a rank, such as 70GiB (default: --gpu's)",
     )
     for action in parser._actions:
         if action.dest == "hosts":
@@ -72,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Plans, explains and draws."""
     check_paths(args)
+    _check_hosts(args)
+    _announce_search(args)
     if args.whole:
         _refuse(args, ("plot",), "without --whole")
         from megatron_cp.cli.plan_whole import run_whole
@@ -82,6 +85,31 @@ def run(args: argparse.Namespace) -> Report:
         return _explained(args, args.cp[0])
     _refuse(args, ("plot",), "with one --cp")
     return _compared(args)
+
+
+_LONG_SEARCH = 5  # seconds after which one wonders
+
+
+def _announce_search(args: argparse.Namespace) -> None:
+    """A line before a long search, for who waits at a terminal; on standard error, so that --json stays alone."""
+    longest = 2 * args.search  # forward and backward
+    reads = may_assign_tiles(args.scheme or AUTO) or args.whole
+    if longest > _LONG_SEARCH and reads and sys.stderr.isatty():
+        each = (
+            "each size, layout, kind of attention and scheme of tiles"
+            if args.whole
+            else "each size and scheme of tiles"
+        )
+        print(f"searching tiles for up to {longest:g} s for {each} ...", file=sys.stderr, flush=True)
+
+
+def _check_hosts(args: argparse.Namespace) -> None:
+    """Refuses hosts that would not all have as many ranks."""
+    for cp in args.cp:
+        if args.hosts is not None and args.hosts < cp and cp % args.hosts:
+            divisors = [str(hosts) for hosts in range(1, cp + 1) if cp % hosts == 0]
+            remedy = f"Each host has as many neighbouring ranks of --cp {cp}: take one of these, or another --cp."
+            raise ArgumentError("--hosts", args.hosts, " or ".join(divisors), remedy)
 
 
 def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> None:
@@ -177,12 +205,13 @@ def _like(case: LayerCase, scheme: str) -> Plan:
     way = scheme_named(scheme)
     codec = case.codec if way.takes_codec else "none"
     degree = case.ulysses_degree if way.is_product and scheme_named(case.scheme).is_product else None
-    plan = replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=None, codec=codec).plan()
+    like = case.by(scheme, ulysses_degree=degree, head_chunks=None, codec=codec)
+    plan = like.plan()
     most = plan.partition.most_groups
     chunks = min(case.head_chunks, most) if case.head_chunks is not None and way.takes_chunks else None
     if chunks in (None, _head_chunks(plan)):
         return plan
-    return replace(case, scheme=scheme, ulysses_degree=degree, head_chunks=chunks, codec=codec).plan()
+    return replace(like, head_chunks=chunks).plan()
 
 
 def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
@@ -192,7 +221,7 @@ def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
         chunks = scheme["head_chunks"]
         without = [
             *(["no codec"] if scheme["codec"] != case.codec else []),
-            *([f"{chunks} head chunk{'s' * (chunks > 1)}"] if case.head_chunks not in (None, chunks) else []),
+            *([counted(chunks, "head chunk")] if case.head_chunks not in (None, chunks) else []),
         ]
         if without:
             rows.append(f"{name} has {' and '.join(without)}")

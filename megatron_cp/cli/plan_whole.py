@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 import warnings
 from collections.abc import Sequence
@@ -13,12 +14,13 @@ import numpy as np
 
 from megatron_cp import __version__
 from megatron_cp.cli.options import document_lengths
+from megatron_cp.cli.parser import MAX_TOKENS
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import words
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import AUTO, MODES, may_assign_tiles
+from megatron_cp.plan.schemes import AUTO, MODES
 from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import CHOICES, layout_by_name
@@ -30,9 +32,10 @@ from megatron_cp.planner.predict.model_layers import FULL, LinearMixer
 from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.planner.predict.price import described, timelines
 from megatron_cp.planner.predict.simulate import Span
-from megatron_cp.planner.predict.step import StepChoice, StepPrice, predict_step, way_of
+from megatron_cp.planner.predict.step import RUNTIME_BYTES, StepChoice, StepPrice, predict_step, way_of
 from megatron_cp.planner.predict.together import chunks_of
 
+_MOST_TRIES, _ROUNDED = 5, 1024  # to find a length that fits; tokens to which it is rounded down
 _MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
@@ -60,9 +63,6 @@ def run_whole(args: argparse.Namespace) -> Report:
     linear = any(isinstance(block.mixer, LinearMixer) for block in model.blocks)
     if args.scheme in MODES and not linear:
         raise ArgumentError("--scheme", args.scheme, f"a scheme of attention: {model.name} has no linear layer")
-    if (args.search or args.search_cache) and not may_assign_tiles(require("scheme", _asked(args)[0])):
-        flag, given = ("--search", args.search) if args.search else ("--search-cache", args.search_cache)
-        raise ArgumentError(flag, given, "only with a --scheme that assigns tiles to ranks: tiled, a2a+tiled or auto")
     lengths = document_lengths(args, max(args.cp))
     limit = on.hardware.memory if args.fit is None else args.fit
     rows = _rows(args, model, on, Packing(lengths), limit)
@@ -81,7 +81,7 @@ def run_whole(args: argparse.Namespace) -> Report:
         "tokens": int(sum(lengths)), "documents": len(lengths), "machine": described(on, topology),
         "memory_limit": limit, "fits": best is not None, "take_this": best.flags if best else None,
         "best": _as_json(chosen, on, limit), "rows": [_as_json(row, on, limit) for row in rows],
-        "longest": _longest(chosen, limit), "plan_ms": milliseconds,
+        "longest": _longest(args, model, on, chosen, lengths, limit), "plan_ms": milliseconds,
     }  # fmt: skip
     text = _text(args, model, lengths, on, rows, best, limit, data)
     if args.report is not None:
@@ -92,32 +92,37 @@ def run_whole(args: argparse.Namespace) -> Report:
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
-    """A price for each size and layout; with all layers recomputed where it would not fit otherwise."""
+    """A price for each size and layout."""
     names = CHOICES if args.layout in (None, AUTO) else (require("layout", args.layout),)
+    rows = []
+    for cp, name in itertools.product(args.cp, names):
+        try:
+            rows.append(_row(args, model, on, packing, cp, name, limit))
+        except ArgumentError as error:
+            if error.argument not in ("scheme", "ulysses_degree", "head_chunks") or len(args.cp) == 1:
+                raise
+    return rows
+
+
+def _row(
+    args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, cp: int, name: str, limit: float
+) -> StepPrice:
+    """One price; with all layers recomputed where it would not fit otherwise."""
     scheme, mode = _asked(args)
     mask = None if args.mask is None else Mask.named(packing, args.mask)
-    rows = []
-    for cp in args.cp:
-        topology = _topology(args, on, cp)
-        for name in names:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                layout = layout_by_name(name, packing, cp, align=args.align, seed=args.seed, mask=mask)
-                choice = StepChoice(
-                    cp, name, scheme, args.ulysses_degree, mode, args.recompute or "selective", args.head_chunks,
-                    args.transport, args.codec, args.sharding or "zero3", args.replicas or 1, args.gpu,
-                    args.search, args.search_cache,
-                )  # fmt: skip
-                try:
-                    row = predict_step(model, layout, choice, on, topology)
-                    if row.memory.total > limit and args.recompute is None:
-                        row = predict_step(model, layout, replace(choice, recompute=FULL), on, topology)
-                except ArgumentError as error:
-                    if error.argument not in ("scheme", "ulysses_degree", "head_chunks") or len(args.cp) == 1:
-                        raise
-                    continue
-            rows.append(row)
-    return rows
+    topology = _topology(args, on, cp)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        layout = layout_by_name(name, packing, cp, align=args.align, seed=args.seed, mask=mask)
+        choice = StepChoice(
+            cp, name, scheme, args.ulysses_degree, mode, args.recompute or "selective", args.head_chunks,
+            args.transport, args.codec, args.sharding or "zero3", args.replicas or 1, args.gpu,
+            args.search, args.search_cache,
+        )  # fmt: skip
+        row = predict_step(model, layout, choice, on, topology)
+        if row.memory.total > limit and args.recompute is None:
+            row = predict_step(model, layout, replace(choice, recompute=FULL), on, topology)
+    return row
 
 
 def _asked(args: argparse.Namespace) -> tuple[str, str]:
@@ -160,11 +165,28 @@ def _bytes(row: StepPrice) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _longest(row: StepPrice, limit: float) -> int:
-    """About how many tokens would fit: activations and buffers grow with them, all else does not."""
-    fixed = row.memory.parameters + row.memory.optimizer
-    each = (row.memory.activations + row.memory.buffers) / max(row.tokens, 1)
-    return max(int((limit - fixed) / each), 0) if each else 0
+def _longest(
+    args: argparse.Namespace, model: ModelSpec, on: Machine, row: StepPrice, lengths: Sequence[int], limit: float
+) -> int:
+    """How many tokens fit this way, the documents scaled to them: priced once more, so that they do.
+
+    About so many where tiles are searched for, which is not done again. 0 where nothing was found that fits.
+    """
+    again = argparse.Namespace(**{**vars(args), "recompute": row.choice.recompute})
+    tokens, found = sum(lengths), row
+    for _ in range(_MOST_TRIES):
+        fixed = found.memory.parameters + found.memory.optimizer + RUNTIME_BYTES
+        growing = found.memory.total - fixed
+        tokens = int(min(tokens * max(limit - fixed, 0.0) / growing, MAX_TOKENS)) if growing > 0 else 0
+        tokens -= tokens % _ROUNDED if tokens > _ROUNDED else 0
+        if args.search or tokens < row.choice.cp:
+            return tokens if tokens >= row.choice.cp else 0
+        edges = np.round(np.cumsum(lengths) / sum(lengths) * tokens).astype(int)
+        packing = Packing(np.diff(edges, prepend=0))
+        found = _row(again, model, on, packing, row.choice.cp, row.choice.layout, limit)
+        if found.memory.total <= limit:
+            return tokens
+    return 0
 
 
 def _text(
@@ -177,8 +199,8 @@ def _text(
     lines = [
         f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, of which a token meets "
         f"{model.active_parameters / 1e9:.2f}e9 in products; {model.source}",
-        f"a step of one context-parallel group: {sum(lengths)} tokens in {words.counted(len(lengths), 'document')}, "
-        f"{drawn}; median {middle}, longest {max(lengths)}",
+        f"a step of one context-parallel group: {words.counted(sum(lengths), 'token')} in "
+        f"{words.counted(len(lengths), 'document')}, {drawn}; median {middle}, longest {max(lengths)}",
         f"predicted for {data['machine']}; attention: {on.hardware.sources.get('attention', 'given')}",
         f"sharding {choice.sharding} over {words.counted(choice.replicas, 'replica')} of the group's ranks",
         "",
@@ -191,19 +213,20 @@ def _text(
         "activations, buffers, and 2.8 for CUDA and its libraries.",
     ]
     if best is None:
-        return [*lines, _nearest(rows, limit, data)]
+        return [*lines, _nearest(args, rows, limit, data)]
     faster = max((row for row in rows if row.memory.total <= limit), key=lambda row: row.tokens_per_second_per_gpu)
     gain = faster.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu
     if args.fit is not None and gain > 1.005:
         lines.append(f"the smallest size that fits; cp {faster.choice.cp} does {gain:.2f} times as much a GPU")
+    about = "about " if args.search else ""
     return [
         *lines,
-        f"up to about {data['longest']} tokens fit {size(int(limit))} this way",
+        f"up to {about}{words.counted(data['longest'], 'token')} fit {size(int(limit))} this way",
         f"take this: {best.flags}",
     ]
 
 
-def _nearest(rows: list[StepPrice], limit: float, data: dict[str, Any]) -> str:
+def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data: dict[str, Any]) -> str:
     """What is nearest to fitting, and what is left to try."""
     near = min(rows, key=lambda row: row.memory.total)
     fixed = near.memory.parameters + near.memory.optimizer
@@ -216,7 +239,8 @@ def _nearest(rows: list[StepPrice], limit: float, data: dict[str, Any]) -> str:
     if fixed >= limit:
         text += f", {size(int(fixed))} of it weights, gradients and optimizer"
     else:
-        text += f"; about {data['longest']} tokens would fit"
+        about = "about " if args.search else ""
+        text += f"; {about}{words.counted(data['longest'], 'token')} would fit"
     return f"{text}. Use {' or '.join(ways)}."
 
 
@@ -276,7 +300,7 @@ def report_of(
         "facts": [
             ["machine", described(on, topology)],
             ["documents", f"{packing.num_documents}, longest {packing.lengths.max()}"],
-            ["sharding", f"{chosen.choice.sharding}, {chosen.choice.replicas} replicas"],
+            ["sharding", f"{chosen.choice.sharding}, {words.counted(chosen.choice.replicas, 'replica')}"],
             ["recomputation", chosen.choice.recompute],
             ["work by rank", "of kernels, in one forward and one backward of all layers"],
             ["not priced", "pipelines, tensor parallelism, experts' exchanges, the host's own time"],

@@ -27,6 +27,7 @@ from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.megatron.train.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
+from megatron_cp.plan.words import plural
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 
 if TYPE_CHECKING:
@@ -358,7 +359,8 @@ def _about(corpus: Any, options: TrainingOptions, folder: Path) -> str:
     skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(corpus.skipped.items()))
     lengths = corpus.lengths
     return (
-        f"{corpus.name}: {lengths.size:,} documents, {int(lengths.sum()):,} tokens, the longest {int(lengths.max()):,}"
+        f"{corpus.name}: {lengths.size:,} {plural('document', lengths.size)}, "
+        f"{int(lengths.sum()):,} tokens, the longest {int(lengths.max()):,}"
         f"{f'; skipped {skipped}' if skipped else ''}. Packs of {options.seq_length} tokens. Writing to {folder}."
     )
 

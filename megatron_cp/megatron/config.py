@@ -34,7 +34,7 @@ class TransformerConfig(MegatronTransformerConfig):
         cp_codec: how heads that change places are coded: none, fp8, fp8_e5m2 or int8.
         cp_hardware: on what `auto` predicts: a preset, or a file of `bench planner --calibrate`; "h100" if None.
         cp_search: seconds for which OR-Tools may look for better tiles in `tiled` and `a2a+tiled`, for each pack and
-            direction; above 0 `auto` weighs these two as well.
+            direction; above 0 `auto` weighs these two as well. Refused where no layer has one of the three.
         cp_search_cache: a folder in which found tiles are kept, the same for all ranks; None for none.
         cp_packed_order: how packed batches were cut that Megatron's own pipeline sharded: each "document" or the whole
             "pack" in 2 * cp chunks. If None, it is what the next two say; where neither is set, such batches are
@@ -104,7 +104,9 @@ def _settle(config: Any) -> None:
         require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}")
     require("mode", config.linear_cp_mode, name="--linear-cp-mode")
     machine(config.cp_hardware, argument="--cp-hardware")
-    checked_search(2, config.cp_search, config.cp_search_cache, names=("--cp-search", "--cp-search-cache"))
+    checked_search(
+        config.cp_search, config.cp_search_cache, schemes_of(config), names=("--cp-search", "--cp-search-cache")
+    )
     if config.cp_layout == AUTO and config.pipeline_model_parallel_size > 1:
         allowed = "zigzag, contiguous or balanced with --pipeline-model-parallel-size above 1"
         remedy = "A stage knows its own layers alone, and hidden states go from stage to stage in one layout."
@@ -117,6 +119,22 @@ def _settle(config: Any) -> None:
         config.cp_packed_order = "pack"
     if config.pipeline_model_parallel_size > 1:
         config.variable_seq_lengths = True
+
+
+_SPELLED_OTHERWISE = {"allgather": "all_gather"}  # Megatron's help and Transformer Engine differ
+
+
+def spelled(cp_comm_type: str) -> str:
+    """A scheme of Megatron's as this package spells it."""
+    return _SPELLED_OTHERWISE.get(cp_comm_type, cp_comm_type)
+
+
+def schemes_of(config: Any) -> list[str]:
+    """The schemes that `--cp-comm-type` names; "auto" where it names none, or on one rank."""
+    given = config.cp_comm_type
+    if given is None or config.context_parallel_size == 1:
+        return [AUTO]
+    return [spelled(scheme) for scheme in ([given] if isinstance(given, str) else given)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

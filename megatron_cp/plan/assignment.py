@@ -75,6 +75,7 @@ class AssignmentQuality:
         is_optimal: the bound is reached.
         load_cap: (query, key) pairs that a KV rank computes at most.
         seconds: that the search took.
+        note: what a longer search could not do for this problem; empty where there is nothing to say.
     """
 
     bytes_on_the_way: int
@@ -82,6 +83,7 @@ class AssignmentQuality:
     is_optimal: bool
     load_cap: int
     seconds: float = 0.0
+    note: str = ""
 
 
 @dataclass(frozen=True)

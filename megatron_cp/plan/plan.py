@@ -39,6 +39,7 @@ class Price:
         hardware: on what, in words.
         exposed: milliseconds of both in which that rank waits for others and computes nothing.
         detail: of the way, beside its name.
+        rule: of the way that was taken, why it was though another one is predicted to be faster; else empty.
     """
 
     scheme: str
@@ -49,6 +50,7 @@ class Price:
     hardware: str = ""
     exposed: float = 0.0
     detail: str = ""
+    rule: str = ""
 
     @property
     def total(self) -> float:
@@ -335,8 +337,9 @@ class Plan(Memo):
         group = KINDS[self.kind].shared if self.kind in KINDS else "kv heads"
         heads, groups = ([of(rank) for rank in ranks] for of in (self.heads_of, self.groups_of))
         lines = [
-            f"{self.kind} by {way} over {self.cp_size} ranks: {self.packing.num_documents} documents, "
-            f"{self.packing.total} tokens, {about}",
+            f"{self.kind} by {way} over {words.counted(self.cp_size, 'rank')}: "
+            f"{words.counted(self.packing.num_documents, 'document')}, "
+            f"{words.counted(self.packing.total, 'token')}, {about}",
             "",
             *words.ownership(self.layout),
             "",
@@ -347,19 +350,25 @@ class Plan(Memo):
             described = words.words_of(step, self.cp_size, item_size, chunkwise=bool(self.recurrent_steps))
             lines.extend(f"step {number}: {line}" for line in described)
         lines += ["", *self._explain_costs(item_size), *self._explain_redistribution(item_size)]
-        lines += [price.describe("other " if number else "chosen") for number, price in enumerate(self.prices[:_SHOWN])]
-        lines += [f"and {len(self.prices) - _SHOWN} ways more"] * (len(self.prices) > _SHOWN)
-        played = [price for price in self.prices if not price.is_bound]
-        fastest = min(played, key=lambda price: price.total, default=None)
-        if fastest is not None and fastest.total < self.prices[0].total:
-            gain = f"{self.prices[0].total / fastest.total - 1:.1%}"
-            lines.append(
-                f"{fastest.scheme}{fastest.detail} is predicted to be {gain} faster, which is not worth another order "
-                "of sums: see docs/planning.md"
-            )
+        lines += self._explain_prices()
         lines.extend(f"predicted for {price.hardware}" for price in self.prices[:1])
         lines.extend(f"note: {note}" for note in self.notes)
         return "\n".join(lines)
+
+    def _explain_prices(self) -> list[str]:
+        """The way that was taken, the others from the fastest on, and by which rule a slower one was taken."""
+        others = sorted(self.prices[1:], key=lambda price: (price.is_bound, price.total))
+        lines = [price.describe("chosen") for price in self.prices[:1]]
+        lines += [price.describe("other ") for price in others[: _SHOWN - 1]]
+        more = len(self.prices) - _SHOWN
+        lines += [f"and {words.counted(more, 'way')} more"] * (more > 0)
+        if others and not others[0].is_bound and others[0].total < self.prices[0].total:
+            gain = f"{self.prices[0].total / others[0].total - 1:.1%}"
+            lines.append(
+                f"{others[0].scheme}{others[0].detail} is predicted to be {gain} faster; {self.prices[0].rule}: see "
+                "docs/planning.md"
+            )
+        return lines
 
     def _explain_costs(self, item_size: int) -> list[str]:
         lines = []
@@ -367,8 +376,9 @@ class Plan(Memo):
         for name, forward in (("forward", True), ("backward", False)):
             sent, needed = (f(item_size, forward=forward) for f in (self.bytes_sent, self.bytes_needed))
             lines.append(
-                f"{name}: a rank starts {self.collectives(forward=forward)} transfers and sends at most "
-                f"{words.size(max(sent))}; {words.size(max(needed))} without {spare}; at {item_size} bytes an element"
+                f"{name}: a rank starts {words.counted(self.collectives(forward=forward), 'transfer')} and sends "
+                f"at most {words.size(max(sent))}; {words.size(max(needed))} without {spare}; "
+                f"at {item_size} bytes an element"
             )
         lines += self._explain_assignment()
         if self.transport != COLLECTIVE:
@@ -390,7 +400,7 @@ class Plan(Memo):
             ("forward", "backward"), tiled.schedules if tiled else (), tiled.rounds if tiled else (), strict=False
         ):
             lines.append(
-                f"{name}: rows of tiles come in {'1 round' if rounds == 1 else f'{rounds} rounds'}, predicted "
+                f"{name}: rows of tiles come in {words.counted(rounds, 'round')}, predicted "
                 f"{schedule.milliseconds:.3f} ms; in any order these tiles take at least {schedule.bound:.3f} ms"
             )
         return lines

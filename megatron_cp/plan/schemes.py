@@ -128,6 +128,6 @@ def may_exchange_heads(way: str) -> bool:
     return way == AUTO or (SCHEMES.get(way) or MODES[way]).exchanges_heads
 
 
-def may_assign_tiles(scheme: str) -> bool:
-    """Whether a scheme of this name assigns tiles to ranks, or "auto" may take one that does."""
-    return scheme == AUTO or SCHEMES[scheme].assigns_tiles
+def may_assign_tiles(way: str) -> bool:
+    """Whether a scheme or a mode of this name assigns tiles to ranks, or "auto" may take one that does."""
+    return way == AUTO or (way in SCHEMES and SCHEMES[way].assigns_tiles)

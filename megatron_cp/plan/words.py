@@ -86,8 +86,8 @@ def _attend(step: Attend) -> list[str]:
 def _tiled(step: Attend, among: str) -> list[str]:
     """Which tiles each KV rank computes, in numbers of the busiest one."""
     lines = [
-        f"attention: tiles of the mask assigned to {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
-        f"{among}; those of own rows first"
+        f"attention: tiles of the mask assigned to {step.num_kv_ranks} ranks, in "
+        f"{counted(step.head_chunks, 'chunk of heads')}{among}; those of own rows first"
     ]
     for name, forward in (("forward", True), ("backward", False)):
         carried = step.carried(forward=forward)
@@ -128,6 +128,14 @@ def size(count: int) -> str:
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def plural(noun: str, count: int = 2) -> str:
+    """Of a noun that another may follow: "groups of B and C"."""
+    if count == 1:
+        return noun
+    first, _, rest = noun.partition(" of ")
+    return f"{first}s of {rest}" if rest else f"{first}s"
+
+
 def counted(count: int, noun: str) -> str:
     """A number of something, in the singular where it is one."""
-    return f"{count} {noun}" + ("s" if count != 1 else "")
+    return f"{count} {plural(noun, count)}"

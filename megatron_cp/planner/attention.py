@@ -36,10 +36,9 @@ from megatron_cp.planner.checks import (
 )
 from megatron_cp.planner.memory_limit import MemoryLimit
 from megatron_cp.planner.predict.hardware import Machine, Topology, machine
-from megatron_cp.planner.predict.price import described
 from megatron_cp.planner.rounds import best_rounds, plan_in_rounds
-from megatron_cp.planner.tiled import TileSearch, assigned_tiles, bound_of_tiles, checked_search
-from megatron_cp.planner.weigh import VERY_MANY, in_best_chunks, milliseconds_for_tiles, weighed, words_of_degree
+from megatron_cp.planner.tiled import TileSearch, assigned_tiles, checked_search, hopeless_tiles, notes_of_search
+from megatron_cp.planner.weigh import VERY_MANY, detail_of, in_best_chunks, rule_of, weighed, words_of_degree
 
 
 def plan_attention(
@@ -104,7 +103,7 @@ def plan_attention(
             travels.
         search_seconds: how long tiled and a2a+tiled may search for better tiles, forward and backward each, beyond what
             they find within seconds: with OR-Tools, which the extra `solver` brings. All ranks find the same. "auto"
-            weighs the two only if this is above 0, since they take seconds to plan.
+            weighs the two only if this is above 0, since they take seconds to plan; other schemes refuse a search.
         search_cache: a folder with what searches found before, for all ranks the same; None for none.
         memory_limit: bytes that the buffers of messages may take on a rank, in one step forward and backward, as
             `buffer_bytes` counts them; None for any. "auto" takes no way that needs more, in more head chunks if that
@@ -134,7 +133,7 @@ def plan_attention(
     transport = checked_transport(transport, layout.cp_size)
     item_size, on = checked_integer("item_size", item_size, 1), machine(hardware)
     topology = checked_topology(topology, on, layout.cp_size, transport)
-    search = checked_search(item_size, search_seconds, search_cache)
+    search = checked_search(search_seconds, search_cache, [scheme], item_size=item_size)
     request = _Request(
         layout, kv_layout, mask, heads, kv_heads, head_dim, value_head_dim, head_chunks, codec, transport, topology,
         search, on,
@@ -152,6 +151,7 @@ def plan_attention(
 
 
 _OF_SEARCH = ("search_seconds", "search_cache")  # arguments that only ways with assigned tiles read
+_OF_WAYS = ("ulysses_degree", "head_chunks", "codec")  # arguments that rule out ways: as who gave them wants
 
 
 class _Choice(NamedTuple):
@@ -223,13 +223,11 @@ class _Request:
                 break
         notes = notes_of(partition, self.layout, "head", "key/value head", "; exact and p2p use them all", stacklevel=4)
         notes += many_bands(attend, way)
-        sections = Sections((q, k, v))
-        return self.in_rounds(
-            Plan(
-                "attention", way.name, self.layout, sections, partition, self.mask, steps, notes,
-                transport=self.transport,
-            )
+        plan = Plan(
+            "attention", way.name, self.layout, Sections((q, k, v)), partition, self.mask, steps, notes,
+            transport=self.transport,
         )  # fmt: skip
+        return self.in_rounds(replace(plan, notes=(*notes, *notes_of_search(plan))))
 
     def with_chunks(self, plan: Plan, chunks: int) -> Plan | None:
         """The same way in so many head chunks; None where it cannot be, or was asked for otherwise."""
@@ -253,17 +251,16 @@ def _cheapest(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # said of the one that is taken
         refused = _add_ways(request, _ways(request.layout, ulysses_degree, topology, tiles=False), ways)
-        others, skipped = list[tuple[Price, Plan]](), list[Price]()
+        others, skipped, not_tiled = list[tuple[Price, Plan]](), list[Price](), _Refusals()
         if request.search.seconds:
             others = _weighed_alone(request, ways, on, topology, limit)
             of_tiles = _ways(request.layout, ulysses_degree, topology, tiles=True)
-            skipped = _hopeless(of_tiles, ways, others, on, topology, limit.item_size)
+            skipped = hopeless_tiles(of_tiles, ways, others, on, topology, limit.item_size)
             names = [(price.scheme, price.detail) for price in skipped]
             hopeful = [pair for pair in of_tiles if (pair[0].name, words_of_degree(*pair)) not in names]
-            refused = _add_ways(request, hopeful, ways) or refused
+            not_tiled = _add_ways(request, hopeful, ways)
         if not ways:
-            assert refused is not None
-            raise refused
+            raise (not_tiled or refused)[0][1]
         kept, notes = limit.keeping(ways, request.with_chunks)
         new = [plan for plan in kept if not others or (plan.attend is not None and plan.attend.tiled is not None)]
         found = weighed(new, on, topology, limit.item_size, others)
@@ -274,7 +271,9 @@ def _cheapest(
         assert plan.attend is not None
         chunks = max(plan.head_chunks, plan.attend.head_chunks)
     degree = plan.ulysses_degree if way.is_product else None
-    return _Choice(way, degree, chunks, (price, *(other for other, _ in found[1:]), *skipped), notes)
+    price = replace(price, rule=rule_of((price, plan), found[1:]))
+    prices = (price, *(other for other, _ in found[1:]), *skipped)
+    return _Choice(way, degree, chunks, prices, (*notes, *_left_out(not_tiled), *_not_searched(ways, plan)))
 
 
 def _ways(
@@ -285,17 +284,35 @@ def _ways(
     return [(way, degree) for way in schemes for degree in _degrees(way, layout, ulysses_degree, topology)]
 
 
-def _add_ways(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], ways: list[Plan]) -> ArgumentError | None:
-    """Appends the plans of ways; the first refusal of those that cannot be."""
-    refused = None
+_Refusals = list[tuple[str, ArgumentError]]
+
+
+def _add_ways(request: _Request, wanted: Sequence[tuple[Scheme, int | None]], ways: list[Plan]) -> _Refusals:
+    """Appends the plans of ways; the refusals of those that cannot be, with their names."""
+    refused = _Refusals()
     for way, degree in wanted:
         try:
             ways.append(request.plan(way, degree, ways))
         except ArgumentError as error:
             if error.argument in _OF_SEARCH:  # the search that was asked for is impossible, not this way alone
                 raise
-            refused = refused or error
+            refused.append((way.name + words_of_degree(way, degree), error))
     return refused
+
+
+def _left_out(refused: _Refusals) -> tuple[str, ...]:
+    """A note for each reason that the batch itself gives against ways that a search was to weigh."""
+    reasons: dict[str, list[str]] = {}
+    for name, error in refused:
+        if error.argument not in _OF_WAYS:
+            reasons.setdefault(str(error), []).append(name)
+    return tuple(f"left out: {', '.join(names)}, for {reason}" for reason, names in reasons.items())
+
+
+def _not_searched(ways: Sequence[Plan], chosen: Plan) -> tuple[str, ...]:
+    """What the searches of the ways that were not taken could not do: a plan says that of itself."""
+    others = [plan for plan in ways if (plan.scheme, plan.ulysses_degree) != (chosen.scheme, chosen.ulysses_degree)]
+    return tuple(f"{plan.scheme}{detail_of(plan)}: {note}" for plan in others for note in notes_of_search(plan))
 
 
 def _weighed_alone(
@@ -307,33 +324,6 @@ def _weighed_alone(
     except ArgumentError:
         return []
     return weighed(kept, on, topology, limit.item_size)
-
-
-def _hopeless(
-    of_tiles: Sequence[tuple[Scheme, int | None]], ways: Sequence[Plan], others: Sequence[tuple[Price, Plan]],
-    on: Machine, topology: Topology, item_size: int,
-) -> list[Price]:  # fmt: skip
-    """The ways of tiles that no search makes fast enough to be taken, with what they take at least."""
-    found = []
-    for way, degree in of_tiles if others else ():
-        alike = next((plan for plan in ways if _shares_heads(plan, way, degree)), None)
-        if alike is None:
-            continue
-        enough = milliseconds_for_tiles(others[0])
-        try:
-            forward, backward = bound_of_tiles(alike, on, topology, item_size, enough)
-        except ArgumentError:  # too many tiles, as planning them says
-            continue
-        if forward + backward >= enough:
-            machine_words, detail = described(on, topology), words_of_degree(way, degree)
-            found.append(Price(way.name, forward, backward, 0, True, machine_words, detail=detail))
-    return found
-
-
-def _shares_heads(plan: Plan, way: Scheme, degree: int | None) -> bool:
-    """Whether a plan's keys are fetched by ranks that have the heads that they have with tiles."""
-    is_alike = SCHEMES[plan.scheme].chunks_keys and plan.attend is not None and plan.attend.num_kv_ranks > 1
-    return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == way.is_product
 
 
 def _degrees(way: Scheme, layout: Layout, asked: int | None, topology: Topology) -> list[int | None]:

@@ -54,7 +54,7 @@ class AttentionSlot:
         _check_topology(self.topology)
         for name in ("scheme", "codec"):
             require(name, getattr(self, name))
-        checked_search(self.item_size, self.search_seconds, self.search_cache)
+        checked_search(self.search_seconds, self.search_cache, [self.scheme], item_size=self.item_size)
         object.__setattr__(self, "hardware", machine(self.hardware))
         Mask.named(Packing([1]), self.mask)  # as much as can be said of it without a batch
         object.__setattr__(
@@ -148,9 +148,11 @@ class LinearSlot:
             times = {price.scheme: price.forward + price.backward for price in prices}
             redistributed += count * times.pop(REDISTRIBUTE.name, math.inf)
             direct += count * min(times.values())
+        own_totals = [price.total for price in own]
         ways = [price for price in own if (price.scheme == REDISTRIBUTE.name) == (redistributed < direct)]
         best = self._plan(layout, ways[0].scheme)
-        return replace(best, prices=(ways[0], *(price for price in own if price is not ways[0])))
+        rule = "all linear layers of a run are redistributed, or none" if ways[0].total > min(own_totals) else ""
+        return replace(best, prices=(replace(ways[0], rule=rule), *(price for price in own if price is not ways[0])))
 
     def _prices(self, layout: Layout) -> tuple[Price, ...]:
         """Of the ways to run a layer of this kind, the cheapest first; found once a layout."""

@@ -13,6 +13,7 @@ from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.schemes import Scheme, alternatives
 from megatron_cp.plan.transport import Transport
+from megatron_cp.plan.words import counted, plural
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import Machine, Topology
 
@@ -52,7 +53,7 @@ def checked_chunks(asked: int, partition: HeadPartition, group: str) -> int:
     asked, most, ranks = checked_integer("head_chunks", asked, 1), partition.most_groups, len(partition.groups)
     if asked > most:
         count = max(hi for _, hi in partition.groups)
-        found = f"{count} {plural(group, count)}" + (f" over {ranks} ranks" if ranks > 1 else "")
+        found = counted(count, group) + (f" over {ranks} ranks" if ranks > 1 else "")
         fewer = f" of a rank: use more {plural(group)} or fewer ranks" if ranks > 1 else ""
         allowed = f"{'1' if most == 1 else f'1 to {most}'}, for {found}"
         raise ArgumentError("head_chunks", asked, allowed, f"A chunk is at least one {group}{fewer}.")
@@ -64,14 +65,6 @@ def no_chunks(asked: int, scheme: str, remedy: str) -> int:
     if checked_integer("head_chunks", asked, 1) > 1:
         raise ArgumentError("head_chunks", asked, f"1 or None for {scheme}", remedy)
     return 1
-
-
-def plural(noun: str, count: int = 2) -> str:
-    """Of a noun that another may follow: "groups of B and C"."""
-    if count == 1:
-        return noun
-    first, _, rest = noun.partition(" of ")
-    return f"{first}s of {rest}" if rest else f"{first}s"
 
 
 def checked_codec(name: str, scheme: str, remedy: str) -> Codec | None:

@@ -15,6 +15,7 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import TileAssignment
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
+from megatron_cp.plan.words import counted
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel
@@ -62,7 +63,7 @@ def save_picture(plan: Plan, path: str | Path) -> None:
     way = plan.scheme if plan.redistribution is None else REDISTRIBUTE.name
     figure.suptitle(
         f"{plan.kind} by {way} over {plan.cp_size} ranks: "
-        f"{plan.packing.num_documents} document{'s' * (plan.packing.num_documents != 1)}, {plan.packing.total} tokens"
+        f"{counted(plan.packing.num_documents, 'document')}, {counted(plan.packing.total, 'token')}"
     )
     for (stream, shares), (title, layout) in zip(axes, streams, strict=True):
         stream.set_title(title, fontsize=9)

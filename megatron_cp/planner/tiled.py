@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -14,16 +15,20 @@ from megatron_cp.layout import Layout
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment, TiledWork
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.plan import Plan, Price
+from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, may_assign_tiles
 from megatron_cp.planner.predict.bound import exchange_seconds
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import pair_rate
+from megatron_cp.planner.predict.price import described
 from megatron_cp.planner.tiles import Solution, TileProblem, TileWeights, bands_by_rank, solve, tiles_of
 from megatron_cp.planner.tiles.bounds import lower_bound, lower_bound_of_seconds
 from megatron_cp.planner.tiles.cache import checked_directory
 from megatron_cp.planner.tiles.cuts import USUAL_TILES
+from megatron_cp.planner.tiles.exact import beyond_solver
 from megatron_cp.planner.tiles.fast import USUAL_STEPS
 from megatron_cp.planner.tiles.problem import volumes
+from megatron_cp.planner.weigh import milliseconds_for_tiles, words_of_degree
 
 # Runs of visible blocks in the rows of a table, or bands of other masks. Tables may change with each batch and are
 # planned while it is loaded. With many runs each random move of the search matters little: of 300 runs, and of 1,600,
@@ -54,28 +59,46 @@ class TileSearch(NamedTuple):
 
 
 def checked_search(
-    item_size: int, search_seconds: object, search_cache: object, *, names: tuple[str, str] = _NAMES
-) -> TileSearch:
+    search_seconds: object, search_cache: object, ways: Iterable[str], *, item_size: int = 2,
+    names: tuple[str, str] = _NAMES,
+) -> TileSearch:  # fmt: skip
     """How tiles are searched for.
 
     Args:
-        item_size: bytes of an element.
         search_seconds: that the exact stage may take for each direction; 0 for the fast stage alone.
         search_cache: a folder's name; None for none.
-        names: how the user spells the last two.
+        ways: the schemes of all layers that are given this search, of which one must assign tiles; none of linear
+            layers.
+        item_size: bytes of an element.
+        names: how the user spells the first two.
 
     Raises:
-        ArgumentError: no time, no name of a folder, or a search without OR-Tools and without a folder of answers.
+        ArgumentError: no time, no name of a folder, a search that no layer reads, or one without OR-Tools and without a
+            folder of answers.
     """
     seconds = as_number(search_seconds)
     if not 0 <= seconds <= _LONGEST_SEARCH:
         raise ArgumentError(names[0], search_seconds, f"seconds from 0 to {_LONGEST_SEARCH}")
     folder = checked_directory(search_cache, names[1])
+    if seconds or folder is not None:
+        _refuse_unread((names[0], search_seconds, "0") if seconds else (names[1], search_cache, "None"), ways)
     # Said here: where "auto" chooses, a scheme that cannot be planned is only left out.
     if seconds and folder is None and find_spec("ortools") is None:
         remedy = "OR-Tools is not installed: pip install 'megatron_cp[solver]'. The fast stage needs none."
         raise ArgumentError(names[0], search_seconds, f"0, or a {names[1]} with answers to read", remedy)
     return TileSearch(item_size, seconds, None if folder is None else str(folder))
+
+
+def _refuse_unread(given: tuple[str, object, str], ways: Iterable[str]) -> None:
+    """Refuses a search, with its name, its value and what is allowed, that no layer reads."""
+    ways = list(dict.fromkeys(ways))
+    if any(map(may_assign_tiles, ways)):
+        return
+    name, value, none = given
+    takers = " or ".join([*(way.name for way in SCHEMES.values() if way.assigns_tiles), AUTO])
+    remedy = f"No layer here assigns tiles to ranks: take {takers} for attention."
+    where = f"with {' and '.join(ways)}" if ways else "without attention"
+    raise ArgumentError(name, value, f"{none} {where}", remedy)
 
 
 USUAL_SEARCH = TileSearch()
@@ -104,9 +127,18 @@ def assigned_tiles(step: Attend, topology: Topology | None, search: TileSearch) 
     for direction in directions:
         solution = _solved(direction.problem, search, steps)
         assignment = TileAssignment(*bands_by_rank(step.mask, direction.problem, solution.ranks))
-        found.append((assignment, _quality(direction, solution)))
+        quality = _quality(direction, solution)
+        # Said in the plan too: a warning is not heard by who reads a plan that auto made.
+        is_short = search.seconds > 0 and not solution.optimal
+        found.append((assignment, replace(quality, note=beyond_solver(direction.problem) if is_short else "")))
     (forward_tiles, first), (backward_tiles, second) = found
     return TiledWork(forward_tiles, backward_tiles, solutions=(first, second))
+
+
+def notes_of_search(plan: Plan) -> tuple[str, ...]:
+    """What the search for a plan's tiles could not do; nothing of a plan without assigned tiles."""
+    solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
+    return tuple(dict.fromkeys(found.note for found in solutions if found.note))
 
 
 class _Direction(NamedTuple):
@@ -211,6 +243,33 @@ def bound_of_tiles(alike: Plan, on: Machine, topology: Topology, item_size: int,
                 least = _least_seconds(problem.with_weights(weights), rates[number], topology, by_proxies=by_proxies)
                 found[number] = max(found[number], least)
     return 1e3 * (exchanged + found[0]), 1e3 * (exchanged + found[1])
+
+
+def hopeless_tiles(
+    of_tiles: Sequence[tuple[Scheme, int | None]], ways: Sequence[Plan], others: Sequence[tuple[Price, Plan]],
+    on: Machine, topology: Topology, item_size: int,
+) -> list[Price]:  # fmt: skip
+    """The ways of tiles that no search makes fast enough to be taken, with what they take at least."""
+    found = []
+    for way, degree in of_tiles if others else ():
+        alike = next((plan for plan in ways if _shares_heads(plan, way, degree)), None)
+        if alike is None:
+            continue
+        enough = milliseconds_for_tiles(others[0])
+        try:
+            forward, backward = bound_of_tiles(alike, on, topology, item_size, enough)
+        except ArgumentError:  # too many tiles, as planning them says
+            continue
+        if forward + backward >= enough:
+            machine_words, detail = described(on, topology), words_of_degree(way, degree)
+            found.append(Price(way.name, forward, backward, 0, True, machine_words, detail=detail))
+    return found
+
+
+def _shares_heads(plan: Plan, way: Scheme, degree: int | None) -> bool:
+    """Whether a plan's keys are fetched by ranks that have the heads that they have with tiles."""
+    is_alike = SCHEMES[plan.scheme].chunks_keys and plan.attend is not None and plan.attend.num_kv_ranks > 1
+    return is_alike and plan.ulysses_degree == (degree or 1) and SCHEMES[plan.scheme].is_product == way.is_product
 
 
 def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topology, *, by_proxies: bool) -> float:

@@ -15,6 +15,12 @@ from megatron_cp.planner.predict.price import described, priced
 # rank; a kernel that returns its results in bf16 rounds once where all keys are there, and in a ring once a stage.
 # Tiles are searched for, for every batch. As factors, and in milliseconds.
 _GAIN_OF_KEYS, _GAIN_OF_STAGES, _GAIN_OF_TILES = (1.01, 0.02), (1.04, 0.1), (1.05, 0.1)
+_NO_GAIN = (1.0, 0.0)
+_REASONS = {
+    _GAIN_OF_KEYS: "keys that are fetched are not summed in one rank's order",
+    _GAIN_OF_STAGES: "a ring rounds once a stage",
+    _GAIN_OF_TILES: "tiles are searched for with every batch",
+}
 CHUNKS = (1, 2, 4)
 # Fragments of a layout over which a plan takes seconds: few ways are looked at, by their bounds, and none whose ranks
 # fetch ranges of keys, which would be tables of as many ranges.
@@ -70,6 +76,22 @@ def in_best_chunks(
     return best
 
 
+def rule_of(chosen: tuple[Price, Plan], others: Sequence[tuple[Price, Plan]]) -> str:
+    """Why a way was taken though one of the others is predicted to be faster; empty where none is."""
+    played = [pair for pair in others if not pair[0].is_bound]
+    price, plan = min(played, key=lambda pair: pair[0].total, default=chosen)
+    if price.total >= chosen[0].total:
+        return ""
+    counts = [f"{each.scheme}{each.detail} counts as {_margin(of)}" for each, of in (chosen, (price, plan))]
+    return f"{' and '.join(counts)}, since {_REASONS[_gain(plan)]}"
+
+
+def _margin(plan: Plan) -> str:
+    """By how much more than its prediction a way counts."""
+    factor, more = _gain(plan)
+    return f"{factor:g} times its prediction and {more:g} ms" if more else "predicted"
+
+
 def detail_of(plan: Plan) -> str:
     """What a scheme's name leaves open."""
     assert plan.attend is not None
@@ -84,10 +106,15 @@ def words_of_degree(way: Scheme, degree: int | None) -> str:
 
 
 def _handicapped(milliseconds: float, plan: Plan) -> float:
+    factor, more = _gain(plan)
+    return milliseconds * factor + more
+
+
+def _gain(plan: Plan) -> tuple[float, float]:
+    """What a prediction must gain before this way is taken."""
     assert plan.attend is not None
     if plan.attend.num_kv_ranks == 1:
-        return milliseconds
-    factor, more = _GAIN_OF_STAGES if plan.attend.num_stages > 1 else _GAIN_OF_KEYS
+        return _NO_GAIN
     if plan.attend.tiled is not None:
-        factor, more = _GAIN_OF_TILES
-    return milliseconds * factor + more
+        return _GAIN_OF_TILES
+    return _GAIN_OF_STAGES if plan.attend.num_stages > 1 else _GAIN_OF_KEYS

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.mask import Mask
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import AUTO
+from megatron_cp.plan.schemes import AUTO, may_assign_tiles
 from megatron_cp.plan.transport import Transport, knows_hosts
 from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
@@ -18,6 +18,7 @@ from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import LayoutChoice, choose_layout, layout_by_name
 from megatron_cp.planner.linear import LinearShape, linear_shape, plan_linear
 from megatron_cp.planner.predict import Machine, Topology, machine
+from megatron_cp.planner.tiled import checked_search
 
 
 class ElementType(Protocol):
@@ -156,6 +157,12 @@ class LayerCase:
         made: Mask = getattr(Mask, name)(self.packing, *arguments)
         return made
 
+    def by(self, scheme: str, **changes: Any) -> Self:
+        """The case by another scheme or mode, without a search for tiles where that assigns none."""
+        if not may_assign_tiles(scheme):
+            changes |= {"search_seconds": 0.0, "search_cache": None}
+        return replace(self, scheme=scheme, **changes)
+
     def plan(self) -> Plan:
         mask = self.made_mask() if self.layer == "attention" else None
         wire, choice = self._wire(), self.layout_choice()
@@ -171,6 +178,7 @@ class LayerCase:
                 ulysses_degree=self.ulysses_degree, search_seconds=self.search_seconds, search_cache=self.search_cache,
                 **wire, **cross,
             )  # fmt: skip
+        checked_search(self.search_seconds, self.search_cache, [])
         return plan_linear(
             self.packing, layout, require("kind", self.layer), conv_width=self.conv_width, mode=self.scheme,
             hidden_size=self.hidden_size, **self._linear_sizes(), **wire,
@@ -205,6 +213,7 @@ class LayerCase:
         """
         sizes = (self.groups, self.head_dim, self.value_head_dim)
         if self.layer != "attention":
+            checked_search(self.search_seconds, self.search_cache, [])
             return LinearSlot(
                 self.layer, self._linear_heads, *sizes, conv_width=self.conv_width, mode=self.scheme,
                 hidden_size=self.hidden_size, **self._wire(),

@@ -11,6 +11,7 @@ from megatron_cp.layout.block_masks import BLOCK_TABLES
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES, may_exchange_heads, scheme_named
 from megatron_cp.planner.capabilities import require, working
+from megatron_cp.planner.tiled import checked_search
 from megatron_cp.testing.parity import Case
 
 MASKS = (
@@ -36,6 +37,7 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     require("mode" if case.layer in KINDS else "scheme", case.scheme, name="--scheme")
     layouts = [case.layout] if "layout" in fixed else [name for name in working("layout") if name != AUTO]
     if case.layer != "attention":
+        checked_search(case.search_seconds, case.search_cache, [])
         modes = [case.scheme] if "scheme" in fixed else list(MODES)
         width = case.heads * case.value_head_dim
         cases = [
@@ -48,13 +50,13 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     schemes = [case.scheme] if "scheme" in fixed else list(SCHEMES)
     if "scheme" not in fixed and not any(case.cp % u == 0 for u in range(2, case.cp)):
         schemes = [scheme for scheme in schemes if not SCHEMES[scheme].is_product]
+    checked_search(case.search_seconds, case.search_cache, schemes)
     masks = [case.mask] if "mask" in fixed else MASKS
     heads = [{}] if "heads" in fixed else HEADS
     cases = [
         # One step further with every round of the masks, so that each mask meets each kind of heads.
-        replace(
-            case,
-            scheme=scheme,
+        case.by(
+            scheme,
             layout=layout,
             mask=mask,
             seed=case.seed + number,

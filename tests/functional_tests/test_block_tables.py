@@ -9,6 +9,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.predict.hardware import Link, Topology
 from megatron_cp.planner.tiled import MOST_RUNS
 from megatron_cp.testing.parity import Case, run_layer, whole
 from tests.limits import limit
@@ -66,6 +67,20 @@ def test_rejects_a_table_of_too_many_blocks(scheme):
     assert f"; allowed: at most {MOST_RUNS} runs of blocks" in said
     assert "Take larger blocks, or exact" in said
     assert MOST_RUNS < int(re.match(r"mask: got '(\d+) runs'", said)[1]) <= len(mask.bands)
+
+
+def test_auto_says_that_a_table_has_too_many_blocks_for_tiles():
+    """On links so slow that tiles would be worth a search."""
+    mask, slow = chequered(2 * MOST_RUNS), Link(1e-6, 0.0, 1e7)
+    plan = plan_attention(
+        mask.packing, Layout.contiguous(mask.packing, 4), heads=2, head_dim=8, mask=mask, search_seconds=0.01,
+        topology=Topology((0,) * 4, slow, slow),
+    )  # fmt: skip
+    assert not any("tiled" in price.scheme for price in plan.prices)
+    for name in ("tiled", "a2a+tiled (u = 2)"):
+        (note,) = (note for note in plan.notes if note.startswith(f"left out: {name}, for mask: got "))
+        assert f"; allowed: at most {MOST_RUNS} runs of blocks" in note
+        assert f"note: {note}" in plan.explain()
 
 
 def test_what_one_rank_holds_is_no_part_of_that_limit():

@@ -1,11 +1,13 @@
 """`megatron-cp plan --whole`, several sizes, machines and what fits."""
 
+import itertools
 import json
 import re
 
 import pytest
 
 from megatron_cp.cli.main import main
+from megatron_cp.cli.report import Report
 
 BATCH = ["--documents", "64", "--tokens-per-rank", "4096"]
 
@@ -77,6 +79,36 @@ def test_the_smallest_size_that_fits_is_taken(capsys):
     assert "nothing fits 2.0 GiB: the nearest is cp 8" in out
 
 
+@pytest.mark.parametrize(("seconds", "terminal"), [("9", True), ("2", True), ("9", False)])
+def test_a_long_search_is_announced_to_who_waits_at_a_terminal(capsys, monkeypatch, seconds, terminal):
+    """On standard error: the last line of standard output is JSON all the same."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    monkeypatch.setattr("megatron_cp.cli.plan._explained", lambda args, cp: Report("a plan", {"cp": cp}))
+    assert main(["plan", "--lengths", "64", "--layout", "contiguous", "--search", seconds, "--json"]) == 0
+    out, err = capsys.readouterr()
+    is_said = terminal and seconds == "9"
+    assert err.startswith("searching tiles for up to 18 s for each size and scheme of tiles ...") == is_said
+    assert err.count("\n") == is_said
+    assert "searching" not in out
+    assert json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("batch", [["--lengths", "65536"], ["--lengths", "50001,1023,9000"]])
+@pytest.mark.parametrize("fit", ["14GiB", "30GiB", "70GiB"])
+def test_the_length_that_is_said_to_fit_does(capsys, fit, batch):
+    """Asked again, with the documents scaled to it; and a tenth more does not."""
+    shape = ["--whole", "--model", "llama3-8b", "--layout", "zigzag", "--cp", "16", "--fit", fit]
+    out, found = printed(capsys, *shape, *batch)
+    longest, given = found["longest"], [int(length) for length in batch[1].split(",")]
+    assert f" {longest} tokens " in out
+    assert "about" not in next(line for line in out.splitlines() if f" {longest} tokens " in line)
+    for share, fits in ((1.0, True), (1.1, False)):
+        edges = [round(sum(given[:number]) / sum(given) * longest * share) for number in range(len(given) + 1)]
+        lengths = ",".join(str(hi - lo) for lo, hi in itertools.pairwise(edges))
+        recompute = ["--recompute", found["best"]["recompute"]]
+        assert printed(capsys, *shape, "--lengths", lengths, *recompute)[1]["fits"] == fits
+
+
 def test_hosts_that_are_far_apart_cost_time(capsys):
     shape = ["--model", "llama3-8b", "--cp", "8", "--scheme", "a2a", "--lengths", "65536"]
     times = [printed(capsys, *shape, "--hosts", hosts)[1]["predicted_ms"]["forward"] for hosts in ("1", "4")]
@@ -126,12 +158,28 @@ def test_a_model_may_be_a_config_or_flags(capsys, tmp_path):
         (["--whole", "--heads", "16"], "--heads: got 16; allowed: only without --whole"),
         (["--whole", "--hosts", "9"], "1 to the 4 ranks"),
         (["--whole", "--search", "-1"], "--search: got -1.0; allowed: seconds from 0 to 86400"),
-        (["--whole", "--search", "1", "--scheme", "a2a"], "--search: got 1.0; allowed: only with a --scheme that"),
-        (["--whole", "--search-cache", "kept", "--scheme", "p2p"], "--search-cache: got 'kept'; allowed: only with"),
+        (["--whole", "--search", "1", "--scheme", "a2a"], "--search: got 1.0; allowed: 0 with a2a. No layer here"),
+        (
+            ["--whole", "--search-cache", "kept", "--scheme", "p2p"],
+            "--search-cache: got 'kept'; allowed: None with p2p",
+        ),
+        (["--search", "1", "--scheme", "p2p"], "--search: got 1.0; allowed: 0 with p2p. No layer here"),
+        (["--search", "1", "--layer", "gdn"], "--search: got 1.0; allowed: 0 without attention. No layer here"),
+        (
+            ["--search-cache", "kept", "--layer", "gdn", "--layout", "auto"],
+            "--search-cache: got 'kept'; allowed: None w",
+        ),
         (["--whole", "--search-cache", __file__], "--search-cache: got "),
         (["--search", "nan"], "--search: got nan; allowed: seconds from 0 to 86400"),
-        (["--fit", "80 apples"], "allowed: bytes above 0, such as 80GiB"),
+        (["--fit", "80 apples"], "allowed: bytes above 0, such as 70GiB"),
         (["--whole", "--cp", "3", "--scheme", "a2a+exact"], "3 has no other divisor"),
+        (["--cp", "8,16", "--hosts", "3"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8. Each host has as many"),
+        (["--cp", "16", "--hosts", "3", "--whole"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8 or 16. Each host"),
+        (["--cp", "1025"], "--cp: got '1025'; allowed: integers from 1 to 1024, as in 4,8"),
+        (
+            ["--cp", "4,1000000000000", "--whole", "--tokens-per-rank", "1"],
+            "--cp: got '1000000000000'; allowed: integers",
+        ),
         (["--cp", "4", "--hosts", "5"], "--hosts: got 5; allowed: 1 to the 4 ranks"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from megatron_cp.executor.agreement import compare_calls
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
-from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.attention import _not_searched, plan_attention
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.testing.parity import Case, run_layer
@@ -117,6 +117,24 @@ def test_auto_takes_tiles_where_they_pay_and_a_search_is_allowed():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert plan_of("causal", heads=32, kv_heads=32, search_seconds=0.01).scheme == "a2a"
+
+
+@pytest.mark.parametrize("scheme", ["tiled", "auto"])
+def test_a_plan_says_that_a_search_was_too_large_for_the_solver(monkeypatch, scheme):
+    """Also where auto weighed tiles and took others."""
+    monkeypatch.setattr("megatron_cp.planner.tiles.exact.MOST_CHOICES", 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plan = plan_of("global_local", scheme=scheme, search_seconds=0.02)
+        quick, exact = plan_of("global_local", scheme="tiled"), plan_of("global_local", scheme="exact")
+    assert plan.attend.tiled is not None
+    texts = [note for note in plan.notes if "the search makes random moves alone, and proves nothing" in note]
+    assert texts
+    assert f"note: {texts[0]}" in plan.explain()
+    assert not any("proves nothing" in note for note in quick.notes)
+    (of_others,) = _not_searched([exact, plan], exact)[:1]
+    assert of_others.startswith("tiled")
+    assert of_others.endswith(texts[0])
 
 
 def test_rounds_are_those_that_are_predicted_to_be_fastest():

@@ -182,7 +182,7 @@ VARIANTS = {
             *HYBRID, "--linear-num-key-heads", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel",
             "--recompute-granularity", "selective", "--cp-layout", "auto",
         ],
-        "1 documents, 301 tokens",
+        "1 document, 301 tokens",
     ),
 }  # fmt: skip
 

@@ -24,8 +24,10 @@ from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
 from megatron_cp.executor.kernels import choose_kernel
 from megatron_cp.plan.plan import Plan
+from megatron_cp.plan.words import counted
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
+from megatron_cp.planner.tiled import checked_search
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
 from megatron_cp.softmax.on_rank import attention_call
@@ -80,9 +82,10 @@ def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str
     asked = [args.scheme] if args.scheme else [scheme for scheme in working("scheme") if scheme != "auto"]
     hosts = hosts_of_job(args, world, args.cp)
     base = case_of(args, args.cp, kernel=args.kernel, device=args.device, hosts=hosts)
+    checked_search(base.search_seconds, base.search_cache, asked)
     cases, not_run = {}, {}
     for scheme in asked:
-        case = replace(base, scheme=scheme)
+        case = base.by(scheme)
         try:
             case.refuse_early()
         except ArgumentError as error:
@@ -271,7 +274,7 @@ def _text(case: Case, data: dict[str, Any]) -> str:
             ]  # fmt: skip
             lines.append(f"| {' | '.join(cells)} |")
     alone = ", ".join(f"{way} {data['one_rank_kernel_ms'][way]['median']:.1f} ms" for way in DIRECTIONS)
-    tokens = f"{sum(data['lengths'])} tokens in {len(data['lengths'])} documents"
+    tokens = f"{sum(data['lengths'])} tokens in {counted(len(data['lengths']), 'document')}"
     heads = f"heads {case.heads}/{case.groups} of {case.head_dim}/{case.value_head_dim}"
     dtype = str(case.dtype).removeprefix("torch.")
     return "\n".join([

@@ -15,6 +15,7 @@ from megatron_cp.cli.bench.peer_limits import MEGATRON
 from megatron_cp.cli.bench.section_batch import ALL_SECTIONS, LAYOUTS
 from megatron_cp.cli.bench.spread import formatted, spread
 from megatron_cp.cli.bench.timing import BOTH, Timing
+from megatron_cp.plan.words import counted
 from megatron_cp.testing.counters import HostWork
 from megatron_cp.testing.parity import Case
 
@@ -201,7 +202,7 @@ def _of_copies(data: dict[str, Any]) -> str:
 def text(case: Case, data: dict[str, Any]) -> str:
     """For people."""
     sizes = f"{case.head_dim}/{case.value_head_dim}"
-    chunks = f"{data['head_chunks']} head chunk{'s' * (data['head_chunks'] > 1)}"
+    chunks = counted(data["head_chunks"], "head chunk")
     wire = f"{chunks}, transport {data['transport']}, codec {data['codec']}"
     versions = f"torch {data['torch']}, megatron-core {data['megatron_core'] or 'none'}, python {data['python']}"
     return "\n".join([

@@ -32,6 +32,7 @@ from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout
 from megatron_cp.plan.kinds import KINDS, MAMBA
+from megatron_cp.plan.words import counted
 from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.testing.counters import HostWork, host_work
 from megatron_cp.testing.parity import FLOOR_SHARE, Case, relative_error
@@ -284,7 +285,7 @@ def _rest(spent: Timing) -> float:
 
 
 def _text(data: dict[str, Any]) -> str:
-    chunks = f"{data['head_chunks']} head chunk{'s' * (data['head_chunks'] > 1)}"
+    chunks = counted(data["head_chunks"], "head chunk")
     lines = [
         f"cp={data['cp']} zigzag, headwise on {data['device']}, {chunks}, transport {data['transport']}, codec "
         f"{data['codec']}, {data['repeats']} repeats; torch {data['torch']}, {MEGATRON} "
@@ -297,7 +298,7 @@ def _text(data: dict[str, Any]) -> str:
         lines += [
             "",
             f"{name}, hidden size {layer['hidden_size']}, heads {heads}/{groups} of {key_dim}/{value_dim}, "
-            f"{sum(layer['lengths'])} tokens in {len(layer['lengths'])} documents, {layer['dtype']}",
+            f"{sum(layer['lengths'])} tokens in {counted(len(layer['lengths']), 'document')}, {layer['dtype']}",
             "",
             *_table(layer),
             "",

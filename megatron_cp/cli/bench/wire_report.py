@@ -13,6 +13,7 @@ from megatron_cp.cli.bench.transports import AT_ONCE, EXCHANGES, NAIVE, in_fligh
 from megatron_cp.cli.bench.wire_job import HALVES, Job, Seen, between_hosts, coded_bytes, split_counts_of
 from megatron_cp.executor.transports.pairwise import ROUNDS_IN_FLIGHT
 from megatron_cp.plan.transport import TRANSPORTS, num_rounds
+from megatron_cp.plan.words import counted
 from megatron_cp.testing.parity import Case
 
 LEGEND = f"""\
@@ -162,7 +163,7 @@ def text(jobs: dict[int, Job], data: dict[str, Any]) -> str:
 
 
 def _shape(case: Case) -> str:
-    documents = "1 document" if len(case.lengths) == 1 else f"{len(case.lengths)} documents"
+    documents = counted(len(case.lengths), "document")
     return f"heads {case.heads}/{case.groups} of {case.head_dim}, {documents}"
 
 

@@ -19,12 +19,13 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.trace import of_layer
 from megatron_cp.layout import Layout, Packing
+from megatron_cp.megatron.config import spelled
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.refusals import refuse, refuse_feature, refuse_unsupported
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed
-from megatron_cp.plan.schemes import may_exchange_heads, scheme_named
+from megatron_cp.plan.schemes import may_assign_tiles, may_exchange_heads, scheme_named
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
 from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.attention import attention
@@ -84,8 +85,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             codec=codec_of(config, self.ranks, exchanges=may_exchange_heads(scheme), how=f"--cp-comm-type {scheme}"),
             hardware=getattr(config, "cp_hardware", None),
             item_size=config.params_dtype.itemsize,
-            search_seconds=getattr(config, "cp_search", 0.0),
-            search_cache=getattr(config, "cp_search_cache", None),
+            **_search(config, scheme),
         )
         _refuse_unplannable(self.slot, self.ranks.size)
         self._add_sinks(config)
@@ -251,10 +251,15 @@ class SelfAttention(megatron_attention.SelfAttention):
 def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
     if cp_comm_type is None or cp_size == 1:
         return "auto"
-    return require("scheme", _SPELLED_OTHERWISE.get(cp_comm_type, cp_comm_type), name="--cp-comm-type")
+    return require("scheme", spelled(cp_comm_type), name="--cp-comm-type")
 
 
-_SPELLED_OTHERWISE = {"allgather": "all_gather"}  # Megatron's help and Transformer Engine differ
+def _search(config: Any, scheme: str) -> dict[str, Any]:
+    """How this layer's tiles are searched for; layers that assign none stand beside others that do."""
+    if not may_assign_tiles(scheme):
+        return {}
+    found = {"search_seconds": "cp_search", "search_cache": "cp_search_cache"}
+    return {name: getattr(config, option) for name, option in found.items() if hasattr(config, option)}
 
 
 def _refuse_unplannable(slot: AttentionSlot, cp_size: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.plan.schemes import REDISTRIBUTE, may_assign_tiles, may_exchange_heads, scheme_named
+from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads, scheme_named
 from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import MAX_CONV_WIDTH
@@ -168,6 +168,14 @@ class TrainingOptions:
         """
         for entry in fields(self):
             _check_kind(entry, getattr(self, entry.name))
+        self._check_numbers()
+        self._check_names()
+        self._check_wire()
+        self._check_divisors()
+        self._check_together()
+
+    def _check_numbers(self) -> None:
+        """Refuses numbers that no run has, each by itself."""
         least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
         least |= dict.fromkeys(_AMOUNTS, 0) | {"seq_length": 2}  # a next-token label needs two
         for name, smallest in least.items():
@@ -190,6 +198,9 @@ class TrainingOptions:
             values = getattr(self, name)
             if values is not None and (len(values) != 2 or min(values) < smallest):
                 raise ArgumentError(name, values, f"two {meaning}")
+
+    def _check_names(self) -> None:
+        """Refuses what no layer, transport or machine is called."""
         if len(self.spec) != 2:
             raise ArgumentError("spec", self.spec, "a module and a name")
         require("layout", self.cp_layout, name="cp_layout")
@@ -197,16 +208,16 @@ class TrainingOptions:
         require("transport", self.cp_transport, name="cp_transport")
         require("codec", self.cp_codec, name="cp_codec")
         machine(self.cp_hardware, argument="cp_hardware")
-        checked_search(2, self.cp_search, self.cp_search_cache, names=("cp_search", "cp_search_cache"))
         for scheme in self.cp_comm_type:
             require("scheme", scheme, name="cp_comm_type")
             self._check_scheme(scheme)
-        self._check_wire()
+
+    def _check_together(self) -> None:
+        """Refuses options that do not fit one another."""
         if self.seq_length < self.context_parallel_size:
             raise ArgumentError(
                 "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
             )
-        self._check_divisors()
         if self.linear_conv_kernel_dim > MAX_CONV_WIDTH:
             allowed = f"an integer from 1 to {MAX_CONV_WIDTH}"
             raise ArgumentError("linear_conv_kernel_dim", self.linear_conv_kernel_dim, allowed)
@@ -227,15 +238,16 @@ class TrainingOptions:
 
     def _check_wire(self) -> None:
         """Refuses what no layer of the model has: it would say nothing, and be believed."""
-        if self.context_parallel_size == 1:
-            return
         layers = {"hybrid_stack_spec": self.hybrid_layer_pattern, "gpt_layer_spec": "*"}.get(self.spec[-1])
-        if layers is None:
+        schemes = self.cp_comm_type if layers is None or "*" in layers else ()
+        alone = self.context_parallel_size == 1  # then all attention is by auto
+        names = ("cp_search", "cp_search_cache")
+        checked_search(self.cp_search, self.cp_search_cache, [AUTO] if alone else schemes, names=names)
+        if alone or layers is None:
             return  # a spec of the user's own, of any layers
         headwise = may_exchange_heads(self.linear_cp_mode) and (
             any(kind in layers for kind in "GM") or self.experimental_attention_variant is not None
         )
-        schemes = self.cp_comm_type if "*" in layers else ()
         if self.cp_codec != "none" and not headwise and not any(map(may_exchange_heads, schemes)):
             remedy = "No layer of this model exchanges heads; --cp-comm-type a2a or --linear-cp-mode headwise do."
             raise ArgumentError("cp_codec", self.cp_codec, "none", remedy)
@@ -246,10 +258,6 @@ class TrainingOptions:
         ):
             remedy = "No layer of this model has heads that travel in chunks: rings and chunkwise layers have none."
             raise ArgumentError("cp_head_chunks", self.cp_head_chunks, "nothing", remedy)
-        for name, allowed in (("cp_search", "0"), ("cp_search_cache", "nothing")):
-            if getattr(self, name) and not any(map(may_assign_tiles, schemes)):
-                remedy = "No layer of this model assigns tiles to ranks; --cp-comm-type tiled, a2a+tiled and auto do."
-                raise ArgumentError(name, getattr(self, name), allowed, remedy)
 
     def _check_scheme(self, scheme: str) -> None:
         """Refuses here what would be refused when the first layer is built, half a minute later."""

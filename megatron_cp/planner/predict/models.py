@@ -24,6 +24,7 @@ from megatron_cp.planner.predict.model_layers import (
     LinearMixer,
     check_recompute,
 )
+from megatron_cp.planner.tiled import checked_search
 
 MAX_LAYERS = 10_000  # of a model: a slip of the pen must not take all memory
 
@@ -117,13 +118,15 @@ class ModelSpec:
             search_seconds, search_cache: of attention; see `plan_attention`.
 
         Raises:
-            ArgumentError: a choice that does not exist.
+            ArgumentError: a choice that does not exist, or a search in a model without attention.
         """
         both: dict[str, Any] = {"head_chunks": head_chunks, "transport": Transport.named(transport), "codec": codec}
         search = {"search_seconds": search_seconds, "search_cache": search_cache}
         of_attention = {"scheme": scheme, "ulysses_degree": ulysses_degree, **search, **both}
         of_linear = {"mode": mode, "item_size": item_size, **both}
         mixers = [block.mixer for block in self.blocks if block.mixer is not None]
+        attends = any(isinstance(mixer, AttentionMixer) for mixer in mixers)
+        checked_search(search_seconds, search_cache, [scheme] * attends)
         alone = {
             mixer: replace(mixer.slot(), **(of_linear if isinstance(mixer, LinearMixer) else of_attention))
             for mixer in dict.fromkeys(mixers)

@@ -32,7 +32,7 @@ SHARDINGS = ("none", "zero1", "zero3")
 _PARAMETER, _GRADIENT, _OPTIMIZER = 2, 4, 12  # bytes: bf16, fp32 sums, fp32 weights and two moments of Adam
 _BACKWARD = 2  # products of a layer's weights in backward, over those forward
 _LOGITS = 6  # bytes of a word's logit and gradient while the loss is computed, beside the probability that is saved
-_RUNTIME = 3e9  # bytes that CUDA, NCCL and libraries keep for themselves: an estimate, measured nowhere
+RUNTIME_BYTES = 3e9  # bytes that CUDA, NCCL and libraries keep for themselves: an estimate, measured nowhere
 _EXPERT_TILE = 128  # rows that a grouped product of experts takes at once
 
 
@@ -334,7 +334,7 @@ def _memory(model: ModelSpec, layout: Layout, choice: StepChoice, plans: Sequenc
         saved += most * (1 if choice.recompute == FULL else count)
         worst = max(worst, peak_bytes(plan, rank, 2, forward=False) if plan.attend else most)
     buffers = max((buffer_bytes(plan, rank, 2) for plan, _ in plans), default=0)
-    return StepMemory(parameters, gradients + optimizer, float(saved + worst), buffers + _RUNTIME)
+    return StepMemory(parameters, gradients + optimizer, float(saved + worst), buffers + RUNTIME_BYTES)
 
 
 def _linear_saved(plan: Plan, rank: int) -> int:

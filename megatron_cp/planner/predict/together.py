@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout
@@ -96,9 +96,10 @@ def _like(slot: Slot, best: Plan, layout: Layout, degree: int | None, parts: int
             layout
         )
     way = SCHEMES[best.scheme]
+    search: dict[str, Any] = {} if way.assigns_tiles else {"search_seconds": 0.0, "search_cache": None}
     given = replace(
         slot, scheme=way.name, ulysses_degree=degree if way.is_product else None,
-        head_chunks=parts if way.takes_chunks else None,
+        head_chunks=parts if way.takes_chunks else None, **search,
     )  # fmt: skip
     return replace(given.plan(layout), prices=best.prices)
 

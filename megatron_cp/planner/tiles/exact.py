@@ -63,9 +63,8 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     reached = cost(problem, start)
     if reached <= bound or problem.num_tiles == 0:
         return Exact(start, True, reached)
-    if problem.num_tiles * problem.num_ranks > MOST_CHOICES:
-        text = f"{problem.num_tiles} tiles on {problem.num_ranks} ranks are more than {MOST_CHOICES} choices"
-        warnings.warn(f"{text}: the search makes random moves alone, and proves nothing.", stacklevel=3)
+    if text := beyond_solver(problem):
+        warnings.warn(f"{text}.", stacklevel=3)
         longer = fast.search(problem, bound, fast.USUAL_STEPS + int(seconds * _MOVES_A_SECOND))
         return Exact(longer if cost(problem, longer) < reached else start, False, bound)
     budget = seconds * _UNITS_A_SECOND
@@ -98,6 +97,14 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
     if found >= reached:
         ranks, found = start, reached
     return Exact(ranks, found <= least, min(least, found))
+
+
+def beyond_solver(problem: TileProblem) -> str:
+    """Why a problem is too large for the solver, and what a search does instead; empty where it is not."""
+    if problem.num_tiles * problem.num_ranks <= MOST_CHOICES:
+        return ""
+    text = f"{problem.num_tiles} tiles on {problem.num_ranks} ranks are more than {MOST_CHOICES} choices"
+    return f"{text}: the search makes random moves alone, and proves nothing"
 
 
 def _solver() -> Any:

@@ -1,16 +1,21 @@
 """`assigned_tiles`: which problems are solved for an attention, and what is said of the answers."""
 
+import re
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import tiled
 from megatron_cp.planner.attention import plan_attention
+from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.hardware import Link, Topology
+from megatron_cp.planner.predict.model_presets import PRESETS
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.planner.tiles import TileWeights, tiles_of
@@ -109,6 +114,29 @@ def test_rejects_a_damaged_cache_by_its_name(scheme, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ArgumentError, match=r"^search_cache: .*a directory"):
         PLAN(Layout.contiguous(PACKING, 4), search_cache=tmp_path / "file")
+
+
+@pytest.mark.parametrize("scheme", [way.name for way in SCHEMES.values() if not way.assigns_tiles])
+@pytest.mark.parametrize(("name", "value", "none"), [("search_seconds", 1.0, "0"), ("search_cache", "kept", "None")])
+def test_rejects_a_search_that_no_layer_reads(scheme, name, value, none):
+    """By name, wherever it is given: to a plan, to a slot, to the slots of a model, and beside linear layers alone."""
+    says = rf"^{name}: got {value!r}; allowed: {none} with {re.escape(scheme)}\. .*: take tiled or a2a\+tiled or auto"
+    with pytest.raises(ArgumentError, match=says):
+        PLAN(Layout.contiguous(PACKING, 4), scheme=scheme, **{name: value})
+    with pytest.raises(ArgumentError, match=says):
+        AttentionSlot(4, 4, 8, 8, scheme=scheme, **{name: value})
+    with pytest.raises(ArgumentError, match=says):
+        PRESETS["llama3-8b"].slots(scheme=scheme, **{name: value})
+    model = PRESETS["nemotron-h"]
+    linear = replace(model, blocks=tuple(block for block in model.blocks if not hasattr(block.mixer, "kv_heads")))
+    with pytest.raises(ArgumentError, match=rf"^{name}: .*; allowed: {none} without attention"):
+        linear.slots(**{name: value})
+
+
+def test_a_search_is_read_by_some_layers_of_a_model():
+    slots = PRESETS["nemotron-h"].slots(scheme="tiled", search_seconds=2.0)
+    assert {slot.search_seconds for slot in slots if isinstance(slot, AttentionSlot)} == {2.0}
+    assert any(not isinstance(slot, AttentionSlot) for slot in slots)
 
 
 def test_one_rank_has_all_tiles():

@@ -257,7 +257,8 @@ def test_explain_mentions_every_ranks_tokens_and_every_note(plan):
         zip(range(plan.cp_size), plan.layout.token_counts, plan.layout.pad_rows, fragments, strict=True)
     )
     assert re.findall(r"^note: (.*)$", text, re.MULTILINE) == list(plan.notes)
-    assert f"{plan.packing.num_documents} documents, {plan.packing.total} tokens" in text
+    documents, tokens = plan.packing.num_documents, plan.packing.total
+    assert f"{documents} document{'s' * (documents != 1)}, {tokens} token{'s' * (tokens != 1)}" in text
     assert f"busiest rank: {plan.work_imbalance:.3f} x the mean work" in text
 
 
@@ -426,3 +427,31 @@ def test_a_ring_over_other_layouts_does_not_warn(name):
         warnings.simplefilter("error")
         plan = plan_attention(packing, getattr(Layout, name)(packing, 16), heads=4, head_dim=4, scheme="p2p")
     assert not any("pieces" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(("layout", "ranks", "says"), [
+    ("zigzag", 4, "a2a counts as predicted and all_gather, 2 chunks counts as 1.01 times its prediction and 0.02 ms"),
+    ("contiguous", 16, "and a2a+p2p (u = 8) counts as 1.04 times its prediction and 0.1 ms, since a ring rounds once"),
+])  # fmt: skip
+def test_the_other_ways_come_from_the_fastest_on_with_the_rule_that_took_a_slower_one(layout, ranks, says):
+    packing = Packing([8192])
+    heads = 32 if ranks == 4 else 8
+    plan = plan_attention(packing, getattr(Layout, layout)(packing, ranks), heads=heads, kv_heads=8, head_dim=128)
+    lines = plan.explain().splitlines()
+    shown = [line.split()[1].rstrip(",") for line in lines if line.startswith("other ") and "at least" not in line]
+    played = sorted((price.total, price.scheme) for price in plan.prices[1:] if not price.is_bound)
+    assert shown == [scheme for _, scheme in played][: len(shown)]
+    assert played[0][0] < plan.prices[0].total
+    (line,) = (line for line in lines if " is predicted to be " in line)
+    assert says in line
+
+
+def test_one_of_a_thing_is_in_the_singular():
+    packing = Packing([1])
+    said = plan_attention(packing, Layout.contiguous(packing, 1), heads=1, head_dim=8).explain()
+    assert "over 1 rank: 1 document, 1 token, " in said
+    packing = Packing([64])
+    said = plan_attention(packing, Layout.contiguous(packing, 2), heads=1, head_dim=8, scheme="tiled").explain()
+    assert "in 1 chunk of heads" in said
+    assert "over 2 ranks: 1 document, 64 tokens, " in said
+    assert not re.search(r"\b1 (documents|chunks|rounds|transfers|tokens|ranks)\b", said)

@@ -7,6 +7,7 @@ from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import MODES, SCHEMES
 from megatron_cp.plan.transport import TRANSPORTS
 from megatron_cp.testing.parity import Case, compare
+from megatron_cp.testing.sweep import sweep
 from tests.scheme_cases import check
 
 LENGTHS = (7, 1, 40, 0, 13)
@@ -15,6 +16,12 @@ LENGTHS = (7, 1, 40, 0, 13)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_is_dense_attention(scheme):
     check(Case("attention", 4, LENGTHS, "random", scheme=scheme, learned_sink=True, align=3))
+
+
+def test_cases_of_all_schemes_search_where_tiles_are_assigned():
+    cases = sweep(Case("attention", 4, LENGTHS, "random", scheme="a2a", search_seconds=0.01), ["layout", "mask"])
+    assert {case.scheme for case in cases if case.search_seconds} == {"tiled", "a2a+tiled"}
+    assert {case.scheme for case in cases} == set(SCHEMES)
 
 
 @pytest.mark.parametrize("mode", MODES)

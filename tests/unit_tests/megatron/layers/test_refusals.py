@@ -93,6 +93,24 @@ def test_rejects_searches_by_the_flags_of_this_package(option, value):
         configure(OurConfig, **{option: value})
 
 
+@pytest.mark.parametrize("option", [("cp_search", 1.0, "0"), ("cp_search_cache", "kept", "None")])
+@pytest.mark.parametrize("schemes", ["p2p", ["a2a", "allgather"]])
+def test_rejects_searches_that_no_layer_reads(option, schemes):
+    name, value, none = option
+    changes = {"cp_comm_type": schemes, "context_parallel_size": 2, name: value}
+    with pytest.raises(
+        ArgumentError,
+        match=f"^--{name.replace('_', '-')}: got {value!r}; allowed: {none} with (p2p|a2a and all_gather)\\.",
+    ):
+        configure(OurConfig, **changes)
+
+
+def test_layers_without_tiles_stand_beside_others_that_search():
+    config = configure(OurConfig, cp_comm_type=["a2a", "tiled"], context_parallel_size=2, cp_search=1.0)
+    found = {scheme: attention._search(config, scheme) for scheme in config.cp_comm_type}
+    assert found == {"a2a": {}, "tiled": {"search_seconds": 1.0, "search_cache": None}}
+
+
 def test_a_layer_that_needs_none_of_this_is_built():
     layer = build()
     assert (layer.slot.heads, layer.slot.head_dim, layer.slot.mask, layer.slot.scheme) == (4, 8, "causal", "auto")

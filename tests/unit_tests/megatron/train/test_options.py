@@ -121,7 +121,11 @@ def test_allows_a_search_where_tiles_are_assigned(scheme, tmp_path):
         ({"cp_search_cache": ""}, "cp_search_cache", "the path of a directory"),
         ({"cp_search_cache": __file__}, "cp_search_cache", "A file has that name."),
         *[
-            ({name: value, "context_parallel_size": 2, **rest}, name, "No layer of this model assigns tiles to ranks")
+            (
+                {name: value, "context_parallel_size": 2, **rest},
+                name,
+                "No layer here assigns tiles to ranks: take tiled or a2a+tiled or auto for attention.",
+            )
             for name, value in (("cp_search", 1.0), ("cp_search_cache", "kept"))
             for rest in ({"cp_comm_type": ("exact",)}, {"hybrid_layer_pattern": "GM"})
         ],
