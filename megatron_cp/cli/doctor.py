@@ -21,7 +21,7 @@ HELP = "versions, kernels found, devices, and what works here"
 
 _PACKAGES = (
     "torch", "numpy", "megatron-core", "fla-core", "flash-attn", "transformer-engine", "mamba-ssm", "causal-conv1d",
-    "triton",
+    "triton", "transformers",
 )  # fmt: skip
 
 
