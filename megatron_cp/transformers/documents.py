@@ -17,6 +17,7 @@ from megatron_cp.layout.packing import IntArray
 OF_DOCUMENTS = (
     "lengths", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_lengths", "seq_idx",
 )  # fmt: skip
+_HOST = torch.device("cpu")
 _ON_HOST = "Shard the batch before it is moved, or move it back once: .cpu(). Reading it here would stop the device."
 _FLATTEN = (
     "Put the documents of a batch end to end into one row, without padding: DataCollatorWithFlattening does, and TRL's "
@@ -49,14 +50,23 @@ def packing_of(batch: Mapping[str, Any]) -> Packing:
     return packing
 
 
+def check_on_host(name: str, values: object) -> None:
+    """Refuses a tensor on a device: reading it would wait for all that is queued there.
+
+    Raises:
+        ArgumentError: with how to move it.
+    """
+    if isinstance(values, Tensor) and values.device != _HOST:
+        raise ArgumentError(name, f"a tensor on {values.device}", "a tensor on the host", _ON_HOST)
+
+
 def on_host(name: str, values: object) -> IntArray:
     """Integers that are on the host, as an array.
 
     Raises:
         ArgumentError: a tensor on a device, or no integers.
     """
-    if isinstance(values, Tensor) and values.device.type != "cpu":
-        raise ArgumentError(name, f"a tensor on {values.device}", "a tensor on the host", _ON_HOST)
+    check_on_host(name, values)
     try:
         found = values.numpy() if isinstance(values, Tensor) else np.asarray(values)
     except (TypeError, ValueError):
@@ -85,7 +95,8 @@ def _check_padding(batch: Mapping[str, Any]) -> None:
         given = mask if not isinstance(mask, Tensor) else list(mask.shape)
         remedy = "Windows, chunks and documents come from the model's configuration and from the lengths."
         raise ArgumentError("attention_mask", given, "None, or [1, tokens] of ones", remedy)
-    if not (on_host("attention_mask", mask.to(torch.int64) if mask.device.type == "cpu" else mask) == 1).all():
+    check_on_host("attention_mask", mask)
+    if not (mask == 1).all():
         raise ArgumentError("attention_mask", "zeros in it", "None, or all ones", _FLATTEN)
 
 

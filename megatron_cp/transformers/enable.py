@@ -31,7 +31,7 @@ from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.transformers.batch import PlannedBatch, ShardedBatch
-from megatron_cp.transformers.documents import OF_DOCUMENTS, on_host, packing_of
+from megatron_cp.transformers.documents import OF_DOCUMENTS, check_on_host, on_host, packing_of
 from megatron_cp.transformers.swap import is_swapped, slots_of, swap_in, swap_out
 
 _REFUSED = {
@@ -291,8 +291,7 @@ def _check_loss(model: PreTrainedModel) -> None:
 
 def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:
     """`[total, ...]`"""
-    if value.device.type != "cpu":
-        on_host(name, value)
+    check_on_host(name, value)
     if value.ndim < 2 or value.shape[:2] != (1, packing.total):
         raise ArgumentError(name, list(value.shape), f"[1, {packing.total}, ...], a number or more for each token")
     return value[0]

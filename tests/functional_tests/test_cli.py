@@ -318,7 +318,7 @@ def test_tables_of_blocks_are_masks_by_name(mask, capsys):
         (["check", "--layer", "conv1d", "--state", "2"], "conv1d has none"),
         (["check", "--layer", "mamba", "--heads", "6", "--groups", "4"], "--groups: got 4"),
         (["plan", "--layer", "gdn", "--conv-width", "65"], "--conv-width: got 65"),
-        (["plan", "--cp", "2000"], "--cp: got 2000"),
+        (["plan", "--cp", "2000"], "--cp: got '2000'; allowed: integers from 1 to 1024"),
         (["plan", "--plot", "no/such/folder/plan.png"], "folder"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -325,7 +325,7 @@ def test_explains_layers_and_plans(enabled):
     context = enabled[1]
     assert isinstance(context, ContextParallel)
     assert "model.layers.0.self_attn: AttentionSlot" in context.explain()
-    assert "attention by a2a over 1 ranks: 3 documents, 13 tokens" in context.explain(context.shard(batch()))
+    assert "attention by a2a over 1 rank: 3 documents, 13 tokens" in context.explain(context.shard(batch()))
 
 
 def test_vision_towers_stay_on_their_own_attention():
