@@ -12,7 +12,7 @@ from megatron_cp.executor.opaque import opaque
 from megatron_cp.planner.batch import AttentionSlot
 from megatron_cp.softmax.attention import attention
 from megatron_cp.transformers.batch import PlannedBatch
-from megatron_cp.transformers.slots import window_mask
+from megatron_cp.transformers.slots import is_mask_of
 
 NAME = "megatron_cp"  # in AttentionInterface
 SLOT = "cp_slot"  # an attribute of every swapped module
@@ -83,7 +83,7 @@ def _check_call(
     if mask is not None:
         remedy = "Padding and masks of one's own are not taken: put documents end to end and say their lengths."
         raise ArgumentError("attention_mask", list(mask.shape), "None", remedy)
-    if window is not None and window_mask(window) != slot.mask:
+    if not is_mask_of(slot.mask, window):
         name = type(module).__name__
         raise ArgumentError("sliding_window", window, f"{slot.mask}, as the configuration says of this {name}")
     if others.get("is_causal") is False:

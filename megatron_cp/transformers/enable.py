@@ -39,6 +39,7 @@ _REFUSED = {
     "cache_params": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
     "use_cache": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
     "output_attentions": "No scheme here has the weights of a softmax in one place.",
+    "attn_temperature_tuning": "transformers counts rows for it, not positions, and a rank has other rows.",
     "output_router_logits": "The auxiliary loss is a product of means over all tokens, which no shard has.",
 }
 _OWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "cp_plans")
@@ -264,9 +265,17 @@ def _check_model(model: object) -> None:
     if is_swapped(model):
         raise ArgumentError("model", "one that runs over a group already", "a model, once")
     config = model.config.get_text_config()
-    for name in ("output_router_logits", "output_attentions"):
+    for name in ("output_router_logits", "output_attentions", "attn_temperature_tuning"):
         if getattr(config, name, False):
             raise ArgumentError(f"model.config.{name}", True, "False", _REFUSED[name])
+    rope = getattr(config, "rope_parameters", None) or {}
+    for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):  # or one for each layer type
+        kind = str(each.get("rope_type", ""))
+        if "dynamic" in kind or kind == "longrope":
+            remedy = "It chooses frequencies by the longest of the positions that it is given, which are a rank's own."
+            raise ArgumentError(
+                "model.config.rope_parameters", kind, "default, linear, yarn, llama3 or the like", remedy
+            )
 
 
 def _check_arguments(batch: Mapping[str, Any]) -> None:

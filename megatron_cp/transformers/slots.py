@@ -47,6 +47,11 @@ def window_mask(window: int | None) -> str:
     return "causal" if window is None else f"window:{window - 1},0"
 
 
+def is_mask_of(mask: str, window: int | None) -> bool:
+    """Whether a layer that passes this window is one whose slot has that mask. Of chunks nothing is passed."""
+    return window is None if mask.startswith("chunk:") else window_mask(window) == mask
+
+
 def _layer_type(module: nn.Module, config: Any) -> str | None:
     """None where the configuration has one window, or none, for all layers."""
     types = getattr(config, "layer_types", None)

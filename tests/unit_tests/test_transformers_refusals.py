@@ -13,6 +13,7 @@ import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallel, enable_context_parallel, token_log_probs
+from megatron_cp.transformers.attention import planned_attention
 from tests.transformers_cases import build
 
 LENGTHS = [5, 1, 7]
@@ -211,6 +212,46 @@ def test_rejects_unknown_mixers():
         with pytest.raises(ArgumentError, match=text):
             enable_context_parallel(model, None)
         assert not any("cp_slot" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "longrope"}},
+    ],
+)
+def test_rejects_phases_that_depend_on_the_longest_position(llama, rope):
+    model = copy.deepcopy(llama)
+    model.config.rope_parameters = rope
+    with pytest.raises(ArgumentError, match=r"rope_parameters: got '(dynamic|longrope)'"):
+        enable_context_parallel(model, None)
+
+
+def test_rejects_temperatures_by_the_number_of_the_row():
+    model = build("Llama4", num_hidden_layers=1, no_rope_layers=[0], attn_temperature_tuning=True, dtype=torch.float32)
+    with pytest.raises(ArgumentError, match="attn_temperature_tuning"):
+        enable_context_parallel(model, None)
+
+
+@pytest.mark.parametrize(("name", "window"), [("Llama", 4), ("Mistral", None), ("Mistral", 15), ("Llama4", 16)])
+def test_rejects_another_window_in_a_call(name, window):
+    model = build(name, dtype=torch.float32)
+    sharded = enable_context_parallel(model, None).shard(batch())
+    heads = torch.zeros(1, 6, 13, 16)
+    attend = next(module for module in model.modules() if hasattr(module, "cp_slot"))
+    with pytest.raises(ArgumentError, match="sliding_window"):
+        planned_attention(attend, heads, heads, heads, None, sliding_window=window, cp_batch=sharded["cp_batch"])
+
+
+def test_rejects_a_bias_in_a_call(enabled):
+    attend = enabled[0].model.layers[0].self_attn
+    heads = torch.zeros(1, 6, 13, 16)
+    options = {"cp_batch": enabled[1].shard(batch())["cp_batch"], "position_bias": torch.zeros(1, 6, 13, 13)}
+    with pytest.raises(ArgumentError, match="position_bias"):
+        planned_attention(attend, heads, heads, heads, None, **options)
+    with pytest.raises(ArgumentError, match="is_causal"):
+        planned_attention(attend, heads, heads, heads, None, **options, is_causal=False)
 
 
 def test_rejects_attention_in_both_directions(llama):
