@@ -2,7 +2,8 @@
 
 Each case is run over its ranks, compared with one dense softmax, and run once more: as it is, for the same bits, or
 with one document changed, of which no other may notice. The suite runs every mask with every number of ranks, of one
-pack and one shape of heads in turn, so that every pair is there; `python -m tests.functional_tests.test_tiled_masks` runs the whole product, in minutes.
+pack and one shape of heads in turn, so that every pair is there; `python -m tests.functional_tests.test_tiled_masks`
+runs the whole product, in minutes.
 """
 
 import contextlib

@@ -127,7 +127,7 @@ def test_what_any_tiles_take_at_least_is_known_before_they_are_assigned(seed):
     transport = transport_of(random, on.topology(size, hosts).hosts)
     for one in (on, free(on), copying(on)):
         topology = one.topology(size, hosts)
-        if one.within.bandwidth != on.within.bandwidth or one is on:  # tiles depend on no more of a machine
+        if one.within.bandwidth != on.within.bandwidth or one is on:  # the search reads no more of a machine
             plans = list(ways(layout, mask, 4, 2, schemes=schemes, topology=topology, transport=transport))
         for plan in plans:
             if plan.attend.tiled is None:
