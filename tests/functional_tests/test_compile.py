@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch._dynamo.exc import Unsupported
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from tests.compile_cases import (
+    DIM,
     FUNCTIONS,
+    HIDDEN,
     OPERATIONS,
     PACKS,
     TOLERANCE,
@@ -33,6 +36,7 @@ CASES = [(operation, mode) for operation, modes in OPERATIONS.items() for mode i
 # Each operation in each mode on one rank and on two, with the other of two backends.
 BACKENDS = ("eager", "aot_eager")
 ON_RANKS = {ranks: [(*case, BACKENDS[(number + ranks) % 2]) for number, case in enumerate(CASES)] for ranks in (1, 2)}
+WORDS = 32
 RAGGED = [("attention", "exact"), ("projected_attention", "a2a, 2 chunks"), ("mamba2_mixer", "chunkwise")]
 
 
@@ -236,6 +240,68 @@ def test_a_model_is_compiled_once_for_all_of_its_layers():
             assert difference([had.detach()], [expected.detach()]) <= TOLERANCE
             assert len(graphs) == (5 if number == 0 else 10)
     assert found == []
+
+
+class Model(torch.nn.Module):
+    """Tokens to loss, with each operation called in `forward`; `projected` and `finished` hold none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(WORDS, HIDDEN, dtype=torch.float64)
+        self.softmax, self.linear = Layer("attention"), Layer("gated_delta_net")
+        self.head = torch.nn.Linear(HIDDEN, WORDS, dtype=torch.float64)
+
+    def forward(self, batch, softmax_plan, linear_plan, group):
+        x = self.embedding(batch.tokens)
+        q, k, v = (y.unflatten(1, (-1, DIM)) for y in self.softmax.projected(x))
+        x = x + self.softmax.finished(cp.attention(q, k, v, softmax_plan, group))
+        parameters = {"conv": self.linear.conv, "A_log": self.linear.heads, "dt_bias": self.linear.heads}
+        x = x + self.linear.finished(cp.gated_delta_net(*self.linear.projected(x), linear_plan, group, **parameters))
+        losses = torch.nn.functional.cross_entropy(self.head(x), batch.labels, reduction="none")
+        return cp.token_loss(losses, batch, group)
+
+
+def trained(group, run_of, scheme, mode):
+    """The loss of each step, and the graph breaks of the first."""
+    model, losses, breaks = Model(), [], 0
+    run, optimizer = run_of(model), torch.optim.SGD(model.parameters(), lr=0.1)
+    for lengths in (*PACKS[:2], (1,), PACKS[2]):  # one token: the other rank has no row
+        softmax, linear = (
+            plans(*case, lengths, group.size) for case in (("attention", scheme), ("gated_delta_net", mode))
+        )
+        batch = cp.shard_batch(torch.arange(sum(lengths)) % WORDS, softmax.layout, given(group))
+        loss = run(batch, softmax.plan, linear.plan, given(group))
+        optimizer.zero_grad()
+        loss.backward()
+        cp.reduce_gradients(model.parameters(), given(group))
+        optimizer.step()
+        losses.append(loss.detach().item())
+        breaks = breaks or sum(counters["graph_break"].values())
+    return losses, breaks
+
+
+def trained_compiled_first(group, cases, backends):
+    """As in a program that compiles from its first step: no operation has run, or been looked up in `cp`, before."""
+    for name in ("attention", "gated_delta_net", "token_loss"):
+        vars(cp).pop(name, None)
+    found = []
+    for case, backend in zip(cases, backends, strict=True):
+        torch._dynamo.reset()
+        counters.clear()
+        with complaints() as complained:
+            compiled = trained(group, partial(torch.compile, backend=backend), *case)
+        found.append((compiled, trained(group, lambda model: model, *case)[0], complained))
+    return found
+
+
+def test_a_compiled_model_is_trained_to_the_same_losses():
+    cases = [("a2a, 2 chunks", "chunkwise"), ("p2p", "headwise")]
+    for of_rank in run_ranks(trained_compiled_first, 2, cases, BACKENDS[::-1], kind="processes", timeout=240):
+        for (losses, breaks), expected, complained in of_rank:
+            assert losses == pytest.approx(expected, rel=TOLERANCE)
+            assert breaks == 3  # attention, Gated DeltaNet and the loss
+            assert complained == []
 
 
 def test_rejects_one_whole_graph_with_the_reason():
