@@ -88,10 +88,10 @@ def _check_call(
         raise ArgumentError("sliding_window", window, f"{slot.mask}, as the configuration says of this {name}")
     if others.get("is_causal") is False:
         raise ArgumentError("is_causal", False, "causal attention")
-    # A bias or an index of keys changes what is computed; phases and places have been used already.
+    # A bias changes what is computed; phases and places have been used already, and the loss's divisor is a number.
     unknown = [
         name for name, value in others.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and name != "position_embeddings"
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and name != "position_embeddings"
     ]  # fmt: skip
     if unknown:
         raise ArgumentError(unknown[0], "a tensor", "attention without it", "No scheme here adds a bias to the scores.")

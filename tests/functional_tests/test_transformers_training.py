@@ -1,0 +1,178 @@
+"""Training of transformers' models over ranks: the losses and gradient norms of one rank on each document alone."""
+
+import copy
+import os
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("trl")
+import torch
+import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from transformers import DataCollatorWithFlattening, TrainingArguments
+from trl import SFTConfig, SFTTrainer
+
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
+from tests.transformers_cases import build
+
+pytestmark = pytest.mark.slow
+STEPS, RATE = 6, 1e-2
+HYBRID = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1],
+}  # fmt: skip
+MODELS = {"Llama": {}, "Qwen3Next": HYBRID}
+
+
+def alone(model, batches):
+    """Losses and gradient norms of the stock class over batches of `[(tokens, lengths) of each replica]`."""
+    model.set_attn_implementation("eager")
+    optimizer, found = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
+    for packs in batches:
+        documents = [document for tokens, lengths in packs for document in tokens.split(lengths)]
+        count, total = sum(len(document) - 1 for document in documents), 0.0
+        for document in documents:
+            if len(document) > 1:
+                logits = model(input_ids=document[None], use_cache=False).logits[0, :-1].float()
+                loss = functional.cross_entropy(logits, document[1:], reduction="sum") / count
+                loss.backward()
+                total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((total, norm))
+    return found
+
+
+# -- a loop of one's own, with FSDP2 -----------------------------------------------------------------------------------
+
+
+def with_fsdp(world, name, changed, recompute):
+    """4 steps of AdamW over 2 x 2 ranks, and of the stock class."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    everyone, replica = mesh["dp", "cp"]._flatten("dp_cp"), mesh["dp"].get_local_rank()
+    model = build(name, dtype=torch.float32, **changed)
+    reference = copy.deepcopy(model)
+    if recompute is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": recompute})
+    cp = enable_context_parallel(model, mesh["cp"])
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=everyone)
+    fully_shard(model, mesh=everyone)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0)
+    random, batches, losses = torch.Generator().manual_seed(1), [], []
+    for step in range(4):
+        lengths = [[37, 1, 60, 22 + 5 * each + step] for each in range(2)]
+        packs = [(torch.randint(3, 97, (sum(each),), generator=random), each) for each in lengths]
+        tokens, own = packs[replica]
+        batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": own})
+        count = torch.tensor(batch.num_items)
+        dist.all_reduce(count, group=mesh["dp"].get_group())
+        loss = model(**batch, num_items_in_batch=count).loss
+        (loss * everyone.size()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        batches.append(packs)
+        losses.append(total.item())
+    return losses, [loss for loss, _ in alone(reference, batches)] if world.rank == 0 else None
+
+
+def all_with_fsdp(world):
+    cases = [("Qwen3Next", HYBRID, True), ("Qwen3Next", HYBRID, False), ("Llama", {}, None)]
+    return {(name, recompute): with_fsdp(world, name, changed, recompute) for name, changed, recompute in cases}
+
+
+def test_fsdp_and_both_kinds_of_checkpointing_train_as_one_rank():
+    found = run_ranks(all_with_fsdp, 4, kind="processes", timeout=240)[0]
+    assert len(found) == 3
+    for losses, expected in found.values():
+        assert losses == pytest.approx(expected, abs=1e-5)
+
+
+# -- Trainer and TRL ---------------------------------------------------------------------------------------------------
+
+
+class OnCpu(ParallelismConfig):
+    """accelerate refuses parallelism of several CPUs, which is what a test has."""
+
+    def _validate_accelerator(self, accelerator):
+        pass
+
+
+def recording(kind):
+    """The trainer, with what it was given in each step."""
+
+    class Recording(kind):
+        seen = ()
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            row = inputs["position_ids"][0]
+            ends = torch.cat([(row == 0).nonzero()[:, 0], torch.tensor([len(row)])])
+            self.seen = (*self.seen, [(inputs["input_ids"][0].clone(), ends.diff().tolist())])
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return Recording
+
+
+class PackingTrainer(ContextParallelMixin, SFTTrainer):
+    """TRL's trainer."""
+
+
+def arguments(kind, folder, size, **more):
+    return kind(
+        str(folder), per_device_train_batch_size=3, per_device_eval_batch_size=2, max_steps=STEPS, logging_steps=1,
+        use_cpu=True, report_to=[], save_strategy="no", learning_rate=RATE, lr_scheduler_type="constant",
+        weight_decay=0.0, seed=0, disable_tqdm=True, max_grad_norm=1.0, bf16=False, gradient_checkpointing=False,
+        parallelism_config=OnCpu(cp_size=size), **more,
+    )  # fmt: skip
+
+
+def by_trainer(kind, name, folder, size):
+    """What a trainer logs, what one rank has on the same documents, and the loss of an evaluation both ways."""
+    random = torch.Generator().manual_seed(1)
+    data = [{"input_ids": torch.randint(3, 97, (int(n),), generator=random).tolist()}
+            for n in torch.randint(2, 40, (24,), generator=random)]  # fmt: skip
+    model = build(name, dtype=torch.float32, **MODELS[name])
+    reference = copy.deepcopy(model)
+    if kind is ContextParallelTrainer:
+        args = arguments(TrainingArguments, folder, size, remove_unused_columns=False)
+        more = {"data_collator": DataCollatorWithFlattening(), "train_dataset": data}
+    else:
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models
+        from transformers import PreTrainedTokenizerFast
+
+        args = arguments(
+            SFTConfig, folder, size, packing=True, max_length=64, dataset_kwargs={"skip_prepare_dataset": False}
+        )
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.WordLevel({f"t{n}": n for n in range(97)}, "t0")), eos_token="t2",
+            pad_token="t0",
+        )  # fmt: skip
+        more = {"train_dataset": Dataset.from_list(data), "processing_class": tokenizer}
+    trainer = recording(kind)(model=model, args=args, eval_dataset=None, scheme="exact", **more)
+    trainer.train()
+    logged = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    return logged, alone(reference, trainer.seen), len(trainer.seen)
+
+
+def all_by_trainer(world, folder):
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}  # fmt: skip
+    cases = [(ContextParallelTrainer, "Llama"), (ContextParallelTrainer, "Qwen3Next"), (PackingTrainer, "Qwen3Next")]
+    return [by_trainer(kind, name, folder, world.size) for kind, name in cases]
+
+
+def test_trainers_train_as_one_rank(tmp_path):
+    found = run_ranks(all_by_trainer, 2, tmp_path, kind="processes", timeout=280)[0]
+    for logged, expected, steps in found:
+        assert steps == STEPS
+        assert [loss for loss, _ in logged] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+        assert [norm for _, norm in logged] == pytest.approx([norm for _, norm in expected], rel=1e-4)
