@@ -19,7 +19,8 @@ class Mamba2(Layer):
 
     They are `in_proj` (the gate z, then x, B and C, then the step sizes), `conv1d.weight` `[channels, 1, conv_width]`
     and `conv1d.bias`, `A_log`, `D` and `dt_bias` `[heads]`, `norm.weight` `[heads * head_dim]` and `out_proj`. The
-    gated norm is over the features of each group.
+    gated norm is over the features of each group. A state dict of transformers' `Mamba2Mixer` without biases of its
+    projections loads as it is.
 
     Args:
         hidden_size: features of a hidden state.

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_cp.linear.gates.tensors import has_kernels
 from megatron_cp.linear.gates.gated_norm import gated_norm
+from megatron_cp.linear.gates.tensors import has_kernels
 
 Gate = Callable[[Tensor], Tensor]
 

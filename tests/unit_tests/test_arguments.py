@@ -306,7 +306,7 @@ CALLS = {
         "x": ones(6), "weight": TAPS[:6], "bias": BIAS[:6]}, ("bias",), activation=optional(NO_NAME)),
 }  # fmt: skip
 
-# -- layers: how they are made, and what they are called with -----------------------------------------------------------
+# -- layers: how they are made, and what they are called with --------------------------------------------------------
 
 NO_SIZE, NO_EPS = [*NO_INTEGER, 0], [*NO_NUMBER, 0.0, -1.0, 2.0]
 MADE = {"eps": NO_EPS, "kernel": NO_NAME, "dtype": optional([5, True, "float32", torch.int64, torch.complex64, float]),

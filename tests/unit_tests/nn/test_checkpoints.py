@@ -33,8 +33,6 @@ def test_a_state_dict_loads_and_computes_the_same(name):
     stock, layer = mixer_of(name, attribute), make()
     layer.load_state_dict(stock.state_dict())
     hidden = torch.randn(11, HIDDEN, **WIDE)
-    if name == "Mamba2":  # transformers' norm is over all features, and not over those of each group
-        layer.norm.group_size = layer.norm.weight.numel()
     out = layer(hidden, cp.BatchPlan(cp.Layout.contiguous(cp.Packing([11]), 1)))
     with wide(), torch.no_grad():
         expected = stock(hidden[None])
