@@ -121,6 +121,7 @@ def train(world: RankGroup | None, args: argparse.Namespace) -> list[float]:
 
 
 def main() -> None:
+    """Trains on the ranks that torchrun started, or on local ones."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cp", type=int, default=2, help="ranks that share a pack")
     parser.add_argument("--dp", type=int, default=2, help="replicas, of local ranks; torchrun knows")

@@ -1,11 +1,9 @@
-"""The FSDP2 example over 2 x 2 processes has the losses of one rank, and of other grids."""
+"""The FSDP2 example over 2 x 2 processes has the losses of one rank."""
 
 import functools
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
-
-import pytest
 
 from megatron_cp.executor.launch import run_ranks
 from tests.limits import limit
@@ -22,18 +20,17 @@ def example():
 
 
 def options(dp, cp):
-    return SimpleNamespace(dp=dp, cp=cp, steps=4, seq_length=48, lr=3e-3)
+    return SimpleNamespace(dp=dp, cp=cp, steps=5, seq_length=64, lr=3e-3)
 
 
 def on_rank(group, dp, cp):
     return example().train(group, options(dp, cp))
 
 
-@pytest.mark.parametrize(("dp", "cp"), [(2, 2), (1, 3)])
-def test_losses_are_those_of_one_rank(dp, cp):
-    found = run_ranks(on_rank, dp * cp, dp, cp, kind="processes", timeout=limit(60))
-    expected = example().train(None, options(dp, cp))
-    assert len(expected) == 5  # four steps, and what is held out
-    assert expected[3] < expected[0]
+def test_losses_are_those_of_one_rank():
+    found = run_ranks(on_rank, 4, 2, 2, kind="processes", timeout=limit(60))
+    expected = example().train(None, options(2, 2))
+    assert len(expected) == 6  # five steps, and what is held out
+    assert expected[-1] < expected[0]
     for losses in found:
         assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < example().TOLERANCE
