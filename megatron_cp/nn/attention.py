@@ -38,6 +38,7 @@ class Attention(Layer):
         ArgumentError: sizes that do not fit one another, or what `AttentionSlot` refuses.
 
     Example:
+        >>> from megatron_cp.layout import Layout, Packing
         >>> layer = Attention(hidden_size=32, heads=4, kv_heads=2)
         >>> layout = Layout.contiguous(Packing([3, 1]), cp_size=1)
         >>> layer(torch.ones(4, 32), BatchPlan(layout, [layer.slot])).shape

@@ -4,6 +4,7 @@ import inspect
 import math
 import warnings
 from datetime import timedelta
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -381,8 +382,9 @@ NOT_CHECKED = {"self", "cls", "forward", "chunk", "ranks"}
 
 def parameters():
     """Every parameter of every public call."""
-    for name in cp.__all__:
-        public = getattr(cp, name)
+    names = [name for name in cp.__all__ if not inspect.ismodule(getattr(cp, name))]
+    for name in (*names, *(f"nn.{layer}" for layer in cp.nn.__all__)):
+        public = attrgetter(name)(cp)
         is_error = inspect.isclass(public) and issubclass(public, Exception)
         if name not in NOT_CALLED_BY_USERS and not is_error:
             yield from ((name, parameter) for parameter in inspect.signature(public).parameters)
