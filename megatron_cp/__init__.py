@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_cp import nn as nn
     from megatron_cp.batch.gradients import reduce_gradients as reduce_gradients
     from megatron_cp.batch.loss import token_loss as token_loss
     from megatron_cp.batch.shard import LocalBatch as LocalBatch
@@ -85,10 +86,14 @@ _HOMES = {
     "token_loss": "megatron_cp.batch.loss",
 }
 
-__all__ = sorted(_HOMES)
+_ROOMS = ("nn",)  # of which a name is a whole module
+
+__all__ = sorted((*_HOMES, *_ROOMS))
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)

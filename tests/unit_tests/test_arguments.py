@@ -4,6 +4,7 @@ import inspect
 import math
 import warnings
 from datetime import timedelta
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -306,6 +307,33 @@ CALLS = {
         "x": ones(6), "weight": TAPS[:6], "bias": BIAS[:6]}, ("bias",), activation=optional(NO_NAME)),
 }  # fmt: skip
 
+# -- layers: how they are made, and what they are called with --------------------------------------------------------
+
+NO_SIZE, NO_EPS = [*NO_INTEGER, 0], [*NO_NUMBER, 0.0, -1.0, 2.0]
+MADE = {"eps": NO_EPS, "kernel": NO_NAME, "dtype": optional([5, True, "float32", torch.int64, torch.complex64, float]),
+        "device": [True, 1.5, "", "gpu", b"cpu", [], {"cpu"}, object(), torch.device],
+        "hidden_size": NO_SIZE}  # fmt: skip
+LINEAR_MADE = MADE | {"heads": NO_SIZE, "head_dim": NO_SIZE, "conv_width": NO_SIZE, "mode": NO_NAME}
+LAYERS = {
+    "nn.Attention": (cp.nn.Attention, {"hidden_size": 8, "heads": 2}, MADE | {
+        "heads": [*NO_SIZE, 3], "kv_heads": [*optional(NO_SIZE), 3], "head_dim": [*optional(NO_SIZE), 3],
+        "rotary_dim": [*optional(NO_INTEGER), 3, 6], "rope_theta": [*NO_NUMBER, 0.0, 1.0, -5.0], "qk_norm": NO_FLAG,
+        "bias": NO_FLAG, "mask": NO_NAME, "scheme": NO_NAME}),
+    "nn.GatedDeltaNet": (cp.nn.GatedDeltaNet, {"hidden_size": 8, "heads": 2, "head_dim": 4}, LINEAR_MADE | {
+        "key_heads": [*optional(NO_SIZE), 3], "value_head_dim": optional(NO_SIZE)}),
+    "nn.Mamba2": (cp.nn.Mamba2, {"hidden_size": 8, "heads": 2, "head_dim": 4, "state": 4}, LINEAR_MADE | {
+        "state": NO_SIZE, "groups": [*NO_SIZE, 3], "conv_bias": NO_FLAG}),
+    "nn.KimiDeltaAttention": (
+        cp.nn.KimiDeltaAttention, {"hidden_size": 8, "heads": 2, "head_dim": 4}, LINEAR_MADE),
+}  # fmt: skip
+CALLS |= LAYERS
+CALLS |= {
+    f"{name}.forward": (make(**given), {"hidden": ones(8), "batch": BATCH}, {
+        "hidden": no_tensor(ones(8)), "batch": [None, 5, True, "batch", P, ALONE, [], {}, cp.LocalBatch],
+        "group": NO_GROUP})
+    for name, (make, given, _) in LAYERS.items()
+}  # fmt: skip
+
 # What the error calls an argument, where that is not its name in the call.
 NAMES = {
     ("Mask.named", "spec"): "mask",
@@ -354,8 +382,9 @@ NOT_CHECKED = {"self", "cls", "forward", "chunk", "ranks"}
 
 def parameters():
     """Every parameter of every public call."""
-    for name in cp.__all__:
-        public = getattr(cp, name)
+    names = [name for name in cp.__all__ if not inspect.ismodule(getattr(cp, name))]
+    for name in (*names, *(f"nn.{layer}" for layer in cp.nn.__all__)):
+        public = attrgetter(name)(cp)
         is_error = inspect.isclass(public) and issubclass(public, Exception)
         if name not in NOT_CALLED_BY_USERS and not is_error:
             yield from ((name, parameter) for parameter in inspect.signature(public).parameters)

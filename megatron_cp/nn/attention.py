@@ -1,0 +1,137 @@
+"""`Attention`: grouped-query softmax attention with rotary positions, between its projections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_cp.batch.shard import LocalBatch
+from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
+from megatron_cp.nn.base import Group, Layer, checked_eps, checked_factory, checked_heads, positions_of
+from megatron_cp.nn.parts import reset_children
+from megatron_cp.planner.batch import AttentionSlot, BatchPlan
+from megatron_cp.softmax.attention import attention
+from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
+
+
+class Attention(Layer):
+    """Grouped-query attention of a packed batch over ranks, with rotary positions (RoFormer, arXiv 2104.09864).
+
+    Parameters, as those of Qwen3 and Llama: `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` the weights
+    `[head_dim]` of `q_norm` and `k_norm`. Phases turn the first half of a head's features against the second.
+
+    Args:
+        hidden_size: features of a hidden state.
+        heads: query heads.
+        kv_heads: key/value heads, a divisor of `heads`; as many if None.
+        head_dim: features of a head; `hidden_size // heads` if None.
+        rotary_dim: features of a head that phases turn, from the first one on: even, 0 for no positions; all if None.
+        rope_theta: base of the phases' frequencies.
+        qk_norm: whether the queries and keys of each head are divided by their rms, before the phases.
+        bias: whether projections of queries, keys and values have a bias.
+        eps: of the norms.
+        mask, scheme: as of `AttentionSlot`.
+        kernel: as of `attention`.
+        device, dtype: of the parameters.
+
+    Raises:
+        ArgumentError: sizes that do not fit one another, or what `AttentionSlot` refuses.
+
+    Example:
+        >>> from megatron_cp.layout import Layout, Packing
+        >>> layer = Attention(hidden_size=32, heads=4, kv_heads=2)
+        >>> layout = Layout.contiguous(Packing([3, 1]), cp_size=1)
+        >>> layer(torch.ones(4, 32), BatchPlan(layout, [layer.slot])).shape
+        torch.Size([4, 32])
+    """
+
+    slot: AttentionSlot
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        rotary_dim: int | None = None,
+        rope_theta: float = 10000.0,
+        qk_norm: bool = False,
+        bias: bool = False,
+        eps: float = 1e-6,
+        mask: str = "causal",
+        scheme: str = "auto",
+        kernel: str | AttentionKernel = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, kernel, KERNELS)
+        factory, heads = checked_factory(device, dtype), checked_integer("heads", heads, 1)
+        kv_heads = heads if kv_heads is None else checked_heads("kv_heads", kv_heads, heads)
+        if head_dim is None and hidden_size % heads:
+            raise ArgumentError("heads", heads, f"a divisor of hidden_size {hidden_size}, or give head_dim")
+        dim = hidden_size // heads if head_dim is None else checked_integer("head_dim", head_dim, 1)
+        self.rotary_dim = _checked_rotary(rotary_dim, dim)
+        if not 1 < as_number(rope_theta) < float("inf"):
+            raise ArgumentError("rope_theta", rope_theta, "a finite number above 1")
+        self.rope_theta, self.head_dim = float(rope_theta), dim
+        self.slot = AttentionSlot(heads, kv_heads, dim, dim, mask=mask, scheme=scheme)
+        checked_flag("bias", bias), checked_flag("qk_norm", qk_norm), checked_eps(eps)
+        self.q_proj = nn.Linear(hidden_size, heads * dim, bias=bias, **factory)
+        self.k_proj, self.v_proj = (nn.Linear(hidden_size, kv_heads * dim, bias=bias, **factory) for _ in range(2))
+        self.o_proj = nn.Linear(heads * dim, hidden_size, bias=False, **factory)
+        self.q_norm, self.k_norm = (nn.RMSNorm(dim, eps, **factory) if qk_norm else None for _ in range(2))
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew, as torch's modules do: on every rank the same, by the same seed."""
+        reset_children(self)
+
+    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group = None) -> Tensor:
+        """Attention within each document.
+
+        Args:
+            hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
+            batch: what `shard_batch` returned, or its plans.
+            group: the context-parallel ranks; None for one.
+
+        Returns:
+            `[t, hidden_size]`. A parameter's gradient is this rank's share, to be summed over the group.
+
+        Raises:
+            ArgumentError: hidden states, a batch or a group that do not fit one another.
+        """
+        ranks = self._ranks(hidden, batch, group)
+        q, k, v = (project(hidden).unflatten(-1, (-1, self.head_dim)) for project in self._projections())
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotary_dim:
+            cos, sin = self._phases(positions_of(batch, ranks.rank, hidden.device), q.dtype)
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        return self.o_proj(self._run(attention, (q, k, v), batch, ranks).flatten(1))
+
+    def _projections(self) -> tuple[nn.Module, nn.Module, nn.Module]:
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def _phases(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[t, 1, rotary_dim / 2]` in at least float32: bfloat16 knows no place above 256."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        powers = torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=positions.device) / self.rotary_dim
+        angles = positions.to(dtype)[:, None, None] * self.rope_theta**-powers
+        return angles.cos(), angles.sin()
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`[t, h, d]` whose first `2 * cos.shape[-1]` features are turned, half against half; in the type of x."""
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return torch.cat([turned, rest], dim=-1)
+
+
+def _checked_rotary(rotary_dim: int | None, head_dim: int) -> int:
+    if rotary_dim is None and head_dim % 2:
+        raise ArgumentError("head_dim", head_dim, "an even number, or give rotary_dim")
+    number = head_dim if rotary_dim is None else checked_integer("rotary_dim", rotary_dim, 0, head_dim)
+    if number % 2:
+        raise ArgumentError("rotary_dim", rotary_dim, f"an even number from 0 to head_dim {head_dim}")
+    return number

@@ -1,0 +1,104 @@
+"""What all layers share: their sizes and rows are checked, and their operation runs by the batch's plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_cp.batch.shard import LocalBatch, local_positions
+from megatron_cp.errors import ArgumentError, as_number, checked_integer
+from megatron_cp.executor.arguments import DTYPES, check_tensor
+from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.kernels import Kernel
+from megatron_cp.executor.opaque import opaque
+from megatron_cp.planner.batch import BatchPlan, Slot
+
+Group = RankGroup | dist.ProcessGroup | None
+
+
+class Layer(nn.Module):
+    """A layer over the ranks of a group.
+
+    Attributes:
+        slot: what its plan depends on besides the batch, for `shard_batch(slots=...)`. For other options of the plan,
+            such as a transport, set another one before batches are sharded: `layer.slot = replace(layer.slot, ...)`.
+        kernel: of its operation.
+    """
+
+    slot: Slot
+
+    def __init__(self, hidden_size: int, kernel: str | Kernel, kernels: Sequence[Kernel]) -> None:
+        super().__init__()
+        self.hidden_size, self.kernel = checked_integer("hidden_size", hidden_size, 1), kernel
+        names = ["auto", *(known.name for known in kernels)]
+        if not isinstance(kernel, Kernel) and not (isinstance(kernel, str) and kernel in names):
+            raise ArgumentError("kernel", kernel, f"{' or '.join(names)}, or one of the caller's")
+
+    @opaque
+    def _ranks(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group) -> RankGroup:
+        """The group's ranks, if the batch is one of theirs and hidden has this rank's rows."""
+        if not isinstance(batch, LocalBatch | BatchPlan):
+            raise ArgumentError("batch", batch, "what shard_batch returned, or its plans")
+        ranks = as_rank_group(group, batch.layout.cp_size)
+        check_tensor("hidden", hidden, (int(batch.layout.row_counts[ranks.rank]), self.hidden_size), like=hidden)
+        return ranks
+
+    @opaque
+    def _run(
+        self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], batch: LocalBatch | BatchPlan,
+        ranks: RankGroup, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        """An operation by the batch's plan: what a compiler does not look into."""
+        return operation(*inputs, batch.plan(self.slot), ranks, kernel=self.kernel, **options)
+
+
+@opaque
+def positions_of(batch: LocalBatch | BatchPlan, rank: int, device: torch.device) -> Tensor:
+    """`[t]` int64 place of each of a rank's rows in its document, on the device."""
+    return batch.position_ids if isinstance(batch, LocalBatch) else local_positions(batch.layout, rank, device)
+
+
+def checked_heads(argument: str, value: object, heads: int) -> int:
+    """A number of heads, each shared by as many of `heads`.
+
+    Raises:
+        ArgumentError: it is none, or no divisor of `heads`.
+    """
+    number = checked_integer(argument, value, 1)
+    if heads % number:
+        raise ArgumentError(argument, number, f"a divisor of the {heads} heads")
+    return number
+
+
+def checked_eps(value: object) -> float:
+    """What a norm adds to the mean of squares.
+
+    Raises:
+        ArgumentError: it is no number above 0.
+    """
+    number = as_number(value)
+    if not 0 < number <= 1:
+        raise ArgumentError("eps", value, "a number above 0, such as 1e-6")
+    return number
+
+
+def checked_factory(device: object, dtype: object) -> dict[str, Any]:
+    """Where parameters are and of which type, as torch's modules take them.
+
+    Raises:
+        ArgumentError: no device, or a type that is not computed in.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ArgumentError("dtype", dtype, "float64, float32, bfloat16 or float16, or None for torch's default")
+    if device is not None:
+        if isinstance(device, bool) or not isinstance(device, torch.device | str | int):
+            raise ArgumentError("device", device, "a device of torch, or None for torch's default")
+        try:
+            torch.device(device)
+        except RuntimeError as error:
+            raise ArgumentError("device", device, "a device of torch, or None for torch's default") from error
+    return {"device": device, "dtype": dtype}

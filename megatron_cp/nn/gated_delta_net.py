@@ -1,0 +1,103 @@
+"""`GatedDeltaNet`: the layer of Qwen3-Next, between its projections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_cp.batch.shard import LocalBatch
+from megatron_cp.errors import checked_integer
+from megatron_cp.linear.gated_delta_net import gated_delta_net
+from megatron_cp.linear.kernels import RULES, LinearKernel
+from megatron_cp.nn.base import Group, Layer, checked_eps, checked_factory, checked_heads
+from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
+from megatron_cp.planner.batch import BatchPlan, LinearSlot
+
+
+class GatedDeltaNet(Layer):
+    """Gated DeltaNet of a packed batch over ranks (arXiv 2412.06464), with the parameters of Qwen3-Next.
+
+    They are, by key head, `in_proj_qkvz` (q, k, v and the output gate z) and `in_proj_ba` (write strength and decay);
+    `conv1d.weight` `[channels, 1, conv_width]`, `A_log` and `dt_bias` `[heads]`, `norm.weight` `[value_head_dim]`, and
+    `out_proj`. A state dict of transformers' `Qwen3NextGatedDeltaNet` loads as it is.
+
+    Args:
+        hidden_size: features of a hidden state.
+        heads: value heads, each with a state of its own.
+        key_heads: query/key heads, a divisor of `heads`; as many if None.
+        head_dim: features of a key head.
+        value_head_dim: features of a value head; `head_dim` if None.
+        conv_width: taps of the convolution.
+        eps: of the gated norm.
+        mode: as of `LinearSlot`.
+        kernel: as of `gated_delta_net`.
+        device, dtype: of the parameters.
+
+    Raises:
+        ArgumentError: sizes that do not fit one another, or what `LinearSlot` refuses.
+    """
+
+    slot: LinearSlot
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        key_heads: int | None = None,
+        *,
+        head_dim: int,
+        value_head_dim: int | None = None,
+        conv_width: int = 4,
+        eps: float = 1e-6,
+        mode: str = "auto",
+        kernel: str | LinearKernel = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, kernel, RULES)
+        factory, heads, eps = checked_factory(device, dtype), checked_integer("heads", heads, 1), checked_eps(eps)
+        key_heads = heads if key_heads is None else checked_heads("key_heads", key_heads, heads)
+        value_dim = head_dim if value_head_dim is None else value_head_dim
+        self.slot = slot = LinearSlot("gdn", heads, key_heads, checked_integer("head_dim", head_dim, 1), value_dim,
+                                      conv_width=conv_width, mode=mode, hidden_size=hidden_size)  # fmt: skip
+        keys, values = key_heads * slot.head_dim, heads * slot.value_head_dim
+        self.in_proj_qkvz = nn.Linear(hidden_size, 2 * keys + 2 * values, bias=False, **factory)
+        self.in_proj_ba = nn.Linear(hidden_size, 2 * heads, bias=False, **factory)
+        self.conv1d = ConvWeight(2 * keys + values, conv_width, False, factory)
+        self.A_log, self.dt_bias = (nn.Parameter(torch.empty(heads, **factory)) for _ in range(2))
+        self.norm = GatedRMSNorm(value_dim, value_dim, eps, nn.functional.silu, factory)
+        self.out_proj = nn.Linear(values, hidden_size, bias=False, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew: on every rank the same, by the same seed."""
+        reset_children(self)
+        reset_decay(self.A_log, self.dt_bias)
+
+    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group = None) -> Tensor:
+        """The layer within each document.
+
+        Args:
+            hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
+            batch: what `shard_batch` returned, or its plans.
+            group: the context-parallel ranks; None for one.
+
+        Returns:
+            `[t, hidden_size]`. A parameter's gradient is this rank's share, to be summed over the group.
+
+        Raises:
+            ArgumentError: hidden states, a batch or a group that do not fit one another.
+        """
+        ranks, slot = self._ranks(hidden, batch, group), self.slot
+        shared = slot.heads // slot.key_heads  # value heads of a key head
+        values = shared * slot.value_head_dim
+        by_key_head = self.in_proj_qkvz(hidden).unflatten(-1, (slot.key_heads, -1))
+        q, k, v, z = by_key_head.split([slot.head_dim, slot.head_dim, values, values], dim=-1)
+        qkv = torch.cat([part.flatten(1) for part in (q, k, v)], dim=-1)
+        beta, alpha = self.in_proj_ba(hidden).unflatten(-1, (slot.key_heads, -1)).split([shared, shared], dim=-1)
+        out = self._run(
+            gated_delta_net, (qkv, beta.flatten(1), alpha.flatten(1)), batch, ranks, conv=self.conv1d.weight,
+            A_log=self.A_log, dt_bias=self.dt_bias,
+        )  # fmt: skip
+        gate = z.flatten(1).unflatten(-1, (slot.heads, slot.value_head_dim))
+        return self.out_proj(self.norm(out, gate).flatten(1))

@@ -1,0 +1,100 @@
+"""`Mamba2`: the mixer of Mamba-2, between its projections."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megatron_cp.batch.shard import LocalBatch
+from megatron_cp.errors import checked_flag, checked_integer
+from megatron_cp.linear.kernels import RULES, LinearKernel
+from megatron_cp.linear.mamba2 import mamba2_mixer
+from megatron_cp.nn.base import Group, Layer, checked_eps, checked_factory, checked_heads
+from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
+from megatron_cp.planner.batch import BatchPlan, LinearSlot
+
+
+class Mamba2(Layer):
+    """Mamba-2 of a packed batch over ranks (arXiv 2405.21060), with the parameters of mamba_ssm's `Mamba2`.
+
+    They are `in_proj` (the gate z, then x, B and C, then the step sizes), `conv1d.weight` `[channels, 1, conv_width]`
+    and `conv1d.bias`, `A_log`, `D` and `dt_bias` `[heads]`, `norm.weight` `[heads * head_dim]` and `out_proj`. The
+    gated norm is over the features of each group. A state dict of transformers' `Mamba2Mixer` without biases of its
+    projections loads as it is.
+
+    Args:
+        hidden_size: features of a hidden state.
+        heads: heads of x.
+        head_dim: features of a head of x.
+        state: features of B and C: the size of the state.
+        groups: of B and C, a divisor of `heads`.
+        conv_width: taps of the convolution.
+        conv_bias: whether the convolution has a bias.
+        eps: of the gated norm.
+        mode: as of `LinearSlot`.
+        kernel: as of `mamba2_mixer`.
+        device, dtype: of the parameters.
+
+    Raises:
+        ArgumentError: sizes that do not fit one another, or what `LinearSlot` refuses.
+    """
+
+    slot: LinearSlot
+
+    def __init__(
+        self,
+        hidden_size: int,
+        heads: int,
+        *,
+        head_dim: int = 64,
+        state: int = 128,
+        groups: int = 1,
+        conv_width: int = 4,
+        conv_bias: bool = True,
+        eps: float = 1e-5,
+        mode: str = "auto",
+        kernel: str | LinearKernel = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden_size, kernel, RULES)
+        factory, heads, eps = checked_factory(device, dtype), checked_integer("heads", heads, 1), checked_eps(eps)
+        checked_integer("head_dim", head_dim, 1), checked_integer("state", state, 1)
+        checked_heads("groups", groups, heads), checked_flag("conv_bias", conv_bias)
+        self.slot = LinearSlot("mamba", heads, groups, state, head_dim, conv_width=conv_width, mode=mode,
+                               hidden_size=hidden_size)  # fmt: skip
+        self._widths = inner, channels, _ = [heads * head_dim, heads * head_dim + 2 * groups * state, heads]
+        self.in_proj = nn.Linear(hidden_size, sum(self._widths), bias=False, **factory)
+        self.conv1d = ConvWeight(channels, conv_width, conv_bias, factory)
+        self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(heads, **factory)) for _ in range(3))
+        self.norm = GatedRMSNorm(inner, inner // groups, eps, None, factory)
+        self.out_proj = nn.Linear(inner, hidden_size, bias=False, **factory)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew: on every rank the same, by the same seed."""
+        reset_children(self)
+        reset_decay(self.A_log, self.dt_bias)
+        nn.init.ones_(self.D)
+
+    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group = None) -> Tensor:
+        """The layer within each document.
+
+        Args:
+            hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
+            batch: what `shard_batch` returned, or its plans.
+            group: the context-parallel ranks; None for one.
+
+        Returns:
+            `[t, hidden_size]`. A parameter's gradient is this rank's share, to be summed over the group.
+
+        Raises:
+            ArgumentError: hidden states, a batch or a group that do not fit one another.
+        """
+        ranks = self._ranks(hidden, batch, group)
+        z, x, dt = self.in_proj(hidden).split(self._widths, dim=-1)
+        out = self._run(
+            mamba2_mixer, (x, dt), batch, ranks, conv=self.conv1d.weight, conv_bias=self.conv1d.bias,
+            A_log=self.A_log, D=self.D, dt_bias=self.dt_bias,
+        )  # fmt: skip
+        return self.out_proj(self.norm(out.flatten(1), z))

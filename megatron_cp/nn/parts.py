@@ -1,0 +1,82 @@
+"""Parts of the linear layers: the convolution's weight, the gated norm, and how decays start."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_cp.linear.gates.gated_norm import gated_norm
+from megatron_cp.linear.gates.tensors import has_kernels
+
+Gate = Callable[[Tensor], Tensor]
+
+
+class GatedRMSNorm(nn.Module):
+    """`weight * x / rms(x) * gate(z)`, or with the gate first, `weight * y / rms(y)` with `y = x * silu(z)`.
+
+    Args:
+        features: of the weight.
+        group_size: features that have a mean of squares together.
+        eps: added to that mean.
+        gate: of z, where it acts on the normalised values; None where silu comes first, as in Mamba-2.
+        factory: `device` and `dtype` of the weight.
+    """
+
+    def __init__(self, features: int, group_size: int, eps: float, gate: Gate | None, factory: dict[str, Any]) -> None:
+        super().__init__()
+        self.group_size, self.eps, self.gate = group_size, eps, gate
+        self.weight = nn.Parameter(torch.empty(features, **factory))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        """`[..., features]` of both to the same, in the type of x; in at least float32 within."""
+        if self.gate is None and has_kernels(x, z, self.weight):
+            return gated_norm(x, z, self.weight, self.eps, self.group_size)
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        values, gates = x.to(acc_dtype), z.to(acc_dtype)
+        if self.gate is None:
+            values = values * nn.functional.silu(gates)
+        groups = values.unflatten(-1, (-1, self.group_size))
+        scale = (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        values = (groups * scale).flatten(-2) * self.weight.to(acc_dtype)
+        return (values if self.gate is None else values * self.gate(gates)).to(x.dtype)
+
+
+class ConvWeight(nn.Module):
+    """The parameters of a causal convolution over channels: `weight` `[channels, 1, width]`, and `bias` `[channels]`.
+
+    As `torch.nn.Conv1d(groups=channels)` has them. The operation computes it, so there is no forward.
+    """
+
+    def __init__(self, channels: int, width: int, bias: bool, factory: dict[str, Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width, **factory))
+        self.bias = nn.Parameter(torch.empty(channels, **factory)) if bias else None
+
+    def reset_parameters(self) -> None:
+        """As torch's convolutions start."""
+        bound = self.weight.shape[-1] ** -0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+
+@torch.no_grad()
+def reset_decay(A_log: Tensor, dt_bias: Tensor) -> None:  # noqa: N803 - the parameter's name everywhere
+    """As Mamba-2 starts: decay rates uniform in [1, 16], steps log-uniform in [0.001, 0.1] behind their softplus."""
+    A_log.copy_(torch.empty_like(A_log).uniform_(1, 16).log())
+    steps = torch.empty_like(dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp(min=1e-4)
+    dt_bias.copy_(steps + (-(-steps).expm1()).log())  # the inverse of softplus
+
+
+def reset_children(module: nn.Module) -> None:
+    """Every part that knows how to start."""
+    for child in module.children():
+        reset = getattr(child, "reset_parameters", None)
+        if callable(reset):
+            reset()
