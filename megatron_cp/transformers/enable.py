@@ -40,7 +40,8 @@ _REFUSED = {
     "use_cache": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
     "output_attentions": "No scheme here has the weights of a softmax in one place.",
     "attn_temperature_tuning": "transformers counts rows for it, not positions, and a rank has other rows.",
-    "output_router_logits": "The auxiliary loss is a product of means over all tokens, which no shard has.",
+    "output_router_logits": "The auxiliary loss is a product of means over all tokens, which no shard has. In TRL: "
+    "router_aux_loss_coef=0.",
 }
 _OWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "cp_plans")
 

@@ -2,23 +2,28 @@
 
 import copy
 import os
+import threading
+from functools import partial
 
 import pytest
 
 pytest.importorskip("accelerate")
+pytest.importorskip("peft")
 pytest.importorskip("trl")
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
+from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from transformers import DataCollatorWithFlattening, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
+from megatron_cp import Packing
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
-from tests.transformers_cases import build
+from tests.transformers_cases import build, class_of, stock, wide, worst_gradient
 
 pytestmark = pytest.mark.slow
 STEPS, RATE = 6, 1e-2
@@ -96,6 +101,57 @@ def test_fsdp_and_both_kinds_of_checkpointing_train_as_one_rank():
         assert losses == pytest.approx(expected, abs=1e-5)
 
 
+# -- checkpoints, and LoRA ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_saved_is_the_stock_model(name, tmp_path):
+    model = build(name, dtype=torch.float32, **MODELS[name]).eval()
+    cp = enable_context_parallel(model, None)
+    tokens = torch.arange(3, 40)[None]
+    found = model(**cp.shard({"input_ids": tokens})).logits
+    model.save_pretrained(tmp_path)
+    stock = class_of(name).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert type(stock).__name__ == type(model).__name__
+    assert list(stock.state_dict()) == list(model.state_dict())
+    assert (stock(input_ids=tokens).logits - found).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("Llama", ["q_proj", "v_proj"]), ("Qwen3Next", ["in_proj_qkvz", "out_proj", "k_proj"]), ("Bamba", ["in_proj"])],
+)
+def test_adapters_have_the_gradients_of_one_rank(name, targets):
+    model, lengths = build(name), [37, 1, 60, 22]
+    tokens = torch.randint(3, 97, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    adapters = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+
+    def adapted(model):
+        torch.manual_seed(2)  # peft draws the same on all
+        return get_peft_model(model, adapters).double()
+
+    reference = adapted(copy.deepcopy(model))
+    with wide():
+        _, logits, gradients = stock(reference, Packing(lengths), tokens)
+
+        def main(group):
+            cp = enable_context_parallel(base := copy.deepcopy(model), group)
+            with lock:
+                own = adapted(base)
+            batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": lengths})
+            out = own(**batch, num_items_in_batch=batch.num_items)
+            out.loss.backward()
+            gathered = cp.gather(out.logits.detach(), batch)[0]
+            return gathered, {name: each.grad for name, each in own.named_parameters() if each.grad is not None}
+
+        lock = threading.Lock()
+        found = run_ranks(main, 2)
+    assert (found[0][0] - logits).abs().max() < 1e-11
+    assert gradients
+    assert all("lora" in name for name in gradients)
+    assert worst_gradient({name: sum(each[name] for _, each in found) for name in gradients}, gradients)[0] < 1e-11
+
+
 # -- Trainer and TRL ---------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +206,13 @@ def by_trainer(kind, name, folder, size):
         from transformers import PreTrainedTokenizerFast
 
         args = arguments(
-            SFTConfig, folder, size, packing=True, max_length=64, dataset_kwargs={"skip_prepare_dataset": False}
+            SFTConfig,
+            folder,
+            size,
+            packing=True,
+            router_aux_loss_coef=0.0,
+            max_length=64,
+            dataset_kwargs={"skip_prepare_dataset": False},
         )
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=Tokenizer(models.WordLevel({f"t{n}": n for n in range(97)}, "t0")), eos_token="t2",
@@ -160,19 +222,42 @@ def by_trainer(kind, name, folder, size):
     trainer = recording(kind)(model=model, args=args, eval_dataset=None, scheme="exact", **more)
     trainer.train()
     logged = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-    return logged, alone(reference, trainer.seen), len(trainer.seen)
+    expected, evaluated = alone(reference, trainer.seen), None
+    if kind is ContextParallelTrainer:
+        packs = [data[:2], data[2:4]]
+        evaluated = trainer.evaluate(data[:4])["eval_loss"], sum(map(partial(mean_loss, reference), packs)) / 2
+        batch = DataCollatorWithFlattening()(data[:2])
+        _, logits, labels = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)
+        rows = [reference(input_ids=torch.tensor([each["input_ids"]])).logits[0] for each in data[:2]]
+        assert (logits[0] - torch.cat(rows)).abs().max() < 1e-4
+        assert torch.equal(labels, batch["labels"])
+    return logged, expected, len(trainer.seen), evaluated
 
 
-def all_by_trainer(world, folder):
+@torch.no_grad()
+def mean_loss(model, data):
+    """Of documents alone."""
+    losses = [
+        functional.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none")
+        for ids in (torch.tensor(each["input_ids"]) for each in data)
+    ]
+    return torch.cat(losses).mean().item()
+
+
+def on_rank(world, kind, name, folder):
+    """accelerate finds its ranks in the environment, and keeps what it found: a process has one trainer."""
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}  # fmt: skip
-    cases = [(ContextParallelTrainer, "Llama"), (ContextParallelTrainer, "Qwen3Next"), (PackingTrainer, "Qwen3Next")]
-    return [by_trainer(kind, name, folder, world.size) for kind, name in cases]
+    return by_trainer(kind, name, folder, world.size)
 
 
-def test_trainers_train_as_one_rank(tmp_path):
-    found = run_ranks(all_by_trainer, 2, tmp_path, kind="processes", timeout=280)[0]
-    for logged, expected, steps in found:
-        assert steps == STEPS
-        assert [loss for loss, _ in logged] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
-        assert [norm for _, norm in logged] == pytest.approx([norm for _, norm in expected], rel=1e-4)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(ContextParallelTrainer, "Llama"), (ContextParallelTrainer, "Qwen3Next"), (PackingTrainer, "Qwen3Next")],
+)
+def test_trainers_train_as_one_rank(kind, name, tmp_path):
+    logged, expected, steps, evaluated = run_ranks(on_rank, 2, kind, name, tmp_path, kind="processes", timeout=200)[0]
+    assert evaluated is None or evaluated[0] == pytest.approx(evaluated[1], abs=1e-5)
+    assert steps == STEPS
+    assert [loss for loss, _ in logged] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
+    assert [norm for _, norm in logged] == pytest.approx([norm for _, norm in expected], rel=1e-4)
