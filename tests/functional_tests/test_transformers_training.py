@@ -21,6 +21,7 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 from trl import SFTConfig, SFTTrainer
 
 from megatron_cp import Packing
+from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
 from tests.transformers_cases import build, class_of, stock, wide, worst_gradient
@@ -261,3 +262,27 @@ def test_trainers_train_as_one_rank(kind, name, tmp_path):
     assert steps == STEPS
     assert [loss for loss, _ in logged] == pytest.approx([loss for loss, _ in expected], abs=1e-5)
     assert [norm for _, norm in logged] == pytest.approx([norm for _, norm in expected], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named", "text"),
+    [
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor"),
+        ({}, {"compute_loss_func": lambda *_, **__: None}, "compute_loss_func"),
+        ({}, {"layout": "ring"}, "layout"),
+        ({}, {"cp_options": {"align": 0}}, "align"),
+    ],
+)
+def test_trainers_reject(wrong, named, text, tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **wrong)
+    model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
+    with pytest.raises(ArgumentError, match=text):
+        ContextParallelTrainer(model=model, args=args, data_collator=DataCollatorWithFlattening(), **named)
+
+
+def test_rejects_an_evaluation_without_labels(tmp_path):
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    model = build("Llama", num_hidden_layers=1, dtype=torch.float32)
+    trainer = ContextParallelTrainer(model=model, args=args, data_collator=DataCollatorWithFlattening())
+    with pytest.raises(ArgumentError, match="Evaluate with labels"):
+        trainer.prediction_step(model, {"input_ids": torch.arange(9)[None]}, prediction_loss_only=True)
