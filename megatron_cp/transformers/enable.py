@@ -43,6 +43,8 @@ _REFUSED = {
     "output_router_logits": "The auxiliary loss is a product of means over all tokens, which no shard has. In TRL: "
     "router_aux_loss_coef=0.",
 }
+# From which models of images make masks that are not causal.
+_OVERLAYS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids", "pixel_values", "image_embeds")
 _OWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "cp_plans")
 
 
@@ -282,6 +284,10 @@ def _check_model(model: object) -> None:
 def _check_arguments(batch: Mapping[str, Any]) -> None:
     if not isinstance(batch, Mapping):
         raise ArgumentError("batch", batch, "a mapping, as a collator returns")
+    for name in _OVERLAYS:
+        if batch.get(name) is not None:
+            remedy = "Blocks that see both ways would be causal here. Leave it out of batches of text alone."
+            raise ArgumentError(name, type(batch[name]).__name__, "None", remedy)
     for name, remedy in _REFUSED.items():
         value = batch.get(name)
         if value is not None and value is not False:

@@ -109,6 +109,8 @@ REFUSED_BATCHES = [
     ({"output_attentions": True}, "output_attentions", "in one place"),
     ({"output_router_logits": True}, "output_router_logits", "no shard has"),
     ({"cp_plans": object()}, "cp_plans", "planner"),
+    ({"token_type_ids": torch.ones(1, 13, dtype=torch.int64)}, "token_type_ids", "see both ways"),
+    ({"pixel_values": torch.ones(1, 13, 8)}, "pixel_values", "text alone"),
 ]
 
 
