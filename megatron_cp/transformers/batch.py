@@ -19,10 +19,11 @@ class PlannedBatch:
         group: the context-parallel ranks.
         seed: of dropout; None where `shard` was given none.
         kernel: for attention and linear layers; "auto" for the best one that is installed.
+        num_items: labels that count, on all ranks of the group.
     """
 
-    def __init__(self, plans: BatchPlan, group: RankGroup, seed: int | None, kernel: str) -> None:
-        self.plans, self.group, self.seed, self.kernel = plans, group, seed, kernel
+    def __init__(self, plans: BatchPlan, group: RankGroup, seed: int | None, kernel: str, num_items: int) -> None:
+        self.plans, self.group, self.seed, self.kernel, self.num_items = plans, group, seed, kernel, num_items
 
     def __repr__(self) -> str:
         return f"PlannedBatch({self.plans.layout!r}, {len(self.plans.kinds)} kinds of layers)"
@@ -34,18 +35,25 @@ class ShardedBatch(dict[str, Any]):
     Its tensors are `[1, t]`, this rank's tokens in the layout's order and then its pad rows: `input_ids`,
     `position_ids`, and if there were labels `labels` and `shift_labels`, both what each token is to predict.
 
-    Attributes:
-        layout: who holds which tokens.
-        num_items: labels that count, on all ranks of the group: what `num_items_in_batch` is, if no other data-parallel
-            rank has a batch too.
+    It holds no more than its arguments: who moves a batch to a device makes another one of them.
     """
-
-    def __init__(self, values: dict[str, Any], layout: Layout, num_items: int) -> None:
-        super().__init__(values)
-        self.layout, self.num_items = layout, num_items
 
     @property
     def plans(self) -> BatchPlan:
         """The plans of every kind of layer."""
+        return self._planned.plans
+
+    @property
+    def layout(self) -> Layout:
+        """Who holds which tokens."""
+        return self.plans.layout
+
+    @property
+    def num_items(self) -> int:
+        """Labels that count, on all ranks of the group: `num_items_in_batch`, if other replicas have none."""
+        return self._planned.num_items
+
+    @property
+    def _planned(self) -> PlannedBatch:
         planned: PlannedBatch = self["cp_batch"]
-        return planned.plans
+        return planned

@@ -194,8 +194,8 @@ class ContextParallel:
                 values[name] = self._rows(_per_token(name, value, packing), layout)
         moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
         moved["use_cache"] = False
-        moved["cp_batch"] = PlannedBatch(plans, self._ranks, None if seed is None else mixed, self._kernel)
-        return ShardedBatch(moved, layout, num_items)
+        moved["cp_batch"] = PlannedBatch(plans, self._ranks, None if seed is None else mixed, self._kernel, num_items)
+        return ShardedBatch(moved)
 
     def gather(self, rows: Tensor, batch: ShardedBatch, *, same_loss: bool = False) -> Tensor:
         """`[1, total, ...]` of all ranks' `[1, t, ...]`, such as logits or losses; differentiable, see `cp.gather`."""
@@ -212,7 +212,10 @@ class ContextParallel:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model as it was: every rank runs whole batches by itself, as in `generate`."""
+        """The model as it was: every rank runs whole batches by itself, as in `generate`. May be nested."""
+        if not is_swapped(self._model):
+            yield
+            return
         swap_out(self._model, self._attention)
         try:
             yield

@@ -64,12 +64,12 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
     """Our layers in place of the model's; returns the name of the attention that it had."""
     AttentionInterface.register(NAME, planned_attention)
     modules = dict(model.named_modules())
-    if type(model).__name__ in _DROPS_ARGUMENTS:
+    if type(model).__name__ in _DROPS_ARGUMENTS and not isinstance(model, _HandsDown):
         model.__class__ = _derived(_HandsDown, type(model), type(model).__name__)  # the name is saved with a model
     for name, slot in slots.items():
         module = modules[name]
         setattr(module, SLOT, slot)
-        if isinstance(slot, LinearSlot):
+        if isinstance(slot, LinearSlot) and not isinstance(module, _Planned):
             module.__class__ = _derived(_Planned, type(module), f"ContextParallel{type(module).__name__}")
     return set_attention(model, NAME)
 
@@ -79,8 +79,8 @@ def swap_out(model: PreTrainedModel, attention: Any) -> None:
     for module in model.modules():
         if SLOT in vars(module):
             delattr(module, SLOT)
-        if issubclass(type(module), _Planned | _HandsDown):
-            module.__class__ = type(module).__mro__[2]
+        if type(module) in _DERIVED.values():  # else fully_shard made a class of ours, whose forward is the stock one's
+            module.__class__ = type(module).__bases__[1]
     set_attention(model, attention)
 
 
@@ -98,7 +98,17 @@ def set_attention(model: PreTrainedModel, name: str) -> str:
     return before
 
 
-class _Planned:
+class _Derived:
+    """Of both classes below: made in a process, so pickled by what they are made of."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        kind = type(self)
+        if kind not in _DERIVED.values():
+            return super().__reduce_ex__(protocol)
+        return _made_again, (*kind.__bases__, kind.__name__), vars(self).copy()
+
+
+class _Planned(_Derived):
     """Goes before a class of transformers' mixers."""
 
     def forward(
@@ -106,6 +116,8 @@ class _Planned:
         cp_batch: Any = None, **others: Any,
     ) -> Tensor:  # fmt: skip
         """This rank's rows `[1, t, hidden]` through the layer, by the batch's plan."""
+        if SLOT not in vars(self):  # disabled
+            return super().forward(hidden_states, cache_params, attention_mask, **others)  # type: ignore[misc]
         given = {"cache_params": cache_params, "attention_mask": attention_mask}
         for name, value in given.items():
             if value is not None:
@@ -118,12 +130,14 @@ class _Planned:
         return family.mixed(module, hidden_states[0], planned_batch(cp_batch))[None]
 
 
-class _HandsDown:
+class _HandsDown(_Derived):
     """Goes before a class whose forward keeps keyword arguments to itself."""
 
     def forward(self, *args: Any, cp_batch: Any = None, **others: Any) -> Any:
         """The model's, with the batch's plans for every layer."""
         model: Any = self
+        if cp_batch is None:
+            return super().forward(*args, **others)  # type: ignore[misc]
         inner = model.base_model.register_forward_pre_hook(
             lambda _, inputs, named: (inputs, {**named, "cp_batch": cp_batch}), with_kwargs=True
         )
@@ -134,6 +148,12 @@ class _HandsDown:
 
 
 _DERIVED: dict[type, type] = {}  # by class: equal modules have one
+
+
+def _made_again(first: type, kind: type, name: str) -> Any:
+    """An instance without its state, of the class that a pickle names."""
+    AttentionInterface.register(NAME, planned_attention)
+    return object.__new__(_derived(first, kind, name))
 
 
 def _derived(first: type, kind: type, name: str) -> type:

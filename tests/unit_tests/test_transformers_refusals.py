@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("transformers")
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import megatron_cp as cp
 from megatron_cp.errors import ArgumentError
@@ -355,13 +357,56 @@ def test_disabled_is_the_stock_model(name):
     keys = list(model.state_dict())
     context = enable_context_parallel(model, None)
     assert list(model.state_dict()) == keys
-    assert [type(module) for module in model.modules()] != kinds
-    with context.disabled():
+    ours = [type(module) for module in model.modules()]
+    assert ours != kinds
+    with context.disabled(), context.disabled():
         assert [type(module) for module in model.modules()] == kinds
         assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, before)
+        with context.disabled():
+            pass
         assert model.generate(TOKENS, max_new_tokens=2, do_sample=False).shape == (1, 15)
+    assert [type(module) for module in model.modules()] == ours
     after = model(**context.shard({"input_ids": TOKENS})).logits
     assert (after - before).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["Qwen3Next", "Mamba2"])
+def test_a_model_that_is_enabled_can_be_pickled_and_copied(name, tmp_path):
+    model = build(name, dtype=torch.float32).eval()
+    rows = enable_context_parallel(model, None).shard({"input_ids": TOKENS, "lengths": LENGTHS})
+    torch.save(model, tmp_path / "model.pt")
+    for other in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+        assert [type(module) for module in other.modules()] == [type(module) for module in model.modules()]
+        assert torch.equal(other(**rows).logits, model(**rows).logits)
+
+
+def test_a_batch_can_be_made_again_of_its_arguments(enabled):
+    sharded = enabled[1].shard(batch())
+    moved = type(sharded)(dict(sharded.items()))
+    assert (moved.num_items, moved.layout, moved.plans) == (10, sharded.layout, sharded.plans)
+
+
+def disabled_after_fully_shard(group):
+    model = build("Mamba2", dtype=torch.float32).eval()
+    before = model(input_ids=TOKENS, use_cache=False).logits
+    context = enable_context_parallel(model, group)
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.backbone.layers:
+        fully_shard(block.mixer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    ours = [type(module) for module in model.modules()]
+    rows = context.shard({"input_ids": TOKENS, "lengths": LENGTHS})
+    first = model(**rows).logits
+    with context.disabled():
+        off = (model(input_ids=TOKENS, use_cache=False).logits - before).abs().max().item()
+    return off, torch.equal(model(**rows).logits, first), [type(module) for module in model.modules()] == ours
+
+
+def test_disabled_after_fully_shard():
+    for off, is_same, is_back in run_ranks(disabled_after_fully_shard, 2, kind="processes", timeout=120):
+        assert off < 1e-5
+        assert is_same
+        assert is_back
 
 
 def test_explains_layers_and_plans(enabled):
