@@ -75,6 +75,24 @@ def test_shifted_labels_stay_as_they_are(enabled):
     assert found.num_items == 1
 
 
+def test_pad_rows_predict_nothing_and_options_reach_the_batch(llama):
+    context = enable_context_parallel(copy.deepcopy(llama), None, align=8, kernel="reference")
+    shifted = TOKENS.clone()
+    shifted[0, 2] = -100
+    found = context.shard({"input_ids": TOKENS, "lengths": LENGTHS, "shift_labels": shifted})
+    assert found["cp_batch"].kernel == "reference"
+    assert found["shift_labels"].tolist() == [[*shifted[0].tolist(), -100, -100, -100]]
+    assert found.num_items == 12
+
+
+def test_temperature_divides_logits(enabled):
+    sharded, logits = enabled[1].shard(batch()), torch.randn(1, 13, 97, dtype=torch.float64)
+    chosen = token_log_probs(logits, sharded, temperature=2.5)
+    expected = -nn.functional.cross_entropy(logits[0] / 2.5, sharded["labels"][0], reduction="none")
+    assert (chosen[0] - expected).abs().max() < 1e-12
+    assert (chosen - token_log_probs(logits, sharded)).abs().max() > 0.1
+
+
 def test_positions_of_several_axes_and_values_of_each_token_are_dealt(llama):
     positions, weights = torch.arange(39).reshape(3, 1, 13), torch.rand(1, 13, 2)
 
