@@ -117,7 +117,8 @@ class _Planned(_Derived):
     ) -> Tensor:  # fmt: skip
         """This rank's rows `[1, t, hidden]` through the layer, by the batch's plan."""
         if SLOT not in vars(self):  # disabled
-            return super().forward(hidden_states, cache_params, attention_mask, **others)  # type: ignore[misc]
+            stock = super().forward  # type: ignore[misc]
+            return stock(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **others)
         given = {"cache_params": cache_params, "attention_mask": attention_mask}
         for name, value in given.items():
             if value is not None:
