@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp.batch.ahead import RowsAhead, Stream
 from megatron_cp.batch.slots import PlanSlots, documents_of, filled_up, is_filled_up
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
-from megatron_cp.exchange.device import indexed, on_device
+from megatron_cp.exchange.device import indexed, moved, on_device
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, as_rank_group
 from megatron_cp.executor.opaque import opaque
@@ -41,6 +42,7 @@ class LocalBatch:
         seed: of dropout in attention: the same on every rank, another one in every batch and step.
         num_tokens: tokens that count, of the whole batch on all its ranks: those whose weight is not 0.
         pad_rows: rows on all ranks that are no token.
+        stream: the whole batch, on the host; None where it was sharded into slots.
     """
 
     tokens: Tensor
@@ -51,6 +53,7 @@ class LocalBatch:
     seed: int
     num_tokens: int
     pad_rows: int
+    stream: Stream | None = field(default=None, repr=False)
 
     @property
     def layout(self) -> Layout:
@@ -60,6 +63,17 @@ class LocalBatch:
     def plan(self, slot: Slot) -> Plan:
         """The plan of every layer of this kind. A kind that `shard_batch` was not given is planned when it is asked."""
         return self.plans.plan(slot)
+
+    @opaque
+    def ahead(self, places: int) -> RowsAhead:
+        """What lies so many places ahead of each row in its document, for multi-token prediction: host work, no sends.
+
+        Raises:
+            ArgumentError: a negative number of places, or a batch that was sharded into slots.
+        """
+        if self.stream is None:
+            raise ArgumentError("into", "PlanSlots", "None for a batch whose tokens ahead are asked for")
+        return self.stream.ahead(places)
 
 
 @opaque
@@ -134,7 +148,7 @@ def shard_batch(
     if into is None:
         prepare_plans(plans, ranks.rank, device)
         rows = {
-            name: _moved(layout.shard(stream, ranks.rank, pad_value=fill), device)
+            name: moved(layout.shard(stream, ranks.rank, pad_value=fill), device)
             for name, (stream, fill) in streams.items()
         }
         rows["position_ids"] = local_positions(layout, ranks.rank, device)
@@ -150,6 +164,7 @@ def shard_batch(
         seed=mixed,
         num_tokens=int(torch.count_nonzero(weights)),
         pad_rows=int(layout.pad_rows.sum()),
+        stream=Stream(ids, targets, weights, layout, ranks.rank, device) if into is None else None,
     )
 
 
@@ -224,7 +239,3 @@ def _checked_device(device: object) -> torch.device:
         with contextlib.suppress(RuntimeError):
             return indexed(torch.device(device))
     raise ArgumentError("device", device, "a device of torch, such as 'cpu' or 'cuda'")
-
-
-def _moved(host: Tensor, device: torch.device) -> Tensor:
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -42,6 +42,11 @@ def on_device(table: NDArray, device: torch.device, dtype: torch.dtype = torch.i
     return copy
 
 
+def moved(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`, without the host waiting for it."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def fill_tables(target: Tensor, source: Tensor) -> None:
     """Copies tables to memory on a device that had others before, from pinned memory; streams wait as for new ones.
 

@@ -85,7 +85,7 @@ def shard_batch(
         labels=batch.labels.unsqueeze(0),
         loss_mask=batch.loss_weights.unsqueeze(0),
         position_ids=batch.position_ids.unsqueeze(0),
-        packed_seq_params=with_plans(batch.plans, batch.position_ids, batch.seed),
+        packed_seq_params=with_plans(batch.plans, batch.position_ids, batch.seed, batch.stream),
         num_tokens=batch.num_tokens,
         pad_rows=batch.pad_rows,
     )

@@ -26,6 +26,7 @@ def forward_step(batches: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], A
         batch.position_ids,
         None,
         labels=batch.labels,
+        loss_mask=batch.loss_mask,  # of multi-token prediction
         packed_seq_params=batch.packed_seq_params,
     )
     return losses, partial(token_loss, batch.loss_mask)

@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp.batch.ahead import RowsAhead, Stream
 from megatron_cp.batch.shard import local_positions, prepare_plans
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
@@ -35,11 +36,13 @@ class PlannedSeqParams(PackedSeqParams):
         positions: `[t]` place of each of this rank's rows in its document, on the device.
         seed: of dropout in attention: the same on every rank, another one in every batch and step. None for Megatron's
             own batches, whose layers draw one.
+        stream: the whole batch on the host, for multi-token prediction; None for Megatron's own batches.
     """
 
     plans: BatchPlan | None = None
     positions: Tensor | None = None
     seed: int | None = None
+    stream: Stream | None = field(default=None, repr=False)
     _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:
@@ -48,6 +51,11 @@ class PlannedSeqParams(PackedSeqParams):
             self._remembered[key] = make()
         found: T = self._remembered[key]
         return found
+
+    def ahead(self, places: int) -> RowsAhead:
+        """What lies so many places ahead of this rank's rows, made for the first that asks; each `[1, t]`."""
+        assert self.stream is not None
+        return self.remember(("ahead", places), lambda: self.stream.ahead(places).as_sequence())  # type: ignore[union-attr]
 
     def rotary_phases(self, table: Tensor) -> Tensor:
         """`[t, 1, 1, d]`: the rows of a `[max_length, 1, 1, d]` table of rotary angles at this rank's positions.
@@ -84,7 +92,9 @@ def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int 
     return with_plans(plans, local_positions(plans.layout, rank, device), seed)
 
 
-def with_plans(plans: BatchPlan, positions: Tensor, seed: int | None) -> PlannedSeqParams:
+def with_plans(
+    plans: BatchPlan, positions: Tensor, seed: int | None, stream: Stream | None = None
+) -> PlannedSeqParams:
     """The plans beside what Megatron's own layers read of a packed batch; `positions` are this rank's."""
     packing = plans.layout.packing
     cu_seqlens = on_device(packing.cu_seqlens, positions.device)
@@ -99,6 +109,7 @@ def with_plans(plans: BatchPlan, positions: Tensor, seed: int | None) -> Planned
         plans=plans,
         positions=positions,
         seed=seed,
+        stream=stream,
     )
 
 

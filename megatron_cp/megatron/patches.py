@@ -1,4 +1,6 @@
-"""All that is exchanged inside modules of Megatron's and of torch's, each for as long as a block runs.
+"""All that is exchanged inside modules of Megatron's and of torch's: for as long as a block runs, or for good.
+
+For good is what models call by its name in a module whenever they run: it passes on to Megatron's what is not ours.
 
 Beside it is `cpu.py`, whose exchanges are for a machine without CUDA and last as long as the process. A subclass or a
 spec that names a class of ours exchanges nothing: those are in `layers/` and `specs.py`. All names are those of
@@ -69,6 +71,48 @@ def mamba_mixer_without_its_kernels() -> Iterator[None]:
         exchanged(mamba_context_parallel, HAVE_EINOPS=True),
     ):
         yield
+
+
+def exchange_multi_token_prediction(loss: Callable[..., Any], roll: Callable[..., Any]) -> None:
+    """Multi-token prediction reads the plans of a batch, in this process from now on.
+
+    What: `process_mtp_loss` of `models.gpt.gpt_model` and `models.hybrid.hybrid_model`, and `roll_tensor` of
+    `transformer.multi_token_prediction`.
+    Why: the models call the first by its name in their module. It finds what is ahead of a token in Megatron's own
+    order alone, and divides by a rank's own number of labels. Megatron's own layers call the second.
+    Until: the loss is a method of the multi-token prediction block.
+    """
+    from megatron.core.models.gpt import gpt_model
+    from megatron.core.models.hybrid import hybrid_model
+    from megatron.core.transformer import multi_token_prediction
+
+    for module, name, ours in (
+        (gpt_model, "process_mtp_loss", loss),
+        (hybrid_model, "process_mtp_loss", loss),
+        (multi_token_prediction, "roll_tensor", roll),
+    ):
+        vars(module)[name]  # a KeyError, should it be gone
+        setattr(module, name, ours)
+
+
+def exchange_mtp_block_spec(ours: Callable[[Any, Any], Any]) -> None:
+    """GPTModel's builder gives multi-token prediction our layers, in this process from now on.
+
+    What: `get_gpt_mtp_block_spec` of `models.gpt.gpt_layer_specs`. `ours` is given its configuration and its result.
+    Why: `GPTModelBuilder` makes these layers anew, of Megatron's kind, whatever spec the model is built of.
+    Until: it takes them from the spec, as HybridModel does.
+    """
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    theirs = vars(gpt_layer_specs)["get_gpt_mtp_block_spec"]
+    if hasattr(theirs, "of_megatron"):
+        return
+
+    def get_gpt_mtp_block_spec(config: Any, *args: Any, **kwargs: Any) -> Any:
+        return ours(config, theirs(config, *args, **kwargs))
+
+    get_gpt_mtp_block_spec.of_megatron = theirs  # type: ignore[attr-defined]
+    vars(gpt_layer_specs)["get_gpt_mtp_block_spec"] = get_gpt_mtp_block_spec
 
 
 @contextlib.contextmanager

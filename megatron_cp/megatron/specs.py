@@ -27,6 +27,11 @@ from megatron.core.transformer import attention as megatron_attention
 from megatron.core.transformer import multi_latent_attention as megatron_mla
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -40,9 +45,11 @@ from megatron_cp.megatron.layers.attention import CoreAttention, SelfAttention
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
+from megatron_cp.megatron.layers.multi_token_prediction import MultiTokenPredictionLayer
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
 from megatron_cp.megatron.layers.refusals import refuse, refuse_feature
+from megatron_cp.megatron.patches import exchange_mtp_block_spec
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
 
@@ -60,6 +67,9 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
         ArgumentError: a kind of attention that is not built yet, or a block that Megatron builds in other ways.
     """
     config = getattr(config, "transformer", config)
+    if config.mtp_num_layers:
+        config.mtp_layers_are_ours = True
+        exchange_mtp_block_spec(_mtp_of_ours)
     variant, use_te = config.experimental_attention_variant, HAVE_TE and config.transformer_impl != "local"
     if variant not in (None, "gated_delta_net"):
         remedy = "No layers here are of that kind: leave --spec out to keep Megatron's own, with its own limits."
@@ -85,6 +95,40 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
                 layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     # The final norm that Megatron would add without Transformer Engine refuses sequence parallelism.
     return TransformerBlockSubmodules(_in_runs(layers), block.layer_norm if use_te else Norm)
+
+
+def gpt_mtp_block_spec(config: Any, vp_stage: int | None = None) -> MultiTokenPredictionBlockSubmodules | None:
+    """The layers of GPTModel's multi-token prediction, for `mtp_block_spec` of a model of `gpt_layer_spec`.
+
+    `GPTModelBuilder`, which `pretrain` uses, finds them by itself. None where this pipeline stage has none.
+    """
+    config = getattr(config, "transformer", config)
+    use_te = HAVE_TE and config.transformer_impl != "local"
+    plain = copy.copy(config)
+    plain.experimental_attention_variant = None  # as GPTModelBuilder: the last layer's kind is softmax attention
+    layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
+        plain, use_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
+    )
+    gpt_layer_spec(config, vp_stage)
+    return gpt_layer_specs.get_gpt_mtp_block_spec(config, layers[-1], use_te, vp_stage=vp_stage)
+
+
+def _mtp_of_ours(config: Any, block: Any) -> Any:
+    """Megatron's layers of multi-token prediction with ours in them, where the decoder's are."""
+    if block is None or not getattr(config, "mtp_layers_are_ours", False):
+        return block
+    return MultiTokenPredictionBlockSubmodules([_with_our_mtp(layer) for layer in block.layer_specs])
+
+
+def _with_our_mtp(layer: ModuleSpec) -> ModuleSpec:
+    layer = copy.copy(layer)
+    layer.module, layer.submodules = MultiTokenPredictionLayer, copy.copy(layer.submodules)
+    for name, value in vars(layer.submodules).items():
+        if value is WrappedTorchNorm:
+            setattr(layer.submodules, name, Norm)
+    if layer.submodules.mtp_model_layer is not None:
+        layer.submodules.mtp_model_layer = _with_ours(layer.submodules.mtp_model_layer)
+    return layer
 
 
 def _in_runs(layers: list[ModuleSpec]) -> list[ModuleSpec]:
@@ -207,6 +251,8 @@ def _te_stack() -> ModuleSpec:
     for field in ("attention_layer", "mla_layer", "gdn_layer"):
         setattr(layers, field, _with_ours(getattr(layers, field)))
     layers.mamba_layer.submodules.mixer.module = MambaMixer
+    mtp = layers.mtp_block_spec.submodules
+    mtp.layer_specs = [_with_our_mtp(layer) for layer in mtp.layer_specs]
     layers.dsa_layer.module = _refused_under_cp(layers.dsa_layer.module, "D", "sparse_attention")
     return spec
 
@@ -260,6 +306,19 @@ def _local_stack() -> ModuleSpec:
             mla_layer=latent,
             dsa_layer=_NeedsTransformerEngine,
             moe_layer=_NeedsTransformerEngine,
+            mtp_block_spec=ModuleSpec(
+                module=MultiTokenPredictionBlock,
+                submodules=MultiTokenPredictionBlockSubmodules(
+                    [
+                        ModuleSpec(
+                            module=MultiTokenPredictionLayer,
+                            submodules=MultiTokenPredictionLayerSubmodules(
+                                enorm=Norm, hnorm=Norm, layer_norm=Norm, eh_proj=ColumnParallelLinear
+                            ),
+                        )
+                    ]
+                ),
+            ),
         ),
     )
 

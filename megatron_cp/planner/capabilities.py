@@ -104,8 +104,8 @@ CAPABILITIES = (
     Capability(
         "megatron",
         "mtp_num_layers",
-        False,
-        f"{_LATER} with more than one context-parallel rank; use one rank (without it the loss is another)",
+        True,
+        "--mtp-num-layers: in every layout and never across a document, with batches of shard_batch",
     ),
     Capability(
         "megatron", "hybrid_context_parallel", False, "not needed, since packs may mix any lengths; leave it out"

@@ -53,8 +53,6 @@ def refuse_unsupported(config: Any) -> None:
     if not config.calculate_per_token_loss:
         remedy = "Ranks hold different numbers of tokens and of labels: a mean of their means is another loss."
         refuse("calculate_per_token_loss", False, f"True {several}", remedy)
-    if config.mtp_num_layers:
-        refuse_feature("mtp_num_layers", config.mtp_num_layers, f"0 {several}")
     if config.num_moe_experts:
         _refuse_experts(config, several)
 

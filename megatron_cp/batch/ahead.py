@@ -1,0 +1,81 @@
+"""What lies ahead of each token in its document, for models that predict several tokens at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_cp.errors import checked_integer
+from megatron_cp.exchange.device import moved
+from megatron_cp.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class RowsAhead:
+    """One rank's rows of what lies some places ahead; 0 past the end of a document, and in pad rows.
+
+    Attributes:
+        tokens: `[t]` int64 token ids.
+        labels: `[t]` int64 labels.
+        loss_weights: `[t]` float32 weights of the labels.
+        position_ids: `[t]` int64 place in the document.
+        total_weight: the sum of the weights of all ranks.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_weights: Tensor
+    position_ids: Tensor
+    total_weight: float
+
+    def as_sequence(self) -> RowsAhead:
+        """The same with a leading axis of one sequence: `[1, t]`."""
+        rows = {name: value[None] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """A packed batch whole, on the host, with who holds which of its tokens.
+
+    Attributes:
+        tokens: `[total]` int64.
+        labels: `[total]` int64, already shifted.
+        loss_weights: `[total]` float32.
+        layout: of all ranks.
+        rank: whose rows are asked for.
+        device: where they are put.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    loss_weights: Tensor
+    layout: Layout
+    rank: int
+    device: torch.device
+
+    def ahead(self, places: int) -> RowsAhead:
+        """This rank's rows of what lies so many places ahead of each token, within its document. No rank is asked.
+
+        Raises:
+            ArgumentError: a negative number of places.
+        """
+        places = checked_integer("places", places, 0)
+        packing = self.layout.packing
+        ends = torch.from_numpy(np.repeat(packing.cu_seqlens[1:], packing.lengths))
+        index = torch.arange(packing.total, device="cpu") + places
+        inside = index < ends
+        index = index.where(inside, 0)
+        starts = torch.from_numpy(np.repeat(packing.cu_seqlens[:-1], packing.lengths))
+        positions = torch.arange(packing.total, device="cpu") - starts + places
+        labels, weights = self.labels[index] * inside, self.loss_weights[index] * inside
+        streams = {"tokens": self.tokens[index] * inside, "labels": labels, "loss_weights": weights}
+        streams["position_ids"] = positions * inside
+        rows = {
+            name: moved(self.layout.shard(stream, self.rank, pad_value=0), self.device)
+            for name, stream in streams.items()
+        }
+        return RowsAhead(**rows, total_weight=float(weights.sum(dtype=torch.float64)))

@@ -1,0 +1,155 @@
+"""Multi-token prediction over the ranks: what is ahead of a token comes from the batch, whoever holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer import multi_token_prediction as megatron_mtp
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
+from megatron_cp.megatron.patches import exchange_multi_token_prediction
+
+_REMEDY = "Shard the batch with megatron_cp.megatron.batch.shard_batch, which has the whole of it."
+
+
+class MultiTokenPredictionLayer(megatron_mtp.MultiTokenPredictionLayer):
+    """Megatron's layer of one depth, whose tokens ahead come from the batch that `shard_batch` made.
+
+    No rank is asked for them, none is taken from another document, and the layout may be any.
+
+    Raises:
+        ArgumentError: in `forward`, on several ranks, a batch that `shard_batch` did not make.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        exchange_multi_token_prediction(process_mtp_loss, refused_roll)
+        super().__init__(*args, **kwargs)
+
+    def _get_embeddings(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        embedding: Callable[..., Tensor],
+        hidden_states: Tensor,
+        packed_seq_params: Any = None,
+        padding_mask: Tensor | None = None,
+    ) -> Any:
+        if not _has_stream(packed_seq_params, self.cp_group):
+            return super()._get_embeddings(
+                input_ids, position_ids, embedding, hidden_states, packed_seq_params, padding_mask
+            )
+        ahead = packed_seq_params.ahead(_depth(input_ids, packed_seq_params, self.config.mtp_num_layers) + 1)
+        decoder_input = embedding(input_ids=ahead.tokens, position_ids=ahead.position_ids)
+        if self.config.mtp_detach_heads:
+            decoder_input = decoder_input.detach()
+        hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
+        hidden_states.requires_grad_(True)  # what is recomputed needs one input that does
+        return ahead.tokens, ahead.position_ids, padding_mask, decoder_input, hidden_states
+
+
+def _has_stream(params: Any, cp_group: Any) -> bool:
+    """Whether the batch knows what is ahead.
+
+    Raises:
+        ArgumentError: it does not, and some of it is on other ranks.
+    """
+    if isinstance(params, PlannedSeqParams) and params.stream is not None:
+        return True
+    if cp_group is not None and cp_group.size() > 1:
+        raise ArgumentError("packed_seq_params", "a batch of Megatron's own", "one of shard_batch's", _REMEDY)
+    return False
+
+
+def _depth(input_ids: Tensor, params: PlannedSeqParams, deepest: int) -> int:
+    """How many places ahead these tokens are: the batch's own, or what a layer before returned."""
+    known = (places for places in range(1, deepest) if ("ahead", places) in params._remembered)
+    return next((places for places in known if params.ahead(places).tokens.data_ptr() == input_ids.data_ptr()), 0)
+
+
+def process_mtp_loss(
+    hidden_states: Tensor,
+    labels: Tensor | None,
+    loss_mask: Tensor | None,
+    output_layer: Any,
+    output_weight: Tensor | None,
+    runtime_gather_output: bool | None,
+    is_training: bool,
+    compute_language_model_loss: Callable[[Tensor, Tensor], Tensor],
+    config: Any,
+    cp_group: Any = None,
+    tp_group: Any = None,
+    packed_seq_params: Any = None,
+    scale_logits_fn: Callable[[Tensor], Tensor] | None = None,
+    input_ids: Tensor | None = None,
+) -> Tensor:
+    """The decoder's hidden states, with the losses of all depths hung on to their gradient.
+
+    In place of Megatron's function, for batches of `shard_batch`: labels and weights are those of the batch, and a
+    depth's loss is divided by the weight of its labels on all ranks of the group, which is its mean on one rank.
+
+    Args:
+        hidden_states: `[(1 + depths) * t, 1, h]`, the decoder's and then each depth's.
+        labels: None where the tokens themselves are to be predicted, as in reinforcement learning.
+    """
+    given = {**locals()}
+    if not _has_stream(packed_seq_params, cp_group):
+        return _theirs(**given)
+    depths = config.mtp_num_layers
+    hidden_states, *predicted = hidden_states.chunk(1 + depths)
+    if labels is None and input_ids is None:
+        return hidden_states
+    if config.mtp_detach_heads:
+        output_weight = (output_layer.weight if output_weight is None else output_weight).detach()
+    first = 1 if labels is None else 0  # the labels of tokens are the tokens one place ahead
+    whole = packed_seq_params.ahead(first).total_weight
+    cp_size = packed_seq_params.stream.layout.cp_size
+    scale = config.mtp_loss_scaling_factor / depths
+    for depth, states in enumerate(predicted):
+        logits, _ = output_layer(states, weight=output_weight, runtime_gather_output=runtime_gather_output)
+        logits = logits if scale_logits_fn is None else scale_logits_fn(logits)
+        ahead = packed_seq_params.ahead(first + depth + 1)
+        targets = ahead.tokens if labels is None else ahead.labels
+        losses = ahead.loss_weights * compute_language_model_loss(targets, logits)
+        count = max(ahead.total_weight, 1.0)
+        if is_training:
+            _log(losses.sum() * (cp_size / count), logits, targets, ahead.loss_weights, depth, given)
+        # Megatron divides the sum of all gradients by the batch's tokens, or takes the mean over the ranks.
+        share = whole / count if config.calculate_per_token_loss else cp_size / count
+        hidden_states = megatron_mtp.MTPLossAutoScaler.apply(hidden_states, losses * (scale * share))
+    return hidden_states
+
+
+def _log(loss: Tensor, logits: Tensor, targets: Tensor, weights: Tensor, depth: int, given: dict[str, Any]) -> None:
+    """Notes a depth's loss, which is averaged over the ranks, and how many labels were the likeliest."""
+    from megatron.core import parallel_state
+
+    correct, total = megatron_mtp._compute_mtp_acceptance_counts(
+        logits, targets, weights, given["output_layer"], given["runtime_gather_output"], given["tp_group"]
+    )
+    megatron_mtp.MTPLossLoggingHelper.save_metrics_to_tracker(
+        loss, correct, total, depth, given["config"].mtp_num_layers,
+        avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )  # fmt: skip
+
+
+def refused_roll(
+    tensor: Tensor | None, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
+) -> Any:
+    """Megatron's `roll_tensor`, which on several ranks knows its own order of tokens alone.
+
+    Raises:
+        ArgumentError: on several ranks, a batch with plans.
+    """
+    if isinstance(packed_seq_params, PlannedSeqParams) and cp_group is not None and cp_group.size() > 1:
+        remedy = "Build them by megatron_cp.megatron.specs.gpt_mtp_block_spec."
+        raise ArgumentError("mtp_block_spec", "layers of Megatron's own", "layers of ours under a plan", remedy)
+    return _their_roll(tensor, shifts, dims, cp_group, packed_seq_params)
+
+
+_theirs: Callable[..., Tensor] = megatron_mtp.process_mtp_loss
+_their_roll: Callable[..., tuple[Tensor, Tensor]] = megatron_mtp.roll_tensor
