@@ -24,7 +24,7 @@ from megatron_cp import Packing
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
-from tests.transformers_cases import build, class_of, stock, wide, worst_gradient
+from tests.transformers_cases import build, class_of, stock, tokenizer, wide, worst_gradient
 
 pytestmark = pytest.mark.slow
 STEPS, RATE = 6, 1e-2
@@ -203,8 +203,6 @@ def by_trainer(kind, name, folder, size):
         more = {"data_collator": DataCollatorWithFlattening(), "train_dataset": data}
     else:
         from datasets import Dataset
-        from tokenizers import Tokenizer, models
-        from transformers import PreTrainedTokenizerFast
 
         args = arguments(
             SFTConfig,
@@ -215,11 +213,7 @@ def by_trainer(kind, name, folder, size):
             max_length=64,
             dataset_kwargs={"skip_prepare_dataset": False},
         )
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel({f"t{n}": n for n in range(97)}, "t0")), eos_token="t2",
-            pad_token="t0",
-        )  # fmt: skip
-        more = {"train_dataset": Dataset.from_list(data), "processing_class": tokenizer}
+        more = {"train_dataset": Dataset.from_list(data), "processing_class": tokenizer()}
     trainer = recording(kind)(model=model, args=args, eval_dataset=None, scheme="exact", **more)
     trainer.train()
     logged = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
