@@ -146,6 +146,15 @@ def build(name, *, dtype=torch.float64, **changed):
     return model
 
 
+def tokenizer():
+    """Of words t0 to t96."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{n}": n for n in range(97)}, "t0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="t2", pad_token="t0")
+
+
 @contextlib.contextmanager
 def wide():
     """Everything in float64: transformers computes norms, softmax and delta rules in fp32 whatever it is given.

@@ -24,7 +24,7 @@ from megatron_cp import Packing
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
-from tests.transformers_cases import build, class_of, stock, wide, worst_gradient
+from tests.transformers_cases import build, class_of, stock, tokenizer, wide, worst_gradient
 
 pytestmark = pytest.mark.slow
 STEPS, RATE = 6, 1e-2
@@ -191,20 +191,18 @@ def arguments(kind, folder, size, **more):
     )  # fmt: skip
 
 
-def by_trainer(kind, name, folder, size):
+def by_trainer(kind, name, folder, size, **options):
     """What a trainer logs, what one rank has on the same documents, and the loss of an evaluation both ways."""
     random = torch.Generator().manual_seed(1)
     data = [{"input_ids": torch.randint(3, 97, (int(n),), generator=random).tolist()}
             for n in torch.randint(2, 40, (24,), generator=random)]  # fmt: skip
     model = build(name, dtype=torch.float32, **MODELS[name])
     reference = copy.deepcopy(model)
-    if kind is ContextParallelTrainer:
+    if not issubclass(kind, SFTTrainer):
         args = arguments(TrainingArguments, folder, size, remove_unused_columns=False)
         more = {"data_collator": DataCollatorWithFlattening(), "train_dataset": data}
     else:
         from datasets import Dataset
-        from tokenizers import Tokenizer, models
-        from transformers import PreTrainedTokenizerFast
 
         args = arguments(
             SFTConfig,
@@ -215,16 +213,12 @@ def by_trainer(kind, name, folder, size):
             max_length=64,
             dataset_kwargs={"skip_prepare_dataset": False},
         )
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer(models.WordLevel({f"t{n}": n for n in range(97)}, "t0")), eos_token="t2",
-            pad_token="t0",
-        )  # fmt: skip
-        more = {"train_dataset": Dataset.from_list(data), "processing_class": tokenizer}
-    trainer = recording(kind)(model=model, args=args, eval_dataset=None, scheme="exact", **more)
+        more = {"train_dataset": Dataset.from_list(data), "processing_class": tokenizer()}
+    trainer = recording(kind)(model=model, args=args, eval_dataset=None, **options, **more)
     trainer.train()
     logged = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
     expected, evaluated = alone(reference, trainer.seen), None
-    if kind is ContextParallelTrainer:
+    if not issubclass(kind, SFTTrainer):
         packs = [data[:2], data[2:4]]
         evaluated = trainer.evaluate(data[:4])["eval_loss"], sum(map(partial(mean_loss, reference), packs)) / 2
         batch = DataCollatorWithFlattening()(data[:2])
@@ -249,7 +243,7 @@ def on_rank(world, kind, name, folder):
     """accelerate finds its ranks in the environment, and keeps what it found: a process has one trainer."""
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}  # fmt: skip
-    return by_trainer(kind, name, folder, world.size)
+    return by_trainer(kind, name, folder, world.size, scheme="exact")
 
 
 @pytest.mark.parametrize(
