@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -33,8 +33,8 @@ class RowsAhead:
 
     def as_sequence(self) -> RowsAhead:
         """The same with a leading axis of one sequence: `[1, t]`."""
-        rows = {name: value[None] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **rows)
+        rows = (self.tokens, self.labels, self.loss_weights, self.position_ids)
+        return RowsAhead(*(row[None] for row in rows), total_weight=self.total_weight)
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,6 +46,7 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 
     for name in (*_ALSO_USED, *_modules_below("megatron.core.dist_checkpointing")):
@@ -62,6 +63,7 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     for embedding in (rotary_pos_embedding, yarn_rotary_pos_embedding):
         embedding.get_pos_emb_on_this_cp_rank = _own_phases
+    token_dispatcher.maybe_move_tensor_to_cpu = _on_the_host
     for module in (clip_grads, optimizer):  # the second one imported it by name
         module.clip_grad_by_total_norm_fp32 = _clip_gradients
 
@@ -116,16 +118,21 @@ def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 class _Nothing:
-    """A stream or an event of a device that does not exist: every method does nothing."""
+    """A stream or an event of a device that does not exist: every method does nothing, and returns another."""
 
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args, **kwargs: None
+    def __getattr__(self, name: str) -> Callable[..., _Nothing]:
+        return lambda *args, **kwargs: _Nothing()
 
 
 def _own_phases(phases: Tensor, axis: int, group: Any) -> Tensor:
     """This rank's zigzag share of a sequence's rotary angles, without Megatron's copy through pinned memory."""
     layout = Layout.zigzag(Packing([phases.shape[axis]]), group.size())
     return phases.index_select(axis, torch.tensor(layout.tokens(group.rank())))
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """A tensor that Megatron's dispatcher of experts wants there; sizes of messages as numpy, which CUDA's come as."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _clip_gradients(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:

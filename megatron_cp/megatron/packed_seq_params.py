@@ -92,9 +92,7 @@ def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int 
     return with_plans(plans, local_positions(plans.layout, rank, device), seed)
 
 
-def with_plans(
-    plans: BatchPlan, positions: Tensor, seed: int | None, stream: Stream | None = None
-) -> PlannedSeqParams:
+def with_plans(plans: BatchPlan, positions: Tensor, seed: int | None, stream: Stream | None = None) -> PlannedSeqParams:
     """The plans beside what Megatron's own layers read of a packed batch; `positions` are this rank's."""
     packing = plans.layout.packing
     cu_seqlens = on_device(packing.cu_seqlens, positions.device)

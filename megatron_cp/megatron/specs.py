@@ -16,6 +16,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_layer_specs
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm import gated_delta_net as megatron_gdn
@@ -36,12 +37,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
 from torch import Tensor
 
 from megatron_cp.megatron.layers.attention import CoreAttention, SelfAttention
+from megatron_cp.megatron.layers.experts import with_our_router, without_pads
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
@@ -176,6 +179,13 @@ def _with_ours(layer: ModuleSpec) -> ModuleSpec:
         for name, value in vars(owner).items():
             if value is WrappedTorchNorm:
                 setattr(owner, name, Norm)
+    return _with_our_experts(layer)
+
+
+def _with_our_experts(layer: ModuleSpec) -> ModuleSpec:
+    mlp = with_our_router(layer.submodules.mlp)
+    if mlp is not layer.submodules.mlp:
+        layer.submodules.mlp, layer.module = mlp, without_pads(layer.module)
     return layer
 
 
@@ -251,6 +261,7 @@ def _te_stack() -> ModuleSpec:
     for field in ("attention_layer", "mla_layer", "gdn_layer"):
         setattr(layers, field, _with_ours(getattr(layers, field)))
     layers.mamba_layer.submodules.mixer.module = MambaMixer
+    layers.moe_layer = _with_our_experts(layers.moe_layer)
     mtp = layers.mtp_block_spec.submodules
     mtp.layer_specs = [_with_our_mtp(layer) for layer in mtp.layer_specs]
     layers.dsa_layer.module = _refused_under_cp(layers.dsa_layer.module, "D", "sparse_attention")
@@ -305,7 +316,16 @@ def _local_stack() -> ModuleSpec:
             mamba_layer=mamba_layer,
             mla_layer=latent,
             dsa_layer=_NeedsTransformerEngine,
-            moe_layer=_NeedsTransformerEngine,
+            moe_layer=_with_our_experts(
+                ModuleSpec(
+                    module=TransformerLayer,
+                    submodules=TransformerLayerSubmodules(
+                        pre_mlp_layernorm=Norm,
+                        mlp=get_moe_module_spec(use_te=False, num_experts=1),  # the number is the configuration's
+                        mlp_bda=get_bias_dropout_add,
+                    ),
+                )
+            ),
             mtp_block_spec=ModuleSpec(
                 module=MultiTokenPredictionBlock,
                 submodules=MultiTokenPredictionBlockSubmodules(

@@ -56,8 +56,8 @@ KINDS |= {
 PATTERNS = {"hybrid": "GG*-", "hybrid_mla": "G++-", "hybrid_mamba": "MM*-", "hybrid_both": "MG*-"}
 
 
-def start(tp=1, cp=1):
-    """Megatron's process groups over all ranks, anew: what tp * cp leaves over is data parallelism."""
+def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
+    """Megatron's process groups over all ranks, anew: what tp * cp * pp leaves over is data parallelism."""
     # Megatron says much in every rank that a machine without CUDA makes it say.
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -73,7 +73,7 @@ def start(tp=1, cp=1):
 
     run_megatron_on_cpu()
     parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tp, 1, context_parallel_size=cp)
+    parallel_state.initialize_model_parallel(tp, pp, vpp, context_parallel_size=cp, expert_model_parallel_size=ep)
     model_parallel_cuda_manual_seed(1)
     return parallel_state
 
@@ -163,12 +163,12 @@ def fused(spec):
 # -- parameters: whole, and a tensor-parallel rank's share -----------------------------------------------------------
 
 
-def fill(model, config):
-    """Gives every parameter the values that belong to its name."""
+def fill(model, config, parameters=None):
+    """Gives every parameter the values that belong to its name: the model's, or those of `parameters`."""
     from megatron.core import parallel_state
 
     size, rank = config.tensor_model_parallel_size, parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter, split in parameters_of(model, config):
+    for name, parameter, split in parameters or parameters_of(model, config):
         shape = list(parameter.shape)
         if split is not None:
             shape[split[0]] *= size

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor

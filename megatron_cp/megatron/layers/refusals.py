@@ -59,10 +59,6 @@ def refuse_unsupported(config: Any) -> None:
 
 def _refuse_experts(config: Any, several: str) -> None:
     """What makes experts' results depend on which tokens share a rank."""
-    for flag in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
-        given = getattr(config, flag)
-        if any(given if isinstance(given, list) else [given]):
-            refuse_feature("moe_aux_loss_coeff", given, f"0 {several}", flag=flag)
     balancing = config.moe_router_load_balancing_type
     if balancing in ("sinkhorn", "quantile_balancing"):
         refuse_feature("moe_router_load_balancing_type", balancing, f"none or aux_loss without a coefficient {several}")

@@ -1,0 +1,135 @@
+"""What people run beside context parallelism in Megatron, each model and each kind of parallelism against one rank."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("megatron.core")
+import torch
+
+from megatron_cp.executor.launch import run_ranks
+from tests.functional_tests import tiny_megatron as tiny
+from tests.functional_tests import whole_megatron as whole
+
+pytestmark = pytest.mark.slow
+TIMEOUT = 300
+PACKS = ((7, 1, 130, 2), (5, 67, 16), (33, 0, 1), (40, 3, 3, 21))
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 16, "moe_token_dispatcher_type": "alltoall",
+    "moe_router_dtype": "fp64", "moe_permute_fusion": False, "moe_router_load_balancing_type": "none",
+}  # fmt: skip
+BALANCED = {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+    "moe_aux_loss_coeff": [0.5, 0.3, 0.2], "moe_z_loss_coeff": 0.1,
+}  # fmt: skip
+# The global loss counts the tokens of all replicas so far, so it is another loss with other replicas.
+BALANCED_BY_PACKS = BALANCED | {
+    "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.5, 0.3],
+}  # fmt: skip
+# By name: the model of `tiny`, its layers, and other settings.
+MODELS = {
+    "gpt": ("gpt", None, {}),
+    "gpt with experts": ("gpt", None, EXPERTS),
+    "GG*-": ("hybrid", "GG*-", {}),
+    "MM*-": ("hybrid_mamba", "MM*-", {}),
+    "mla": ("mla", None, {}),
+}
+STAGES = {"GG*-": "GG|*-", "MM*-": "MM|*-"}
+VIRTUAL = {"GG*-": "G|G|*|-", "MM*-": "M|M|*|-"}
+WITH_EXPERTS = {"GG*-": "GG*E", "MM*-": "MM*E"}
+AHEAD = {"GG*-": "GG*-/*-", "MM*-": "MM*-/M-"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Sizes of groups, what else is asked of Megatron `there` alone, and how the model is another (`changes`)."""
+
+    world: int
+    sizes: dict
+    there: dict = dataclasses.field(default_factory=dict)
+    changes: dict = dataclasses.field(default_factory=dict)
+    patterns: dict = dataclasses.field(default_factory=dict)
+    mtp: bool = False
+    align: int = 1
+    optimizes: bool = False
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SEVERAL = {"variable_seq_lengths": True, "pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall"}
+INTERLEAVED = {**SEVERAL, "overlap_p2p_comm": True, "batch_p2p_comm": False}  # as Megatron demands of two stages
+PLACES = {
+    "tp2 cp2 sp": Place(4, {"tp": 2, "cp": 2}, {"sequence_parallel": True}, align=2),
+    "pp2 cp2": Place(4, {"pp": 2, "cp": 2}, SEVERAL, patterns=STAGES),
+    "interleaved pp2 cp2": Place(4, {"pp": 2, "cp": 2, "vpp": 2}, INTERLEAVED, patterns=VIRTUAL),
+    "dp2 cp2, distributed optimizer": Place(4, {"cp": 2}, optimizes=True),
+    "ep2 cp2, auxiliary losses": Place(2, {"cp": 2, "ep": 2}, changes={**EXPERTS, **BALANCED}, patterns=WITH_EXPERTS),
+    "dp2 ep2 cp2, auxiliary losses": Place(
+        4, {"cp": 2, "ep": 2}, changes={**EXPERTS, **BALANCED_BY_PACKS}, patterns=WITH_EXPERTS
+    ),
+    "cp2 with pad rows, auxiliary losses": Place(
+        2, {"cp": 2}, changes={**EXPERTS, **BALANCED}, patterns=WITH_EXPERTS, align=8
+    ),
+    "mtp cp2": Place(2, {"cp": 2}, changes={"mtp_num_layers": 1}, patterns=AHEAD, mtp=True),
+    "recompute cp2": Place(2, {"cp": 2}, FULL),
+}
+
+
+def configured(model, place, sizes):
+    kind, pattern, changes = MODELS[model]
+    changes = changes | place.changes | (place.there if sizes else {})
+    if kind in ("gpt", "mla"):
+        changes["num_layers"] = 4
+    parallel = {
+        "pipeline_model_parallel_size": sizes.get("pp", 1),
+        "virtual_pipeline_model_parallel_size": sizes.get("vpp"),
+        "expert_model_parallel_size": sizes.get("ep", 1),
+    }
+    config = tiny.configure(kind, **changes, **parallel)
+    return kind, config, place.patterns.get(model, pattern)
+
+
+def run(group, places, models):
+    """By place and model, loss, gradients and drift; all places have as many ranks."""
+    found = {}
+    for name, sizes in places.items():
+        place = PLACES[name]
+        tiny.start(**sizes)
+        for model in models:
+            kind, config, pattern = configured(model, place, sizes)
+            if "pp" not in sizes and pattern is not None:
+                pattern = pattern.replace("|", "")
+            chunks = whole.build(kind, config, pattern=pattern, mtp=place.mtp)
+            align = place.align if sizes else 1
+            found[name, model] = whole.step(config, chunks, PACKS, align=align, optimizes=place.optimizes)
+    return found
+
+
+def launched(world, places):
+    return run_ranks(run, world, places, tuple(MODELS), kind="processes", timeout=TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    places = {name: {} for name in PLACES}
+    return launched(1, places)[0]
+
+
+@pytest.fixture(scope="module")
+def spread():
+    found = {}
+    for world in sorted({place.world for place in PLACES.values()}):
+        for rank, steps in enumerate(launched(world, {n: p.sizes for n, p in PLACES.items() if p.world == world})):
+            for key, value in steps.items():
+                found.setdefault(key, {})[rank] = value
+    return found
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("place", PLACES)
+def test_equals_one_rank(place, model, alone, spread):
+    expected_loss, expected, _ = alone[place, model]
+    for loss, gradients, drift in spread[place, model].values():
+        assert abs(loss - expected_loss) <= 1e-5
+        errors = tiny.distances(gradients, expected)
+        assert max(errors.values()) <= 1e-5, list(errors.items())[:4]
+        assert max(drift.values()) == 0
