@@ -33,8 +33,8 @@ class RowsAhead:
 
     def as_sequence(self) -> RowsAhead:
         """The same with a leading axis of one sequence: `[1, t]`."""
-        rows = (self.tokens, self.labels, self.loss_weights, self.position_ids)
-        return RowsAhead(*(row[None] for row in rows), total_weight=self.total_weight)
+        tokens, labels, weights, positions = self.tokens, self.labels, self.loss_weights, self.position_ids
+        return RowsAhead(tokens[None], labels[None], weights[None], positions[None], self.total_weight)
 
 
 @dataclass(frozen=True, eq=False)
