@@ -40,10 +40,10 @@ TINY = {
 }  # fmt: skip
 
 
-def _value(config, name):
+def _value(config, name, default=None):
     try:
-        return getattr(config, name, None)
-    except AttributeError:  # of a layer each
+        return getattr(config, name, default)
+    except Exception:  # each layer has its own
         return name
 
 
@@ -52,14 +52,9 @@ def tiny(kind):
     config = CONFIG_MAPPING[kind]().get_text_config()
     given = {name: value for name, value in TINY.items() if _value(config, name) is not None}
     given |= {"sliding_window": 8} if hasattr(config, "sliding_window") else {}  # of which None is a common default
-    size = {"head_dim": 16} if _value(config, "head_dim") or hasattr(config, "head_dim") else {}
-    for more in (
-        size,
-        {},
-        {"num_key_value_heads": 6},
-        {**size, "num_key_value_heads": 6},
-        {"num_key_value_heads": 6, "head_dim": 8},
-    ):
+    size = {"head_dim": 16} if _value(config, "head_dim", "") != "" else {}
+    ungrouped = {"num_key_value_heads": 6}
+    for more in (size, {}, ungrouped, {**size, **ungrouped}, {**ungrouped, "head_dim": 8}):
         yield type(config), {**given, **more}
 
 

@@ -14,6 +14,7 @@ from megatron_cp.planner.batch import AttentionSlot
 # a state-space mixer side by side "hybrid".
 _CAUSAL_TYPES = ("full_attention", "attention", "hybrid")
 _WINDOWED, _CHUNKED = "sliding_attention", "chunked_attention"
+# Attention that chooses keys by their values.
 _MASKS_BY_CONTENT = ("DogeAttention",)
 _TYPES = (*_CAUSAL_TYPES, _WINDOWED, _CHUNKED)
 
@@ -51,7 +52,7 @@ def mask_of(module: Any, config: Any) -> str:
 
 
 def _hands_on(module: nn.Module, argument: str) -> bool:
-    """Whether the module's forward names an argument of the functions that it calls; True where it has no code to read."""
+    """Whether the module's forward passes an argument of that name on; True where it has no code to read."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is None or any(isinstance(each, tuple) and argument in each for each in code.co_consts)
 
