@@ -96,6 +96,12 @@ MODELS = {
             "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
         },
     ),
+    "Nemotron": (  # its layers do not hand keyword arguments on
+        "nemotron", "NemotronForCausalLM", {**BASE, **_SHORT, "partial_rotary_factor": 0.5, "hidden_dropout": 0.0},
+    ),
+    "StableLm": (
+        "stablelm", "StableLmForCausalLM", {**_NO_HEAD_DIM, **_SHORT, "partial_rotary_factor": 0.5},
+    ),
     "Zamba2": (
         "zamba2", "Zamba2ForCausalLM",
         {
@@ -108,7 +114,7 @@ MODELS = {
 
 
 @contextlib.contextmanager
-def _without(*packages):
+def without(*packages):
     """transformers takes these packages' kernels where they are installed, and they want a GPU."""
     before = {name: sys.modules.get(name) for name in packages}
     sys.modules.update(dict.fromkeys(packages))
@@ -125,7 +131,7 @@ def _without(*packages):
 def class_of(name):
     """The stock class."""
     module, model, _ = MODELS[name]
-    with _without("fla", "mamba_ssm", "causal_conv1d"):
+    with without("fla", "mamba_ssm", "causal_conv1d"):
         return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), model)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,8 @@ from megatron_cp.planner.batch import AttentionSlot
 # a state-space mixer side by side "hybrid".
 _CAUSAL_TYPES = ("full_attention", "attention", "hybrid")
 _WINDOWED, _CHUNKED = "sliding_attention", "chunked_attention"
+# Attention that chooses keys by their values.
+_MASKS_BY_CONTENT = ("DogeAttention",)
 _TYPES = (*_CAUSAL_TYPES, _WINDOWED, _CHUNKED)
 
 
@@ -33,13 +36,25 @@ def mask_of(module: Any, config: Any) -> str:
     if getattr(module, "is_causal", True) is False:
         remedy = "Leave encoders and vision towers on their own attention: pass the text model alone."
         raise ArgumentError("model", f"{type(module).__name__} with is_causal=False", "causal attention", remedy)
+    if type(module).__name__ in _MASKS_BY_CONTENT:
+        remedy = "A rank has only its own rows' scores, and no mask of all keys. Train it without cp."
+        raise ArgumentError("model", type(module).__name__, "attention whose mask does not depend on its input", remedy)
     kind = _layer_type(module, config)
     if kind == _CHUNKED:
         return f"chunk:{config.attention_chunk_size}"
     if kind in _CAUSAL_TYPES:
         return "causal"
     window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+    if window is not None and not _hands_on(module, "sliding_window"):
+        remedy = "It leaves the window to the mask, which is not made here. Take it out of the configuration, or cp."
+        raise ArgumentError("model.config.sliding_window", window, f"None for {type(module).__name__}", remedy)
     return window_mask(window)
+
+
+def _hands_on(module: nn.Module, argument: str) -> bool:
+    """Whether the module's forward passes an argument of that name on; True where it has no code to read."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is None or any(isinstance(each, tuple) and argument in each for each in code.co_consts)
 
 
 def window_mask(window: int | None) -> str:

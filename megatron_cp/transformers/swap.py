@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 import re
 from typing import Any
 
@@ -21,7 +23,7 @@ _MIXES = re.compile(
 )
 
 
-_DROPS_ARGUMENTS = ("Mamba2ForCausalLM",)  # does not hand keyword arguments to its layers
+_DROPS_ARGUMENTS = ("Mamba2ForCausalLM",)  # reads its keyword arguments, and does not hand them to its layers
 
 
 def slots_of(model: PreTrainedModel, of_attention: dict[str, Any], of_linear: dict[str, Any]) -> dict[str, Slot]:
@@ -64,14 +66,33 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
     """Our layers in place of the model's; returns the name of the attention that it had."""
     AttentionInterface.register(NAME, planned_attention)
     modules = dict(model.named_modules())
-    if type(model).__name__ in _DROPS_ARGUMENTS and not isinstance(model, _HandsDown):
-        model.__class__ = _derived(_HandsDown, type(model), type(model).__name__)  # the name is saved with a model
+    for module in {id(modules[above]): modules[above] for name in slots for above in _above(name)}.values():
+        if _drops_arguments(module) and not isinstance(module, _HandsDown):
+            module.__class__ = _derived(_HandsDown, type(module), type(module).__name__)  # a name is saved with a model
     for name, slot in slots.items():
         module = modules[name]
         setattr(module, SLOT, slot)
         if isinstance(slot, LinearSlot) and not isinstance(module, _Planned):
             module.__class__ = _derived(_Planned, type(module), f"ContextParallel{type(module).__name__}")
     return set_attention(model, NAME)
+
+
+def _above(name: str) -> list[str]:
+    """Names of the modules that a module is in, the model's `""` among them."""
+    parts = name.split(".")
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+def _drops_arguments(module: nn.Module) -> bool:
+    """Whether its forward takes no keyword arguments of any name, or never reads those that it takes."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # is not called
+        return False
+    if type(module).__name__ in _DROPS_ARGUMENTS:
+        return True
+    forward = inspect.unwrap(type(module).forward)
+    kinds = inspect.signature(forward).parameters.items()
+    others = [name for name, each in kinds if each.kind is inspect.Parameter.VAR_KEYWORD]
+    return not others or not any(step.argval == others[0] for step in dis.get_instructions(forward))
 
 
 def swap_out(model: PreTrainedModel, attention: Any) -> None:
@@ -139,13 +160,28 @@ class _HandsDown(_Derived):
         model: Any = self
         if cp_batch is None:
             return super().forward(*args, **others)  # type: ignore[misc]
-        inner = model.base_model.register_forward_pre_hook(
-            lambda _, inputs, named: (inputs, {**named, "cp_batch": cp_batch}), with_kwargs=True
-        )
+        hooks = [
+            below.register_forward_pre_hook(
+                lambda _, inputs, named: (inputs, {**named, "cp_batch": cp_batch}), with_kwargs=True
+            )
+            for below in _with_slots(model)
+        ]
         try:
             return super().forward(*args, **others)  # type: ignore[misc]
         finally:
-            inner.remove()
+            for hook in hooks:
+                hook.remove()
+
+
+def _with_slots(module: nn.Module) -> list[nn.Module]:
+    """The modules that it calls and that have, or hold, a slot."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += _with_slots(child)
+        elif any(SLOT in vars(each) for each in child.modules()):
+            found.append(child)
+    return found
 
 
 _DERIVED: dict[type, type] = {}  # by class: equal modules have one

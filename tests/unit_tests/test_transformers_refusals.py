@@ -407,8 +407,11 @@ def test_a_batch_can_be_made_again_of_its_arguments(enabled):
 def disabled_after_fully_shard(group):
     model = build("Mamba2", dtype=torch.float32).eval()
     before = model(input_ids=TOKENS, use_cache=False).logits
-    context = enable_context_parallel(model, group)
-    mesh = init_device_mesh("cpu", (2,))
+    square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    with pytest.raises(ArgumentError, match="2 dimensions"):
+        enable_context_parallel(model, square)
+    context = enable_context_parallel(model, mesh := square["cp"])
+    assert (context.cp_size, context.rank) == (2, group.rank)
     for block in model.backbone.layers:
         fully_shard(block.mixer, mesh=mesh)
     fully_shard(model, mesh=mesh)
