@@ -114,7 +114,9 @@ CAPABILITIES = (
         "megatron", "mrope_section", False, f"{_LATER}; --position-embedding-type rope is built, which is another model"
     ),
     Capability("megatron", "moe_token_dispatcher_type", False, "allgather needs equal ranks; use alltoall"),
-    Capability("megatron", "moe_aux_loss_coeff", False, f"for uneven ranks {_LATER}; {_BALANCE}"),
+    Capability(
+        "megatron", "moe_aux_loss_coeff", True, "--moe-aux-loss-coeff, --moe-z-loss-coeff: means over all ranks' tokens"
+    ),
     Capability("megatron", "moe_router_load_balancing_type", False, f"these look at each rank's tokens; {_BALANCE}"),
     Capability("megatron", "moe_expert_capacity_factor", False, "each rank would drop tokens by its own; leave it out"),
     Capability(

@@ -272,6 +272,20 @@ def run_two_packed_rows():
     gdn(torch.zeros(18, 2, 32), packed_seq_params=batch.packed_seq_params)
 
 
+def run_mtp(how, own_layers=True):
+    """Multi-token prediction of a batch that does not know what is ahead, or by layers that do not ask it."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    from megatron_cp.megatron import specs
+
+    config = tiny.configure("gpt", mtp_num_layers=1, cp_packed_order="document")
+    block = specs.gpt_mtp_block_spec(config)
+    if not own_layers:
+        block.layer_specs[0].module = MultiTokenPredictionLayer
+    model = tiny.build("gpt", config=config, arguments={"mtp_block_spec": block})
+    forward(model, tiny.shards(model, (24, 24) if how == "unpacked" else (24, 12), "zigzag", 0, how))
+
+
 def run_with(**extra):
     model = tiny.build("gpt")
     core = next(module for module in model.modules() if type(module).__name__ == "CoreAttention")
@@ -309,8 +323,9 @@ ATTEMPTS = {
     "p2p of a linear layer": lambda: tiny.build("gpt_gdn", cp_comm_type=["p2p", "p2p"]),
     "a product of 2": lambda: tiny.build("gpt", cp_comm_type="a2a+p2p"),
     "sparse": lambda: tiny.build("hybrid", pattern="GD-"),
-    "mtp": lambda: tiny.build("gpt", mtp_num_layers=1),
-    "mtp of hybrids": lambda: tiny.build("hybrid", mtp_num_layers=1),
+    "mtp of Megatron's batch": partial(run_mtp, "megatron"),
+    "mtp of rows": partial(run_mtp, "unpacked"),
+    "mtp of Megatron's layers": partial(run_mtp, "planned", own_layers=False),
     "unaligned": run_unaligned,
     **{f"{how} of {kind}": partial(run_megatrons, kind, how) for kind in UNTOLD for how in ("megatron", "pack")},
     **{name: partial(run_other_rows, *arguments, **changes) for name, (arguments, changes) in OTHER_ROWS.items()},
@@ -347,9 +362,15 @@ def test_rejects_sparse_attention_layers(ranks):
     assert_refused(ranks, "sparse", "--hybrid-layer-pattern", "M, G, *, + and -")
 
 
-@pytest.mark.parametrize("attempt", ["mtp", "mtp of hybrids"])
-def test_rejects_multi_token_prediction(ranks, attempt):
-    assert_refused(ranks, attempt, "--mtp-num-layers", "got 1", "0 with --context-parallel-size above 1")
+@pytest.mark.parametrize("attempt", ["mtp of Megatron's batch", "mtp of rows"])
+def test_rejects_multi_token_prediction_where_nobody_knows_what_is_ahead(ranks, attempt):
+    assert_refused(
+        ranks, attempt, "packed_seq_params", "one of shard_batch's", "megatron_cp.megatron.batch.shard_batch"
+    )
+
+
+def test_rejects_multi_token_prediction_by_megatrons_own_layers(ranks):
+    assert_refused(ranks, "mtp of Megatron's layers", "mtp_block_spec", "megatron_cp.megatron.specs.gpt_mtp_block_spec")
 
 
 def test_rejects_lengths_that_megatrons_sharding_cannot_deal(ranks):

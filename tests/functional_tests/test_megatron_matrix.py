@@ -1,4 +1,7 @@
-"""What people run beside context parallelism in Megatron, each model and each kind of parallelism against one rank."""
+"""What people run beside context parallelism in Megatron, each model and each kind of parallelism against one rank.
+
+There losses of experts and of multi-token prediction are Megatron's own, over rows in the order of the documents.
+"""
 
 import dataclasses
 
@@ -99,8 +102,8 @@ def run(group, places, models):
             if "pp" not in sizes and pattern is not None:
                 pattern = pattern.replace("|", "")
             chunks = whole.build(kind, config, pattern=pattern, mtp=place.mtp)
-            align = place.align if sizes else 1
-            found[name, model] = whole.step(config, chunks, PACKS, align=align, optimizes=place.optimizes)
+            there = {"align": place.align} if sizes else {"looks_ahead": False}
+            found[name, model] = whole.step(config, chunks, PACKS, optimizes=place.optimizes, **there)
     return found
 
 

@@ -4,6 +4,7 @@ Only ranks call this, as `tiny_megatron`, whose models, parameters and batches t
 """
 
 import contextlib
+import dataclasses
 import re
 
 import pytest
@@ -66,8 +67,12 @@ def parameters_of(model, config):
         yield whole_name(name, modules, config), parameter, split
 
 
-def step(config, chunks, batches, *, align=1, optimizes=False):
-    """One step over Megatron's schedule; with an optimizer, of which the parameters it leaves are returned as well."""
+def step(config, chunks, batches, *, align=1, optimizes=False, looks_ahead=True):
+    """Loss, gradients and drift of one step over Megatron's schedule; with an optimizer the parameters that it leaves.
+
+    Args:
+        looks_ahead: else batches do not tell what lies ahead, so that multi-token prediction is Megatron's own.
+    """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -90,6 +95,9 @@ def step(config, chunks, batches, *, align=1, optimizes=False):
     first, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     own = [tiny.shards(chunks[0], lengths, "zigzag", index, align=align)
            for index, lengths in list(enumerate(batches))[first::size]]  # fmt: skip
+    if not looks_ahead:
+        own = [dataclasses.replace(one, packed_seq_params=dataclasses.replace(one.packed_seq_params, stream=None))
+               for one in own]  # fmt: skip
     reduced = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(own) for _ in wrapped] if len(wrapped) > 1 else iter(own),

@@ -279,6 +279,7 @@ CALLS = {
         "plan": [None, 5, [], BATCH.plans, PLANS["attention"], cp.Plan]}),
     "PlanSlots.check_loaded": (SLOTS.check_loaded, {"plans": FILLED}, {
         "plans": [None, 5, [], FILLED.plans[0], BATCH.plans, cp.BatchPlan]}),
+    "LocalBatch.ahead": (BATCH.ahead, {"places": 1}, {"places": [-1, *NO_INTEGER]}),
     "LocalBatch.plan": (BATCH.plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
         "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
     "token_loss": (cp.token_loss, {"losses": torch.ones(9), "weights": BATCH}, {

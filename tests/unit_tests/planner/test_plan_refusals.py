@@ -33,7 +33,7 @@ def test_rejects_a_linear_mode_that_is_not_built(mode):
 
 def test_a_refusal_from_the_table_says_what_to_do():
     with pytest.raises(ArgumentError, match=r"allowed: GPTModel or .*not built yet .*; use one rank \("):
-        require("megatron", "mtp_num_layers")
+        require("megatron", "sparse_attention")
 
 
 @pytest.mark.parametrize("scheme", working("scheme"))

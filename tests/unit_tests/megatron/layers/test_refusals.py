@@ -211,15 +211,6 @@ def test_rejects_masks_that_are_not_documents(mask):
         build(mask)
 
 
-@pytest.mark.parametrize("layer", [CoreAttention, GatedDeltaNet, MambaMixer])
-def test_rejects_multi_token_prediction_over_ranks(layer):
-    config = configure(context_parallel_size=2, mtp_num_layers=1)
-    arguments = (AttnMaskType.causal, "self") if layer is CoreAttention else ()
-    with refused("mtp-num-layers", 1):
-        layer(config, 1, *arguments, pg_collection=Groups())
-    refuse_unsupported(configure(mtp_num_layers=1))  # one rank may
-
-
 LAYERS = {
     "attention": lambda config: build(config=config),
     "gdn": lambda config: GatedDeltaNet(config, None, 1, pg_collection=Groups()),
@@ -373,13 +364,6 @@ def test_rejects_experts_whose_ranks_must_be_equal():
 
 
 COUPLED = (
-    ({"moe_aux_loss_coeff": 0.01}, "moe-aux-loss-coeff", r"0\.01"),
-    ({"moe_z_loss_coeff": 0.001}, "moe-z-loss-coeff", r"0\.001"),
-    (
-        {"moe_aux_loss_coeff": [0.0, 0.02], "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]},
-        "moe-aux-loss-coeff",
-        r"\[0\.0, 0\.02\]",
-    ),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "moe-router-load-balancing-type", "'sinkhorn'"),
     ({"moe_router_load_balancing_type": "quantile_balancing"}, "moe-router-load-balancing-type", "'quantile.*'"),
     ({"moe_expert_capacity_factor": 1.0}, "moe-expert-capacity-factor", r"1\.0"),
