@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.batch.shard import shard_batch as local_batch
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.layout import Layout
-from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, with_plans
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_same_group, with_plans
 from megatron_cp.planner.batch import Slot
 
 
@@ -61,7 +62,8 @@ def shard_batch(
     Args:
         tokens: `[total]` token ids of the packed stream, on the host.
         layout: who holds which tokens, over the documents of the batch.
-        group: the context-parallel group; None for one rank.
+        group: the context-parallel group, or another one of this rank's: then the layers run this batch over it, with
+            `--calculate-per-token-loss`. None for one rank.
         slots: the kinds of layers, from `slots_of(model)`.
         labels: `[total]` what each token is to predict, already shifted, and negative where nothing is; None for the
             next token of its document, which the last one does not have.
@@ -85,7 +87,16 @@ def shard_batch(
         labels=batch.labels.unsqueeze(0),
         loss_mask=batch.loss_weights.unsqueeze(0),
         position_ids=batch.position_ids.unsqueeze(0),
-        packed_seq_params=with_plans(batch.plans, batch.position_ids, batch.seed, batch.stream),
+        packed_seq_params=with_plans(batch.plans, batch.position_ids, batch.seed, batch.stream, _own_group(group)),
         num_tokens=batch.num_tokens,
         pad_rows=batch.pad_rows,
     )
+
+
+def _own_group(group: RankGroup | dist.ProcessGroup | None) -> TorchGroup | None:
+    """The batch's group, where it is not the model's context-parallel group."""
+    ranks = TorchGroup(group) if isinstance(group, dist.ProcessGroup) else group
+    if not isinstance(ranks, TorchGroup) or not parallel_state.model_parallel_is_initialized():
+        return None
+    models = TorchGroup(parallel_state.get_context_parallel_group())
+    return None if is_same_group(ranks, models) else ranks

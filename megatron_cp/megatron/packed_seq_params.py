@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,7 +17,7 @@ from megatron_cp.batch.ahead import RowsAhead, Stream
 from megatron_cp.batch.shard import local_positions, prepare_plans
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import on_device
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import BatchPlan
 from megatron_cp.planner.capabilities import require
@@ -37,12 +38,15 @@ class PlannedSeqParams(PackedSeqParams):
         seed: of dropout in attention: the same on every rank, another one in every batch and step. None for Megatron's
             own batches, whose layers draw one.
         stream: the whole batch on the host, for multi-token prediction; None for Megatron's own batches.
+        ranks: that hold the batch, where these are not the model's context-parallel group. Megatron's `cp_group` and
+            `local_cp_size` stay unset: its latent attention refuses batches that have them.
     """
 
     plans: BatchPlan | None = None
     positions: Tensor | None = None
     seed: int | None = None
     stream: Stream | None = field(default=None, repr=False)
+    ranks: RankGroup | None = None
     _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:
@@ -86,13 +90,21 @@ def is_packed(params: PackedSeqParams | None, batch: int) -> bool:
     return False
 
 
-def planned_params(plans: BatchPlan, rank: int, device: torch.device, seed: int | None = None) -> PlannedSeqParams:
+def planned_params(
+    plans: BatchPlan, rank: int, device: torch.device, own_group: TorchGroup | None = None
+) -> PlannedSeqParams:
     """The plans as what Megatron's layers are given, with everything a layer needs on the device already."""
     prepare_plans(plans, rank, device)
-    return with_plans(plans, local_positions(plans.layout, rank, device), seed)
+    return with_plans(plans, local_positions(plans.layout, rank, device), None, own_group=own_group)
 
 
-def with_plans(plans: BatchPlan, positions: Tensor, seed: int | None, stream: Stream | None = None) -> PlannedSeqParams:
+def with_plans(
+    plans: BatchPlan,
+    positions: Tensor,
+    seed: int | None,
+    stream: Stream | None = None,
+    own_group: TorchGroup | None = None,
+) -> PlannedSeqParams:
     """The plans beside what Megatron's own layers read of a packed batch; `positions` are this rank's."""
     packing = plans.layout.packing
     cu_seqlens = on_device(packing.cu_seqlens, positions.device)
@@ -108,6 +120,7 @@ def with_plans(plans: BatchPlan, positions: Tensor, seed: int | None, stream: St
         positions=positions,
         seed=seed,
         stream=stream,
+        ranks=own_group,
     )
 
 
@@ -119,7 +132,7 @@ def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None)
 
     Args:
         params: of a packed batch.
-        group: the context-parallel ranks.
+        group: the context-parallel ranks, if the batch has no `cp_group` of its own.
         order: how Megatron's own pipeline cut packs: each "document" or the whole "pack"; see `Documents.layout`.
 
     Raises:
@@ -128,6 +141,8 @@ def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None)
     """
     if isinstance(params, PlannedSeqParams) and params.plans is not None:
         return params
+    own = _own_group(params, group)
+    group = group if own is None else own
     key = (group.size, group.rank, order, _version_of(params))
     known: tuple[Hashable, PlannedSeqParams] | None = params.__dict__.get("_megatron_cp")
     if known is not None and known[0] == key:
@@ -135,7 +150,7 @@ def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None)
     documents = Documents.of(params)
     plans = BatchPlan(documents.layout(group.size, order), lengths=documents.lengths)
     offsets = params.cu_seqlens_q if params.cu_seqlens_q is not None else params.cu_seqlens_q_padded
-    found = planned_params(plans, group.rank, offsets.device)
+    found = planned_params(plans, group.rank, offsets.device, own)
     for name in (f.name for f in fields(PackedSeqParams)):
         setattr(found, name, getattr(params, name))
     assert found.positions is not None
@@ -167,10 +182,8 @@ class Documents:
         """Those of the queries, which must be those of the keys. The host waits for the device.
 
         Raises:
-            ArgumentError: fields that are missing, that contradict one another, or that mean another group of ranks.
+            ArgumentError: fields that are missing, or that contradict one another.
         """
-        if params.cp_group is not None or params.local_cp_size is not None:
-            _refuse("a context-parallel group of its own", "the model's group")
         queries, keys = _read(params)
         if queries != keys:
             _refuse("keys in other documents than queries", "self-attention")
@@ -218,6 +231,26 @@ class Documents:
         if order == "document":
             return cut
         return Layout.from_fragments(self.packing, [cut.fragments_of(rank) for rank in range(cp_size)])
+
+
+def _own_group(params: PackedSeqParams, models: RankGroup) -> TorchGroup | None:
+    """The group that Megatron's own batch brings; None where it brings none, or the model's.
+
+    Raises:
+        ArgumentError: a number of ranks without their group, or of another group.
+    """
+    own = None if params.cp_group is None else TorchGroup(params.cp_group)
+    size = models.size if own is None else own.size
+    if params.local_cp_size not in (None, size):
+        _refuse(f"local_cp_size {params.local_cp_size}", f"{size}, the ranks of its cp_group or of the model's group")
+    return None if own is None or is_same_group(own, models) else own
+
+
+def is_same_group(one: TorchGroup, other: RankGroup) -> bool:
+    """Whether both are of the same ranks of the job, in the same order."""
+    return isinstance(other, TorchGroup) and (
+        one.group is other.group or dist.get_process_group_ranks(one.group) == dist.get_process_group_ranks(other.group)
+    )
 
 
 def _version_of(params: PackedSeqParams) -> tuple[tuple[int, int], ...]:

@@ -54,6 +54,7 @@ class Place:
     patterns: dict = dataclasses.field(default_factory=dict)
     mtp: bool = False
     align: int = 1
+    groups: tuple = ()
     optimizes: bool = False
 
 
@@ -74,6 +75,7 @@ PLACES = {
     ),
     "mtp cp2": Place(2, {"cp": 2}, changes={"mtp_num_layers": 1}, patterns=AHEAD, mtp=True),
     "recompute cp2": Place(2, {"cp": 2}, FULL),
+    "groups of 2 and 3": Place(5, {"cp": 1}, groups=(2, 3)),
 }
 
 
@@ -102,7 +104,7 @@ def run(group, places, models):
             if "pp" not in sizes and pattern is not None:
                 pattern = pattern.replace("|", "")
             chunks = whole.build(kind, config, pattern=pattern, mtp=place.mtp)
-            there = {"align": place.align} if sizes else {"looks_ahead": False}
+            there = {"align": place.align, "groups": place.groups} if sizes else {"looks_ahead": False}
             found[name, model] = whole.step(config, chunks, PACKS, optimizes=place.optimizes, **there)
     return found
 

@@ -262,10 +262,11 @@ def stream(index, total):
     return tokens, mask if index % 2 and total > 8 else None
 
 
-def shards(model, lengths, layout, index, how="planned", align=1):
+def shards(model, lengths, layout, index, how="planned", align=1, group=None):
     """This rank's share of microbatch `index`.
 
     Args:
+        group: that holds it, if not the model's.
         how: "planned" by `shard_batch`; "megatron": Megatron's own sharding and parameters of a packed batch, each
             document in chunks; "pack": likewise, the whole pack, as with `--dataloader-inter-document-masking`;
             "unpacked": the documents, all of one length, as sequences of a batch, sharded by Megatron.
@@ -275,7 +276,7 @@ def shards(model, lengths, layout, index, how="planned", align=1):
     from megatron_cp.megatron.batch import shard_batch
     from megatron_cp.megatron.modules import slots_of
 
-    group = parallel_state.get_context_parallel_group()
+    group = parallel_state.get_context_parallel_group() if group is None else group
     tokens, mask = stream(index, sum(lengths))
     if how == "planned":
         assigned = layout_of(layout, lengths, group.size(), align)

@@ -5,6 +5,7 @@ Only ranks call this, as `tiny_megatron`, whose models, parameters and batches t
 
 import contextlib
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -67,10 +68,11 @@ def parameters_of(model, config):
         yield whole_name(name, modules, config), parameter, split
 
 
-def step(config, chunks, batches, *, align=1, optimizes=False, looks_ahead=True):
+def step(config, chunks, batches, *, align=1, optimizes=False, looks_ahead=True, groups=()):
     """Loss, gradients and drift of one step over Megatron's schedule; with an optimizer the parameters that it leaves.
 
     Args:
+        groups: numbers of ranks that share a batch, if not those of Megatron's groups.
         looks_ahead: else batches do not tell what lies ahead, so that multi-token prediction is Megatron's own.
     """
     from megatron.core import parallel_state
@@ -93,7 +95,10 @@ def step(config, chunks, batches, *, align=1, optimizes=False, looks_ahead=True)
     for chunk in wrapped:
         chunk.zero_grad_buffer()
     first, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    own = [tiny.shards(chunks[0], lengths, "zigzag", index, align=align)
+    group = None
+    if groups:
+        first, size, group = own_group(groups)
+    own = [tiny.shards(chunks[0], lengths, "zigzag", index, align=align, group=group)
            for index, lengths in list(enumerate(batches))[first::size]]  # fmt: skip
     if not looks_ahead:
         own = [dataclasses.replace(one, packed_seq_params=dataclasses.replace(one.packed_seq_params, stream=None))
@@ -113,6 +118,14 @@ def step(config, chunks, batches, *, align=1, optimizes=False, looks_ahead=True)
     for chunk in wrapped:
         chunk.start_param_sync(force_sync=True)
     return loss, *gathered(chunks, config, "data")
+
+
+def own_group(sizes):
+    """Which of these groups this rank is in, how many there are, and it; with one rank after another."""
+    ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
+    made = [dist.new_group(list(range(begin, end))) for begin, end in itertools.pairwise(ends)]
+    mine = next(number for number, end in enumerate(ends[1:]) if dist.get_rank() < end)
+    return mine, len(sizes), made[mine]
 
 
 def loss_of(reduced):

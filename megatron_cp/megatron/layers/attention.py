@@ -120,20 +120,20 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             refuse("attention_bias", "a tensor", "None", "No scheme here adds a bias to the scores.")
         if attn_mask_type is not None and _CAUSAL.get(attn_mask_type) != _CAUSAL[self.attn_mask_type]:
             refuse("attn_mask_type", attn_mask_type, "the one that the layer was built with", "")
-        dropout, seed = self.dropout if self.training else 0.0, None
+        dropout, seed, ranks = self.dropout if self.training else 0.0, None, self.ranks
         if not is_packed(packed_seq_params, query.shape[1] if query.dim() == 4 else 1):
             plans = self._sequence_plans(query.shape[0])
         else:
             assert packed_seq_params is not None
             packed = self.planned(packed_seq_params)
             assert packed.plans is not None
-            plans, seed = packed.plans, packed.seed
-            self.check_rows(query.shape[0], plans.layout)
+            plans, seed, ranks = packed.plans, packed.seed, self.ranks_of(packed)
+            self.check_rows(query.shape[0], plans.layout, ranks)
             if isinstance(packed_seq_params, _Rotating):
                 query, key = packed_seq_params.rotate(query, key, self.config, self.cp_group)
         plan = plans.plan(self.slot)
         out: Tensor = of_layer(self.layer_number, attention)(
-            query, key, value, plan, self.ranks,
+            query, key, value, plan, ranks,
             softmax_scale=self.softmax_scale, sink=self.softmax_offset,
             dropout=dropout, seed=self._seed(seed) if dropout else 0,
         )  # fmt: skip

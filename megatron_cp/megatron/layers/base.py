@@ -16,6 +16,7 @@ from megatron_cp.megatron.layers.refusals import refuse
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
+from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.batch import BatchPlan, LinearSlot, Slot
 
 
@@ -45,17 +46,33 @@ class ContextParallelModule:
         name = f"{type(self).__name__} {getattr(self, 'layer_number', '')}".rstrip()
         agree_on_layer(self.ranks, name, {"kind": self.slot, "type": self.config.params_dtype, **settings})
 
-    def check_rows(self, rows: int, layout: Layout) -> None:
+    def ranks_of(self, packed_seq_params: PackedSeqParams | None) -> RankGroup:
+        """The ranks that hold a batch: those of its own group, where it has one, or the layer's.
+
+        Raises:
+            ArgumentError: a group of its own, with what the layer has to know of its group before there is a batch.
+        """
+        if not isinstance(packed_seq_params, PlannedSeqParams) or packed_seq_params.ranks is None:
+            return self.ranks
+        if knows_hosts(self.slot.transport.name):  # type: ignore[union-attr]
+            remedy = "A batch of a group of its own may be on other hosts."
+            refuse("cp_transport", self.slot.transport, "collective or pairwise with groups for each batch", remedy)
+        if not self.config.calculate_per_token_loss:
+            remedy = "Groups of different sizes have different numbers of tokens."
+            refuse("calculate_per_token_loss", False, "True with groups for each batch", remedy)
+        return packed_seq_params.ranks
+
+    def check_rows(self, rows: int, layout: Layout, ranks: RankGroup) -> None:
         """Refuses tensors of other rows than those that this rank has of the batch.
 
         Raises:
             ArgumentError: which, by the name of what Megatron is given.
         """
-        local = int(layout.row_counts[self.ranks.rank])
+        local = int(layout.row_counts[ranks.rank])
         if rows != local:
             raise ArgumentError(
                 "packed_seq_params",
-                f"cu_seqlens up to {layout.packing.total}, {local} rows of them on rank {self.ranks.rank}",
+                f"cu_seqlens up to {layout.packing.total}, {local} rows of them on rank {ranks.rank}",
                 f"the documents of the rows that the layer is given, {rows} on this rank",
                 "cu_seqlens end at the number of rows on all ranks; pads behind the last document count as one.",
             )
@@ -91,7 +108,7 @@ class LinearModule(ContextParallelModule):
         if plan is not None:
             if batch != 1:
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")
-            self.check_rows(rows, plan.layout)
+            self.check_rows(rows, plan.layout, self.ranks_of(packed_seq_params))
             return plan
         if self.slot.mode == REDISTRIBUTE.name:
             refuse("linear_cp_mode", self.slot.mode, "headwise, chunkwise or auto for batches that are not packed", "")

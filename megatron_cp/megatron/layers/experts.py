@@ -14,6 +14,7 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor
 
+from megatron_cp.megatron.layers.refusals import refuse
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 
 
@@ -31,12 +32,13 @@ class TopKRouter(megatron_router.TopKRouter):
         if self.tp_cp_group.size() > 1:
             if padding_mask is None:
                 padding_mask = torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
-            if self.training and torch.is_grad_enabled() and self._has_losses():
+            if self.training and torch.is_grad_enabled() and self.has_losses():
                 self._tokens = (~padding_mask).sum().to(torch.float32)
                 dist.all_reduce(self._tokens, group=self.tp_cp_group)
         return super().routing(logits, padding_mask)
 
-    def _has_losses(self) -> bool:
+    def has_losses(self) -> bool:
+        """Whether anything is trained beside the model's own loss."""
         return self.config.moe_z_loss_coeff is not None or self.is_aux_loss_enabled()
 
     def attach_and_log_load_balancing_loss(
@@ -100,8 +102,13 @@ def without_pads(layer_class: type) -> type:
         self: Any, hidden_states: Tensor, inference_context: Any = None, padding_mask: Any = None,
         packed_seq_params: Any = None, **others: Any,
     ) -> Any:  # fmt: skip
-        if padding_mask is None and isinstance(packed_seq_params, PlannedSeqParams) and self.is_moe_layer:
-            padding_mask = _pads(packed_seq_params, self, hidden_states.shape[0])
+        if isinstance(packed_seq_params, PlannedSeqParams) and self.is_moe_layer:
+            router = self.mlp.router
+            if packed_seq_params.ranks is not None and self.training and router.has_losses():
+                remedy = "They are means over the tokens of the model's own group."
+                refuse("moe_aux_loss_coeff", "an auxiliary loss", "none with groups for each batch", remedy)
+            if padding_mask is None:
+                padding_mask = _pads(packed_seq_params, self, hidden_states.shape[0])
         return layer_class._forward_mlp(  # type: ignore[attr-defined]
             self, hidden_states, inference_context, padding_mask=padding_mask, packed_seq_params=packed_seq_params,
             **others,
@@ -114,7 +121,8 @@ def _pads(params: PlannedSeqParams, layer: Any, rows: int) -> Tensor | None:
     """`[1, rows]`: which of this rank's rows are no token; None where no rank has such rows."""
     assert params.plans is not None
     assert params.positions is not None
-    layout, rank = params.plans.layout, layer.pg_collection.cp.rank()
+    layout = params.plans.layout
+    rank = layer.pg_collection.cp.rank() if params.ranks is None else params.ranks.rank
     if not layout.pad_rows.any():
         return None
     held, device = int(layout.token_counts[rank]), params.positions.device

@@ -86,7 +86,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             beta,
             alpha,
             plan,
-            self.ranks,
+            self.ranks_of(packed_seq_params),
             conv=self.conv1d.weight,
             conv_bias=self.conv1d.bias,
             A_log=self.A_log,

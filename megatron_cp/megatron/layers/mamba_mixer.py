@@ -87,7 +87,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             xBC,
             dt,
             plan,
-            self.ranks,
+            self.ranks_of(packed_seq_params),
             conv=self.conv1d_weight,
             conv_bias=self.conv1d_bias,
             A_log=self.A_log,

@@ -129,7 +129,9 @@ class _OverRanks(megatron_mla.MLASelfAttention):
             # One row after another, each with its own angles: no document boundaries are looked for.
             packed = self.core_attention.planned(packed_seq_params)
             shares = self.tp_group.size() if self.config.sequence_parallel else 1
-            self.core_attention.check_rows(hidden_states.shape[0] * shares, packed.plans.layout)
+            self.core_attention.check_rows(
+                hidden_states.shape[0] * shares, packed.plans.layout, self.core_attention.ranks_of(packed)
+            )
             packed_seq_params = copy.copy(packed)
             packed_seq_params.qkv_format = "sbhd"
         found: tuple[Tensor, ...] = super().get_query_key_value_tensors(

@@ -144,7 +144,8 @@ def refused_roll(
     Raises:
         ArgumentError: on several ranks, a batch with plans.
     """
-    if isinstance(packed_seq_params, PlannedSeqParams) and cp_group is not None and cp_group.size() > 1:
+    plans = packed_seq_params.plans if isinstance(packed_seq_params, PlannedSeqParams) else None
+    if plans is not None and plans.layout.cp_size > 1:
         remedy = "Build them by megatron_cp.megatron.specs.gpt_mtp_block_spec."
         raise ArgumentError("mtp_block_spec", "layers of Megatron's own", "layers of ours under a plan", remedy)
     return _their_roll(tensor, shifts, dims, cp_group, packed_seq_params)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.relayout import relayout
 from megatron_cp.executor.trace import of_layer
 from megatron_cp.layout import Layout
@@ -85,8 +86,9 @@ class _Edges:
                 "headwise or chunkwise with a padding mask",
                 "Its rows are those outside.",
             )
-        self.linear.check_rows(len(hidden), plan.hidden_layout)
-        hidden = self._moved(layer, hidden, plan, plan.hidden_layout, plan.layout)
+        ranks = self.linear.ranks_of(kwargs.get("packed_seq_params"))
+        self.linear.check_rows(len(hidden), plan.hidden_layout, ranks)
+        hidden = self._moved(layer, hidden, plan, plan.hidden_layout, plan.layout, ranks)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
     def leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
@@ -95,12 +97,15 @@ class _Edges:
         plan = self._plan(kwargs, hidden)
         if plan is None or plan.hidden_layout is None:
             return None
-        hidden = self._moved(layer, hidden, plan, plan.layout, plan.hidden_layout)
+        ranks = self.linear.ranks_of(kwargs.get("packed_seq_params"))
+        hidden = self._moved(layer, hidden, plan, plan.layout, plan.hidden_layout, ranks)
         return hidden if isinstance(out, Tensor) else (hidden, *rest)
 
-    def _moved(self, layer: nn.Module, hidden: Tensor, plan: Plan, source: Layout, target: Layout) -> Tensor:
+    def _moved(
+        self, layer: nn.Module, hidden: Tensor, plan: Plan, source: Layout, target: Layout, ranks: RankGroup
+    ) -> Tensor:
         move = of_layer(getattr(layer, "layer_number", None), relayout)
-        moved: Tensor = move(hidden, source, target, self.linear.ranks, transport=plan.transport)
+        moved: Tensor = move(hidden, source, target, ranks, transport=plan.transport)
         return moved
 
     def _plan(self, kwargs: dict[str, Any], hidden: Tensor) -> Plan | None:

@@ -369,7 +369,7 @@ def idx(*counts):
 CONTRADICTIONS = {
     "keys": ({"cu_seqlens_kv": offsets_of([8, 4])}, "keys in other documents than queries"),
     "padded keys": ({"cu_seqlens_kv_padded": offsets_of([6, 8])}, "keys in other documents than queries"),
-    "a group": ({"local_cp_size": 2}, "a context-parallel group of its own"),
+    "a group": ({"local_cp_size": 2}, "local_cp_size 2"),
     "no lengths": ({"cu_seqlens_q": None, "cu_seqlens_kv": None}, "no cu_seqlens_q"),
     "more tokens": ({"total_tokens": 13}, "total_tokens 13 for cu_seqlens up to 12"),
     "fewer tokens": ({"total_tokens": 11}, "total_tokens 11 for cu_seqlens up to 12"),
