@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import RankGroup, TorchGroup
 
 
@@ -21,6 +22,7 @@ class BatchGroups:
 
     cp: RankGroup
     tp_host: dist.ProcessGroup
+    _parts: dict[range, RankGroup] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def make(cls) -> BatchGroups:
@@ -28,6 +30,33 @@ class BatchGroups:
         cp, tp = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
         cp_host, tp_host = _host_twin(cp), _host_twin(tp)
         return cls(TorchGroup(cp, cp_host), tp if tp_host is None else tp_host)
+
+    def part(self, ranks: range) -> RankGroup:
+        """The group of some of the data- and context-parallel ranks, for batches of a group of their own.
+
+        Made when it is first asked for, and kept. All its ranks ask for it, and for their groups in the same order.
+
+        Args:
+            ranks: of `get_data_parallel_group(with_context_parallel=True)`, this rank among them.
+
+        Raises:
+            ArgumentError: ranks that there are not, or others than this one.
+        """
+        everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if (
+            not isinstance(ranks, range)
+            or everyone.rank() not in ranks
+            or not set(ranks) <= set(range(everyone.size()))
+        ):
+            allowed = f"a range within 0 to {everyone.size() - 1}, rank {everyone.rank()} in it"
+            raise ArgumentError("ranks", ranks, allowed)
+        if ranks not in self._parts:
+            global_ranks = [dist.get_process_group_ranks(everyone)[rank] for rank in ranks]
+            group = dist.new_group(global_ranks, use_local_synchronization=True)
+            moves_host = dist.get_backend(group) != "nccl"
+            twin = None if moves_host else dist.new_group(global_ranks, backend="gloo", use_local_synchronization=True)
+            self._parts[ranks] = TorchGroup(group, twin)
+        return self._parts[ranks]
 
 
 def _host_twin(group: dist.ProcessGroup) -> dist.ProcessGroup | None:

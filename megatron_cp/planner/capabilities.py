@@ -108,7 +108,10 @@ CAPABILITIES = (
         "--mtp-num-layers: in every layout and never across a document, with batches of shard_batch",
     ),
     Capability(
-        "megatron", "hybrid_context_parallel", False, "not needed, since packs may mix any lengths; leave it out"
+        "megatron",
+        "hybrid_context_parallel",
+        False,
+        "Megatron's own loader loses the lengths; leave it out, and give shard_batch a group of ranks for each batch",
     ),
     Capability(
         "megatron", "mrope_section", False, f"{_LATER}; --position-embedding-type rope is built, which is another model"

@@ -279,7 +279,8 @@ def shards(model, lengths, layout, index, how="planned", align=1, group=None):
     group = parallel_state.get_context_parallel_group() if group is None else group
     tokens, mask = stream(index, sum(lengths))
     if how == "planned":
-        assigned = layout_of(layout, lengths, group.size(), align)
+        size = group.size() if callable(group.size) else group.size
+        assigned = layout_of(layout, lengths, size, align)
         return shard_batch(tokens, assigned, group, slots=slots_of(model), loss_mask=mask)
     return megatron_shards(tokens, mask, lengths, group, how)
 
