@@ -35,6 +35,7 @@ def observe(group):
         "stock syncs": {kind: count_syncs(kind, stock_rotary=True) for kind in ATTENTIVE},
         "work": {what: count_work(what) for what in RECOMPUTED},
         "side by side": side_by_side(),
+        "ahead": mtp_of_megatrons_builder(),
         "refusals": {name: refusal(attempt) for name, attempt in ATTEMPTS.items()},
     }
 
@@ -48,6 +49,25 @@ def forward(model, batch):
         batch.tokens, batch.position_ids, None, labels=batch.labels, packed_seq_params=batch.packed_seq_params
     )
     return (losses * batch.loss_mask).sum()
+
+
+def mtp_of_megatrons_builder():
+    """The loss of a GPTModel with experts and multi-token prediction, built by Megatron, and classes that are in it."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+
+    from megatron_cp.megatron.specs import gpt_layer_spec
+
+    experts = {"num_moe_experts": 2, "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "none"}
+    config = tiny.configure("gpt", mtp_num_layers=2, transformer_impl="local", **experts)
+    whole = GPTModelConfig(
+        transformer=config, transformer_layer_spec=gpt_layer_spec, vocab_size=tiny.VOCABULARY, seq_length=256
+    )
+    model = GPTModelBuilder(whole).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    loss = forward(model, tiny.shards(model, (7, 1, 30), "zigzag", 0))
+    loss.backward()
+    ours = Counter(type(module).__name__ for module in model.modules() if "megatron_cp" in type(module).__module__)
+    return loss.item(), {name: ours[name] for name in ("MultiTokenPredictionLayer", "CoreAttention", "TopKRouter")}
 
 
 # -- plans -----------------------------------------------------------------------------------------------------------
@@ -337,6 +357,13 @@ ATTEMPTS = {
     "l2norm": build_without_l2norm,
     "activation": lambda: tiny.build("hybrid", activation_func=torch.nn.functional.gelu),
 }
+
+
+def test_megatrons_builder_gives_multi_token_prediction_our_layers(ranks):
+    for rank in ranks:
+        loss, ours = rank["ahead"]
+        assert 0 < loss < float("inf")
+        assert ours == {"MultiTokenPredictionLayer": 2, "CoreAttention": 4, "TopKRouter": 4}
 
 
 def assert_refused(ranks, name, *words):
