@@ -101,8 +101,10 @@ def _table():
             found = _of(name, ranks, "aot_eager", False)
             worst, graphs = max(found.worst, nested.worst), ", ".join(map(str, found.graphs))
             others = "; ".join(sorted({*found.reasons, *nested.reasons} - {SAID}))
-            print(f"| {name} | {found.operations} | {ranks} | {worst:.0e} | {graphs} | {found.breaks[0]} | "
-                  f"{nested.breaks[0]} | {nested.graphs[-1]} | {len(found.complaints)} | {others} |", flush=True)  # fmt: skip
+            ahead = f"| {name} | {found.operations} | {ranks} | {worst:.0e} | {graphs} | {found.breaks[0]} "
+            print(
+                f"{ahead}| {nested.breaks[0]} | {nested.graphs[-1]} | {len(found.complaints)} | {others} |", flush=True
+            )
 
 
 def _of(name, ranks, backend, nested):
