@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.layout.packing import IntArray, host_array, is_integral
 
 # Of the ideal step: within which time a document has to be through, which decides over how many ranks it is spread.
-_TARGETS = (0.5, 0.7, 0.85, 0.95, 1.0, 1.05, 1.1, 1.2, 1.35, 1.5, 2.0, math.inf)
+_TARGETS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.35, 1.5, 2.0, math.inf)
 
 
 @dataclass(frozen=True)
@@ -109,11 +110,12 @@ def group_batches(
     """
     problem = _checked(lengths, ranks, tokens_per_rank, cost, exchange)
     ideal = sum(problem.works) / ranks
-    known = {}
-    for target in _TARGETS:
-        sizes = tuple(problem.size_within(document, target * ideal) for document in range(len(problem.lengths)))
-        if sizes not in known:
-            known[sizes] = _scheduled(problem, sizes)
+    documents = range(len(problem.lengths))
+    choices = {tuple(problem.size_within(document, target * ideal) for document in documents) for target in _TARGETS}
+    # What has to be shared over all ranks: then none ever waits.
+    choices |= {tuple(ranks if size > 1 else 1 for size in sizes) for sizes in choices}
+    ways = itertools.product(sorted(choices), (False, True))
+    known = {(sizes, by_time): _scheduled(problem, sizes, by_time=by_time) for sizes, by_time in ways}
     batches, seconds = min(known.values(), key=lambda found: found[1])
     return GroupSchedule(tuple(batches), seconds, _bound(problem), ideal)
 
@@ -149,13 +151,14 @@ def _bound(problem: _Problem) -> float:
     return max((sum(problem.works) + sent) / problem.ranks, longest)
 
 
-def _scheduled(problem: _Problem, sizes: Sequence[int]) -> tuple[list[GroupBatch], float]:
-    """Groups first, one rank's documents after them; and when the last rank is through."""
+def _scheduled(problem: _Problem, sizes: Sequence[int], *, by_time: bool) -> tuple[list[GroupBatch], float]:
+    """Groups first, the largest or the longest ones, one rank's documents after them; and when the last is through."""
     free, batches = [0.0] * problem.ranks, []
     shared = [document for document, size in enumerate(sizes) if size > 1]
-    for document in sorted(shared, key=lambda one: (-sizes[one], -problem.works[one], one)):
-        size, seconds = sizes[document], problem.seconds(document, sizes[document])
-        first = min(range(problem.ranks - size + 1), key=lambda begin: (max(free[begin : begin + size]), begin))
+    took = {document: problem.seconds(document, sizes[document]) for document in shared}
+    for document in sorted(shared, key=lambda one: (-took[one] if by_time else -sizes[one], -problem.works[one], one)):
+        size, seconds = sizes[document], took[document]
+        first = min(range(problem.ranks - size + 1), key=lambda begin: _waste(free[begin : begin + size]) + (begin,))
         ends = max(free[first : first + size]) + seconds
         free[first : first + size] = [ends] * size
         batches.append(GroupBatch(range(first, first + size), (document,), seconds))
@@ -170,6 +173,12 @@ def _scheduled(problem: _Problem, sizes: Sequence[int]) -> tuple[list[GroupBatch
             seconds = sum(problem.works[document] for document in pack)
             batches.append(GroupBatch(range(rank, rank + 1), tuple(pack), seconds))
     return batches, max(free)
+
+
+def _waste(free: Sequence[float]) -> tuple[float, float]:
+    """When ranks are all free, and how long some of them then have waited."""
+    begins = max(free)
+    return begins, sum(begins - one for one in free)
 
 
 def _packs(problem: _Problem, documents: Sequence[int]) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """The README's ratios are those of the results that are kept."""
 
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -41,3 +42,15 @@ def test_ratios_of_layers_are_medians():
 def test_says_what_has_not_run_as_long_as_no_result_is_of_cuda():
     devices = {json.loads(path.read_text())["device"] for path in (ROOT / "benchmarks" / "results").glob("*.json")}
     assert ("Nothing has run on a GPU yet" in README) == (devices == {"cpu"})
+
+
+def test_classes_of_transformers_are_those_of_the_page_and_of_the_tests():
+    page, readme = ((ROOT / name).read_text() for name in ("docs/transformers.md", "README.md"))
+    numbers = r"(\de-\d\d|0e\+00)"
+    in_page = re.findall(rf"^\| (\w+) \| [\w, ]+ \| {numbers} \| {numbers} \| {numbers} \|", page, re.MULTILINE)
+    of_page = {row[0]: row[1:] for row in in_page}
+    of_readme = re.findall(rf"\| (\w+) \| {numbers} \| {numbers} \| {numbers} ", readme)
+    assert {row[0]: row[1:] for row in of_readme} == of_page
+    cases = (ROOT / "tests" / "transformers_cases.py").read_text()
+    assert all(f'"{name}": ' in cases for name in of_page)
+    assert f"three lines for {len(of_page)} classes that are tested" in readme
