@@ -158,7 +158,7 @@ def _scheduled(problem: _Problem, sizes: Sequence[int], *, by_time: bool) -> tup
     took = {document: problem.seconds(document, sizes[document]) for document in shared}
     for document in sorted(shared, key=lambda one: (-took[one] if by_time else -sizes[one], -problem.works[one], one)):
         size, seconds = sizes[document], took[document]
-        first = min(range(problem.ranks - size + 1), key=lambda begin: _waste(free[begin : begin + size]) + (begin,))
+        first = min(range(problem.ranks - size + 1), key=lambda begin: (*_waste(free[begin : begin + size]), begin))
         ends = max(free[first : first + size]) + seconds
         free[first : first + size] = [ends] * size
         batches.append(GroupBatch(range(first, first + size), (document,), seconds))

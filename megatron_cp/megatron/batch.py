@@ -13,7 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.batch.shard import shard_batch as local_batch
-from megatron_cp.executor.groups import RankGroup, TorchGroup
+from megatron_cp.errors import ArgumentError
+from megatron_cp.exchange.device import moved
+from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.layout import Layout
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_same_group, with_plans
 from megatron_cp.planner.batch import Slot
@@ -27,7 +29,7 @@ class ShardedBatch:
         tokens: `[1, t]` int64 token ids; 0 in pad rows.
         labels: `[1, t]` int64; 0 where the loss mask is 0.
         loss_mask: `[1, t]` float32.
-        position_ids: `[1, t]` int64 place of each row in its document.
+        position_ids: `[1, t]` int64 place of each row in its document, or `[axes, 1, t]` of those that were given.
         packed_seq_params: the plans and Megatron's own fields.
         num_tokens: tokens of the whole batch that have a label with a nonzero loss mask.
         pad_rows: rows on all ranks that are no token.
@@ -50,6 +52,7 @@ def shard_batch(
     slots: Iterable[Slot] = (),
     labels: NDArray[np.int64] | Tensor | None = None,
     loss_mask: NDArray[np.float32] | Tensor | None = None,
+    position_ids: NDArray[np.int64] | Tensor | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
     agree: bool = True,
@@ -68,6 +71,8 @@ def shard_batch(
         labels: `[total]` what each token is to predict, already shifted, and negative where nothing is; None for the
             next token of its document, which the last one does not have.
         loss_mask: `[total]` weight of each token's loss, such as 1 for the answers of SFT and 0 for the questions.
+        position_ids: `[axes, total]` integers, positions of several axes, such as the three of `--mrope-section`; None
+            for each token's place in its document.
         device: where the model is.
         seed: of dropout in attention, beside the batch's tokens: the number of the step, so that a batch that comes
             again has other weights dropped. The same on every rank.
@@ -82,15 +87,34 @@ def shard_batch(
         tokens, layout, group, slots=slots, labels=labels, loss_mask=loss_mask, device=device, seed=seed, agree=agree,
         ignore_index=0,  # a label where nothing is to be learnt must still be in the vocabulary
     )  # fmt: skip
+    ranks = as_rank_group(group, layout.cp_size)
+    axes = None if position_ids is None else _axes(position_ids, layout, ranks.rank, batch.tokens.device)
+    params = with_plans(
+        batch.plans, batch.position_ids, batch.seed, batch.stream, _own_group(group), has_axes=axes is not None
+    )
     return ShardedBatch(
         tokens=batch.tokens.unsqueeze(0),
         labels=batch.labels.unsqueeze(0),
         loss_mask=batch.loss_weights.unsqueeze(0),
-        position_ids=batch.position_ids.unsqueeze(0),
-        packed_seq_params=with_plans(batch.plans, batch.position_ids, batch.seed, batch.stream, _own_group(group)),
+        position_ids=batch.position_ids.unsqueeze(0) if axes is None else axes,
+        packed_seq_params=params,
         num_tokens=batch.num_tokens,
         pad_rows=batch.pad_rows,
     )
+
+
+def _axes(given: NDArray[np.int64] | Tensor, layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """`[axes, 1, t]` int64 of the positions of all tokens; 0 in pad rows."""
+    total = layout.packing.total
+    values = torch.from_numpy(np.ascontiguousarray(given)) if isinstance(given, np.ndarray) else given
+    is_integral = isinstance(values, Tensor) and not values.is_floating_point() and values.dtype is not torch.bool
+    if not is_integral or values.ndim != 2 or values.shape[1] != total or values.device != _HOST:
+        shown = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else given
+        raise ArgumentError("position_ids", shown, f"integers [axes, {total}], on the host")
+    return moved(layout.shard(values.long().T.contiguous(), rank).T[:, None].contiguous(), device)
+
+
+_HOST = torch.device("cpu")
 
 
 def _own_group(group: RankGroup | dist.ProcessGroup | None) -> TorchGroup | None:

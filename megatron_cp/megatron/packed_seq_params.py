@@ -40,6 +40,8 @@ class PlannedSeqParams(PackedSeqParams):
         stream: the whole batch on the host, for multi-token prediction; None for Megatron's own batches.
         ranks: that hold the batch, where these are not the model's context-parallel group. Megatron's `cp_group` and
             `local_cp_size` stay unset: its latent attention refuses batches that have them.
+        has_axes: whether the batch's positions have several axes. `cp_group` is then of one rank, so that Megatron's
+            rotary embedding makes phases of the positions that it is given and cuts no part out of them.
     """
 
     plans: BatchPlan | None = None
@@ -47,6 +49,7 @@ class PlannedSeqParams(PackedSeqParams):
     seed: int | None = None
     stream: Stream | None = field(default=None, repr=False)
     ranks: RankGroup | None = None
+    has_axes: bool = False
     _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:
@@ -72,6 +75,16 @@ class PlannedSeqParams(PackedSeqParams):
         positions = self.positions
         # The table is kept too, so that its memory is not given to another one.
         return self.remember(memory, lambda: (table, table.index_select(0, positions)))[1]
+
+
+class _OneRank:
+    """A process group of one rank, as far as Megatron's rotary embedding asks it."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
 
 
 def is_packed(params: PackedSeqParams | None, batch: int) -> bool:
@@ -104,6 +117,8 @@ def with_plans(
     seed: int | None,
     stream: Stream | None = None,
     own_group: TorchGroup | None = None,
+    *,
+    has_axes: bool = False,
 ) -> PlannedSeqParams:
     """The plans beside what Megatron's own layers read of a packed batch; `positions` are this rank's."""
     packing = plans.layout.packing
@@ -121,6 +136,8 @@ def with_plans(
         seed=seed,
         stream=stream,
         ranks=own_group,
+        has_axes=has_axes,
+        cp_group=_OneRank() if has_axes else None,
     )
 
 

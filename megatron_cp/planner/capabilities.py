@@ -114,7 +114,7 @@ CAPABILITIES = (
         "Megatron's own loader loses the lengths; leave it out, and give shard_batch a group of ranks for each batch",
     ),
     Capability(
-        "megatron", "mrope_section", False, f"{_LATER}; --position-embedding-type rope is built, which is another model"
+        "megatron", "mrope_section", True, "--mrope-section: position_ids of several axes, dealt by shard_batch"
     ),
     Capability("megatron", "moe_token_dispatcher_type", False, "allgather needs equal ranks; use alltoall"),
     Capability(

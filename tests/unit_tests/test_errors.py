@@ -20,9 +20,9 @@ def test_an_error_survives_pickling_and_what_megatron_does_to_it():
 
 def test_a_refusal_names_the_argument_as_the_user_spells_it():
     with pytest.raises(
-        ArgumentError, match=r"^--mrope: got 'mrope_section'; allowed: .*\. mrope_section is not built yet"
+        ArgumentError, match=r"^--cross: got 'cross_attention'; allowed: .*\. cross_attention is not built yet"
     ):
-        require("megatron", "mrope_section", name="--mrope")
+        require("megatron", "cross_attention", name="--cross")
 
 
 @pytest.mark.parametrize(

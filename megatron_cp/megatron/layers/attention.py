@@ -191,7 +191,8 @@ class _Rotating(PlannedSeqParams):
         one = cls.__new__(cls)
         one.__dict__.update(params.__dict__)
         pair = tables if isinstance(tables, tuple) else (tables, tables)
-        one.phases = tuple(None if table is None else params.rotary_phases(table) for table in pair)  # type: ignore
+        gather = _same if params.has_axes else params.rotary_phases
+        one.phases = tuple(None if table is None else gather(table) for table in pair)  # type: ignore
         one.mscale = mscale
         return one
 
@@ -205,6 +206,11 @@ class _Rotating(PlannedSeqParams):
             for x, phases in zip((query, key), self.phases, strict=True)
         ]
         return turned[0], turned[1]
+
+
+def _same(table: Tensor) -> Tensor:
+    """Of positions of several axes, whose table Megatron makes anew for each batch, a row for each of its rows."""
+    return table
 
 
 class SelfAttention(megatron_attention.SelfAttention):
@@ -233,6 +239,9 @@ class SelfAttention(megatron_attention.SelfAttention):
         """As Megatron's, with packed batches in any layout."""
         if packed_seq_params is not None and inference_context is None and packed_seq_params.qkv_format == "thd":
             packed = self.core_attention.planned(packed_seq_params)
+            if self.config.mrope_section is not None and not packed.has_axes:
+                remedy = "Give megatron_cp.megatron.batch.shard_batch the batch's position_ids."
+                refuse("mrope_section", self.config.mrope_section, "batches with positions of several axes", remedy)
             without = self.config.no_rope_freq  # layers whose positions Megatron leaves alone
             if rotary_pos_emb is not None and not (without and without[self.layer_number - 1]):
                 packed = _Rotating.of(packed, rotary_pos_emb, self._yarn_concentration_factor)
@@ -301,5 +310,3 @@ def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str) -> N
         refuse_feature("largest_score", True, "off", flag=flag)
     if getattr(config, "reset_attention_mask", False):  # known where our configuration was made from Megatron's flags
         refuse_feature("reset_attention_mask", True, "off")
-    if config.mrope_section is not None:  # its table has a row for each of the batch's, not for each position
-        refuse_feature("mrope_section", config.mrope_section, "None")

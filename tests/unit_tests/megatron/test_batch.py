@@ -413,3 +413,33 @@ def test_rejects_documents_in_a_format_that_is_not_packed(qkv_format):
     params = PackedSeqParams(qkv_format=qkv_format, cu_seqlens_q=offsets_of([4, 8]))
     with pytest.raises(ArgumentError, match=r"packed_seq_params: got .*qkv_format .* with 2 documents in a batch of 1"):
         is_packed(params, 1)
+
+
+def test_positions_of_several_axes_are_dealt_like_tokens():
+    layout = Layout.zigzag(Packing([5, 4]), 1).padded(align=4)
+    positions = np.arange(27).reshape(3, 9)
+    batch = shard_batch(torch.arange(9), layout, position_ids=positions)
+    expected = np.zeros((3, 1, 12), np.int64)
+    expected[:, 0, :9] = positions[:, layout.tokens(0)]
+    assert torch.equal(batch.position_ids, torch.from_numpy(expected))
+    assert batch.packed_seq_params.has_axes
+    assert batch.packed_seq_params.cp_group.size() == 1
+    plain = shard_batch(torch.arange(9), layout).packed_seq_params
+    assert (plain.has_axes, plain.cp_group) == (False, None)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.arange(9),
+        np.arange(24).reshape(3, 8),
+        np.ones((3, 9)),
+        torch.ones(3, 9, dtype=torch.bool),
+        torch.zeros(3, 9, dtype=torch.int64, device="meta"),
+        5,
+        [[0] * 9] * 3,
+    ],
+)
+def test_rejects_positions_of_other_tokens(given):
+    with pytest.raises(ArgumentError, match=r"^position_ids: got"):
+        shard_batch(torch.arange(9), Layout.zigzag(Packing([5, 4]), 1), position_ids=given)

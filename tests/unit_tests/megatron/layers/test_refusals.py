@@ -154,11 +154,6 @@ def test_rejects_a_product_that_the_ranks_are_not(monkeypatch):
     assert build_on(6, "a2a+p2p", hierarchical_context_parallel_sizes=[3, 2]).slot.ulysses_degree == 3
 
 
-def test_rejects_multimodal_rotary_positions():
-    with refused("mrope-section", r"\[2, 1, 1\]"):
-        build(mrope_section=[2, 1, 1])
-
-
 def test_keys_and_values_of_latents_have_sizes_and_heads_of_their_own():
     config = configure(MLATransformerConfig, num_query_groups=2)
     slot = build(config=config, others={"k_channels": 12, "v_channels": 6}).slot
