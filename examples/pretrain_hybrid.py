@@ -189,8 +189,8 @@ def main() -> None:
         # Megatron-Core's wheel brings these helpers compiled, and not the Makefile that `pretrain` would run.
         dataset_utils.compile_helpers = lambda: None
     args = parse_and_validate_args(extra_args_provider=arguments)
-    if not args.calculate_per_token_loss:
-        raise SystemExit("pass --calculate-per-token-loss: ranks hold different numbers of tokens")
+    if args.cp_even_packs and not args.calculate_per_token_loss:
+        raise SystemExit("pass --calculate-per-token-loss: without it the loss depends on which documents share a pack")
     if args.micro_batch_size != 1:
         raise SystemExit("pass --micro-batch-size 1: a pack is a whole microbatch")
     if args.dataloader_type != "external":

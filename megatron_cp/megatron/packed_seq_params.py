@@ -42,6 +42,8 @@ class PlannedSeqParams(PackedSeqParams):
             `local_cp_size` stay unset: its latent attention refuses batches that have them.
         has_axes: whether the batch's positions have several axes. `cp_group` is then of one rank, so that Megatron's
             rotary embedding makes phases of the positions that it is given and cuts no part out of them.
+        mean_is_of_all_ranks: whether the batch's loss is divided by the tokens of all ranks where Megatron takes means,
+            as `loss_of` does; without `--calculate-per-token-loss` the layers refuse other batches on several ranks.
     """
 
     plans: BatchPlan | None = None
@@ -50,6 +52,7 @@ class PlannedSeqParams(PackedSeqParams):
     stream: Stream | None = field(default=None, repr=False)
     ranks: RankGroup | None = None
     has_axes: bool = False
+    mean_is_of_all_ranks: bool = False
     _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:

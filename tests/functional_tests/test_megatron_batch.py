@@ -277,6 +277,12 @@ def run_megatrons(kind, how, **changes):
     forward(model, tiny.shards(model, (23, 41, 8) if how == "pack" else (24, 12), "zigzag", 0, how))
 
 
+def run_mean_of_means(kind):
+    """A loss that nobody says is the mean of all ranks."""
+    model = tiny.build(kind, calculate_per_token_loss=False)
+    forward(model, tiny.shards(model, (24, 12), "zigzag", 0))
+
+
 def run_other_rows(kind, more, **changes):
     """Parameters of fewer or more tokens than the rows."""
     model = tiny.build(kind, cp_packed_order="document", **changes)
@@ -349,7 +355,10 @@ ATTEMPTS = {
     "unaligned": run_unaligned,
     **{f"{how} of {kind}": partial(run_megatrons, kind, how) for kind in UNTOLD for how in ("megatron", "pack")},
     **{name: partial(run_other_rows, *arguments, **changes) for name, (arguments, changes) in OTHER_ROWS.items()},
-    "a mean of means": lambda: tiny.build("hybrid", calculate_per_token_loss=False),
+    **{f"a mean of means in {kind}": partial(run_mean_of_means, kind) for kind in UNTOLD},
+    "a mean of means by Megatron": partial(
+        run_megatrons, "gpt", "pack", cp_packed_order="pack", calculate_per_token_loss=False
+    ),
     "stages of one length": lambda: tiny.build("hybrid", pipeline_model_parallel_size=2, pipeline_dtype=torch.float32),
     "two packed rows": run_two_packed_rows,
     "bias": lambda: run_with(attention_bias=torch.zeros(1)),
@@ -416,8 +425,10 @@ def test_rejects_documents_of_other_rows_by_megatrons_name(ranks, case):
     assert_refused(ranks, case, "packed_seq_params: got", f"cu_seqlens up to {total}, {total // 2} rows", "18 on this")
 
 
-def test_rejects_a_loss_that_is_a_mean_of_means(ranks):
-    assert_refused(ranks, "a mean of means", "--calculate-per-token-loss: got False")
+@pytest.mark.parametrize("attempt", [f"in {kind}" for kind in UNTOLD] + ["by Megatron"])
+def test_rejects_a_loss_that_is_a_mean_of_means(ranks, attempt):
+    name = f"a mean of means {attempt}"
+    assert_refused(ranks, name, "--calculate-per-token-loss: got False", "megatron_cp.megatron.loss", "loss_of")
 
 
 def test_rejects_stages_that_take_batches_of_one_length(ranks):

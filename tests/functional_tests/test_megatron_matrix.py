@@ -40,6 +40,7 @@ MODELS = {
 STAGES = {"GG*-": "GG|*-", "MM*-": "MM|*-"}
 VIRTUAL = {"GG*-": "G|G|*|-", "MM*-": "M|M|*|-"}
 WITH_EXPERTS = {"GG*-": "GG*E", "MM*-": "MM*E"}
+AHEAD_WITH_EXPERTS = {"GG*-": "GG*E/*E", "MM*-": "MM*E/ME"}
 AHEAD = {"GG*-": "GG*-/*-", "MM*-": "MM*-/M-"}
 
 
@@ -72,6 +73,13 @@ PLACES = {
     ),
     "cp2 with pad rows, auxiliary losses": Place(
         2, {"cp": 2}, changes={**EXPERTS, **BALANCED}, patterns=WITH_EXPERTS, align=8
+    ),
+    "dp2 cp2, means of microbatches": Place(
+        4,
+        {"cp": 2},
+        changes={**EXPERTS, **BALANCED_BY_PACKS, "mtp_num_layers": 1, "calculate_per_token_loss": False},
+        patterns=AHEAD_WITH_EXPERTS,
+        mtp=True,
     ),
     "mtp cp2": Place(2, {"cp": 2}, changes={"mtp_num_layers": 1}, patterns=AHEAD, mtp=True),
     "recompute cp2": Place(2, {"cp": 2}, FULL),

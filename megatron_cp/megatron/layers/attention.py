@@ -23,7 +23,7 @@ from megatron_cp.megatron.config import spelled
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
 from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.refusals import refuse, refuse_feature, refuse_unsupported
+from megatron_cp.megatron.layers.refusals import refuse, refuse_feature, refuse_other_means, refuse_unsupported
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed
 from megatron_cp.plan.schemes import may_assign_tiles, may_exchange_heads, scheme_named
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
@@ -131,6 +131,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             self.check_rows(query.shape[0], plans.layout, ranks)
             if isinstance(packed_seq_params, _Rotating):
                 query, key = packed_seq_params.rotate(query, key, self.config, self.cp_group)
+        refuse_other_means(self.config, packed_seq_params, plans.layout.cp_size)
         plan = plans.plan(self.slot)
         out: Tensor = of_layer(self.layer_number, attention)(
             query, key, value, plan, ranks,

@@ -12,7 +12,7 @@ from megatron_cp.executor.agreement import agree_on_layer
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.linear.kernels import LinearKernel
-from megatron_cp.megatron.layers.refusals import refuse
+from megatron_cp.megatron.layers.refusals import refuse, refuse_other_means
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
@@ -105,6 +105,7 @@ class LinearModule(ContextParallelModule):
             ArgumentError: a packed batch of several rows, or documents of another number of tokens.
         """
         plan = self.packed_plan(packed_seq_params, batch)
+        refuse_other_means(self.config, packed_seq_params, self.ranks.size if plan is None else plan.layout.cp_size)
         if plan is not None:
             if batch != 1:
                 refuse("micro_batch_size", batch, "1 for packed batches", "Pack more documents instead.")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from megatron.core.packed_seq_params import PackedSeqParams
+
 from megatron_cp.errors import ArgumentError
 from megatron_cp.plan.schemes import AUTO, DEFAULT
 from megatron_cp.planner.capabilities import remark
@@ -30,6 +32,17 @@ def check_comm_type(config: Any, cp_comm_type: str | None, layer: str) -> None:
     warnings.warn(f"--cp-comm-type {cp_comm_type} is for softmax layers alone. {remedy}.", stacklevel=3)
 
 
+def refuse_other_means(config: Any, params: PackedSeqParams | None, cp_size: int) -> None:
+    """A mean of the ranks' means, where nobody says that the batch's loss is the mean of one rank."""
+    if cp_size == 1 or config.calculate_per_token_loss or getattr(params, "mean_is_of_all_ranks", False):
+        return
+    remedy = (
+        "Ranks hold different numbers of tokens and of labels: a mean of their means is another loss. Without the flag"
+        " take the loss of megatron_cp.megatron.loss: forward_step, or loss_of(batch, config) in a step of your own."
+    )
+    refuse("calculate_per_token_loss", False, "True with --context-parallel-size above 1", remedy)
+
+
 def refuse_unsupported(config: Any) -> None:
     """What no layer here can do: under context parallelism, or where batches and ranks differ in numbers of tokens."""
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
@@ -50,9 +63,6 @@ def refuse_unsupported(config: Any) -> None:
     if config.context_parallel_size == 1:
         return
     several = "with --context-parallel-size above 1"
-    if not config.calculate_per_token_loss:
-        remedy = "Ranks hold different numbers of tokens and of labels: a mean of their means is another loss."
-        refuse("calculate_per_token_loss", False, f"True {several}", remedy)
     if config.num_moe_experts:
         _refuse_experts(config, several)
 

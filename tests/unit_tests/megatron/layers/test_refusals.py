@@ -17,6 +17,7 @@ from megatron_cp.executor.agreement import compare_calls
 pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
@@ -33,7 +34,8 @@ from megatron_cp.megatron.layers.attention import CoreAttention
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import MLASelfAttention
-from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsupported
+from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_other_means, refuse_unsupported
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 
 
 @dataclasses.dataclass
@@ -213,12 +215,14 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("cls", [TransformerConfig, OurConfig])
-def test_rejects_a_mean_of_the_ranks_means(layer, cls):
-    with refused("calculate-per-token-loss", False):
-        LAYERS[layer](configure(cls, context_parallel_size=2, calculate_per_token_loss=False))
-    refuse_unsupported(configure(cls, calculate_per_token_loss=False))  # one rank may
+def test_rejects_a_mean_of_the_ranks_means():
+    means, per_token = (configure(calculate_per_token_loss=value) for value in (False, True))
+    for params in (None, PackedSeqParams(), PlannedSeqParams()):
+        with refused("calculate-per-token-loss", False):
+            refuse_other_means(means, params, 2)
+        refuse_other_means(means, params, 1)
+        refuse_other_means(per_token, params, 2)
+    refuse_other_means(means, PlannedSeqParams(mean_is_of_all_ranks=True), 2)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
