@@ -1,0 +1,160 @@
+"""Our exchange of heads against megatron-core's own functions, bit for bit; and one exchange over a recorded group.
+
+Megatron's permutation and its exchange of packed batches are `_build_thd_cp_a2a_perm`, `tensor_a2a_cp2hp` and
+`tensor_a2a_hp2cp` of its Gated DeltaNet, called as `GatedDeltaNet.forward` does and, as before that, for every document
+and section. They take documents whose lengths are multiples of 2 * cp.
+"""
+
+from functools import partial
+
+import pytest
+
+pytest.importorskip("megatron.core")
+import torch
+
+from megatron_cp.cli.bench.peers.head_exchange import StockExchange
+from megatron_cp.exchange.exchange import Exchange
+from megatron_cp.exchange.sections import Section, Sections, partition_heads
+from megatron_cp.executor.groups import Pending, RankGroup
+from megatron_cp.executor.head_exchange import to_heads, to_tokens
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.layout import Layout, Packing
+
+KEY_HEADS, VALUE_HEADS, HEAD_DIM = 4, 8, 3
+# In units of 2 * cp tokens: equal documents, unequal ones, one alone, the shortest possible, many.
+PACKS = ((4, 4, 4, 4), (1, 5, 2, 8), (6,), (1,), (1, 1, 2, 1, 3, 1, 1, 7))
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+def sections(cp_size):
+    """q, k, v, gate, beta and alpha of Gated DeltaNet, in Megatron's order."""
+    parts = partition_heads(VALUE_HEADS, KEY_HEADS, cp_size)
+    return Sections((
+        *(Section(name, KEY_HEADS, HEAD_DIM, parts.groups) for name in ("q", "k")),
+        *(Section(name, VALUE_HEADS, HEAD_DIM, parts.heads) for name in ("v", "gate")),
+        *(Section(name, VALUE_HEADS, 1, parts.heads) for name in ("beta", "alpha")),
+    ))  # fmt: skip
+
+
+def drawn(seed, *shape, dtype):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def with_gradient(function, tensor, gradient):
+    leaf = tensor.clone().requires_grad_()
+    out = function(leaf)
+    (found,) = torch.autograd.grad(out, leaf, gradient)
+    return out.detach(), found
+
+
+def all_to_heads(exchange, group, local):
+    return torch.cat([part.flatten(1) for part in to_heads(exchange, group, local[:, 0])], 1)[:, None]
+
+
+def one_to_tokens(exchange, group, own):
+    (local,) = to_tokens(exchange, group, own.view(len(own), -1, HEAD_DIM))
+    return local.flatten(1)[:, None]
+
+
+def compared(group, cp_size):
+    """By pack and type, whether all of our results have the bits of Megatron's."""
+    import torch.distributed as dist
+
+    found = {}
+    for pack in PACKS:
+        packing = Packing([2 * cp_size * units for units in pack])
+        layout, blocks = Layout.zigzag(packing, cp_size), sections(cp_size)
+        widths = [block.width for block in blocks.blocks]
+        stock = StockExchange(packing, widths, cp_size, dist.group.WORLD, torch.device("cpu"))
+        heads = Sections((Section("out", VALUE_HEADS, HEAD_DIM, blocks.blocks[2].ranges),))
+        for dtype in DTYPES:
+            local = drawn(group.rank, packing.total // cp_size, 1, sum(widths), dtype=dtype)
+            back = drawn(group.rank + 50, packing.total, 1, sum(widths) // cp_size, dtype=dtype)
+            ours = partial(all_to_heads, Exchange(layout, blocks), group)
+            ways = (ours, stock.to_heads, stock.to_heads_in_loops)
+            into = [with_gradient(function, local, back) for function in ways]
+            own = drawn(group.rank + 90, packing.total, 1, VALUE_HEADS // cp_size * HEAD_DIM, dtype=dtype)
+            onward = drawn(group.rank + 140, packing.total // cp_size, 1, VALUE_HEADS * HEAD_DIM, dtype=dtype)
+            ours = partial(one_to_tokens, Exchange(layout, heads), group)
+            ways = (ours, stock.to_tokens, stock.to_tokens_in_loops)
+            out = [with_gradient(function, own, onward) for function in ways]
+            found[pack, dtype] = {
+                (way, peer, what): torch.equal(results[0][number], results[place][number])
+                for way, results in (("to heads", into), ("to tokens", out))
+                for place, peer in ((1, "fused"), (2, "in loops"))
+                for number, what in ((0, "forward"), (1, "gradient"))
+            }
+    return found
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_has_the_bits_of_megatrons_exchange(cp_size):
+    for found in run_ranks(compared, cp_size, cp_size, kind="processes", timeout=120):
+        assert len(found) == len(PACKS) * len(DTYPES)
+        for case, results in found.items():
+            assert len(results) == 8
+            assert [name for name, is_equal in results.items() if not is_equal] == [], case
+
+
+# -- a recorded group ------------------------------------------------------------------------------------------------
+
+
+class RecordedGroup(RankGroup):
+    """Rank 0 of two, in a process without the other: it notes what is started, and has what arrives prepared."""
+
+    def __init__(self, *arrives):
+        self.rank, self.size = 0, 2
+        self.arrives, self.calls = list(arrives), []
+
+    def start_all_to_all(self, received, sent, received_splits, sent_splits):
+        own, others = received_splits
+        self.calls.append((sent.view(torch.float32).clone(), sent_splits, received_splits))
+        assert sent_splits[0] in (0, own)
+        if sent_splits[0]:
+            received[:own] = sent[:own]
+        received[own : own + others] = self.arrives.pop(0).flatten().view(torch.uint8)
+        return Arrived()
+
+    def start_all_gather(self, received, sent):
+        raise AssertionError("an exchange of heads gathers nothing")
+
+    def start_messages(self, sends, receives):
+        raise AssertionError("an exchange of heads is one collective")
+
+    def barrier(self):
+        raise AssertionError("an exchange of heads waits for nobody else")
+
+
+class Arrived(Pending):
+    def wait(self):
+        pass
+
+
+def rows(tokens, head):
+    """`[t, 4]`: what these tokens have in that head."""
+    return torch.tensor([[1000.0 * head + 10 * token + place for place in range(4)] for token in tokens])
+
+
+def test_one_exchange_over_a_recorded_group():
+    """Rank 0 has tokens 0, 1, 6 and 7 of eight, and head 0 of two; 16 bytes a head and token, so none is filled up."""
+    layout = Layout.zigzag(Packing([8]), 2)
+    held, away = layout.tokens(0).tolist(), layout.tokens(1).tolist()
+    assert (held, away) == ([0, 1, 6, 7], [2, 3, 4, 5])
+    exchange = Exchange(layout, Sections((Section("x", 2, 4, ((0, 1), (1, 2))),)))
+    group = RecordedGroup(rows(away, 0), rows(held, 5))
+    local = torch.cat([rows(held, 0), rows(held, 1)], 1).requires_grad_()
+
+    (heads,) = to_heads(exchange, group, local)
+    assert torch.equal(heads[:, 0], rows(range(8), 0))
+    ((sent, sent_splits, received_splits),) = group.calls
+    assert (sent_splits[1], received_splits) == (64, [64, 64])
+    assert torch.equal(sent[-16:].view(4, 4), rows(held, 1))  # head 1 of its own tokens, and nothing else of theirs
+    assert 4 * sent.numel() == sum(sent_splits)
+
+    heads.backward(rows(range(8), 3)[:, None])
+    _, (sent, sent_splits, received_splits) = group.calls
+    assert (sent_splits[1], received_splits[1]) == (64, 64)
+    assert torch.equal(sent[-16:].view(4, 4), rows(away, 3))  # the gradient of head 0 of the other rank's tokens
+    assert torch.equal(local.grad, torch.cat([rows(held, 3), rows(held, 5)], 1))
+    assert len(group.calls) == 2
+    assert group.arrives == []
