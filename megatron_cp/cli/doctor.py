@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from megatron_cp import __version__
+from megatron_cp.cli import megatron_job
 from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
 from megatron_cp.cli.report import Report
 from megatron_cp.layout import Packing
@@ -35,11 +36,14 @@ class Finding:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command has no options of its own."""
+    """Flags of a job, for which the machine is not looked at."""
+    parser.add_argument("--megatron", nargs=argparse.REMAINDER, metavar="FLAGS", help=megatron_job.HELP)
 
 
-def run(_args: argparse.Namespace) -> Report:
+def run(args: argparse.Namespace) -> Report:
     """Looks around and reports."""
+    if args.megatron is not None:
+        return megatron_job.judged(args.megatron)
     import torch
 
     versions = {name: _version(name) for name in _PACKAGES}

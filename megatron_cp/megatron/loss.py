@@ -42,17 +42,18 @@ def loss_of(batch: ShardedBatch, config: Any) -> Callable[[Tensor], tuple[Tensor
     batch, and the tokens of all of them, which every rank knows: the mean over the ranks is then the microbatch's.
 
     Args:
-        batch: as `shard_batch` made it.
+        batch: as `shard_batch` made it. One of Megatron's own is left as it is, and layers on several ranks refuse it.
         config: the model's.
 
     Returns:
         a function of the model's `[b, t]` losses; see `token_loss`.
     """
-    batch.packed_seq_params.mean_is_of_all_ranks = True
-    if config.calculate_per_token_loss:
+    params: Any = batch.packed_seq_params
+    plans = getattr(params, "plans", None)
+    if config.calculate_per_token_loss or plans is None:  # Megatron's own batch does not know its tokens on all ranks
         return partial(token_loss, batch.loss_mask)
-    assert batch.packed_seq_params.plans is not None
-    return partial(_share_of_the_mean, batch.loss_mask, batch.packed_seq_params.plans.layout.cp_size, batch.num_tokens)
+    params.mean_is_of_all_ranks = True
+    return partial(_share_of_the_mean, batch.loss_mask, plans.layout.cp_size, batch.num_tokens)
 
 
 def _share_of_the_mean(

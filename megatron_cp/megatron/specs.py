@@ -51,7 +51,7 @@ from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAtten
 from megatron_cp.megatron.layers.multi_token_prediction import MultiTokenPredictionLayer
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
-from megatron_cp.megatron.layers.refusals import refuse, refuse_feature
+from megatron_cp.megatron.layers.refusals import refuse, refuse_feature, unsupported_spec
 from megatron_cp.megatron.patches import exchange_mtp_block_spec
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
@@ -74,11 +74,8 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
         config.mtp_layers_are_ours = True
         exchange_mtp_block_spec(_mtp_of_ours)
     variant, use_te = config.experimental_attention_variant, HAVE_TE and config.transformer_impl != "local"
-    if variant not in (None, "gated_delta_net"):
-        remedy = "No layers here are of that kind: leave --spec out to keep Megatron's own, with its own limits."
-        refuse("experimental_attention_variant", variant, "gated_delta_net, or none for softmax attention", remedy)
-    if config.transformer_impl == "inference_optimized" or getattr(config, "heterogeneous_block_specs", False):
-        refuse("transformer_impl", config.transformer_impl, "transformer_engine or local, all layers alike", "")
+    for error in unsupported_spec(config):
+        raise error
     if use_te and variant:
         block = variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
         layers = [_with_ours(layer) for layer in block.layer_specs]

@@ -261,7 +261,7 @@ def test_stock_refuses(name):
     assert source == refusal.source
 
 
-FULL_ATTENTION = {"Llama", "Qwen3", "DeepseekV3"}
+FULL_ATTENTION = {"Llama", "Qwen3", "DeepseekV3", "Nemotron", "StableLm"}
 
 
 def supported():

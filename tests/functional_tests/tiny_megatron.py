@@ -68,6 +68,8 @@ def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
     import megatron.core.pipeline_parallel  # noqa: F401
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import multi_token_prediction
+    from megatron.core.transformer.moe import moe_logging
 
     from megatron_cp.megatron.cpu import run_megatron_on_cpu
 
@@ -75,6 +77,9 @@ def start(tp=1, cp=1, pp=1, vpp=None, ep=1):
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp, vpp, context_parallel_size=cp, expert_model_parallel_size=ep)
     model_parallel_cuda_manual_seed(1)
+    # What is logged of these losses is kept by layer, and the next model may have more layers.
+    moe_logging.get_moe_metrics_tracker()._metrics.clear()
+    multi_token_prediction.MTPLossLoggingHelper.tracker.clear()
     return parallel_state
 
 

@@ -23,7 +23,13 @@ from megatron_cp.megatron.config import spelled
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
 from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.refusals import refuse, refuse_feature, refuse_other_means, refuse_unsupported
+from megatron_cp.megatron.layers.refusals import (
+    refuse,
+    refuse_feature,
+    refuse_other_means,
+    refuse_unsupported,
+    unsupported_attention,
+)
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed
 from megatron_cp.plan.schemes import may_assign_tiles, may_exchange_heads, scheme_named
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
@@ -306,8 +312,5 @@ def _refuse(config: Any, attn_mask_type: AttnMaskType, attention_type: str) -> N
         refuse_feature("cross_attention", attention_type, "self", flag="attention_type")
     if attn_mask_type not in _CAUSAL:
         refuse("attn_mask_type", attn_mask_type, "causal, padding_causal or no_mask", "Pack documents instead.")
-    if config.qk_clip or config.log_max_attention_logit:
-        flag = "qk_clip" if config.qk_clip else "log_max_attention_logit"
-        refuse_feature("largest_score", True, "off", flag=flag)
-    if getattr(config, "reset_attention_mask", False):  # known where our configuration was made from Megatron's flags
-        refuse_feature("reset_attention_mask", True, "off")
+    for error in unsupported_attention(config):
+        raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -19,7 +20,7 @@ def refuse(argument: str, given: object, allowed: str, remedy: str) -> None:
 
 def refuse_feature(feature: str, given: object, allowed: str, *, flag: str | None = None) -> None:
     """`refuse` with what the capability table says about the feature; the flag is called like it, or `flag`."""
-    refuse(flag or feature, given, allowed, f"{feature.replace('_', ' ')}: {remark('megatron', feature)}.")
+    raise _of_feature(feature, given, allowed, flag=flag)
 
 
 def check_comm_type(config: Any, cp_comm_type: str | None, layer: str) -> None:
@@ -45,8 +46,14 @@ def refuse_other_means(config: Any, params: PackedSeqParams | None, cp_size: int
 
 def refuse_unsupported(config: Any) -> None:
     """What no layer here can do: under context parallelism, or where batches and ranks differ in numbers of tokens."""
+    for error in unsupported(config):
+        raise error
+
+
+def unsupported(config: Any) -> Iterator[ArgumentError]:
+    """All that `refuse_unsupported` raises the first of; of a configuration, or what has its names."""
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
-        raise ArgumentError(
+        yield ArgumentError(
             "variable_seq_lengths",
             False,
             "True with --pipeline-model-parallel-size above 1",
@@ -54,23 +61,47 @@ def refuse_unsupported(config: Any) -> None:
             " megatron_cp.megatron.config.TransformerConfig does.",
         )
     if getattr(config, "cuda_graph_impl", "none") != "none":
-        refuse_feature("cuda_graph_impl", config.cuda_graph_impl, "none")
+        yield _of_feature("cuda_graph_impl", config.cuda_graph_impl, "none")
     if getattr(config, "hybrid_context_parallel", False):
-        refuse_feature("hybrid_context_parallel", True, "off")
+        yield _of_feature("hybrid_context_parallel", True, "off")
     if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
         # It gathers as many rows from every rank as there are here.
-        refuse_feature("moe_token_dispatcher_type", "allgather", "alltoall or flex with expert parallelism")
-    if config.context_parallel_size == 1:
-        return
-    several = "with --context-parallel-size above 1"
-    if config.num_moe_experts:
-        _refuse_experts(config, several)
+        yield _of_feature("moe_token_dispatcher_type", "allgather", "alltoall or flex with expert parallelism")
+    if config.context_parallel_size > 1 and config.num_moe_experts:
+        yield from _coupling_experts(config, "with --context-parallel-size above 1")
 
 
-def _refuse_experts(config: Any, several: str) -> None:
+def unsupported_spec(config: Any) -> Iterator[ArgumentError]:
+    """What GPTModel's spec here has no layers for."""
+    variant = config.experimental_attention_variant
+    if variant not in (None, "gated_delta_net"):
+        remedy = "No layers here are of that kind: leave --spec out to keep Megatron's own, with its own limits."
+        allowed = "gated_delta_net, or none for softmax attention"
+        yield ArgumentError("--experimental-attention-variant", variant, allowed, remedy)
+    if config.transformer_impl == "inference_optimized" or getattr(config, "heterogeneous_block_specs", False):
+        yield ArgumentError(
+            "--transformer-impl", config.transformer_impl, "transformer_engine or local, all layers alike"
+        )
+
+
+def unsupported_attention(config: Any) -> Iterator[ArgumentError]:
+    """What softmax attention here cannot do, beside `unsupported`."""
+    if config.qk_clip or config.log_max_attention_logit:
+        flag = "qk_clip" if config.qk_clip else "log_max_attention_logit"
+        yield _of_feature("largest_score", True, "off", flag=flag)
+    if getattr(config, "reset_attention_mask", False):  # known where our configuration was made from Megatron's flags
+        yield _of_feature("reset_attention_mask", True, "off")
+
+
+def _coupling_experts(config: Any, several: str) -> Iterator[ArgumentError]:
     """What makes experts' results depend on which tokens share a rank."""
     balancing = config.moe_router_load_balancing_type
     if balancing in ("sinkhorn", "quantile_balancing"):
-        refuse_feature("moe_router_load_balancing_type", balancing, f"none or aux_loss without a coefficient {several}")
+        yield _of_feature("moe_router_load_balancing_type", balancing, f"none or auxiliary losses {several}")
     if config.moe_expert_capacity_factor is not None:
-        refuse_feature("moe_expert_capacity_factor", config.moe_expert_capacity_factor, f"None {several}")
+        yield _of_feature("moe_expert_capacity_factor", config.moe_expert_capacity_factor, f"None {several}")
+
+
+def _of_feature(feature: str, given: object, allowed: str, *, flag: str | None = None) -> ArgumentError:
+    remedy = f"{feature.replace('_', ' ')}: {remark('megatron', feature)}."
+    return ArgumentError(f"--{(flag or feature).replace('_', '-')}", given, allowed, remedy)

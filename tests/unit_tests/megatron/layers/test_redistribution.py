@@ -23,7 +23,7 @@ SLOTS = {"G": LinearSlot("gdn", 8, 8, 16, 16), "M": LinearSlot("mamba", 8, 1, 16
 class Linear(nn.Module, LinearModule):
     def __init__(self, slot):
         super().__init__()
-        self.slot, self.ranks = slot, ThreadGroup.create(4)[0]
+        self.slot, self.ranks, self.config = slot, ThreadGroup.create(4)[0], Config()
 
 
 class Attention(nn.Module, ContextParallelModule):
@@ -35,6 +35,7 @@ class Config:
     context_parallel_size: int = 4
     sequence_parallel: bool = False
     tensor_model_parallel_size: int = 1
+    calculate_per_token_loss: bool = True
     hidden_size: int = 64
 
 

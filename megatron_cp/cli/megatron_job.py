@@ -1,0 +1,106 @@
+"""`megatron-cp doctor --megatron`: what a Megatron job's own flags mean here, without starting it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
+from megatron_cp.cli.parser import UsageError
+from megatron_cp.cli.report import Report
+
+HELP = "judge these flags of a Megatron job, all that follow: what is proved, expected, untried or refused beside ours"
+_ORDER = ("refused", "untried", "unknown", "expected", "proved")
+
+
+def judged(words: Sequence[str]) -> Report:
+    """A verdict on every flag that is given, the worst first; refusals are those of a model that is built."""
+    if not megatron_is_installed():
+        raise UsageError(f"megatron-cp doctor: --megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
+    from megatron_cp.megatron.features import OF_FLAG, REFUSED
+
+    args, given = _parsed(list(words))
+    errors = {error.argument: error for error in _refusals(_AsConfig(args))}
+    rows: list[tuple[str, str, str]] = [("refused", flag, _said(error)) for flag, error in errors.items()]
+    for flag in given:
+        if flag in errors:
+            continue
+        feature = OF_FLAG.get(flag)
+        if feature is None:
+            rows.append(("unknown", flag, "not in the table: compare a step with one rank"))
+        elif feature.verdict == REFUSED and feature.depends:
+            rows.append(("expected", flag, f"with this value; else {feature.remark}"))
+        else:
+            rows.append((feature.verdict, flag, feature.remark))
+    rows.sort(key=lambda row: (_ORDER.index(row[0]), row[1]))
+    counts = {verdict: sum(row[0] == verdict for row in rows) for verdict in _ORDER}
+    width = max((len(flag) for _, flag, _ in rows), default=0)
+    lines = [f"{verdict:<9}{flag:<{width + 2}}{remark}" for verdict, flag, remark in rows]
+    lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no flags"]
+    data = {"flags": [{"verdict": verdict, "flag": flag, "remark": remark} for verdict, flag, remark in rows]}
+    return Report("\n".join(lines), data | {"counts": counts}, ok=not counts["refused"])
+
+
+def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Megatron's flags and ours, and the names of those that are given, as Megatron spells them first."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_cp.megatron.config import add_arguments
+
+    parser = _Parser(prog="megatron-cp doctor --megatron", allow_abbrev=False, add_help=False)
+    add_megatron_arguments(parser)
+    ours = argparse.ArgumentParser(add_help=False)
+    add_arguments(ours)
+    add_arguments(parser)
+    names = {option: action.option_strings[0] for action in parser._actions for option in action.option_strings}
+    own = {option for action in ours._actions for option in action.option_strings}
+    args, unknown = parser.parse_known_args(words)
+    misspelt = [word for word in unknown if word.startswith("--")]
+    if misspelt:
+        raise UsageError(f"megatron-cp doctor: {misspelt[0]} is no flag of megatron-core 0.19 or of megatron_cp.")
+    given = [word.partition("=")[0] for word in words if word.startswith("--")]
+    return args, list(dict.fromkeys(names[flag] for flag in given if flag not in own))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise UsageError(f"megatron-cp doctor: --megatron: {message}.")
+
+
+class _AsConfig:
+    """Flags by the names that they have in Megatron's configuration."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._args, {"num_moe_experts": "num_experts"}.get(name, name), None)
+        if name == "variable_seq_lengths":
+            return True  # our configuration sets it
+        if name == "cuda_graph_impl":
+            return "none" if value is None else value
+        return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _refusals(config: Any) -> Iterator[Any]:
+    from megatron_cp.errors import ArgumentError
+    from megatron_cp.megatron.config import schemes_of
+    from megatron_cp.megatron.layers.refusals import unsupported, unsupported_attention, unsupported_spec
+    from megatron_cp.planner.capabilities import require
+
+    yield from unsupported(config)
+    yield from unsupported_attention(config)
+    yield from unsupported_spec(config)
+    for scheme in schemes_of(config):
+        try:
+            require("scheme", scheme, name="--cp-comm-type")
+        except ArgumentError as error:
+            yield error
+    if "D" in (config.hybrid_layer_pattern or "") and config.context_parallel_size > 1:
+        allowed = "layers M, G, *, +, - and E with --context-parallel-size above 1"
+        yield ArgumentError("--hybrid-layer-pattern", config.hybrid_layer_pattern, allowed)
+
+
+def _said(error: Any) -> str:
+    return str(error).removeprefix(f"{error.argument}: ")

@@ -1,0 +1,47 @@
+"""The table of Megatron's flags: flags that there are, proofs that there are, a page that is current."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_cp.megatron.features import EXPECTED, FEATURES, OF_FLAG, PROVED, REFUSED, UNTRIED
+from tools import megatron_features
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def flags():
+    return megatron_features.flags()
+
+
+def test_every_flag_is_megatrons_and_is_in_one_row(flags):
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    add_megatron_arguments(parser)
+    first = {action.option_strings[0] for action in parser._actions}
+    assert set(OF_FLAG) - first == set()
+    assert sum(len(feature.flags) for feature in FEATURES) == len(OF_FLAG)
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.flags[0])
+def test_proofs_are_tests_and_the_rest_has_a_reason(feature):
+    assert feature.verdict in (PROVED, EXPECTED, REFUSED, UNTRIED)
+    assert len(feature.remark) > 10
+    named = re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", feature.remark)
+    assert bool(named) == (feature.verdict == PROVED)
+    for path, function in named:
+        text = (ROOT / path).read_text()
+        assert not function or f"def {function}(" in text
+    assert not feature.depends or feature.verdict == REFUSED
+
+
+def test_the_page_is_what_the_table_says(flags, monkeypatch):
+    monkeypatch.setattr(megatron_features, "flags", lambda: flags)
+    assert megatron_features.PAGE.read_text() == megatron_features.page()
