@@ -44,12 +44,10 @@ def judged(words: Sequence[str]) -> Report:
 
 def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """Megatron's flags and ours, and the names of those that are given, as Megatron spells them first."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    from megatron_cp.megatron.config import add_arguments
+    from megatron_cp.megatron.config import add_arguments, add_megatrons_arguments
 
     parser = _Parser(prog="megatron-cp doctor --megatron", allow_abbrev=False, add_help=False)
-    add_megatron_arguments(parser)
+    add_megatrons_arguments(parser)
     ours = argparse.ArgumentParser(add_help=False)
     add_arguments(ours)
     add_arguments(parser)

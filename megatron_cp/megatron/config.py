@@ -157,3 +157,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group.add_argument("--cp-search", type=float, default=0.0, metavar="SECONDS", help=f"{search} weighs tiled too")
     group.add_argument("--cp-search-cache", metavar="FOLDER", help="where found tiles are kept, the same on all ranks")
     return parser
+
+
+def add_megatrons_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """All flags of Megatron's training, as its own parser has them, to read a job's flags without starting it."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    add_megatron_arguments(parser)
+    return parser
