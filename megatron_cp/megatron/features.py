@@ -74,7 +74,8 @@ FEATURES = (
     _of("loss", PROVED, f"{_MATRIX}: with and without it, by megatron_cp.megatron.loss", "calculate-per-token-loss"),
     _of("loss", EXPECTED, "of each row alone", "cross-entropy-loss-fusion cross-entropy-fusion-impl"
         " fp16-lm-cross-entropy untie-embeddings-and-output-weights"),
-    _of("loss", PROVED, f"{_EXAMPLE}: evaluation in the same loss", "eval-iters eval-interval"),
+    _of("loss", PROVED, f"{_EXAMPLE}: evaluation in the same loss, but not with --sft, where Megatron takes the mean of"
+        " the ranks' means: --eval-iters 0 then", "eval-iters eval-interval"),
     _of("loss", EXPECTED, "evaluation in the same loss", "full-validation multiple-validation-sets"
         " eval-global-batch-size eval-micro-batch-size skip-train start-eval-at-iter"),
     _of("loss", PROVED, _MATRIX, "mtp-num-layers mtp-loss-scaling-factor"),
