@@ -54,9 +54,10 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     names = {option: action.option_strings[0] for action in parser._actions for option in action.option_strings}
     own = {option for action in ours._actions for option in action.option_strings}
     args, unknown = parser.parse_known_args(words)
-    misspelt = [word for word in unknown if word.startswith("--")]
-    if misspelt:
-        raise UsageError(f"megatron-cp doctor: {misspelt[0]} is no flag of megatron-core 0.19 or of megatron_cp.")
+    if unknown:
+        raise UsageError(
+            f"megatron-cp doctor: --megatron: {unknown[0]} is no flag of megatron-core 0.19 or of megatron_cp."
+        )
     given = [word.partition("=")[0] for word in words if word.startswith("--")]
     return args, list(dict.fromkeys(names[flag] for flag in given if flag not in own))
 
@@ -73,31 +74,48 @@ class _AsConfig:
         self._args = args
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._args, {"num_moe_experts": "num_experts"}.get(name, name), None)
-        if name == "variable_seq_lengths":
-            return True  # our configuration sets it
+        args = self._args
+        if name in _WITHOUT_FLAGS:
+            return _WITHOUT_FLAGS[name]
+        if name == "heterogeneous_block_specs":
+            given = args.heterogeneous_layers_config_path, args.heterogeneous_layers_config_encoded_json
+            return any(value is not None for value in given)
+        value = getattr(args, {"num_moe_experts": "num_experts"}.get(name, name))
         if name == "cuda_graph_impl":
             return "none" if value is None else value
+        if name == "mamba_training_ssm_states_dtype":
+            return None if value == "fp32" else value
         return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+# Of the configuration, what no flag sets; our configuration sets the first.
+_WITHOUT_FLAGS = {"variable_seq_lengths": True, "log_max_attention_logit": False}
 
 
 def _refusals(config: Any) -> Iterator[Any]:
     from megatron_cp.errors import ArgumentError
-    from megatron_cp.megatron.config import schemes_of
-    from megatron_cp.megatron.layers.refusals import unsupported, unsupported_attention, unsupported_spec
+    from megatron_cp.megatron.config import check_options, schemes_of
+    from megatron_cp.megatron.layers import refusals
     from megatron_cp.planner.capabilities import require
 
-    yield from unsupported(config)
-    yield from unsupported_attention(config)
-    yield from unsupported_spec(config)
+    yield from refusals.unsupported(config)
+    yield from refusals.unsupported_attention(config)
+    yield from refusals.unsupported_spec(config)
+    if config.multi_latent_attention:
+        yield from refusals.unsupported_latent_attention(config)
+    if "M" in (config.hybrid_layer_pattern or ""):
+        yield from refusals.unsupported_mamba(config)
+    try:
+        check_options(config)
+    except ArgumentError as error:
+        yield error
     for scheme in schemes_of(config):
         try:
             require("scheme", scheme, name="--cp-comm-type")
         except ArgumentError as error:
             yield error
     if "D" in (config.hybrid_layer_pattern or "") and config.context_parallel_size > 1:
-        allowed = "layers M, G, *, +, - and E with --context-parallel-size above 1"
-        yield ArgumentError("--hybrid-layer-pattern", config.hybrid_layer_pattern, allowed)
+        yield refusals.sparse_attention_over_ranks(config.hybrid_layer_pattern)
 
 
 def _said(error: Any) -> str:

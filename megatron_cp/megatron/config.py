@@ -100,6 +100,21 @@ def with_options(config: Any, args: argparse.Namespace) -> Any:
 
 def _settle(config: Any) -> None:
     """Checks our options, and sets what follows from Megatron's."""
+    check_options(config)
+    if config.cp_packed_order is None and config.sft:
+        config.cp_packed_order = "document"
+    elif config.cp_packed_order is None and config.dataloader_inter_document_masking:
+        config.cp_packed_order = "pack"
+    if config.pipeline_model_parallel_size > 1:
+        config.variable_seq_lengths = True
+
+
+def check_options(config: Any) -> None:
+    """Refuses options of ours that there are not, or that Megatron's do not go with.
+
+    Raises:
+        ArgumentError: the first of them, by its flag.
+    """
     for option in ("layout", "transport", "codec"):
         require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}")
     require("mode", config.linear_cp_mode, name="--linear-cp-mode")
@@ -113,12 +128,6 @@ def _settle(config: Any) -> None:
         raise ArgumentError("--cp-layout", AUTO, allowed, remedy)
     if config.cp_packed_order is not None:
         require("packed_order", config.cp_packed_order, name="--cp-packed-order")
-    elif config.sft:
-        config.cp_packed_order = "document"
-    elif config.dataloader_inter_document_masking:
-        config.cp_packed_order = "pack"
-    if config.pipeline_model_parallel_size > 1:
-        config.variable_seq_lengths = True
 
 
 _SPELLED_OTHERWISE = {"allgather": "all_gather"}  # Megatron's help and Transformer Engine differ

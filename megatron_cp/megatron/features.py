@@ -107,8 +107,8 @@ FEATURES = (
         " linear-key-head-dim linear-value-head-dim linear-num-key-heads linear-num-value-heads"),
     _of("linear layers", PROVED, _MODELS, "hybrid-layer-pattern mamba-state-dim mamba-head-dim mamba-num-groups"
         " mamba-num-heads spec"),
-    _of("linear layers", EXPECTED, "Megatron's kernels of Mamba are not called", "disable-mamba-mem-eff-path"
-        " mamba-training-ssm-states-dtype"),
+    _of("linear layers", EXPECTED, "Megatron's kernels of Mamba are not called", "disable-mamba-mem-eff-path"),
+    _of("linear layers", REFUSED, "states are float32 here", "mamba-training-ssm-states-dtype", depends=True),
     _of("linear layers", EXPECTED, "older names of --hybrid-layer-pattern", "hybrid-override-pattern is-hybrid-model"),
     _of("experts", PROVED, f"{_MATRIX}: auxiliary losses, z-loss, uneven ranks, pad rows", "num-experts"
         " moe-router-topk moe-ffn-hidden-size moe-aux-loss-coeff moe-z-loss-coeff moe-router-dtype"),

@@ -65,7 +65,12 @@ class PlannedSeqParams(PackedSeqParams):
     def ahead(self, places: int) -> RowsAhead:
         """What lies so many places ahead of this rank's rows, made for the first that asks; each `[1, t]`."""
         assert self.stream is not None
-        return self.remember(("ahead", places), lambda: self.stream.ahead(places).as_sequence())  # type: ignore[union-attr]
+        stream = self.stream
+        return self.remember(("ahead", places), lambda: stream.ahead(places).as_sequence())
+
+    def has_looked(self, places: int) -> bool:
+        """Whether anyone has asked for that already."""
+        return ("ahead", places) in self._remembered
 
     def rotary_phases(self, table: Tensor) -> Tensor:
         """`[t, 1, 1, d]`: the rows of a `[max_length, 1, 1, d]` table of rotary angles at this rank's positions.
@@ -80,8 +85,8 @@ class PlannedSeqParams(PackedSeqParams):
         return self.remember(memory, lambda: (table, table.index_select(0, positions)))[1]
 
 
-class _OneRank:
-    """A process group of one rank, as far as Megatron's rotary embedding asks it."""
+class OneRank:
+    """A process group of one rank, as far as Megatron asks it where it would else divide something by the ranks."""
 
     def size(self) -> int:
         return 1
@@ -140,7 +145,7 @@ def with_plans(
         stream=stream,
         ranks=own_group,
         has_axes=has_axes,
-        cp_group=_OneRank() if has_axes else None,
+        cp_group=OneRank() if has_axes else None,
     )
 
 

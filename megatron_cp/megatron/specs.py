@@ -51,7 +51,7 @@ from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAtten
 from megatron_cp.megatron.layers.multi_token_prediction import MultiTokenPredictionLayer
 from megatron_cp.megatron.layers.norms import Norm
 from megatron_cp.megatron.layers.redistribution import arrange_run, arrange_runs
-from megatron_cp.megatron.layers.refusals import refuse, refuse_feature, unsupported_spec
+from megatron_cp.megatron.layers.refusals import refuse, sparse_attention_over_ranks, unsupported_spec
 from megatron_cp.megatron.patches import exchange_mtp_block_spec
 
 # -- GPTModel --------------------------------------------------------------------------------------------------------
@@ -229,13 +229,12 @@ class LocalHybridStack(HybridStack):
         return self.final_norm(hidden_states) if hasattr(self, "final_norm") else hidden_states
 
 
-def _refused_under_cp(layer: type, symbol: str, feature: str) -> type:
-    """`layer`, which refuses to be built with more than one context-parallel rank."""
+def _refused_under_cp(layer: type) -> type:
+    """A layer of sparse attention, which refuses to be built with more than one context-parallel rank."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if config.context_parallel_size > 1:
-            allowed = "layers M, G, *, +, - and E with --context-parallel-size above 1"
-            refuse_feature(feature, symbol, allowed, flag="hybrid_layer_pattern")
+            raise sparse_attention_over_ranks("D")
         layer.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
 
     return type(f"OneRank{layer.__name__}", (layer,), {"__init__": __init__, "__doc__": layer.__doc__})
@@ -261,7 +260,7 @@ def _te_stack() -> ModuleSpec:
     layers.moe_layer = _with_our_experts(layers.moe_layer)
     mtp = layers.mtp_block_spec.submodules
     mtp.layer_specs = [_with_our_mtp(layer) for layer in mtp.layer_specs]
-    layers.dsa_layer.module = _refused_under_cp(layers.dsa_layer.module, "D", "sparse_attention")
+    layers.dsa_layer.module = _refused_under_cp(layers.dsa_layer.module)
     return spec
 
 

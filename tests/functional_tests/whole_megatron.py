@@ -112,11 +112,17 @@ def step(config, chunks, batches, *, align=1, optimizes=False, looks_ahead=True,
     )
     loss = loss_of(reduced)
     if optimizer is None:
-        return loss, *gathered(chunks, config, "main_grad")
+        gradients, drift = gathered(chunks, config, "main_grad")
+        return loss, gradients | biases(chunks), drift
     optimizer.step()
     for chunk in wrapped:
         chunk.start_param_sync(force_sync=True)
     return loss, *gathered(chunks, config, "data")
+
+
+def biases(chunks):
+    """Of experts, as the end of the step has left them; of models that are whole on a rank."""
+    return {name: bias.clone() for chunk in chunks for name, bias in chunk.named_buffers() if "expert_bias" in name}
 
 
 def own_group(sizes):

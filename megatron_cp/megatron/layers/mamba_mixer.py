@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_mixer
 from torch import Tensor
@@ -15,7 +14,8 @@ from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.layers.base import LinearModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
 from megatron_cp.megatron.layers.norms import silu_gated
-from megatron_cp.megatron.layers.refusals import check_comm_type, refuse, refuse_unsupported
+from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsupported, unsupported_mamba
+from megatron_cp.megatron.packed_seq_params import OneRank
 from megatron_cp.megatron.patches import mamba_mixer_without_its_kernels
 from megatron_cp.plan.schemes import may_exchange_heads
 from megatron_cp.planner.batch import LinearSlot
@@ -38,12 +38,11 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
     ) -> None:
         refuse_unsupported(config)
         check_comm_type(config, _scheme(config, layer_number), "Mamba")
-        if config.mamba_training_ssm_states_dtype not in (None, torch.float32):
-            given = config.mamba_training_ssm_states_dtype
-            refuse("mamba_training_ssm_states_dtype", given, "none or float32", "States are float32 here.")
+        for error in unsupported_mamba(config):
+            raise error
         # Megatron's own exchange, which this replaces, asserts what its ranks can divide.
         alone = copy.copy(pg_collection)
-        alone.cp = _OneRank()
+        alone.cp = OneRank()
         with mamba_mixer_without_its_kernels():  # nor are those what runs here
             super().__init__(config, *args, layer_number=layer_number, pg_collection=alone, **kwargs)
         self.pg_collection = pg_collection
@@ -111,16 +110,6 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
             hidden_states, context, inference_params=params, packed_seq_params=packed_seq_params
         )
         return found
-
-
-class _OneRank:
-    """A group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
 
 
 def _scheme(config: Any, layer_number: int | None) -> str | None:

@@ -24,7 +24,7 @@ from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from torch import Tensor, nn
 
 from megatron_cp.megatron.layers.norms import Norm
-from megatron_cp.megatron.layers.refusals import refuse, refuse_feature
+from megatron_cp.megatron.layers.refusals import unsupported_latent_attention
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 
 _ROTARY_SETTINGS = (
@@ -76,7 +76,8 @@ class _OverRanks(megatron_mla.MLASelfAttention):
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse(config)
+        for error in unsupported_latent_attention(config):
+            raise error
         super().__init__(config, submodules, *args, **kwargs)
         own: Any = self._modules["rotary_pos_emb"]
         self.rotary_pos_emb = _Rotary(own, config)
@@ -173,13 +174,3 @@ class MLASelfAttention(_OverRanks):
 
 class FusedMLASelfAttention(_OverRanks, megatron_mla.FusedMLASelfAttention):
     """Megatron's, likewise, with one projection down to both latents (`--mla-down-proj-fusion`)."""
-
-
-def _refuse(config: Any) -> None:
-    if config.apply_rope_fusion:
-        refuse_feature("apply_rope_fusion", True, "off with --multi-latent-attention")
-    if config.cache_mla_latents:
-        refuse_feature("cache_mla_latents", True, "off")
-    if config.qk_layernorm and config.q_lora_rank is None and not (HAVE_TE and config.transformer_impl != "local"):
-        remedy = "Without --q-lora-rank the norm of queries is inside a linear layer of Transformer Engine."
-        refuse("qk_layernorm", True, "off, or with --q-lora-rank", remedy)

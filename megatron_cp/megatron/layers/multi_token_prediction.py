@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.transformer import multi_token_prediction as megatron_mtp
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
@@ -66,7 +67,7 @@ def _has_stream(params: Any, cp_group: Any) -> bool:
 
 def _depth(input_ids: Tensor, params: PlannedSeqParams, deepest: int) -> int:
     """How many places ahead these tokens are: the batch's own, or what a layer before returned."""
-    known = (places for places in range(1, deepest) if ("ahead", places) in params._remembered)
+    known = (places for places in range(1, deepest) if params.has_looked(places))
     return next((places for places in known if params.ahead(places).tokens.data_ptr() == input_ids.data_ptr()), 0)
 
 
@@ -88,52 +89,46 @@ def process_mtp_loss(
 ) -> Tensor:
     """The decoder's hidden states, with the losses of all depths hung on to their gradient.
 
-    In place of Megatron's function, for batches of `shard_batch`: labels and weights are those of the batch, and a
-    depth's loss is divided by the weight of its labels on all ranks of the group, which is its mean on one rank.
+    In place of Megatron's function. For batches of `shard_batch` labels and weights are the batch's, whatever the model
+    was called with, and a depth's loss is divided by the weight of its labels on all ranks of the group: its mean on
+    one rank.
 
     Args:
         hidden_states: `[(1 + depths) * t, 1, h]`, the decoder's and then each depth's.
-        labels: None where the tokens themselves are to be predicted, as in reinforcement learning.
     """
-    given = {**locals()}
     if not _has_stream(packed_seq_params, cp_group):
-        return _theirs(**given)
+        return _theirs(
+            hidden_states, labels, loss_mask, output_layer, output_weight, runtime_gather_output, is_training,
+            compute_language_model_loss, config, cp_group, tp_group, packed_seq_params, scale_logits_fn, input_ids,
+        )  # fmt: skip
     depths = config.mtp_num_layers
     hidden_states, *predicted = hidden_states.chunk(1 + depths)
-    if labels is None and input_ids is None:
-        return hidden_states
     if config.mtp_detach_heads:
         output_weight = (output_layer.weight if output_weight is None else output_weight).detach()
-    first = 1 if labels is None else 0  # the labels of tokens are the tokens one place ahead
-    whole = packed_seq_params.ahead(first).total_weight
+    whole = packed_seq_params.ahead(0).total_weight
     cp_size = packed_seq_params.stream.layout.cp_size
-    scale = config.mtp_loss_scaling_factor / depths
     for depth, states in enumerate(predicted):
         logits, _ = output_layer(states, weight=output_weight, runtime_gather_output=runtime_gather_output)
         logits = logits if scale_logits_fn is None else scale_logits_fn(logits)
-        ahead = packed_seq_params.ahead(first + depth + 1)
-        targets = ahead.tokens if labels is None else ahead.labels
-        losses = ahead.loss_weights * compute_language_model_loss(targets, logits)
+        ahead = packed_seq_params.ahead(depth + 1)
+        losses = ahead.loss_weights * compute_language_model_loss(ahead.labels, logits)
         count = max(ahead.total_weight, 1.0)
         if is_training:
-            _log(losses.sum() * (cp_size / count), logits, targets, ahead.loss_weights, depth, given)
+            guessed = megatron_mtp._compute_mtp_acceptance_counts(
+                logits, ahead.labels, ahead.loss_weights, output_layer, runtime_gather_output, tp_group
+            )
+            _log(losses.sum() * (cp_size / count), guessed, depth, depths)
         # Megatron divides the sum of all gradients by the batch's tokens, or takes the mean over the ranks.
         share = whole / count if config.calculate_per_token_loss else cp_size / count
-        hidden_states = megatron_mtp.MTPLossAutoScaler.apply(hidden_states, losses * (scale * share))
+        scale = config.mtp_loss_scaling_factor / depths * share
+        hidden_states = megatron_mtp.MTPLossAutoScaler.apply(hidden_states, losses * scale)
     return hidden_states
 
 
-def _log(loss: Tensor, logits: Tensor, targets: Tensor, weights: Tensor, depth: int, given: dict[str, Any]) -> None:
-    """Notes a depth's loss, which is averaged over the ranks, and how many labels were the likeliest."""
-    from megatron.core import parallel_state
-
-    correct, total = megatron_mtp._compute_mtp_acceptance_counts(
-        logits, targets, weights, given["output_layer"], given["runtime_gather_output"], given["tp_group"]
-    )
-    megatron_mtp.MTPLossLoggingHelper.save_metrics_to_tracker(
-        loss, correct, total, depth, given["config"].mtp_num_layers,
-        avg_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-    )  # fmt: skip
+def _log(loss: Tensor, guessed: tuple[Tensor, Tensor], depth: int, depths: int) -> None:
+    """Notes a depth's loss, which Megatron averages over the ranks, and how many labels were the likeliest, of all."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    megatron_mtp.MTPLossLoggingHelper.save_metrics_to_tracker(loss, *guessed, depth, depths, avg_group=group)
 
 
 def refused_roll(

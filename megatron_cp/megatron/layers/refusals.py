@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.errors import ArgumentError
@@ -91,6 +93,31 @@ def unsupported_attention(config: Any) -> Iterator[ArgumentError]:
         yield _of_feature("largest_score", True, "off", flag=flag)
     if getattr(config, "reset_attention_mask", False):  # known where our configuration was made from Megatron's flags
         yield _of_feature("reset_attention_mask", True, "off")
+
+
+def unsupported_latent_attention(config: Any) -> Iterator[ArgumentError]:
+    """What multi-latent attention here cannot do, beside `unsupported`."""
+    if config.apply_rope_fusion:
+        yield _of_feature("apply_rope_fusion", True, "off with --multi-latent-attention")
+    if config.cache_mla_latents:
+        yield _of_feature("cache_mla_latents", True, "off")
+    if config.qk_layernorm and config.q_lora_rank is None and not (HAVE_TE and config.transformer_impl != "local"):
+        remedy = "Without --q-lora-rank the norm of queries is inside a linear layer of Transformer Engine."
+        yield ArgumentError("--qk-layernorm", True, "off, or with --q-lora-rank", remedy)
+
+
+def unsupported_mamba(config: Any) -> Iterator[ArgumentError]:
+    """What Mamba-2 layers here cannot do, beside `unsupported`."""
+    given = config.mamba_training_ssm_states_dtype
+    if given not in (None, torch.float32):
+        flag = "--mamba-training-ssm-states-dtype"
+        yield ArgumentError(flag, given, "none or float32", "States are float32 here.")
+
+
+def sparse_attention_over_ranks(pattern: str) -> ArgumentError:
+    """What a layer of sparse attention is refused with on several ranks."""
+    allowed = "layers M, G, *, +, - and E with --context-parallel-size above 1"
+    return _of_feature("sparse_attention", pattern, allowed, flag="hybrid_layer_pattern")
 
 
 def _coupling_experts(config: Any, several: str) -> Iterator[ArgumentError]:
