@@ -32,7 +32,7 @@ from megatron_cp.data.corpus import Corpus, split_corpus
 from megatron_cp.data.even import GlobalBatch
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.layout import Layout
-from megatron_cp.megatron.batch import ShardedBatch, shard_batch
+from megatron_cp.megatron.batch import ShardedBatch, layout_options, shard_batch
 from megatron_cp.megatron.config import TransformerConfig, add_arguments, with_options
 from megatron_cp.megatron.groups import BatchGroups
 from megatron_cp.megatron.indexed import IndexedCorpus
@@ -71,7 +71,7 @@ def layout_of(pack: Pack, model: Any) -> Layout:
     """Who holds which tokens of a pack; with `--cp-layout auto` the log says why, at the steps that Megatron logs."""
     args = get_args()
     # As shard_batch wants it, or what was planned to choose would be planned again.
-    rows = {"align": args.tensor_model_parallel_size if args.sequence_parallel else 1, "min_rows": 1}
+    rows = layout_options(args)
     if args.cp_layout != "auto":
         return layout_by_name(args.cp_layout, pack.packing, args.context_parallel_size, **rows)
     choice = choose_layout(pack.packing, args.context_parallel_size, layer_slots(model), **rows)
@@ -199,8 +199,6 @@ def main() -> None:
         raise SystemExit(
             "--cp-even-packs: neither with --sft, whose packs Megatron fills, nor with --rampup-batch-size"
         )
-    if args.fp8 is not None:
-        raise SystemExit("--fp8-format: packs have any number of rows; align the layout (align=16) to use it")
     config = with_options(core_transformer_config_from_args(args, TransformerConfig), args)
     container = pretrain_cfg_container_from_args(args, hybrid_config_from_args(args, config))
     try:

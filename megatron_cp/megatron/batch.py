@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import moved
 from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
 from megatron_cp.layout import Layout
+from megatron_cp.megatron.layers.refusals import alignment_of
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_same_group, with_plans
 from megatron_cp.planner.batch import Slot
 
@@ -42,6 +44,20 @@ class ShardedBatch:
     packed_seq_params: PlannedSeqParams
     num_tokens: int
     pad_rows: int
+
+
+def layout_options(config: Any) -> dict[str, Any]:
+    """What a job's flags ask of its layouts: keywords of `layout_by_name` and `choose_layout`.
+
+    Args:
+        config: the model's configuration, or Megatron's parsed arguments.
+
+    Returns:
+        `align`, the number that every rank's rows are a multiple of: the tensor-parallel ranks with
+        `--sequence-parallel`, times what matrix products in `--fp8-format` or `--fp4-format` want by Megatron's own
+        table; and `min_rows`, 1, as `shard_batch` has it.
+    """
+    return {"align": alignment_of(config), "min_rows": 1}
 
 
 def shard_batch(

@@ -46,21 +46,29 @@ def loss_of(batch: ShardedBatch, config: Any) -> Callable[[Tensor], tuple[Tensor
         config: the model's.
 
     Returns:
-        a function of the model's `[b, t]` losses; see `token_loss`.
+        a function of the model's `[b, t]` losses; see `token_loss`. What it logs is each rank's sum times the batch's
+        ranks and the tokens of all of them, so that Megatron's evaluation with `--sft`, which is the mean of the ranks'
+        own quotients, is the batch's mean too; a batch with a group of its own logs as `token_loss`.
     """
     params: Any = batch.packed_seq_params
     plans = getattr(params, "plans", None)
-    if config.calculate_per_token_loss or plans is None:  # Megatron's own batch does not know its tokens on all ranks
+    if plans is None:  # Megatron's own batch does not know its tokens on all ranks
         return partial(token_loss, batch.loss_mask)
-    params.mean_is_of_all_ranks = True
-    return partial(_share_of_the_mean, batch.loss_mask, plans.layout.cp_size, batch.num_tokens)
+    params.mean_is_of_all_ranks = not config.calculate_per_token_loss
+    return partial(_loss_of_all_ranks, batch, config.calculate_per_token_loss)
 
 
-def _share_of_the_mean(
-    loss_mask: Tensor, cp_size: int, num_tokens: int, losses: Tensor
+def _loss_of_all_ranks(
+    batch: ShardedBatch, is_per_token: bool, losses: Tensor
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    total, tokens, logged = token_loss(loss_mask, losses)
-    return total * cp_size, torch.full_like(tokens, num_tokens), logged
+    params: Any = batch.packed_seq_params
+    total, tokens, logged = token_loss(batch.loss_mask, losses)
+    whole, everyones = total * params.plans.layout.cp_size, torch.full_like(tokens, batch.num_tokens)
+    if params.ranks is None:
+        # Megatron's evaluation takes the mean of the ranks' quotients with --sft, else the quotient of their sums: the
+        # batch's own, either way. For groups of several sizes no numbers are right for both.
+        logged = {name: torch.stack([whole.detach(), everyones.float()]) for name in logged}
+    return (total, tokens, logged) if is_per_token else (whole, everyones, logged)
 
 
 def token_loss(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -283,6 +283,12 @@ def run_mean_of_means(kind):
     forward(model, tiny.shards(model, (24, 12), "zigzag", 0))
 
 
+def run_unaligned_in_fp8(kind, recipe):
+    """13 rows on each of two ranks."""
+    model = tiny.build(kind, fp8="hybrid", fp8_recipe=recipe, linear_num_value_heads=16)
+    forward(model, tiny.shards(model, (12, 14), "zigzag", 0))
+
+
 def run_other_rows(kind, more, **changes):
     """Parameters of fewer or more tokens than the rows."""
     model = tiny.build(kind, cp_packed_order="document", **changes)
@@ -359,6 +365,8 @@ ATTEMPTS = {
     "a mean of means by Megatron": partial(
         run_megatrons, "gpt", "pack", cp_packed_order="pack", calculate_per_token_loss=False
     ),
+    "rows for FP8": partial(run_unaligned_in_fp8, "gpt", "delayed"),
+    "rows for MXFP8": partial(run_unaligned_in_fp8, "hybrid", "mxfp8"),
     "stages of one length": lambda: tiny.build("hybrid", pipeline_model_parallel_size=2, pipeline_dtype=torch.float32),
     "two packed rows": run_two_packed_rows,
     "bias": lambda: run_with(attention_bias=torch.zeros(1)),
@@ -429,6 +437,17 @@ def test_rejects_documents_of_other_rows_by_megatrons_name(ranks, case):
 def test_rejects_a_loss_that_is_a_mean_of_means(ranks, attempt):
     name = f"a mean of means {attempt}"
     assert_refused(ranks, name, "--calculate-per-token-loss: got False", "megatron_cp.megatron.loss", "loss_of")
+
+
+@pytest.mark.parametrize(("attempt", "multiple"), [("rows for FP8", 16), ("rows for MXFP8", 32)])
+def test_rejects_rows_that_quantized_products_cannot_take(ranks, attempt, multiple):
+    assert_refused(
+        ranks,
+        attempt,
+        "--fp8-format: got 'hybrid'",
+        f"a multiple of {multiple} rows on every rank, not 13",
+        "layout_options",
+    )
 
 
 def test_rejects_stages_that_take_batches_of_one_length(ranks):

@@ -49,7 +49,7 @@ class Place:
 
     Attributes:
         with_experts: further changes of models that have experts.
-        align: rows of every rank are a multiple of it, pad rows among them.
+        align: rows of every rank are a multiple of it, if not of what the configuration asks for.
         groups: ranks that share a batch, if not those of Megatron's groups.
     """
 
@@ -60,13 +60,16 @@ class Place:
     patterns: dict = dataclasses.field(default_factory=dict)
     mtp: bool = False
     with_experts: dict = dataclasses.field(default_factory=dict)
-    align: int = 1
+    align: int | None = None
     groups: tuple = ()
     optimizes: bool = False
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEVERAL = {"variable_seq_lengths": True, "pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall"}
+# Without Transformer Engine Megatron computes as without it: what is left are the rows that it wants.
+MXFP8 = {"fp8": "hybrid", "fp8_recipe": "mxfp8"}
+FOR_MXFP8 = {"linear_num_value_heads": 16, "mamba_num_heads": 16, "mamba_state_dim": 8}  # whose projections Megatron takes
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 INTERLEAVED = {**SEVERAL, "overlap_p2p_comm": True, "batch_p2p_comm": False}  # as Megatron demands of two stages
 MEANS = {
@@ -74,7 +77,7 @@ MEANS = {
     "patterns": AHEAD, "mtp": True,
 }  # fmt: skip
 PLACES = {
-    "tp2 cp2 sp": Place(4, {"tp": 2, "cp": 2}, {"sequence_parallel": True}, align=2),
+    "tp2 cp2 sp": Place(4, {"tp": 2, "cp": 2}, {"sequence_parallel": True}),
     "pp2 cp2": Place(4, {"pp": 2, "cp": 2}, SEVERAL, patterns=STAGES),
     "interleaved pp2 cp2": Place(4, {"pp": 2, "cp": 2, "vpp": 2}, INTERLEAVED, patterns=VIRTUAL),
     "dp2 cp2, distributed optimizer": Place(4, {"cp": 2}, optimizes=True),
@@ -85,6 +88,7 @@ PLACES = {
     "cp2 with pad rows, auxiliary losses and expert bias": Place(
         2, {"cp": 2}, changes={**EXPERTS, **BALANCED, **BIAS}, patterns=WITH_EXPERTS, align=8
     ),
+    "cp2 with rows for MXFP8": Place(2, {"cp": 2}, MXFP8, changes=FOR_MXFP8),
     "dp2 cp2, means of microbatches": Place(4, {"cp": 2}, **MEANS),
     "cp3, means of microbatches": Place(3, {"cp": 3}, **MEANS),
     "mtp cp2": Place(2, {"cp": 2}, changes={"mtp_num_layers": 1}, patterns=AHEAD, mtp=True),
@@ -110,8 +114,10 @@ def configured(model, place, sizes):
 
 
 def models_in(place):
-    """What is run there: with experts in every model, one of the two GPTs."""
-    return [model for model in MODELS if model != "gpt" or "num_moe_experts" not in PLACES[place].changes]
+    """What is run there: with experts in every model one of the two GPTs; experts in FP8 need Transformer Engine."""
+    skipped = {"num_moe_experts": "gpt", "fp8": "gpt with experts"}
+    asked = PLACES[place].changes | PLACES[place].there
+    return [model for model in MODELS if not any(option in asked and name == model for option, name in skipped.items())]
 
 
 def run(group, places):

@@ -377,7 +377,9 @@ def train(model, config, batches):
     sums = torch.stack([one["lm loss"] for one in reduced]).sum(0).double()
     dist.all_reduce(sums, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     gradients, drift = gathered({n: (p.main_grad, s) for n, p, s in parameters_of(model, config)})
-    return Step(float(sums[0] / sums[1]), int(sums[1]), gradients, drift)
+    knows_all = getattr(batches[0].packed_seq_params, "plans", None) is not None  # then every rank logs all tokens
+    tokens = int(sums[1]) // (parallel_state.get_context_parallel_world_size() if knows_all else 1)
+    return Step(float(sums[0] / sums[1]), tokens, gradients, drift)
 
 
 def watch(model, counters):

@@ -67,10 +67,12 @@ def parameters_of(model, config):
         yield whole_name(name, modules, config), parameter, split
 
 
-def step(config, chunks, batches, *, align=1, optimizes=False, looks_ahead=True, groups=()):
+def step(config, chunks, batches, *, align=None, optimizes=False, looks_ahead=True, groups=()):
     """Loss, gradients and drift of one step over Megatron's schedule; with an optimizer the parameters that it leaves.
 
+
     Args:
+        align: of the layouts, if not as the configuration asks for.
         groups: numbers of ranks that share a batch, if not those of Megatron's groups.
         looks_ahead: else batches do not tell what lies ahead, so that multi-token prediction is Megatron's own.
     """
@@ -78,6 +80,7 @@ def step(config, chunks, batches, *, align=1, optimizes=False, looks_ahead=True,
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
+    from megatron_cp.megatron.batch import layout_options
     from megatron_cp.megatron.loss import forward_step
 
     overlaps = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -97,6 +100,7 @@ def step(config, chunks, batches, *, align=1, optimizes=False, looks_ahead=True,
     group = None
     if groups:
         first, size, group = own_group(groups)
+    align = layout_options(config)["align"] if align is None else align
     own = [tiny.shards(chunks[0], lengths, "zigzag", index, align=align, group=group)
            for index, lengths in list(enumerate(batches))[first::size]]  # fmt: skip
     if not looks_ahead:

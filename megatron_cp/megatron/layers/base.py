@@ -12,7 +12,7 @@ from megatron_cp.executor.agreement import agree_on_layer
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.linear.kernels import LinearKernel
-from megatron_cp.megatron.layers.refusals import refuse, refuse_other_means
+from megatron_cp.megatron.layers.refusals import refuse, refuse_other_means, refuse_unaligned
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, planned
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
@@ -76,6 +76,7 @@ class ContextParallelModule:
                 f"the documents of the rows that the layer is given, {rows} on this rank",
                 "cu_seqlens end at the number of rows on all ranks; pads behind the last document count as one.",
             )
+        refuse_unaligned(self.config, rows)
 
 
 class LinearModule(ContextParallelModule):

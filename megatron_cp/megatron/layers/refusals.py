@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fp4_utils import get_fp4_align_size
+from megatron.core.fp8_utils import get_fp8_align_size
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_cp.errors import ArgumentError
@@ -44,6 +46,24 @@ def refuse_other_means(config: Any, params: PackedSeqParams | None, cp_size: int
         " take the loss of megatron_cp.megatron.loss: forward_step, or loss_of(batch, config) in a step of your own."
     )
     refuse("calculate_per_token_loss", False, "True with --context-parallel-size above 1", remedy)
+
+
+def alignment_of(config: Any) -> int:
+    """What a rank's number of rows has to be a multiple of, by the flags."""
+    tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    if config.fp8:
+        return tensor_ranks * get_fp8_align_size(config.fp8_recipe)
+    return tensor_ranks * (get_fp4_align_size(config.fp4_recipe) if config.fp4 else 1)
+
+
+def refuse_unaligned(config: Any, rows: int) -> None:
+    """Rows that quantized matrix products cannot take: Transformer Engine would stop at the first linear layer."""
+    if not (config.fp8 or config.fp4) or rows % alignment_of(config) == 0:
+        return
+    flag, given = ("--fp8-format", config.fp8) if config.fp8 else ("--fp4-format", config.fp4)
+    allowed = f"a multiple of {alignment_of(config)} rows on every rank, not {rows}"
+    remedy = "Make layouts with layout_by_name(..., **megatron_cp.megatron.batch.layout_options(config))."
+    raise ArgumentError(flag, given, allowed, remedy)
 
 
 def refuse_unsupported(config: Any) -> None:

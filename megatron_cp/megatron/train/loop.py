@@ -24,7 +24,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor import launch
 from megatron_cp.executor.groups import TorchGroup, naming_lost_ranks, set_timeout
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.megatron.batch import ShardedBatch, shard_batch
+from megatron_cp.megatron.batch import ShardedBatch, layout_options, shard_batch
 from megatron_cp.megatron.cpu import run_megatron_on_cpu
 from megatron_cp.megatron.indexed import IndexedCorpus
 from megatron_cp.megatron.loss import forward_step
@@ -148,7 +148,8 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
             training.scheduler.step(increment=options.global_batch_size)
             total = torch.stack([entry["lm loss"].double() for entry in sums]).sum(0)
             dist.all_reduce(total, group=everyone)
-            loss, tokens = (total[0] / total[1]).item(), int(total[1].item())  # waits for the device
+            loss = (total[0] / total[1]).item()  # waits for the device
+            tokens = round(total[1].item()) // options.context_parallel_size  # every rank of a batch logs all of them
             log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
             if step == start + 1:  # in which ranks import and compile at different speeds
                 set_timeout(wait)
@@ -218,11 +219,11 @@ class _Batches:
         """Of a pack."""
         options = self._options
         size = options.context_parallel_size
-        align = options.tensor_model_parallel_size if options.sequence_parallel else 1
-        # The row on each rank is what `shard_batch` asks for: a plan that was made to choose is not made again.
+        # As `shard_batch` wants them: a plan that was made to choose is not made again.
+        rows = layout_options(self._training.config)
         if options.cp_layout != AUTO:
-            return layout_by_name(options.cp_layout, packing, size, align=align, min_rows=1)
-        choice = choose_layout(packing, size, self._layers, align=align, min_rows=1)
+            return layout_by_name(options.cp_layout, packing, size, **rows)
+        choice = choose_layout(packing, size, self._layers, **rows)
         if not self._told:
             self._why, self._told = choice.explain(), True
         self._layouts[choice.name] += 1

@@ -27,6 +27,7 @@ from torch import nn
 
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.megatron import specs
+from megatron_cp.megatron.batch import layout_options
 from megatron_cp.megatron.config import TransformerConfig as OurConfig
 from megatron_cp.megatron.config import add_arguments, with_options
 from megatron_cp.megatron.layers import attention
@@ -34,7 +35,12 @@ from megatron_cp.megatron.layers.attention import CoreAttention
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import MLASelfAttention
-from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_other_means, refuse_unsupported
+from megatron_cp.megatron.layers.refusals import (
+    check_comm_type,
+    refuse_other_means,
+    refuse_unaligned,
+    refuse_unsupported,
+)
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 
 
@@ -225,6 +231,30 @@ def test_rejects_a_mean_of_the_ranks_means():
     refuse_other_means(means, PlannedSeqParams(mean_is_of_all_ranks=True), 2)
 
 
+@pytest.mark.parametrize(
+    ("flags", "align"),
+    [
+        ({}, 1),
+        ({"tensor_model_parallel_size": 2}, 1),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
+        ({"fp8": "e4m3"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "blockwise"}, 16),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, 32),
+        ({"fp8": "hybrid", "tensor_model_parallel_size": 4, "sequence_parallel": True}, 64),
+        ({"fp4": "e2m1"}, 128),
+        ({"fp8_recipe": "mxfp8", "fp4_recipe": "nvfp4"}, 1),
+    ],
+    ids=str,
+)
+def test_rows_are_aligned_by_the_flags(flags, align):
+    config = configure(**flags)
+    assert layout_options(config) == {"align": align, "min_rows": 1}
+    refuse_unaligned(config, 3 * align)
+    if config.fp8 or config.fp4:
+        with refused("fp[84]-format", f"'{config.fp8 or config.fp4}'"):
+            refuse_unaligned(config, 3 * align - 1)
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rejects_pipelines_whose_stages_take_batches_of_one_length(layer):
     config = configure(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
@@ -312,7 +342,7 @@ class Layer(nn.Module):
 
 def test_rejects_sparse_attention_over_ranks():
     """As where Transformer Engine is installed; elsewhere it is refused on one rank too."""
-    refusing = specs._refused_under_cp(Layer, "D", "sparse_attention")
+    refusing = specs._refused_under_cp(Layer)
     assert refusing(configure(), name="one").name == "one"
     with refused("hybrid-layer-pattern", "'D'"):
         refusing(configure(context_parallel_size=2))
