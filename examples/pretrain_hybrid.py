@@ -26,8 +26,9 @@ from megatron.training.argument_utils import hybrid_config_from_args, pretrain_c
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import num_floating_point_operations
-from megatron.training.utils import print_rank_0
+from megatron.training.utils import get_blend_and_blend_per_split, print_rank_0
 
+from megatron_cp.data.blend import BlendedStream
 from megatron_cp.data.corpus import Corpus, split_corpus
 from megatron_cp.data.even import GlobalBatch
 from megatron_cp.data.stream import PackedStream
@@ -99,28 +100,54 @@ def global_batch() -> GlobalBatch | None:
     return GlobalBatch(ranks, args.global_batch_size // ranks, cost, barrier)
 
 
-def packs(corpus: Corpus, first: int, number: int) -> Iterator[Pack]:
-    """Packs of `--seq-length` tokens at most for one data-parallel rank: its share of `number`, from the `first` on."""
-    args = get_args()
-    stream = PackedStream(corpus, args.seq_length, args.seed, even=global_batch())
+def packs(stream: PackedStream | BlendedStream, first: int, number: int) -> Iterator[Pack]:
+    """One data-parallel rank's share of `number` packs, from the `first` on."""
     start = first + mpu.get_data_parallel_rank()
     for index in range(start, first + number, mpu.get_data_parallel_world_size()):
         packing, tokens = stream.pack(index)
         yield Pack(packing, torch.from_numpy(tokens))
 
 
-def sft_dataset(samples: list[int]) -> tuple[Any, int]:
-    """The conversations of `--data-path` (`.jsonl`), packed and masked by Megatron's `SFTDataset`; and its pad token.
+def stream_of(split: int) -> PackedStream | BlendedStream | None:
+    """Packs of `--seq-length` tokens at most: 0 for training, 1 for validation; None without data for it.
 
-    Every rank builds it, since Megatron's builder waits for all of them; the reading ranks alone get one.
+    Of several `.bin/.idx` prefixes, with weights or without, each gives its share of packs, in the order of Megatron's
+    blends.
+    """
+    args = get_args()
+    blend, of_splits = get_blend_and_blend_per_split(args)
+    prefixes, weights = (blend if of_splits is None else of_splits[split]) or ([], None)
+    if len(prefixes) > 1 and args.cp_even_packs:
+        raise SystemExit("--cp-even-packs: not with a blend, whose packs are of one corpus each")
+    corpora: list[Corpus | None] = [IndexedCorpus(prefix, args.padded_vocab_size) for prefix in prefixes]
+    if of_splits is None:
+        corpora = [split_corpus(corpus, args.split)[split] for corpus in corpora if corpus is not None]
+    given = [
+        (PackedStream(corpus, args.seq_length, args.seed, even=global_batch()), weight)
+        for corpus, weight in zip(corpora, weights or [1.0] * len(corpora), strict=True)
+        if corpus is not None
+    ]
+    if len(given) < 2:
+        return given[0][0] if given else None
+    streams, shares = zip(*given, strict=True)
+    return BlendedStream(streams, shares if weights else None)
+
+
+def conversations(samples: list[int]) -> tuple[list[Any], int]:
+    """What `--data-path` names (`.jsonl`), packed and masked by Megatron's `SFTDataset`; and its pad token.
+
+    Every rank builds the data sets of all splits, since Megatron's builder waits for all of them; the reading ranks
+    alone get them.
     """
     args = get_args()
     tokenizer = build_tokenizer(args)
+    blend, of_splits = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
-        blend=(args.data_path, None),
-        split="1,0,0",
+        blend=blend,
+        blend_per_split=of_splits,
+        split=args.split if of_splits is None else None,
         tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,
@@ -128,10 +155,11 @@ def sft_dataset(samples: list[int]) -> tuple[Any, int]:
         create_attention_mask=False,
         context_parallel_size=1,  # or it would pad every conversation to a multiple of 2 * cp
     )
+    wanted = [number if index < 2 else 0 for index, number in enumerate(samples)]  # none for tests
     builder = BlendedMegatronDatasetBuilder(
-        SFTDataset, [samples[0], 0, 0], lambda: mpu.get_tensor_model_parallel_rank() == 0, config
+        SFTDataset, wanted, lambda: mpu.get_tensor_model_parallel_rank() == 0, config
     )
-    return builder.build()[0], tokenizer.pad
+    return builder.build(), tokenizer.pad
 
 
 def sft_packs(dataset: Any, pad_token: int, first: int) -> Iterator[Pack]:
@@ -145,26 +173,20 @@ def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] 
     """Training and validation packs, with `--dataloader-type external`: iterators, on the ranks that read."""
     args = get_args()
     batch_groups()
-    conversations, pad_token = sft_dataset(samples) if args.sft else (None, 0)
+    sets, pad_token = conversations(samples) if args.sft else ([None, None], 0)
     if mpu.get_tensor_model_parallel_rank() != 0:
         return None, None, None
-    seen = args.consumed_train_samples
-    if args.sft:
-        need_no_evaluation("--sft reads no validation set")
-        return sft_packs(conversations, pad_token, seen), None, None
-    if len(args.data_path) != 1:
-        raise SystemExit("--data-path: this example reads one .bin/.idx prefix, not a blend")
-    corpus = IndexedCorpus(args.data_path[0], args.padded_vocab_size)
-    training, validation, *_ = split_corpus(corpus, args.split)
+    seen, seen_in_validation = args.consumed_train_samples, args.consumed_valid_samples
+    training, validation = sets[:2] if args.sft else (stream_of(0), stream_of(1))
     if training is None:
         raise SystemExit(f"--split: got {args.split}; it leaves nothing to train on")
     if validation is None:
-        need_no_evaluation(f"--split {args.split} leaves nothing to validate on")
-    return (
-        packs(training, seen, samples[0] - seen),
-        packs(validation, args.consumed_valid_samples, samples[1]) if validation is not None else None,
-        None,
-    )
+        need_no_evaluation("there is nothing to validate on")
+    if args.sft:
+        validated = sft_packs(validation, pad_token, seen_in_validation) if validation is not None else None
+        return sft_packs(training, pad_token, seen), validated, None
+    validated = packs(validation, seen_in_validation, samples[1]) if validation is not None else None
+    return packs(training, seen, samples[0] - seen), validated, None
 
 
 def need_no_evaluation(reason: str) -> None:
@@ -191,6 +213,8 @@ def main() -> None:
     args = parse_and_validate_args(extra_args_provider=arguments)
     if args.cp_even_packs and not args.calculate_per_token_loss:
         raise SystemExit("pass --calculate-per-token-loss: without it the loss depends on which documents share a pack")
+    if args.full_validation:
+        raise SystemExit("--full-validation: packs are numbered without an end; pass --eval-iters")
     if args.micro_batch_size != 1:
         raise SystemExit("pass --micro-batch-size 1: a pack is a whole microbatch")
     if args.dataloader_type != "external":

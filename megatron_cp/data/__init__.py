@@ -1,11 +1,12 @@
 """Documents on disk become packed batches.
 
 Owns `Tokenizer` (text to token numbers), `Corpus` (the documents as tokens), best-fit packing, `even_packs` (packs of a
-global batch that take equally long), `group_batches` (its microbatches of groups of ranks) and `PackedStream` (the
-endless sequence of packs that training reads). Everything here is numpy on the host and a function of its arguments: no
-torch, no groups, no padding, no labels, nothing of Megatron's.
+global batch that take equally long), `group_batches` (its microbatches of groups of ranks), `PackedStream` (the endless
+sequence of packs that training reads) and `BlendedStream` (that of several corpora). Everything here is numpy on the
+host and a function of its arguments: no torch, no groups, no padding, no labels, nothing of Megatron's.
 """
 
+from megatron_cp.data.blend import BlendedStream
 from megatron_cp.data.corpus import Corpus, TokenCorpus, read_corpus
 from megatron_cp.data.even import GlobalBatch, even_packs
 from megatron_cp.data.groups import GroupBatch, GroupSchedule, group_batches
@@ -14,6 +15,7 @@ from megatron_cp.data.stream import PackedStream
 from megatron_cp.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, read_tokenizer
 
 __all__ = [
+    "BlendedStream",
     "ByteTokenizer",
     "Corpus",
     "FileTokenizer",

@@ -60,12 +60,12 @@ FEATURES = (
         " tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards overlap-moe-expert-parallel-comm"
         " overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release mtp-standalone"),
     _of("batch", PROVED, f"{_EXAMPLE}: both branches", "micro-batch-size global-batch-size seq-length sft"
-        " sft-tokenizer-prompt-format dataloader-type data-path split"),
+        " sft-tokenizer-prompt-format dataloader-type data-path split train-data-path valid-data-path"),
     _of("batch", PROVED, f"{_MODELS}: packs that Megatron cuts", "dataloader-inter-document-masking"),
     _of("batch", REFUSED, "masks that are tensors are not read; --dataloader-inter-document-masking, or shard_batch",
         "reset-attention-mask"),
-    _of("batch", EXPECTED, "what is read from disk; packs are made of it", "train-data-path valid-data-path"
-        " test-data-path data-args-path per-split-data-args-path data-cache-path mock-data num-workers"
+    _of("batch", EXPECTED, "what is read from disk; packs are made of it", "test-data-path data-args-path"
+        " per-split-data-args-path data-cache-path mock-data num-workers"
         " no-mmap-bin-files eod-mask-loss rampup-batch-size num-dataset-builder-threads train-iters train-samples"
         " make-vocab-size-divisible-by no-create-attention-mask-in-dataloader"),
     _of("batch", EXPECTED, "positions are those of the batch", "reset-position-ids max-position-embeddings"),
@@ -74,8 +74,7 @@ FEATURES = (
     _of("loss", PROVED, f"{_MATRIX}: with and without it, by megatron_cp.megatron.loss", "calculate-per-token-loss"),
     _of("loss", EXPECTED, "of each row alone", "cross-entropy-loss-fusion cross-entropy-fusion-impl"
         " fp16-lm-cross-entropy untie-embeddings-and-output-weights"),
-    _of("loss", PROVED, f"{_EXAMPLE}: evaluation in the same loss, but not with --sft, where Megatron takes the mean of"
-        " the ranks' means: --eval-iters 0 then", "eval-iters eval-interval"),
+    _of("loss", PROVED, f"{_EXAMPLE}: evaluation in the same loss, also with --sft", "eval-iters eval-interval"),
     _of("loss", EXPECTED, "evaluation in the same loss", "full-validation multiple-validation-sets"
         " eval-global-batch-size eval-micro-batch-size skip-train start-eval-at-iter"),
     _of("loss", PROVED, _MATRIX, "mtp-num-layers mtp-loss-scaling-factor"),

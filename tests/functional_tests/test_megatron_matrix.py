@@ -67,9 +67,9 @@ class Place:
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SEVERAL = {"variable_seq_lengths": True, "pipeline_dtype": torch.float32, "moe_token_dispatcher_type": "alltoall"}
-# Without Transformer Engine Megatron computes as without it: what is left are the rows that it wants.
+# Without Transformer Engine Megatron computes as without it: what is left are the rows that it wants, and sizes.
 MXFP8 = {"fp8": "hybrid", "fp8_recipe": "mxfp8"}
-FOR_MXFP8 = {"linear_num_value_heads": 16, "mamba_num_heads": 16, "mamba_state_dim": 8}  # whose projections Megatron takes
+FOR_MXFP8 = {"linear_num_value_heads": 16, "mamba_num_heads": 16, "mamba_state_dim": 8}
 BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 INTERLEAVED = {**SEVERAL, "overlap_p2p_comm": True, "batch_p2p_comm": False}  # as Megatron demands of two stages
 MEANS = {

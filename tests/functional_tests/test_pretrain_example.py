@@ -37,12 +37,20 @@ FLAGS = """
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
+    return indexed(tmp_path_factory.mktemp("data") / "docs", 0)
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    return indexed(tmp_path_factory.mktemp("others") / "docs", 1)
+
+
+def indexed(prefix, seed):
     """The prefix of a `.bin/.idx` pair of ragged documents."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    prefix = tmp_path_factory.mktemp("data") / "docs"
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
     for length in random.integers(1, 90, 100):
         builder.add_document(torch.tensor(random.integers(0, 60, length)), [int(length)])
     builder.finalize(f"{prefix}.idx")
@@ -59,9 +67,24 @@ def checkpoint(documents, tmp_path_factory):
 
 def pretrain(num_ranks, documents, *flags, run=None):
     """Loss and gradient norm of each step. `run` starts the ranks: `forked` or `under_torchrun`."""
-    printed = (run or forked)(num_ranks, [*FLAGS.split(), "--data-path", str(documents), *map(str, flags)])
+    return trained(num_ranks, "--data-path", documents, *flags, run=run)[0]
+
+
+def trained(num_ranks, *flags, run=None):
+    """Of each step, and the losses of all evaluations."""
+    printed = (run or forked)(num_ranks, [*FLAGS.split(), *map(str, flags)])
     found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", printed)
-    return {int(step): (float(loss), float(norm)) for step, loss, norm in found}
+    evaluations = re.findall(r"validation loss at .*? lm loss value: (\S+) ", printed)
+    return {int(step): (float(loss), float(norm)) for step, loss, norm in found}, [float(loss) for loss in evaluations]
+
+
+def assert_same_training(actual, expected):
+    steps, evaluations = actual
+    assert steps.keys() == expected[0].keys()
+    for step, (loss, norm) in steps.items():
+        assert loss == pytest.approx(expected[0][step][0], abs=1e-5)
+        assert norm == pytest.approx(expected[0][step][1], abs=2e-3)  # printed with three digits
+    assert evaluations == pytest.approx(expected[1], abs=1e-5)
 
 
 def under_torchrun(num_ranks, arguments):
@@ -157,17 +180,31 @@ def conversations(tmp_path_factory):
 
 @pytest.mark.timeout(600)
 def test_sft_is_the_same_over_ranks(conversations, checkpoint):
-    flags = ["--sft", "--split", "1,0,0", "--eval-iters", 0, "--train-iters", 4, "--load", checkpoint]
-    alone = pretrain(1, conversations, *flags)
+    """Evaluation too, which Megatron does otherwise with `--sft`: a mean over the ranks of each rank's own quotient."""
+    flags = ["--data-path", conversations, "--sft", "--split", "1,1,0", "--eval-interval", 2, "--train-iters", 4]
+    alone = trained(1, *flags, "--load", checkpoint)
+    assert alone[0].keys() == {3, 4}
+    assert len(alone[1]) == 2
     # Tensor- and pipeline-parallel ranks would wait for each other for ever if the first one built the data set alone.
     both = ["--context-parallel-size", 2, "--tensor-model-parallel-size", 2]
     stages = ["--pipeline-model-parallel-size", 2, "--hybrid-layer-pattern", "GG|*-"]
     for num_ranks, parallel in ((4, both), (2, stages)):
-        steps = pretrain(num_ranks, conversations, *flags, *parallel)
-        assert steps.keys() == alone.keys() == {3, 4}
-        for step, (loss, norm) in steps.items():
-            assert loss == pytest.approx(alone[step][0], abs=1e-5)
-            assert norm == pytest.approx(alone[step][1], abs=2e-3)
+        assert_same_training(trained(num_ranks, *flags, "--load", checkpoint, *parallel), alone)
+
+
+@pytest.mark.timeout(600)
+def test_a_blend_is_the_same_over_ranks(documents, others, checkpoint):
+    """`--data-path` of two prefixes with weights, or one for each split."""
+    flags = ["--train-iters", 4, "--load", checkpoint, "--eval-interval", 2]
+    blend = ["--data-path", 3, documents, 1, others]
+    alone = trained(1, *flags, *blend)
+    assert alone != trained(1, *flags, "--data-path", documents)
+    assert_same_training(trained(2, *flags, *blend, "--context-parallel-size", 2), alone)
+    of_splits = [
+        trained(1, *flags, "--train-data-path", documents, "--valid-data-path", path) for path in (documents, others)
+    ]
+    assert of_splits[0][0] == of_splits[1][0]
+    assert of_splits[0][1] != of_splits[1][1]
 
 
 def test_every_flag_of_the_script_is_megatrons_or_ours(tmp_path):
