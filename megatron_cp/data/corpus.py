@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sysconfig
 from collections import Counter
@@ -16,10 +15,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_cp.data.conversations import ALLOWED, Part, parts_of
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
+
+BoolArray = NDArray[np.bool_]
 
 
 class Corpus(Protocol):
@@ -50,6 +52,9 @@ class Corpus(Protocol):
         The range keeps a document of a whole book from being copied for each of its pieces.
         """
 
+    def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> BoolArray | None:
+        """`[end - start]` which of these tokens are to be predicted; None where all are."""
+
 
 @dataclass(frozen=True, eq=False)
 class TokenCorpus:
@@ -61,6 +66,7 @@ class TokenCorpus:
         flat: `[tokens]` of all documents, one after another, in the smallest type that holds the vocabulary.
         offsets: `[documents + 1]` where each document starts in `flat`; starts at 0, ends at its size.
         skipped: what was left out: reason -> how many.
+        learnt: `[tokens]` which of them are to be predicted; None for all.
     """
 
     name: str
@@ -68,6 +74,7 @@ class TokenCorpus:
     flat: NDArray[Any]
     offsets: IntArray
     skipped: Mapping[str, int] = field(default_factory=dict)
+    learnt: BoolArray | None = None
 
     @cached_property
     def lengths(self) -> IntArray:
@@ -78,6 +85,12 @@ class TokenCorpus:
         """`[end - start]` tokens of a document, or all of them, in an array of their own."""
         whole = self.flat[self.offsets[document] : self.offsets[document + 1]]
         return whole[start:end].astype(np.int64)
+
+    def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> BoolArray | None:
+        """`[end - start]` which of these tokens are to be predicted; None where all are."""
+        if self.learnt is None:
+            return None
+        return self.learnt[self.offsets[document] : self.offsets[document + 1]][start:end]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +127,10 @@ class CorpusPart:
         """`[end - start]` tokens of a document, or all of them."""
         return self.corpus.tokens(self.first + document, start, end)
 
+    def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> BoolArray | None:
+        """`[end - start]` which of these tokens are to be predicted; None where all are."""
+        return self.corpus.is_learnt(self.first + document, start, end)
+
 
 def split_corpus(corpus: Corpus, shares: str) -> list[CorpusPart | None]:
     """The parts of a corpus by Megatron's `--split`, such as "99,1,0"; None for a share of 0.
@@ -141,13 +158,14 @@ def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
 
     Args:
         path: a folder (every file below it is one document; hidden files and folders are left out), a `.jsonl` file
-            (the "text" of each line is one document), any other text file (one document), or None: the source files
-            of Python's standard library, which every machine has: real documents with a heavy tail.
+            (each line is one document: text, or a conversation; see `conversations.py`), any other text file (one
+            document), or None: the source files of Python's standard library, which every machine has: real documents
+            with a heavy tail.
         tokenizer: what makes tokens of them.
 
     Raises:
         ArgumentError: no such path, one that cannot be read or without one document, or a line of a `.jsonl` file
-            that is no JSON object with a string "text".
+            that is no JSON object of text, of a prompt and its answer, or of messages.
     """
     if path is None:
         library = Path(sysconfig.get_path("stdlib"))
@@ -161,13 +179,13 @@ def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
         is_folder = source.is_dir() and str(path) != ""
         if not is_folder and not source.is_file():
             raise ArgumentError("data_path", str(path), allowed, "No file or folder is there.")
-        documents: Iterable[bytes | None]
+        documents: Iterable[list[Part] | None]
         if is_folder:
             documents = map(_content, _files(source))
         elif source.suffix == ".jsonl":
             documents = _lines(source)
         else:
-            documents = [source.read_bytes()]
+            documents = [[Part(source.read_bytes())]]
         return _gathered(str(path), documents, tokenizer)
     except OSError as error:
         raise ArgumentError("data_path", str(path), allowed, f"Cannot read it: {error.strerror}.") from None
@@ -192,61 +210,63 @@ def _is_regular(path: Path) -> bool:
         return True
 
 
-def _content(file: Path) -> bytes | None:
+def _content(file: Path) -> list[Part] | None:
     try:
-        return file.read_bytes()
+        return [Part(file.read_bytes())]
     except OSError:
         return None
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """The "text" of every line of a `.jsonl` file."""
+def _lines(path: Path) -> Iterator[list[Part]]:
+    """The document of every line of a `.jsonl` file."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            problem = 'no object with a string "text"'
             try:
-                entry = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
-                entry, problem = None, getattr(error, "msg", str(error))
-            text = entry.get("text") if isinstance(entry, dict) else None
-            if not isinstance(text, str):
-                allowed = 'a JSON object with a string "text" in every line'
-                raise ArgumentError(
-                    "data_path", str(path), allowed, f"Line {number} is {line.strip()[:80]!r}: {problem}."
-                )
-            # JSON can spell half a character ("\ud800"), which no UTF-8 holds: skipped like any other such document.
-            yield text.encode(errors="surrogatepass")
+                parts = parts_of(line)
+            except ValueError as problem:
+                remedy = f"Line {number} is {line.strip()[:80]!r}: {problem}."
+                raise ArgumentError("data_path", str(path), ALLOWED, remedy) from None
+            yield parts
 
 
-def _gathered(name: str, documents: Iterable[bytes | None], tokenizer: Tokenizer) -> TokenCorpus:
+def _gathered(name: str, documents: Iterable[list[Part] | None], tokenizer: Tokenizer) -> TokenCorpus:
     """The documents' tokens, end to end. None stands for a document that could not be read."""
     sizes: dict[type, int] = {np.uint8: 2**8, np.uint16: 2**16, np.int32: 2**31}
     dtype = next((kind for kind, size in sizes.items() if tokenizer.vocab_size <= size), np.int64)
-    flat = bytearray()  # grows in place: arrays would be held twice while they are joined
+    flat, learnt = bytearray(), bytearray()  # grow in place: arrays would be held twice while they are joined
     lengths = []
     skipped: Counter[str] = Counter()
-    for content in documents:
+    for parts in documents:
+        if parts is None:
+            skipped["unreadable"] += 1
+            continue
         try:
-            tokens = None if content is None else tokenizer.encode(content.decode())
+            pieces = [tokenizer.encode(part.text.decode()) for part in parts]
         except UnicodeDecodeError:
             skipped["not UTF-8"] += 1
             continue
-        if tokens is None:
-            skipped["unreadable"] += 1
-        elif tokens.size == 0:
+        tokens = np.concatenate(pieces)
+        if tokens.size == 0:
             skipped["empty"] += 1
-        else:
-            if not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
-                outside = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)][0]
-                allowed = f"a tokenizer whose tokens are below its vocab_size, {tokenizer.vocab_size}"
-                raise ArgumentError("tokenizer_model", tokenizer.name, allowed, f"It made token {outside}.")
-            flat += np.append(tokens, tokenizer.end_of_document).astype(dtype).tobytes()
-            lengths.append(tokens.size + 1)
+            continue
+        if not 0 <= int(tokens.min()) <= int(tokens.max()) < tokenizer.vocab_size:
+            outside = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)][0]
+            allowed = f"a tokenizer whose tokens are below its vocab_size, {tokenizer.vocab_size}"
+            raise ArgumentError("tokenizer_model", tokenizer.name, allowed, f"It made token {outside}.")
+        flat += np.append(tokens, tokenizer.end_of_document).astype(dtype).tobytes()
+        for part, piece in zip(parts, pieces, strict=True):
+            learnt += bytes([part.is_learnt]) * piece.size
+        learnt += bytes([parts[-1].is_learnt])  # the end of the document
+        lengths.append(tokens.size + 1)
     if not lengths:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         remedy = f"Skipped: {reasons}." if reasons else "Nothing is there."
         raise ArgumentError("data_path", name, "a corpus with at least one document of UTF-8 text", remedy)
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    return TokenCorpus(name, tokenizer.vocab_size, frozen(np.frombuffer(flat, dtype)), frozen(offsets), dict(skipped))
+    is_learnt = np.frombuffer(learnt, np.bool_)
+    return TokenCorpus(
+        name, tokenizer.vocab_size, frozen(np.frombuffer(flat, dtype)), frozen(offsets), dict(skipped),
+        None if is_learnt.all() else frozen(is_learnt),
+    )  # fmt: skip

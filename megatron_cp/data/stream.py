@@ -7,6 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_cp.data.corpus import Corpus
 from megatron_cp.data.even import GlobalBatch, evened
@@ -84,6 +85,18 @@ class PackedStream:
         pieces = self.pieces(index)
         packing = Packing([piece.end - piece.start for piece in pieces])
         return packing, np.concatenate([self.corpus.tokens(*piece) for piece in pieces])
+
+    def loss_weights(self, index: int) -> NDArray[np.float32] | None:
+        """`[packing.total]` of pack number `index`: 1 for each token whose next one is to be learnt; None for all ones.
+
+        Raises:
+            ArgumentError: `index` is no integer of at least 0.
+        """
+        found = [self.corpus.is_learnt(*piece) for piece in self.pieces(index)]
+        of_pieces = [part for part in found if part is not None]
+        if len(of_pieces) < len(found):
+            return None
+        return np.concatenate([np.append(part[1:], False) for part in of_pieces]).astype(np.float32)
 
     def pieces(self, index: int) -> list[Piece]:
         """Where the tokens of pack number `index` come from, in stream order.

@@ -76,6 +76,9 @@ class IndexedCorpus:
             )
         return whole
 
+    def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> None:
+        """None: all tokens are to be predicted."""
+
 
 def _opened(stem: str) -> IndexedDataset | str:
     """Megatron's reader of the pair, or why it cannot be read."""

@@ -165,8 +165,18 @@ def indexed(tmp_path):
     return ["--data-path", str(tmp_path / "corpus"), "--vocab-size", "150"]
 
 
+def conversations(tmp_path):
+    """One pack, of whose tokens 6 of 14 and 5 of 31 are learnt."""
+    messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}]
+    path = tmp_path / "chat.jsonl"
+    lines = [{"prompt": "question", "answer": "reply"}, {"messages": messages}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return ["--data-path", str(path)]
+
+
 VARIANTS = {
     "gpt": (jsonl, [*GPT, "--cp-comm-type", "a2a", "auto", "--cp-layout", "random"], "4 documents, 312 tokens"),
+    "conversations": (conversations, [*GPT, "--cp-layout", "contiguous"], "2 documents, "),
     # Three key heads on two ranks.
     "gpt_gdn": (
         indexed,
@@ -198,6 +208,8 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
     assert_compared(report_of(printed.out), 3)
     entries = metrics_of(tmp_path / "run")
     assert len(entries) == 3
+    if variant == "conversations":  # "reply", "two" and a new line, and the ends
+        assert {entry["loss_tokens"] for entry in entries} == {11}
     is_chosen = ("--cp-layout", "auto") in itertools.pairwise(arguments)
     assert [entry.get("layout_choice", "")[:14] for entry in entries] == [["", "chosen layout "][is_chosen], "", ""]
     for entry in entries:  # of one pack

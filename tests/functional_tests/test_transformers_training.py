@@ -91,13 +91,13 @@ def with_fsdp(world, name, changed, recompute):
 
 
 def all_with_fsdp(world):
-    cases = [("Qwen3Next", HYBRID, True), ("Qwen3Next", HYBRID, False), ("Llama", {}, None)]
+    cases = [("Qwen3Next", HYBRID, True), ("Qwen3Next", HYBRID, False), ("Llama", {}, None), ("StableLm", {}, False)]
     return {(name, recompute): with_fsdp(world, name, changed, recompute) for name, changed, recompute in cases}
 
 
 def test_fsdp_and_both_kinds_of_checkpointing_train_as_one_rank():
     found = run_ranks(all_with_fsdp, 4, kind="processes", timeout=240)[0]
-    assert len(found) == 3
+    assert len(found) == 4
     for losses, expected in found.values():
         assert losses == pytest.approx(expected, abs=1e-5)
 

@@ -45,6 +45,9 @@ class _Lengths:
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
         return np.zeros(self.lengths[document], np.int64)[start:end]
 
+    def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> None:
+        """None: all tokens are to be predicted."""
+
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     """What the command prints. Nothing is run but the packers: all ranks of a job would do the same."""

@@ -148,7 +148,7 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
             training.scheduler.step(increment=options.global_batch_size)
             total = torch.stack([entry["lm loss"].double() for entry in sums]).sum(0)
             dist.all_reduce(total, group=everyone)
-            loss = (total[0] / total[1]).item()  # waits for the device
+            loss = (total[0] / total[1].clamp(min=1)).item()  # waits for the device
             tokens = round(total[1].item()) // options.context_parallel_size  # every rank of a batch logs all of them
             log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
             if step == start + 1:  # in which ranks import and compile at different speeds
@@ -205,6 +205,7 @@ class _Batches:
             self._layout(packing),
             self._training.cp_group,
             slots=dict.fromkeys(self._layers),
+            loss_mask=self._stream.loss_weights(self._next),
             device=self._training.device,
             seed=self._next,
         )

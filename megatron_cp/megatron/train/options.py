@@ -107,8 +107,8 @@ class TrainingOptions:
     )
     # Data.
     data_path: str | None = _flag(
-        None, "a folder of text files, a .jsonl file with \"text\", a text file, or the prefix of a Megatron .bin/.idx "
-        "pair (default: the source files of Python's standard library)", "data",
+        None, "a folder of text files, a .jsonl file of texts or conversations, a text file, or the prefix of a "
+        "Megatron .bin/.idx pair (default: the source files of Python's standard library)", "data",
     )  # fmt: skip
     tokenizer_model: str | None = _flag(None, "a Hugging Face tokenizer.json (default: bytes)", "data")
     vocab_size: int | None = _flag(None, "of a .bin/.idx pair whose tokenizer is not given", "data")

@@ -48,7 +48,7 @@ def test_without_weights_shares_are_those_of_tokens():
         ([stream(1), stream(2)], [1, float("nan")], "data_path"),
         ([stream(1), stream(2)], [1, -1], "data_path"),
     ],
-    ids=str,
+    ids=["none", "a number", "weights of two", "zero", "nan", "below zero"],
 )
 def test_rejects_blends(streams, weights, name):
     with pytest.raises(ArgumentError, match=f"^{name}: "):

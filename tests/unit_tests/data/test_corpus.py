@@ -249,17 +249,17 @@ def test_rejects_a_jsonl_file_without_a_document(tmp_path):
     [
         (b"plain text", "Line 3 is b'plain text': Expecting value."),
         (b'{"text": "a"', "Expecting ',' delimiter."),
-        (b'["text"]', 'no object with a string "text".'),
-        (b'"text"', 'no object with a string "text".'),
-        (b'{"txt": "a"}', 'no object with a string "text".'),
-        (b'{"text": null}', 'no object with a string "text".'),
-        (b'{"text": 7}', 'no object with a string "text".'),
+        (b'["text"]', 'no object with "text", with "prompt" and "answer", or with "messages".'),
+        (b'"text"', 'no object with "text", '),
+        (b'{"txt": "a"}', 'no object with "text", '),
+        (b'{"text": null}', '"text" is no string.'),
+        (b'{"text": 7}', '"text" is no string.'),
         (b'{"text": "caf\xe9"}', "utf-8"),
         (b"[" * 100_000, "recursion"),
     ],
     ids=["text", "cut", "list", "string", "other key", "null", "number", "latin-1", "nested"],
 )
-def test_rejects_a_line_that_is_no_object_with_a_text(tmp_path, line, said):
+def test_rejects_a_line_that_is_no_document(tmp_path, line, said):
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b'\n{"text": "fine"}\n'})
     with refusal_of(tmp_path / "a.jsonl", "Line 3 is b'", said):
         read(tmp_path / "a.jsonl")

@@ -1,0 +1,78 @@
+"""A line of a `.jsonl` file: text to learn, and text that is only read.
+
+    {"text": ...}                                       all is learnt
+    {"prompt": ..., "answer": ...} or "completion"      the answer is learnt
+    {"messages": [{"role": ..., "content": ...}, ...]}  what the assistant says is learnt
+
+Messages become plain text, each `<|role|>`, a new line, the content, a new line. What ends the assistant's turn is
+learnt too, and so is the end of a document whose last part is.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, NamedTuple
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ALLOWED = 'a JSON object in every line, with a string "text", "prompt" and "answer", or "messages"'
+
+
+class Part(NamedTuple):
+    """A piece of a document.
+
+    Attributes:
+        text: its UTF-8 bytes; of half a character, which JSON can spell, bytes that are no UTF-8.
+        is_learnt: whether its tokens are to be predicted.
+    """
+
+    text: bytes
+    is_learnt: bool = True
+
+
+def parts_of(line: bytes) -> list[Part]:
+    """The document of a line.
+
+    Raises:
+        ValueError: why the line is none.
+    """
+    try:
+        entry = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
+        raise ValueError(getattr(error, "msg", str(error))) from None
+    entry = entry if isinstance(entry, dict) else {}
+    answers = [key for key in ("answer", "completion") if "prompt" in entry and key in entry]
+    found = [key for key in ("text", "messages") if key in entry] + answers
+    if not found:
+        raise ValueError('no object with "text", with "prompt" and "answer", or with "messages"')
+    if len(found) > 1:
+        raise ValueError(f'both "{found[0]}" and "{found[1]}"')
+    if found == ["messages"]:
+        return _turns(entry["messages"])
+    if found == ["text"]:
+        return [Part(_encoded(entry, "text"))]
+    return [Part(_encoded(entry, "prompt"), False), Part(_encoded(entry, answers[0]))]
+
+
+def _turns(messages: Any) -> list[Part]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError('"messages" is no list of messages')
+    parts = []
+    for number, message in enumerate(messages, 1):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES:
+            raise ValueError(f"message {number} has the role {role!r}, not one of {', '.join(ROLES)}")
+        try:
+            content = _encoded(message, "content")
+        except ValueError as error:
+            raise ValueError(f"message {number}: {error}") from None
+        parts += [Part(f"<|{role}|>\n".encode(), False), Part(content + b"\n", role == "assistant")]
+    if not any(part.is_learnt for part in parts):
+        raise ValueError("no message of the assistant, so nothing to learn")
+    return parts
+
+
+def _encoded(entry: dict[str, Any], key: str) -> bytes:
+    text = entry.get(key)
+    if not isinstance(text, str):
+        raise ValueError(f'"{key}" is no string')
+    return text.encode(errors="surrogatepass")

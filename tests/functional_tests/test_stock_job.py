@@ -1,0 +1,22 @@
+"""Megatron's own loop, data sets and blend: the losses of a stock job are ours, on one rank and on several.
+
+`python -m tools.stock_job` does it for 50 steps.
+"""
+
+import pytest
+
+pytest.importorskip("megatron.training")
+from tools import stock_job
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_losses_of_a_stock_job_are_the_same_over_ranks(monkeypatch):
+    """Without --calculate-per-token-loss, as Megatron's own launches have it."""
+    monkeypatch.setattr(stock_job, "RUNS", {"stock": (stock_job.STOCK, 1), "ours": (stock_job.OURS, 3)})
+    runs = stock_job.compared(2, [])
+    steps, evaluations = runs["stock"]
+    assert len(steps) == 2
+    assert len(evaluations) == 1
+    assert runs["ours"][0] == pytest.approx(steps, abs=1e-5)
+    assert runs["ours"][1] == pytest.approx(evaluations, abs=1e-5)
