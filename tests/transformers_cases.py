@@ -102,6 +102,10 @@ MODELS = {
     "StableLm": (
         "stablelm", "StableLmForCausalLM", {**_NO_HEAD_DIM, **_SHORT, "partial_rotary_factor": 0.5},
     ),
+    "Lfm2": (
+        "lfm2", "Lfm2ForCausalLM",
+        {**_NO_HEAD_DIM, "conv_bias": True, "layer_types": ["conv", "full_attention", "conv", "conv"]},
+    ),
     "Zamba2": (
         "zamba2", "Zamba2ForCausalLM",
         {

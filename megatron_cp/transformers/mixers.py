@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megatron_cp.executor.opaque import opaque
+from megatron_cp.linear.causal_conv1d import causal_conv1d
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
@@ -123,7 +124,30 @@ def _mamba(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
     return module.out_proj(out.to(hidden.dtype))
 
 
+# -- Short convolution -------------------------------------------------------------------------------------------------
+
+
+def _conv_slot(module: Any, **options: Any) -> LinearSlot:
+    channels = module.conv.in_channels
+    return LinearSlot(
+        "conv1d", heads=channels, key_heads=channels, head_dim=1, value_head_dim=1, conv_width=module.conv_kernel_size,
+        **options,
+    )  # fmt: skip
+
+
+def _short_conv(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
+    before, after, x = module.in_proj(hidden).chunk(3, dim=-1)
+    return module.out_proj(after * _convolved(before * x, module, batch))
+
+
+@opaque
+def _convolved(x: Tensor, module: Any, batch: PlannedBatch) -> Tensor:
+    plan, conv = batch.plans.plan(module.cp_slot), module.conv
+    return causal_conv1d(x, conv.weight, conv.bias, plan, batch.group, kernel=batch.kernel)
+
+
 FAMILIES = (
+    MixerFamily(("Lfm2ShortConv", "Lfm2MoeShortConv"), _conv_slot, _short_conv),
     MixerFamily(("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"), _gdn_slot, _gdn),
     MixerFamily(("KimiLinearDeltaAttention",), _kda_slot, _kda),
     MixerFamily(

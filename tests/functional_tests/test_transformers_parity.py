@@ -87,7 +87,7 @@ def modes_of(name):
 
 WITH_LINEAR = (
     "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "KimiLinear", "Mamba2", "Bamba", "FalconH1", "GraniteMoeHybrid", "NemotronH",
-    "Zamba2",
+    "Lfm2", "Zamba2",
 )  # fmt: skip
 CASES = covering(list(MODELS), SIZES, LAYOUTS, SCHEMES, MODES, allowed=lambda *case: case[-1] in modes_of(case[0]))
 
@@ -146,7 +146,7 @@ def _table():
         in_fp32 = stock(model, packing, tokens)[2]
         ours = over_ranks(name, lengths, 3, "zigzag", "exact", MODES[0])[2]
         kinds = {type(module).__name__ for module in model.modules()}
-        mixers = sorted(kind for kind in kinds if kind.endswith(("Attention", "Mixer", "DeltaNet", "MambaLayer")))
+        mixers = sorted(kind for kind in kinds if kind.endswith(("Attention", "Mixer", "DeltaNet", "MambaLayer", "ShortConv")))
         print(
             f"| {name} | {', '.join(mixers)} | {loss:.0e} | {logits:.0e} | {gradient:.0e} | {parameter} | "
             f"{worst_gradient(ours, in_fp32)[0]:.0e} | {worst_gradient(in_fp32, exact[2])[0]:.0e} |",

@@ -215,14 +215,13 @@ def test_rejects_options(argument, value):
 
 
 def test_rejects_unknown_mixers():
-    from transformers.models import jamba, lfm2, minimax, recurrent_gemma
+    from transformers.models import jamba, minimax, recurrent_gemma
 
     tiny = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2,
             "num_key_value_heads": 2, "num_hidden_layers": 2}  # fmt: skip
     models = {
         "MambaMixer": jamba.JambaForCausalLM(jamba.JambaConfig(**tiny, num_experts=1, attn_layer_offset=1,
                                                               attn_layer_period=2, use_mamba_kernels=False)),
-        "ShortConv": lfm2.Lfm2ForCausalLM(lfm2.Lfm2Config(**tiny, layer_types=["conv", "full_attention"])),
         "linear_attention|LightningAttention": minimax.MiniMaxForCausalLM(
             minimax.MiniMaxConfig(**tiny, num_local_experts=2, head_dim=16)
         ),
