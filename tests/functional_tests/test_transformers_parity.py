@@ -146,7 +146,9 @@ def _table():
         in_fp32 = stock(model, packing, tokens)[2]
         ours = over_ranks(name, lengths, 3, "zigzag", "exact", MODES[0])[2]
         kinds = {type(module).__name__ for module in model.modules()}
-        mixers = sorted(kind for kind in kinds if kind.endswith(("Attention", "Mixer", "DeltaNet", "MambaLayer", "ShortConv")))
+        mixers = sorted(
+            kind for kind in kinds if kind.endswith(("Attention", "Mixer", "DeltaNet", "MambaLayer", "ShortConv"))
+        )
         print(
             f"| {name} | {', '.join(mixers)} | {loss:.0e} | {logits:.0e} | {gradient:.0e} | {parameter} | "
             f"{worst_gradient(ours, in_fp32)[0]:.0e} | {worst_gradient(in_fp32, exact[2])[0]:.0e} |",
