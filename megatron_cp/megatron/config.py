@@ -88,8 +88,14 @@ def with_options(config: Any, args: argparse.Namespace) -> Any:
     `MLATransformerConfig`, whatever class it is given. Returns `config`; one of our class stays as it is.
 
     Raises:
-        ArgumentError: an option that there is not.
+        ArgumentError: an option that there is not, or flags that no configuration has and that cannot be used here.
     """
+    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if getattr(args, name, False) and config.context_parallel_size > 1:
+            remedy = (
+                "Parameters in shards have not run here over context-parallel ranks. Use --use-distributed-optimizer."
+            )
+            raise ArgumentError(f"--{name.replace('_', '-')}", True, "off with --context-parallel-size above 1", remedy)
     if isinstance(config, TransformerConfig):
         return config
     for name in vars(TransformerConfig)["__annotations__"]:

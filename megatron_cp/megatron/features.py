@@ -135,8 +135,9 @@ FEATURES = (
         " ddp-average-in-collective ddp-bucket-size ddp-num-buckets num-distributed-optimizer-instances"
         " overlap-param-gather-with-optimizer-step optimizer-cpu-offload no-gradient-accumulation-fusion"
         " no-gradient-reduce-div-fusion"),
-    _of("optimizer", UNTRIED, "parameters in shards while the model runs", "use-megatron-fsdp use-torch-fsdp2"
-        " data-parallel-sharding-strategy outer-dp-sharding-strategy"),
+    _of("optimizer", REFUSED, "parameters in shards have not run here over context-parallel ranks;"
+        " --use-distributed-optimizer", "use-megatron-fsdp use-torch-fsdp2"),
+    _of("optimizer", UNTRIED, "of parameters in shards", "data-parallel-sharding-strategy outer-dp-sharding-strategy"),
     _of("recompute", PROVED, f"{_MODELS}; {_MATRIX}: full; core_attn, mla_up_proj and gdn_norm_out",
         "recompute-granularity recompute-method recompute-num-layers recompute-modules recompute-activations"),
     _of("recompute", UNTRIED, "other ways to keep activations", "distribute-saved-activations"

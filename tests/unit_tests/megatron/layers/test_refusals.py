@@ -255,6 +255,16 @@ def test_rows_are_aligned_by_the_flags(flags, align):
             refuse_unaligned(config, 3 * align - 1)
 
 
+@pytest.mark.parametrize("name", ["use_megatron_fsdp", "use_torch_fsdp2"])
+@pytest.mark.parametrize("cls", [OurConfig, MLATransformerConfig])
+def test_rejects_parameters_in_shards_over_ranks(name, cls):
+    flags = argparse.Namespace(**{name: True})
+    with refused(name.replace("_", "-"), True):
+        with_options(configure(cls, context_parallel_size=2), flags)
+    with_options(configure(cls), flags)
+    with_options(configure(cls, context_parallel_size=2), argparse.Namespace(**{name: False}))
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_rejects_pipelines_whose_stages_take_batches_of_one_length(layer):
     config = configure(pipeline_model_parallel_size=2, pipeline_dtype=torch.float32)
