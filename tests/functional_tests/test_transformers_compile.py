@@ -82,11 +82,15 @@ def compared(group, name, backend, changed, nested=False):
 
 
 @pytest.mark.slow
-def test_a_compiled_hybrid_has_the_same_losses():
-    for found in run_ranks(compared, 2, "Qwen3Next", "eager", SMALL, kind="processes", timeout=240):
+@pytest.mark.parametrize(
+    ("name", "changed", "more"), [("Qwen3Next", SMALL, []), ("StableLm", {}, ["Failed to trace builtin operator"])]
+)
+def test_a_compiled_model_has_the_same_losses(name, changed, more):
+    """A hybrid, and a class whose layers are made to hand the batch down."""
+    for found in run_ranks(compared, 2, name, "eager", changed, kind="processes", timeout=240):
         assert found.worst < TOLERANCE
         assert found.graphs[-1] == found.graphs[1] > 0  # the second pack has other sizes; later ones find their code
-        assert found.reasons == [SAID]
+        assert found.reasons == [*more, SAID]
         assert found.complaints == []
 
 
