@@ -17,7 +17,7 @@ _ORDER = ("refused", "untried", "unknown", "expected", "proved")
 def judged(words: Sequence[str]) -> Report:
     """A verdict on every flag that is given, the worst first; refusals are those of a model that is built."""
     if not megatron_is_installed():
-        raise UsageError(f"megatron-cp doctor: --megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
+        raise UsageError(f"--megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
     from megatron_cp.megatron.features import OF_FLAG, REFUSED
 
     args, given = _parsed(list(words))
@@ -55,16 +55,14 @@ def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     own = {option for action in ours._actions for option in action.option_strings}
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        raise UsageError(
-            f"megatron-cp doctor: --megatron: {unknown[0]} is no flag of megatron-core 0.19 or of megatron_cp."
-        )
+        raise UsageError(f"--megatron: {unknown[0]} is no flag of megatron-core 0.19 or of megatron_cp.")
     given = [word.partition("=")[0] for word in words if word.startswith("--")]
     return args, list(dict.fromkeys(names[flag] for flag in given if flag not in own))
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise UsageError(f"megatron-cp doctor: --megatron: {message}.")
+        raise UsageError(f"--megatron: {message}.")
 
 
 class _AsConfig:
