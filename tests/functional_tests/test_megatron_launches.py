@@ -207,3 +207,17 @@ def test_a_model_is_built_where_doctor_refuses_nothing_and_refused_by_the_same_f
     (built,) = run_ranks(build_all, 1, kind="processes", timeout=180)
     for name, refused_by in built.items():
         assert refused_by is None if name not in REFUSED else refused_by in REFUSED[name], (name, refused_by)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--num-layer", "3"], "--num-layer is no flag of megatron-core 0.19 or of megatron_cp."),
+        (["--num-layers", "3", "stray"], "stray is no flag of megatron-core 0.19 or of megatron_cp."),
+        (["--num-layers", "three"], "argument --num-layers: invalid int value: 'three'."),
+    ],
+    ids=str,
+)
+def test_rejects_flags_that_megatron_does_not_have(flags, said, capsys):
+    assert main(["doctor", "--megatron", *flags]) == 2
+    assert capsys.readouterr().err == f"megatron-cp doctor: --megatron: {said}\n"
