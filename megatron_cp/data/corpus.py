@@ -236,7 +236,7 @@ def _gathered(name: str, documents: Iterable[list[Part] | None], tokenizer: Toke
     sizes: dict[type, int] = {np.uint8: 2**8, np.uint16: 2**16, np.int32: 2**31}
     dtype = next((kind for kind, size in sizes.items() if tokenizer.vocab_size <= size), np.int64)
     flat, learnt = bytearray(), bytearray()  # grow in place: arrays would be held twice while they are joined
-    lengths = []
+    lengths: list[int] = []
     skipped: Counter[str] = Counter()
     for parts in documents:
         if parts is None:
@@ -256,17 +256,18 @@ def _gathered(name: str, documents: Iterable[list[Part] | None], tokenizer: Toke
             allowed = f"a tokenizer whose tokens are below its vocab_size, {tokenizer.vocab_size}"
             raise ArgumentError("tokenizer_model", tokenizer.name, allowed, f"It made token {outside}.")
         flat += np.append(tokens, tokenizer.end_of_document).astype(dtype).tobytes()
-        for part, piece in zip(parts, pieces, strict=True):
-            learnt += bytes([part.is_learnt]) * piece.size
-        learnt += bytes([parts[-1].is_learnt])  # the end of the document
+        if learnt or not all(part.is_learnt for part in parts):  # texts alone need none
+            learnt = learnt or bytearray([True]) * sum(lengths)
+            for part, piece in zip(parts, pieces, strict=True):
+                learnt += bytes([part.is_learnt]) * piece.size
+            learnt += bytes([parts[-1].is_learnt])  # the end of the document
         lengths.append(tokens.size + 1)
     if not lengths:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         remedy = f"Skipped: {reasons}." if reasons else "Nothing is there."
         raise ArgumentError("data_path", name, "a corpus with at least one document of UTF-8 text", remedy)
     offsets = np.cumsum([0, *lengths], dtype=np.int64)
-    is_learnt = np.frombuffer(learnt, np.bool_)
     return TokenCorpus(
         name, tokenizer.vocab_size, frozen(np.frombuffer(flat, dtype)), frozen(offsets), dict(skipped),
-        None if is_learnt.all() else frozen(is_learnt),
+        frozen(np.frombuffer(learnt, np.bool_)) if learnt else None,
     )  # fmt: skip
