@@ -37,6 +37,8 @@ class Config:
     tensor_model_parallel_size: int = 1
     calculate_per_token_loss: bool = True
     hidden_size: int = 64
+    fp8: str | None = None
+    fp4: str | None = None
 
 
 def stack(pattern, mode="auto"):
