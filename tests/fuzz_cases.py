@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -31,7 +32,7 @@ class Call:
     Attributes:
         operation: one of `OPERATIONS`.
         lengths: of the documents.
-        layout, align: who holds which tokens; see `layout_named`.
+        layout, align: who holds which tokens; see `layout_named`. Or the fragments of every rank themselves.
         scheme: of attention, or the mode of a linear layer. Of gather: "same_loss" or "own_loss".
         ulysses_degree, head_chunks, codec: as the planning functions take them.
         transport, hosts: how messages travel; the host of each rank where it is hierarchical.
@@ -112,10 +113,13 @@ class Call:
             table, size = arguments
             cells = -(-self.packing.total // size)
             arguments = [np.array(table, dtype=bool).reshape(cells, cells), size]
-        of = (self.packing, self.kv_packing) if self.kv_lengths else (self.packing, *arguments)
-        if kind == "first":
-            _, left, right, first = of
-            return tuple(kind.window(self.packing, left, right, first=first) for kind in (Mask, mask_oracle))
+        of, keys = (self.packing, *arguments), self.kv_packing if self.kv_lengths else None
+        if kind in ("window", "first"):
+            left, right, *first = arguments
+            named = {"first": first[0] if first else 0, "kv_packing": keys}
+            return tuple(made.window(self.packing, left, right, **named) for made in (Mask, mask_oracle))
+        if keys is not None:
+            of = (*of, keys)
         name = {"slices": "from_slices", "blocks": "from_blocks"}.get(kind, kind)
         return getattr(Mask, name)(*of), getattr(mask_oracle, kind)(*of)
 
@@ -170,7 +174,9 @@ def _frozen(value):
 
 # -- who holds which tokens ------------------------------------------------------------------------------------------
 
-LAYOUTS = ("contiguous", "zigzag", "balanced", "random", "edges", "stripes", "one", "pack")
+LAYOUTS = (
+    "contiguous", "zigzag", "balanced", "random", "edges", "stripes", "one", "pack", "within", "turned", "singles",
+)  # fmt: skip
 
 
 def layout_named(name, packing, cp_size, *, align=1, seed=0, mask=None):
@@ -178,7 +184,12 @@ def layout_named(name, packing, cp_size, *, align=1, seed=0, mask=None):
 
     edges      cuts beside the first and last tokens of documents        stripes    token i on rank i modulo the ranks
     one        all tokens on one rank, which the others have none of     pack       zigzag of the whole pack at once
+    within     each rank a block of the stream, rank after rank, whose   turned     blocks in another order of ranks,
+               tokens stand in any order there                                      each in stream order
+    singles    one token a rank, but for the one with all others
     """
+    if not isinstance(name, str):
+        return Layout.from_fragments(packing, name, align=align)
     if name in ("contiguous", "zigzag", "balanced", "random"):
         return layout_by_name(name, packing, cp_size, align=align, seed=seed, mask=mask)
     total, random = packing.total, np.random.default_rng(seed)
@@ -190,6 +201,17 @@ def layout_named(name, packing, cp_size, *, align=1, seed=0, mask=None):
     elif name == "one":
         fragments = [[] for _ in range(cp_size)]
         fragments[seed % cp_size] = [(total // 2, total), (0, total // 2)]
+    elif name in ("within", "turned"):
+        # Equal blocks as often as not: an all-gather takes those as they stand.
+        is_even, is_within = random.integers(2), name == "within"
+        cuts = np.arange(1, cp_size) * total // cp_size if is_even else random.integers(0, total + 1, cp_size - 1)
+        edges = [0, *np.sort(cuts).tolist(), total]
+        blocks = [_parts(random, *block) if is_within else [block] for block in itertools.pairwise(edges)]
+        fragments = blocks if is_within else [blocks[block] for block in random.permutation(cp_size).tolist()]
+    elif name == "singles":
+        edges = [*range(min(cp_size, total + 1)), *[total] * (cp_size + 1 - min(cp_size, total + 1))]
+        fragments = [[block] for block in itertools.pairwise(edges)]
+        fragments = [fragments[block] for block in random.permutation(cp_size).tolist()]
     else:
         near = (packing.cu_seqlens[:, None] + np.arange(-1, 2)).clip(0, total).ravel()
         cuts = np.unique([0, total, *random.choice(near, size=2 * cp_size)])
@@ -197,6 +219,13 @@ def layout_named(name, packing, cp_size, *, align=1, seed=0, mask=None):
         for start, end in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
             fragments[random.integers(cp_size)].append((start, end))
     return Layout.from_fragments(packing, fragments, align=align)
+
+
+def _parts(random, start, end):
+    """A range in up to four pieces, in any order."""
+    cuts = np.unique([start, end, *random.integers(start, end + 1, size=3)])
+    pieces = list(itertools.pairwise(cuts.tolist()))
+    return [pieces[number] for number in random.permutation(len(pieces)).tolist()]
 
 
 # -- a failing case made smaller -------------------------------------------------------------------------------------

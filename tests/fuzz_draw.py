@@ -12,7 +12,13 @@ from tests.fuzz_problem import names_of
 HEADS = ((6, 2), (5, 5), (5, 1), (4, 4), (1, 1), (6, 3), (2, 1), (3, 3), (8, 2))
 SIZES = ((8, 8), (24, 16), (5, 3), (2, 9), (1, 1), (8, 4), (16, 16))
 # How often each is drawn: attention has most schemes and masks, and what only moves rows is soon looked through.
-WEIGHTS = {"attention": 8, "projected_attention": 4, "gather": 1, "relayout": 1} | dict.fromkeys(KINDS, 3)
+WEIGHTS = {"attention": 8, "projected_attention": 4, "gather": 2, "relayout": 2} | dict.fromkeys(KINDS, 3)
+MASKS = (
+    "causal", "causal", "full", "window", "window", "first", "prefix", "chunk", "shared_question", "slices", "blocks",
+    "table",
+)  # fmt: skip
+CROSS_MASKS = ("causal", "causal", "full", "window", "first", "slices")
+SPECIAL = {"sink": 0.2, "softcap": 0.12, "dropout": 0.12, "scale": 0.12}
 RANKS = (1, *[2] * 6, *[3] * 6, *[4] * 5, 5, 6, 8)
 PLAIN = tuple(scheme.name for scheme in SCHEMES.values() if not scheme.is_product)
 PRODUCTS = tuple(scheme.name for scheme in SCHEMES.values() if scheme.is_product)
@@ -42,8 +48,8 @@ def _next(r, call):
     """The same layer on another batch."""
     lengths, fresh = _lengths(r), r.randrange(10**6)
     if call.operation in ATTENTIONS:
-        mask = call.mask if call.kv_lengths else _mask(r, lengths)
         kv_lengths = tuple(_length(r) for _ in lengths) if call.kv_lengths else ()
+        mask = _mask(r, lengths, kv_lengths)
         return dataclasses.replace(call, lengths=lengths, mask=mask, kv_lengths=kv_lengths, seed=fresh)
     return dataclasses.replace(call, lengths=lengths, seed=fresh)
 
@@ -67,7 +73,7 @@ def _call(r, cp_size, operation):
     heads, groups = r.choice(HEADS)
     head_dim, value_head_dim = r.choice(SIZES)
     call = Call(
-        operation, _lengths(r), layout=r.choice((*LAYOUTS, "contiguous", "zigzag", "balanced", "random")),
+        operation, _lengths(r), layout=r.choice((*LAYOUTS, "contiguous", "zigzag", "balanced", "random", "within")),
         align=r.choice((1, 1, 1, 2, 4)), heads=heads, groups=groups, head_dim=head_dim, value_head_dim=value_head_dim,
         seed=r.randrange(10**6), strides=r.choice(("dense", "dense", "last", "turned", "odd")), ones=r.random() < 0.1,
     )  # fmt: skip
@@ -98,24 +104,27 @@ def _attention(r, call, cp_size):
     chunks = None
     if SCHEMES[scheme].takes_chunks and r.random() < 0.5:
         chunks = r.randint(1, _most_groups(call, degree))
-    special = r.choice(("", "", "", "", "sink", "sink", "softcap", "dropout", "scale"))
+    special = {name for name, often in SPECIAL.items() if r.random() < often}
     # A ring adds up in float32 what others round, and so shows how it adds.
     narrow = call.operation == "attention" and r.random() < (0.7 if scheme == "p2p" else 0.2)
+    kv_lengths = tuple(_length(r) for _ in call.lengths) if cross else ()
     call = dataclasses.replace(
         call, scheme=scheme, ulysses_degree=degree if scheme in PRODUCTS else None, head_chunks=chunks,
         codec=r.choice(("fp8", "fp8_e5m2", "int8")) if exchanges and not narrow and r.random() < 0.3 else "none",
-        batch=r.choice((0, 0, 0, 1, 2)), mask=(r.choice(("causal", "full")),) if cross else _mask(r, call.lengths),
-        kv_lengths=tuple(_length(r) for _ in call.lengths) if cross else (),
+        batch=r.choice((0, 0, 0, 1, 2)), mask=_mask(r, call.lengths, kv_lengths), kv_lengths=kv_lengths,
         kv_layout=r.choice(LAYOUTS) if cross else "contiguous",
         kernel=r.choice(("auto", "auto", "auto", "reference")),
     )  # fmt: skip
     if call.layout == "stripes" and sum(call.lengths) > 24:
         call = dataclasses.replace(call, layout="random")  # a kernel call for each pair of stripes takes long
     if narrow:
-        return _narrow(r, call)
+        call = _narrow(r, call)
+    if call.whole:
+        return call
     return dataclasses.replace(
-        call, sink=special == "sink", softcap=1.5 * (special == "softcap"), dropout=0.3 * (special == "dropout"),
-        scale=r.choice((-0.4, 0.0, 2.0)) if special == "scale" else None,
+        call, sink="sink" in special, softcap=1.5 * ("softcap" in special),
+        dropout=0.3 * ("dropout" in special and not narrow),  # the oracle draws in float64
+        scale=r.choice((-0.4, 0.0, 2.0)) if "scale" in special else None,
     )  # fmt: skip
 
 
@@ -130,10 +139,8 @@ def _narrow(r, call):
     )
 
 
-def _mask(r, lengths):
-    kinds = ("causal", "causal", "full", "window", "window", "first", "prefix", "chunk", "shared_question", "slices",
-             "blocks", "table")  # fmt: skip
-    kind, total = r.choice(kinds), sum(lengths)
+def _mask(r, lengths, kv_lengths=()):
+    kind, total = r.choice(CROSS_MASKS if kv_lengths else MASKS), sum(lengths)
     if kind in ("slices", "blocks") and total > 70:
         kind = "window"  # the oracle goes from pair to pair
     if kind in ("causal", "full"):
@@ -149,7 +156,7 @@ def _mask(r, lengths):
     if kind == "shared_question":
         return (kind, tuple(_parts(r, length) for length in lengths))
     if kind == "slices":
-        return (kind, tuple(_slice(r, total) for _ in range(r.randint(0, 5))))
+        return (kind, tuple(_slice(r, total, sum(kv_lengths or lengths)) for _ in range(r.randint(0, 5))))
     size = r.randint(max(1, total // 12), max(9, total // 8))
     cells = -(-total // size)
     return (kind, tuple(tuple(r.randint(0, 1) for _ in range(cells)) for _ in range(cells)), size)
@@ -160,8 +167,8 @@ def _parts(r, length):
     return tuple(end - start for start, end in itertools.pairwise([0, *cuts, length]))
 
 
-def _slice(r, total):
-    q, k = (sorted(r.randint(0, total) for _ in range(2)) for _ in range(2))
+def _slice(r, *totals):
+    q, k = (sorted(r.randint(0, total) for _ in range(2)) for total in totals)
     return (*q, *k, r.choice(("full", "causal", "inverse_causal", "both")))
 
 

@@ -3,6 +3,7 @@
     make fuzz SECONDS=600            for so long, from a new seed, which is printed
     make fuzz CASES=20000 SEED=1     the same cases always
     python tools/fuzz.py --case '{"cp_size":2,...}'     one case, as a failure prints it
+    python tools/fuzz.py --features --cases 10000 --seed 1     what these draws have, without running them
 
 What is drawn: `tests/fuzz_draw.py`. What it is compared with: `tests/fuzz_oracle.py`. A failing case is made smaller
 and printed as the line that runs it again. Exit code 1 if any failed.
@@ -28,6 +29,7 @@ import torch
 from tests.fuzz_cases import OPERATIONS, Case, shrunk
 from tests.fuzz_check import check
 from tests.fuzz_draw import case_of
+from tests.fuzz_features import Seen
 
 SAY_EVERY = 30.0  # seconds
 HUNG = ("did not finish in", "waited", "not finished")  # in the messages of what took too long
@@ -41,6 +43,8 @@ def main() -> int:
         error = _failure(Case.read(args.case), args.limit)
         print("passed" if error is None else "".join(traceback.format_exception(error)))
         return int(error is not None)
+    if args.features:
+        return _print_features(args)
     print(f"seed {args.seed}", flush=True)
     started = said = time.monotonic()
     drawn: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -74,7 +78,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stop", action="store_true", help="stop at the first failure")
     parser.add_argument("--as-drawn", action="store_true", help="do not look for smaller cases that fail as well")
     parser.add_argument("--case", metavar="JSON", help="run this case")
+    parser.add_argument("--features", action="store_true",
+                        help="run nothing: count what the draws have, and name the pairs that no call has")  # fmt: skip
     return parser.parse_args()
+
+
+def _print_features(args: argparse.Namespace) -> int:
+    seen = Seen()
+    for number in range(args.first, args.first + (args.cases or 10_000)):
+        seen.add(case_of(args.seed, number, args.operations))
+    print("\n".join(seen.lines()))
+    return 0
 
 
 def _failure(case: Case, limit: float) -> BaseException | None:

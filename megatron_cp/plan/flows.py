@@ -200,23 +200,38 @@ class Fetch(Memo, KeyFlow):
         return self.memo(("message rows", rank), lambda: self._message_rows(rank))
 
     def _message_rows(self, rank: int) -> MessageRows:
-        wanted, in_order = sum(self.split_counts.received_by(rank)), self.arrives_in_order(rank)
-        if not self.equal_shares:
-            return MessageRows(sum(self.split_counts.sent_by(rank)), wanted, None if in_order else wanted)
-        received = self.size * self.longest
-        return MessageRows(self.longest, received, None if in_order and received == wanted else wanted)
+        wanted = sum(self.split_counts.received_by(rank))
+        ordered = wanted if self.puts_in_order[rank] else None
+        if self.equal_shares:
+            return MessageRows(self.longest, self.size * self.longest, ordered)
+        return MessageRows(sum(self.split_counts.sent_by(rank)), wanted, ordered)
 
     def describe(self) -> str:
         return self.words
 
+    @property
+    def puts_in_order(self) -> NDArray[np.bool_]:
+        """`[ranks]` True where a rank copies what has arrived, to have it in stream order and without filling.
+
+        Shares of an all-gather are whole ranks' rows as they stand there. Rows of an all-to-all are picked from the
+        owner's in stream order, so that the order of owners decides.
+        """
+        if self.equal_shares:
+            as_it_stands = self.layout.in_stream_order and self.size * self.longest == self.layout.packing.total
+            return np.full(self.size, not as_it_stands)
+        return ~self.arrive_in_order
+
     def arrives_in_order(self, rank: int) -> bool:
-        """Whether the rows that a rank fetches, one owner's after the other's, are in stream order."""
+        """Returns True if rows picked for a rank in stream order, one owner's after the other's, are in stream order.
+
+        This is the question of an all-to-all, and of gradients that go back; see `puts_in_order` for an all-gather.
+        """
         _, _, owners = self._wanted_pieces(rank)
         return bool((owners[1:] >= owners[:-1]).all())
 
     @property
     def arrive_in_order(self) -> NDArray[np.bool_]:
-        """`[ranks]` `arrives_in_order` of all."""
+        """`[ranks]` `arrives_in_order` of every rank."""
         return self.memo(("arrive in order",), lambda: frozen(self._arrive_in_order()))
 
     def _arrive_in_order(self) -> NDArray[np.bool_]:

@@ -15,6 +15,7 @@ from tests import fuzz_check
 from tests.fuzz_cases import LAYOUTS, OPERATIONS, Call, Case, shrunk
 from tests.fuzz_check import check
 from tests.fuzz_draw import case_of
+from tests.fuzz_features import Seen
 from tools import fuzz
 
 CASES = 45  # times 4
@@ -42,6 +43,24 @@ def test_a_case_is_read_from_its_line():
 
 def seen(name):
     return {getattr(call, name) for case in DRAWN for call in case.calls}
+
+
+def test_draws_have_rows_in_every_order():
+    """Each on its own and with each scheme of attention: what is common to all draws is what hides a fault."""
+    drawn = Seen()
+    for case in DRAWN:
+        drawn.add(case)
+    for family, least in (("attention", 30), ("linear", 30), ("moved", 5)):
+        for feature in (
+            ("within ranks", "turned"), ("ranks", "turned"), ("ranks", "in order"), ("ranks hold", "a block each"),
+            ("ranks hold", "several"), ("shares", "equal"), ("shares", "some empty"), ("shares", "uneven"),
+            ("one token a rank", True), ("cp_size", 1),
+        ):  # fmt: skip
+            assert drawn.values[family][feature] >= least, (family, feature)
+        assert drawn.pairs[family][("ranks hold", "a block each"), ("within ranks", "turned")] >= least
+    for scheme in SCHEMES:
+        for feature in (("ranks", "turned"), ("within ranks", "turned"), ("ranks hold", "a block each")):
+            assert drawn.pairs["attention"][tuple(sorted([feature, ("scheme", scheme)]))] >= 5, (scheme, feature)
 
 
 def test_draws_are_wide():

@@ -82,7 +82,8 @@ class AttentionWalk(WalkBase):
     def _attend_fetched(self, step: Attend, flow: Fetch) -> None:
         counts, chunks = flow.split_counts.counts, range(step.head_chunks)
         sent = np.full_like(counts, flow.longest) if flow.equal_shares else counts
-        row, in_order = self._rows_of_chunks(step), flow.arrive_in_order[self.kv_ranks]
+        row, reordered = self._rows_of_chunks(step), flow.puts_in_order[self.kv_ranks]
+        returned_in_order = flow.arrive_in_order[self.kv_ranks]
         packed = sent.sum(axis=1) if not flow.equal_shares else np.full(step.num_kv_ranks, flow.longest)
         back: int | None = None
 
@@ -97,12 +98,12 @@ class AttentionWalk(WalkBase):
             if chunk + 1 < step.head_chunks:
                 coming = start(chunk + 1)
             wanted = counts.sum(axis=0)[self.kv_ranks] * row[chunk]
-            self._copy("order keys", wanted * ~in_order)
+            self._copy("order keys", wanted * reordered)
             self._attend_stage(step, step.stages[0], self._stage_seconds(step, chunk))
             if not self.is_forward:
                 if back is not None:
                     self._returned(back, packed, row[chunk - 1])
-                self._copy("order gradients", wanted * ~in_order)
+                self._copy("order gradients", wanted * ~returned_in_order)
                 back = self._start("gradients of keys and values", self._across(step, counts.T, chunk))
         if back is not None:
             self._returned(back, packed, row[step.head_chunks - 1])

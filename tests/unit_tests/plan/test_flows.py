@@ -12,6 +12,7 @@ from megatron_cp.plan import seen_keys
 from megatron_cp.plan.attention import SCHEDULES, Attend
 from megatron_cp.plan.flows import Fetch, PassOn, Return
 from megatron_cp.planner.layouts import layout_by_name
+from tests.fuzz_cases import LAYOUTS, layout_named
 from tests.mask_oracle import causal, pairs_of, window
 
 RAGGED = Packing([5, 1, 9, 0, 4])
@@ -81,6 +82,26 @@ def test_equal_shares_are_as_long_as_the_longest():
     assert fetch.message_rows(1) == (6, 18, 10)
     # Shares stand one after the other, 6 rows each; the stream begins with rank 1's.
     assert fetch.shares().tolist() == [6, 7, 8, 12, 0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("packing", [RAGGED, Packing([4]), Packing([16])], ids=str)
+def test_an_all_gather_brings_the_stream_in_order(packing, size, name):
+    """Shares are moved as the executor moves them: as they stand on their rank, filled up with rows of no token."""
+    everything = np.array([0]), np.array([packing.total])
+    for seed in range(8):
+        layout = layout_named(name, packing, size, seed=seed)
+        fetch = Fetch(layout, lambda _: everything, "all", equal_shares=True)
+        filled = [[-1] * (fetch.longest - count) for count in layout.token_counts]
+        received = np.concatenate([[*layout.tokens(rank), *filled[rank]] for rank in range(size)])
+        for rank in range(size):
+            rows = fetch.message_rows(rank)
+            assert (rows.sent, rows.received) == (fetch.longest, len(received))
+            assert rows.ordered in (None, packing.total)
+            assert fetch.puts_in_order[rank] == (rows.ordered is not None)
+            at_hand = received if rows.ordered is None else received[fetch.shares()]
+            assert at_hand.tolist() == list(range(packing.total))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
