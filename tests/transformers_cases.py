@@ -167,11 +167,11 @@ def tokenizer():
 
 @contextlib.contextmanager
 def wide():
-    """Everything in float64: transformers computes norms, softmax and delta rules in fp32 whatever it is given.
+    """Everything in float64: transformers and TRL compute norms, softmax, delta rules and losses in fp32 otherwise.
 
     Those roundings, and not an exchange, are most of what two ways of computing a model differ by.
     """
-    tensor, softmax = torch.Tensor, functional.softmax
+    tensor, softmax, zeros, full = torch.Tensor, functional.softmax, torch.zeros, torch.full
     to_fp32, to, of_type = tensor.float, tensor.to, tensor.type
 
     def stay(self, *args, **named):
@@ -191,11 +191,16 @@ def wide():
     def wide_softmax(values, *args, dtype=None, **named):
         return softmax(values, *args, dtype=widened(dtype), **named)
 
+    def made_wide(make):
+        return lambda *args, dtype=None, **named: make(*args, dtype=widened(dtype), **named)
+
     tensor.float, tensor.to, tensor.type, functional.softmax = stay, to_wide, type_wide, wide_softmax
+    torch.zeros, torch.full = made_wide(zeros), made_wide(full)
     try:
         yield
     finally:
         tensor.float, tensor.to, tensor.type, functional.softmax = to_fp32, to, of_type, softmax
+        torch.zeros, torch.full = zeros, full
 
 
 def stock(model, packing, tokens):
