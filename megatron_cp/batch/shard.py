@@ -203,11 +203,11 @@ def batch_seed(ids: Tensor, seed: int) -> int:
 
 
 def _integers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
-    """`[total]` int64 of a stream of integers."""
+    """`[total]` int64 of a stream of integers, a copy: a loader may refill its buffer while the batch lives."""
     _check_stream(argument, values, packing, integral=True)
     if isinstance(values, Tensor):
-        return values.long()
-    return torch.from_numpy(np.array(values, np.int64, order="C"))  # a copy: on disk it may be read-only, or unsigned
+        return values.to(torch.int64, copy=True)
+    return torch.from_numpy(np.array(values, np.int64, order="C"))  # on disk it may be read-only, or unsigned
 
 
 def _numbers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
