@@ -105,7 +105,8 @@ def packs(stream: PackedStream | BlendedStream, first: int, number: int) -> Iter
     start = first + mpu.get_data_parallel_rank()
     for index in range(start, first + number, mpu.get_data_parallel_world_size()):
         packing, tokens = stream.pack(index)
-        yield Pack(packing, torch.from_numpy(tokens))
+        weights = stream.loss_weights(index)  # of conversations; None where all is learnt, as in .bin/.idx pairs
+        yield Pack(packing, torch.from_numpy(tokens), loss_mask=None if weights is None else torch.from_numpy(weights))
 
 
 def stream_of(split: int) -> PackedStream | BlendedStream | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Set
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -14,16 +13,14 @@ from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import DTYPES, check_dense
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import Group, RankGroup
 from megatron_cp.executor.opaque import opaque
 
 _BUCKET_BYTES = 64 * 2**20  # of one message: it, and what is received for it, are memory beside the gradients
 
 
 @opaque
-def reduce_gradients(
-    parameters: nn.Module | Iterable[Tensor], group: RankGroup | dist.ProcessGroup | None = None
-) -> None:
+def reduce_gradients(parameters: nn.Module | Iterable[Tensor], group: Group | None = None) -> None:
     """Sums the gradients of parameters over ranks, in place: for a plain loop, once a step, after its last backward.
 
     For a loop without DistributedDataParallel or FSDP, which reduce gradients by themselves. Every rank calls it, with

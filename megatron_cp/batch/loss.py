@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.batch.ranks import ranks_of
@@ -13,7 +12,7 @@ from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import DTYPES, check_dense
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import Group, RankGroup
 from megatron_cp.executor.opaque import opaque, opaque_backward
 
 
@@ -21,7 +20,7 @@ from megatron_cp.executor.opaque import opaque, opaque_backward
 def token_loss(
     losses: Tensor,
     weights: LocalBatch | Tensor,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     num_tokens: int | None = None,
     averaged_gradients: bool = False,

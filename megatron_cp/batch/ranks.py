@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import Group, RankGroup, ThreadGroup, rank_group
 
 
-def ranks_of(group: RankGroup | dist.ProcessGroup | None) -> RankGroup:
-    """A `RankGroup` as it is, a process group wrapped, and this rank alone for None.
+def ranks_of(group: Group | None) -> RankGroup:
+    """The ranks of a group, see `rank_group`; this rank alone for None, where it is the only one of the job.
 
     Raises:
-        ArgumentError: it is no group.
+        ArgumentError: it is no group, or None among several ranks: each would sum what it has, without a word.
     """
-    if group is None:
-        return ThreadGroup.create(1)[0]
-    return group if isinstance(group, RankGroup) else TorchGroup(group)
+    if group is not None:
+        return rank_group(group)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        remedy = (
+            "For all of them: torch.distributed.group.WORLD. For this rank alone: a group, or an axis of a mesh, of it."
+        )
+        raise ArgumentError("group", None, f"some of the job's {dist.get_world_size()} ranks", remedy)
+    return ThreadGroup.create(1)[0]

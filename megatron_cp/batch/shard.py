@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from megatron_cp.batch.slots import PlanSlots, documents_of, filled_up, is_fille
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, moved, on_device
 from megatron_cp.executor.agreement import check_agreement
-from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.executor.run import prepare
 from megatron_cp.layout import Layout, Packing
@@ -80,7 +79,7 @@ class LocalBatch:
 def shard_batch(
     tokens: NDArray[np.integer] | Tensor,
     layout: Layout,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     slots: Iterable[Slot] = (),
     labels: NDArray[np.integer] | Tensor | None = None,
@@ -203,11 +202,11 @@ def batch_seed(ids: Tensor, seed: int) -> int:
 
 
 def _integers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
-    """`[total]` int64 of a stream of integers."""
+    """`[total]` int64 of a stream of integers, a copy: a loader may refill its buffer while the batch lives."""
     _check_stream(argument, values, packing, integral=True)
     if isinstance(values, Tensor):
-        return values.long()
-    return torch.from_numpy(np.array(values, np.int64, order="C"))  # a copy: on disk it may be read-only, or unsigned
+        return values.to(torch.int64, copy=True)
+    return torch.from_numpy(np.array(values, np.int64, order="C"))  # on disk it may be read-only, or unsigned
 
 
 def _numbers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tensor:

@@ -59,13 +59,15 @@ class PlanSlots:
 
     What can be loaded: attention by `a2a` and `p2p` and headwise linear layers, without chunks of heads; masks in which
     every document has the same bands (`causal`, `full`, a window; with `p2p` causal and full). `p2p` wants
-    documents of a multiple of 2 * cp_size tokens: `align_documents` fills them up.
+    documents of a multiple of 2 * cp_size tokens: `align_documents` fills them up. What fills up a document follows its
+    tokens, so a mask under which they see it (`full`, a window to the right) is refused for packs with such documents.
 
     Args:
         capacity_tokens: of every pack, once it is filled up; a multiple of `cp_size`.
         capacity_documents: the most that a pack may have.
         cp_size: ranks.
-        align_documents: documents are filled up to a multiple of so many tokens. Causal layers see no difference.
+        align_documents: documents are filled up to a multiple of so many tokens. Causal and linear layers see no
+            difference; layers that see ahead take packs whose documents are such multiples already.
         longest: tokens of the longest document of any pack; `capacity_tokens` if None. Kernels make room for so many.
             It is filled up as documents are.
         layout: "zigzag" or "contiguous".
@@ -379,7 +381,7 @@ def _orders(plan: Plan, rank: int) -> Tables:
 
 def _no_pattern(slot: AttentionSlot) -> ArgumentError:
     remedy = "In others documents differ in more than their length: run this layer outside of the graph."
-    return ArgumentError("mask", slot.mask, "causal, full or a window; causal in a ring", remedy)
+    return ArgumentError("mask", slot.mask, "causal, full or a window; causal or full in a ring", remedy)
 
 
 def _shapes(tables: Tables) -> dict[str, Any]:

@@ -120,7 +120,7 @@ def _run(
 ) -> Report:
     import torch
 
-    from megatron_cp.megatron.train.checkpoint import check_checkpoint, latest_checkpoint
+    from megatron_cp.megatron.train.checkpoint import check_checkpoint, latest_checkpoint, other_data
     from megatron_cp.megatron.train.loop import load_corpus
     from megatron_cp.megatron.train.setup import transformer_config
 
@@ -131,14 +131,17 @@ def _run(
         raise ArgumentError("context_parallel_size", options.context_parallel_size, allowed, remedy)
     transformer_config(options, torch.device(device))  # so that a wrong spec or shape ends here
     corpus = load_corpus(options)
-    checkpoint = None
+    checkpoint, remarks_on_data = None, list[str]()
     if args.resume is not None:
         checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
-        check_checkpoint(checkpoint, options, corpus.vocab_size)
+        steps = check_checkpoint(checkpoint, options, corpus.vocab_size)
+        if others := other_data(checkpoint, options.data(corpus.lengths)):
+            at = f"The run goes on at pack {steps * options.global_batch_size} of the new order"
+            remarks_on_data = [f"other data: {'; '.join(others)}. {at}: documents are read again, or left out."]
     folder = _folder(args, options, world, checkpoint, held)
     quiet = world is not None and world.rank > 0
     if not quiet:
-        print(_about(corpus, options, folder), file=sys.stderr)
+        print("\n".join([_about(corpus, options, folder), *remarks_on_data]), file=sys.stderr)
     label = f"CP={options.context_parallel_size}"
     main_run = Run(options, folder, checkpoint, label, keep_first_gradients=args.compare)
     try:

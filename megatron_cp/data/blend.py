@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron_cp.data.stream import PackedStream
 from megatron_cp.errors import ArgumentError, checked_integer
@@ -55,6 +56,15 @@ class BlendedStream:
         """
         stream, number = self.place(index)
         return self.streams[stream].pack(number)
+
+    def loss_weights(self, index: int) -> NDArray[np.float32] | None:
+        """`[packing.total]` of pack number `index`: 1 for each token whose next one is to be learnt; None for all ones.
+
+        Raises:
+            ArgumentError: `index` is no integer of at least 0.
+        """
+        stream, number = self.place(index)
+        return self.streams[stream].loss_weights(number)
 
     def place(self, index: int) -> tuple[int, int]:
         """The stream of pack number `index`, and the pack's number in it.

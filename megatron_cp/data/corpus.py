@@ -58,7 +58,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class TokenCorpus:
-    """A corpus in memory.
+    """A corpus in memory. Its arrays are read as long as it lives, and not copied: leave them as they are.
 
     Attributes:
         name: where the documents come from.

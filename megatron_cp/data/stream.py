@@ -92,11 +92,15 @@ class PackedStream:
         Raises:
             ArgumentError: `index` is no integer of at least 0.
         """
-        found = [self.corpus.is_learnt(*piece) for piece in self.pieces(index)]
-        of_pieces = [part for part in found if part is not None]
-        if len(of_pieces) < len(found):
+        pieces = self.pieces(index)
+        found = [self.corpus.is_learnt(*piece) for piece in pieces]
+        if all(part is None for part in found):
             return None
-        return np.concatenate([np.append(part[1:], False) for part in of_pieces]).astype(np.float32)
+        learnt = [
+            np.ones(piece.end - piece.start, np.bool_) if part is None else part
+            for piece, part in zip(pieces, found, strict=True)
+        ]
+        return np.concatenate([np.append(part[1:], False) for part in learnt]).astype(np.float32)
 
     def pieces(self, index: int) -> list[Piece]:
         """Where the tokens of pack number `index` come from, in stream order.

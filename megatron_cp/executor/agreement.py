@@ -12,11 +12,10 @@ from itertools import zip_longest
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, CallMismatchError, PlanMismatchError, checked_flag, checked_integer
-from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
+from megatron_cp.executor.groups import Group, RankGroup, as_rank_group, rank_group
 from megatron_cp.layout import Layout
 from megatron_cp.plan.plan import Plan
 
@@ -31,7 +30,7 @@ class Agreeable(Protocol):
     def describe(self) -> list[str]: ...
 
 
-def check_agreement(plan: Agreeable, group: RankGroup | dist.ProcessGroup | None, *, seed: int | None = None) -> None:
+def check_agreement(plan: Agreeable, group: Group | None, *, seed: int | None = None) -> None:
     """Fails on every rank unless all ranks made the same plan. One 16-byte exchange on the host; call it once a plan.
 
     An operation does it by itself when it is first called with a plan. A plan that was compared before is not compared
@@ -56,15 +55,14 @@ def check_agreement(plan: Agreeable, group: RankGroup | dist.ProcessGroup | None
     _remember(ranks, plan)
 
 
-def compare_calls(group: RankGroup | dist.ProcessGroup, compare: bool) -> None:
+def compare_calls(group: Group, compare: bool) -> None:
     """Says whether the ranks of a group compare how operations are called; they do, unless told otherwise.
 
     Every rank must say the same. Without the comparison, ranks that call an operation in different ways (another scale,
     type or kernel, gradients on some ranks only) wait for each other, or return wrong numbers.
     """
     checked_flag("compare", compare)
-    ranks = group if isinstance(group, RankGroup) else TorchGroup(group)
-    ranks.agreed.compares_calls = compare
+    rank_group(group).agreed.compares_calls = compare
 
 
 def agree_on_call(

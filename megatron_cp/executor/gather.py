@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, checked_flag
@@ -16,7 +15,7 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
-from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout
@@ -25,7 +24,7 @@ from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 @opaque
 def gather(
-    local: Tensor, layout: Layout, group: RankGroup | dist.ProcessGroup | None, *, same_loss: bool = False,
+    local: Tensor, layout: Layout, group: Group | None, *, same_loss: bool = False,
     transport: Transport | str = COLLECTIVE,
 ) -> Tensor:  # fmt: skip
     """The packed stream from every rank's rows; differentiable.

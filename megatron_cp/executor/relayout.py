@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
@@ -15,7 +14,7 @@ from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
-from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.opaque import opaque, opaque_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout, Route
@@ -26,7 +25,7 @@ from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 @opaque
 def relayout(
-    local: Tensor, source: Layout, target: Layout, group: RankGroup | dist.ProcessGroup | None = None, *,
+    local: Tensor, source: Layout, target: Layout, group: Group | None = None, *,
     transport: Transport | str = COLLECTIVE,
 ) -> Tensor:  # fmt: skip
     """Moves rows from one layout to another: one all-to-all between two gathers; differentiable.

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.kernels import LinearKernel
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv, kept
@@ -20,7 +19,7 @@ def causal_conv1d(
     weight: Tensor,
     bias: Tensor | None,
     plan: Plan,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     activation: str | None = None,
     kernel: str | LinearKernel = "auto",

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_scale
 from megatron_cp.executor.arguments import check_plan, check_tensor
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.gates.delta import delta_gates, normalised
 from megatron_cp.linear.kernels import Delta, LinearKernel
@@ -26,7 +25,7 @@ def kda(
     g: Tensor,
     beta: Tensor,
     plan: Plan,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
@@ -90,7 +89,7 @@ def kda_mixer(
     g: Tensor,
     beta: Tensor,
     plan: Plan,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     conv: Tensor,
     conv_bias: Tensor | None = None,

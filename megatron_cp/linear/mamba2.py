@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number, checked_flag
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.gates.steps import step_gates
 from megatron_cp.linear.kernels import LinearKernel, StateSpace
@@ -31,7 +30,7 @@ def mamba2(
     B: Tensor,  # noqa: N803
     C: Tensor,  # noqa: N803
     plan: Plan,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     D: Tensor | None = None,  # noqa: N803
     dt_bias: Tensor | None = None,
@@ -101,7 +100,7 @@ def mamba2_mixer(
     xBC: Tensor,  # noqa: N803
     dt: Tensor,
     plan: Plan,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     conv: Tensor,
     conv_bias: Tensor | None = None,

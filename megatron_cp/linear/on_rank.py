@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import IN_SLOTS, check_dense, check_stream, check_tensor
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.halo import start_halo
 from megatron_cp.executor.kernels import Kernel, kernel_name
 from megatron_cp.executor.opaque import opaque_backward
@@ -56,7 +55,7 @@ class LinearOnRank:
     """
 
     def __init__(
-        self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, kernel: str | LinearKernel, name: str,
+        self, plan: Plan, group: Group | None, kernel: str | LinearKernel, name: str,
         values: Tensor,
     ) -> None:  # fmt: skip
         check_dense(name, values)

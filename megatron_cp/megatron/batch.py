@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
@@ -16,7 +15,7 @@ from torch import Tensor
 from megatron_cp.batch.shard import shard_batch as local_batch
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import moved
-from megatron_cp.executor.groups import RankGroup, TorchGroup, as_rank_group
+from megatron_cp.executor.groups import Group, TorchGroup, as_rank_group, rank_group
 from megatron_cp.layout import Layout
 from megatron_cp.megatron.layers.refusals import alignment_of
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_same_group, with_plans
@@ -63,7 +62,7 @@ def layout_options(config: Any) -> dict[str, Any]:
 def shard_batch(
     tokens: NDArray[np.int64] | Tensor,
     layout: Layout,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     slots: Iterable[Slot] = (),
     labels: NDArray[np.int64] | Tensor | None = None,
@@ -133,9 +132,9 @@ def _axes(given: NDArray[np.int64] | Tensor, layout: Layout, rank: int, device: 
 _HOST = torch.device("cpu")
 
 
-def _own_group(group: RankGroup | dist.ProcessGroup | None) -> TorchGroup | None:
+def _own_group(group: Group | None) -> TorchGroup | None:
     """The batch's group, where it is not the model's context-parallel group."""
-    ranks = TorchGroup(group) if isinstance(group, dist.ProcessGroup) else group
+    ranks = None if group is None else rank_group(group)
     if not isinstance(ranks, TorchGroup) or not parallel_state.model_parallel_is_initialized():
         return None
     models = TorchGroup(parallel_state.get_context_parallel_group())

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
-from megatron_cp.nn.base import Group, Layer, checked_eps, checked_factory, checked_heads, positions_of
+from megatron_cp.executor.groups import Group
+from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, positions_of
 from megatron_cp.nn.parts import reset_children
 from megatron_cp.planner.batch import AttentionSlot, BatchPlan
 from megatron_cp.softmax.attention import attention
@@ -86,7 +87,7 @@ class Attention(Layer):
         """Draws all parameters anew, as torch's modules do: on every rank the same, by the same seed."""
         reset_children(self)
 
-    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group = None) -> Tensor:
+    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
         """Attention within each document.
 
         Args:

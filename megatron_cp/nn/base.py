@@ -6,18 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch, local_positions
 from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.executor.arguments import DTYPES, check_tensor
-from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.groups import Group, RankGroup, as_rank_group
 from megatron_cp.executor.kernels import Kernel
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.planner.batch import BatchPlan, Slot
-
-Group = RankGroup | dist.ProcessGroup | None
 
 
 class Layer(nn.Module):
@@ -39,7 +36,7 @@ class Layer(nn.Module):
             raise ArgumentError("kernel", kernel, f"{' or '.join(names)}, or one of the caller's")
 
     @opaque
-    def _ranks(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group) -> RankGroup:
+    def _ranks(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None) -> RankGroup:
         """The group's ranks, if the batch is one of theirs and hidden has this rank's rows."""
         if not isinstance(batch, LocalBatch | BatchPlan):
             raise ArgumentError("batch", batch, "what shard_batch returned, or its plans")

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import checked_integer
+from megatron_cp.executor.groups import Group
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kernels import RULES, LinearKernel
-from megatron_cp.nn.base import Group, Layer, checked_eps, checked_factory, checked_heads
+from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
 from megatron_cp.planner.batch import BatchPlan, LinearSlot
 
@@ -74,7 +75,7 @@ class GatedDeltaNet(Layer):
         reset_children(self)
         reset_decay(self.A_log, self.dt_bias)
 
-    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group = None) -> Tensor:
+    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
         """The layer within each document.
 
         Args:

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from megatron_cp.batch.shard import LocalBatch
 from megatron_cp.errors import checked_integer
+from megatron_cp.executor.groups import Group
 from megatron_cp.linear.kernels import RULES, LinearKernel
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
-from megatron_cp.nn.base import Group, Layer, checked_eps, checked_factory
+from megatron_cp.nn.base import Layer, checked_eps, checked_factory
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
 from megatron_cp.planner.batch import BatchPlan, LinearSlot
 
@@ -75,7 +76,7 @@ class KimiDeltaAttention(Layer):
         """Draws all parameters anew: on every rank the same, by the same seed."""
         reset_children(self)
 
-    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group = None) -> Tensor:
+    def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
         """The layer within each document.
 
         Args:

@@ -25,6 +25,7 @@ from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import (
     check_layout,
+    check_mask,
     checked_chunks,
     checked_codec,
     checked_heads,
@@ -120,8 +121,7 @@ def plan_attention(
     kv_packing, kv_layout = _key_side(packing, layout, kv_packing, kv_layout)
     if mask is None:
         mask = Mask.full(packing, kv_packing) if is_cross else Mask.causal(packing)
-    if not isinstance(mask, Mask) or (mask.packing, mask.kv_packing) != (packing, kv_packing):
-        raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
+    check_mask(mask, layout, kv_layout, is_cross=is_cross)
     head_dim = checked_integer("head_dim", head_dim, 1)
     value_head_dim = head_dim if value_head_dim is None else checked_integer("value_head_dim", value_head_dim, 1)
     given = {"head_chunks": head_chunks, "ulysses_degree": ulysses_degree, "memory_limit": memory_limit}

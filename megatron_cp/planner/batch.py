@@ -9,9 +9,12 @@ from collections.abc import Iterable, KeysView, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.sections import partition_heads
 from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout.memo import frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan, Price
@@ -235,6 +238,7 @@ class BatchPlan:
         slots = [_checked_slot(f"slots[{number}]", slot) for number, slot in enumerate(slots)]
         if lengths is not None:
             Mask.causal(layout.packing).of_tokens(lengths)  # refuses what the documents cannot have
+            lengths = frozen(np.array(lengths, np.int64))  # read again when a layer asks for a plan
         self.layout, self.lengths = layout, lengths
         self._plans = {slot: self._made(slot) for slot in dict.fromkeys(slots)}
 

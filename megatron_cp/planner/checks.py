@@ -5,11 +5,16 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
+import numpy as np
+
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.exchange.codec import CODECS, Codec
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.sections import HeadPartition, Sections
-from megatron_cp.layout import Layout, Packing
+from megatron_cp.layout import Layout, Mask, Packing
+from megatron_cp.layout import bands as band
+from megatron_cp.layout.block_masks import is_block_table
+from megatron_cp.layout.layout import FILLED
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.schemes import Scheme, alternatives
 from megatron_cp.plan.transport import Transport
@@ -24,6 +29,40 @@ def check_layout(packing: Packing, layout: Layout) -> None:
         raise ArgumentError("packing", packing, "a Packing, as in Packing([7, 1, 130])")
     if not isinstance(layout, Layout) or layout.packing != packing:
         raise ArgumentError("layout", layout, f"a layout of the packing that is planned for, {packing!r}")
+
+
+def check_mask(mask: Mask, layout: Layout, kv_layout: Layout, *, is_cross: bool) -> None:
+    """Refuses what is no mask over the layouts' documents, or shows rows that `PlanSlots` filled documents up with."""
+    if not isinstance(mask, Mask) or (mask.packing, mask.kv_packing) != (layout.packing, kv_layout.packing):
+        raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
+    for side in (layout, kv_layout):
+        if side.remembers(FILLED):
+            _check_filler_is_unseen(side, mask, is_cross=is_cross)
+
+
+def _check_filler_is_unseen(layout: Layout, mask: Mask, *, is_cross: bool) -> None:
+    given, lengths = layout.recall(FILLED)[0].lengths, layout.packing.lengths
+    filled = np.flatnonzero(lengths[: given.size] > given)
+    if not filled.size:
+        return
+    own = lengths.copy()
+    own[: given.size] = given
+    first, bands = filled[0], mask.bands.copy()
+    if not is_cross and not is_block_table(mask.name):  # both are placed by a document's filled-up length
+        ends = (layout.packing.cu_seqlens[:-1] + own)[layout.packing.documents_of(bands[:, 0])]
+        bands[:, 1] = np.minimum(bands[:, 1], ends)
+        seen = band.area(bands)
+        bands[:, 3] = np.minimum(bands[:, 3], ends)
+        if band.area(bands) == seen:
+            return
+    allowed = "causal, full or a window under which no token sees what fills up its document"
+    if is_cross:
+        allowed = "one of a pack to itself where documents are filled up"
+    remedy = (
+        f"Document {first} has {given[first]} tokens and is filled up to {lengths[first]}. With a2a, PlanSlots of"
+        " align_documents=1 fill up none; p2p wants lengths that are multiples already."
+    )
+    raise ArgumentError("mask", mask.name, allowed, remedy)
 
 
 def checked_topology(topology: Topology | None, on: Machine, cp_size: int, transport: Transport) -> Topology:

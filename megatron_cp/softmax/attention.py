@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal, overload
 
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.executor.arguments import check_plan
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.plan.plan import Plan
 from megatron_cp.softmax.kernels import AttentionKernel
@@ -19,7 +18,7 @@ from megatron_cp.softmax.on_rank import AttentionOnRank
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: RankGroup | dist.ProcessGroup | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
     seed: int = 0, kernel: str | AttentionKernel = "auto", return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
@@ -27,7 +26,7 @@ def attention(
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: RankGroup | dist.ProcessGroup | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
     seed: int = 0, kernel: str | AttentionKernel = "auto", return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
@@ -39,7 +38,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     plan: Plan,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -96,7 +95,7 @@ def attention(
 def projected_attention(
     project: Callable[[list[int], list[int]], tuple[Tensor, Tensor, Tensor]],
     plan: Plan,
-    group: RankGroup | dist.ProcessGroup | None = None,
+    group: Group | None = None,
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_cp.exchange.device import indexed
@@ -27,7 +26,7 @@ from megatron_cp.executor.arguments import (
 )
 from megatron_cp.executor.attend import attend, attend_backward, row_padded_copy
 from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import RankGroup, as_rank_group
+from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.head_exchange import ToTokensInParts
 from megatron_cp.executor.kernels import choose_kernel, kernel_name
 from megatron_cp.executor.opaque import opaque_backward
@@ -61,7 +60,7 @@ class AttentionOnRank:
     """
 
     def __init__(
-        self, plan: Plan, group: RankGroup | dist.ProcessGroup | None, q: Tensor, sink: Tensor | None,
+        self, plan: Plan, group: Group | None, q: Tensor, sink: Tensor | None,
         kernel: str | AttentionKernel, options: dict[str, Any],
     ) -> None:  # fmt: skip
         check_plan(plan, "attention", "plan_attention")

@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
@@ -21,7 +19,7 @@ from megatron_cp.batch.shard import batch_seed, prepare_plans
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.gather import gather
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor.groups import Group, RankGroup
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.layout.packing import IntArray
@@ -76,7 +74,7 @@ class BatchPlanner:
 
 def enable_context_parallel(
     model: PreTrainedModel,
-    group: DeviceMesh | dist.ProcessGroup | RankGroup | None,
+    group: Group | None,
     *,
     layout: str = "balanced",
     scheme: str = "auto",
@@ -108,7 +106,7 @@ def enable_context_parallel(
         ArgumentError: a model that is wrapped already, or with layers or outputs that are not computed exactly here.
     """
     _check_model(model)
-    ranks = _ranks(group)
+    ranks = ranks_of(group)
     options = {
         "transport": transport, "codec": codec, "head_chunks": head_chunks, "hardware": hardware, "topology": topology,
         "item_size": model.dtype.itemsize,
@@ -254,14 +252,6 @@ class ContextParallel:
         _check_loss(self._model)
         stream = _per_token("labels", labels, layout.packing).long()
         return layout.labels(stream, self.rank, ignore_index=IGNORE_INDEX)[0][None]
-
-
-def _ranks(group: DeviceMesh | dist.ProcessGroup | RankGroup | None) -> RankGroup:
-    if not isinstance(group, DeviceMesh):
-        return ranks_of(group)
-    if group.ndim != 1:
-        raise ArgumentError("group", f"a mesh of {group.ndim} dimensions", 'one of its dimensions, such as mesh["cp"]')
-    return ranks_of(group.get_group())
 
 
 def _check_model(model: object) -> None:

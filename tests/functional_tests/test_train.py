@@ -44,6 +44,7 @@ from tests.functional_tests.train_runs import (
     report_of,
     run_without_a_break,
     tokenized,
+    tokens_of_steps,
     write_documents,
 )
 from tests.unit_tests.megatron.indexed_files import write_indexed
@@ -361,3 +362,17 @@ def test_training_with_a_codec_stays_beside_one_rank_and_says_how_close(data, tm
     report = report_of(out)
     assert 1e-4 < report["first_step_grad_diff"] < 0.2  # it was coded
     assert 0 < report["max_loss_diff"] < 0.02
+
+
+def test_says_that_a_run_goes_on_with_other_data(data, uninterrupted, tmp_path, capsys):
+    """Packs are read by their number, so the next one of another order is not what follows."""
+    folder = tmp_path / "copied"
+    shutil.copytree(uninterrupted, folder)
+    assert main(["train", "--resume", str(folder), "--train-iters", "9"]) == 0
+    assert "other data" not in capsys.readouterr().err
+    again = ["--resume", str(folder), "--train-iters", "10", "--seq-length", "48", "--global-batch-size", "1"]
+    assert main(["train", *again]) == 0
+    said = "other data: --seq-length was 96, is 48; --global-batch-size was 2, is 1. The run goes on at pack 9 of"
+    assert said in capsys.readouterr().err
+    (read,) = [entry["tokens"] for entry in metrics_of(folder)[9:]]
+    assert read == tokens_of_steps(data, 10, 1, seq_length=48)[9]

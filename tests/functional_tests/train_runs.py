@@ -73,9 +73,9 @@ def losses_of(folder):
     return [entry["loss"] for entry in metrics_of(folder)]
 
 
-def tokens_of_steps(data, steps, packs):
+def tokens_of_steps(data, steps, packs, seq_length=SEQ_LENGTH):
     """How many tokens each step must have seen, from the stream alone: which documents, and in which order."""
-    stream = PackedStream(read_corpus(data, ByteTokenizer()), SEQ_LENGTH, SEED)
+    stream = PackedStream(read_corpus(data, ByteTokenizer()), seq_length, SEED)
     return [sum(stream.pack(step * packs + pack)[0].total for pack in range(packs)) for step in range(steps)]
 
 

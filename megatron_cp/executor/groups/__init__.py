@@ -7,10 +7,18 @@ starts in microseconds. `Part` is some ranks of either.
 
 from megatron_cp.executor.groups.base import Agreed, Message, Part, Pending, RankGroup, keep_own
 from megatron_cp.executor.groups.thread_group import ThreadGroup
-from megatron_cp.executor.groups.torch_group import TorchGroup, as_rank_group, naming_lost_ranks, set_timeout
+from megatron_cp.executor.groups.torch_group import (
+    Group,
+    TorchGroup,
+    as_rank_group,
+    naming_lost_ranks,
+    rank_group,
+    set_timeout,
+)
 
 __all__ = [
     "Agreed",
+    "Group",
     "Message",
     "Part",
     "Pending",
@@ -20,5 +28,6 @@ __all__ = [
     "as_rank_group",
     "keep_own",
     "naming_lost_ranks",
+    "rank_group",
     "set_timeout",
 ]

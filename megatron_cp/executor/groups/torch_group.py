@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_cp.errors import ArgumentError, PeerError
 from megatron_cp.exchange.buffers import Buffers
@@ -27,6 +28,8 @@ from megatron_cp.executor.groups.base import (
 )
 from megatron_cp.executor.groups.tagged import TaggedMessages, says_lost
 from megatron_cp.executor.groups.thread_group import ThreadGroup
+
+Group = RankGroup | dist.ProcessGroup | DeviceMesh  # what a caller may name ranks by; a mesh has one axis
 
 
 class _Kept:
@@ -89,8 +92,8 @@ class TorchGroup(RankGroup):
 
     def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup | None = None) -> None:
         if not isinstance(group, dist.ProcessGroup):
-            remedy = "Of a device mesh take mesh.get_group()."
-            raise ArgumentError("group", group, "a torch.distributed group, a RankGroup, or None for one rank", remedy)
+            allowed = "a torch.distributed group, a mesh of one axis, a RankGroup, or None for one rank"
+            raise ArgumentError("group", group, allowed)
         self.group = group
         self.host_group = host_group
         kept = _kept_of(group)
@@ -271,10 +274,26 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
-def as_rank_group(group: RankGroup | dist.ProcessGroup | None, cp_size: int) -> RankGroup:
-    """A group to run a plan over `cp_size` ranks on: a `RankGroup` as it is, a process group wrapped.
+def rank_group(group: Group) -> RankGroup:
+    """A `RankGroup` as it is; a process group, or that of a mesh of one axis, wrapped.
 
-    None is this rank alone, where `cp_size` is 1.
+    Raises:
+        ArgumentError: it is no group, or a mesh of several axes, none of which is named.
+    """
+    if isinstance(group, RankGroup):
+        return group
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            axes = ", ".join(map(repr, group.mesh_dim_names or ())) or "without names"
+            remedy = "Say which axis the ranks of the group lie along."
+            given = f"a mesh of {group.ndim} dimensions ({axes})"
+            raise ArgumentError("group", given, 'one of its dimensions, such as mesh["cp"]', remedy)
+        group = group.get_group()
+    return TorchGroup(group)
+
+
+def as_rank_group(group: Group | None, cp_size: int) -> RankGroup:
+    """A group to run a plan over `cp_size` ranks on, see `rank_group`. None is this rank alone, where `cp_size` is 1.
 
     Raises:
         ArgumentError: it is no group, has another number of ranks, or is None for several.
@@ -283,7 +302,7 @@ def as_rank_group(group: RankGroup | dist.ProcessGroup | None, cp_size: int) -> 
         if cp_size > 1:
             raise ArgumentError("group", None, f"a group of the plan's {cp_size} ranks")
         return ThreadGroup.create(1)[0]
-    ranks = group if isinstance(group, RankGroup) else TorchGroup(group)
+    ranks = rank_group(group)
     if ranks.size != cp_size:
         raise ArgumentError("group", f"{ranks.size} ranks", f"the {cp_size} ranks that the plan is for")
     return ranks

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ from megatron_cp.testing.parity import FLOOR_SHARE, relative_error
 _ANY_ERROR = (Exception, CheckpointException)  # torch's is no Exception
 
 
-def save_checkpoint(folder: Path, training: Training, shape: dict[str, Any], iteration: int) -> None:
+def save_checkpoint(
+    folder: Path, training: Training, shape: dict[str, Any], iteration: int, data: Mapping[str, Any] | None = None
+) -> None:
     """Writes the state after `iteration` steps below `folder`, and only then makes it the one to resume from.
 
     Under another name until it is whole and on the disk, so that a kill or a power cut at any moment leaves the one
@@ -42,6 +45,7 @@ def save_checkpoint(folder: Path, training: Training, shape: dict[str, Any], ite
         training: whose state.
         shape: what a model that loads it must have too, from `TrainingOptions.shape`.
         iteration: steps done.
+        data: what the steps read, from `TrainingOptions.data`; None if a run that goes on is not to be told.
 
     Raises:
         ArgumentError: it cannot be written, or would replace the one to resume from; on the ranks that see it.
@@ -55,7 +59,8 @@ def save_checkpoint(folder: Path, training: Training, shape: dict[str, Any], ite
                     shutil.rmtree(left)  # by a run that was killed
                 new.mkdir(parents=True)
             dist.barrier()
-            _write({**_state(training), "megatron_cp": {"iteration": iteration, "shape": shape}}, new)
+            about = {"iteration": iteration, "shape": shape, "data": dict(data or {})}
+            _write({**_state(training), "megatron_cp": about}, new)
             write_digests(new)
             if is_first:
                 _make_latest(new, target, iteration)
@@ -163,6 +168,23 @@ def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int
         allowed = f"more than the {iteration} steps that the checkpoint holds"
         raise ArgumentError("train_iters", options.train_iters, allowed)
     return iteration
+
+
+def other_data(checkpoint: Path, data: Mapping[str, Any]) -> list[str]:
+    """What decides which documents are read and is not what it was, in words.
+
+    A run goes on at the pack that follows those read, by their number: in another order that is another place.
+
+    Args:
+        checkpoint: one that `check_checkpoint` has taken.
+        data: of the run that goes on, from `TrainingOptions.data`.
+    """
+    before = _common_state(checkpoint)["megatron_cp"].get("data", {})
+    return [
+        f"--{name.replace('_', '-')} was {before[name]}, is {value}"
+        for name, value in data.items()
+        if name in before and before[name] != value
+    ]
 
 
 def _common_state(checkpoint: Path) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
@@ -154,6 +158,13 @@ class TrainingOptions:
         # Padded entries of the vocabulary are in the softmax too, and more tensor-parallel ranks may pad further.
         shape |= {"vocab_size": vocab_size, "padded_vocab_size": self.padded_vocab_size(vocab_size)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
+
+    def data(self, lengths: NDArray[np.int64]) -> dict[str, Any]:
+        """What decides which documents a step reads; `lengths` are those of the corpus, by which they are ordered."""
+        digest = hashlib.blake2b(np.asarray(lengths, np.int64).tobytes(), digest_size=8).hexdigest()
+        documents = f"{lengths.size} documents of {int(lengths.sum())} tokens ({digest})"
+        sizes = {name: getattr(self, name) for name in ("seq_length", "global_batch_size", "seed")}
+        return {**sizes, "data_path": documents}
 
     def padded_vocab_size(self, vocab_size: int) -> int:
         """The vocabulary as Megatron pads it, so that tensor-parallel ranks share it evenly."""

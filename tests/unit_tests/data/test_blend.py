@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_cp.data import BlendedStream, PackedStream, TokenCorpus
+import megatron_cp as cp
+from megatron_cp.data import BlendedStream, ByteTokenizer, PackedStream, TokenCorpus, read_corpus
 from megatron_cp.errors import ArgumentError
 
 
@@ -59,3 +60,33 @@ def test_rejects_blends(streams, weights, name):
 def test_rejects_numbers_of_packs(index):
     with pytest.raises(ArgumentError, match=r"^index: "):
         BlendedStream([stream(1)]).pack(index)
+
+
+def test_a_blend_of_conversations_is_learnt_as_each_stream_is(tmp_path):
+    """By the interface of a single stream: what is read and not said by the assistant has no weight."""
+    talk, text = tmp_path / "talk.jsonl", tmp_path / "text.jsonl"
+    talk.write_text('{"prompt": "what is it", "answer": "so"}\n{"prompt": "and", "answer": "it is that"}\n')
+    text.write_text('{"text": "all of it"}\n{"text": "is learnt"}\n')
+    streams = [PackedStream(read_corpus(path, ByteTokenizer()), 24) for path in (talk, text)]
+    blend, learnt = BlendedStream(streams, [1, 1]), []
+    for index in range(6):
+        which, number = blend.place(index)
+        weights, (packing, tokens) = blend.loss_weights(index), blend.pack(index)
+        if which == 1:
+            assert weights is None
+            continue
+        assert np.array_equal(weights, streams[0].loss_weights(number))
+        batch = cp.shard_batch(tokens, cp.Layout.contiguous(packing, 1), loss_mask=weights)
+        learnt.append(bytes(token for token in batch.labels.tolist() if 0 <= token < 256))
+    assert sorted(set(learnt)) == [b"it is that", b"so"]
+
+
+def test_documents_without_marks_are_learnt_whole_beside_those_with_some():
+    class Mixed(TokenCorpus):
+        def is_learnt(self, document, start=0, end=None):
+            return None if document else np.array([False, False, True, True])[start:end]
+
+    mixed = PackedStream(Mixed("", 9, np.arange(8), np.array([0, 4, 8])), 8)
+    _, tokens = mixed.pack(0)
+    expected = {0: [0, 1, 1, 0], 4: [1, 1, 1, 0]}
+    assert mixed.loss_weights(0).tolist() == [weight for first in tokens[::4] for weight in expected[int(first)]]

@@ -3,6 +3,7 @@
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.train import checkpoint
-from megatron_cp.megatron.train.checkpoint import check_checkpoint, compare_gradients, latest_checkpoint
+from megatron_cp.megatron.train.checkpoint import check_checkpoint, compare_gradients, latest_checkpoint, other_data
 from megatron_cp.megatron.train.options import TrainingOptions
 from megatron_cp.megatron.train.run_folder import TRACKER
 from tests.unit_tests.megatron.train.evil import Evil
@@ -199,3 +200,22 @@ def test_a_gradient_that_is_no_number_is_never_equal(side, tmp_path):
     pair = [{"a": [1.0], "b": [1.0]}, {"a": [1.0], "b": [1.0]}]
     pair[side] = {"a": [math.nan], "b": [1.0]}
     assert math.isnan(compared(tmp_path, pair).error)
+
+
+def test_a_run_that_goes_on_with_other_data_is_told_what_changed(monkeypatch, tmp_path):
+    options, lengths = TrainingOptions(), np.array([3, 5, 4])
+    about = saved_by(options, 7)
+    about["megatron_cp"]["data"] = options.data(lengths)
+    holding(monkeypatch, about)
+    assert other_data(tmp_path, options.data(lengths)) == []
+    moved = TrainingOptions(data_path="elsewhere", context_parallel_size=3, cp_even_packs=True)
+    assert other_data(tmp_path, moved.data(lengths)) == []  # the same documents, in the same order
+    for change in ({"seq_length": 48}, {"global_batch_size": 3}, {"seed": 5}):
+        ((name, value),) = change.items()
+        flag = name.replace("_", "-")
+        said = f"--{flag} was {getattr(options, name)}, is {value}"
+        assert other_data(tmp_path, TrainingOptions(**change).data(lengths)) == [said]
+    (said,) = other_data(tmp_path, options.data(np.array([3, 4, 5])))
+    assert said.startswith("--data-path was 3 documents of 12 tokens")
+    holding(monkeypatch, saved_by(options, 7))
+    assert other_data(tmp_path, options.data(lengths)) == []
