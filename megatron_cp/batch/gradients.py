@@ -30,7 +30,8 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor], group: Group | No
 
     Args:
         parameters: a module, or some of its parameters; those that need no gradient are left alone.
-        group: the ranks: the context-parallel group or, with data parallelism too, all ranks of both. None for one.
+        group: the ranks: the context-parallel group or, with data parallelism too, all ranks of both. None for one
+            rank, which is refused in a world of several.
 
     Raises:
         ArgumentError: no parameters, sparse gradients, or parameters whose gradients something else reduces.

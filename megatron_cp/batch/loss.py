@@ -42,7 +42,7 @@ def token_loss(
             tensor of weights, of any shape that these have too.
         weights: what `shard_batch` returned, or its `loss_weights`, or others: constants.
         group: the ranks that gradients are summed (or averaged) over: the context-parallel group or, with data
-            parallelism too, the group of all ranks of both. None for one rank.
+            parallelism too, the group of all ranks of both. None for one rank, which is refused in a world of several.
         num_tokens: what to divide by, the same on every rank, instead of the number of tokens that count here. For a
             step of several microbatches: the sum of their `LocalBatch.num_tokens`, over all replicas if there are any.
         averaged_gradients: the gradients of parameters are averaged over the ranks of `group`, as by

@@ -18,7 +18,8 @@ def ranks_of(group: Group | None) -> RankGroup:
         return rank_group(group)
     if dist.is_initialized() and dist.get_world_size() > 1:
         remedy = (
-            "For all of them: torch.distributed.group.WORLD. For this rank alone: a group, or an axis of a mesh, of it."
+            'Pass the ranks that share a batch, mesh["cp"] or dist.group.WORLD; for a rank by itself a group of it '
+            'alone, such as mesh["cp"] of init_device_mesh(device, (ranks, 1), mesh_dim_names=("dp", "cp")).'
         )
-        raise ArgumentError("group", None, f"some of the job's {dist.get_world_size()} ranks", remedy)
+        raise ArgumentError("group", None, f"a group, in a world of {dist.get_world_size()} ranks", remedy)
     return ThreadGroup.create(1)[0]

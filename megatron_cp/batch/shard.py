@@ -108,7 +108,8 @@ def shard_batch(
         device: where the model is.
         seed: at least 0, of dropout in attention beside the batch's tokens: the number of the step, so that a batch
             that comes again has other weights dropped. The same on every rank.
-        agree: compare the plans, the tokens and the seed of all ranks (16 bytes on the host).
+        agree: compare the plans, the tokens, labels and weights that are given, and the seed of all ranks (16 bytes on
+            the host).
         into: for CUDA graphs, where the batch's tables and rows are put: always in the same memory. `tokens`, `labels`
             and `loss_mask` are those of the documents alone, and `layout` is `into.layout(lengths)`.
 
@@ -142,7 +143,9 @@ def shard_batch(
     targets = targets.masked_fill(weights == 0, ignore_index)
     plans, mixed = BatchPlan(layout, slots), batch_seed(ids, seed)
     if agree and layout.cp_size > 1:
-        check_agreement(plans, ranks, seed=mixed)
+        given = {"labels": (labels, targets), "loss_weights": (loss_mask, weights)}
+        compared = {name: stream for name, (said, stream) in given.items() if said is not None}
+        check_agreement(plans, ranks, seed=mixed, tensors=compared)
     streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
     if into is None:
         prepare_plans(plans, ranks.rank, device)

@@ -30,7 +30,10 @@ class Agreeable(Protocol):
     def describe(self) -> list[str]: ...
 
 
-def check_agreement(plan: Agreeable, group: Group | None, *, seed: int | None = None) -> None:
+def check_agreement(
+    plan: Agreeable, group: Group | None, *, seed: int | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+) -> None:  # fmt: skip
     """Fails on every rank unless all ranks made the same plan. One 16-byte exchange on the host; call it once a plan.
 
     An operation does it by itself when it is first called with a plan. A plan that was compared before is not compared
@@ -40,6 +43,7 @@ def check_agreement(plan: Agreeable, group: Group | None, *, seed: int | None = 
         plan: a plan, or a `BatchPlan`.
         group: its ranks.
         seed: a number, at least 0, that must be equal on all ranks too, such as one that stands for the batch's tokens.
+        tensors: on the host, by name, such as labels: equal on all ranks too.
 
     Raises:
         ArgumentError: the group has another number of ranks than the plan.
@@ -51,6 +55,7 @@ def check_agreement(plan: Agreeable, group: Group | None, *, seed: int | None = 
     if seed is not None:
         seed = checked_integer("seed", seed, 0)
     lines = [*plan.describe(), *([] if seed is None else [f"tokens and seed: {seed}"])]
+    lines += [f"{name}: {_contents(tensor)}" for name, tensor in sorted((tensors or {}).items())]
     _compare(ranks, lines, "comparison of plans", PlanMismatchError, _DIFFERENT_PLANS)
     _remember(ranks, plan)
 
@@ -179,6 +184,13 @@ def _remember(ranks: RankGroup, subject: Agreeable | Layout) -> None:
         layouts += [plan.layout] if plan.hidden_layout is None else [plan.layout, plan.hidden_layout]
     for layout in layouts:
         ranks.agreed.add_plan(*_digest_and_lines(layout))
+
+
+def _contents(tensor: Tensor) -> str:
+    """A tensor on the host in words, its elements as a digest."""
+    elements = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    digest = hashlib.blake2b(elements, digest_size=8).hexdigest()
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {digest}"
 
 
 def _digest(lines: Sequence[str]) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from megatron_cp.batch.ranks import ranks_of
 from megatron_cp.batch.shard import batch_seed, prepare_plans
@@ -29,20 +29,14 @@ from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.transformers.batch import PlannedBatch, ShardedBatch
+from megatron_cp.transformers.calls import REFUSED, check_arguments
 from megatron_cp.transformers.documents import OF_DOCUMENTS, check_on_host, on_host, packing_of
-from megatron_cp.transformers.swap import is_swapped, slots_of, swap_in, swap_out
+from megatron_cp.transformers.heads import check_head, check_loss
+from megatron_cp.transformers.swap import NAME, is_swapped, own_configuration, slots_of, swap_in, swap_out, text_modules
 
-_REFUSED = {
-    "past_key_values": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
-    "cache_params": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
-    "use_cache": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
-    "output_attentions": "No scheme here has the weights of a softmax in one place.",
-    "attn_temperature_tuning": "transformers counts rows for it, not positions, and a rank has other rows.",
-    "output_router_logits": "The auxiliary loss is a product of means over all tokens, which no shard has. In TRL: "
-    "router_aux_loss_coef=0.",
-}
 # From which models of images make masks that are not causal.
 _OVERLAYS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids", "pixel_values", "image_embeds")
+_SKIPS_LAYERS = re.compile("layer_?drop|drop_?path|stochastic_depth")
 _OWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "cp_plans")
 
 
@@ -93,7 +87,8 @@ def enable_context_parallel(
     Before `fully_shard`, `torch.compile` and PEFT. Then `batch = cp.shard(batch)` and `model(**batch)`, on every rank.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers, or the model below its head. It gets a copy of its
+            configuration, so that others built from the same one stay as they are.
         group: the context-parallel ranks: a mesh of one dimension such as `mesh["cp"]`, or a group.
         layout: "balanced", "zigzag", "contiguous" or "auto".
         scheme: of softmax attention, as in `plan_attention`.
@@ -131,6 +126,7 @@ class ContextParallel:
         self, model: PreTrainedModel, ranks: RankGroup, planner: BatchPlanner, kernel: str, slots: dict[str, Slot]
     ) -> None:
         self.planner, self._model, self._ranks, self._kernel, self._slots = planner, model, ranks, kernel, slots
+        own_configuration(model)  # else a model of the same configuration would have our attention too
         self._attention = swap_in(model, slots)
 
     @property
@@ -162,20 +158,23 @@ class ContextParallel:
                 ...]`; `cp_plans` from `planner(lengths)`. What is no tensor goes to the model as it is.
             seed: of attention dropout: the number of the step, the same on every rank.
             device: where the rows go; where the model is if None.
-            agree: compare plans and tokens of all ranks (16 bytes on the host).
+            agree: compare plans, tokens and all other tensors of all ranks (16 bytes on the host).
 
         Raises:
             ArgumentError: several rows, padding, lengths on a device, or an argument that is not for training.
             PlanMismatchError: another rank has another batch.
         """
-        _check_arguments(batch)
+        _check_batch(batch)
         packing = packing_of(batch)
         plans = self._plans(batch.get("cp_plans"), packing)
         layout, device = plans.layout, torch.device(self._model.device if device is None else device)
         ids = batch["input_ids"][0].long()
         mixed = batch_seed(ids, 0 if seed is None else checked_integer("seed", seed, 0))
         if agree and self.cp_size > 1:
-            check_agreement(plans, self._ranks, seed=mixed)
+            tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            for name, value in tensors.items():
+                check_on_host(name, value)
+            check_agreement(plans, self._ranks, seed=mixed, tensors=tensors)
         prepare_plans(plans, self.rank, device)
         values: dict[str, Any] = {
             name: value
@@ -245,11 +244,12 @@ class ContextParallel:
     def _labels(self, batch: Mapping[str, Any], layout: Layout) -> Tensor | None:
         """What each of this rank's tokens is to predict."""
         if (shifted := batch.get("shift_labels")) is not None:
+            check_loss(self._model, shifts=False)
             stream = _per_token("shift_labels", shifted, layout.packing)
             return self._rows(stream.long(), layout, IGNORE_INDEX)
         if (labels := batch.get("labels")) is None:
             return None
-        _check_loss(self._model)
+        check_loss(self._model, shifts=True)
         stream = _per_token("labels", labels, layout.packing).long()
         return layout.labels(stream, self.rank, ignore_index=IGNORE_INDEX)[0][None]
 
@@ -260,10 +260,15 @@ def _check_model(model: object) -> None:
         raise ArgumentError("model", type(model).__name__, "a PreTrainedModel of transformers", remedy)
     if is_swapped(model):
         raise ArgumentError("model", "one that runs over a group already", "a model, once")
+    check_head(model)
     config = model.config.get_text_config()
+    if config._attn_implementation == NAME:
+        remedy = "Build the model from a configuration of its own: copy.deepcopy(config) within cp.disabled()."
+        raise ArgumentError("model.config", "the configuration of a model that is enabled", "one of its own", remedy)
+    _check_layerdrop(model)
     for name in ("output_router_logits", "output_attentions", "attn_temperature_tuning"):
         if getattr(config, name, False):
-            raise ArgumentError(f"model.config.{name}", True, "False", _REFUSED[name])
+            raise ArgumentError(f"model.config.{name}", True, "False", REFUSED[name])
     rope = getattr(config, "rope_parameters", None) or {}
     for each in (rope, *(value for value in rope.values() if isinstance(value, Mapping))):  # or one for each layer type
         kind = str(each.get("rope_type", ""))
@@ -274,28 +279,25 @@ def _check_model(model: object) -> None:
             )
 
 
-def _check_arguments(batch: Mapping[str, Any]) -> None:
+def _check_layerdrop(model: PreTrainedModel) -> None:
+    """Ranks that draw by themselves which layers to skip would wait for each other, or meet in other layers."""
+    config = model.config.get_text_config()
+    places = {"model.config": config, **{f"model.{name}": module for name, module in text_modules(model)}}
+    for place, owner in places.items():
+        for name, value in vars(owner).items():
+            if _SKIPS_LAYERS.search(name) and isinstance(value, int | float) and value > 0:
+                remedy = "Each rank would skip other layers. Set it to 0 before the model is built."
+                raise ArgumentError(f"{place}.{name}".replace("..", "."), value, "0", remedy)
+
+
+def _check_batch(batch: Mapping[str, Any]) -> None:
     if not isinstance(batch, Mapping):
         raise ArgumentError("batch", batch, "a mapping, as a collator returns")
     for name in _OVERLAYS:
         if batch.get(name) is not None:
             remedy = "Blocks that see both ways would be causal here. Leave it out of batches of text alone."
             raise ArgumentError(name, type(batch[name]).__name__, "None", remedy)
-    for name, remedy in _REFUSED.items():
-        value = batch.get(name)
-        if value is not None and value is not False:
-            raise ArgumentError(name, value if isinstance(value, bool) else type(value).__name__, "None", remedy)
-
-
-def _check_loss(model: PreTrainedModel) -> None:
-    """transformers' own loss shifts by itself where it is not told `shift_labels`: over the edges of a rank's rows."""
-    loss: Any = model.loss_function
-    if loss is not ForCausalLMLoss:
-        given = getattr(loss, "__name__", type(loss).__name__)
-        remedy = "Leave labels out of the batch, and compute the loss of model(**batch).logits from shift_labels."
-        raise ArgumentError(
-            "model.loss_function", given, "transformers' ForCausalLMLoss, which takes shift_labels", remedy
-        )
+    check_arguments(batch)
 
 
 def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.causal_conv1d import causal_conv1d
 from megatron_cp.linear.gated_delta_net import gated_delta_net
@@ -40,6 +41,20 @@ def family_of(module: nn.Module) -> MixerFamily | None:
     """By its class, or one that it derives from."""
     names = {kind.__name__ for kind in type(module).__mro__}
     return next((family for family in FAMILIES if names & set(family.classes)), None)
+
+
+def check_activation(module: Any) -> None:
+    """Refuses another activation after the convolution than the one that mixers here compute.
+
+    Raises:
+        ArgumentError: naming the module and what its configuration says.
+    """
+    activation = getattr(module, "activation", "silu")  # a short convolution has none
+    if activation not in ("silu", "swish"):
+        remedy = (
+            "SiLU follows convolutions here. Set it in the configuration (of Nemotron-H mamba_hidden_act), or no cp."
+        )
+        raise ArgumentError("model.config.hidden_act", activation, f"silu or swish for {type(module).__name__}", remedy)
 
 
 @opaque

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import dis
+import functools
 import inspect
 import re
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
 from megatron_cp.transformers.attention import NAME, SLOT, planned_attention, planned_batch
-from megatron_cp.transformers.mixers import family_of
+from megatron_cp.transformers.batch import PlannedBatch
+from megatron_cp.transformers.calls import check_call
+from megatron_cp.transformers.heads import has_head
+from megatron_cp.transformers.mixers import check_activation, family_of
 from megatron_cp.transformers.slots import attention_slot, is_attention
 
 # Class names of modules that mix tokens and are neither softmax attention nor a family of `mixers`.
@@ -23,6 +28,7 @@ _MIXES = re.compile(
 )
 
 
+_HAS_LOSS = "cp_has_loss"  # an attribute of the model that is enabled
 _DROPS_ARGUMENTS = ("Mamba2ForCausalLM",)  # reads its keyword arguments, and does not hand them to its layers
 
 
@@ -34,9 +40,10 @@ def slots_of(model: PreTrainedModel, of_attention: dict[str, Any], of_linear: di
     """
     config = model.config.get_text_config()
     found: dict[str, Slot] = {}
-    for name, module in _text_modules(model):
+    for name, module in text_modules(model):
         family = family_of(module)
         if family is not None:
+            check_activation(module)
             found[name] = family.slot(module, **of_linear)
         elif is_attention(module, config):
             found[name] = attention_slot(module, config, **of_attention)
@@ -51,7 +58,7 @@ def slots_of(model: PreTrainedModel, of_attention: dict[str, Any], of_linear: di
     return found
 
 
-def _text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """All but vision and audio towers, which every rank runs whole, on their own attention."""
     text = model.config.get_text_config()
     towers = [
@@ -66,9 +73,13 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
     """Our layers in place of the model's; returns the name of the attention that it had."""
     AttentionInterface.register(NAME, planned_attention)
     modules = dict(model.named_modules())
+    setattr(model, _HAS_LOSS, has_head(model))
+    if not isinstance(model, _Called):
+        first = _CalledAndHandsDown if _drops_arguments(model) else _Called
+        model.__class__ = _derived(first, type(model), type(model).__name__)  # a name is saved with a model
     for module in {id(modules[above]): modules[above] for name in slots for above in _above(name)}.values():
         if _drops_arguments(module) and not isinstance(module, _HandsDown):
-            module.__class__ = _derived(_HandsDown, type(module), type(module).__name__)  # a name is saved with a model
+            module.__class__ = _derived(_HandsDown, type(module), type(module).__name__)
     for name, slot in slots.items():
         module = modules[name]
         setattr(module, SLOT, slot)
@@ -87,7 +98,7 @@ def _drops_arguments(module: nn.Module) -> bool:
     """Whether its forward takes no keyword arguments of any name, or never reads those that it takes."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):  # is not called
         return False
-    if type(module).__name__ in _DROPS_ARGUMENTS:
+    if any(kind.__name__ in _DROPS_ARGUMENTS for kind in type(module).__mro__):
         return True
     forward = inspect.unwrap(type(module).forward)
     kinds = inspect.signature(forward).parameters.items()
@@ -98,8 +109,9 @@ def _drops_arguments(module: nn.Module) -> bool:
 def swap_out(model: PreTrainedModel, attention: Any) -> None:
     """The model's own layers again, and the attention that it had."""
     for module in model.modules():
-        if SLOT in vars(module):
-            delattr(module, SLOT)
+        for name in (SLOT, _HAS_LOSS):
+            if name in vars(module):
+                delattr(module, name)
         if type(module) in _DERIVED.values():  # else fully_shard made a class of ours, whose forward is the stock one's
             module.__class__ = type(module).__bases__[1]
     set_attention(model, attention)
@@ -119,8 +131,18 @@ def set_attention(model: PreTrainedModel, name: str) -> str:
     return before
 
 
+def own_configuration(model: PreTrainedModel) -> None:
+    """Gives a model, and all of its modules, copies of their configurations: other models may be built from them."""
+    copies: dict[int, Any] = {}  # a text configuration stays that of the whole
+    copy.deepcopy(model.config, copies)
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, PreTrainedConfig):
+                vars(module)[name] = copy.deepcopy(value, copies)
+
+
 class _Derived:
-    """Of both classes below: made in a process, so pickled by what they are made of."""
+    """Of the classes below: made in a process, so pickled by what they are made of."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = type(self)
@@ -173,6 +195,20 @@ class _HandsDown(_Derived):
                 hook.remove()
 
 
+class _Called(_Derived):
+    """Goes before the class of the model that is enabled."""
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        """The model's, once what it is called with has been checked."""
+        if _HAS_LOSS in vars(self) and isinstance(batch := given.get("cp_batch"), PlannedBatch):
+            check_call(given, batch.group.size, has_loss=vars(self)[_HAS_LOSS])
+        return super().forward(*args, **given)  # type: ignore[misc]
+
+
+class _CalledAndHandsDown(_Called, _HandsDown):
+    """Both."""
+
+
 def _with_slots(module: nn.Module) -> list[nn.Module]:
     """The modules that it calls and that have, or hold, a slot."""
     found: list[nn.Module] = []
@@ -184,7 +220,7 @@ def _with_slots(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-_DERIVED: dict[type, type] = {}  # by class: equal modules have one
+_DERIVED: dict[tuple[type, type], type] = {}  # by classes: equal modules have one
 
 
 def _made_again(first: type, kind: type, name: str) -> Any:
@@ -195,6 +231,17 @@ def _made_again(first: type, kind: type, name: str) -> Any:
 
 def _derived(first: type, kind: type, name: str) -> type:
     """The class with another forward. Its instances are those of `kind`: the same parameters, of the same names."""
-    if kind not in _DERIVED:
-        _DERIVED[kind] = type(name, (first, kind), {"__module__": __name__})
-    return _DERIVED[kind]
+    if (first, kind) not in _DERIVED:
+        contents: dict[str, Any] = {"__module__": __name__}
+        if issubclass(first, _Called):  # trainers read from its signature what a model takes
+            contents["forward"] = _with_signature(first, kind)
+        _DERIVED[first, kind] = type(name, (first, kind), contents)
+    return _DERIVED[first, kind]
+
+
+def _with_signature(first: Any, kind: Any) -> Any:
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **given: Any) -> Any:
+        return first.forward(self, *args, **given)
+
+    return forward

@@ -403,12 +403,15 @@ def test_a_batch_can_be_made_again_of_its_arguments(enabled):
     assert (moved.num_items, moved.layout, moved.plans) == (10, sharded.layout, sharded.plans)
 
 
-def disabled_after_fully_shard(group):
+def rejects_no_group_and_is_disabled_after_fully_shard(group):
     model = build("Mamba2", dtype=torch.float32).eval()
     before = model(input_ids=TOKENS, use_cache=False).logits
     square = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
     with pytest.raises(ArgumentError, match="2 dimensions"):
         enable_context_parallel(model, square)
+    for takes_a_group in (enable_context_parallel, cp.reduce_gradients):
+        with pytest.raises(ArgumentError, match=r"world of 2 ranks.*dist\.group\.WORLD"):
+            takes_a_group(model, None)
     context = enable_context_parallel(model, mesh := square["cp"])
     assert (context.cp_size, context.rank) == (2, group.rank)
     for block in model.backbone.layers:
@@ -422,8 +425,10 @@ def disabled_after_fully_shard(group):
     return off, torch.equal(model(**rows).logits, first), [type(module) for module in model.modules()] == ours
 
 
-def test_disabled_after_fully_shard():
-    for off, is_same, is_back in run_ranks(disabled_after_fully_shard, 2, kind="processes", timeout=120):
+def test_rejects_no_group_and_is_disabled_after_fully_shard():
+    for off, is_same, is_back in run_ranks(
+        rejects_no_group_and_is_disabled_after_fully_shard, 2, kind="processes", timeout=120
+    ):
         assert off < 1e-5
         assert is_same
         assert is_back

@@ -54,7 +54,7 @@ def test_dropout_is_the_same_on_every_number_of_ranks(dropping):
         own = copy.deepcopy(dropping)
         context = enable_context_parallel(own, group, layout="zigzag", scheme="exact")
         sharded = context.shard(batch(), seed=3)
-        return context.gather(own(**sharded).logits.detach(), sharded)
+        return context.gather(own(**sharded, num_items_in_batch=sharded.num_items).logits.detach(), sharded)
 
     one, two = run_ranks(main, 1)[0], run_ranks(main, 2)[0]
     assert (one - two).abs().max() < 1e-12

@@ -227,12 +227,15 @@ OTHERS = {
     "tokens": {"tokens": ids().flip(0)},
     "a step": {"seed": 1},
     "a layout": {"layout": cp.Layout.contiguous(RAGGED, 3)},
+    "labels": {"labels": ids().flip(0)},
+    "weights": {"loss_mask": torch.arange(RAGGED.total) > 2},
 }
+GIVEN = {"labels": ids(), "loss_mask": torch.ones(RAGGED.total)}
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_rejects_another_batch_on_another_rank(other):
-    arguments = [{}, {}, OTHERS[other]]
+    arguments = [GIVEN, GIVEN, GIVEN | OTHERS[other]]
     for message in run_ranks(disagreement, 3, arguments, True):
         assert "rank 2 differs from rank 0" in message
     assert run_ranks(disagreement, 3, arguments, False) == ["they agree"] * 3

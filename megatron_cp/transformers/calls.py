@@ -1,0 +1,59 @@
+"""Arguments of a model's call that a rank, which has some of the rows, would compute something else from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+
+REFUSED = {
+    "past_key_values": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
+    "cache_params": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
+    "use_cache": "Training has no cache. To generate: with cp.disabled(): model.generate(...).",
+    "output_attentions": "No scheme here has the weights of a softmax in one place.",
+    "logits_to_keep": "A rank would keep the last of its own rows. Leave it out: cp.gather(out.logits, batch)[:, -n:].",
+    "attn_temperature_tuning": "transformers counts rows for it, not positions, and a rank has other rows.",
+    "output_router_logits": "The auxiliary loss is a product of means over all tokens, which no shard has. In TRL: "
+    "router_aux_loss_coef=0.",
+}
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuses arguments of a batch, or of a call, that are not for training over ranks.
+
+    Raises:
+        ArgumentError: with what to do instead.
+    """
+    for name, remedy in REFUSED.items():
+        value = given.get(name)
+        if isinstance(value, Tensor) or value:
+            shown = value if isinstance(value, bool | int) else type(value).__name__
+            raise ArgumentError(name, shown, "None", remedy)
+
+
+def check_call(given: Mapping[str, Any], num_ranks: int, *, has_loss: bool) -> None:
+    """Refuses what a model is called with beside a batch of `ContextParallel.shard`.
+
+    Args:
+        given: the keyword arguments.
+        num_ranks: of the group.
+        has_loss: the model computes a loss of labels.
+
+    Raises:
+        ArgumentError: labels that are not shifted, or without the number of all ranks' labels; `check_arguments`'s.
+    """
+    check_arguments(given)
+    if not has_loss or given.get("labels") is None:
+        return
+    if given.get("shift_labels") is None:
+        remedy = "Give labels of the whole batch to ContextParallel.shard, which shifts them within documents."
+        raise ArgumentError("labels", "labels without shift_labels", "both, as in shard's batch", remedy)
+    if num_ranks > 1 and given.get("num_items_in_batch") is None:
+        remedy = (
+            "Without it each rank has the mean over its own labels. Pass num_items_in_batch=batch.num_items, and with "
+            "other replicas or microbatches the sum of theirs: the loss of the step is the sum of the ranks' losses."
+        )
+        raise ArgumentError("num_items_in_batch", None, "the number of labels on all ranks", remedy)

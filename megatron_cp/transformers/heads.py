@@ -1,0 +1,101 @@
+"""What a model of transformers does with its hidden states: heads that a rank's rows suffice for, and others."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto import modeling_auto as auto
+
+from megatron_cp.errors import ArgumentError
+
+_OWN_LOSS = (
+    "Leave labels out of the batch, and compute the loss from the logits of model(**batch): a tensor of another name, "
+    "[1, total] of what each token predicts, is dealt with the tokens."
+)
+
+
+def check_head(model: PreTrainedModel) -> None:
+    """Refuses a head that reads other rows than a token's own.
+
+    Causal language models and models without a head are those that transformers lists as such. A class that it does
+    not list is taken where it hands logits of its output embeddings to transformers' causal loss, or returns hidden
+    states and no more.
+
+    Raises:
+        ArgumentError: pooled rows, several heads, or outputs that are not known.
+    """
+    if _is_listed(model, _LANGUAGE_MODELS if has_head(model) else _BASE_MODELS):
+        return
+    code = _code(model)
+    if has_head(model):
+        is_known = calls_loss_function(model) and LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss
+    else:
+        keywords = {name for each in getattr(code, "co_consts", ()) if isinstance(each, tuple) for name in each}
+        is_known = "last_hidden_state" in keywords and "labels" not in inspect.signature(model.forward).parameters
+    if not is_known:
+        remedy = (
+            "Other heads pool rows that one rank alone has. Enable the model below it, model.base_model, and compute "
+            "the head from all rows: cp.gather(model.base_model(**batch).last_hidden_state, batch)."
+        )
+        raise ArgumentError(
+            "model", type(model).__name__, "a causal language model of transformers, or a model without a head", remedy
+        )
+
+
+def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
+    """Refuses labels for a model whose loss would shift them by itself, over the edges of a rank's rows.
+
+    Args:
+        model: whose batch has labels.
+        shifts: the loss is handed labels that are not shifted yet, so that it must be transformers' own.
+
+    Raises:
+        ArgumentError: a loss that takes no `shift_labels`.
+    """
+    loss: Any = model.loss_function
+    own = has_head(model) and not calls_loss_function(model)
+    if own or (shifts and loss is not ForCausalLMLoss):
+        given = f"a loss in {type(model).__name__}.forward" if own else getattr(loss, "__name__", type(loss).__name__)
+        raise ArgumentError(
+            "model.loss_function", given, "transformers' ForCausalLMLoss, which takes shift_labels", _OWN_LOSS
+        )
+
+
+def has_head(model: PreTrainedModel) -> bool:
+    """Whether it has output embeddings."""
+    return model.get_output_embeddings() is not None
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether its forward leaves the loss to `model.loss_function`; True where it has no code to read."""
+    code = _code(model)
+    return code is None or "loss_function" in code.co_names
+
+
+def _code(model: nn.Module) -> Any:
+    return getattr(inspect.unwrap(type(model).forward), "__code__", None)
+
+
+def _is_listed(model: nn.Module, names: frozenset[str]) -> bool:
+    """Whether its forward is that of a class of transformers' with one of the names."""
+    kinds = type(model).__mro__
+    owner = next(place for place, kind in enumerate(kinds) if "forward" in vars(kind))
+    return any(kind.__name__ in names and kind.__module__.startswith("transformers.") for kind in kinds[: owner + 1])
+
+
+def _names(*mappings: dict[str, Any]) -> frozenset[str]:
+    values: Iterable[Any] = (value for mapping in mappings for value in mapping.values())
+    return frozenset(name for value in values for name in ((value,) if isinstance(value, str) else value))
+
+
+_LANGUAGE_MODELS = _names(
+    auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+_BASE_MODELS = _names(auto.MODEL_MAPPING_NAMES)
