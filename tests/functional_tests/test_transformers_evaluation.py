@@ -25,6 +25,10 @@ KINDS = {
     "SFTTrainer, padding-free": {"sft": True, "padding_free": True, "max_length": None},
 }
 
+AUTOCAST = False  # True when layers run under autocast: TRL's default is bf16
+if AUTOCAST:
+    KINDS["SFTTrainer, bf16"] = {"sft": True, "bf16": True}
+
 
 def prepare():
     import torch
@@ -160,7 +164,8 @@ def test_trains_and_evaluates_as_the_stock_trainer(name, replicas, found):
     ours, stock = found[2 * replicas]["ours", name], found[replicas]["stock", name]
     assert set(ours) == set(stock)
     assert not any(value != value for value in ours.values())
-    differ = {key: (ours[key], stock[key]) for key in stock if ours[key] != pytest.approx(stock[key], rel=2e-4)}
+    near = {"rel": 2e-2, "abs": 2e-2} if "bf16" in name else {"rel": 2e-4}
+    differ = {key: (ours[key], stock[key]) for key in stock if ours[key] != pytest.approx(stock[key], **near)}
     assert not differ
 
 
