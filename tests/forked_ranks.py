@@ -5,7 +5,7 @@ CUDA cannot be used after a fork, so that there they are spawned, as users' rank
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
@@ -65,8 +65,15 @@ def forking_context():
 
 def run_ranks_after(prepare: Callable[[], None], function: Callable[..., Any], size: int, *, timeout: float) -> Any:
     """`run_ranks` with forks of a new process that has called `prepare`: for what must come before any import."""
+    return run_worlds_after(prepare, function, (size,), timeout=timeout)[size]
+
+
+def run_worlds_after(
+    prepare: Callable[[], None], function: Callable[..., Any], sizes: Iterable[int], *, timeout: float
+) -> dict[int, Any]:
+    """`run_ranks_after` for several numbers of ranks, all of them forks of one process, which imports once."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(_run_forks, prepare, function, size, timeout).result()
+        return {size: process.submit(_run_forks, prepare, function, size, timeout).result() for size in sizes}
 
 
 def _run_forks(prepare: Callable[[], None], function: Callable[..., Any], size: int, timeout: float) -> Any:

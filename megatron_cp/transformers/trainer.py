@@ -3,24 +3,30 @@
     trainer = ContextParallelTrainer(model=model, args=args, train_dataset=..., data_collator=flattening)
 
 with `args.parallelism_config = ParallelismConfig(cp_size=4)` of accelerate, or `accelerate launch` with
-`--parallelism_config_cp_size 4`. All that is changed is this trainer's own: transformers, accelerate and TRL stay.
+`--use_parallelism_config`. All that is changed is this trainer's own: transformers, accelerate and TRL stay.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from transformers import Trainer
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.layout.layout import IGNORE_INDEX
 from megatron_cp.transformers.batch import ShardedBatch
 from megatron_cp.transformers.documents import packing_of
 from megatron_cp.transformers.enable import enable_context_parallel
+from megatron_cp.transformers.parallelism import Parallelism, checked_parallelism
+from megatron_cp.transformers.rows import flatten_rows, restore_rows
 
 _SHIFTS = "It would shift labels that are shifted already. The model's own loss takes them as they are."
 
@@ -28,9 +34,10 @@ _SHIFTS = "It would shift labels that are shifted already. The model's own loss 
 class ContextParallelMixin:
     """Before a class of transformers' trainers: `class Mine(ContextParallelMixin, SFTTrainer)`, packing included.
 
-    Batches are one row of documents, as `DataCollatorWithFlattening` and TRL's packing make them. Losses, gradients and
-    their norm are those of one rank on each document alone. The model may be of any class that
-    `enable_context_parallel` takes, with LoRA or without.
+    Batches are one row of documents, as `DataCollatorWithFlattening` and TRL's packing make them, or rows that are
+    padded on the right, which are put end to end. Losses, gradients and their norm are those of one rank on each
+    document alone, and so are the losses of evaluations, weighed as the trainer weighs its batches. The model may be
+    of any class that `enable_context_parallel` takes, with LoRA or without.
 
     Args:
         args, named: of the trainer.
@@ -41,39 +48,82 @@ class ContextParallelMixin:
         context_parallel: what it returned.
 
     Raises:
-        ArgumentError: a model that cannot be run so, or an argument of the trainer that would train something else.
+        ArgumentError: a model that cannot be run so, an argument of the trainer that would train something else,
+            a trainer of TRL that computes more than a model's own loss, or several processes of which it is not said
+            what they share.
     """
 
     accelerator: Any
     args: Any
     model: Any
+    get_tp_size: Callable[[], int]
+    model_accepts_loss_kwargs: Any
     state: Any
 
     def __init__(
         self, *args: Any, layout: str = "balanced", scheme: str = "auto", linear_mode: str = "auto",
         cp_options: Mapping[str, Any] | None = None, **named: Any,
     ) -> None:  # fmt: skip
-        self._hidden = contextlib.ExitStack()  # what TRL must not see while it is made
-        with self._hidden:
-            super().__init__(*args, **named)
+        _check_trainer(type(self))
+        super().__init__(*args, **named)
+        config = self.accelerator.parallelism_config
+        if config is not None:
+            config.is_hidden = False
         self._check_arguments()
         model = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        mesh = self.accelerator.torch_device_mesh
-        group = mesh["cp"] if mesh is not None and "cp" in (mesh.mesh_dim_names or ()) else None
+        # A group of its own where each rank is a replica: None would be every rank.
+        self._group = self._mesh["cp"].get_group() if self._mesh is not None else None
         self.context_parallel = enable_context_parallel(
-            model, group, layout=layout, scheme=scheme, linear_mode=linear_mode, **(cp_options or {})
-        )
+            model, self._group or ThreadGroup.create(1)[0], layout=layout, scheme=scheme, linear_mode=linear_mode,
+            **(cp_options or {}),
+        )  # fmt: skip
         self._sharded: ShardedBatch | None = None
+        self._kept: Tensor | None = None  # the places of padded rows that the sharded batch has
+
+    # -- accelerate -------------------------------------------------------------------------------------------------
+
+    def _build_accelerator_args(self, **named: Any) -> dict[str, Any]:
+        args: dict[str, Any] = super()._build_accelerator_args(**named)  # type: ignore[misc]
+        self._asked = args["parallelism_config"] = checked_parallelism(self.args, args.get("parallelism_config"))
+        return args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Has accelerate leave the model alone, and TRL not refuse to pack."""
+        """Has accelerate leave the model alone, TRL not refuse to pack, and metrics see each batch once."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # accelerate would refuse windows and linear layers here, or exchange the attention.
         self.accelerator._prepare_cp = lambda *prepared: prepared
-        config = self.accelerator.parallelism_config
-        if config is not None and config.cp_enabled:
-            self._hidden.enter_context(_unseen(config))
+        config, asked = self.accelerator.parallelism_config, self._asked
+        if (None if config is None else config._sizes) != (None if asked is None else asked._sizes):
+            remedy = "accelerate keeps the configuration of a process's first Accelerator: make this trainer before it."
+            raise ArgumentError("args.parallelism_config", asked, f"{config}", remedy)
+        if config is not None:  # perhaps of an earlier trainer, or Accelerator
+            config.__class__, config.is_hidden = Parallelism, True
+        self._mesh = self.accelerator.torch_device_mesh if config is not None and config.cp_size > 1 else None
+        if self._mesh is not None:
+            self._sums_shares, self._gather_of_all = False, self.accelerator.gather_for_metrics
+            self.accelerator.gather_for_metrics = self._gather_for_metrics
+            objects = self.args.eval_use_gather_object
+            self.gather_function = functools.partial(self._gather_for_metrics, use_gather_object=objects)
+
+    def _gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
+        """accelerate's, of replicas: what all ranks of a group have comes once, and a loss's counts are summed."""
+        assert self._mesh is not None
+        if use_gather_object:
+            return self._gather_of_all(data if self.context_parallel.rank == 0 else data[:0], True)
+        axis, state = self._mesh.mesh_dim_names.index("cp"), self.accelerator.gradient_state
+        ranks = self._mesh.mesh.movedim(axis, -1).reshape(-1, self.context_parallel.cp_size)  # [replicas, cp]
+        remainder = state.remainder if state.end_of_dataloader else 0  # of the last batch, which was filled up
+
+        def of_replicas(values: Tensor) -> Tensor:
+            gathered = self.accelerator.gather(values)
+            rows = gathered.unflatten(0, (ranks.numel(), -1))[ranks.to(gathered.device)]
+            found = (rows.sum(1) if self._sums_shares else rows[:, 0]).flatten(0, 1)
+            return found[:remainder] if remainder > 0 else found
+
+        return recursively_apply(of_replicas, data, error_on_other_type=True)
+
+    # -- batches and evaluation -------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
         return self._on_host(super().get_train_dataloader)  # type: ignore[misc]
@@ -87,23 +137,32 @@ class ContextParallelMixin:
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """As the trainer's, with the whole batch's logits, in the order of its tokens."""
+        """As the trainer's, with the whole batch's loss and logits, in the order of its tokens."""
         if inputs.get("labels") is None:
             remedy = "Evaluate with labels, or on whole batches: with trainer.context_parallel.disabled()."
             raise ArgumentError("inputs", "no labels", "a batch with labels", remedy)
         loss, logits, labels = super().prediction_step(  # type: ignore[misc]
             model, inputs, prediction_loss_only, ignore_keys
         )
-        if isinstance(logits, Tensor):
-            assert self._sharded is not None
-            logits = self.context_parallel.gather(logits, self._sharded)
+        if loss is not None and self._group is not None:
+            dist.all_reduce(loss, group=self._group)
+            loss = loss / self.context_parallel.cp_size
+        logits = recursively_apply(self._whole, logits)
         return loss, logits, labels.to(self.args.device) if isinstance(labels, Tensor) else labels
+
+    def _whole(self, rows: Tensor) -> Tensor:
+        """A model's output of all ranks, in the shape of the batch."""
+        assert self._sharded is not None
+        if rows.shape[:2] != self._sharded["input_ids"].shape:
+            remedy = "Leave it out: ignore_keys=[...], or the model's keys_to_ignore_at_inference."
+            raise ArgumentError("outputs", list(rows.shape), "tensors with a row for each token", remedy)
+        return restore_rows(self.context_parallel.gather(rows, self._sharded), self._kept)
 
     # -- what the trainer calls with a batch, in this order ---------------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: Sequence[Mapping[str, Any]], device: torch.device) -> Any:
         """Labels that a token predicts: not those of documents' first tokens, which some collators leave in."""
-        counted = [_without_first_tokens(batch) for batch in batch_samples]
+        counted = [_without_first_tokens(flatten_rows(batch)[0]) for batch in batch_samples]
         return super()._get_num_items_in_batch(counted, device)  # type: ignore[misc]
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -113,8 +172,46 @@ class ContextParallelMixin:
     def _prepare_context_parallel_inputs(
         self, model: Any, inputs: dict[str, Any]
     ) -> tuple[Callable[..., Any], dict[str, Any]]:
-        self._sharded = self.context_parallel.shard(inputs, seed=self.state.global_step, device=self.args.device)
+        flat, self._kept = flatten_rows(inputs)
+        self._sharded = self.context_parallel.shard(flat, seed=self.state.global_step, device=self.args.device)
         return contextlib.nullcontext, dict(self._sharded)
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """This rank's share of the loss, times the ranks whose gradients are averaged."""
+        if "cp_batch" not in inputs:  # TRL's evaluation shards nothing
+            inputs = self._prepare_context_parallel_inputs(model, inputs)[1]
+        assert self._sharded is not None
+        if num_items_in_batch is None:
+            # TRL's evaluation, and models that take no such number, divide a batch by its own labels, of which a rank
+            # has a part or none. The loss is then multiplied by all ranks, replicas included.
+            replicas = self.accelerator.num_processes // self.context_parallel.cp_size // self.get_tp_size()
+            num_items_in_batch = torch.tensor(self._sharded.num_items * replicas, device=self.args.device)
+        with self._loss_of_shares():
+            return super().compute_loss(  # type: ignore[misc]
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+
+    @contextlib.contextmanager
+    def _loss_of_shares(self) -> Iterator[None]:
+        accepts, self.model_accepts_loss_kwargs, self._sums_shares = self.model_accepts_loss_kwargs, True, True
+        try:
+            yield
+        finally:
+            self.model_accepts_loss_kwargs, self._sums_shares = accepts, False
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        """Every rank is given the whole batch: the sum over all counts it once for each rank of the group."""
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)  # type: ignore[misc]
+        seen = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + seen // self.context_parallel.cp_size
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """This rank's part of the batch's."""
+        whole: float = super().floating_point_ops(inputs)  # type: ignore[misc]
+        return whole / self.context_parallel.cp_size
 
     def _on_host(self, make: Callable[..., Any], *args: Any, **named: Any) -> Any:
         """A data loader of accelerate's that leaves batches on the host."""
@@ -140,15 +237,15 @@ class ContextParallelTrainer(ContextParallelMixin, Trainer):
     """transformers' `Trainer` with context parallelism; see `ContextParallelMixin`."""
 
 
-@contextlib.contextmanager
-def _unseen(config: Any) -> Any:
-    """accelerate's configuration of parallelism, as if it had no context parallelism."""
-    kind = type(config)
-    config.__class__ = type(kind.__name__, (kind,), {"cp_enabled": property(lambda _: False)})
-    try:
-        yield
-    finally:
-        config.__class__ = kind
+def _check_trainer(kind: type) -> None:
+    """Refuses TRL's trainers that do more with a batch than ask the model for its loss."""
+    trl = next((base.__name__ for base in kind.__mro__ if base.__module__.split(".")[0] == "trl"), None)
+    if trl not in (None, "SFTTrainer"):
+        remedy = (
+            "Its batches are pairs or prompts, and its losses need whole rows. Write the loop: cp.shard, then "
+            "cp.gather(token_log_probs(model(**batch).logits, batch), batch, same_loss=True), and the loss of these."
+        )
+        raise ArgumentError("trainer", trl, "transformers' Trainer or TRL's SFTTrainer", remedy)
 
 
 def _without_first_tokens(batch: Mapping[str, Any]) -> Mapping[str, Any]:

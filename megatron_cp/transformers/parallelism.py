@@ -1,0 +1,93 @@
+"""accelerate's configuration of parallelism, for a trainer whose context parallelism is this package's."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DistributedType
+from transformers import TrainingArguments
+
+from megatron_cp.errors import ArgumentError
+
+_NAME = "args.parallelism_config"
+
+
+class Parallelism(ParallelismConfig):
+    """accelerate's `ParallelismConfig`, without what holds for torch's context parallelism alone.
+
+    While it is hidden, `cp_enabled` is False: accelerate then does not demand FSDP of GPUs, nor TRL that nothing is
+    packed. Several CPUs are ranks as several GPUs are.
+    """
+
+    is_hidden = True
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether accelerate and TRL see context parallelism."""
+        return self.cp_size > 1 and not self.is_hidden
+
+    def build_device_mesh(self, device_type: str) -> Any:
+        with self._shown():
+            return super().build_device_mesh(device_type)
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        if accelerator.distributed_type != DistributedType.MULTI_CPU:
+            with self._shown():
+                super()._validate_accelerator(accelerator)
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        before, self.is_hidden = self.is_hidden, False
+        try:
+            yield
+        finally:
+            self.is_hidden = before
+
+
+def checked_parallelism(args: TrainingArguments, config: ParallelismConfig | None) -> Parallelism | None:
+    """A trainer's configuration, or the one that `accelerate launch` set; None for one process without one.
+
+    Raises:
+        ArgumentError: several processes of which it is not said what they share, sizes that do not multiply to their
+            number, or one process with several GPUs.
+    """
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        config = ParallelismConfig()
+    if args.n_gpu > 1:
+        remedy = f"Start a process for each GPU: torchrun --nproc-per-node {args.n_gpu}, or accelerate launch."
+        raise ArgumentError("args.n_gpu", args.n_gpu, "1: a process of its own for each GPU", remedy)
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 == args.world_size:
+        remedy = "Without GPUs accelerate makes a group of the processes only where it is told to: use_cpu=True."
+        raise ArgumentError("args.use_cpu", args.use_cpu, f"True, for {started} processes on CPUs", remedy)
+    ranks, asked = args.world_size, 1 if config is None else config.total_size
+    if ranks > 1 and asked == 1:
+        remedy = (
+            f"Every rank would hold whole sequences, without context parallelism. Say {_NAME} = "
+            f"ParallelismConfig(cp_size={ranks}), or start it by accelerate launch --use_fsdp --fsdp_version 2 "
+            f"--use_parallelism_config --parallelism_config_cp_size {ranks}. Data parallelism alone is "
+            f"ParallelismConfig(dp_replicate_size={ranks})."
+        )
+        raise ArgumentError(_NAME, "no parallelism", f"sizes of the {ranks} processes", remedy)
+    if config is None:
+        return None
+    if asked != ranks:
+        raise ArgumentError(_NAME, _sizes(config), f"sizes that multiply to the {ranks} processes", _fit(config, ranks))
+    return Parallelism(**{each.name: getattr(config, each.name) for each in dataclasses.fields(ParallelismConfig)})
+
+
+def _sizes(config: ParallelismConfig) -> str:
+    return ", ".join(f"{name}_size={size}" for name, size in config._sizes.items() if size > 1)
+
+
+def _fit(config: ParallelismConfig, ranks: int) -> str:
+    if config.cp_size < ranks and not ranks % config.cp_size:
+        return f"For {ranks // config.cp_size} replicas of {config.cp_size} ranks say dp_shard_size too: " + (
+            f"ParallelismConfig(dp_shard_size={ranks // config.cp_size}, cp_size={config.cp_size})."
+        )
+    return f"Start as many processes: torchrun --nproc-per-node {config.total_size}."

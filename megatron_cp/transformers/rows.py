@@ -1,0 +1,73 @@
+"""Padded rows as one row of documents, for collators that pad: TRL's, and most of transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout.layout import IGNORE_INDEX
+from megatron_cp.transformers.documents import OF_DOCUMENTS, check_on_host
+
+
+def flatten_rows(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor | None]:
+    """Puts the rows of a padded batch end to end, each row one document, and leaves the padding out.
+
+    Args:
+        batch: tensors of `[rows, width, ...]`, filled up on the right where `attention_mask` is 0.
+
+    Returns:
+        A batch of one row with its `lengths`, and the places that it has, `[rows, width]` of bools. A batch of one row
+        without padding, or one that names its documents, comes back as it is, with None.
+
+    Raises:
+        ArgumentError: padding elsewhere than on the right, labels in the padding, or documents within rows.
+    """
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or any(batch.get(name) is not None for name in OF_DOCUMENTS):
+        return batch, None
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
+        return batch, None  # sharding refuses it
+    for name in ("input_ids", "attention_mask", "labels", "shift_labels"):
+        check_on_host(name, batch.get(name))
+    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+    if len(ids) == 1 and kept.all():
+        return batch, None
+    _check_rows(batch, kept)
+    flat = {name: _flattened(value, kept) for name, value in batch.items() if name != "attention_mask"}
+    return {**flat, "lengths": kept.sum(1)}, kept
+
+
+def restore_rows(rows: Tensor, kept: Tensor | None) -> Tensor:
+    """`[rows, width, ...]` of what `flatten_rows` made one row of `[1, total, ...]`, with zeros in the padding."""
+    if kept is None:
+        return rows
+    restored = rows.new_zeros((*kept.shape, *rows.shape[2:]))
+    restored[kept.to(rows.device)] = rows[0]
+    return restored
+
+
+def _flattened(value: Any, kept: Tensor) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape[:2] == kept.shape:
+        return value[kept][None]
+    # Positions of several axes are [axes, rows, width]; sharding refuses what else has no number for each token.
+    return value[:, kept][:, None] if value.ndim == 3 and value.shape[1:] == kept.shape else value
+
+
+def _check_rows(batch: Mapping[str, Any], kept: Tensor) -> None:
+    if (~kept[:, :-1] & kept[:, 1:]).any():
+        remedy = 'Pad on the right: tokenizer.padding_side = "right".'
+        raise ArgumentError("attention_mask", "zeros before ones", "ones, then zeros, in every row", remedy)
+    for name in ("labels", "shift_labels"):
+        labels = batch.get(name)
+        if isinstance(labels, Tensor) and labels.shape == kept.shape and (labels[~kept] != IGNORE_INDEX).any():
+            raise ArgumentError(name, "a label where attention_mask is 0", f"{IGNORE_INDEX} in the padding")
+    positions = batch.get("position_ids")
+    if isinstance(positions, Tensor) and positions.shape == kept.shape and (positions.diff()[kept[:, 1:]] != 1).any():
+        remedy = "Documents that are packed into rows are put into one row: padding_free=True in TRL does."
+        raise ArgumentError("position_ids", "several documents in a row", "positions that count up along it", remedy)

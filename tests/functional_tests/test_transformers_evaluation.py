@@ -1,0 +1,178 @@
+"""Trainers that train and evaluate, beside the stock ones: cp 2 beside one rank, dp 2 x cp 2 beside two replicas.
+
+Data sets that the batch does not divide, packed batches and padded ones, TRL's defaults, accumulation, metrics.
+"""
+
+import importlib.util
+import os
+
+import pytest
+
+# Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
+from tests.forked_ranks import run_worlds_after
+from tests.limits import limit
+
+if not all(importlib.util.find_spec(name) for name in ("accelerate", "datasets", "transformers", "trl")):
+    pytest.skip("the trainers are not installed", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+KINDS = {
+    "Trainer": {"sft": False},
+    "Trainer, flattened": {"sft": False, "flatten": True},
+    "Trainer, a model that takes no number of labels": {"sft": False, "flatten": True, "means": True},
+    "SFTTrainer": {"sft": True},
+    "SFTTrainer, packing": {"sft": True, "packing": True},
+    "SFTTrainer, padding-free": {"sft": True, "padding_free": True, "max_length": None},
+}
+
+AUTOCAST = False  # True when layers run under autocast: TRL's default is bf16
+if AUTOCAST:
+    KINDS["SFTTrainer, bf16"] = {"sft": True, "bf16": True}
+
+
+def prepare():
+    import torch
+
+    torch.set_num_threads(1)
+    import datasets  # noqa: F401
+    import transformers  # noqa: F401
+    import trl  # noqa: F401
+
+    import megatron_cp.transformers.trainer  # noqa: F401
+    from tests.transformers_cases import class_of
+
+    class_of("Llama")
+
+
+def documents(count, seed, labels=slice(None)):
+    """Of a few tokens each; of these `labels` are learnt."""
+    import torch
+    from datasets import Dataset
+
+    random, rows = torch.Generator().manual_seed(seed), []
+    for length in torch.randint(8, 30, (count,), generator=random).tolist():
+        ids = torch.randint(3, 97, (length,), generator=random)
+        learnt = torch.full_like(ids, -100)
+        learnt[labels] = ids[labels]
+        rows.append({"input_ids": ids.tolist(), "labels": learnt.tolist()})
+    return Dataset.from_list(rows)
+
+
+def nll(found):
+    """The loss of all tokens by the logits that metrics are given, and how many they are."""
+    import torch
+
+    logits, labels = torch.as_tensor(found.predictions).double()[:, :-1], torch.as_tensor(found.label_ids)[:, 1:]
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return {"nll": losses.sum().item() / (labels != -100).sum().item(), "count": (labels != -100).sum().item()}
+
+
+def trainer_of(folder, cp, *, sft, flatten=False, means=False, seed=0, **changed):
+    """Ours over `cp` ranks, or the stock trainer if it is None.
+
+    Args:
+        means: the model takes no number of labels, and the first of its batches' documents have few to learn.
+    """
+    import torch
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state import AcceleratorState
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+    from trl import SFTConfig, SFTTrainer
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    from megatron_cp.transformers import ContextParallelMixin
+    from tests.transformers_cases import build, tokenizer
+
+    AcceleratorState._reset_state(True)
+    kind, size, own, parallelism = SFTTrainer if sft else Trainer, int(os.environ["WORLD_SIZE"]), {}, None
+    if cp is not None:
+        kind = type("Ours", (ContextParallelMixin, kind), {})
+        parallelism = ParallelismConfig(cp_size=cp, **({"dp_shard_size": size // cp} if size > cp else {}))
+        own = {"layout": "contiguous"} if means else {}
+    args = (SFTConfig if sft else TrainingArguments)(
+        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, log_level="error", seed=0, logging_steps=1,
+        learning_rate=1e-2, parallelism_config=parallelism, include_num_input_tokens_seen="non_padding",
+        **{"bf16": False, "max_steps": 2, "per_device_train_batch_size": 3, "per_device_eval_batch_size": 2,
+           "save_strategy": "no", "gradient_accumulation_steps": 2, **changed},
+    )  # fmt: skip
+    if sft:
+        own["processing_class"] = tokenizer()
+    else:
+        own["data_collator"] = (
+            DataCollatorWithFlattening() if flatten else DataCollatorForLanguageModeling(pad_token_id=0)
+        )
+    model = build("Llama", dtype=torch.float32, num_hidden_layers=1)
+    if seed:
+        torch.nn.init.normal_(model.lm_head.weight, generator=torch.Generator().manual_seed(seed))
+    model.set_attn_implementation("eager")
+    if means:
+        model.accepts_loss_kwargs = False
+    # Contiguous ranks of one document have its halves: the first rank has nothing to learn.
+    size, labels = (1, slice(-3, None)) if means else (args.per_device_train_batch_size, slice(None))
+    args.per_device_train_batch_size = size
+    return kind(model=model, args=args, train_dataset=documents(40, 1, labels), compute_metrics=nll, **own)
+
+
+def numbers_of(trainer, **how):
+    """What it logs when it trains, and what evaluations and predictions give, without times."""
+    trainer.train(**how)
+    found = {f"{name} {entry['step']}": value for entry in trainer.state.log_history for name, value in entry.items()}
+    for count in (5, 7):
+        found |= {f"{name} of {count}": value for name, value in trainer.evaluate(documents(count, 2)).items()}
+    trainer.compute_metrics, trainer.args.prediction_loss_only = None, True
+    found["eval_loss alone"] = trainer.evaluate(documents(5, 2))["eval_loss"]
+    trainer.args.prediction_loss_only, data = False, documents(5, 2)
+    if hasattr(trainer, "_prepare_dataset"):  # predict leaves it to who calls it
+        packing = trainer.args.packing
+        data = trainer._prepare_dataset(data, trainer.processing_class, trainer.args, packing, None, "test")
+    predicted = trainer.predict(data)
+    found["test_loss"], found["rows"] = predicted.metrics["test_loss"], float(len(predicted.predictions))
+    timed = ("runtime", "per_second", "time", "step", "epoch")
+    return {name: value for name, value in found.items() if not any(word in name for word in timed)}
+
+
+def all_numbers(world, folder):
+    """Of the stock trainers on 1 and 2 ranks, and of ours on 2 and 4."""
+    # accelerate finds its ranks in the environment.
+    os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29998"}  # fmt: skip
+    found, folder = {}, folder / str(world.size)
+    for name, options in KINDS.items():
+        if world.size < 4:
+            found["stock", name] = numbers_of(trainer_of(folder, None, **options))
+        if world.size > 1:
+            found["ours", name] = numbers_of(trainer_of(folder, 2, **options))
+    if world.size > 1:
+        trainer_of(folder, 2, sft=True, save_strategy="steps", save_steps=1).train()
+        first = {"resume_from_checkpoint": str(folder / "checkpoint-1")}
+        found["ours", "resumed"] = numbers_of(trainer_of(folder, 2, sft=True, seed=3), **first)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    from functools import partial
+
+    folder = tmp_path_factory.mktemp("trainer")
+    worlds = run_worlds_after(prepare, partial(all_numbers, folder=folder), (1, 2, 4), timeout=limit(240))
+    return {size: ranks[0] for size, ranks in worlds.items()}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", KINDS)
+def test_trains_and_evaluates_as_the_stock_trainer(name, replicas, found):
+    ours, stock = found[2 * replicas]["ours", name], found[replicas]["stock", name]
+    assert set(ours) == set(stock)
+    assert not any(value != value for value in ours.values())
+    near = {"rel": 2e-2, "abs": 2e-2} if "bf16" in name else {"rel": 2e-4}
+    differ = {key: (ours[key], stock[key]) for key in stock if ours[key] != pytest.approx(stock[key], **near)}
+    assert not differ
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_goes_on_from_what_was_saved(ranks, found):
+    resumed, whole = found[ranks]["ours", "resumed"], found[ranks]["ours", "SFTTrainer"]
+    assert "loss 2" in resumed
+    differ = {key for key in whole if resumed.get(key) != pytest.approx(whole[key], rel=1e-5)}
+    # TRL counts tokens, and the trainer averages, from 0 again.
+    assert {key for key in differ if "num_tokens" not in key and "train_loss" not in key} == set()

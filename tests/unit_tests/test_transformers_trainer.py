@@ -1,0 +1,114 @@
+"""What the trainers' mixin is made of, without a trainer: padded rows, and parallelism that has to be said."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("accelerate")
+pytest.importorskip("transformers")
+import torch
+from accelerate.parallelism_config import ParallelismConfig
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.transformers.parallelism import checked_parallelism
+from megatron_cp.transformers.rows import flatten_rows, restore_rows
+from megatron_cp.transformers.trainer import ContextParallelMixin
+
+IDS = torch.tensor([[3, 4, 5, 0], [6, 7, 8, 9], [3, 0, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+LABELS = IDS.where(MASK == 1, -100)
+PADDED = {"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}
+
+
+def test_padded_rows_are_put_end_to_end():
+    extra = torch.arange(24.0).view(3, 4, 2)
+    flat, kept = flatten_rows({**PADDED, "position_ids": torch.arange(4).repeat(3, 1), "extra": extra, "name": "a"})
+    assert flat["input_ids"].tolist() == flat["labels"].tolist() == [[3, 4, 5, 6, 7, 8, 9, 3]]
+    assert flat["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0]]
+    assert flat["lengths"].tolist() == [3, 4, 1]
+    assert flat["name"] == "a"
+    assert "attention_mask" not in flat
+    assert torch.equal(restore_rows(flat["extra"], kept), extra * MASK[..., None])
+
+
+def test_rows_without_a_mask_are_documents():
+    flat, kept = flatten_rows({"input_ids": IDS})
+    assert flat["lengths"].tolist() == [4, 4, 4]
+    assert kept.all()
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"input_ids": IDS[:1], "position_ids": torch.tensor([[0, 1, 0, 1]])},
+        {"input_ids": IDS[:1], "attention_mask": torch.ones(1, 4)},
+        {"input_ids": IDS, "lengths": [4, 4, 4]},
+        {"input_ids": IDS, "attention_mask": torch.ones(3, 1, 4, 4)},
+        {"prompt_ids": IDS},
+    ],
+)
+def test_other_batches_stay_as_they_are(batch):
+    assert flatten_rows(batch) == (batch, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"attention_mask": MASK.flip(1)}, "padding_side"),
+        ({"labels": IDS}, "labels: got 'a label where attention_mask is 0'"),
+        ({"shift_labels": IDS}, "shift_labels"),
+        ({"position_ids": torch.tensor([[0, 1, 0, 0], [0, 1, 0, 1], [0, 0, 0, 0]])}, "padding_free=True"),
+    ],
+)
+def test_rejects_rows_that_are_not_documents(changed, text):
+    with pytest.raises(ArgumentError, match=text):
+        flatten_rows({**PADDED, **changed})
+
+
+def arguments(ranks, gpus=1):
+    return SimpleNamespace(world_size=ranks, n_gpu=gpus, use_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "remedy"),
+    [
+        (2, None, r"parallelism_config = ParallelismConfig\(cp_size=2\), or start it by accelerate launch --use_fsdp"),
+        (2, ParallelismConfig(), r"Data parallelism alone is ParallelismConfig\(dp_replicate_size=2\)"),
+        (4, ParallelismConfig(cp_size=2), r"ParallelismConfig\(dp_shard_size=2, cp_size=2\)"),
+        (1, ParallelismConfig(cp_size=2), "torchrun --nproc-per-node 2"),
+    ],
+)
+def test_rejects_ranks_that_share_nothing(ranks, config, remedy):
+    with pytest.raises(ArgumentError, match=f"args.parallelism_config: .*{remedy}"):
+        checked_parallelism(arguments(ranks), config)
+
+
+def test_rejects_processes_without_a_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ArgumentError, match="use_cpu=True"):
+        checked_parallelism(arguments(1), None)
+
+
+def test_rejects_several_gpus_of_one_process():
+    with pytest.raises(ArgumentError, match=r"args.n_gpu: got 4.*torchrun --nproc-per-node 4"):
+        checked_parallelism(arguments(1, gpus=4), None)
+
+
+def test_parallelism_is_what_was_said(monkeypatch):
+    assert checked_parallelism(arguments(1), None) is None
+    assert checked_parallelism(arguments(2), ParallelismConfig(dp_replicate_size=2)).cp_size == 1
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")
+    found = checked_parallelism(arguments(2), None)
+    assert found.cp_size == 2
+    assert not found.cp_enabled
+    found.is_hidden = False
+    assert found.cp_enabled
+
+
+@pytest.mark.parametrize("name", ["DPOTrainer", "KTOTrainer", "RewardTrainer", "GKDTrainer"])
+def test_rejects_trainers_of_trl_whose_loss_is_not_the_models(name):
+    sft = type("SFTTrainer", (), {"__module__": "trl.trainer.sft_trainer"})
+    theirs = type(name, (sft,), {"__module__": "trl.trainer.theirs"})
+    with pytest.raises(ArgumentError, match=f"trainer: got '{name}'.*token_log_probs.*same_loss=True"):
+        type("Mine", (ContextParallelMixin, theirs), {})()
