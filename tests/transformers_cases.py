@@ -203,8 +203,11 @@ def wide():
         torch.zeros, torch.full = zeros, full
 
 
-def stock(model, packing, tokens):
-    """Loss, logits `[total, vocabulary]` and gradients of the stock class in eager mode, on each document alone."""
+def stock(model, packing, tokens, autocast=None):
+    """Loss, logits `[total, vocabulary]` and gradients of the stock class in eager mode, on each document alone.
+
+    Forward is under autocast to a type, if one is given.
+    """
     alone = copy.deepcopy(model)
     alone.set_attn_implementation("eager")
     count = sum(max(length - 1, 0) for length in packing.lengths.tolist())
@@ -212,7 +215,9 @@ def stock(model, packing, tokens):
     for begin, end in packing.spans():
         if begin == end:
             continue
-        rows = alone(input_ids=tokens[None, begin:end], use_cache=False).logits[0]
+        with torch.autocast("cpu", autocast, enabled=autocast is not None):
+            rows = alone(input_ids=tokens[None, begin:end], use_cache=False).logits[0]
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         logits.append(rows.detach())
         if end - begin > 1:
             loss = functional.cross_entropy(rows[:-1], tokens[begin + 1 : end], reduction="sum") / max(count, 1)

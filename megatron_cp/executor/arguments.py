@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.device import order_tables
 from megatron_cp.executor.kernels import Kernel
-from megatron_cp.executor.trace import NO_RANGE
 from megatron_cp.layout.memo import Memo
 from megatron_cp.plan.plan import Plan
 
@@ -72,13 +69,6 @@ def part_of(tensor: Tensor, dim: int, part: slice) -> Tensor:
 def summed_in(dtype: torch.dtype) -> torch.dtype:
     """The type in which numbers of a type are added up: at least fp32."""
     return dtype if dtype.itemsize > 4 else torch.float32
-
-
-def without_autocast(device: torch.device) -> Any:
-    """Kernels compute in the types that they are given: autocast would change them behind their backs."""
-    # torch's context takes the host as long as some launches do, and most of the time there is nothing to switch off.
-    on = torch.is_autocast_enabled(device.type)
-    return torch.autocast(device.type, enabled=False) if on else NO_RANGE
 
 
 def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) -> None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd.function import once_differentiable
 
@@ -35,7 +37,17 @@ def opaque[Function: Callable[..., Any]](function: Function) -> Function:
 def opaque_backward(function: Callable[..., Any]) -> Callable[..., Any]:
     """The backward of an autograd function, differentiable once; opaque to who compiles a step with its `backward()`.
 
-    Forward needs no mark: an opaque operation calls it.
+    It runs outside of autocast, as its forward does, also where `backward()` is called under it. Forward needs no mark:
+    an opaque operation calls it.
     """
-    backward: Callable[..., Any] = once_differentiable(opaque(function))
-    return backward
+
+    @opaque
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        device = next((gradient.device.type for gradient in gradients if gradient is not None), None)
+        if device is None or not torch.is_autocast_enabled(device):
+            return function(ctx, *gradients)
+        with torch.autocast(device, enabled=False):
+            return function(ctx, *gradients)
+
+    once: Callable[..., Any] = once_differentiable(backward)
+    return once

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.device import indexed
 from megatron_cp.exchange.geometry import prepare_tables
-from megatron_cp.executor.arguments import without_autocast
+from megatron_cp.executor.autocast import without_autocast
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.halo import prepare_halo
 from megatron_cp.executor.head_exchange import ToTokensInParts, start_to_heads

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.arguments import check_plan, check_tensor
+from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.kernels import LinearKernel
@@ -45,6 +46,7 @@ def causal_conv1d(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "conv1d", 'plan_linear(kind="conv1d")')
+    (x,) = lowered(x)
     layer = LinearOnRank(plan, group, kernel, "x", x)
     (block,) = plan.sections.blocks
     check_tensor("x", x, (layer.rows, block.width), like=x)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megatron_cp.errors import checked_flag, checked_scale
 from megatron_cp.executor.arguments import check_plan, check_tensor
+from megatron_cp.executor.autocast import lowered, widened
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.gates.delta import delta_gates, normalised
@@ -54,6 +55,7 @@ def gated_delta_rule(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "gdn", _MAKER)
+    q, k, v = widened(q, k, v)
     layer, blocks = LinearOnRank(plan, group, kernel, "v", v), plan.sections.blocks
     for name, tensor, block in zip(
         "vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True
@@ -125,6 +127,7 @@ def gated_delta_net(
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "gdn", _MAKER)
+    (qkv,) = lowered(qkv)
     layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv), plan.sections.blocks
     heads, channels = blocks[2].num_heads, sum(block.width for block in blocks[:3])
     check_tensor("qkv", qkv, (layer.rows, channels), like=qkv)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_scale
 from megatron_cp.executor.arguments import check_plan, check_tensor
+from megatron_cp.executor.autocast import lowered, widened
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.gates.delta import delta_gates, normalised
@@ -55,6 +56,7 @@ def kda(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "kda", _MAKER)
+    q, k, v = widened(q, k, v)
     layer, blocks = LinearOnRank(plan, group, kernel, "v", v), plan.sections.blocks
     for name, tensor, block in zip(
         "vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True
@@ -130,6 +132,7 @@ def kda_mixer(
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "kda", _MAKER)
+    (qkv,) = lowered(qkv)
     layer, blocks = LinearOnRank(plan, group, kernel, "qkv", qkv), plan.sections.blocks
     heads, channels, decay = blocks[2].num_heads, sum(block.width for block in blocks[:3]), blocks[3]
     check_tensor("qkv", qkv, (layer.rows, channels), like=qkv)

@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron_cp.errors import ArgumentError, as_number, checked_flag
 from megatron_cp.exchange.sections import Section
 from megatron_cp.executor.arguments import check_dense, check_plan, check_tensor
+from megatron_cp.executor.autocast import lowered, widened
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.gates.steps import step_gates
@@ -63,6 +64,7 @@ def mamba2(
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "mamba", _MAKER)
+    x, B, C = widened(x, B, C)  # noqa: N806
     layer, blocks = LinearOnRank(plan, group, kernel, "x", x), plan.sections.blocks
     for name, tensor, block in zip("xBC", (x, B, C), blocks[:3], strict=True):
         check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=x, same_dtype=True)
@@ -137,6 +139,7 @@ def mamba2_mixer(
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
     """
     check_plan(plan, "mamba", _MAKER)
+    (xBC,) = lowered(xBC)  # noqa: N806
     layer, blocks = LinearOnRank(plan, group, kernel, "xBC", xBC), plan.sections.blocks
     heads, channels = blocks[0].num_heads, sum(block.width for block in blocks[:3])
     check_tensor("xBC", xBC, (layer.rows, channels), like=xBC)

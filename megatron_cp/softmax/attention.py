@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError, checked_flag
 from megatron_cp.executor.arguments import check_plan
+from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.plan.plan import Plan
@@ -85,6 +86,7 @@ def attention(
         torch.Size([4, 2, 4])
     """
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}
+    q, k, v = lowered(q, k, v)
     layer = AttentionOnRank(plan, group, q, sink, kernel, options)
     inputs, with_lse = layer.checked(q, k, v), checked_flag("return_lse", return_lse)
     layer.agree("attention", q, k, v, return_lse=with_lse)
@@ -135,12 +137,12 @@ def projected_attention(
     if not callable(project):
         raise ArgumentError("project", project, "a function that returns q, k and v")
 
-    def projected(chunk: int) -> tuple[Tensor, Tensor, Tensor]:
+    def projected(chunk: int) -> tuple[Tensor, ...]:
         made = project(*plan.numbers_of(chunk))
         if not isinstance(made, tuple | list) or len(made) != 3:
             found = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
             raise ArgumentError("project", f"a function that returned {found}", "one that returns q, k and v")
-        return made
+        return lowered(*made)
 
     first = projected(0)
     options = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout": dropout, "seed": seed}

@@ -22,7 +22,6 @@ from megatron_cp.executor.arguments import (
     check_tensor,
     part_of,
     rows_first,
-    without_autocast,
 )
 from megatron_cp.executor.attend import attend, attend_backward, row_padded_copy
 from megatron_cp.executor.communicator import Communicator
@@ -254,14 +253,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (layer, comm, step), dout = ctx.call, gradients[0]
         sink, q, k, v, out, lse = ctx.saved_tensors
-        with without_autocast(dout.device):
-            dsink = None
-            if sink is not None:
-                num_tokens = int(step.queries.token_counts[layer.kv_rank])  # a gradient's pad rows may hold anything
-                share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :num_tokens]).nan_to_num_(0.0)
-                terms = _per_query(share) * (dout[:num_tokens].to(lse.dtype) * out[:num_tokens])
-                dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
-            dq, dk, dv = attend_backward(step, layer.kv_rank, layer.head_rank, comm, layer, dout, q, k, v, out, lse)
+        dsink = None
+        if sink is not None:
+            num_tokens = int(step.queries.token_counts[layer.kv_rank])  # a gradient's pad rows may hold anything
+            share = torch.exp(sink.to(lse.dtype).unsqueeze(-1) - lse[..., :num_tokens]).nan_to_num_(0.0)
+            terms = _per_query(share) * (dout[:num_tokens].to(lse.dtype) * out[:num_tokens])
+            dsink = -terms.sum((*range(terms.ndim - 2), -1)).to(sink.dtype)
+        dq, dk, dv = attend_backward(step, layer.kv_rank, layer.head_rank, comm, layer, dout, q, k, v, out, lse)
         return None, None, None, dsink, dq, dk, dv
 
 

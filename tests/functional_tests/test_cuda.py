@@ -32,6 +32,7 @@ from megatron_cp.testing.counters import Counters
 from megatron_cp.testing.parity import Case, Problem, draw, judge, run_layer, whole
 from megatron_cp.testing.poison import poisoned
 from tests.gates_host_work import host_work, stage_of
+from tests.unit_tests import test_autocast
 from tests.unit_tests.exchange import test_kernel_copies
 from tests.unit_tests.linear import test_gates
 
@@ -114,6 +115,18 @@ def test_scheme_equals_float64(scheme, mask):
     ranks = run_ranks(layer_on_device, 4, case, False, kind=RANKS)
     parity = judge(case, whole(case, ranks), in_float64(alone))
     assert all(error <= KERNELS["varlen"][1] for error in parity.errors.values()), parity
+
+
+# -- autocast ----------------------------------------------------------------------------------------------------------
+
+
+# An emulated device takes minutes for KDA's kernels, and asks nothing else of autocast than Gated DeltaNet's.
+@pytest.mark.parametrize("name", [name for name in test_autocast.ALL if "kda" not in name])
+def test_autocast_casts_as_on_a_cpu(name):
+    if name in test_autocast.WIDENED:
+        test_autocast.test_inputs_of_recurrences_are_cast_to_the_widest(name, "mixed", "auto")
+    else:
+        test_autocast.test_lowered_inputs_are_cast_and_nothing_else_is(name, "mixed", torch.bfloat16, "auto")
 
 
 # -- the exchange ------------------------------------------------------------------------------------------------------

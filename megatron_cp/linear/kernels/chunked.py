@@ -31,6 +31,7 @@ from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
 from megatron_cp.linear.kernels.common.chunks import CHUNK, Chunks, PieceClass
 from megatron_cp.linear.kernels.common.decayed import decayed_products
+from megatron_cp.linear.kernels.common.products import product
 from megatron_cp.linear.reductions import for_each_token
 
 CACHE_LINE = 64  # bytes
@@ -102,7 +103,7 @@ def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -
         overlap, weights = decayed_products(q, k, g)
     else:
         decay = _decay(g)
-        overlap, weights = decay * (k @ k.transpose(2, 3)), decay * (q @ k.transpose(2, 3))
+        overlap, weights = (decay * product(x, k.transpose(2, 3)) for x in (k, q))
     grown = g.exp()
     right = torch.cat([beta * v, beta * grown * k], -1)
     updates, reads = _Solved.apply((beta * overlap).tril(-1), right).split([v.shape[-1], k.shape[-1]], -1)
@@ -123,7 +124,7 @@ def _state_space(
     each = chunks.split((dt * for_each_token(inputs.A.to(acc_dtype), len(dt)))[..., None])
     g = each.cumsum(2)
     b, c = (chunks.split(x.to(acc_dtype)) for x in (inputs.B, inputs.C))
-    weights = _for_heads(c @ b.transpose(2, 3), groups)
+    weights = _for_heads(product(c, b.transpose(2, 3)), groups)
     b, c = (_for_heads(x, groups) for x in (b, c))
     return _Prepared(
         updates=chunks.split(inputs.x.to(acc_dtype) * dt[..., None]),

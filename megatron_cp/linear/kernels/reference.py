@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_cp.executor.scan import LocalScan
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
+from megatron_cp.linear.kernels.common.products import product
 
 
 class ReferenceRule(RuleKernel):
@@ -61,10 +62,10 @@ def recurrence(inputs: Inputs, groups: list[int], scale: float, state: Tensor) -
         state = decay[t] * state
         update = v[t, :, None, :]
         if isinstance(inputs, Delta):
-            read = torch.bmm(k[t, :, None, :], state)  # S^T k, as rows
+            read = product(k[t, :, None, :], state)  # S^T k, as rows
             update = inputs.beta.to(acc_dtype)[t, :, None, None] * (update - read)
         state = state + k[t, :, :, None] * update
-        outputs.append(torch.bmm(scale * q[t, :, None, :], state).squeeze(1))
+        outputs.append(product(scale * q[t, :, None, :], state).squeeze(1))
     return torch.stack(outputs), state
 
 

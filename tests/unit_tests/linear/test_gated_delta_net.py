@@ -117,16 +117,6 @@ def test_parameters_in_a_wider_type_do_not_widen_the_message():
     assert [out.dtype for out in run_ranks(rank, 6)] == [torch.bfloat16] * 6
 
 
-@pytest.mark.parametrize("kernel", ["chunked", "reference"])
-def test_autocast_does_not_change_the_arithmetic(kernel):
-    inputs = mixer_inputs()
-    results = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            results.append(cp.gated_delta_net(**inputs, plan=plan_for(), kernel=kernel))
-    assert torch.equal(*results)
-
-
 # A plain sum over tokens fails with 6 heads, whose channels do not fill a rank's last vector as they fill one rank's.
 @pytest.mark.parametrize(
     ("heads", "key_heads", "dim", "value_dim"), [(6, 2, 16, 24), (32, 16, 64, 64), (4, 4, 16, 16), (8, 4, 16, 16)]

@@ -1,0 +1,147 @@
+"""Models of transformers with fp32 weights under autocast, over two ranks: as near to fp32 as the stock class.
+
+The stock class in fp32, on each document alone, is what both are held against.
+`python -m tests.functional_tests.test_transformers_autocast` prints the table of `benchmarks/results/autocast_cpu.md`.
+"""
+
+import copy
+import functools
+import sys
+import warnings
+
+import pytest
+
+pytest.importorskip("transformers")
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from megatron_cp import Packing
+from megatron_cp.executor.launch import run_ranks
+from megatron_cp.transformers import enable_context_parallel
+from tests.limits import limit
+from tests.transformers_cases import MODELS, build, stock
+
+LENGTHS = (37, 1, 22)
+FACTOR = 1.5  # as far from fp32 as ours may be, of what the stock class is
+LOSS = 2e-3  # absolute: of a sum, in which roundings cancel, nothing else can be said
+# Roundings choose other experts for a token, now here, now in the stock class: as far as that takes all numbers.
+EXPERTS, ROUTED = ("DeepseekV3", "GptOss", "GraniteMoeHybrid", "KimiLinear", "Llama4", "Moe", "NemotronH", "Next"), 0.05
+
+
+def over_ranks(model, tokens, dtype, linear_mode="headwise"):
+    """Loss, logits and gradients over two ranks, whose forward is under autocast to a type."""
+
+    def main(group):
+        own = copy.deepcopy(model)
+        cp = enable_context_parallel(own, group, layout="zigzag", linear_mode=linear_mode)
+        batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            out = own(**batch, num_items_in_batch=batch.num_items)
+        out.loss.backward()
+        gradients = {name: each.grad for name, each in own.named_parameters() if each.grad is not None}
+        assert {each.dtype for each in gradients.values()} == {own.dtype}
+        return out.loss.item(), cp.gather(out.logits.detach(), batch)[0].float(), gradients
+
+    found = run_ranks(main, 2)
+    names = {name for _, _, gradients in found for name in gradients}
+    gradients = {name: sum(each[2][name] for each in found if name in each[2]) for name in names}
+    return sum(each[0] for each in found), found[0][1], gradients
+
+
+def errors(found, exact):
+    """Of the loss, absolute; of logits and of all gradients, the norm of the difference over the norm."""
+    loss, logits, gradients = exact
+    of_gradients = [torch.cat([each[name].flatten() for name in sorted(gradients)]) for each in (found[2], gradients)]
+    pairs = [(found[1], logits), of_gradients]
+    return abs(found[0] - loss), *((one - other).norm().item() / other.norm().item() for one, other in pairs)
+
+
+@functools.cache
+def case(name):
+    """A model in fp32, a pack, its tokens, and what the stock class makes of it."""
+    model, packing = build(name, dtype=torch.float32), Packing(LENGTHS)
+    tokens = torch.randint(3, 97, (packing.total,), generator=torch.Generator().manual_seed(1))
+    return model, packing, tokens, stock(model, packing, tokens)
+
+
+def both(name, dtype=torch.bfloat16, **how):
+    """The errors of ours, and of the stock class under the same autocast, or what it raises."""
+    model, packing, tokens, exact = case(name)
+    ours = errors(over_ranks(model, tokens, dtype, **how), exact)
+    try:
+        return ours, errors(stock(model, packing, tokens, dtype), exact)
+    except RuntimeError as error:
+        return ours, str(error)
+
+
+def assert_as_near(name, ours, theirs):
+    assert ours[0] < LOSS
+    floor = ROUTED if name.endswith(EXPERTS) else 0.0
+    for own, other in zip(ours[1:], theirs[1:], strict=True):
+        assert own < max(FACTOR * other, floor)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bf16_is_as_near_fp32_as_the_stock_class(name):
+    assert_as_near(name, *both(name))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3_5", "KimiLinear", "Bamba", "Lfm2"])
+def test_fp16_is_as_near_fp32_as_the_stock_class(name):
+    assert_as_near(name, *both(name, torch.float16, linear_mode="chunkwise"))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3_5", "KimiLinear", "Bamba", "Lfm2"])
+def test_weights_in_bf16_are_as_near_fp32_as_the_stock_class(name):
+    model, packing, tokens, exact = case(name)
+    low = copy.deepcopy(model).bfloat16()
+    assert_as_near(
+        name, *(errors(each, exact) for each in (over_ranks(low, tokens, None), stock(low, packing, tokens)))
+    )
+
+
+def with_fsdp(world, name):
+    """Errors under FSDP2's mixed precision with fp32 weights, and of the stock class with weights in bf16."""
+    model, packing, tokens, exact = case(name)
+    theirs = errors(stock(copy.deepcopy(model).bfloat16(), packing, tokens), exact)
+    mesh = init_device_mesh("cpu", (world.size,))
+    cp = enable_context_parallel(own := copy.deepcopy(model), mesh, layout="zigzag")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in own.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(own, mesh=mesh, mp_policy=policy)
+    batch = cp.shard({"input_ids": tokens[None], "labels": tokens[None], "lengths": list(LENGTHS)})
+    out = own(**batch, num_items_in_batch=batch.num_items)
+    (out.loss * world.size).backward()
+    dist.all_reduce(total := out.loss.detach().clone())
+    gradients = {each: parameter.grad.full_tensor() for each, parameter in own.named_parameters()}
+    assert {each.dtype for each in gradients.values()} == {torch.float32}
+    return errors((total.item(), cp.gather(out.logits.detach(), batch)[0].float(), gradients), exact), theirs
+
+
+def all_with_fsdp(world):
+    return {name: with_fsdp(world, name) for name in ("Llama", "Qwen3_5", "Bamba")}
+
+
+def test_fsdps_mixed_precision_is_as_near_fp32_as_the_stock_class():
+    for name, pair in run_ranks(all_with_fsdp, 2, kind="processes", timeout=limit(60))[0].items():
+        assert_as_near(name, *pair)
+
+
+def _table():
+    for dtype in (torch.bfloat16, torch.float16):
+        print(f"\n## {str(dtype).removeprefix('torch.')}\n")
+        print("| class | loss: ours | stock | logits: ours | stock | gradients: ours | stock |")
+        print("|---|--:|--:|--:|--:|--:|--:|")
+        for name in sys.argv[1:] or MODELS:
+            ours, theirs = both(name, dtype)
+            theirs = ["", "", theirs] if isinstance(theirs, str) else [f"{each:.1e}" for each in theirs]
+            cells = [cell for pair in zip((f"{each:.1e}" for each in ours), theirs, strict=True) for cell in pair]
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    _table()

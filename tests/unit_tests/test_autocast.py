@@ -1,0 +1,254 @@
+"""Operations and layers under `torch.autocast`: what is cast, and in which types gradients come back.
+
+`test_cuda.py` calls some of it on a device.
+"""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+
+import megatron_cp as cp
+from megatron_cp.executor.launch import RankError, run_ranks
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LENGTHS = (7, 1, 70)
+ROWS, HEADS, GROUPS, DIM = sum(LENGTHS), 4, 2, 8
+CHANNELS = {"conv1d": HEADS * DIM, "mixer": (2 * GROUPS + HEADS) * DIM, "kda": 3 * HEADS * DIM}
+HALF = (torch.bfloat16, torch.float16)
+
+
+def plan_for(kind, cp_size=1):
+    packing = cp.Packing(LENGTHS)
+    layout = cp.Layout.zigzag(packing, cp_size)
+    if kind == "attention":
+        return cp.plan_attention(packing, layout, heads=HEADS, kv_heads=GROUPS, head_dim=DIM)
+    sizes = {
+        "conv1d": {"channels": HEADS * DIM},
+        "gdn": {"heads": HEADS, "key_heads": GROUPS, "head_dim": DIM},
+        "kda": {"heads": HEADS, "head_dim": DIM},
+        "mamba": {"heads": HEADS, "groups": GROUPS, "head_dim": DIM, "state": DIM},
+    }[kind]
+    return cp.plan_linear(packing, layout, kind=kind, conv_width=4, **sizes)
+
+
+def drawn(*shape, low=None):
+    """Numbers of float32; below 0 or between 0 and 1 if asked."""
+    x = torch.randn(*shape, generator=RANDOM)
+    return (x if low is None else low * x.sigmoid()).to(DEVICE)
+
+
+def projected(q, k, v, plan, **options):
+    def project(heads, kv_heads):
+        return q[:, heads], k[:, kv_heads], v[:, kv_heads]
+
+    return cp.projected_attention(project, plan, **options)
+
+
+RANDOM = torch.Generator().manual_seed(0)
+QKV = {"q": drawn(ROWS, HEADS, DIM), "k": drawn(ROWS, GROUPS, DIM), "v": drawn(ROWS, GROUPS, DIM)}
+RULE = {"q": drawn(ROWS, GROUPS, DIM), "k": drawn(ROWS, GROUPS, DIM), "v": drawn(ROWS, HEADS, DIM)}
+GATES = {"g": drawn(ROWS, HEADS, low=-1), "beta": drawn(ROWS, HEADS, low=1)}
+DECAY = {"A_log": drawn(HEADS), "dt_bias": drawn(HEADS)}
+# By name: the operation, the kind of its plan, all tensors, and which of them have one type.
+LOWERED = {
+    "attention": (cp.attention, "attention", QKV, "qkv"),
+    "projected_attention": (projected, "attention", QKV, "qkv"),
+    "causal_conv1d": (
+        cp.causal_conv1d, "conv1d",
+        {"x": drawn(ROWS, HEADS * DIM), "weight": drawn(HEADS * DIM, 4), "bias": drawn(HEADS * DIM)}, "x",
+    ),
+    "gated_delta_net": (
+        cp.gated_delta_net, "gdn",
+        {"qkv": drawn(ROWS, CHANNELS["mixer"]), "beta": drawn(ROWS, HEADS), "alpha": drawn(ROWS, HEADS),
+         "conv": drawn(CHANNELS["mixer"], 4), **DECAY}, ["qkv"],
+    ),
+    "kda_mixer": (
+        cp.kda_mixer, "kda",
+        {"qkv": drawn(ROWS, CHANNELS["kda"]), "g": drawn(ROWS, HEADS * DIM), "beta": drawn(ROWS, HEADS),
+         "conv": drawn(CHANNELS["kda"], 4), **DECAY, "dt_bias": drawn(HEADS * DIM)}, ["qkv"],
+    ),
+    "mamba2_mixer": (
+        cp.mamba2_mixer, "mamba",
+        {"xBC": drawn(ROWS, CHANNELS["mixer"]), "dt": drawn(ROWS, HEADS), "conv": drawn(CHANNELS["mixer"], 4),
+         "D": drawn(HEADS), **DECAY}, ["xBC"],
+    ),
+}  # fmt: skip
+WIDENED = {
+    "gated_delta_rule": (cp.gated_delta_rule, "gdn", {**RULE, **GATES}, "qkv"),
+    "kda": (
+        cp.kda, "kda",
+        {**{name: drawn(ROWS, HEADS, DIM) for name in "qkv"}, **GATES, "g": drawn(ROWS, HEADS, DIM, low=-1)}, "qkv",
+    ),
+    "mamba2": (
+        cp.mamba2, "mamba",
+        {"x": drawn(ROWS, HEADS, DIM), "B": drawn(ROWS, GROUPS, DIM), "C": drawn(ROWS, GROUPS, DIM),
+         "dt": drawn(ROWS, HEADS, low=1), "A": drawn(HEADS, low=-1)}, "xBC",
+    ),
+}  # fmt: skip
+ALL = LOWERED | WIDENED
+
+
+def trained(name, tensors, dtype=None, kernel="auto"):
+    """The output and all gradients, of what stands and is differentiated under autocast to a type, or without."""
+    operation, kind, *_ = ALL[name]
+    leaves = {each: tensor.clone().requires_grad_() for each, tensor in tensors.items()}
+    with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
+        out = operation(**leaves, plan=plan_for(kind), kernel=kernel)
+        out.float().square().sum().backward()
+    return {"out": out.detach(), **{each: leaf.grad for each, leaf in leaves.items()}}
+
+
+def given_as(name, given, dtype):
+    """An operation's tensors: all in float32, those of one type in the lower one, or the last of these alone."""
+    _, _, tensors, of_one_type = ALL[name]
+    lower = {"float32": [], "mixed": of_one_type[-1:], "lower": of_one_type}[given]
+    return {each: tensor.to(dtype) if each in lower else tensor for each, tensor in tensors.items()}
+
+
+def assert_is_that_of(found, tensors, expected):
+    """The same bits, and gradients in the types of the tensors."""
+    for name, tensor in expected.items():
+        dtype = tensors[name].dtype if name in tensors else tensor.dtype
+        assert found[name].dtype == dtype, name
+        assert torch.equal(found[name], tensor.to(dtype)), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [(torch.bfloat16, "reference"), (torch.bfloat16, "auto"), (torch.float16, "auto")], ids=str
+)
+@pytest.mark.parametrize("given", ["float32", "mixed", "lower"])
+@pytest.mark.parametrize("name", LOWERED)
+def test_lowered_inputs_are_cast_and_nothing_else_is(name, given, dtype, kernel):
+    tensors, of_one_type = given_as(name, given, dtype), ALL[name][3]
+    cast = {each: tensor.to(dtype) if each in of_one_type else tensor for each, tensor in tensors.items()}
+    found = trained(name, tensors, dtype, kernel)
+    assert found["out"].dtype == dtype
+    assert_is_that_of(found, tensors, trained(name, cast, kernel=kernel))
+
+
+@pytest.mark.parametrize("kernel", ["reference", "auto"])
+@pytest.mark.parametrize("given", ["float32", "mixed", "lower"])
+@pytest.mark.parametrize("name", WIDENED)
+def test_inputs_of_recurrences_are_cast_to_the_widest(name, given, kernel):
+    tensors, of_one_type = given_as(name, given, torch.bfloat16), ALL[name][3]
+    widest = torch.bfloat16 if given == "lower" else torch.float32
+    cast = {each: tensor.to(widest) if each in of_one_type else tensor for each, tensor in tensors.items()}
+    found = trained(name, tensors, torch.bfloat16, kernel)
+    assert found["out"].dtype == widest
+    assert_is_that_of(found, tensors, trained(name, cast, kernel=kernel))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_torchs_own_operations_are_in_these_lists(dtype):
+    q, k, v = (x.transpose(0, 1)[None] for x in QKV.values())
+    with torch.autocast(DEVICE, dtype):
+        assert functional.scaled_dot_product_attention(q, k, v.to(dtype), enable_gqa=True).dtype == dtype
+        assert functional.conv1d(q[0], torch.ones(HEADS, ROWS, 1, device=DEVICE)).dtype == dtype
+        assert torch.cat([q, q.to(dtype)]).dtype == torch.float32
+        assert functional.scaled_dot_product_attention(*(x.double() for x in (q, q, q))).dtype == torch.float64
+        out = cp.attention(*(x.double() for x in QKV.values()), plan_for("attention"))
+    assert out.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", [name for name, case in ALL.items() if len(case[3]) > 1])
+@pytest.mark.parametrize("wider", [torch.float32, torch.float64], ids=str)
+def test_rejects_mixed_types_without_autocast_and_float64_under_it(name, wider):
+    operation, kind, _, of_one_type = ALL[name]
+    tensors = given_as(name, "mixed", torch.bfloat16)
+    tensors[of_one_type[0]] = tensors[of_one_type[0]].to(wider)
+    with (
+        torch.autocast(DEVICE, torch.bfloat16, enabled=wider == torch.float64),
+        pytest.raises(cp.ArgumentError, match=r"got 'torch.\w+ \[.*allowed: torch\.\w+ \["),
+    ):
+        operation(**tensors, plan=plan_for(kind))
+
+
+def test_rejects_autocast_on_some_ranks_alone():
+    plan = plan_for("attention", 2)
+
+    def rank(group):
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=group.rank == 1):
+            cp.attention(*(plan.layout.shard(x, group.rank) for x in QKV.values()), plan, group)
+
+    with pytest.raises(RankError, match=r"q: bfloat16.*"):
+        run_ranks(rank, 2)
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+HIDDEN = 24
+LAYERS = {
+    "Attention": lambda: cp.nn.Attention(HIDDEN, 6, 2, 8, qk_norm=True, device=DEVICE),
+    "GatedDeltaNet": lambda: cp.nn.GatedDeltaNet(HIDDEN, 6, 3, head_dim=16, value_head_dim=8, device=DEVICE),
+    "KimiDeltaAttention": lambda: cp.nn.KimiDeltaAttention(HIDDEN, 3, head_dim=8, device=DEVICE),
+    "Mamba2": lambda: cp.nn.Mamba2(HIDDEN, 6, head_dim=4, state=8, groups=2, device=DEVICE),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_with_fp32_weights_has_their_gradients_in_fp32(name, dtype):
+    torch.manual_seed(0)
+    layer, packing = LAYERS[name](), cp.Packing(LENGTHS)
+    hidden = torch.randn(ROWS, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+
+    def run(group, dtype=None):
+        own, layout = copy.deepcopy(layer), cp.Layout.zigzag(packing, 1 if group is None else group.size)
+        local = layout.shard(hidden, 0 if group is None else group.rank).requires_grad_()
+        with torch.autocast(DEVICE, dtype, enabled=dtype is not None):
+            out = own(local, cp.BatchPlan(layout, [own.slot]), group)
+        out.float().square().sum().backward()
+        assert out.dtype == (dtype or torch.float32)
+        return [local.grad], [each.grad for each in own.parameters()]
+
+    _, exact = run(None)
+    found = run_ranks(lambda group: run(group, dtype), 2)
+    assert {each.dtype for _, gradients in found for each in gradients} == {torch.float32}
+    sums = [sum(shares) for shares in zip(*(gradients for _, gradients in found), strict=True)]
+    found, exact = (torch.cat([each.flatten() for each in gradients]) for gradients in (sums, exact))
+    assert (found - exact).norm() < ROUNDING[dtype] * exact.norm()
+
+
+ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def test_megatrons_attention_takes_mixed_types(monkeypatch):
+    pytest.importorskip("megatron.core")
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from megatron_cp.megatron.config import TransformerConfig
+    from megatron_cp.megatron.layers import attention
+
+    monkeypatch.setattr(attention, "cp_ranks", lambda group: group)
+    packing = cp.Packing([8, ROWS - 8 - 2])  # multiples of 4, as of Megatron's own sharding
+    ends = torch.tensor(packing.cu_seqlens, dtype=torch.int32)
+    layout = cp.Layout.zigzag(packing, 2)
+    mixed = {name: x[: packing.total] for name, x in given_as("attention", "mixed", torch.bfloat16).items()}
+
+    def rank(group):
+        config = TransformerConfig(
+            num_layers=1, hidden_size=HEADS * DIM, num_attention_heads=HEADS, num_query_groups=GROUPS,
+            attention_dropout=0.0, context_parallel_size=2, calculate_per_token_loss=True, cp_packed_order="document",
+        )  # fmt: skip
+        groups = SimpleNamespace(cp=group, tp=SimpleNamespace(size=lambda: 1, rank=lambda: 0))
+        layer = attention.CoreAttention(config, 1, AttnMaskType.causal, "self", pg_collection=groups)
+        params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends.clone(), max_seqlen_q=68, max_seqlen_kv=68
+        )
+        local = [layout.shard(x, group.rank).requires_grad_() for x in mixed.values()]
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out = layer(*local, None, packed_seq_params=params)
+        out.float().square().sum().backward()
+        return out.detach(), [x.grad.dtype for x in local]
+
+    (first, types), (second, _) = run_ranks(rank, 2)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        plan = cp.plan_attention(packing, cp.Layout.zigzag(packing, 1), heads=HEADS, kv_heads=GROUPS, head_dim=DIM)
+        expected = cp.attention(**mixed, plan=plan)
+    assert torch.equal(layout.unshard([first, second]), expected.flatten(1))
+    assert types == [torch.float32, torch.float32, torch.bfloat16]
