@@ -5,8 +5,9 @@ Names are imported when first used, so that a data loader can plan and shard wit
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron_cp.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_cp import nn as nn
@@ -90,11 +91,4 @@ _ROOMS = ("nn",)  # of which a name is a whole module
 
 __all__ = sorted((*_HOMES, *_ROOMS))
 
-
-def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return import_module(f"{__name__}.{name}")
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
+__getattr__, __dir__ = lazy_names(__name__, _HOMES, _ROOMS)

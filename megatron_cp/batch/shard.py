@@ -229,7 +229,7 @@ def _numbers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tenso
 
 def _check_stream(argument: str, values: NDArray | Tensor, packing: Packing, *, integral: bool = False) -> None:
     allowed = f"the [{packing.total}] tokens of the batch, on the host"
-    check_array(argument, values, packing.total, allowed, integral=integral)
+    check_array(argument, values, packing.total, allowed, integral=integral, packing=packing)
     on_host = isinstance(values, np.ndarray) or values.device.type == "cpu"
     if values.ndim != 1 or not on_host:
         given = f"{list(values.shape)}" if on_host else f"{list(values.shape)} on {values.device}"

@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Report:
     """Looks around and reports."""
     if args.megatron is not None:
-        return megatron_job.judged(args.megatron)
+        # Ours wherever it stands: Megatron has no such flag, and all words that follow --megatron are in this list.
+        args.json = args.json or "--json" in args.megatron
+        return megatron_job.judged([word for word in args.megatron if word != "--json"])
     import torch
 
     versions = {name: _version(name) for name in _PACKAGES}

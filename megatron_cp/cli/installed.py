@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-INSTALL_MEGATRON = "pip install 'megatron_cp[megatron]'"
+from megatron_cp.extras import install
+
+INSTALL_MEGATRON = install("megatron")
 
 
 def megatron_is_installed() -> bool:

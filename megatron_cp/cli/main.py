@@ -20,6 +20,8 @@ from megatron_cp.errors import ArgumentError, PlanMismatchError
 # Light, all of them: what they measure, check or train with is imported when they run.
 COMMANDS: dict[str, Any] = {"train": train, "check": check, "plan": plan, "bench": bench, "doctor": doctor}
 
+_JSON = "one JSON object on the last line of standard output, and the text on standard error"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status: 0 success, 1 a check failed, 2 bad usage."""
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
-        sub.add_argument("--json", action="store_true", help="one JSON object on the last line of standard output")
+        sub.add_argument("--json", action="store_true", help=_JSON)
         command.add_arguments(sub)
         sub.set_defaults(run=command.run)
     try:
@@ -63,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"megatron-cp {args.command}: {error}", file=sys.stderr)
         return 1
     if not report.quiet:
-        print(report.text)
+        print(report.text, file=sys.stderr if args.json else sys.stdout)
         if args.json:
             print(json.dumps(report.data))
     return 0 if report.ok else 1

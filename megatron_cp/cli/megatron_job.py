@@ -11,11 +11,14 @@ from megatron_cp.cli.parser import UsageError
 from megatron_cp.cli.report import Report
 
 HELP = "judge these flags of a Megatron job, all that follow: what is proved, expected, untried or refused beside ours"
-_ORDER = ("refused", "untried", "unknown", "expected", "proved")
+_ORDER = ("refused", "undecided", "untried", "unknown", "expected", "proved")
 
 
 def judged(words: Sequence[str]) -> Report:
-    """A verdict on every flag that is given, the worst first; refusals are those of a model that is built."""
+    """A verdict on every flag that is given, the worst first; refusals are those of a model that is built.
+
+    Fails where something is refused, and where several context-parallel ranks lack a flag that this library waits for.
+    """
     if not megatron_is_installed():
         raise UsageError(f"--megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
     from megatron_cp.megatron.features import OF_FLAG, REFUSED
@@ -23,8 +26,10 @@ def judged(words: Sequence[str]) -> Report:
     args, given = _parsed(list(words))
     errors = {error.argument: error for error in _refusals(_AsConfig(args))}
     rows: list[tuple[str, str, str]] = [("refused", flag, _said(error)) for flag, error in errors.items()]
+    undecided = dict(_undecided(args))
+    rows += [("undecided", flag, remark) for flag, remark in undecided.items()]
     for flag in given:
-        if flag in errors:
+        if flag in errors or flag in undecided:
             continue
         feature = OF_FLAG.get(flag)
         if feature is None:
@@ -38,8 +43,33 @@ def judged(words: Sequence[str]) -> Report:
     width = max((len(flag) for _, flag, _ in rows), default=0)
     lines = [f"{verdict:<9}{flag:<{width + 2}}{remark}" for verdict, flag, remark in rows]
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count) or "no flags"]
+    if args.context_parallel_size == 1:
+        lines.append("one context-parallel rank: --context-parallel-size is 1, so nothing is spread over ranks")
     data = {"flags": [{"verdict": verdict, "flag": flag, "remark": remark} for verdict, flag, remark in rows]}
-    return Report("\n".join(lines), data | {"counts": counts}, ok=not counts["refused"])
+    return Report("\n".join(lines), data | {"counts": counts}, ok=not counts["refused"] + counts["undecided"])
+
+
+def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The flags without which several context-parallel ranks compute something else, with what to do."""
+    if args.context_parallel_size == 1:
+        return
+    if not args.spec:
+        name = "hybrid_stack_spec" if args.hybrid_layer_pattern else "gpt_layer_spec"
+        yield "--spec", f"not given, so context parallelism is Megatron's own: --spec {_SPECS} {name}"
+    elif args.spec[0] != _SPECS:
+        yield (
+            "--spec",
+            f"not of {_SPECS}: context parallelism is ours only where its layers are made of those",
+        )
+    if not args.calculate_per_token_loss:
+        yield (
+            "--calculate-per-token-loss",
+            "not given, so the loss is a mean of the ranks' means, which the layers refuse: give it, or take the loss "
+            "of megatron_cp.megatron.loss (forward_step or loss_of), which no flag shows",
+        )
+
+
+_SPECS = "megatron_cp.megatron.specs"
 
 
 def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -41,6 +41,12 @@ class Parser(argparse.ArgumentParser):
         known = [option for action in self._actions for option in action.option_strings]
         self.error(f"{word}: there is no such option. {did_you_mean(word, known, alike=0.6)}")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse drops "--", even as the value of `--opt=--`, and would leave an empty list where a value is expected.
+        if action.option_strings and action.nargs != argparse.REMAINDER and "--" in arg_strings:
+            raise argparse.ArgumentError(action, "got '--'; allowed: a value")
+        return super()._get_values(action, arg_strings)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = list(map(str, action.choices))
@@ -85,19 +91,34 @@ def rows(text: str) -> int:
     return _integer(text, 1, MAX_TOKENS, "such as 16")
 
 
-_UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_UNITS = {
+    "": 1,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
+
+
+_LEAST_MEMORY = 2**20  # no device has less; a number alone is bytes, and 70 was meant to be 70GiB
 
 
 def memory_size(text: str) -> float:
-    """argparse type: bytes, such as 70GiB."""
+    """argparse type: bytes of a device, such as 70GiB."""
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) *([A-Za-z]*)", text.strip())
     unit = _UNITS.get(found[2].upper(), 0) if found else 0
     try:
         value = float(found[1]) * unit if found else 0.0
     except ValueError:
         value = 0.0
-    if not 0 < value < _LARGEST:
-        raise argparse.ArgumentTypeError(f"got {_short(text)}; allowed: bytes above 0, such as 70GiB or 64e9") from None
+    if not _LEAST_MEMORY <= value < _LARGEST:
+        understood = f", which is {value:g} bytes" if 0 < value < _LEAST_MEMORY else ""
+        allowed = "at least 1MiB, with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9"
+        raise argparse.ArgumentTypeError(f"got {_short(text)}{understood}; allowed: {allowed}") from None
     return value
 
 

@@ -54,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--fit",
         type=memory_size,
-        metavar="BYTES",
-        help="of --whole: memory of a rank, such as 70GiB (default: --gpu's)",
+        metavar="SIZE",
+        help="of --whole: memory of a rank with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9 (default: "
+        "--gpu's); where nothing fits the exit status is 1",
     )
     for action in parser._actions:
         if action.dest == "hosts":

@@ -88,7 +88,7 @@ def run_whole(args: argparse.Namespace) -> Report:
         page = report_of(model, Packing(lengths), on, topology, rows, chosen, limit, text[-1])
         save_page(page, args.report)
         text.append(f"report: {args.report}")
-    return Report("\n".join(text), data)
+    return Report("\n".join(text), data, ok=best is not None)
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:

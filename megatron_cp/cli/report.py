@@ -11,7 +11,7 @@ class Report:
     """What a command has to say.
 
     Attributes:
-        text: for people.
+        text: for people; with `--json` on standard error.
         data: for programs, printed by `--json`.
         ok: False makes the exit status 1.
         quiet: another rank prints.

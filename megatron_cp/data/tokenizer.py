@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.extras import install
 from megatron_cp.layout.packing import IntArray
 
 
@@ -73,9 +74,7 @@ class FileTokenizer:
             package = importlib.import_module("tokenizers")
         except ImportError:
             allowed = "bytes (no file) as long as the tokenizers package is missing"
-            raise ArgumentError(
-                "tokenizer_model", self.name, allowed, "pip install 'megatron_cp[tokenizers]'"
-            ) from None
+            raise ArgumentError("tokenizer_model", self.name, allowed, f"{install('tokenizers')}.") from None
         try:
             self._tokenizer = package.Tokenizer.from_str(text)
         except Exception as error:  # the package has no narrower one

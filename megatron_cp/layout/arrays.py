@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.packing import IntArray, Packing, if_offsets
 
 
 def take(array: Any, rows: IntArray) -> Any:
@@ -51,7 +51,9 @@ def able_to_hold(value: int, array: Any) -> Any:
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_array(argument: str, array: Any, rows: int, allowed: str, *, integral: bool = False) -> None:
+def check_array(
+    argument: str, array: Any, rows: int, allowed: str, *, integral: bool = False, packing: Packing | None = None
+) -> None:
     """Refuses what is no dense array or tensor of so many rows.
 
     Args:
@@ -60,6 +62,7 @@ def check_array(argument: str, array: Any, rows: int, allowed: str, *, integral:
         rows: how many it must have.
         allowed: so many rows, in words.
         integral: its numbers must be integers, of which truth values are none.
+        packing: of a stream, the documents that it must have the tokens of.
 
     Raises:
         ArgumentError: it is something else.
@@ -68,8 +71,11 @@ def check_array(argument: str, array: Any, rows: int, allowed: str, *, integral:
         raise ArgumentError(argument, array, "a numpy array or a dense torch tensor")
     if integral and _kind(array) not in "iu":
         raise ArgumentError(argument, f"{array.dtype}", "an array or a tensor of integers")
-    if array.ndim == 0 or len(array) != rows:
-        raise ArgumentError(argument, f"{len(array)} rows" if array.ndim else "no rows", allowed)
+    if array.ndim == 0:
+        raise ArgumentError(argument, "no rows", allowed)
+    if len(array) != rows:
+        remedy = "" if packing is None else if_offsets(packing, len(array))
+        raise ArgumentError(argument, f"{len(array)} rows", allowed, remedy)
 
 
 def check_shards(shards: Any, row_counts: list[int]) -> None:

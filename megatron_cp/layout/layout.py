@@ -348,8 +348,8 @@ class Layout(Memo):
         return np.concatenate([values, np.full(pad, fill, dtype=values.dtype)]) if pad else values
 
     def _check_stream(self, tokens: Any, *, integral: bool = False) -> None:
-        total = self.packing.total
-        check_array("tokens", tokens, total, f"the {total} tokens of the packed stream", integral=integral)
+        allowed = f"the {self.packing.total} tokens of the packed stream"
+        check_array("tokens", tokens, self.packing.total, allowed, integral=integral, packing=self.packing)
 
     def _checked_rank(self, rank: int) -> int:
         return checked_integer("rank", rank, 0, self.cp_size - 1)

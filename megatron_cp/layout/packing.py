@@ -60,7 +60,8 @@ class Packing(Memo):
         integral = offsets.ndim == 1 and is_integral(offsets)
         # Compared, not subtracted: differences of unsigned integers never fall below 0.
         if not integral or offsets.size < 2 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
-            raise ArgumentError("cu_seqlens", offsets.tolist(), "at least two integers that start at 0 and never fall")
+            allowed = "at least two integers that start at 0 and never fall"
+            raise ArgumentError("cu_seqlens", offsets.tolist(), allowed, _if_lengths(offsets) if integral else "")
         return cls(np.diff(offsets))
 
     @cached_property
@@ -123,12 +124,36 @@ class Packing(Memo):
         return hash(self.lengths.tobytes())
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.lengths[:8].tolist())) + (", ..." if self.num_documents > 8 else "")
-        return (
-            f"Packing([{shown}])"
-            if self.num_documents <= 8
-            else (f"Packing([{shown}]; {self.num_documents} documents, {self.total} tokens)")
-        )
+        if self.num_documents <= 8:
+            return f"Packing({_shown(self.lengths)})"
+        return f"Packing({_shown(self.lengths)}; {self.num_documents} documents, {self.total} tokens)"
+
+
+def _shown(numbers: NDArray) -> str:
+    """The first eight numbers as a list reads."""
+    return f"[{', '.join(map(str, numbers[:8].tolist()))}{', ...' if numbers.size > 8 else ''}]"
+
+
+def if_offsets(packing: Packing, num_tokens: int) -> str:
+    """Returns what to do where a batch has so many tokens and not `total`: `cu_seqlens` were given as lengths.
+
+    Offsets are legal lengths, since documents may be empty, so only the number of tokens tells them apart. Returns ""
+    where the lengths are no such offsets.
+    """
+    lengths = packing.lengths
+    rises = lengths[0] == 0 and (lengths[1:] >= lengths[:-1]).all()
+    if not rises or lengths[-1] != num_tokens or num_tokens in (0, packing.total):
+        return ""
+    return f"These lengths look like cu_seqlens: Packing.from_cu_seqlens({_shown(lengths)}) has {num_tokens} tokens."
+
+
+def _if_lengths(offsets: NDArray) -> str:
+    """What was meant by integers that are no `cu_seqlens`."""
+    if offsets.size == 0 or offsets.min() < 0:
+        return ""
+    remedy = f"If these are the documents' lengths: Packing({_shown(offsets)})."
+    ends = offsets[0] != 0 and (offsets[1:] >= offsets[:-1]).all()
+    return f"{remedy} If they are where documents end, put a 0 before them." if ends else remedy
 
 
 def checked_packing(packing: Packing, argument: str = "packing") -> Packing:

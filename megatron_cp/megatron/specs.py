@@ -43,6 +43,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
+from megatron_cp.extras import install
 from megatron_cp.megatron.layers.attention import CoreAttention, SelfAttention
 from megatron_cp.megatron.layers.experts import with_our_router, without_pads
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
@@ -247,7 +248,7 @@ class _NeedsTransformerEngine(MegatronModule):
         refuse("hybrid_layer_pattern", "another layer", "M, G, *, + and -", _TE_REMEDY)
 
 
-_TE_REMEDY = "Megatron's own layers of other kinds need transformer-engine: pip install 'megatron_cp[te]'."
+_TE_REMEDY = f"Megatron's own layers of other kinds need transformer-engine: {install('te')}."
 
 
 def _te_stack() -> ModuleSpec:

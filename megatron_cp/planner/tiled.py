@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, as_number
+from megatron_cp.extras import install
 from megatron_cp.layout import Layout
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment, TiledWork
@@ -84,7 +85,7 @@ def checked_search(
         _refuse_unread((names[0], search_seconds, "0") if seconds else (names[1], search_cache, "None"), ways)
     # Said here: where "auto" chooses, a scheme that cannot be planned is only left out.
     if seconds and folder is None and find_spec("ortools") is None:
-        remedy = "OR-Tools is not installed: pip install 'megatron_cp[solver]'. The fast stage needs none."
+        remedy = f"OR-Tools is not installed: {install('solver')}. The fast stage needs none."
         raise ArgumentError(names[0], search_seconds, f"0, or a {names[1]} with answers to read", remedy)
     return TileSearch(item_size, seconds, None if folder is None else str(folder))
 

@@ -21,7 +21,7 @@ from megatron_cp.softmax.on_rank import AttentionOnRank
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
-    seed: int = 0, kernel: str | AttentionKernel = "auto", return_lse: Literal[False] = False,
+    seed: int | None = None, kernel: str | AttentionKernel = "auto", return_lse: Literal[False] = False,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: Group | None = None, *,
     softmax_scale: float | None = None, softcap: float = 0.0, sink: Tensor | None = None, dropout: float = 0.0,
-    seed: int = 0, kernel: str | AttentionKernel = "auto", return_lse: Literal[True],
+    seed: int | None = None, kernel: str | AttentionKernel = "auto", return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -45,7 +45,7 @@ def attention(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
     kernel: str | AttentionKernel = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ def attention(
         dropout: the share of weights that become zero after the softmax, the others growing by `1 / (1 - dropout)`.
         seed: of the dropout, at least 0: with the entry of the batch, the head and the places of query and key in the
             packed stream it decides which weights, whatever the number of ranks. The same on every rank; give every
-            layer and step another one.
+            layer and step another one, such as `step * num_layers + layer`. None only without dropout.
         kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
         return_lse: whether to return the log-sum-exp too. Where heads change places it is one small collective more.
 
@@ -76,7 +76,8 @@ def attention(
         queries that see no key. No gradient flows through it.
 
     Raises:
-        ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
+        ArgumentError: tensors, group or kernel that do not fit the plan, or dropout without a seed. Raised before
+            anything is sent.
 
     Example:
         >>> packing = Packing([3, 1])
@@ -103,7 +104,7 @@ def projected_attention(
     softcap: float = 0.0,
     sink: Tensor | None = None,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
     kernel: str | AttentionKernel = "auto",
 ) -> Tensor:
     """`attention` of queries, keys and values that are made chunk by chunk, while the chunks before travel.

@@ -293,12 +293,12 @@ def attention_call(
     softmax_scale: float | None = None,
     softcap: float = 0.0,
     dropout: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
 ) -> AttentionCall:
     """What a kernel would be asked to do for a plan, its numbers checked.
 
     Raises:
-        ArgumentError: a scale, cap or share of dropout that is no such thing.
+        ArgumentError: a scale, cap or share of dropout that is no such thing, or dropout without a seed.
     """
     assert plan.mask is not None
     q, _, v = plan.sections.blocks

@@ -24,20 +24,34 @@ class SoftmaxOptions(NamedTuple):
 
 
 def checked_options(
-    head_dim: int, *, softmax_scale: float | None = None, softcap: float = 0.0, dropout: float = 0.0, seed: int = 0
+    head_dim: int,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    dropout: float = 0.0,
+    seed: int | None = None,
 ) -> SoftmaxOptions:
     """The options of `attention` for keys of `head_dim` features.
 
     Raises:
-        ArgumentError: a scale, cap, share of dropout or seed that is no such thing.
+        ArgumentError: a scale, cap, share of dropout or seed that is no such thing, or dropout without a seed.
 
     Example:
-        >>> checked_options(16, dropout=0.1)
-        SoftmaxOptions(scale=0.25, softcap=0.0, dropout=0.1, seed=0)
+        >>> checked_options(16, dropout=0.1, seed=7)
+        SoftmaxOptions(scale=0.25, softcap=0.0, dropout=0.1, seed=7)
     """
     if not 0 <= as_number(softcap) < float("inf"):
         raise ArgumentError("softcap", softcap, "a finite number of at least 0, 0 for none")
     if not 0 <= as_number(dropout) < 1:
         raise ArgumentError("dropout", dropout, "a share from 0 up to but not including 1")
+    if dropout and seed is None:
+        raise ArgumentError("seed", None, f"an integer of at least 0, since dropout is {float(dropout):g}", _SEED)
     scale = checked_scale("softmax_scale", softmax_scale, head_dim)
-    return SoftmaxOptions(scale, float(softcap), float(dropout), checked_integer("seed", seed, 0, 2**64 - 1))
+    number = checked_integer("seed", 0 if seed is None else seed, 0, 2**64 - 1)
+    return SoftmaxOptions(scale, float(softcap), float(dropout), number)
+
+
+_SEED = (
+    "Pass the number of the step, mixed with the layer's, as in seed=step * num_layers + layer: with one seed every "
+    "call drops the same weights."
+)

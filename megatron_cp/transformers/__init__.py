@@ -5,8 +5,9 @@ An adapter, as `megatron_cp.megatron` is: nothing else here imports it.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from megatron_cp.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_cp.transformers.batch import ShardedBatch as ShardedBatch
@@ -27,9 +28,4 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Packing
-from megatron_cp.layout.packing import IntArray
+from megatron_cp.layout.packing import IntArray, if_offsets
 
 # What collators say of documents, and nothing else: none of it reaches the model.
 OF_DOCUMENTS = (
@@ -46,7 +46,8 @@ def packing_of(batch: Mapping[str, Any]) -> Packing:
     else:
         return Packing([total])
     if packing.total != total:
-        raise ArgumentError(name, f"documents of {packing.total} tokens", f"the {total} tokens of input_ids")
+        remedy = "They look like cu_seqlens: name them cu_seq_lens_q." if if_offsets(packing, total) else ""
+        raise ArgumentError(name, f"documents of {packing.total} tokens", f"the {total} tokens of input_ids", remedy)
     return packing
 
 

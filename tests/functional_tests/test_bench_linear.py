@@ -76,15 +76,15 @@ def check_report(report):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_every_layer_is_measured(layer, capsys):
     assert main(["bench", "linear", "--layer", layer, *HEADS[layer], "--ranks", "threads", *QUICK]) == 0
-    out = capsys.readouterr().out
+    out, text = capsys.readouterr()
     report = last_json(out)
     check_report(report)
     assert (report["layer"], report["cp"], report["kernel"]) == (layer, 2, "chunked")
     if layer == "gdn":
         assert list(report["megatron_over_ours"]) == WAYS
-        assert "one document, megatron-core |" in out
+        assert "one document, megatron-core |" in text
     else:
-        assert f"megatron-core was not run: it has nothing of its own in plain torch for {layer}." in out
+        assert f"megatron-core was not run: it has nothing of its own in plain torch for {layer}." in text
         assert report["megatron_over_ours"] is None
 
 

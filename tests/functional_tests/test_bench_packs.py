@@ -22,8 +22,8 @@ def test_reports_every_way_in_every_cell(corpus, capsys):
     pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
     options = ["--cp", "2", "--batches", "2", "--tokens-per-rank", "512", "--corpus", str(corpus), "--json"]
     assert main(["bench", "packs", *options]) == 0
-    printed = capsys.readouterr().out
-    data = json.loads(printed.splitlines()[-1])
+    out, printed = capsys.readouterr()
+    data = json.loads(out)
     assert [(cell["replicas"], cell["cp"]) for cell in data["cells"]] == [(2, 2), (4, 2), (8, 2)] + [(8, 2)] * 3
     for cell in data["cells"]:
         excess = cell["excess"]

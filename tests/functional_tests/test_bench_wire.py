@@ -94,7 +94,7 @@ def check_overlap(report, layers, chunks):
 
 def test_everything_is_measured_between_threads(capsys):
     assert main(["bench", "wire", "--ranks", "threads", "--cp", "3", *TINY]) == 0
-    out = capsys.readouterr().out
+    out, text = capsys.readouterr()
     report = last_json(out)
     check_transports(report, ["3"])
     check_codecs(report, ["1", "4"])
@@ -105,8 +105,8 @@ def test_everything_is_measured_between_threads(capsys):
         "bfloat16",
         "collective",
     )
-    assert "| 3 | all-to-all | pairwise, 3 |" in out
-    assert "| gdn | 4 | both |" in out
+    assert "| 3 | all-to-all | pairwise, 3 |" in text
+    assert "| gdn | 4 | both |" in text
 
 
 def test_local_runs_have_several_sizes(capsys):

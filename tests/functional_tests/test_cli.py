@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_cp.cli.main import main
+from megatron_cp.extras import install
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import picture
@@ -38,6 +39,34 @@ def last_json(text):
     return json.loads(text.strip().splitlines()[-1])
 
 
+def everything(capsys):
+    """The text of a command with --json, which is on standard error, and then its object."""
+    out, text = capsys.readouterr()
+    return text + out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", *BATCH],
+        ["plan", "--whole", "--model", "llama3-8b", "--cp", "4,8", "--lengths", "4096"],
+        ["check", "--cp", "2", "--lengths", "3"],
+        ["doctor"],
+    ],
+    ids=" ".join,
+)
+def test_json_is_all_of_standard_output_and_the_text_is_on_standard_error(command, capsys):
+    assert main([*command, "--json"]) == 0
+    out, text = capsys.readouterr()
+    assert out.count("\n") == 1
+    assert json.loads(out)
+    assert text.count("\n") > 1
+    assert main(command) == 0
+    without, silence = capsys.readouterr()
+    assert silence == ""
+    assert len(without.splitlines()) == len(text.splitlines())
+
+
 # Each layer and each layout once or twice: `test_parity.test_layer_equals_one_rank` has their product.
 @pytest.mark.parametrize(("layer", "layout"), [*zip(SHAPE, itertools.cycle(["contiguous", "zigzag", "random"]))])
 def test_check_passes_bitwise_forward(layer, layout, capsys):
@@ -53,7 +82,7 @@ def test_check_passes_bitwise_forward(layer, layout, capsys):
 
 def test_check_all_varies_what_is_not_given(capsys):
     assert main(["check", "--all", "--cp", "2,4", "--lengths", "5,1,12", "--layout", "random", "--json"]) == 0
-    out = capsys.readouterr().out
+    out = everything(capsys)
     report = last_json(out)
     assert report["pass"] is True
     on_two = [name for name, scheme in SCHEMES.items() if not scheme.is_product]
@@ -64,7 +93,7 @@ def test_check_all_varies_what_is_not_given(capsys):
 
 def test_check_all_runs_every_mode_of_a_linear_layer(capsys):
     assert main(["check", "--layer", "mamba", "--all", "--cp", "3", "--lengths", "5,1,12", "--json"]) == 0
-    out = capsys.readouterr().out
+    out = everything(capsys)
     assert last_json(out)["cases"] == 3 * 4  # modes times layouts
     assert "ok     cp=3 chunkwise          4 cases" in out
 
@@ -73,7 +102,7 @@ def test_check_all_runs_every_mode_of_a_linear_layer(capsys):
 def test_plan_prices_the_ways_of_a_linear_layer(layout, scheme, capsys):
     shape = ["--layer", "gdn", "--model", "qwen3-next", "--tokens-per-rank", "32768", "--cp", "8"]
     assert main(["plan", *shape, "--documents", "64", "--layout", layout, "--json"]) == 0
-    out = capsys.readouterr().out
+    out = everything(capsys)
     report = last_json(out)
     assert report["scheme"] == scheme
     assert 0 < report["predicted_ms"]["forward"] < report["predicted_ms"]["backward"]
@@ -93,7 +122,7 @@ def test_one_long_document_costs_less_than_its_activations(capsys):
 
 def test_check_in_bf16_shows_the_kernels_own_error(capsys):
     assert main(["check", "--scheme", "p2p", "--cp", "3", "--lengths", "40,7", "--dtype", "bfloat16", "--json"]) == 0
-    out = capsys.readouterr().out
+    out = everything(capsys)
     assert out.count("(kernel ") == 4
     assert all(0 < error < 2e-2 for error in last_json(out)["kernel_err"].values())
 
@@ -131,7 +160,7 @@ def test_check_draws_documents(capsys):
 def test_plan_reports_every_key(capsys, tmp_path):
     picture = tmp_path / "plan.png"
     assert main(["plan", "--cp", "3", *BATCH, "--kv-heads", "2", "--plot", str(picture), "--json"]) == 0
-    out = capsys.readouterr().out
+    out = everything(capsys)
     report = last_json(out)
     assert set(report) >= {
         "scheme", "cp", "tokens_per_rank", "fragments_per_rank", "pad_tokens", "work_imbalance", "bytes_sent_per_rank",
@@ -176,7 +205,7 @@ def test_plan_compares_schemes_by_the_options_that_were_asked_for(scheme, capsys
     shape = ["--heads", "8", "--kv-heads", "8", "--lengths", "7,1,130,64,2", "--cp", "4"]
     wire = WIRE if scheme != "exact" else WIRE[2:]
     assert main(["plan", *shape, *wire, "--scheme", scheme, "--json"]) == 0
-    out = capsys.readouterr().out
+    out = everything(capsys)
     report = last_json(out)
     codec = "none" if scheme == "exact" else "int8"
     assert [report[name] for name in ("transport", "hosts", "codec", "head_chunks")] == [
@@ -194,7 +223,7 @@ def test_plan_compares_schemes_by_the_options_that_were_asked_for(scheme, capsys
 def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads(capsys):
     shape = ["--heads", "8", "--kv-heads", "4", "--lengths", "7,1,130", "--cp", "4"]
     assert main(["plan", *shape, "--scheme", "all_gather", "--head-chunks", "3", "--json"]) == 0
-    out = capsys.readouterr().out
+    out = everything(capsys)
     chunks = {name: scheme["head_chunks"] for name, scheme in last_json(out)["schemes"].items()}
     assert chunks == {
         "a2a": 1,
@@ -211,7 +240,7 @@ def test_plan_gives_other_schemes_as_many_chunks_as_they_have_heads(capsys):
 def test_plan_says_that_a_linear_layer_leaves_codec_and_chunks_unused(capsys):
     shape = ["--layer", "gdn", "--model", "qwen3-next", "--cp", "8", "--layout", "contiguous"]
     assert main(["plan", *shape, "--lengths", "262144", "--codec", "fp8", "--head-chunks", "2", "--json"]) == 0
-    out = capsys.readouterr().out
+    out = everything(capsys)
     note = "codec fp8 and 2 head chunks are unused: chunkwise was chosen, which exchanges no heads; headwise uses them"
     assert f"note: {note}" in out
     report = last_json(out)
@@ -237,13 +266,13 @@ def test_doctor_says_no_to_megatron_where_it_is_not_installed(capsys, monkeypatc
     assert rows[False].keys() == rows[True].keys()
     assert any(row["works"] for row in rows[False].values())
     assert not any(row["works"] for row in rows[True].values())
-    assert "pip install 'megatron_cp[megatron]'" in rows[True]["megatron GPTModel"]["remark"]
+    assert "pip install megatron-core==" in rows[True]["megatron GPTModel"]["remark"]
 
 
 def test_rejects_training_without_megatron_in_a_sentence(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "megatron", None)
     assert main(["train"]) == 2
-    said = "megatron-cp train: Megatron-Core is not installed here. Run: pip install 'megatron_cp[megatron]'\n"
+    said = f"megatron-cp train: Megatron-Core is not installed here. Run: {install('megatron')}\n"
     assert capsys.readouterr().err == said
 
 
@@ -397,7 +426,7 @@ def test_check_runs_the_sizes_that_fit_and_says_which_do_not(every, capsys):
     shape = ["--heads", "12", "--kv-heads", "6", "--lengths", "7,1,30", "--layout", "zigzag"]
     arguments = ["check", *shape, "--cp", "2,3,5,8,100", "--head-chunks", "2", *every, "--json"]
     assert main(arguments) == 0
-    out = capsys.readouterr().out
+    out = everything(capsys)
     report = last_json(out)
     assert report["pass"]
     assert (report["cp"], report["cp_not_run"]) == ([2, 3, 5], [8, 100])

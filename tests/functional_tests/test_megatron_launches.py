@@ -128,12 +128,42 @@ def judged(flags):
     return {row["flag"]: row["verdict"] for row in rows}, status
 
 
+OURS = "--spec megatron_cp.megatron.specs gpt_layer_spec"
+
+
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_doctor_judges_published_launches(name):
-    verdicts, status = judged(f"{_USUAL} {LAUNCHES[name]}")
+    verdicts, status = judged(f"{_USUAL} {OURS} {LAUNCHES[name]}")
     assert {flag for flag, verdict in verdicts.items() if verdict == "refused"} == REFUSED.get(name, set())
     assert status == (1 if name in REFUSED else 0)
     assert [flag for flag, verdict in verdicts.items() if verdict == "unknown"] == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "undecided", "remark"),
+    [
+        ("--calculate-per-token-loss", {"--spec"}, "Megatron's own: --spec megatron_cp.megatron.specs gpt_layer_spec"),
+        (
+            "--calculate-per-token-loss --hybrid-layer-pattern M*-", {"--spec"},
+            "Megatron's own: --spec megatron_cp.megatron.specs hybrid_stack_spec",
+        ),
+        ("--calculate-per-token-loss --spec my.specs mine", {"--spec"}, "not of megatron_cp.megatron.specs"),
+        (OURS, {"--calculate-per-token-loss"}, "a mean of the ranks' means, which the layers refuse"),
+        ("", {"--spec", "--calculate-per-token-loss"}, "megatron_cp.megatron.loss (forward_step or loss_of)"),
+        (f"--calculate-per-token-loss {OURS}", set(), ""),
+    ],
+)  # fmt: skip
+def test_rejects_launches_that_leave_context_parallelism_or_the_loss_open(flags, undecided, remark, capsys):
+    """With several context-parallel ranks; and --json is ours behind Megatron's flags too."""
+    for ranks in (2, 1):
+        status = main(["doctor", "--megatron", "--context-parallel-size", str(ranks), *shlex.split(flags), "--json"])
+        out, text = capsys.readouterr()
+        rows = {row["flag"]: row for row in json.loads(out)["flags"] if row["verdict"] == "undecided"}
+        assert rows.keys() == (undecided if ranks > 1 else set())
+        assert status == (1 if rows else 0)
+        assert ("nothing is spread over ranks" in text) == (ranks == 1)
+        if rows:
+            assert any(remark in row["remark"] for row in rows.values())
 
 
 def settings_of(flags):

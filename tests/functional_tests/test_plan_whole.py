@@ -13,9 +13,12 @@ BATCH = ["--documents", "64", "--tokens-per-rank", "4096"]
 
 
 def printed(capsys, *arguments):
-    assert main(["plan", *arguments, "--json"]) == 0
-    out = capsys.readouterr().out
-    return out, json.loads(out.splitlines()[-1])
+    """The text and the object of a plan, whose exit status is 1 if nothing fits."""
+    status = main(["plan", *arguments, "--json"])
+    out, text = capsys.readouterr()
+    found = json.loads(out)
+    assert status == (0 if found.get("fits", True) else 1)
+    return text, found
 
 
 def test_a_whole_model_has_a_row_for_each_size_and_layout(capsys):
@@ -81,16 +84,15 @@ def test_the_smallest_size_that_fits_is_taken(capsys):
 
 @pytest.mark.parametrize(("seconds", "terminal"), [("9", True), ("2", True), ("9", False)])
 def test_a_long_search_is_announced_to_who_waits_at_a_terminal(capsys, monkeypatch, seconds, terminal):
-    """On standard error: the last line of standard output is JSON all the same."""
+    """On standard error, before the plan: standard output is JSON all the same."""
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     monkeypatch.setattr("megatron_cp.cli.plan._explained", lambda args, cp: Report("a plan", {"cp": cp}))
     assert main(["plan", "--lengths", "64", "--layout", "contiguous", "--search", seconds, "--json"]) == 0
     out, err = capsys.readouterr()
     is_said = terminal and seconds == "9"
-    assert err.startswith("searching tiles for up to 18 s for each size and scheme of tiles ...") == is_said
-    assert err.count("\n") == is_said
-    assert "searching" not in out
-    assert json.loads(out.splitlines()[-1])
+    said = "searching tiles for up to 18 s for each size and scheme of tiles ...\n"
+    assert err == (said if is_said else "") + "a plan\n"
+    assert json.loads(out) == {"cp": 4}
 
 
 @pytest.mark.parametrize("batch", [["--lengths", "65536"], ["--lengths", "50001,1023,9000"]])
@@ -171,7 +173,10 @@ def test_a_model_may_be_a_config_or_flags(capsys, tmp_path):
         ),
         (["--whole", "--search-cache", __file__], "--search-cache: got "),
         (["--search", "nan"], "--search: got nan; allowed: seconds from 0 to 86400"),
-        (["--fit", "80 apples"], "allowed: bytes above 0, such as 70GiB"),
+        (["--fit", "80 apples"], "--fit: got '80 apples'; allowed: at least 1MiB, with its unit, such as 70GiB"),
+        (["--fit", "70"], "--fit: got '70', which is 70 bytes; allowed: at least 1MiB"),
+        (["--fit", "1000KiB"], "--fit: got '1000KiB', which is 1.024e+06 bytes; allowed: at least 1MiB"),
+        (["--fit", "1e400"], "--fit: got '1e400'; allowed: at least 1MiB"),
         (["--whole", "--cp", "3", "--scheme", "a2a+exact"], "3 has no other divisor"),
         (["--cp", "8,16", "--hosts", "3"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8. Each host has as many"),
         (["--cp", "16", "--hosts", "3", "--whole"], "--hosts: got 3; allowed: 1 or 2 or 4 or 8 or 16. Each host"),

@@ -309,7 +309,7 @@ def lse_of_rank(group, case, plan, batch):
             x.requires_grad_()
         found = cp.attention(
             *local.values(), plan, group, sink=inputs.get("sink"), softcap=case.softcap, dropout=case.dropout,
-            return_lse=asked,
+            seed=case.seed, return_lse=asked,
         )  # fmt: skip
         out, lse = found if asked else (found, results[0][1])
         out.backward(

@@ -132,7 +132,7 @@ def test_runs_under_torchrun_and_prints_once(data, uninterrupted, tmp_path):
         capture_output=True, text=True, timeout=LIMIT, cwd=ROOT, env=ENVIRONMENT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("CP=2: 4 steps") == done.stdout.count('"run_dir"') == 1
+    assert done.stderr.count("CP=2: 4 steps") == done.stdout.count('"run_dir"') == 1
     report = report_of(done.stdout)
     assert set(report) == KEYS
     assert_compared(report, 4)
@@ -205,7 +205,7 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
     assert main(["train", *arguments, "--context-parallel-size", "2", "--compare", "--json"]) == 0
     printed = capsys.readouterr()
     assert says in printed.err
-    assert "CP=2 and CP=1 agree" in printed.out
+    assert "CP=2 and CP=1 agree" in printed.err
     assert_compared(report_of(printed.out), 3)
     entries = metrics_of(tmp_path / "run")
     assert len(entries) == 3
@@ -342,9 +342,9 @@ def test_losses_that_are_no_numbers_fail_and_are_null(data, tmp_path, capsys, mo
     monkeypatch.setattr(train, "_train", diverged)
     arguments = [*HYBRID, *STEPS, "--train-iters", "2", "--data-path", str(data), "--run-dir", str(tmp_path / "run")]
     assert main(["train", *arguments, "--compare", "--json"]) == 1
-    printed = capsys.readouterr().out
+    out, printed = capsys.readouterr()
     assert "DO NOT AGREE" in printed
-    report = report_of(printed)
+    report = report_of(out)
     assert (report["final_loss"], report["max_loss_diff"], report["first_step_grad_diff"]) == (None, None, 0)
 
 

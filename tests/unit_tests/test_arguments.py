@@ -95,7 +95,8 @@ NO_TRANSPORT = [*NO_NAME, "hierarchical", cp.Transport, cp.Transport("hierarchic
 QKV = {name: ones(2, 4) for name in "qkv"}
 SOFTMAX = {
     "softmax_scale": optional(NO_NUMBER), "softcap": [*NO_NUMBER, -1.0], "dropout": [*NO_NUMBER, -0.1, 1.0],
-    "sink": optional(no_tensor(HEADS)), "seed": NO_INTEGER, "kernel": NO_NAME, "group": NO_GROUP, "plan": NO_PLAN,
+    "sink": optional(no_tensor(HEADS)), "seed": optional(NO_INTEGER), "kernel": NO_NAME, "group": NO_GROUP,
+    "plan": NO_PLAN,
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from megatron_cp.plan.schemes import MODES, SCHEMES
 HOUSE = Path(megatron_cp.__file__).parent
 # From the ground up: a room may import its own and lower ones.
 FLOORS = [
-    {"errors"},
+    {"errors", "extras", "lazy"},
     {"layout"},
     {"exchange", "data"},
     {"plan"},

@@ -116,6 +116,7 @@ REFUSED_BATCHES = [
     ({"attention_mask": torch.tensor([[1] * 12 + [0]])}, "attention_mask", "zeros in it"),
     ({"attention_mask": torch.ones(1, 1, 13, 13)}, "attention_mask", r"\[1, 1, 13, 13\]"),
     ({"lengths": [5, 9]}, "lengths", "documents of 14 tokens"),
+    ({"lengths": [0, 5, 13]}, "lengths", "documents of 18 tokens.*name them cu_seq_lens_q"),
     ({"lengths": [5.0, 8.0]}, "lengths", "integers"),
     ({"lengths": None, "cu_seq_lens_q": torch.tensor([0, 5])}, "cu_seq_lens_q", "documents of 5 tokens"),
     ({"lengths": None, "position_ids": torch.arange(7, 20)[None]}, "position_ids", "say lengths"),

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
+from megatron_cp.extras import install
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
 from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
@@ -17,7 +18,6 @@ from megatron_cp.linear.kernels.conv import add_history
 OLDEST = (1, 2)  # the first whose `causal_conv1d_fn` reads as here
 WIDTHS = range(2, 5)
 ALIGN = 8  # channels
-INSTALL = "pip install --no-build-isolation causal-conv1d==1.7.0"
 
 
 class CausalConv1dConv(ConvKernel):
@@ -35,7 +35,7 @@ class CausalConv1dConv(ConvKernel):
         installed = installed_version(self.package)
         if installed is None or installed < OLDEST:
             what = "not installed" if installed is None else f"older than version {OLDEST[0]}.{OLDEST[1]}"
-            return f"causal-conv1d is {what}; {INSTALL}"
+            return f"causal-conv1d is {what}; {install('mamba')}"
         if call.device.type != "cuda":
             return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
         if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
@@ -46,7 +46,7 @@ class CausalConv1dConv(ConvKernel):
         if odd:
             return f"has multiples of {ALIGN} channels, not {min(odd)}; use fla or chunked"
         failure = import_failure("causal_conv1d")
-        return None if failure is None else f"causal-conv1d cannot be imported ({failure}); {INSTALL}"
+        return None if failure is None else f"causal-conv1d cannot be imported ({failure}); {install('mamba')}"
 
     def conv(
         self,

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_cp.extras import install
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels.base import ConvKernel, Delta, Inputs, LinearCall, RuleKernel, ScanWork
 from megatron_cp.linear.kernels.common.fla_scan import CHUNK, GdnScan, KdaScan, conv_states, documents
@@ -23,7 +24,6 @@ from megatron_cp.plan.kinds import GDN
 
 SERIES = (0, 6)  # what is called and read here of fla's inside, no other version promises
 MAX_HEAD_DIM = 256
-INSTALL = "pip install fla-core==0.6.0 einops"
 
 
 class FlaRule(RuleKernel):
@@ -141,13 +141,13 @@ def _unusable(call: LinearCall) -> str | None:
     installed = installed_version(FlaRule.package)
     if installed != SERIES:
         what = "not installed" if installed is None else "not of version 0.6"
-        return f"fla-core is {what}; {INSTALL}"
+        return f"fla-core is {what}; {install('fla')}"
     if call.device.type != "cuda":
         return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
     if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"has no {call.dtype}; use chunked or reference"
     failure = import_failure("fla.modules.causal_conv1d", "fla.ops.gated_delta_rule", "fla.ops.kda")
-    return None if failure is None else f"fla-core cannot be imported ({failure}); {INSTALL}"
+    return None if failure is None else f"fla-core cannot be imported ({failure}); {install('fla')}"
 
 
 def _evenly_grouped(inputs: Delta, groups: list[int]) -> Delta:

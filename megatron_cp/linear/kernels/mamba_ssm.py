@@ -19,12 +19,12 @@ from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.scan import LocalScan
+from megatron_cp.extras import install
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
 from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
 
 OLDEST = (2, 2)  # 2.2.4, 2.2.6, 2.3.0 and 2.3.2 were run, all in Triton's interpreter
-INSTALL = "pip install --no-build-isolation mamba-ssm==2.3.2.post1"
 
 
 class MambaSsmRule(RuleKernel):
@@ -49,13 +49,13 @@ class MambaSsmRule(RuleKernel):
         installed = installed_version(self.package)
         if installed is None or installed < OLDEST:
             what = "not installed" if installed is None else f"older than version {OLDEST[0]}.{OLDEST[1]}"
-            return f"mamba-ssm is {what}; {INSTALL}"
+            return f"mamba-ssm is {what}; {install('mamba')}"
         if call.device.type != "cuda":
             return f"runs on CUDA, the tensors are on {call.device.type}; use chunked or reference"
         if call.dtype not in (torch.bfloat16, torch.float16, torch.float32):
             return f"has no {call.dtype}; use chunked or reference"
         failure = import_failure("mamba_ssm.ops.triton.ssd_combined")
-        return None if failure is None else f"mamba-ssm cannot be imported ({failure}); {INSTALL}"
+        return None if failure is None else f"mamba-ssm cannot be imported ({failure}); {install('mamba')}"
 
     def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
         assert isinstance(inputs, StateSpace)

@@ -10,6 +10,7 @@ from megatron.core.ssm import mamba_mixer
 from torch import Tensor
 
 from megatron_cp.executor.trace import of_layer
+from megatron_cp.extras import install
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.layers.base import LinearModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
@@ -105,7 +106,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
         if self.ranks.size > 1:
             raise NotImplementedError("Mamba has inference at --context-parallel-size 1 alone")
         if not mamba_mixer.HAVE_MAMBA_SSM:
-            raise NotImplementedError("Megatron's inference of Mamba needs mamba-ssm: pip install 'megatron_cp[mamba]'")
+            raise NotImplementedError(f"Megatron's inference of Mamba needs mamba-ssm: {install('mamba')}")
         found: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, context, inference_params=params, packed_seq_params=packed_seq_params
         )

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.extras import install
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.tiles import fast
 from megatron_cp.planner.tiles.lagrangian import lagrangian_bound
@@ -111,9 +112,7 @@ def _solver() -> Any:
     try:
         return importlib.import_module("ortools.sat.python.cp_model")
     except ImportError:
-        remedy = (
-            "Install it: pip install 'megatron_cp[solver]'. Without it search_seconds=0 takes the fast stage alone."
-        )
+        remedy = f"Install it: {install('solver')}. Without it search_seconds=0 takes the fast stage alone."
         raise ArgumentError(
             "search_seconds", "a search, without OR-Tools", "0 where it is not installed", remedy
         ) from None

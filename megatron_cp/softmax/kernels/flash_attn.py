@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp.extras import install
 from megatron_cp.softmax.kernels.base import AttentionCall
 from megatron_cp.softmax.kernels.common.varlen_calls import Segments
 from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention, common_refusal, major_version
@@ -26,7 +27,7 @@ class FlashAttention2(SegmentedAttention):
         installed = _installed_major(self.package)
         if installed != 2:
             what = "not installed" if installed is None else f"of version {installed}, not 2"
-            return f"flash-attn is {what}; pip install 'megatron_cp[flash]'"
+            return f"flash-attn is {what}; {install('flash')}"
         return common_refusal(call)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:

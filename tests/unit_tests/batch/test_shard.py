@@ -187,6 +187,12 @@ def test_rejects_what_is_not_the_batchs_tokens_on_the_host(argument, misfit):
     assert e.value.argument == argument
 
 
+def test_rejects_cu_seqlens_given_as_lengths():
+    layout = cp.Layout.zigzag(cp.Packing([0, 7, 8, 138]), 1)
+    with pytest.raises(ArgumentError, match=r"tokens: got '138 rows'.*Packing\.from_cu_seqlens\(\[0, 7, 8, 138\]\)"):
+        cp.shard_batch(torch.zeros(138, dtype=torch.int64), layout)
+
+
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
 def test_rejects_weights_that_are_not_finite(weight):
     mask = torch.ones(RAGGED.total)

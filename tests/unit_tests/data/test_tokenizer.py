@@ -140,7 +140,7 @@ def test_rejects_a_file_that_is_no_tokenizer(tmp_path, content):
 def test_rejects_a_file_when_the_package_is_missing(write, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     path = write()
-    with refusal_of(path, "pip install 'megatron_cp[tokenizers]'"):
+    with refusal_of(path, "pip install 'tokenizers<1,>=0.21'."):
         read_tokenizer(path)
 
 

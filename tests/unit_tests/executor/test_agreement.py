@@ -165,7 +165,7 @@ ODD_CALLS = {
     "scale": ({"softmax_scale": 2.0}, "softmax_scale: 0.5", "softmax_scale: 2.0"),
     "cap": ({"softcap": 30.0}, "softcap: 0.0", "softcap: 30.0"),
     "sink": ({"sink": torch.zeros(6)}, "sink: None", "sink: float32"),
-    "dropout": ({"dropout": 0.5}, "dropout: 0.0", "dropout: 0.5"),
+    "dropout": ({"dropout": 0.5, "seed": 0}, "dropout: 0.0", "dropout: 0.5"),
     "kernel": ({"kernel": "auto"}, "kernel: 'reference'", "kernel: 'auto'"),
     "grad mode": ({"grad": False}, "gradients: on", "gradients: off"),
     "frozen inputs": ({"needs_gradient": False}, "q: float32, shape [rows, 6, 4], needs a gradient", "no gradient"),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import megatron_cp.layout.packing as packing_module
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout import Packing
+from megatron_cp.layout import Layout, Packing
 
 ragged = settings(derandomize=True, deadline=None, max_examples=100)
 LENGTHS = st.lists(st.sampled_from([0, 0, 1, 1, 2, 5, 13, 97, 101]) | st.integers(0, 300), min_size=1, max_size=8)
@@ -146,6 +146,34 @@ def test_rejects_a_single_cu_seqlen():
 def test_rejects_cu_seqlens_that_do_not_start_at_0():
     with refusal_of("cu_seqlens", "[1, 4]"):
         Packing.from_cu_seqlens([1, 4])
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ([7, 1, 130], "If these are the documents' lengths: Packing([7, 1, 130])."),
+        ([0, 5, 3], "If these are the documents' lengths: Packing([0, 5, 3])."),
+        ([7, 8, 138], "Packing([7, 8, 138]). If they are where documents end, put a 0 before them."),
+        ([9] * 10, "Packing([9, 9, 9, 9, 9, 9, 9, 9, ...])."),
+    ],
+)
+def test_rejects_lengths_given_as_cu_seqlens(given, remedy):
+    with pytest.raises(ArgumentError) as error:
+        Packing.from_cu_seqlens(given)
+    assert remedy in str(error.value)
+
+
+def test_rejects_a_stream_for_cu_seqlens_given_as_lengths():
+    def refusal(lengths, tokens):
+        with pytest.raises(ArgumentError) as error:
+            Layout.contiguous(Packing(lengths), 2).shard(np.arange(tokens), 0)
+        return str(error.value)
+
+    said = refusal([0, 7, 8, 138, 138], 138)
+    assert said.endswith("cu_seqlens: Packing.from_cu_seqlens([0, 7, 8, 138, 138]) has 138 tokens.")
+    assert "291 tokens of the packed stream" in said
+    for lengths, tokens in (([0, 7, 8, 138], 137), ([7, 8, 138], 138), ([0, 8, 7, 138], 138), ([0, 3, 0], 0)):
+        assert "cu_seqlens" not in refusal(lengths, tokens)
 
 
 def test_rejects_falling_cu_seqlens():

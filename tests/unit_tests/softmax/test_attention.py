@@ -259,9 +259,21 @@ def test_rejects_options_that_are_none(argument, given):
 @pytest.mark.parametrize(("option", "value"), [("softcap", 2.0), ("dropout", 0.1), ("softmax_scale", -1.0)])
 def test_rejects_a_kernel_without_the_feature_and_names_one_with_it(option, value):
     with pytest.raises(cp.ArgumentError, match="use reference") as error:
-        cp.attention(*tensors(), plan_for(), kernel="cpu", **{option: value})
+        cp.attention(*tensors(), plan_for(), kernel="cpu", seed=1, **{option: value})
     assert error.value.argument == "kernel"
-    assert cp.attention(*tensors(), plan_for(), **{option: value}).isfinite().all()
+    assert cp.attention(*tensors(), plan_for(), seed=1, **{option: value}).isfinite().all()
+
+
+def test_rejects_dropout_without_a_seed():
+    q, k, v = tensors()
+    calls = (
+        lambda **given: cp.attention(q, k, v, plan_for(), **given),
+        lambda **given: cp.projected_attention(lambda heads, kv_heads: (q, k, v), plan_for(), **given),
+    )
+    for call in calls:
+        with pytest.raises(cp.ArgumentError, match=r"seed: got None; .* dropout is 0\.5\. Pass the number of the step"):
+            call(dropout=0.5)
+        assert not torch.equal(call(dropout=0.5, seed=0), call(dropout=0.5, seed=1))
 
 
 def test_gradients_of_a_sink_alone_and_of_nothing():

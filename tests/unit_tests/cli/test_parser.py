@@ -1,0 +1,65 @@
+"""Every option of every command, given values that it cannot have: one line, status 2, no traceback."""
+
+import pytest
+
+from megatron_cp.cli import main as command_line
+from megatron_cp.cli.parser import Parser
+from megatron_cp.cli.report import Report
+
+ODD = ["--", "", "-", "-1", "0", "nan", "inf", "1e400", "é", "1,", "9" * 5000, "\ud800"]
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The parser of each command, none of which runs."""
+    made = {}
+
+    class Kept(Parser):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made[self.prog.split()[-1]] = self
+
+    parsed = []
+    monkeypatch.setattr(command_line, "Parser", Kept)
+    for command in command_line.COMMANDS.values():
+        monkeypatch.setattr(command, "run", lambda args: parsed.append(args) or Report(""))
+    assert command_line.main([]) == 2
+    return {name: made[name] for name in command_line.COMMANDS}, parsed
+
+
+def values(action, parsed):
+    """What an option holds, and each of its entries if it takes several."""
+    if not hasattr(parsed, action.dest):
+        return []
+    value = getattr(parsed, action.dest)
+    return value if isinstance(value, list | tuple) and action.nargs else [value]
+
+
+@pytest.mark.parametrize("name", command_line.COMMANDS)
+def test_rejects_odd_values_of_every_option_in_one_line(name, commands, capsys):
+    parsers, parsed = commands
+    options = [action for action in parsers[name]._actions if action.option_strings and action.dest != "help"]
+    wrong = []
+    for action in options:
+        for option in action.option_strings:
+            for words in ([f"{option}={odd}"] for odd in ODD):
+                parsed.clear()
+                status = command_line.main([name, *(["attention"] if name == "bench" else []), *words])
+                said = capsys.readouterr().err
+                one_line = (status, said.count("\n")) == (2, 1) if not parsed else status == 0
+                # What is accepted is a value: argparse would leave an empty list where it drops "--".
+                held = [each for args in parsed for each in values(action, args)]
+                is_value = not parsed or (held and [] not in held)
+                if not (one_line and is_value) or (words[0].endswith("=--") and parsed and action.nargs != "..."):
+                    wrong.append((words[0][:60], status, said[:200], held))
+    assert options
+    assert wrong == []
+
+
+def test_rejects_two_dashes_as_a_value(capsys):
+    for line in (["plan", "--cp=--"], ["plan", "--dtype=--"], ["check", "--timeout=--"], ["train", "--cp-comm-type=--"]):
+        assert command_line.main(line) == 2
+        option = line[1].removesuffix("=--")
+        assert capsys.readouterr().err == (
+            f"megatron-cp {line[0]}: {option}: got '--'; allowed: a value. See megatron-cp {line[0]} --help.\n"
+        )

@@ -1,0 +1,69 @@
+"""Remedies that install something name what pip finds, and what `pyproject.toml` pins."""
+
+import ast
+import re
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import megatron_cp
+from megatron_cp import extras
+
+HOUSE = Path(megatron_cp.__file__).parent
+PINS = tomllib.loads((HOUSE.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+OF_OTHERS = {"pip install tilelang"}  # which flash-linear-attention uses where it is there, and no extra has
+
+
+@pytest.fixture(autouse=True)
+def forgotten():
+    extras.install.cache_clear()
+    yield
+    extras.install.cache_clear()
+
+
+def names(requirements):
+    return {re.match(r"[\w.-]+", each)[0] for each in requirements}
+
+
+def asked_for(source):
+    """The extras that calls of `install` name, and the commands that are spelled out."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "install":
+            yield node.args[0].value
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"pip install [^\s,;]+", node.value)
+
+
+def test_what_is_asked_for_is_an_extra():
+    found = {each for path in HOUSE.rglob("*.py") if path.name != "extras.py" for each in asked_for(path.read_text())}
+    assert found - OF_OTHERS <= set(PINS)
+    assert {"megatron", "fla", "mamba", "flash", "te", "solver", "tokenizers"} <= found
+
+
+@pytest.mark.parametrize("extra", [name for name in PINS if name != "dev"])
+def test_a_remedy_installs_the_packages_of_the_extra(extra):
+    words = extras.install(extra).replace("'", "").split()
+    assert words[:2] == ["pip", "install"]
+    assert names(word for word in words[2:] if not word.startswith("--")) == names(PINS[extra])
+    assert all(re.search(r"[=<>]", word) for word in words[2:] if not word.startswith("--"))
+
+
+def test_pins_are_those_of_the_distribution_that_is_installed(monkeypatch):
+    lines = ['flash-attn==9.9; extra == "flash"', 'flash-attn==1; extra == "flash-old"', "torch<2"]
+    monkeypatch.setattr(extras, "requires", lambda name: lines)
+    assert extras.install("flash") == "pip install --no-build-isolation flash-attn==9.9"
+
+
+def test_where_nothing_is_installed_the_clone_is(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(extras, "requires", missing)
+    assert extras.install("fla") == "pip install '.[fla]' in a clone of megatron_cp"
+
+
+def test_a_remedy_is_seen():
+    assert list(asked_for("f'{install(name)}'".replace("name", '"none"'))) == ["none"]
+    assert list(asked_for("x = 'run: pip install megatron_cp[flash]'")) == ["pip install megatron_cp[flash]"]
