@@ -57,7 +57,12 @@ def test_rejects_odd_values_of_every_option_in_one_line(name, commands, capsys):
 
 
 def test_rejects_two_dashes_as_a_value(capsys):
-    for line in (["plan", "--cp=--"], ["plan", "--dtype=--"], ["check", "--timeout=--"], ["train", "--cp-comm-type=--"]):
+    for line in (
+        ["plan", "--cp=--"],
+        ["plan", "--dtype=--"],
+        ["check", "--timeout=--"],
+        ["train", "--cp-comm-type=--"],
+    ):
         assert command_line.main(line) == 2
         option = line[1].removesuffix("=--")
         assert capsys.readouterr().err == (
