@@ -46,7 +46,7 @@ def check_agreement(
         tensors: on the host, by name, such as labels: equal on all ranks too.
 
     Raises:
-        ArgumentError: the group has another number of ranks than the plan.
+        ArgumentError: the group has another number of ranks than the plan, or no tensors on the host.
         PlanMismatchError: with the lines in which the first differing rank's plan departs from rank 0's.
     """
     if not isinstance(plan, Agreeable) or isinstance(plan, type):
@@ -54,8 +54,14 @@ def check_agreement(
     ranks = as_rank_group(group, plan.cp_size)
     if seed is not None:
         seed = checked_integer("seed", seed, 0)
+    tensors = {} if tensors is None else tensors
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) and tensor.device.type == "cpu"
+        for name, tensor in tensors.items()
+    ):
+        raise ArgumentError("tensors", tensors, "tensors on the host, by name")
     lines = [*plan.describe(), *([] if seed is None else [f"tokens and seed: {seed}"])]
-    lines += [f"{name}: {_contents(tensor)}" for name, tensor in sorted((tensors or {}).items())]
+    lines += [f"{name}: {_contents(tensor)}" for name, tensor in sorted(tensors.items())]
     _compare(ranks, lines, "comparison of plans", PlanMismatchError, _DIFFERENT_PLANS)
     _remember(ranks, plan)
 

@@ -11,11 +11,13 @@ call reads, and the strategy is what the interpreter asks when the call is made,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd.function import once_differentiable
 
@@ -35,19 +37,22 @@ def opaque[Function: Callable[..., Any]](function: Function) -> Function:
 
 
 def opaque_backward(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of an autograd function, differentiable once; opaque to who compiles a step with its `backward()`.
+    """Returns the backward of an autograd function: differentiable once, and opaque to who compiles its call.
 
     It runs outside of autocast, as its forward does, also where `backward()` is called under it. Forward needs no mark:
     an opaque operation calls it.
     """
+    once = once_differentiable(opaque(function))
 
     @opaque
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        device = next((gradient.device.type for gradient in gradients if gradient is not None), None)
-        if device is None or not torch.is_autocast_enabled(device):
-            return function(ctx, *gradients)
-        with torch.autocast(device, enabled=False):
-            return function(ctx, *gradients)
+        # Asked of all devices at once, and without torch's context where no gradient is differentiated: host time.
+        if _is_any_autocast_enabled():
+            kinds = {gradient.device.type for gradient in gradients if gradient is not None}
+            with contextlib.ExitStack() as stack:
+                for kind in kinds:
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                return once(ctx, *gradients)
+        return once(ctx, *gradients) if torch.is_grad_enabled() else function(ctx, *gradients)
 
-    once: Callable[..., Any] = once_differentiable(backward)
-    return once
+    return backward

@@ -216,7 +216,9 @@ CALLS = {
     "BatchPlan.plan": (cp.BatchPlan(LAYOUT).plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
         "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
     "check_agreement": (cp.check_agreement, {"plan": PLANS["gdn"], "group": None}, {
-        "plan": NO_PLAN, "group": NO_GROUP, "seed": optional(NO_INTEGER)}),
+        "plan": NO_PLAN, "group": NO_GROUP, "seed": optional(NO_INTEGER),
+        "tensors": [5, "labels", [torch.zeros(2)], {"labels": [1, 2]}, {5: torch.zeros(2)},
+                    {"labels": torch.zeros(2, device="meta")}]}),
     "compare_calls": (cp.compare_calls, {"group": ThreadGroup.create(1)[0], "compare": True}, {
         "group": [None, *(value for value in NO_GROUP if not isinstance(value, ThreadGroup))], "compare": NO_FLAG}),
     **{f"Plan.{name}": (getattr(PLANS["attention"], name), more, {"item_size": [*NO_INTEGER, 0]})

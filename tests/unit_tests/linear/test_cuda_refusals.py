@@ -7,6 +7,7 @@ import torch
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.kernels import choose_kernel
+from megatron_cp.extras import install
 from megatron_cp.layout import Packing
 from megatron_cp.linear.kernels import causal_conv1d, mamba_ssm
 from megatron_cp.linear.kernels.base import LinearCall
@@ -37,7 +38,7 @@ def test_takes_what_the_package_computes(kernel, module, kind, dtype):
 @of_both
 def test_rejects_a_missing_package(monkeypatch, kernel, module, kind):
     monkeypatch.setattr(module, "installed_version", lambda package: None)
-    assert kernel.refusal(_call(kind)) == f"{kernel.package} is not installed; {module.INSTALL}"
+    assert kernel.refusal(_call(kind)) == f"{kernel.package} is not installed; {install('mamba')}"
 
 
 @of_both
@@ -46,7 +47,7 @@ def test_rejects_an_old_package(monkeypatch, kernel, module, kind):
     monkeypatch.setattr(module, "installed_version", lambda package: (major, minor))
     assert kernel.refusal(_call(kind)) is None
     monkeypatch.setattr(module, "installed_version", lambda package: (major, minor - 1))
-    assert kernel.refusal(_call(kind)) == f"{kernel.package} is older than version {major}.{minor}; {module.INSTALL}"
+    assert kernel.refusal(_call(kind)) == f"{kernel.package} is older than version {major}.{minor}; {install('mamba')}"
 
 
 @of_both
