@@ -23,11 +23,8 @@ KINDS = {
     "SFTTrainer": {"sft": True},
     "SFTTrainer, packing": {"sft": True, "packing": True},
     "SFTTrainer, padding-free": {"sft": True, "padding_free": True, "max_length": None},
+    "SFTTrainer, bf16": {"sft": True, "bf16": True},
 }
-
-AUTOCAST = False  # True when layers run under autocast: TRL's default is bf16
-if AUTOCAST:
-    KINDS["SFTTrainer, bf16"] = {"sft": True, "bf16": True}
 
 
 def prepare():
