@@ -77,6 +77,7 @@ def assert_same_bits(found, expected):
         assert all(torch.equal(a, b) for a, b in zip(of_rank, expected_of_rank, strict=True))
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("layer", CASES)
 def test_recomputed_activations_give_the_same_bits(layer, use_reentrant):
@@ -142,6 +143,7 @@ def test_ranks_with_work_recompute_for_a_bias_alone(mode):
     assert run_ranks(recomputed_rule, 3, *case, timeout=20) == [True] * 3
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("backward_order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
 @pytest.mark.parametrize("layer", CASES)
 def test_two_microbatches_in_flight_do_not_mix(layer, backward_order):
@@ -161,6 +163,7 @@ def test_assigned_tiles_in_flight_do_not_mix_and_recompute_to_the_same_bits(monk
     assert all(under_way == 0 for _, under_way in run_ranks(left_under_way, 3, cases[0], False))
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("layer", CASES)
 def test_a_second_backward_through_a_kept_graph_gives_the_same_bits(layer):
     def twice(group, case):

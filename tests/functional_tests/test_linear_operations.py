@@ -75,6 +75,7 @@ def whole(kind, plan, ranks):
     }
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize("kind", OPERATIONS)
 def test_bare_rules_equal_one_rank(kind, mode):
@@ -161,6 +162,7 @@ def backward_of_some(group, case, wanted):
     return {f"d_{name}": leaves[name].grad for name in wanted}
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("wanted", [("qkv",), ("beta",), ("conv",), ("A_log", "dt_bias"), ("alpha", "conv")], ids=str)
 @pytest.mark.parametrize("scheme", ["headwise", "chunkwise"])
 def test_gradients_of_some_tensors_are_those_of_all(scheme, wanted):
@@ -180,6 +182,7 @@ def without_gradients(group, case, context):
     return out
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("scheme", ["headwise", "chunkwise"])
 def test_evaluation_has_the_bits_of_training(scheme, context):

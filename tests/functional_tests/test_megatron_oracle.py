@@ -28,6 +28,7 @@ def assert_close(actual, expected, tolerance):
         assert relative_error(mine, theirs, FLOOR_SHARE) <= tolerance
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("kernel", ["cpu", "reference"])
 @pytest.mark.parametrize("scale", [None, 0.3], ids=str)
 @pytest.mark.parametrize("mask", ["causal", "full"])
@@ -47,6 +48,7 @@ def test_packed_attention_is_each_document_through_torchs_sdpa(mask, scale, kern
     assert_close(ours, theirs, 1e-12)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
 def test_packed_gated_delta_net_is_each_document_through_megatrons_rule(kernel):
     case = Case("gdn", 1, RAGGED, dtype=torch.float32)  # Megatron's rule computes in fp32
@@ -64,6 +66,7 @@ def test_packed_gated_delta_net_is_each_document_through_megatrons_rule(kernel):
     assert_close(*(gradients(f, tensors, problem.output_gradient) for f in (ours, theirs)), 1e-5)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
 @pytest.mark.parametrize("normalised", [False, True], ids=["plain", "l2norm"])
 def test_bare_rule_is_each_document_through_megatrons(normalised, kernel):

@@ -140,6 +140,7 @@ def assert_nan_is_as_good_as_zero(size, run, *arguments):
     return zeros
 
 
+@pytest.mark.any_cpu
 @pytest.mark.filterwarnings("ignore:.*ranks get no")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_layers_ignore_pad_rows(case):

@@ -252,6 +252,7 @@ def on_rank(world, kind, name, folder):
     return by_trainer(kind, name, folder, world.size, scheme="exact")
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize(
     ("kind", "name"),
     [(ContextParallelTrainer, "Llama"), (ContextParallelTrainer, "Qwen3Next"), (PackingTrainer, "Qwen3Next")],

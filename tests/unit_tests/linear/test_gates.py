@@ -153,6 +153,7 @@ def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
     )
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16, FP16], ids=str)
 @pytest.mark.parametrize("sizes", DELTA, ids=str)
 def test_gates_of_delta_rules_have_autograds_bits(sizes: Sizes, dtype: torch.dtype):
@@ -163,6 +164,7 @@ def test_gates_of_delta_rules_have_autograds_bits(sizes: Sizes, dtype: torch.dty
     assert same_bits(with_gradients(delta.normalised, *inputs[:2]), norms)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("dtype", [FP64, FP32, BF16], ids=str)
 @pytest.mark.parametrize(("limit", "softplus_too"), LIMITS, ids=str)
 @pytest.mark.parametrize(("tokens", "heads"), STEPS)
@@ -173,6 +175,7 @@ def test_steps_have_autograds_bits(tokens: int, heads: int, limit: Any, softplus
         assert same_bits(with_gradients(steps_by(steps._OnTorch, *options), *inputs), expected)
 
 
+@pytest.mark.any_cpu
 def test_parameters_may_have_a_type_of_their_own():
     sizes = DELTA[0]
     inputs = delta_inputs(sizes, FP32)

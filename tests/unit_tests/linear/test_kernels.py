@@ -79,6 +79,7 @@ def test_reference_state_space_is_the_sum_over_earlier_tokens():
                 assert torch.allclose(out[t, head], expected, atol=1e-14)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("groups", [[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 0]], ids=str)
 def test_chunked_rule_agrees_with_the_reference(groups, kind):
@@ -99,6 +100,7 @@ def test_strong_decay_neither_overflows_nor_gives_nan(name, kind):
     assert all(result.isfinite().all() for result in results)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_strong_decays_are_no_noise(kind):
     """They are small, and once were differences of large numbers: 1 % to 16 % of noise in float32."""
@@ -121,6 +123,7 @@ def test_gradients_of_strong_decays_are_no_noise(kind):
     assert error <= 1e-4
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("width", [1, 2, 4, 7])
 @pytest.mark.parametrize("name", ["chunked", "reference"])

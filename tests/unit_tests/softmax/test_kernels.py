@@ -138,6 +138,7 @@ def _ranges(total):
     return cuts.map(lambda at: list(pairwise(at))[:: 1 if len(at) % 2 else 2])
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize(("heads", "groups"), [(32, 4), (8, 1), (6, 3)])
 def test_gradients_of_grouped_heads_in_16_bits_are_those_of_keys_that_are_repeated(heads, groups):
     """Which torch adds up in fp32 by itself, where a key is repeated before its attention."""
@@ -204,6 +205,7 @@ def test_cpu_kernel_agrees_with_the_reference_on_any_bands(tiles, sizes, groups)
     check(both(BY_NAME["cpu"], tensors, tiles, call), both(BY_NAME["reference"], tensors, tiles, call), 1e-12)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @named
 def test_cpu_kernel_agrees_with_the_reference_in_every_type(dtype, tiles):
@@ -224,6 +226,7 @@ def test_unrounded_partials_of_short_types_are_not_rounded(name, tiles):
     check(both(BY_NAME[name], tensors, tiles, call, out_dtype=torch.float32), expected, 2e-6)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 def test_parts_of_short_types_are_added_up_before_they_are_rounded(name):
     # Sums over 40 parts cancel here and there, where what each part was rounded by does not.
@@ -350,6 +353,7 @@ def test_rows_that_no_band_touches_are_not_read(name, tiles):
         assert torch.equal(a, b)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 @named
 def test_strides_and_other_heads_change_no_bit(name, tiles):
@@ -368,6 +372,7 @@ def test_strides_and_other_heads_change_no_bit(name, tiles):
         assert torch.equal(a, b)
 
 
+@pytest.mark.any_cpu
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 @pytest.mark.parametrize("mask", [Mask.causal, lambda p: Mask.window(p, 70)], ids=["causal", "window"])
 def test_a_document_changes_no_bit_of_another(name, mask):
