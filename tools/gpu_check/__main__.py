@@ -241,7 +241,7 @@ def _doctor() -> dict[str, Any]:
     """What doctor finds: versions, devices, and its lines about kernels by their names."""
     from megatron_cp.cli import doctor
 
-    found = doctor.run(argparse.Namespace()).data
+    found = doctor.run(argparse.Namespace(megatron=None)).data
     kernels = {line["feature"]: line for line in found["capabilities"] if line["feature"].startswith("kernel ")}
     return {"versions": found["versions"], "devices": found["devices"], "kernels": kernels}
 
