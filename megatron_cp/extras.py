@@ -1,4 +1,4 @@
-"""How to install what this package needs for some of its features: the extras of `pyproject.toml`."""
+"""Commands that install what some features of this package need: the extras of `pyproject.toml`."""
 
 from __future__ import annotations
 

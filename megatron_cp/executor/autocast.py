@@ -40,7 +40,7 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _is_cast(tensor: object) -> bool:
-    """Whether autocast is on where a tensor is, and casts its type. Others stay, to be taken or refused as ever."""
+    """True if autocast is on for the tensor's device and casts its type; other tensors stay, to be taken or refused."""
     return (
         isinstance(tensor, Tensor)
         and tensor.is_floating_point()

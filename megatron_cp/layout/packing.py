@@ -148,7 +148,7 @@ def if_offsets(packing: Packing, num_tokens: int) -> str:
 
 
 def _if_lengths(offsets: NDArray) -> str:
-    """What was meant by integers that are no `cu_seqlens`."""
+    """Returns a remedy that names what was probably meant by integers that are no `cu_seqlens`."""
     if offsets.size == 0 or offsets.min() < 0:
         return ""
     remedy = f"If these are the documents' lengths: Packing({_shown(offsets)})."

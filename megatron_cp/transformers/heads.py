@@ -1,4 +1,4 @@
-"""What a model of transformers does with its hidden states: heads that a rank's rows suffice for, and others."""
+"""The heads of transformers' models: those that a rank can compute from its own rows, and others."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
 
 
 def has_head(model: PreTrainedModel) -> bool:
-    """Whether it has output embeddings."""
+    """True if the model has output embeddings."""
     return model.get_output_embeddings() is not None
 
 
 def calls_loss_function(model: nn.Module) -> bool:
-    """Whether its forward leaves the loss to `model.loss_function`; True where it has no code to read."""
+    """True if the forward leaves the loss to `model.loss_function`, or has no code to read."""
     code = _code(model)
     return code is None or "loss_function" in code.co_names
 
@@ -82,7 +82,7 @@ def _code(model: nn.Module) -> Any:
 
 
 def _is_listed(model: nn.Module, names: frozenset[str]) -> bool:
-    """Whether its forward is that of a class of transformers' with one of the names."""
+    """True if the forward is that of a class of transformers with one of the names."""
     kinds = type(model).__mro__
     owner = next(place for place, kind in enumerate(kinds) if "forward" in vars(kind))
     return any(kind.__name__ in names and kind.__module__.startswith("transformers.") for kind in kinds[: owner + 1])

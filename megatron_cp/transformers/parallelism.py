@@ -28,7 +28,7 @@ class Parallelism(ParallelismConfig):
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether accelerate and TRL see context parallelism."""
+        """True if accelerate and TRL are to see context parallelism."""
         return self.cp_size > 1 and not self.is_hidden
 
     def build_device_mesh(self, device_type: str) -> Any:

@@ -142,7 +142,7 @@ def own_configuration(model: PreTrainedModel) -> None:
 
 
 class _Derived:
-    """Of the classes below: made in a process, so pickled by what they are made of."""
+    """The base of the classes below, which are made in a process and so pickled by what they are made of."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = type(self)

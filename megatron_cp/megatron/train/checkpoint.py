@@ -171,7 +171,7 @@ def check_checkpoint(checkpoint: Path, options: TrainingOptions, vocab_size: int
 
 
 def other_data(checkpoint: Path, data: Mapping[str, Any]) -> list[str]:
-    """What decides which documents are read and is not what it was, in words.
+    """Describes the options and documents that decide what is read and differ from those of the checkpoint.
 
     A run goes on at the pack that follows those read, by their number: in another order that is another place.
 

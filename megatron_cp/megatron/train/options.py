@@ -160,7 +160,7 @@ class TrainingOptions:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
 
     def data(self, lengths: NDArray[np.int64]) -> dict[str, Any]:
-        """What decides which documents a step reads; `lengths` are those of the corpus, by which they are ordered."""
+        """Returns what decides which documents a step reads; `lengths` are the documents' of the corpus, in tokens."""
         digest = hashlib.blake2b(np.asarray(lengths, np.int64).tobytes(), digest_size=8).hexdigest()
         documents = f"{lengths.size} documents of {int(lengths.sum())} tokens ({digest})"
         sizes = {name: getattr(self, name) for name in ("seq_length", "global_batch_size", "seed")}
