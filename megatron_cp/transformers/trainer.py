@@ -137,7 +137,7 @@ class ContextParallelMixin:
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Returns what the trainer's own does, with the whole batch's loss, and its logits in the order of its tokens."""
+        """Returns the trainer's own, with the whole batch's loss, and its logits in the order of its tokens."""
         if inputs.get("labels") is None:
             remedy = "Evaluate with labels, or on whole batches: with trainer.context_parallel.disabled()."
             raise ArgumentError("inputs", "no labels", "a batch with labels", remedy)
