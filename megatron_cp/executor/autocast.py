@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _is_any_autocast_enabled
 
 from megatron_cp.executor.trace import NO_RANGE
 
@@ -19,6 +20,8 @@ def lowered(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     torch has `scaled_dot_product_attention` and `conv1d` in its list of operations in lower precision.
     """
+    if not _is_any_autocast_enabled():  # one question of the host's time, where it is off
+        return tensors
     return tuple(
         tensor.to(torch.get_autocast_dtype(tensor.device.type)) if _is_cast(tensor) else tensor for tensor in tensors
     )
@@ -30,7 +33,7 @@ def widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     fla, mamba_ssm and transformers compute recurrences in the type of what they are given, with states in fp32; and
     torch promotes the inputs of what it does not lower, as of `cat`, and on CUDA of `tensordot`.
     """
-    if not all(map(_is_cast, tensors)):
+    if not _is_any_autocast_enabled() or not all(map(_is_cast, tensors)):
         return tensors
     first, *others = tensors
     widest = first.dtype
