@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.head_side import pack_heads, pack_heads_apart, unpack_heads
+from megatron_cp.exchange.head_side import keeps_message, pack_heads, pack_heads_apart, unpack_heads
 from megatron_cp.exchange.messages import like_rows, section_views
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
@@ -280,6 +280,14 @@ def test_one_section_without_gaps_is_sent_as_it_lies():
     at = Geometry(exchange, 1, (torch.bfloat16,), None, torch.device("cpu"))
     out = torch.randn(PACKING.total, 4, 2).bfloat16()
     assert pack_heads([out], at, Buffers()).data_ptr() == out.data_ptr()
+
+
+def test_a_message_is_kept_where_heads_are_views_of_it(layout: Layout):
+    at = geometry(layout)
+    message = pack_heads(normal(at), at, Buffers())
+    memory = message.untyped_storage().data_ptr()
+    are_views = {view.untyped_storage().data_ptr() == memory for view in unpack_heads(message, at)}
+    assert are_views == {keeps_message(at)}
 
 
 # -- like_rows -------------------------------------------------------------------------------------------------------
