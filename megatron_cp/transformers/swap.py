@@ -206,7 +206,7 @@ class _Called(_Derived):
 
 
 class _CalledAndHandsDown(_Called, _HandsDown):
-    """Both."""
+    """Checks the call of a model whose forward keeps keyword arguments to itself, and hands the plans down."""
 
 
 def _with_slots(module: nn.Module) -> list[nn.Module]:
