@@ -47,7 +47,7 @@ class Model(nn.Module):
         self.head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
 
     @property
-    def slots(self) -> list[cp.AttentionSlot | cp.LinearSlot]:
+    def slots(self) -> list[cp.AttentionSpec | cp.LinearSpec]:
         """The kinds of layers, which every batch is planned for."""
         return [block.mixer.slot for block in self.blocks]
 

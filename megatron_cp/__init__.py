@@ -12,10 +12,10 @@ from megatron_cp.lazy import lazy_names
 if TYPE_CHECKING:
     from megatron_cp import nn as nn
     from megatron_cp.batch.gradients import reduce_gradients as reduce_gradients
+    from megatron_cp.batch.graph_tables import GraphTables as GraphTables
     from megatron_cp.batch.loss import token_loss as token_loss
     from megatron_cp.batch.shard import LocalBatch as LocalBatch
     from megatron_cp.batch.shard import shard_batch as shard_batch
-    from megatron_cp.batch.slots import PlanSlots as PlanSlots
     from megatron_cp.errors import ArgumentError as ArgumentError
     from megatron_cp.errors import CallMismatchError as CallMismatchError
     from megatron_cp.errors import PeerError as PeerError
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from megatron_cp.plan.plan import Plan as Plan
     from megatron_cp.plan.transport import Transport as Transport
     from megatron_cp.planner.attention import plan_attention as plan_attention
-    from megatron_cp.planner.batch import AttentionSlot as AttentionSlot
+    from megatron_cp.planner.batch import AttentionSpec as AttentionSpec
     from megatron_cp.planner.batch import BatchPlan as BatchPlan
-    from megatron_cp.planner.batch import LinearSlot as LinearSlot
+    from megatron_cp.planner.batch import LinearSpec as LinearSpec
     from megatron_cp.planner.layouts import choose_layout as choose_layout
     from megatron_cp.planner.linear import plan_linear as plan_linear
     from megatron_cp.softmax.attention import attention as attention
@@ -51,18 +51,18 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ArgumentError": "megatron_cp.errors",
-    "AttentionSlot": "megatron_cp.planner.batch",
+    "AttentionSpec": "megatron_cp.planner.batch",
     "BatchPlan": "megatron_cp.planner.batch",
     "CallMismatchError": "megatron_cp.errors",
     "Layout": "megatron_cp.layout",
-    "LinearSlot": "megatron_cp.planner.batch",
+    "LinearSpec": "megatron_cp.planner.batch",
     "LocalBatch": "megatron_cp.batch.shard",
     "Mask": "megatron_cp.layout.mask",
     "Packing": "megatron_cp.layout",
     "PeerError": "megatron_cp.errors",
     "Plan": "megatron_cp.plan.plan",
     "PlanMismatchError": "megatron_cp.errors",
-    "PlanSlots": "megatron_cp.batch.slots",
+    "GraphTables": "megatron_cp.batch.graph_tables",
     "Route": "megatron_cp.layout",
     "Transport": "megatron_cp.plan.transport",
     "attention": "megatron_cp.softmax.attention",

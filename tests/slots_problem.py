@@ -1,4 +1,4 @@
-"""Layers over packs that `PlanSlots` fills up, on some ranks and, in float64, on one."""
+"""Layers over packs that `GraphTables` fills up, on some ranks and, in float64, on one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import megatron_cp as cp
 
 CAPACITY, DOCUMENTS = 120, 6
 KINDS: dict[str, Any] = {
-    "a2a": cp.AttentionSlot(6, 2, 16, 16, scheme="a2a"),
-    "window": cp.AttentionSlot(6, 2, 16, 16, mask="window:5,0", scheme="a2a"),
-    "p2p": cp.AttentionSlot(6, 2, 16, 16, scheme="p2p"),
-    "gdn": cp.LinearSlot("gdn", 6, 2, 16, 16, mode="headwise"),
-    "mamba": cp.LinearSlot("mamba", 6, 2, 16, 16, mode="headwise"),
-    "conv1d": cp.LinearSlot("conv1d", 64, 2, 16, 16, mode="headwise"),
+    "a2a": cp.AttentionSpec(6, 2, 16, 16, scheme="a2a"),
+    "window": cp.AttentionSpec(6, 2, 16, 16, mask="window:5,0", scheme="a2a"),
+    "p2p": cp.AttentionSpec(6, 2, 16, 16, scheme="p2p"),
+    "gdn": cp.LinearSpec("gdn", 6, 2, 16, 16, mode="headwise"),
+    "mamba": cp.LinearSpec("mamba", 6, 2, 16, 16, mode="headwise"),
+    "conv1d": cp.LinearSpec("conv1d", 64, 2, 16, 16, mode="headwise"),
 }
 _MASKS = {"a2a": "causal", "p2p": "causal", "window": "window:5,0"}
 
@@ -72,8 +72,8 @@ def _called(
 def run_on_rank(
     group: Any, packs: list[list[int]], device: torch.device, dtype: torch.dtype, names: tuple[str, ...] = tuple(KINDS)
 ) -> list[dict[str, Tensor]]:
-    """For each pack, the streams of outputs and of gradients of inputs, from one `PlanSlots`."""
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, group.size, align_documents=2 * group.size)
+    """For each pack, the streams of outputs and of gradients of inputs, from one `GraphTables`."""
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, group.size, align_documents=2 * group.size)
     found = []
     for lengths in packs:
         layout = slots.layout(lengths)

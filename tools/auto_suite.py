@@ -20,7 +20,7 @@ import numpy as np
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.schemes import MODES, SCHEMES
-from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
+from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.predict import Machine, machine
 from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.planner.predict.price import priced
@@ -64,7 +64,7 @@ def judged(cell: Cell, on: Machine) -> dict[str, Any]:
     chosen = fixed = planned = 0.0
     ways: dict[str, str] = {}
     for slot, count in Counter(read_model(cell.model).slots()).items():
-        slot = replace(slot, hardware=on, **({"mask": cell.mask} if isinstance(slot, AttentionSlot) else {}))
+        slot = replace(slot, hardware=on, **({"mask": cell.mask} if isinstance(slot, AttentionSpec) else {}))
         began = time.perf_counter()
         plan = slot.plan(layout)
         planned += time.perf_counter() - began
@@ -85,7 +85,7 @@ def judged(cell: Cell, on: Machine) -> dict[str, Any]:
 
 
 def _fixed(slot: Slot, cp: int) -> Iterator[tuple[str, Slot]]:
-    if isinstance(slot, LinearSlot):
+    if isinstance(slot, LinearSpec):
         yield from ((mode, replace(slot, mode=mode)) for mode in MODES)
         return
     for name, scheme in SCHEMES.items():

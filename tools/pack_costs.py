@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_cp.data.even import GlobalBatch, even_packs
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.planner.batch import AttentionSlot
+from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.planner.predict import Machine, machine
 from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.planner.predict.models import ModelSpec
@@ -57,7 +57,7 @@ class Steps:
 
 def flops_of(model: ModelSpec) -> PackCost:
     """As Megatron counts them, but for the recurrences of linear layers, which are some per cent of a token's."""
-    slots = [slot for slot in model.slots() if isinstance(slot, AttentionSlot)]
+    slots = [slot for slot in model.slots() if isinstance(slot, AttentionSpec)]
     features = sum(slot.heads * (slot.head_dim + (slot.value_head_dim or slot.head_dim)) // 2 for slot in slots)
     return PackCost.of_flops(active_parameters=model.active_parameters, softmax_features=features)
 
@@ -77,7 +77,7 @@ def judged(name: str, cp_size: int, on: Machine, batches: int, seed: int) -> dic
     model, budget = read_model(name), TOKENS_PER_RANK * cp_size
     steps = Steps(model, cp_size, on)
     flops = flops_of(model)
-    head_dim = max(slot.head_dim for slot in model.slots() if isinstance(slot, AttentionSlot))
+    head_dim = max(slot.head_dim for slot in model.slots() if isinstance(slot, AttentionSpec))
     costs = {"flops": flops, "rates": flops.at_rates_of(on.hardware, head_dim), "predicted": steps.fitted(budget),
              "tokens": PackCost(0.0, 1.0, 0.0)}  # fmt: skip
     taken: dict[str, list[float]] = {way: [] for way in costs}

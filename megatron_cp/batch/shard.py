@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.batch.ahead import RowsAhead, Stream
-from megatron_cp.batch.slots import PlanSlots, documents_of, filled_up, is_filled_up
+from megatron_cp.batch.graph_tables import GraphTables, documents_of, filled_up, is_filled_up
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, moved, on_device
 from megatron_cp.executor.agreement import check_agreement
@@ -71,7 +71,7 @@ class LocalBatch:
             ArgumentError: a negative number of places, or a batch that was sharded into slots.
         """
         if self.stream is None:
-            raise ArgumentError("into", "PlanSlots", "None for a batch whose tokens ahead are asked for")
+            raise ArgumentError("into", "GraphTables", "None for a batch whose tokens ahead are asked for")
         return self.stream.ahead(places)
 
 
@@ -88,7 +88,7 @@ def shard_batch(
     device: torch.device | str = "cpu",
     seed: int = 0,
     agree: bool = True,
-    into: PlanSlots | None = None,
+    into: GraphTables | None = None,
 ) -> LocalBatch:
     """This rank's rows of a packed batch, with the plans of every layer: host work, once a batch.
 
@@ -99,7 +99,7 @@ def shard_batch(
         tokens: `[total]` integers, the token ids of the packed stream, on the host.
         layout: who holds which tokens, over the documents of the batch.
         group: the context-parallel ranks, those of the layout; None for one rank.
-        slots: the kinds of layers in the model, planned here; see `AttentionSlot` and `LinearSlot`.
+        slots: the kinds of layers in the model, planned here; see `AttentionSpec` and `LinearSpec`.
         labels: `[total]` integers, what each token is to predict, already shifted, and negative where nothing is; None
             for the next token of its document, which the last one does not have.
         loss_mask: `[total]` finite weight of each token's loss, such as 1 for answers and 0 for questions; None for
@@ -128,11 +128,11 @@ def shard_batch(
     if not isinstance(layout, Layout):
         raise ArgumentError("layout", layout, "a layout, such as Layout.zigzag(packing, cp_size)")
     ranks, device = as_rank_group(group, layout.cp_size), _checked_device(device)
-    if into is not None and not isinstance(into, PlanSlots):
-        raise ArgumentError("into", into, "PlanSlots, or None")
+    if into is not None and not isinstance(into, GraphTables):
+        raise ArgumentError("into", into, "GraphTables, or None")
     if into is None and is_filled_up(layout):
         remedy = "What fills up the pack would be trained on as tokens."
-        raise ArgumentError("into", None, "the PlanSlots that made the layout", remedy)
+        raise ArgumentError("into", None, "the GraphTables that made the layout", remedy)
     packing = layout.packing if into is None else documents_of(into, layout)
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)

@@ -11,7 +11,7 @@ from megatron_cp.executor.kernels import Kernel
 from megatron_cp.layout.memo import Memo
 from megatron_cp.plan.plan import Plan
 
-IN_SLOTS = "in slots"  # what plans remember whose tables are those of a `PlanSlots`
+IN_SLOTS = "in slots"  # what plans remember whose tables are those of a `GraphTables`
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -72,7 +72,7 @@ def summed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) -> None:
-    """Refuses captures of other plans than `PlanSlots` has loaded, and has the stream wait for tables of other streams.
+    """Refuses captures of plans that no `GraphTables` has loaded, and has the stream wait for tables of other streams.
 
     A graph would move rows by the tables of the pack that it was captured with, whatever pack it is replayed for.
 
@@ -93,9 +93,9 @@ def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) 
         if not plan.remembers(IN_SLOTS):
             here = "Leave this call out of the graph."
             if isinstance(plan, Plan):
-                here = "Shard the batch with into=PlanSlots(...), or leave this call out of the graph."
+                here = "Shard the batch with into=GraphTables(...), or leave this call out of the graph."
             raise ArgumentError(
-                name, "a tensor in a stream that is being captured", "one in any other stream, or plans of PlanSlots",
+                name, "a tensor in a stream that is being captured", "one in any other stream, or plans of GraphTables",
                 f"A CUDA graph would move the rows of this pack whenever it is replayed. {here}",
             )  # fmt: skip
         for kernel in kernels:
@@ -108,7 +108,7 @@ def check_stream(name: str, device: torch.device, plan: Memo, *kernels: Kernel) 
 
 
 def check_slots(plan: Memo) -> None:
-    """Refuses a plan in whose `PlanSlots` another pack's tables have been loaded since.
+    """Refuses a plan in whose `GraphTables` another pack's tables have been loaded since.
 
     Raises:
         ArgumentError: naming the plan.

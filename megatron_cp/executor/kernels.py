@@ -17,7 +17,7 @@ class Kernel(ABC):
         name: as the user asks for it.
         package: what it comes from, for `doctor`.
         devices: the types of device that it is for.
-        serves_graphs: whether it reads what depends on a pack from tables that `PlanSlots` has, and from nowhere else,
+        serves_graphs: whether it reads what depends on a pack from the tables of `GraphTables` alone,
             so that a CUDA graph of it serves every pack.
     """
 

@@ -142,7 +142,7 @@ FEATURES = (
         "recompute-granularity recompute-method recompute-num-layers recompute-modules recompute-activations"),
     _of("recompute", UNTRIED, "other ways to keep activations", "distribute-saved-activations"
         " fine-grained-activation-offloading offload-modules cpu-offloading-num-layers mlp-chunks-for-training"),
-    _of("graphs", REFUSED, "they repeat the rows of one pack; capture a step of your own over PlanSlots",
+    _of("graphs", REFUSED, "they repeat the rows of one pack; capture a step of your own over GraphTables",
         "enable-cuda-graph external-cuda-graph"),
     _of("graphs", REFUSED, "likewise, but none", "cuda-graph-impl", depends=True),
     _of("precision", EXPECTED, "exchanges keep the type; kernels say which they take", "bf16 fp16"

@@ -10,7 +10,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_i
 from megatron_cp.executor.groups import Group
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads, positions_of
 from megatron_cp.nn.parts import reset_children
-from megatron_cp.planner.batch import AttentionSlot, BatchPlan
+from megatron_cp.planner.batch import AttentionSpec, BatchPlan
 from megatron_cp.softmax.attention import attention
 from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
 
@@ -31,12 +31,12 @@ class Attention(Layer):
         qk_norm: whether the queries and keys of each head are divided by their rms, before the phases.
         bias: whether projections of queries, keys and values have a bias.
         eps: of the norms.
-        mask, scheme: as of `AttentionSlot`.
+        mask, scheme: as of `AttentionSpec`.
         kernel: as of `attention`.
         device, dtype: of the parameters.
 
     Raises:
-        ArgumentError: sizes that do not fit one another, or what `AttentionSlot` refuses.
+        ArgumentError: sizes that do not fit one another, or what `AttentionSpec` refuses.
 
     Example:
         >>> from megatron_cp.layout import Layout, Packing
@@ -46,7 +46,7 @@ class Attention(Layer):
         torch.Size([4, 32])
     """
 
-    slot: AttentionSlot
+    slot: AttentionSpec
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Attention(Layer):
         if not 1 < as_number(rope_theta) < float("inf"):
             raise ArgumentError("rope_theta", rope_theta, "a finite number above 1")
         self.rope_theta, self.head_dim = float(rope_theta), dim
-        self.slot = AttentionSlot(heads, kv_heads, dim, dim, mask=mask, scheme=scheme)
+        self.slot = AttentionSpec(heads, kv_heads, dim, dim, mask=mask, scheme=scheme)
         checked_flag("bias", bias), checked_flag("qk_norm", qk_norm), checked_eps(eps)
         self.q_proj = nn.Linear(hidden_size, heads * dim, bias=bias, **factory)
         self.k_proj, self.v_proj = (nn.Linear(hidden_size, kv_heads * dim, bias=bias, **factory) for _ in range(2))

@@ -12,7 +12,7 @@ from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kernels import RULES, LinearKernel
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
-from megatron_cp.planner.batch import BatchPlan, LinearSlot
+from megatron_cp.planner.batch import BatchPlan, LinearSpec
 
 
 class GatedDeltaNet(Layer):
@@ -30,15 +30,15 @@ class GatedDeltaNet(Layer):
         value_head_dim: features of a value head; `head_dim` if None.
         conv_width: taps of the convolution.
         eps: of the gated norm.
-        mode: as of `LinearSlot`.
+        mode: as of `LinearSpec`.
         kernel: as of `gated_delta_net`.
         device, dtype: of the parameters.
 
     Raises:
-        ArgumentError: sizes that do not fit one another, or what `LinearSlot` refuses.
+        ArgumentError: sizes that do not fit one another, or what `LinearSpec` refuses.
     """
 
-    slot: LinearSlot
+    slot: LinearSpec
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class GatedDeltaNet(Layer):
         factory, heads, eps = checked_factory(device, dtype), checked_integer("heads", heads, 1), checked_eps(eps)
         key_heads = heads if key_heads is None else checked_heads("key_heads", key_heads, heads)
         value_dim = head_dim if value_head_dim is None else value_head_dim
-        self.slot = slot = LinearSlot("gdn", heads, key_heads, checked_integer("head_dim", head_dim, 1), value_dim,
+        self.slot = slot = LinearSpec("gdn", heads, key_heads, checked_integer("head_dim", head_dim, 1), value_dim,
                                       conv_width=conv_width, mode=mode, hidden_size=hidden_size)  # fmt: skip
         keys, values = key_heads * slot.head_dim, heads * slot.value_head_dim
         self.in_proj_qkvz = nn.Linear(hidden_size, 2 * keys + 2 * values, bias=False, **factory)

@@ -14,7 +14,7 @@ from megatron_cp.linear.kernels import RULES, LinearKernel
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
-from megatron_cp.planner.batch import BatchPlan, LinearSlot
+from megatron_cp.planner.batch import BatchPlan, LinearSpec
 
 
 class KimiDeltaAttention(Layer):
@@ -31,15 +31,15 @@ class KimiDeltaAttention(Layer):
         head_dim: features of a head, and between the two projections of each gate.
         conv_width: taps of the convolution.
         eps: of the gated norm.
-        mode: as of `LinearSlot`.
+        mode: as of `LinearSpec`.
         kernel: as of `kda_mixer`.
         device, dtype: of the parameters.
 
     Raises:
-        ArgumentError: sizes that are none, or what `LinearSlot` refuses.
+        ArgumentError: sizes that are none, or what `LinearSpec` refuses.
     """
 
-    slot: LinearSlot
+    slot: LinearSpec
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class KimiDeltaAttention(Layer):
         super().__init__(hidden_size, kernel, RULES)
         factory, eps = checked_factory(device, dtype), checked_eps(eps)
         checked_integer("heads", heads, 1), checked_integer("head_dim", head_dim, 1)
-        self.slot = LinearSlot("kda", heads, heads, head_dim, head_dim, conv_width=conv_width, mode=mode,
+        self.slot = LinearSpec("kda", heads, heads, head_dim, head_dim, conv_width=conv_width, mode=mode,
                                hidden_size=hidden_size)  # fmt: skip
         width = heads * head_dim
         self.q_proj, self.k_proj, self.v_proj = (

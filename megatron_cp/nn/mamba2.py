@@ -12,7 +12,7 @@ from megatron_cp.linear.kernels import RULES, LinearKernel
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.nn.base import Layer, checked_eps, checked_factory, checked_heads
 from megatron_cp.nn.parts import ConvWeight, GatedRMSNorm, reset_children, reset_decay
-from megatron_cp.planner.batch import BatchPlan, LinearSlot
+from megatron_cp.planner.batch import BatchPlan, LinearSpec
 
 
 class Mamba2(Layer):
@@ -32,15 +32,15 @@ class Mamba2(Layer):
         conv_width: taps of the convolution.
         conv_bias: whether the convolution has a bias.
         eps: of the gated norm.
-        mode: as of `LinearSlot`.
+        mode: as of `LinearSpec`.
         kernel: as of `mamba2_mixer`.
         device, dtype: of the parameters.
 
     Raises:
-        ArgumentError: sizes that do not fit one another, or what `LinearSlot` refuses.
+        ArgumentError: sizes that do not fit one another, or what `LinearSpec` refuses.
     """
 
-    slot: LinearSlot
+    slot: LinearSpec
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Mamba2(Layer):
         factory, heads, eps = checked_factory(device, dtype), checked_integer("heads", heads, 1), checked_eps(eps)
         checked_integer("head_dim", head_dim, 1), checked_integer("state", state, 1)
         checked_heads("groups", groups, heads), checked_flag("conv_bias", conv_bias)
-        self.slot = LinearSlot("mamba", heads, groups, state, head_dim, conv_width=conv_width, mode=mode,
+        self.slot = LinearSpec("mamba", heads, groups, state, head_dim, conv_width=conv_width, mode=mode,
                                hidden_size=hidden_size)  # fmt: skip
         self._widths = inner, channels, _ = [heads * head_dim, heads * head_dim + 2 * groups * state, heads]
         self.in_proj = nn.Linear(hidden_size, sum(self._widths), bias=False, **factory)

@@ -28,7 +28,7 @@ from megatron_cp.planner.tiled import checked_search
 
 
 @dataclass(frozen=True)
-class AttentionSlot:
+class AttentionSpec:
     """A kind of softmax attention layer: all that its plan depends on besides the batch. See `plan_attention`.
 
     Layers of equal slots share a plan. Fixed when a module is built.
@@ -91,7 +91,7 @@ class AttentionSlot:
 
 
 @dataclass(frozen=True)
-class LinearSlot:
+class LinearSpec:
     """A kind of linear layer: all that its plan depends on besides the batch. See `plan_linear`.
 
     Sizes that a kind does not have, such as the key heads of a convolution alone, are not read.
@@ -125,7 +125,7 @@ class LinearSlot:
     head_chunks: int | None = None
     transport: Transport | str = COLLECTIVE
     codec: str = "none"
-    run: tuple[LinearSlot, ...] = ()
+    run: tuple[LinearSpec, ...] = ()
     hardware: Machine | str | None = None
     topology: Topology | None = None
 
@@ -135,7 +135,7 @@ class LinearSlot:
         _check_topology(self.topology)
         for name in ("kind", "mode", "codec"):
             require(name, getattr(self, name))
-        if not isinstance(self.run, tuple) or not all(isinstance(slot, LinearSlot) for slot in self.run):
+        if not isinstance(self.run, tuple) or not all(isinstance(slot, LinearSpec) for slot in self.run):
             raise ArgumentError("run", self.run, "a tuple of the slots of the run's layers")
         object.__setattr__(self, "transport", Transport.named(self.transport))
         object.__setattr__(self, "hardware", machine(self.hardware))
@@ -185,7 +185,7 @@ class LinearSlot:
         return replace(plan, notes=(*plan.notes, *unused(mode, self.codec, self.head_chunks)))
 
 
-Slot = AttentionSlot | LinearSlot
+Slot = AttentionSpec | LinearSpec
 
 
 def _check_sizes(slot: Slot, sizes: tuple[str, ...], optional: tuple[str, ...]) -> None:
@@ -205,8 +205,8 @@ def _check_layout(layout: Layout) -> None:
 
 
 def _checked_slot(argument: str, slot: Slot) -> Slot:
-    if not isinstance(slot, AttentionSlot | LinearSlot):
-        raise ArgumentError(argument, slot, "an AttentionSlot or a LinearSlot")
+    if not isinstance(slot, AttentionSpec | LinearSpec):
+        raise ArgumentError(argument, slot, "an AttentionSpec or a LinearSpec")
     return slot
 
 
@@ -221,7 +221,7 @@ class BatchPlan:
 
     Example:
         >>> layout = Layout.zigzag(Packing([700, 1, 300]), cp_size=4)
-        >>> plans = BatchPlan(layout, [AttentionSlot(heads=8, kv_heads=2, head_dim=64, value_head_dim=64)])
+        >>> plans = BatchPlan(layout, [AttentionSpec(heads=8, kv_heads=2, head_dim=64, value_head_dim=64)])
         >>> [plan.scheme for plan in plans.plans]
         ['a2a']
     """
@@ -231,7 +231,7 @@ class BatchPlan:
     ) -> None:
         _check_layout(layout)
         if not isinstance(slots, Iterable):
-            raise ArgumentError("slots", slots, "several of AttentionSlot and LinearSlot")
+            raise ArgumentError("slots", slots, "several of AttentionSpec and LinearSpec")
         if isinstance(slots, Set) and not isinstance(slots, KeysView):
             remedy = "A set has another order in each process, and ranks compare plans in order: use dict.fromkeys."
             raise ArgumentError("slots", f"a {type(slots).__name__}", "slots in an order", remedy)
@@ -263,7 +263,7 @@ class BatchPlan:
         return found
 
     def _made(self, slot: Slot) -> Plan:
-        return slot.plan(self.layout, self.lengths) if isinstance(slot, AttentionSlot) else slot.plan(self.layout)
+        return slot.plan(self.layout, self.lengths) if isinstance(slot, AttentionSpec) else slot.plan(self.layout)
 
     def fingerprint(self) -> bytes:
         """16 bytes that are equal on two ranks exactly when all their plans are (up to hash collisions)."""

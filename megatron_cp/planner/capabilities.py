@@ -132,7 +132,7 @@ CAPABILITIES = (
         "megatron",
         "cuda_graph_impl",
         False,
-        "graphs of Megatron's repeat the rows of one pack; leave it out, or capture a step of your own over PlanSlots",
+        "graphs of Megatron's repeat the rows of one pack; leave it out, or capture your own step over GraphTables",
     ),
     Capability("megatron", "cross_attention", False, f"{_LATER}; self-attention only"),
 )

@@ -32,7 +32,7 @@ def check_layout(packing: Packing, layout: Layout) -> None:
 
 
 def check_mask(mask: Mask, layout: Layout, kv_layout: Layout, *, is_cross: bool) -> None:
-    """Refuses what is no mask over the layouts' documents, or shows rows that `PlanSlots` filled documents up with."""
+    """Refuses what is no mask over the documents, or shows rows that `GraphTables` filled documents up with."""
     if not isinstance(mask, Mask) or (mask.packing, mask.kv_packing) != (layout.packing, kv_layout.packing):
         raise ArgumentError("mask", mask, "a mask over the same packing, such as Mask.causal(packing)")
     for side in (layout, kv_layout):
@@ -59,7 +59,7 @@ def _check_filler_is_unseen(layout: Layout, mask: Mask, *, is_cross: bool) -> No
     if is_cross:
         allowed = "one of a pack to itself where documents are filled up"
     remedy = (
-        f"Document {first} has {given[first]} tokens and is filled up to {lengths[first]}. With a2a, PlanSlots of"
+        f"Document {first} has {given[first]} tokens and is filled up to {lengths[first]}. With a2a, GraphTables of"
         " align_documents=1 fill up none; p2p wants lengths that are multiples already."
     )
     raise ArgumentError("mask", mask.name, allowed, remedy)

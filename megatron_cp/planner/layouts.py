@@ -16,7 +16,7 @@ from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.layout.packing import checked_packing
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
-from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
+from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.checks import checked_topology
 from megatron_cp.planner.predict.hardware import machine
@@ -164,7 +164,7 @@ def choose_layout(
         ArgumentError: no layers, or layers that cannot be planned in any of these layouts.
 
     Example:
-        >>> layer = AttentionSlot(heads=8, kv_heads=2, head_dim=64, value_head_dim=64, scheme="exact")
+        >>> layer = AttentionSpec(heads=8, kv_heads=2, head_dim=64, value_head_dim=64, scheme="exact")
         >>> choose_layout(Packing([16000, 300, 9000, 4000, 1, 3000]), 4, [layer] * 12).name
         'balanced'
     """
@@ -192,11 +192,11 @@ def choose_layout(
 
 def _counted(slots: Iterable[Slot]) -> Counter[Slot]:
     if not isinstance(slots, Iterable) or isinstance(slots, str | bytes):
-        raise ArgumentError("slots", slots, "several of AttentionSlot and LinearSlot, one for each layer")
+        raise ArgumentError("slots", slots, "several of AttentionSpec and LinearSpec, one for each layer")
     given = list(slots)
     for number, slot in enumerate(given):
-        if not isinstance(slot, AttentionSlot | LinearSlot):
-            raise ArgumentError(f"slots[{number}]", slot, "an AttentionSlot or a LinearSlot")
+        if not isinstance(slot, AttentionSpec | LinearSpec):
+            raise ArgumentError(f"slots[{number}]", slot, "an AttentionSpec or a LinearSpec")
     if not given:
         remedy = "A layout is chosen for layers; without any, say contiguous, zigzag or balanced."
         raise ArgumentError("slots", given, "the slot of each layer of the model", remedy)

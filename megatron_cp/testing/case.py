@@ -13,7 +13,7 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import AUTO, may_assign_tiles
 from megatron_cp.plan.transport import Transport, knows_hosts
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
+from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import LayoutChoice, choose_layout, layout_by_name
 from megatron_cp.planner.linear import LinearShape, linear_shape, plan_linear
@@ -214,14 +214,14 @@ class LayerCase:
         sizes = (self.groups, self.head_dim, self.value_head_dim)
         if self.layer != "attention":
             checked_search(self.search_seconds, self.search_cache, [])
-            return LinearSlot(
+            return LinearSpec(
                 self.layer, self._linear_heads, *sizes, conv_width=self.conv_width, mode=self.scheme,
                 hidden_size=self.hidden_size, **self._wire(),
             )  # fmt: skip
         if not isinstance(self.mask, str) or self.kv_lengths:
             allowed = "contiguous, zigzag or balanced for keys of their own, and masks that have no spelling"
             raise ArgumentError("layout", self.layout, allowed)
-        return AttentionSlot(
+        return AttentionSpec(
             self.heads, *sizes, mask=self.mask, scheme=self.scheme, ulysses_degree=self.ulysses_degree,
             search_seconds=self.search_seconds, search_cache=self.search_cache, **self._wire(),
         )  # fmt: skip

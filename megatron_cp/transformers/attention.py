@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.opaque import opaque
-from megatron_cp.planner.batch import AttentionSlot
+from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.softmax.attention import attention
 from megatron_cp.transformers.batch import PlannedBatch
 from megatron_cp.transformers.slots import is_mask_of
@@ -63,7 +63,7 @@ def planned_attention(
         ArgumentError: a call without a planned batch, or with what is not computed here.
     """
     batch, slot = planned_batch(cp_batch), getattr(module, SLOT, None)
-    if not isinstance(slot, AttentionSlot):
+    if not isinstance(slot, AttentionSpec):
         raise ArgumentError("model", type(module).__name__, "a model after enable_context_parallel(model, ...)")
     _check_call(module, slot, attention_mask, sliding_window, others)
     q, k, v = (rows[0].transpose(0, 1) for rows in (query, key, value))
@@ -78,7 +78,7 @@ def planned_attention(
 
 
 def _check_call(
-    module: nn.Module, slot: AttentionSlot, mask: Tensor | None, window: int | None, others: dict[str, Any]
+    module: nn.Module, slot: AttentionSpec, mask: Tensor | None, window: int | None, others: dict[str, Any]
 ) -> None:
     if mask is not None:
         remedy = "Padding and masks of one's own are not taken: put documents end to end and say their lengths."

@@ -19,7 +19,7 @@ from megatron_cp.linear.causal_conv1d import causal_conv1d
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
-from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.batch import LinearSpec
 from megatron_cp.transformers.batch import PlannedBatch
 
 
@@ -33,7 +33,7 @@ class MixerFamily(NamedTuple):
     """
 
     classes: tuple[str, ...]
-    slot: Callable[..., LinearSlot]
+    slot: Callable[..., LinearSpec]
     mixed: Callable[[Any, Tensor, PlannedBatch], Tensor]
 
 
@@ -72,8 +72,8 @@ def _planned(
 # -- Gated DeltaNet ----------------------------------------------------------------------------------------------------
 
 
-def _gdn_slot(module: Any, **options: Any) -> LinearSlot:
-    return LinearSlot(
+def _gdn_slot(module: Any, **options: Any) -> LinearSpec:
+    return LinearSpec(
         "gdn", heads=module.num_v_heads, key_heads=module.num_k_heads, head_dim=module.head_k_dim,
         value_head_dim=module.head_v_dim, conv_width=module.conv_kernel_size, **options,
     )  # fmt: skip
@@ -96,8 +96,8 @@ def _gdn(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
 # -- Kimi Delta Attention ----------------------------------------------------------------------------------------------
 
 
-def _kda_slot(module: Any, **options: Any) -> LinearSlot:
-    return LinearSlot(
+def _kda_slot(module: Any, **options: Any) -> LinearSpec:
+    return LinearSpec(
         "kda", heads=module.num_heads, key_heads=module.num_heads, head_dim=module.head_dim,
         value_head_dim=module.head_dim, conv_width=module.conv_kernel_size, **options,
     )  # fmt: skip
@@ -115,8 +115,8 @@ def _kda(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
 # -- Mamba-2 -----------------------------------------------------------------------------------------------------------
 
 
-def _mamba_slot(module: Any, **options: Any) -> LinearSlot:
-    return LinearSlot(
+def _mamba_slot(module: Any, **options: Any) -> LinearSpec:
+    return LinearSpec(
         "mamba", heads=module.num_heads, key_heads=module.n_groups, head_dim=module.ssm_state_size,
         value_head_dim=module.head_dim, conv_width=module.conv_kernel_size, **options,
     )  # fmt: skip
@@ -142,9 +142,9 @@ def _mamba(module: Any, hidden: Tensor, batch: PlannedBatch) -> Tensor:
 # -- Short convolution -------------------------------------------------------------------------------------------------
 
 
-def _conv_slot(module: Any, **options: Any) -> LinearSlot:
+def _conv_slot(module: Any, **options: Any) -> LinearSpec:
     channels = module.conv.in_channels
-    return LinearSlot(
+    return LinearSpec(
         "conv1d", heads=channels, key_heads=channels, head_dim=1, value_head_dim=1, conv_width=module.conv_kernel_size,
         **options,
     )  # fmt: skip

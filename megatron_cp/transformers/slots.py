@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.planner.batch import AttentionSlot
+from megatron_cp.planner.batch import AttentionSpec
 
 # What transformers calls layers whose attention sees all that came before. Hybrids name a layer that has attention and
 # a state-space mixer side by side "hybrid".
@@ -79,13 +79,13 @@ def _layer_type(module: nn.Module, config: Any) -> str | None:
     return found
 
 
-def attention_slot(module: Any, config: Any, **options: Any) -> AttentionSlot:
+def attention_slot(module: Any, config: Any, **options: Any) -> AttentionSpec:
     """The slot of a softmax attention.
 
     Args:
         module: the attention.
         config: of the text model.
-        options: of `AttentionSlot`, the same for all layers.
+        options: of `AttentionSpec`, the same for all layers.
     """
     heads = getattr(module, "num_heads", None) or config.num_attention_heads
     latent = getattr(module, "kv_lora_rank", None)
@@ -94,7 +94,7 @@ def attention_slot(module: Any, config: Any, **options: Any) -> AttentionSlot:
     else:
         head_dim = value_dim = getattr(module, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return AttentionSlot(
+    return AttentionSpec(
         heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_dim, mask=mask_of(module, config),
         **options,
     )  # fmt: skip

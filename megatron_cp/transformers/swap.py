@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
+from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.transformers.attention import NAME, SLOT, planned_attention, planned_batch
 from megatron_cp.transformers.batch import PlannedBatch
 from megatron_cp.transformers.calls import check_call
@@ -52,7 +52,7 @@ def slots_of(model: PreTrainedModel, of_attention: dict[str, Any], of_linear: di
             raise ArgumentError("model", f"{type(module).__name__} in {name or 'it'}", "layers that are known", remedy)
     if not found:
         raise ArgumentError("model", type(model).__name__, "a model with attention or linear layers")
-    if any(isinstance(slot, AttentionSlot) for slot in found.values()) and not model._can_set_attn_implementation():
+    if any(isinstance(slot, AttentionSpec) for slot in found.values()) and not model._can_set_attn_implementation():
         remedy = "It has attention of its own, which does not go through transformers' AttentionInterface."
         raise ArgumentError("model", type(model).__name__, "models of transformers that do", remedy)
     return found
@@ -83,7 +83,7 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
     for name, slot in slots.items():
         module = modules[name]
         setattr(module, SLOT, slot)
-        if isinstance(slot, LinearSlot) and not isinstance(module, _Planned):
+        if isinstance(slot, LinearSpec) and not isinstance(module, _Planned):
             module.__class__ = _derived(_Planned, type(module), f"ContextParallel{type(module).__name__}")
     return set_attention(model, NAME)
 

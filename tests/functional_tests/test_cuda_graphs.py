@@ -1,4 +1,4 @@
-"""On CUDA: a step over plans in `PlanSlots` is captured once and serves every pack that fits; others are refused."""
+"""On CUDA: a step over plans in `GraphTables` is captured once and serves every pack that fits; others are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PACKS = packs_drawn(20)
 class HybridStep:
     """A training step of an attention and a Gated DeltaNet layer, one after the other, on one rank of several."""
 
-    def __init__(self, group: Any, slots: cp.PlanSlots, scheme: str = "a2a") -> None:
+    def __init__(self, group: Any, slots: cp.GraphTables, scheme: str = "a2a") -> None:
         self.group, self.slots, self.kinds = group, slots, [KINDS[scheme], KINDS["gdn"]]
         generator = torch.Generator().manual_seed(0)
 
@@ -95,7 +95,7 @@ def counted(name: str) -> int:
 def test_a_captured_step_serves_twenty_packs(scheme, size):
     """Its tables are in the graph's memory; on a GPU loss and gradients of one rank are those of an eager step."""
     group = ThreadGroup.create(1)[0] if size == 1 else StillGroup(size // 2, size)
-    step = HybridStep(group, cp.PlanSlots(CAPACITY, 6, size, align_documents=2 * size), scheme)
+    step = HybridStep(group, cp.GraphTables(CAPACITY, 6, size, align_documents=2 * size), scheme)
     graph, kernels = captured(step, step.shard(PACKS[0])), set()
     for lengths in PACKS:
         batch = step.shard(lengths)
@@ -116,7 +116,7 @@ def test_a_captured_step_serves_twenty_packs(scheme, size):
 
 
 def test_a_graph_reads_the_tables_of_the_pack_that_was_loaded():
-    step = HybridStep(StillGroup(1, 3), cp.PlanSlots(CAPACITY, 6, 3, align_documents=6))
+    step = HybridStep(StillGroup(1, 3), cp.GraphTables(CAPACITY, 6, 3, align_documents=6))
     addresses = set()
     for lengths in PACKS:
         batch = step.shard(lengths)
@@ -135,7 +135,7 @@ def test_a_graph_reads_the_tables_of_the_pack_that_was_loaded():
 @pytest.mark.skipif(not IS_EMULATED, reason="counts of the emulated device")
 @pytest.mark.parametrize("scheme", ["a2a", "p2p"])
 def test_a_capture_copies_nothing_from_the_host_and_allocates_nothing_there(scheme):
-    step = HybridStep(StillGroup(0, 2), cp.PlanSlots(CAPACITY, 6, 2, align_documents=4), scheme)
+    step = HybridStep(StillGroup(0, 2), cp.GraphTables(CAPACITY, 6, 2, align_documents=4), scheme)
     batch = step.shard(PACKS[0])
     captured(step, batch)  # which also runs it eagerly
     names = ("host_copies", "pinned_allocations")
@@ -149,7 +149,7 @@ def test_a_capture_copies_nothing_from_the_host_and_allocates_nothing_there(sche
 
 
 def test_a_pack_is_loaded_by_one_copy_into_the_same_memory():
-    slots = cp.PlanSlots(CAPACITY, 6, 2, align_documents=4)
+    slots = cp.GraphTables(CAPACITY, 6, 2, align_documents=4)
     step = HybridStep(StillGroup(0, 2), slots)
     first = step.shard(PACKS[0])
     copies, allocations = counted("host_copies"), counted("pinned_allocations")
@@ -178,7 +178,7 @@ def test_padded_tables_give_one_ranks_numbers(size):
 
 
 def test_rejects_capturing_before_the_first_eager_call():
-    step = HybridStep(StillGroup(0, 2), cp.PlanSlots(CAPACITY, 6, 2, align_documents=4))
+    step = HybridStep(StillGroup(0, 2), cp.GraphTables(CAPACITY, 6, 2, align_documents=4))
     batch = step.shard(PACKS[0])
     with pytest.raises(cp.ArgumentError, match=r"Run the step once, eagerly"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         step(batch)
@@ -189,12 +189,12 @@ def test_rejects_capturing_plans_of_one_pack():
     plan = KINDS["a2a"].plan(cp.Layout.zigzag(packing, 1))
     q, k, v = (torch.randn(packing.total, heads, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (6, 2, 2))
     cp.attention(q, k, v, plan, kernel="varlen")
-    with pytest.raises(cp.ArgumentError, match=r"PlanSlots"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with pytest.raises(cp.ArgumentError, match=r"GraphTables"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         cp.attention(q, k, v, plan, kernel="varlen")
 
 
 def test_auto_takes_kernels_that_serve_graphs():
-    slots = cp.PlanSlots(CAPACITY, 6, 1, align_documents=2)
+    slots = cp.GraphTables(CAPACITY, 6, 1, align_documents=2)
     step = HybridStep(ThreadGroup.create(1)[0], slots)
     plans = step.shard(PACKS[0]).plans
     linear = LinearOnRank(plans.plan(KINDS["gdn"]), step.group, "auto", "qkv", step.to_gdn)
@@ -205,7 +205,7 @@ def test_auto_takes_kernels_that_serve_graphs():
 
 
 def test_rejects_capturing_a_kernel_whose_tables_are_those_of_one_pack():
-    slots = cp.PlanSlots(CAPACITY, 6, 1, align_documents=2)
+    slots = cp.GraphTables(CAPACITY, 6, 1, align_documents=2)
     step = HybridStep(ThreadGroup.create(1)[0], slots)
     plan = step.shard(PACKS[0]).plan(KINDS["a2a"])
     q, k, v = (torch.randn(CAPACITY, heads, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (6, 2, 2))
@@ -218,7 +218,7 @@ def test_rejects_capturing_a_kernel_whose_tables_are_those_of_one_pack():
 
 
 def test_a_graph_is_replayed_for_the_pack_that_was_loaded_last():
-    slots = cp.PlanSlots(CAPACITY, 6, 1, align_documents=2)
+    slots = cp.GraphTables(CAPACITY, 6, 1, align_documents=2)
     step = HybridStep(ThreadGroup.create(1)[0], slots)
     first = step.shard(PACKS[0])
     slots.check_loaded(first.plans)
@@ -229,7 +229,7 @@ def test_a_graph_is_replayed_for_the_pack_that_was_loaded_last():
 
 
 def test_rejects_plans_that_layers_have_run_with():
-    slots = cp.PlanSlots(CAPACITY, 6, 2, align_documents=4)
+    slots = cp.GraphTables(CAPACITY, 6, 2, align_documents=4)
     plans = cp.BatchPlan(slots.layout(PACKS[0]), [KINDS["a2a"]])
     q, k, v = (torch.randn(CAPACITY // 2, heads, 16, device=DEVICE, dtype=torch.bfloat16) for heads in (6, 2, 2))
     cp.attention(q, k, v, plans.plans[0], StillGroup(0, 2), kernel="varlen")
@@ -238,7 +238,7 @@ def test_rejects_plans_that_layers_have_run_with():
 
 
 def test_rejects_gathers_in_a_capture():
-    slots = cp.PlanSlots(CAPACITY, 6, 1)
+    slots = cp.GraphTables(CAPACITY, 6, 1)
     layout, rows = slots.layout(PACKS[0]), torch.ones(CAPACITY, 4, device=DEVICE)
     cp.gather(rows, layout, None)
     with pytest.raises(cp.ArgumentError, match="Leave this call out"), torch.cuda.graph(torch.cuda.CUDAGraph()):

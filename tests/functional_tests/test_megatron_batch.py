@@ -75,11 +75,11 @@ def mtp_of_megatrons_builder():
 
 def count_plans(how):
     """BatchPlans made and slots planned in each of some microbatches, with two layers of each kind."""
-    from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
+    from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
 
     model, counts = two_of_each(cp_packed_order="document"), []
     with pytest.MonkeyPatch.context() as patch:
-        for target, method in ((BatchPlan, "__init__"), (AttentionSlot, "plan"), (LinearSlot, "plan")):
+        for target, method in ((BatchPlan, "__init__"), (AttentionSpec, "plan"), (LinearSpec, "plan")):
             patch.setattr(target, method, counting(getattr(target, method), counts))
         for index, lengths in enumerate(((36, 36),) * 3 if how == "unpacked" else MICROBATCHES):
             counts.append(Counter())
@@ -97,7 +97,7 @@ def counting(function, counts):
     return counted
 
 
-ONE_PLAN_EACH = {"BatchPlan.__init__": 1, "AttentionSlot.plan": 1, "LinearSlot.plan": 1}
+ONE_PLAN_EACH = {"BatchPlan.__init__": 1, "AttentionSpec.plan": 1, "LinearSpec.plan": 1}
 
 
 @pytest.mark.parametrize("how", ["planned", "megatron"])

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.batch import LinearSpec
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
 
@@ -242,7 +242,7 @@ def forget_boundaries(plans, gdn):
     fragments = [layout.fragments_of(rank) for rank in range(layout.cp_size)]
     one_document = Layout.from_fragments(Packing([layout.packing.total]), fragments)
     for slot in plans._plans:
-        if isinstance(slot, LinearSlot) == gdn:
+        if isinstance(slot, LinearSpec) == gdn:
             plans._plans[slot] = slot.plan(one_document)
 
 

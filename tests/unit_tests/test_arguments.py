@@ -36,7 +36,7 @@ SPARSE = torch.eye(3).to_sparse()
 
 # -- what an argument of each kind cannot be -------------------------------------------------------------------------
 
-SLOT = cp.AttentionSlot(2, 1, 4, 4)
+SLOT = cp.AttentionSpec(2, 1, 4, 4)
 NO_FOLDER = [5, b"here", ["here"], True, "", "a\0b", "a" * 5000, __file__]
 NO_SEARCH = [-1, 1e9, math.nan, "1", None, True, [1.0]]
 NO_INTEGER = [None, True, np.True_, 1.0, math.nan, "1", b"1", 1j, [1], (1,), {1}, {1: 1}, np.array(1), np.array([1]),
@@ -114,8 +114,8 @@ def linear(kind, operation, given, optional_tensors=(), **more):
 
 
 BATCH = cp.shard_batch(STREAM, ALONE)
-SLOTS = cp.PlanSlots(16, 3, 2)
-FILLED = cp.BatchPlan(SLOTS.layout([3, 5]), [cp.AttentionSlot(2, 2, 4, 4, scheme="a2a")])
+SLOTS = cp.GraphTables(16, 3, 2)
+FILLED = cp.BatchPlan(SLOTS.layout([3, 5]), [cp.AttentionSpec(2, 2, 4, 4, scheme="a2a")])
 SLOTS.load(FILLED, 0, torch.device("cpu"))
 NO_WEIGHTS = [None, 5, 1.0, True, "w", [], STREAM * 1.0, torch.tensor(1.0), torch.ones(8), torch.ones(9, 1),
               torch.ones(9) + 0j, torch.ones(9, device="meta"), torch.ones(9, requires_grad=True), SPARSE, NESTED,
@@ -193,28 +193,28 @@ CALLS = {
     "Transport.of_even_hosts": (cp.Transport.of_even_hosts, {"name": "pairwise", "cp_size": 2, "hosts": 1}, {
         "name": NO_NAME, "cp_size": [*NO_INTEGER, 0, 2**40], "hosts": [*NO_INTEGER, 0, 3]}),
     "hosts_of": (cp.hosts_of, {"group": None}, {"group": NO_GROUP[:-2]}),
-    "AttentionSlot": (cp.AttentionSlot, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
+    "AttentionSpec": (cp.AttentionSpec, {"heads": 2, "kv_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "mask": NO_NAME, "scheme": NO_NAME, **WIRE,
         **{name: [*NO_INTEGER, 0] for name in ("heads", "kv_heads", "head_dim", "value_head_dim")},
         **{name: optional([*NO_INTEGER, 0]) for name in ("ulysses_degree", "head_chunks", "memory_limit")},
         "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2], "item_size": [*NO_INTEGER, 0],
         "search_seconds": NO_SEARCH, "search_cache": NO_FOLDER}),
-    "LinearSlot": (cp.LinearSlot, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
+    "LinearSpec": (cp.LinearSpec, {"kind": "gdn", "heads": 2, "key_heads": 1, "head_dim": 4, "value_head_dim": 4}, {
         "kind": NO_NAME, "mode": NO_NAME, **WIRE, "run": [None, 5, [], "gdn", (5,), {1}],
         **{name: [*NO_INTEGER, 0]
            for name in ("heads", "key_heads", "head_dim", "value_head_dim", "conv_width", "item_size")},
         **{name: optional(NO_INTEGER) for name in ("hidden_size", "head_chunks")}, "hardware": NO_MACHINE,
         "topology": NO_TOPOLOGY[:-2]}),
-    "AttentionSlot.plan": (cp.AttentionSlot(2, 2, 4, 4).plan, {"layout": LAYOUT}, {
+    "AttentionSpec.plan": (cp.AttentionSpec(2, 2, 4, 4).plan, {"layout": LAYOUT}, {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS}),
-    "LinearSlot.plan": (cp.LinearSlot("gdn", 2, 2, 4, 4).plan, {"layout": LAYOUT}, {"layout": NO_LAYOUT[:-1]}),
+    "LinearSpec.plan": (cp.LinearSpec("gdn", 2, 2, 4, 4).plan, {"layout": LAYOUT}, {"layout": NO_LAYOUT[:-1]}),
     "Mask.of_tokens": (cp.Mask.causal(P).of_tokens, {"lengths": [5, 0, 3]}, {"lengths": [None, *NO_LENGTHS]}),
     "BatchPlan": (cp.BatchPlan, {"layout": LAYOUT}, {
         "layout": NO_LAYOUT[:-1], "lengths": NO_LENGTHS,
-        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]], {SLOT}]}),
-    "BatchPlan.plan": (cp.BatchPlan(LAYOUT).plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
-        "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
+        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSpec], ["attention"], [[]], {SLOT}]}),
+    "BatchPlan.plan": (cp.BatchPlan(LAYOUT).plan, {"slot": cp.AttentionSpec(2, 2, 4, 4)}, {
+        "slot": [None, 5, "attention", [], {}, cp.AttentionSpec]}),
     "check_agreement": (cp.check_agreement, {"plan": PLANS["gdn"], "group": None}, {
         "plan": NO_PLAN, "group": NO_GROUP, "seed": optional(NO_INTEGER),
         "tensors": [5, "labels", [torch.zeros(2)], {"labels": [1, 2]}, {5: torch.zeros(2)},
@@ -226,9 +226,9 @@ CALLS = {
                           ("bytes_needed", {"item_size": 2, "forward": True}))},
     **{f"Plan.{name}": (getattr(PLANS["attention"], name), {"rank": 0}, {"rank": [*NO_INTEGER, 1]})
        for name in ("heads_of", "groups_of")},
-    "choose_layout": (cp.choose_layout, {"packing": P, "cp_size": 2, "slots": [cp.AttentionSlot(2, 2, 4, 4)]}, {
+    "choose_layout": (cp.choose_layout, {"packing": P, "cp_size": 2, "slots": [cp.AttentionSpec(2, 2, 4, 4)]}, {
         "packing": NO_PACKING, "cp_size": [*NO_INTEGER, 0, 1025], "align": [*NO_INTEGER, 0], "min_rows": NO_INTEGER,
-        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]], []],
+        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSpec], ["attention"], [[]], []],
         "mask": optional(NO_MASK)}),
     "plan_attention": (cp.plan_attention, {"packing": P, "layout": LAYOUT, **SHAPES}, {
         "packing": NO_PACKING, "layout": NO_LAYOUT, "mask": NO_MASK, "scheme": NO_NAME, **WIRE,
@@ -262,29 +262,29 @@ CALLS = {
         "group": NO_GROUP, "same_loss": NO_FLAG, "transport": NO_TRANSPORT}),
     "shard_batch": (cp.shard_batch, {"tokens": STREAM, "layout": ALONE}, {
         "tokens": [*NO_TOKENS, STREAM.reshape(3, 3), STREAM[:, None]], "layout": NO_LAYOUT[:-1], "group": NO_GROUP,
-        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSlot], ["attention"], [[]]],
+        "slots": [None, 5, "ab", [5], [None], [cp.AttentionSpec], ["attention"], [[]]],
         "labels": [*optional(NO_TOKENS), STREAM[:, None]],
         "loss_mask": [*optional(NO_ARRAY), STREAM[:, None], STREAM * 1j, STREAM.astype(str), STREAM.astype("m8[s]"),
                       torch.ones(9) * 1j, torch.ones(9) * math.nan, (STREAM + 1) * math.inf, STREAM * 1e300],
         "ignore_index": [value for value in NO_INTEGER if value is not NEGATIVE], "seed": NO_INTEGER, "agree": NO_FLAG,
         "device": [None, True, 1.5, "", "gpu", b"cpu", [], {"cpu"}, object(), torch.device],
-        "into": [5, True, "slots", [], {}, cp.PlanSlots]}),
-    "PlanSlots": (cp.PlanSlots, {"capacity_tokens": 16, "capacity_documents": 3, "cp_size": 2}, {
+        "into": [5, True, "slots", [], {}, cp.GraphTables]}),
+    "GraphTables": (cp.GraphTables, {"capacity_tokens": 16, "capacity_documents": 3, "cp_size": 2}, {
         "capacity_tokens": [*NO_INTEGER, 0, 15], "capacity_documents": [*NO_INTEGER, 0], "cp_size": [*NO_INTEGER, 0],
         "align_documents": [*NO_INTEGER, 0], "longest": [*optional(NO_INTEGER), 0, 17],
         "layout": [*NO_NAME, "balanced"]}),
-    "PlanSlots.layout": (SLOTS.layout, {"lengths": [3]}, {"lengths": [*NO_LIST, [17], [1, 1, 1, 1], [0]]}),
-    "PlanSlots.load": (SLOTS.load, {"plans": FILLED, "rank": 0, "device": torch.device("cpu")}, {
+    "GraphTables.layout": (SLOTS.layout, {"lengths": [3]}, {"lengths": [*NO_LIST, [17], [1, 1, 1, 1], [0]]}),
+    "GraphTables.load": (SLOTS.load, {"plans": FILLED, "rank": 0, "device": torch.device("cpu")}, {
         "plans": [None, 5, [], FILLED.plans[0], cp.BatchPlan], "rank": [*NO_INTEGER, 2],
         "device": [None, True, 1.5, "cpu", torch.device],
         "rows": [5, True, [], {"x": 5}, {"x": torch.ones(3)}, [STREAM]]}),
-    "PlanSlots.check_has": (SLOTS.check_has, {"plan": FILLED.plans[0]}, {
+    "GraphTables.check_has": (SLOTS.check_has, {"plan": FILLED.plans[0]}, {
         "plan": [None, 5, [], BATCH.plans, PLANS["attention"], cp.Plan]}),
-    "PlanSlots.check_loaded": (SLOTS.check_loaded, {"plans": FILLED}, {
+    "GraphTables.check_loaded": (SLOTS.check_loaded, {"plans": FILLED}, {
         "plans": [None, 5, [], FILLED.plans[0], BATCH.plans, cp.BatchPlan]}),
     "LocalBatch.ahead": (BATCH.ahead, {"places": 1}, {"places": [-1, *NO_INTEGER]}),
-    "LocalBatch.plan": (BATCH.plan, {"slot": cp.AttentionSlot(2, 2, 4, 4)}, {
-        "slot": [None, 5, "attention", [], {}, cp.AttentionSlot]}),
+    "LocalBatch.plan": (BATCH.plan, {"slot": cp.AttentionSpec(2, 2, 4, 4)}, {
+        "slot": [None, 5, "attention", [], {}, cp.AttentionSpec]}),
     "token_loss": (cp.token_loss, {"losses": torch.ones(9), "weights": BATCH}, {
         "losses": NO_LOSSES, "weights": NO_WEIGHTS, "group": ANY_GROUP, "averaged_gradients": NO_FLAG,
         "num_tokens": optional(NO_INTEGER)}),

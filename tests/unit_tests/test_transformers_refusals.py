@@ -438,7 +438,7 @@ def test_rejects_no_group_and_is_disabled_after_fully_shard():
 def test_explains_layers_and_plans(enabled):
     context = enabled[1]
     assert isinstance(context, ContextParallel)
-    assert "model.layers.0.self_attn: AttentionSlot" in context.explain()
+    assert "model.layers.0.self_attn: AttentionSpec" in context.explain()
     assert "attention by a2a over 1 rank: 3 documents, 13 tokens" in context.explain(context.shard(batch()))
 
 

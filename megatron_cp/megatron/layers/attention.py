@@ -32,7 +32,7 @@ from megatron_cp.megatron.layers.refusals import (
 )
 from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed
 from megatron_cp.plan.schemes import may_assign_tiles, may_exchange_heads, scheme_named
-from megatron_cp.planner.batch import AttentionSlot, BatchPlan
+from megatron_cp.planner.batch import AttentionSpec, BatchPlan
 from megatron_cp.planner.capabilities import require
 from megatron_cp.softmax.attention import attention
 
@@ -78,7 +78,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         self.dropout = config.attention_dropout if dropout is None else dropout
         tp_size = pg_collection.tp.size()
         scheme = _scheme(cp_comm_type, self.ranks.size)
-        self.slot = AttentionSlot(
+        self.slot = AttentionSpec(
             heads=config.num_attention_heads // tp_size,
             kv_heads=(config.num_query_groups if k_channels is None else config.num_attention_heads) // tp_size,
             head_dim=config.kv_channels if k_channels is None else k_channels,
@@ -278,7 +278,7 @@ def _search(config: Any, scheme: str) -> dict[str, Any]:
     return {name: getattr(config, option) for name, option in found.items() if hasattr(config, option)}
 
 
-def _refuse_unplannable(slot: AttentionSlot, cp_size: int) -> None:
+def _refuse_unplannable(slot: AttentionSpec, cp_size: int) -> None:
     """Refuses while the model is built what would be refused when the first batch is planned."""
     flags = {
         "scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size",

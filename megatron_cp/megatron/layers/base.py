@@ -17,7 +17,7 @@ from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, 
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
-from megatron_cp.planner.batch import BatchPlan, LinearSlot, Slot
+from megatron_cp.planner.batch import BatchPlan, LinearSpec, Slot
 
 
 class ContextParallelModule:
@@ -86,7 +86,7 @@ class LinearModule(ContextParallelModule):
         kernel: what computes it, as the operations of `megatron_cp.linear` take it.
     """
 
-    slot: LinearSlot
+    slot: LinearSpec
     kernel: str | LinearKernel = "auto"
     _unpacked: BatchPlan | None = None  # of the latest shape of unpacked batches, which rarely changes
 

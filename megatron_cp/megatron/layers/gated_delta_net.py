@@ -16,7 +16,7 @@ from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transp
 from megatron_cp.megatron.layers.refusals import check_comm_type, refuse, refuse_unsupported
 from megatron_cp.megatron.patches import gated_delta_net_without_fla
 from megatron_cp.plan.schemes import may_exchange_heads
-from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.batch import LinearSpec
 from megatron_cp.planner.capabilities import require
 
 
@@ -42,7 +42,7 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
             refuse("use_qk_l2norm", False, "True", "Queries and keys are normalised.")
         self.ranks = cp_ranks(self.pg_collection.cp)
         mode = require("mode", getattr(config, "linear_cp_mode", "auto"), name="--linear-cp-mode")
-        self.slot = LinearSlot(
+        self.slot = LinearSpec(
             "gdn",
             heads=self.num_v_heads_local_tp,
             key_heads=self.num_k_heads_local_tp,

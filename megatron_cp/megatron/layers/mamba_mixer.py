@@ -19,7 +19,7 @@ from megatron_cp.megatron.layers.refusals import check_comm_type, refuse_unsuppo
 from megatron_cp.megatron.packed_seq_params import OneRank
 from megatron_cp.megatron.patches import mamba_mixer_without_its_kernels
 from megatron_cp.plan.schemes import may_exchange_heads
-from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.batch import LinearSpec
 from megatron_cp.planner.capabilities import require
 
 
@@ -49,7 +49,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
         self.pg_collection = pg_collection
         self.ranks = cp_ranks(pg_collection.cp)
         mode = require("mode", getattr(config, "linear_cp_mode", "auto"), name="--linear-cp-mode")
-        self.slot = LinearSlot(
+        self.slot = LinearSpec(
             "mamba",
             heads=self.nheads_local_tp,
             key_heads=self.ngroups_local_tp,

@@ -22,7 +22,7 @@ from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
 from megatron_cp.megatron.layers.refusals import refuse
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
-from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.batch import LinearSpec
 
 
 def arrange_runs(layers: Iterable[nn.Module], config: Any) -> None:
@@ -40,7 +40,7 @@ def arrange_run(
     first: nn.Module | None,
     last: nn.Module | None,
     linear: Sequence[LinearModule],
-    slots: Sequence[LinearSlot],
+    slots: Sequence[LinearSpec],
     config: Any,
 ) -> None:
     """Arranges one run, or what is built of it so far.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads, scheme_named
-from megatron_cp.planner.batch import AttentionSlot
+from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.linear import MAX_CONV_WIDTH
 from megatron_cp.planner.predict import machine
@@ -285,7 +285,7 @@ class TrainingOptions:
         if self.context_parallel_size == 1:
             scheme, sizes = "auto", None  # what the layers take there
         chunks = self.cp_head_chunks if scheme_named(scheme).takes_chunks else None
-        slot = AttentionSlot(
+        slot = AttentionSpec(
             heads, groups, 1, 1, scheme=scheme, ulysses_degree=sizes[0] if sizes else None, head_chunks=chunks
         )
         try:

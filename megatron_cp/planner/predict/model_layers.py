@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan.kinds import KINDS, Dim, Per, SectionKind
-from megatron_cp.planner.batch import AttentionSlot, LinearSlot
+from megatron_cp.planner.batch import AttentionSpec, LinearSpec
 
 RECOMPUTATION = NONE, SELECTIVE, FULL = "none", "selective", "full"
 BF16, FP32 = 2, 4  # bytes
@@ -82,9 +82,9 @@ class AttentionMixer:
         """The name of such a layer for `--layer`."""
         return "attention"
 
-    def slot(self) -> AttentionSlot:
+    def slot(self) -> AttentionSpec:
         """The layer without choices of a scheme."""
-        return AttentionSlot(self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.mask)
+        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.mask)
 
     def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
         """The products of one layer."""
@@ -138,11 +138,11 @@ class AttentionMixer:
 
 @dataclass(frozen=True)
 class LinearMixer:
-    """A linear layer with its projections; `LinearSlot` says what heads and sizes are of each kind.
+    """A linear layer with its projections; `LinearSpec` says what heads and sizes are of each kind.
 
     Attributes:
         kind: a name of `KINDS`, of one with a state.
-        heads, key_heads, head_dim, value_head_dim, conv_width: as of `LinearSlot`.
+        heads, key_heads, head_dim, value_head_dim, conv_width: as of `LinearSpec`.
         vectors_per_layer: parameters that are in no product: convolution, decays, step sizes and the output norm.
         decay_rank: features between the two projections of a decay that has several features a head (KDA).
         gate_rank: likewise of the output gate; None for one projection.
@@ -176,10 +176,10 @@ class LinearMixer:
         """The name of such a layer for `--layer`."""
         return self.kind
 
-    def slot(self) -> LinearSlot:
+    def slot(self) -> LinearSpec:
         """The layer without choices of a mode."""
         sizes = (self.heads, self.key_heads, self.head_dim, self.value_head_dim, self.conv_width)
-        return LinearSlot(self.kind, *sizes)
+        return LinearSpec(self.kind, *sizes)
 
     def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
         """The products of one layer."""

@@ -16,7 +16,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import SCHEMES
-from megatron_cp.planner.batch import AttentionSlot, LinearSlot, Slot
+from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.price import priced
 
@@ -45,7 +45,7 @@ def plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: T
     Raises:
         ArgumentError: a layer that cannot be planned.
     """
-    asked = next((slot.head_chunks for slot in slots if isinstance(slot, AttentionSlot)), None)
+    asked = next((slot.head_chunks for slot in slots if isinstance(slot, AttentionSpec)), None)
     slots = Counter({_placed(slot, on, topology): count for slot, count in slots.items()})
     best = {slot: slot.plan(layout) for slot in slots}
     attention = [plan for plan in best.values() if plan.attend is not None]
@@ -81,7 +81,7 @@ def _counted(plans: dict[Slot, Plan], slots: Counter[Slot]) -> tuple[tuple[Plan,
 
 def _placed(slot: Slot, on: Machine, topology: Topology) -> Slot:
     """The slot on that machine; of a run of linear layers all of them."""
-    if isinstance(slot, AttentionSlot):
+    if isinstance(slot, AttentionSpec):
         return replace(slot, hardware=on, topology=topology)
     run = tuple(replace(each, hardware=on, topology=topology) for each in slot.run)
     return replace(slot, hardware=on, topology=topology, run=run)
@@ -89,7 +89,7 @@ def _placed(slot: Slot, on: Machine, topology: Topology) -> Slot:
 
 def _like(slot: Slot, best: Plan, layout: Layout, degree: int | None, parts: int | None) -> Plan:
     """A layer by the scheme of its best plan, as flags with this degree and so many head chunks have it."""
-    if isinstance(slot, LinearSlot):
+    if isinstance(slot, LinearSpec):
         if parts == slot.head_chunks:
             return best
         return replace(slot, head_chunks=parts, run=tuple(replace(each, head_chunks=parts) for each in slot.run)).plan(

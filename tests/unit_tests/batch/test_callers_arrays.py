@@ -8,7 +8,7 @@ import megatron_cp as cp
 from megatron_cp.data import BlendedStream, PackedStream, TokenCorpus
 
 LENGTHS, TOTAL = (3, 1, 4), 8
-ATTENTION = cp.AttentionSlot(2, 2, 4, 4, mask="full", scheme="a2a")
+ATTENTION = cp.AttentionSpec(2, 2, 4, 4, mask="full", scheme="a2a")
 
 
 def overwritten(arrays):
@@ -28,7 +28,7 @@ def shown(batch):
     return [*found, batch.seed, batch.num_tokens, batch.plans.describe(), batch.plan(ATTENTION).describe()]
 
 
-@pytest.mark.parametrize("into", [None, cp.PlanSlots(TOTAL + 4, 4, 1)], ids=["batch", "slots"])
+@pytest.mark.parametrize("into", [None, cp.GraphTables(TOTAL + 4, 4, 1)], ids=["batch", "slots"])
 @pytest.mark.parametrize("weights", [torch.float32, torch.float64, torch.bool])
 @pytest.mark.parametrize("integers", [torch.int64, torch.int32, np.int64, np.int32], ids=str)
 def test_a_batch_keeps_nothing_of_the_callers(integers, weights, into):

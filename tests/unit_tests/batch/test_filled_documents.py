@@ -1,4 +1,4 @@
-"""Rows by which `PlanSlots` fills up a document change nothing of its tokens, or the layer is refused."""
+"""Rows by which `GraphTables` fills up a document change nothing of its tokens, or the layer is refused."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def places(lengths, packing):
 @pytest.mark.parametrize("mask", _MASKS)
 def test_tokens_see_what_they_see_without_filling_or_the_mask_is_refused(mask):
     """Refused exactly where a token would see a row that fills up its document."""
-    slots, slot = cp.PlanSlots(24, 3, 2, align_documents=4), cp.AttentionSlot(2, 2, 4, 4, mask=mask, scheme="a2a")
+    slots, slot = cp.GraphTables(24, 3, 2, align_documents=4), cp.AttentionSpec(2, 2, 4, 4, mask=mask, scheme="a2a")
     for lengths in ([4, 8], [4], [3, 5], [4, 8, 1], [7, 2], [1, 1, 1], [5, 4]):
         layout, given = slots.layout(lengths), cp.Packing(lengths)
         tokens, over = places(lengths, layout.packing), cp.Mask.named(layout.packing, mask)
@@ -45,7 +45,7 @@ def test_tokens_see_what_they_see_without_filling_or_the_mask_is_refused(mask):
 @pytest.mark.parametrize("scheme", ["a2a", "p2p", "exact"])
 @pytest.mark.parametrize("mask", ["full", "window:2,2"])
 def test_rejects_masks_that_see_what_fills_up_a_document(mask, scheme):
-    slots, slot = cp.PlanSlots(16, 4, 2, align_documents=4), cp.AttentionSlot(2, 2, 4, 4, mask=mask, scheme=scheme)
+    slots, slot = cp.GraphTables(16, 4, 2, align_documents=4), cp.AttentionSpec(2, 2, 4, 4, mask=mask, scheme=scheme)
     message = f"mask: got '{mask}'; .*Document 1 has 5 tokens and is filled up to 8.*align_documents=1"
     layout = slots.layout([4, 5])
     with pytest.raises(cp.ArgumentError, match=message):
@@ -59,7 +59,7 @@ def test_rejects_masks_that_see_what_fills_up_a_document(mask, scheme):
 def test_rejects_cross_attention_where_documents_are_filled_up():
     """The last query sees the last key there, and which is last changes with what fills up."""
     layout, other = (
-        cp.PlanSlots(16, 2, 2, align_documents=4).layout([3, 5]),
+        cp.GraphTables(16, 2, 2, align_documents=4).layout([3, 5]),
         cp.Layout.zigzag(cp.Packing([3, 5, 4]), 2),
     )
     for queries, keys in ((layout, other), (other, layout)):
@@ -83,7 +83,7 @@ def test_what_fills_up_a_document_changes_no_bit_of_a_linear_layer(kind, mode):
 def _linear(group, kind, mode, fill):
     """A layer's outputs and gradients of tokens, and gradients of parameters, with `fill` in all other rows."""
     lengths, (heads, key_heads, dim) = [7, 1, 2, 6], (6, 6 if kind == "kda" else 2, 8)
-    layout = cp.PlanSlots(48, 4, group.size, align_documents=6).layout(lengths)
+    layout = cp.GraphTables(48, 4, group.size, align_documents=6).layout(lengths)
     is_token = torch.zeros(48, dtype=torch.bool)
     is_token[torch.from_numpy(places(lengths, layout.packing))] = True
     generator = torch.Generator().manual_seed(0)
@@ -95,7 +95,7 @@ def _linear(group, kind, mode, fill):
     rows = [layout.shard(torch.where(is_token[:, None], x, fill), group.rank) for x in inputs.values()]
     rows, held = [x.requires_grad_() for x in rows], layout.shard(is_token, group.rank)
     own = {name: x.requires_grad_() for name, x in parameters.items()}
-    plan = cp.LinearSlot(kind, heads, key_heads, dim, dim, mode=mode).plan(layout)
+    plan = cp.LinearSpec(kind, heads, key_heads, dim, dim, mode=mode).plan(layout)
     out = LAYERS[kind].run(*rows, plan, group, **own)[held]
     out.square().sum().backward()
     return [out.detach(), *(x.grad[held] for x in rows), *(x.grad for x in own.values())]

@@ -9,8 +9,8 @@ import megatron_cp as cp
 from megatron_cp.executor.groups import ThreadGroup, rank_group
 from megatron_cp.executor.launch import run_ranks
 
-LENGTHS, ATTENTION = [5, 4], cp.AttentionSlot(2, 2, 4, 4, scheme="a2a")
-LINEAR = cp.LinearSlot("conv1d", 6, 6, 1, 1, mode="headwise")
+LENGTHS, ATTENTION = [5, 4], cp.AttentionSpec(2, 2, 4, 4, scheme="a2a")
+LINEAR = cp.LinearSpec("conv1d", 6, 6, 1, 1, mode="headwise")
 
 
 def test_a_mesh_of_one_axis_is_its_group():

@@ -16,7 +16,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.planner.layouts import layout_by_name
 
 RAGGED = cp.Packing([7, 1, 130, 0, 64, 2, 33])
-SLOTS = [cp.AttentionSlot(8, 2, 8, 8), cp.LinearSlot("gdn", heads=8, key_heads=2, head_dim=8, value_head_dim=8)]
+SLOTS = [cp.AttentionSpec(8, 2, 8, 8), cp.LinearSpec("gdn", heads=8, key_heads=2, head_dim=8, value_head_dim=8)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,7 +81,7 @@ def test_its_labels_are_the_layouts():
 
 
 def test_a_batch_has_the_plans_of_the_layers_and_makes_those_that_are_asked_for():
-    layout, other = cp.Layout.zigzag(RAGGED, 3), cp.AttentionSlot(4, 4, 8, 8)
+    layout, other = cp.Layout.zigzag(RAGGED, 3), cp.AttentionSpec(4, 4, 8, 8)
     for batch in sharded(layout, slots=SLOTS):
         assert [plan.kind for plan in batch.plans.plans] == ["attention", "gdn"]
         for slot in (*SLOTS, other):

@@ -20,8 +20,8 @@ from tests.limits import limit
 
 VOCABULARY, HEADS, KV_HEADS, DIM = 11, 6, 2, 4
 HIDDEN = HEADS * DIM
-ATTENTION = cp.AttentionSlot(HEADS, KV_HEADS, DIM, DIM)
-GDN = cp.LinearSlot("gdn", heads=HEADS, key_heads=KV_HEADS, head_dim=DIM, value_head_dim=DIM)
+ATTENTION = cp.AttentionSpec(HEADS, KV_HEADS, DIM, DIM)
+GDN = cp.LinearSpec("gdn", heads=HEADS, key_heads=KV_HEADS, head_dim=DIM, value_head_dim=DIM)
 CHANNELS = (HEADS + 2 * KV_HEADS) * DIM
 TOLERANCE = 1e-12
 

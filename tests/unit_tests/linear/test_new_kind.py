@@ -122,7 +122,7 @@ def test_chooses_no_kernel_for_a_convolution_that_it_has_not(monkeypatch):
 
 def test_a_slot_gives_a_kind_the_sizes_that_it_has():
     layout = cp.Layout.zigzag(cp.Packing(LENGTHS), 2)
-    slot = cp.LinearSlot("retention", HEADS, HEADS, KEY_DIM, VALUE_DIM, mode="headwise", head_chunks=2)
+    slot = cp.LinearSpec("retention", HEADS, HEADS, KEY_DIM, VALUE_DIM, mode="headwise", head_chunks=2)
     assert slot.plan(layout).steps == plan_of(layout, "headwise", head_chunks=2).steps
-    channels = cp.LinearSlot("conv1d", 6, 6, 8, 8, mode="headwise").plan(layout)
+    channels = cp.LinearSpec("conv1d", 6, 6, 8, 8, mode="headwise").plan(layout)
     assert channels.steps == cp.plan_linear(layout.packing, layout, "conv1d", channels=6, mode="headwise").steps

@@ -11,7 +11,7 @@ from megatron_cp.errors import ArgumentError, PlanMismatchError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
+from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
 from megatron_cp.planner.layouts import layout_by_name
 
 pytest.importorskip("megatron.core")
@@ -23,8 +23,8 @@ from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_packed, 
 
 RAGGED = Packing([7, 1, 130, 0, 64, 2, 33])
 SLOTS = [
-    AttentionSlot(heads=8, kv_heads=2, head_dim=8, value_head_dim=8),
-    LinearSlot("gdn", heads=8, key_heads=2, head_dim=8, value_head_dim=8),
+    AttentionSpec(heads=8, kv_heads=2, head_dim=8, value_head_dim=8),
+    LinearSpec("gdn", heads=8, key_heads=2, head_dim=8, value_head_dim=8),
 ]
 CPU = torch.device("cpu")
 

@@ -40,7 +40,7 @@ def drawn(name, **how):
 
 
 def way(layer, number):
-    is_softmax = isinstance(layer.slot, cp.AttentionSlot)
+    is_softmax = isinstance(layer.slot, cp.AttentionSpec)
     ways = WAYS[is_softmax]
     return {"scheme" if is_softmax else "mode": ways[number % len(ways)]}
 

@@ -12,7 +12,7 @@ from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner import tiled
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.batch import AttentionSlot
+from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.hardware import Link, Topology
 from megatron_cp.planner.predict.model_presets import PRESETS
@@ -124,7 +124,7 @@ def test_rejects_a_search_that_no_layer_reads(scheme, name, value, none):
     with pytest.raises(ArgumentError, match=says):
         PLAN(Layout.contiguous(PACKING, 4), scheme=scheme, **{name: value})
     with pytest.raises(ArgumentError, match=says):
-        AttentionSlot(4, 4, 8, 8, scheme=scheme, **{name: value})
+        AttentionSpec(4, 4, 8, 8, scheme=scheme, **{name: value})
     with pytest.raises(ArgumentError, match=says):
         PRESETS["llama3-8b"].slots(scheme=scheme, **{name: value})
     model = PRESETS["nemotron-h"]
@@ -135,8 +135,8 @@ def test_rejects_a_search_that_no_layer_reads(scheme, name, value, none):
 
 def test_a_search_is_read_by_some_layers_of_a_model():
     slots = PRESETS["nemotron-h"].slots(scheme="tiled", search_seconds=2.0)
-    assert {slot.search_seconds for slot in slots if isinstance(slot, AttentionSlot)} == {2.0}
-    assert any(not isinstance(slot, AttentionSlot) for slot in slots)
+    assert {slot.search_seconds for slot in slots if isinstance(slot, AttentionSpec)} == {2.0}
+    assert any(not isinstance(slot, AttentionSpec) for slot in slots)
 
 
 def test_one_rank_has_all_tiles():

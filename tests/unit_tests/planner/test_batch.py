@@ -10,13 +10,13 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.transport import Transport
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
+from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
 from megatron_cp.planner.linear import plan_linear
 
 PACKING = Packing([7, 1, 0, 130, 2])
 LAYOUT = Layout.zigzag(PACKING, 3)
-ATTENTION = AttentionSlot(heads=6, kv_heads=2, head_dim=8, value_head_dim=16)
-LINEAR = LinearSlot("gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16)
+ATTENTION = AttentionSpec(heads=6, kv_heads=2, head_dim=8, value_head_dim=16)
+LINEAR = LinearSpec("gdn", heads=6, key_heads=2, head_dim=8, value_head_dim=16)
 
 
 @pytest.mark.parametrize("slot", [ATTENTION, LINEAR], ids=["attention", "linear"])
@@ -77,7 +77,7 @@ def test_slots_take_transports_by_name(slot):
 
 @pytest.mark.parametrize(("mode", "run"), [("chunkwise", False), ("redistribute", False), ("auto", True)])
 def test_a_linear_slot_says_what_its_mode_leaves_unused(mode, run):
-    large = LinearSlot("gdn", 32, 16, 128, 128, mode=mode, codec="fp8", head_chunks=2, hidden_size=64)
+    large = LinearSpec("gdn", 32, 16, 128, 128, mode=mode, codec="fp8", head_chunks=2, hidden_size=64)
     slot = dataclasses.replace(large, run=(dataclasses.replace(large, hidden_size=None),) if run else ())
     packing = Packing([60_000, 500, 5_036])
     plan = slot.plan(Layout.zigzag(packing, 8))
@@ -98,14 +98,14 @@ def test_layers_of_equal_slots_share_a_plan():
 
 def test_plans_are_made_with_the_batch(monkeypatch):
     plans = BatchPlan(LAYOUT, [ATTENTION])
-    monkeypatch.setattr(AttentionSlot, "plan", None)
+    monkeypatch.setattr(AttentionSpec, "plan", None)
     assert plans.plan(ATTENTION).layout is LAYOUT
 
 
 def test_a_kind_that_was_not_named_is_planned_once_when_its_first_layer_asks(monkeypatch):
     plans, made = BatchPlan(LAYOUT, [ATTENTION]), []
-    plan = LinearSlot.plan
-    monkeypatch.setattr(LinearSlot, "plan", lambda *args: made.append(args) or plan(*args))
+    plan = LinearSpec.plan
+    monkeypatch.setattr(LinearSpec, "plan", lambda *args: made.append(args) or plan(*args))
     assert len(plans.plans) == 1
     first = plans.plan(LINEAR)
     assert plans.plan(dataclasses.replace(LINEAR)) is first

@@ -12,7 +12,7 @@ from megatron_cp.exchange.device import on_device
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.schemes import SCHEMES
 from megatron_cp.planner.attention import plan_attention
-from megatron_cp.planner.batch import BatchPlan, LinearSlot
+from megatron_cp.planner.batch import BatchPlan, LinearSpec
 from megatron_cp.planner.linear import plan_linear
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 
@@ -102,7 +102,7 @@ def test_linear_layers_are_planned(n, name, little_memory):
             plan = plan_linear(packing, layout, kind, mode=mode, hidden_size=256, **sizes)
             assert f"{n + 8} tokens" in plan.explain()
             assert plan.work_imbalance >= 1
-    assert len(BatchPlan(layout, [LinearSlot("mamba", 8, 1, 16, 16, hidden_size=64)]).fingerprint()) == 16
+    assert len(BatchPlan(layout, [LinearSpec("mamba", 8, 1, 16, 16, hidden_size=64)]).fingerprint()) == 16
 
 
 @pytest.mark.parametrize("scheme", ["all_gather", "exact"])

@@ -14,9 +14,9 @@ from megatron_cp.planner.predict.step import StepChoice, predict_step
 
 H100 = machine("h100")
 LONG, MANY = cp.Packing([60000, 5000]), cp.Packing([1000] * 65)
-GATHERED = cp.AttentionSlot(8, 2, 64, 64, scheme="all_gather")
-EXCHANGED = cp.AttentionSlot(8, 8, 64, 64, scheme="a2a")
-LINEAR = cp.LinearSlot("gdn", 32, 16, 128, 128, mode="chunkwise")
+GATHERED = cp.AttentionSpec(8, 2, 64, 64, scheme="all_gather")
+EXCHANGED = cp.AttentionSpec(8, 8, 64, 64, scheme="a2a")
+LINEAR = cp.LinearSpec("gdn", 32, 16, 128, 128, mode="chunkwise")
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +128,7 @@ def test_it_explains():
 
 def test_layouts_that_a_memory_limit_rules_out_are_left_out():
     """From contiguous ranges the exact keys are more than from balanced ones, or the other way round."""
-    slot = cp.AttentionSlot(8, 2, 64, 64, scheme="exact", mask="window:99,0")
+    slot = cp.AttentionSpec(8, 2, 64, 64, scheme="exact", mask="window:99,0")
     needs = {}
     for name in CHOICES:
         with pytest.raises(cp.ArgumentError) as caught:
@@ -165,12 +165,12 @@ def test_every_name_has_the_rows_that_it_is_asked_for(name):
 
 def test_a_graph_has_one_layout():
     with pytest.raises(cp.ArgumentError, match="A graph repeats the launches of one layout"):
-        cp.PlanSlots(16, 3, 2, layout="auto")
+        cp.GraphTables(16, 3, 2, layout="auto")
 
 
 def test_tiles_are_assigned_in_each_layout():
     """So owners of rows are chosen with what tiles send from them."""
-    layer = cp.AttentionSlot(1, 1, 128, 128, mask="global_local", scheme="tiled", hardware=H100)
+    layer = cp.AttentionSpec(1, 1, 128, 128, mask="global_local", scheme="tiled", hardware=H100)
     choice = choose_layout(cp.Packing([1024]), 4, [layer])
     assert {price.name for price in choice.prices} == set(CHOICES)
     assert {kind.way for price in choice.prices for kind in price.kinds} == {"tiled"}

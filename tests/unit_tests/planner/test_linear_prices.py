@@ -6,7 +6,7 @@ import pytest
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.batch import LinearSpec
 from megatron_cp.planner.linear import contiguous_like, plan_linear
 from megatron_cp.planner.predict import Link, machine
 from megatron_cp.planner.predict.kernels import rule_products, scan_products
@@ -207,8 +207,8 @@ def test_contiguous_rows_keep_the_rest_of_a_layout():
 
 # -- runs ------------------------------------------------------------------------------------------------------------
 
-GDN = LinearSlot("gdn", 32, 16, 128, 128)
-MAMBA = LinearSlot("mamba", 8, 1, 16, 16)  # so small that a redistribution of hidden states never pays for it alone
+GDN = LinearSpec("gdn", 32, 16, 128, 128)
+MAMBA = LinearSpec("mamba", 8, 1, 16, 16)  # so small that a redistribution of hidden states never pays for it alone
 
 
 def in_run(slot, *run):
@@ -243,7 +243,7 @@ def test_counts_and_other_kinds_decide(monkeypatch):
         made = [dataclasses.replace(price, backward=0.0) for price in made]
         return tuple(sorted(made, key=lambda price: price.forward))
 
-    monkeypatch.setattr(LinearSlot, "_prices", set_by_hand)
+    monkeypatch.setattr(LinearSpec, "_prices", set_by_hand)
     layout = Layout.zigzag(PACKING, 8)
     for run, redistributed in (((GDN, MAMBA), True), ((GDN, MAMBA, MAMBA), False), ((GDN, GDN, MAMBA, MAMBA), True)):
         for slot in (GDN, MAMBA):

@@ -84,10 +84,10 @@ def test_one_rank_sends_nothing_and_keeps_any_limit():
 
 def test_a_slot_has_the_limit_of_its_plan():
     layout = cp.Layout.zigzag(PACKING, 4)
-    slot = cp.AttentionSlot(16, 4, 64, 64, memory_limit=1000)
+    slot = cp.AttentionSpec(16, 4, 64, 64, memory_limit=1000)
     with pytest.raises(cp.ArgumentError, match="memory_limit: got 1000"):
         slot.plan(layout)
-    assert slot != cp.AttentionSlot(16, 4, 64, 64)
+    assert slot != cp.AttentionSpec(16, 4, 64, 64)
 
 
 def test_limits_are_part_of_what_a_layout_remembers():

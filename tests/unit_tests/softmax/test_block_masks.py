@@ -46,7 +46,7 @@ def test_a_table_over_ranks_is_the_one_of_one_rank(mask, scheme, cp_size):
 def test_a_slot_plans_a_table(mask):
     packing = Packing(RAGGED)
     layout = Layout.zigzag(packing, 3)
-    slot = cp.AttentionSlot(6, 2, 8, 8, mask=mask, scheme="exact")
+    slot = cp.AttentionSpec(6, 2, 8, 8, mask=mask, scheme="exact")
     assert slot.plan(layout).mask == Mask.named(packing, mask)
     assert mask in slot.plan(layout).explain()
     own = [5, 1, 100, 0, 64]
@@ -55,4 +55,4 @@ def test_a_slot_plans_a_table(mask):
 
 def test_rejects_a_slot_with_a_number_of_blocks_that_does_not_fit():
     with pytest.raises(cp.ArgumentError, match="mask: got 'strided:6'; allowed: strided:BLOCKS with a multiple of 4"):
-        cp.AttentionSlot(6, 2, 8, 8, mask="strided:6")
+        cp.AttentionSpec(6, 2, 8, 8, mask="strided:6")

@@ -29,7 +29,7 @@ from megatron_cp.softmax.kernels.common.varlen_calls import (
 )
 
 _REFUSED = "masks in which every document has the same bands, each of them full, causal or a window"
-_REMEDY = "Plan this layer eagerly, outside of PlanSlots."
+_REMEDY = "Plan this layer eagerly, outside of GraphTables."
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
 from megatron_cp.megatron.layers.redistribution import _Edges, arrange_runs
-from megatron_cp.planner.batch import LinearSlot
+from megatron_cp.planner.batch import LinearSpec
 from tests.counting_group import CountingGroup
 
-SLOTS = {"G": LinearSlot("gdn", 8, 8, 16, 16), "M": LinearSlot("mamba", 8, 1, 16, 16)}
+SLOTS = {"G": LinearSpec("gdn", 8, 8, 16, 16), "M": LinearSpec("mamba", 8, 1, 16, 16)}
 
 
 class Linear(nn.Module, LinearModule):

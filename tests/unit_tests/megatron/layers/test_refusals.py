@@ -333,7 +333,7 @@ def test_rejects_megatrons_cuda_graphs(impl, size):
     config.cuda_graph_impl = impl
     with refused("cuda-graph-impl", f"'{impl}'") as caught:
         refuse_unsupported(config)
-    assert "PlanSlots" in str(caught.value)
+    assert "GraphTables" in str(caught.value)
 
 
 def test_rejects_other_attention_variants():

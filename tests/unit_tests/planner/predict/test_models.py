@@ -13,7 +13,7 @@ from megatron_cp.cli.options import HIDDEN_SIZES, MODELS, LayerShape
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.kinds import KINDS
-from megatron_cp.planner.batch import AttentionSlot, BatchPlan, LinearSlot
+from megatron_cp.planner.batch import AttentionSpec, BatchPlan, LinearSpec
 from megatron_cp.planner.predict import models as models_module
 from megatron_cp.planner.predict.model_layers import (
     MLP,
@@ -115,8 +115,8 @@ def test_shapes_of_single_layers_are_those_of_the_presets():
 
 def test_slots_are_in_order_and_know_their_runs():
     slots = PRESETS["qwen3-next"].slots()
-    linear = LinearSlot("gdn", 32, 16, 128, 128)
-    assert slots[:4] == (*[replace(linear, hidden_size=2048, run=(linear,) * 3)] * 3, AttentionSlot(16, 2, 256, 256))
+    linear = LinearSpec("gdn", 32, 16, 128, 128)
+    assert slots[:4] == (*[replace(linear, hidden_size=2048, run=(linear,) * 3)] * 3, AttentionSpec(16, 2, 256, 256))
     assert sorted(Counter(slots).values()) == [12, 36]
 
 
@@ -124,7 +124,7 @@ def test_mlps_do_not_end_a_run():
     slots = PRESETS["nemotron-h"].slots()
     runs = [
         len(next(run).run)
-        for is_linear, run in itertools.groupby(slots, lambda s: isinstance(s, LinearSlot))
+        for is_linear, run in itertools.groupby(slots, lambda s: isinstance(s, LinearSpec))
         if is_linear
     ]
     assert runs == [4, 5, 5, 5, 5]
@@ -134,15 +134,15 @@ def test_a_run_has_layers_of_several_kinds():
     *linear, attention = PRESETS["tiny"].slots()
     assert [slot.kind for slot in linear] == ["gdn", "kda", "mamba"]
     assert all([other.kind for other in slot.run] == ["gdn", "kda", "mamba"] for slot in linear)
-    assert attention == AttentionSlot(6, 2, 16, 16)
+    assert attention == AttentionSpec(6, 2, 16, 16)
 
 
 def test_choices_are_those_of_every_slot():
     choices = {"head_chunks": 2, "transport": "pairwise", "codec": "fp8"}
     model = model_of(Block(LINEAR), Block(ATTENTION))
     linear, attention = model.slots(scheme="a2a+p2p", ulysses_degree=2, mode="headwise", item_size=4, **choices)
-    assert attention == AttentionSlot(4, 2, 16, 16, scheme="a2a+p2p", ulysses_degree=2, **choices)
-    own = LinearSlot("gdn", 4, 2, 16, 8, mode="headwise", item_size=4, **choices)
+    assert attention == AttentionSpec(4, 2, 16, 16, scheme="a2a+p2p", ulysses_degree=2, **choices)
+    own = LinearSpec("gdn", 4, 2, 16, 8, mode="headwise", item_size=4, **choices)
     assert linear == replace(own, hidden_size=64, run=(own,))
 
 
@@ -154,7 +154,7 @@ def test_windows_are_masks_of_their_slots():
 def test_another_mask_is_that_of_every_attention_and_changes_nothing_else():
     model = PRESETS["qwen3-next"]
     masked = model.with_mask("strided")
-    masks = [slot.mask for slot in masked.slots() if isinstance(slot, AttentionSlot)]
+    masks = [slot.mask for slot in masked.slots() if isinstance(slot, AttentionSpec)]
     assert masks == ["strided"] * 12
     assert masked.with_mask("causal") == model
     with pytest.raises(ArgumentError, match="mask: got 'strided:6'"):

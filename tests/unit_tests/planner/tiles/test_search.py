@@ -387,9 +387,9 @@ def test_rejects_a_search_without_the_solver_before_a_batch_comes(monkeypatch, t
     monkeypatch.setitem(sys.modules, "ortools", None)
     for scheme in ("auto", "tiled"):
         with pytest.raises(ArgumentError, match=r"^search_seconds: got 5; .*pip install ortools=="):
-            cp.AttentionSlot(2, 2, 8, 8, scheme=scheme, search_seconds=5)
-        cp.AttentionSlot(2, 2, 8, 8, scheme=scheme, search_seconds=5, search_cache=str(tmp_path))
-        cp.AttentionSlot(2, 2, 8, 8, scheme=scheme)
+            cp.AttentionSpec(2, 2, 8, 8, scheme=scheme, search_seconds=5)
+        cp.AttentionSpec(2, 2, 8, 8, scheme=scheme, search_seconds=5, search_cache=str(tmp_path))
+        cp.AttentionSpec(2, 2, 8, 8, scheme=scheme)
 
 
 @needs_solver

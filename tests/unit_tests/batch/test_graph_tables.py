@@ -1,4 +1,4 @@
-"""`PlanSlots`: packs that are filled up to one size give the numbers of one rank; what does not fit is refused."""
+"""`GraphTables`: packs that are filled up to one size give the numbers of one rank; what does not fit is refused."""
 
 import gc
 import weakref
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import megatron_cp as cp
-from megatron_cp.batch.slots import documents_of
+from megatron_cp.batch.graph_tables import documents_of
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
@@ -33,7 +33,7 @@ def test_every_pack_has_the_numbers_of_one_rank(size):
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_every_rank_has_as_many_rows_of_every_pack(size, layout):
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, size, layout=layout)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, size, layout=layout)
     for lengths in packs_drawn(20):
         made = slots.layout(lengths)
         assert made.row_counts.tolist() == [CAPACITY // size] * size
@@ -43,7 +43,7 @@ def test_every_rank_has_as_many_rows_of_every_pack(size, layout):
 
 
 def test_rows_that_fill_up_have_no_label_and_no_weight():
-    slots = cp.PlanSlots(12, 3, 1, align_documents=4)
+    slots = cp.GraphTables(12, 3, 1, align_documents=4)
     layout = slots.layout([3, 2])
     batch = cp.shard_batch(np.array([5, 6, 7, 8, 9]), layout, slots=A2A, into=slots)
     assert batch.tokens.tolist() == [5, 6, 7, 0, 8, 9, 0, 0, 0, 0, 0, 0]
@@ -64,7 +64,7 @@ def test_rows_that_fill_up_have_no_label_and_no_weight():
 
 
 def test_tables_and_rows_stay_where_they_are():
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
     seen = set()
     for lengths in packs_drawn(4):
         batch = cp.shard_batch(np.arange(sum(lengths)), slots.layout(lengths), slots=[KINDS["gdn"]], into=slots)
@@ -79,7 +79,7 @@ def test_tables_and_rows_stay_where_they_are():
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_fixed_calls_see_what_bands_see(size, scheme):
     """Pair by pair, and with tables of one shape for every pack."""
-    slots, shapes = cp.PlanSlots(CAPACITY, DOCUMENTS, size, align_documents=2 * size), {}
+    slots, shapes = cp.GraphTables(CAPACITY, DOCUMENTS, size, align_documents=2 * size), {}
     one = KINDS[scheme].plan(slots.layout([CAPACITY])).attend
     for lengths in packs_drawn(8):
         plan = KINDS[scheme].plan(slots.layout(lengths))
@@ -134,7 +134,7 @@ def add_pairs(found, window, q_rows, q_offsets, k_rows, k_offsets):
 
 
 def test_bands_must_be_those_of_each_document():
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
     plan = KINDS["a2a"].plan(slots.layout([30, 10]))
     tiles = plan.attend.tiles(0, plan.attend.stages[0])
     tokens = (plan.packing.documents_of, tiles.q_tokens, tiles.k_tokens)
@@ -152,7 +152,7 @@ def test_bands_must_be_those_of_each_document():
 
 
 def test_rejects_packs_that_do_not_fit():
-    slots = cp.PlanSlots(32, 3, 2, align_documents=4, longest=16)
+    slots = cp.GraphTables(32, 3, 2, align_documents=4, longest=16)
     for lengths, message in {
         (1, 2, 3, 4): "lengths: got '4 documents'; allowed: at most 3 documents",
         (9, 9, 9): r"documents of 36 tokens, filled up to multiples of 4'; allowed: at most 32 tokens",
@@ -171,17 +171,17 @@ def test_rejects_sizes_that_do_not_go_together():
         ((32, 2, 0), "cp_size"),
     ):  # fmt: skip
         with pytest.raises(cp.ArgumentError, match=message):
-            cp.PlanSlots(*arguments)
+            cp.GraphTables(*arguments)
     with pytest.raises(cp.ArgumentError, match="align_documents"):
-        cp.PlanSlots(32, 2, 2, align_documents=5)
+        cp.GraphTables(32, 2, 2, align_documents=5)
     with pytest.raises(cp.ArgumentError, match="longest"):
-        cp.PlanSlots(32, 2, 2, longest=33)
+        cp.GraphTables(32, 2, 2, longest=33)
     with pytest.raises(cp.ArgumentError, match="zigzag or contiguous"):
-        cp.PlanSlots(32, 2, 2, layout="balanced")
+        cp.GraphTables(32, 2, 2, layout="balanced")
 
 
 def loaded(kind, layout=None, **options):
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 2, **options)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2, **options)
     slots.load(cp.BatchPlan(slots.layout([30, 10]) if layout is None else layout, [kind]), 0, CPU)
     return slots
 
@@ -189,19 +189,19 @@ def loaded(kind, layout=None, **options):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (cp.AttentionSlot(4, 2, 16, 16, scheme="exact"), "scheme: got 'exact'"),
-        (cp.AttentionSlot(4, 2, 16, 16, scheme="all_gather"), "scheme: got 'all_gather'"),
-        (cp.LinearSlot("gdn", 4, 2, 16, 16, mode="chunkwise"), "mode: got 'chunkwise'; allowed: headwise"),
+        (cp.AttentionSpec(4, 2, 16, 16, scheme="exact"), "scheme: got 'exact'"),
+        (cp.AttentionSpec(4, 2, 16, 16, scheme="all_gather"), "scheme: got 'all_gather'"),
+        (cp.LinearSpec("gdn", 4, 2, 16, 16, mode="chunkwise"), "mode: got 'chunkwise'; allowed: headwise"),
         (
-            cp.AttentionSlot(4, 2, 16, 16, scheme="p2p"),
+            cp.AttentionSpec(4, 2, 16, 16, scheme="p2p"),
             r"align_documents: got 1; allowed: a multiple of 2 \* cp_size = 4",
         ),
-        (cp.AttentionSlot(4, 2, 16, 16, mask="first:2+window:4,0", scheme="a2a"), r"mask: got 'first:2\+window:4,0'"),
+        (cp.AttentionSpec(4, 2, 16, 16, mask="first:2+window:4,0", scheme="a2a"), r"mask: got 'first:2\+window:4,0'"),
         (
-            cp.AttentionSlot(4, 2, 16, 16, mask="prefix:2", scheme="a2a"),
+            cp.AttentionSpec(4, 2, 16, 16, mask="prefix:2", scheme="a2a"),
             "mask: got 'prefix:2'; allowed: causal, full or",
         ),
-        (cp.AttentionSlot(4, 2, 16, 16, mask="chunk:4", scheme="a2a"), "mask: got 'chunk:4'"),
+        (cp.AttentionSpec(4, 2, 16, 16, mask="chunk:4", scheme="a2a"), "mask: got 'chunk:4'"),
     ],
     ids=str,
 )
@@ -211,25 +211,25 @@ def test_rejects_by_name_what_no_graph_serves(kind, message):
 
 
 def test_rejects_layouts_of_other_packs():
-    with pytest.raises(cp.ArgumentError, match=r"layout\(lengths\) of these PlanSlots"):
+    with pytest.raises(cp.ArgumentError, match=r"layout\(lengths\) of these GraphTables"):
         loaded(A2A[0], cp.Layout.zigzag(cp.Packing([CAPACITY]), 2))
     slots = loaded(A2A[0])
     with pytest.raises(cp.ArgumentError, match="device: got 'rank 1 on cpu'; allowed: rank 0 on cpu"):
         slots.load(cp.BatchPlan(slots.layout([5]), A2A), 1, CPU)
     with pytest.raises(cp.ArgumentError, match="of type cpu or cuda"):
         loaded(A2A[0]).load(cp.BatchPlan(slots.layout([5]), A2A), 0, torch.device("meta"))
-    shorter = cp.PlanSlots(CAPACITY, DOCUMENTS, 2, longest=50)
-    with pytest.raises(cp.ArgumentError, match="of these PlanSlots"):
-        shorter.load(cp.BatchPlan(cp.PlanSlots(CAPACITY, DOCUMENTS, 2).layout([60]), A2A), 0, CPU)
-    other = cp.PlanSlots(60, 6, 2)
+    shorter = cp.GraphTables(CAPACITY, DOCUMENTS, 2, longest=50)
+    with pytest.raises(cp.ArgumentError, match="of these GraphTables"):
+        shorter.load(cp.BatchPlan(cp.GraphTables(CAPACITY, DOCUMENTS, 2).layout([60]), A2A), 0, CPU)
+    other = cp.GraphTables(60, 6, 2)
     with pytest.raises(cp.ArgumentError, match=f"filled up to {CAPACITY} tokens"):
         loaded(A2A[0], other.layout([5]))
 
 
 @pytest.mark.parametrize(
     "kinds",
-    [[], [KINDS["gdn"]], [KINDS["window"]], [*A2A, KINDS["gdn"]], [cp.AttentionSlot(6, 2, 8, 8, scheme="a2a")],
-     [cp.AttentionSlot(6, 3, 16, 16, scheme="a2a")], [cp.AttentionSlot(6, 2, 16, 16, scheme="a2a", codec="fp8")]],
+    [[], [KINDS["gdn"]], [KINDS["window"]], [*A2A, KINDS["gdn"]], [cp.AttentionSpec(6, 2, 8, 8, scheme="a2a")],
+     [cp.AttentionSpec(6, 3, 16, 16, scheme="a2a")], [cp.AttentionSpec(6, 2, 16, 16, scheme="a2a", codec="fp8")]],
     ids=str,
 )  # fmt: skip
 def test_rejects_other_layers_than_were_loaded_before(kinds):
@@ -245,7 +245,7 @@ def test_rejects_other_rows_ranks_and_devices_than_were_loaded_before():
 
 
 def test_knows_which_plans_it_has():
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 2)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2)
     plans = cp.BatchPlan(slots.layout([5]), A2A)
     with pytest.raises(cp.ArgumentError, match="which have none"):
         slots.check_loaded(plans)
@@ -258,14 +258,14 @@ def test_knows_which_plans_it_has():
 
 
 def test_rejects_a_ring_over_a_contiguous_layout():
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 2, layout="contiguous", align_documents=4)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 2, layout="contiguous", align_documents=4)
     with pytest.raises(cp.ArgumentError, match="layout: got 'contiguous'; allowed: zigzag with p2p"):
         slots.load(cp.BatchPlan(slots.layout([30, 10]), [KINDS["p2p"]]), 0, CPU)
 
 
 def test_rejects_batches_whose_memory_has_another_pack():
     """Their tokens would be the other's, and their tables."""
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1)
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
     kinds = [KINDS["a2a"], KINDS["gdn"]]
     first, _ = (cp.shard_batch(np.arange(sum(n)), slots.layout(n), slots=kinds, into=slots) for n in ([5, 9], [7]))
     with pytest.raises(cp.ArgumentError, match=r"plan: .*right before its step"):
@@ -280,7 +280,7 @@ def test_rejects_batches_whose_memory_has_another_pack():
 @pytest.mark.parametrize("lengths", [[1], [20, 20, 20, 4], [3]])
 @pytest.mark.parametrize(("kind", "more"), [("window", {"longest": 20}), ("p2p", {"longest": 4, "align_documents": 4})])
 def test_what_fills_up_may_be_longer_than_any_document(kind, more, lengths):
-    slots = cp.PlanSlots(64, 4, 2, **more)
+    slots = cp.GraphTables(64, 4, 2, **more)
     lengths = [min(length, slots.longest) for length in lengths]
     plans = cp.BatchPlan(slots.layout(lengths), [KINDS[kind]])
     slots.load(plans, 0, CPU)
@@ -291,14 +291,14 @@ def test_what_fills_up_may_be_longer_than_any_document(kind, more, lengths):
 
 
 def test_the_longest_document_is_filled_up_as_others_are():
-    slots = cp.PlanSlots(64, 4, 2, align_documents=4, longest=30)
+    slots = cp.GraphTables(64, 4, 2, align_documents=4, longest=30)
     assert slots.longest == 32
     assert slots.layout([30]).packing.lengths.tolist() == [32, 0, 0, 0, 32]
 
 
 def test_rejects_a_backward_whose_pack_was_loaded_over():
     group = ThreadGroup.create(1)[0]
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1, layout="zigzag")
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1, layout="zigzag")
     batch = cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A, into=slots)
     plan = batch.plan(A2A[0])
     comm = Communicator(group, plan=plan)
@@ -309,13 +309,13 @@ def test_rejects_a_backward_whose_pack_was_loaded_over():
 
 
 def test_rejects_a_filled_up_layout_without_its_slots():
-    slots = cp.PlanSlots(CAPACITY, DOCUMENTS, 1)
-    with pytest.raises(cp.ArgumentError, match="into: got None; allowed: the PlanSlots that made the layout"):
+    slots = cp.GraphTables(CAPACITY, DOCUMENTS, 1)
+    with pytest.raises(cp.ArgumentError, match="into: got None; allowed: the GraphTables that made the layout"):
         cp.shard_batch(np.arange(5), slots.layout([5]), slots=A2A)
 
 
 def test_plans_that_nobody_has_any_more_are_freed():
-    slots, gone = cp.PlanSlots(CAPACITY, DOCUMENTS, 1), []
+    slots, gone = cp.GraphTables(CAPACITY, DOCUMENTS, 1), []
     gc.collect()
     gc.disable()
     try:
@@ -331,11 +331,11 @@ def test_plans_that_nobody_has_any_more_are_freed():
 def test_rejects_masks_whose_tables_grow_with_the_number_of_documents():
     """Of documents that are long enough to have the same bands."""
     with pytest.raises(cp.ArgumentError, match="mask: got 'prefix:2'; allowed: causal"):
-        loaded(cp.AttentionSlot(4, 2, 16, 16, mask="prefix:2", scheme="a2a"), align_documents=4)
+        loaded(cp.AttentionSpec(4, 2, 16, 16, mask="prefix:2", scheme="a2a"), align_documents=4)
 
 
 @pytest.mark.parametrize("mask", ["strided", "global_local", "star", "streaming", "star:2"])
 @pytest.mark.parametrize("step", [1, 4])
 def test_rejects_tables_of_blocks_since_filling_would_move_their_blocks(mask, step):
     with pytest.raises(cp.ArgumentError, match=f"mask: got '{mask}'; allowed: causal, full or a window"):
-        loaded(cp.AttentionSlot(4, 2, 16, 16, mask=mask, scheme="a2a"), align_documents=step)
+        loaded(cp.AttentionSpec(4, 2, 16, 16, mask=mask, scheme="a2a"), align_documents=step)

@@ -1,10 +1,10 @@
-"""`PlanSlots`: memory for the tables of any pack that fits, so that a CUDA graph of a step serves all of them.
+"""`GraphTables`: memory for the tables of any pack that fits, so that a CUDA graph of a step serves all of them.
 
 A graph repeats the launches of the pack that it was captured with: the same addresses, and the same sizes. So every
 pack is filled up to one number of tokens and of documents, all tables get the same shapes, and each pack's are copied
 to the same addresses, by one copy from pinned memory:
 
-    slots = PlanSlots(capacity_tokens=32768, capacity_documents=64, cp_size=4)
+    slots = GraphTables(capacity_tokens=32768, capacity_documents=64, cp_size=4)
     for pack in packs:
         layout = slots.layout(pack.packing.lengths)
         batch = shard_batch(pack.tokens, layout, group, slots=kinds, device="cuda", into=slots)
@@ -41,7 +41,7 @@ from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES, LinearMode, Scheme
 from megatron_cp.plan.steps import ToHeads, ToTokens
-from megatron_cp.planner.batch import AttentionSlot, BatchPlan, Slot
+from megatron_cp.planner.batch import AttentionSpec, BatchPlan, Slot
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern
 from megatron_cp.softmax.kernels.common.varlen_calls import calls_key
 
@@ -54,7 +54,7 @@ _LOAD_AGAIN = (
 )
 
 
-class PlanSlots:
+class GraphTables:
     """Tables on a device that one pack after another is loaded into.
 
     What can be loaded: attention by `a2a` and `p2p` and headwise linear layers, without chunks of heads; masks in which
@@ -117,7 +117,7 @@ class PlanSlots:
         """
         given, step = Packing(lengths), self.align_documents
         sizes = -(-given.lengths // step) * step
-        remedy = "Make larger PlanSlots, and capture the step again."
+        remedy = "Make larger GraphTables, and capture the step again."
         if given.num_documents > self.capacity_documents:
             most = f"at most {self.capacity_documents} documents"
             raise ArgumentError("lengths", f"{given.num_documents} documents", most, remedy)
@@ -184,10 +184,10 @@ class PlanSlots:
         if place != self._place:
             given, before = (f"rank {rank} on {device}" for rank, device in (place, self._place or place))
             raise ArgumentError(
-                "device", given, f"{before}, as was loaded before", "Make PlanSlots of their own for it."
+                "device", given, f"{before}, as was loaded before", "Make GraphTables of their own for it."
             )
         if plans.kinds != self._kinds:
-            remedy = "A graph serves packs with the same kinds of layers: make PlanSlots of their own for others."
+            remedy = "A graph serves packs with the same kinds of layers: make GraphTables of their own for others."
             raise ArgumentError("slots", plans.kinds, f"{self._kinds}, as were loaded before", remedy)
         calls = [self._calls(number, plan, rank) for number, plan in enumerate(plans.plans)]
         tables = self._tables(plans, rank, calls) | {f"rows {name}": values for name, values in (rows or {}).items()}
@@ -231,7 +231,7 @@ class PlanSlots:
             self.layout([step] * min(self.capacity_documents, self.capacity_tokens // step)), plans.kinds
         )
         for number, slot in enumerate(plans.kinds):
-            if not isinstance(slot, AttentionSlot):
+            if not isinstance(slot, AttentionSpec):
                 continue
             try:
                 self._learn_pattern(number, one, rank)
@@ -254,8 +254,8 @@ class PlanSlots:
 
     def _check_kind(self, slot: Slot, plan: Plan) -> None:
         """Refuses by name what cannot be captured for every pack."""
-        ways: Mapping[str, Scheme | LinearMode] = SCHEMES if isinstance(slot, AttentionSlot) else MODES
-        name, way = "scheme" if isinstance(slot, AttentionSlot) else "mode", ways[plan.scheme]
+        ways: Mapping[str, Scheme | LinearMode] = SCHEMES if isinstance(slot, AttentionSpec) else MODES
+        name, way = "scheme" if isinstance(slot, AttentionSpec) else "mode", ways[plan.scheme]
         if not way.sends_alike:
             remedy = "What it sends changes from pack to pack: run this layer outside of the graph, or in another way."
             allowed = " or ".join(name for name, way in ways.items() if way.sends_alike)
@@ -265,7 +265,7 @@ class PlanSlots:
                 "slots", "cross-attention", "attention of a pack to itself", "Leave it out of the graph."
             )
         # Blocks are cut by a document's own length, and here documents are filled up.
-        if isinstance(slot, AttentionSlot) and is_block_table(slot.mask):
+        if isinstance(slot, AttentionSpec) and is_block_table(slot.mask):
             raise _no_pattern(slot)
         if not isinstance(way, Scheme) or not way.exchanges_keys or self.cp_size == 1:
             return
@@ -330,8 +330,8 @@ class PlanSlots:
             plan.remember(IN_SLOTS, self)
 
 
-def documents_of(slots: PlanSlots, layout: Layout) -> Packing:
-    """The documents that `PlanSlots.layout` made a layout for.
+def documents_of(slots: GraphTables, layout: Layout) -> Packing:
+    """The documents that `GraphTables.layout` made a layout for.
 
     Raises:
         ArgumentError: it did not, or other slots did.
@@ -339,17 +339,17 @@ def documents_of(slots: PlanSlots, layout: Layout) -> Packing:
     found = layout.recall(FILLED) if isinstance(layout, Layout) else None
     given, room = found or (Packing([0]), None)
     if room != slots._room:
-        remedy = "Make it by the layout(lengths) of these PlanSlots, in this process: a pickled one is not known."
+        remedy = "Make it by the layout(lengths) of these GraphTables, in this process: a pickled one is not known."
         raise ArgumentError("layout", layout, f"one that is filled up to {slots.capacity_tokens} tokens", remedy)
     return given
 
 
 def is_filled_up(layout: Layout) -> bool:
-    """Whether some `PlanSlots.layout` made it."""
+    """Whether some `GraphTables.layout` made it."""
     return layout.remembers(FILLED)
 
 
-def filled_up(values: Tensor, slots: PlanSlots, layout: Layout, fill: float) -> Tensor:
+def filled_up(values: Tensor, slots: GraphTables, layout: Layout, fill: float) -> Tensor:
     """`[total]` values of a pack's tokens as `[capacity_tokens]`, with `fill` for what fills it up."""
     given = documents_of(slots, layout)
     starts = layout.packing.cu_seqlens[: given.num_documents]
@@ -379,7 +379,7 @@ def _orders(plan: Plan, rank: int) -> Tables:
     return {name: getattr(layout, name).astype(np.int32) for name in ("order", "inverse_order")}
 
 
-def _no_pattern(slot: AttentionSlot) -> ArgumentError:
+def _no_pattern(slot: AttentionSpec) -> ArgumentError:
     remedy = "In others documents differ in more than their length: run this layer outside of the graph."
     return ArgumentError("mask", slot.mask, "causal, full or a window; causal or full in a ring", remedy)
 
