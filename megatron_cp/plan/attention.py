@@ -30,9 +30,10 @@ from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks
 from megatron_cp.plan.assignment import AssignedTiles, TiledWork, TilePart
-from megatron_cp.plan.carried import WIDTHS, Carried, RowSizes
 from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn, Return, RowFlow, pieces_of
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
+from megatron_cp.plan.payloads import Payload, RowSizes
+from megatron_cp.plan.program import Program, Start, attention_program
 from megatron_cp.plan.seen_keys import SeenKeys
 
 _MOST_BANDS = 2**18  # of one KV rank that are kept for all its stages: 12 MiB
@@ -131,16 +132,6 @@ class Attend(Memo):
         assert all(stage.keys is not None for stage in stages[1:]), "own rows, as they stand, come first"
         return stages
 
-    @cached_property
-    def key_flow(self) -> type[KeyFlow] | None:
-        """The class of what brings keys forward, one for all stages; None where all have the own rows."""
-        return _class_of_keys(self.stages)
-
-    @cached_property
-    def backward_key_flow(self) -> type[KeyFlow] | None:
-        """Likewise backward."""
-        return _class_of_keys(self.backward_stages)
-
     @property
     def fetches_ranges(self) -> bool:
         """Whether ranks fetch the keys that they need, and not all of them."""
@@ -166,29 +157,23 @@ class Attend(Memo):
         return any(stage.visitors is not None for stage in self.stages_of(forward=forward))
 
     @cached_property
-    def returns_gradients(self) -> bool:
-        """Whether gradients of keys go to other ranks."""
-        return any(stage.gradients is not None for stage in self.backward_stages)
-
-    @cached_property
     def num_stages(self) -> int:
         """Stages of forward: partial results of own queries that are merged for each head."""
         return len(self.stages)
 
-    def carried(self, *, forward: bool) -> list[Carried]:
-        """What travels in one direction, for each head chunk."""
-        found: list[tuple[str, RowFlow | None]] = []
-        for stage in self.stages_of(forward=forward):
-            found += [("keys", stage.keys), ("visitors" if forward else "visitors and gradients", stage.visitors)]
-            found.append(("results" if forward else "gradients of visitors", stage.results))
-            if not forward:
-                sums = isinstance(stage.gradients, PassOn)
-                found.append(("sums of gradients of keys" if sums else "gradients of keys", stage.gradients))
-        return [Carried(name, flow) for name, flow in found if flow is not None]
+    @cached_property
+    def key_gradients_return(self) -> bool:
+        """True where fetched keys' gradients go back to their owners, who sum them."""
+        return any(isinstance(stage.gradients, Return) for stage in self.backward_stages)
 
-    def flows(self, *, forward: bool) -> list[RowFlow]:
-        """How it travels."""
-        return [flow for _, flow in self.carried(forward=forward)]
+    def program(self, *, forward: bool) -> Program:
+        """Returns what every rank does in one direction, in order."""
+        return self.memo(("program", forward), lambda: attention_program(self, forward=forward))
+
+    def transfers(self, *, forward: bool) -> list[tuple[Payload, RowFlow]]:
+        """Returns what travels in one direction, for each head chunk."""
+        starts = (do for do in self.program(forward=forward) if isinstance(do, Start))
+        return [(do.payload, do.flow) for do in starts if do.part.chunk == 0]
 
     def chunks(self, head_rank: int) -> list[HeadChunk]:
         """A rank's heads in as many chunks as every other rank has; some may be empty."""
@@ -239,11 +224,11 @@ class Attend(Memo):
 
     def collectives(self, *, forward: bool) -> int:
         """What each rank starts in one direction."""
-        return self.head_chunks * len(self.flows(forward=forward))
+        return sum(isinstance(do, Start) for do in self.program(forward=forward))
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> IntArray:
         """`[ranks]` bytes that each rank sends to others, for elements of `item_size` bytes."""
-        return self._bytes(self._rows_carried(forward=forward), item_size)
+        return self._bytes(self._rows_sent(forward=forward), item_size)
 
     def bytes_needed(self, item_size: int, *, forward: bool) -> IntArray:
         """`bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other.
@@ -252,37 +237,33 @@ class Attend(Memo):
         """
         if self.tiled is not None:
             return self.bytes_sent(item_size, forward=forward)
-        return self._bytes({"keys": self._rows_needed(forward=forward)}, item_size)
+        return self._bytes({Payload.KEYS: self._rows_needed(forward=forward)}, item_size)
 
-    def _bytes(self, rows: dict[str, IntArray], item_size: int) -> IntArray:
+    def _bytes(self, rows: dict[Payload, IntArray], item_size: int) -> IntArray:
         """Of rows of some kinds that each KV rank sends."""
         total = np.zeros(self.num_kv_ranks * self.num_head_ranks, dtype=np.int64)
-        for name, count in rows.items():
-            widths = [self.row_bytes(name, head_rank, item_size) for head_rank in range(self.num_head_ranks)]
+        for payload, count in rows.items():
+            widths = [self.row_bytes(payload, head_rank, item_size) for head_rank in range(self.num_head_ranks)]
             total += np.outer(count, widths).ravel()
         return total
 
-    def row_bytes(self, name: str, head_rank: int, item_size: int, chunk: HeadChunk | None = None) -> int:
-        """Bytes of a row on its way, of one of a rank's head chunks or of all together.
-
-        Args:
-            name: of what it holds, as in `Carried`.
-        """
+    def row_bytes(self, payload: Payload, head_rank: int, item_size: int, chunk: HeadChunk | None = None) -> int:
+        """Returns the bytes of a row in a message, of one of a rank's head chunks or of all together."""
         chunks = self.chunks(head_rank) if chunk is None else [chunk]
         sizes = RowSizes(self.head_dim, self.value_head_dim, item_size)
-        return sum(WIDTHS[name](sizes, each.heads.stop - each.heads.start, each.num_groups) for each in chunks)
+        return sum(payload.row_bytes(sizes, each.heads.stop - each.heads.start, each.num_groups) for each in chunks)
 
-    def _rows_carried(self, *, forward: bool) -> dict[str, IntArray]:
-        """For each kind of rows, the rows that each KV rank sends."""
+    def _rows_sent(self, *, forward: bool) -> dict[Payload, IntArray]:
+        """Returns, for each kind of rows, the rows that each KV rank sends."""
 
-        def make() -> dict[str, IntArray]:
-            found: dict[str, IntArray] = {}
-            for name, flow in self.carried(forward=forward):
+        def make() -> dict[Payload, IntArray]:
+            found: dict[Payload, IntArray] = {}
+            for payload, flow in self.transfers(forward=forward):
                 rows = flow.rows_sent_by_ranks()
-                found[name] = found[name] + rows if name in found else rows
+                found[payload] = found[payload] + rows if payload in found else rows
             return found
 
-        return self.memo(("rows carried", forward), make)
+        return self.memo(("rows sent", forward), make)
 
     def _rows_needed(self, *, forward: bool) -> IntArray:
         """For each KV rank the rows of keys that other KV ranks see, and in backward those whose gradients it sends."""
@@ -383,17 +364,13 @@ class Attend(Memo):
         self.needed.share_memo(other.needed)
 
 
-def _class_of_keys(stages: tuple[Stage, ...]) -> type[KeyFlow] | None:
-    return next((type(stage.keys) for stage in stages if stage.keys is not None), None)
-
-
 # -- how keys travel -------------------------------------------------------------------------------------------------
 
 
 def _ring(step: Attend, _: bool) -> tuple[Stage, ...]:
     """Blocks of keys pass from rank to rank; their gradients follow one stage behind, and end at home."""
     return tuple(
-        Stage(hops, PassOn(step.keys, hops) if hops else None, PassOn(step.keys, hops + 1, sums=True))
+        Stage(hops, PassOn(step.keys, hops) if hops else None, PassOn(step.keys, hops + 1))
         for hops in range(step.num_kv_ranks)
     )
 

@@ -71,10 +71,6 @@ class RowFlow(ABC):
     def message_rows(self, rank: int) -> MessageRows:
         """The buffers of a rank."""
 
-    def item_size(self, item_size: int) -> int:
-        """Bytes of an element on its way, of `item_size` bytes where it is at home."""
-        return item_size
-
 
 class KeyFlow(RowFlow):
     """A flow that brings rows to where they are seen."""
@@ -103,12 +99,10 @@ class PassOn(KeyFlow):
     Attributes:
         layout: who owns which rows.
         hops: that the rows have then made from their owners; as many as ranks take them home.
-        sums: what travels is summed on the way, in at least fp32.
     """
 
     layout: Layout
     hops: int
-    sums: bool = False
 
     def source(self, rank: int) -> int:
         """Whose rows a rank then has."""
@@ -132,9 +126,6 @@ class PassOn(KeyFlow):
 
     def message_rows(self, rank: int) -> MessageRows:
         return MessageRows(None, self.rows_received(rank), None)
-
-    def item_size(self, item_size: int) -> int:
-        return max(item_size, 4) if self.sums else item_size
 
     def describe(self) -> str:
         return f"keys pass round a ring of {self.size} ranks, each computed while the next is under way"
@@ -245,6 +236,12 @@ class Fetch(Memo, KeyFlow):
         found[reader[1:][falls]] = False
         return found
 
+    def order_table(self, rank: int) -> str | None:
+        """Returns the name of the table by which a rank puts what has arrived in order; None if it does not."""
+        if not self.puts_in_order[rank]:
+            return None
+        return "shares" if self.equal_shares else "order"
+
     def tables(self, rank: int) -> FetchTables:
         """What a rank sends and receives, row by row."""
         return self.memo(("tables", rank), lambda: self._make_tables(rank))
@@ -349,6 +346,15 @@ class Return(RowFlow):
     @property
     def layout(self) -> Layout:  # type: ignore[override]
         return self.fetch.layout
+
+    @property
+    def split_counts(self) -> SplitCounts:
+        """Rows from each rank to each."""
+        return self.fetch.split_counts.reversed()
+
+    def order_table(self, rank: int) -> str | None:
+        """Returns the name of the table by which a rank groups rows by owner; None if they are in this order."""
+        return None if self.fetch.arrives_in_order(rank) else "inverse"
 
     def rows_sent_by_ranks(self) -> IntArray:
         counts = self.fetch.split_counts.counts

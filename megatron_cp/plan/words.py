@@ -90,8 +90,8 @@ def _tiled(step: Attend, among: str) -> list[str]:
         f"{counted(step.head_chunks, 'chunk of heads')}{among}; those of own rows first"
     ]
     for name, forward in (("forward", True), ("backward", False)):
-        carried = step.carried(forward=forward)
-        rows = ", ".join(f"{each.name} {int(each.flow.rows_sent_by_ranks().max())}" for each in carried)
+        transfers = step.transfers(forward=forward)
+        rows = ", ".join(f"{payload.value} {int(flow.rows_sent_by_ranks().max())}" for payload, flow in transfers)
         lines.append(f"{name}, rows that a rank sends at most: {rows or 'none'}")
     return lines
 

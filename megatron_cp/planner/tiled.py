@@ -16,6 +16,7 @@ from megatron_cp.layout import Layout
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignmentQuality, TileAssignment, TiledWork
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, SCHEMES, Scheme, may_assign_tiles
 from megatron_cp.planner.predict.bound import exchange_seconds
@@ -291,9 +292,14 @@ def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topo
 
 def _weights_of_head_ranks(step: Attend, item_size: int, *, forward: bool) -> tuple[TileWeights, ...]:
     """Bytes of a row of each head rank, each once."""
-    names = ("visitors", "results", "keys") if forward else ("visitors and gradients", "gradients of visitors", "keys")
+    remote = (
+        (Payload.QUERIES, Payload.PARTIALS) if forward else (Payload.QUERIES_AND_GRADIENTS, Payload.QUERY_GRADIENTS)
+    )
     step = replace(step, head_chunks=1)  # chunks round rows up, and must not change who computes what
-    rows = [[step.row_bytes(name, rank, item_size) for name in names] for rank in range(step.num_head_ranks)]
+    rows = [
+        [step.row_bytes(each, rank, item_size) for each in (*remote, Payload.KEYS)]
+        for rank in range(step.num_head_ranks)
+    ]
     found = (TileWeights(row_in, row_back, key, 0 if forward else key) for row_in, row_back, key in rows)
     return tuple(dict.fromkeys(found))
 

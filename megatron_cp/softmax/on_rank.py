@@ -23,12 +23,13 @@ from megatron_cp.executor.arguments import (
     part_of,
     rows_first,
 )
-from megatron_cp.executor.attend import attend, attend_backward, row_padded_copy
+from megatron_cp.executor.attend import attend, attend_backward
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Group, as_rank_group
 from megatron_cp.executor.head_exchange import ToTokensInParts
 from megatron_cp.executor.kernels import choose_kernel, kernel_name
 from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.partials import row_padded_copy
 from megatron_cp.executor.run import Inputs, LocalWork, run
 from megatron_cp.executor.trace import profiling
 from megatron_cp.layout.tiles import Tiles

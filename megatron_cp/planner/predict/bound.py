@@ -12,10 +12,16 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignedTiles
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.flows import Fetch, PassOn, pieces_of
+from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.planner.predict.kernels import attention_seconds, copy_seconds, pair_rate
 from megatron_cp.planner.predict.program import Seconds
+
+# What goes out with remote queries and what comes back, by direction.
+_REMOTE = {
+    True: (Payload.QUERIES, Payload.PARTIALS), False: (Payload.QUERIES_AND_GRADIENTS, Payload.QUERY_GRADIENTS)
+}  # fmt: skip
 
 
 def bounds_of_directions(plan: Plan, on: Machine, topology: Topology, item_size: int) -> tuple[float, float]:
@@ -90,8 +96,8 @@ def _of_pairs(plan: Plan, step: Attend, on: Machine, item_size: int, *, forward:
     return work
 
 
-def _rows_of_tiles(step: Attend, *, forward: bool) -> list[tuple[Fetch, str, bool]]:
-    """What travels for assigned tiles if every row does so once: the rows, their name, and whether they go back."""
+def _rows_of_tiles(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload, bool]]:
+    """Returns what travels for assigned tiles if every row does so once: rows, their kind, and whether they go back."""
     tiles = step.assigned_tiles(forward=forward)
 
     def make() -> tuple[Fetch, Fetch | None] | tuple[()]:
@@ -104,9 +110,9 @@ def _rows_of_tiles(step: Attend, *, forward: bool) -> list[tuple[Fetch, str, boo
     flows = tiles.memo(("rows of tiles",), make)
     if not flows:
         return []
-    found = [(flows[0], "keys", False)] + [(flows[0], "gradients of keys", True)] * (not forward)
+    found = [(flows[0], Payload.KEYS, False)] + [(flows[0], Payload.KEY_GRADIENTS, True)] * (not forward)
     if flows[1] is not None:
-        names = ("visitors", "results") if forward else ("visitors and gradients", "gradients of visitors")
+        names = _REMOTE[forward]
         found += [(flows[1], names[0], False), (flows[1], names[1], True)]
     return found
 
@@ -128,7 +134,7 @@ def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item
     The longest of all tiles that need a row of another rank, cut where owners of rows or keys change.
     """
     tiles, size, degree = step.assigned_tiles(forward=forward), step.num_kv_ranks, plan.ulysses_degree
-    names = ("visitors", "results") if forward else ("visitors and gradients", "gradients of visitors")
+    names = _REMOTE[forward]
     pieces, owners, readers, visits = _tiles_on_the_way(tiles, step, size)
     if not len(pieces):
         return 0.0
@@ -140,7 +146,7 @@ def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item
         chunks = step.chunks(rank)
         widths = {
             name: min(step.row_bytes(name, rank, item_size, chunk) for chunk in chunks)
-            for name in (*names, "keys", *(() if forward else ("gradients of keys",)))
+            for name in (*names, Payload.KEYS, *(() if forward else (Payload.KEY_GRADIENTS,)))
         }
         heads = min(chunk.heads.stop - chunk.heads.start for chunk in chunks)
         if not heads:
@@ -154,10 +160,10 @@ def longest_path(plan: Plan, step: Attend, on: Machine, topology: Topology, item
             return taken
 
         key_travels = owners[:, 1] != readers
-        there = np.maximum(way(0, rows * widths[names[0]], visits), way(1, keys * widths["keys"], key_travels))
+        there = np.maximum(way(0, rows * widths[names[0]], visits), way(1, keys * widths[Payload.KEYS], key_travels))
         home = way(0, rows * widths[names[1]], visits)
         if not forward:
-            home = np.maximum(home, way(1, keys * widths["gradients of keys"], key_travels))
+            home = np.maximum(home, way(1, keys * widths[Payload.KEY_GRADIENTS], key_travels))
         longest = max(longest, float((there + pairs * heads / rate + home).max()))
     return longest
 

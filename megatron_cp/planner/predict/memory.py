@@ -16,7 +16,7 @@ from megatron_cp.plan.flows import Fetch, Return
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
-from megatron_cp.planner.predict.messages import Pool, walk_along_keys
+from megatron_cp.planner.predict.messages import Pool, walk_buffers
 
 MERGING = 3  # log-sum-exps for each query and head while partial results are merged: before, added, the share
 PLACE = 8  # bytes of the place of an element
@@ -111,7 +111,7 @@ def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
         for chunk in chunks:
             pool.release(arriving[chunk])
             if plan.attend is not None:
-                walk_along_keys(plan.attend_of(chunk), kv_rank, head_rank, item_size, pool, forward=forward)
+                walk_buffers(plan.attend_of(chunk), kv_rank, head_rank, item_size, pool, forward=forward)
             leaving += [
                 pool.acquire(size)
                 for exchange in trailing

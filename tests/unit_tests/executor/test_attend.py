@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import megatron_cp as cp
-from megatron_cp.executor.attend import merge
 from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor.partials import merge
 from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import schemes
 from megatron_cp.plan.assignment import TiledWork

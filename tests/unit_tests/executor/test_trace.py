@@ -115,10 +115,10 @@ def ring(size):
     for stage in range(1, size + 1):
         here, following = f"stage {stage}/{size}", f"stage {stage + 1}/{size}"
         for steps, way in ((forward, ""), (backward, " <")):
-            steps += [f"send k,v {here}{way}"] * (stage == 1) + [f"wait k,v {here}{way}"]
+            steps += [f"send k,v {here}{way}"] if stage == 1 else [f"wait k,v {here}{way}"]
             steps += [f"send k,v {following}{way}"] * (stage < size) + [f"attend {here}{way}"]
         backward += [f"wait dk,dv {here} <"] * (stage > 1) + [f"send dk,dv {here} <"]
-    return forward, [*backward, "wait dk,dv <"]
+    return forward, [*backward, f"wait dk,dv stage {size}/{size} <"]
 
 
 def fetched_in_two_chunks(way=""):
@@ -133,7 +133,7 @@ def fetched_in_two_chunks(way=""):
 
 def in_chunk(chunk, steps):
     """Steps of a ring, in a chunk of heads."""
-    return [step.replace(" stage", f" {chunk} stage").replace("dk,dv <", f"dk,dv {chunk} <") for step in steps]
+    return [step.replace(" stage", f" {chunk} stage") for step in steps]
 
 
 FETCHED = fetched_in_two_chunks(), fetched_in_two_chunks(" <")

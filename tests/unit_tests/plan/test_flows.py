@@ -153,9 +153,9 @@ def test_the_stages_of_every_schedule_meet_each_visible_pair_once(schedule, mask
     row = 2 * (8 + 8)
     for rank in range(size):
         for forward in (True, False):
-            flows = step.flows(forward=forward)
-            assert step.collectives(forward=forward) == step.head_chunks * len(flows)
-            sent = sum(flow.rows_sent(rank) * row * flow.item_size(2) for flow in flows)
+            transfers = step.transfers(forward=forward)
+            assert step.collectives(forward=forward) == step.head_chunks * len(transfers)
+            sent = sum(flow.rows_sent(rank) * row * (2 if kind.is_summed else 1) * 2 for kind, flow in transfers)
             assert step.bytes_sent(2, forward=forward)[rank] == sent
         if schedule == "exact":
             assert step.bytes_sent(2, forward=True)[rank] == step.bytes_needed(2, forward=True)[rank]
@@ -165,11 +165,11 @@ def test_the_stages_of_every_schedule_meet_each_visible_pair_once(schedule, mask
 def test_flows_of_every_schedule(schedule, forward, backward):
     layout = Layout.contiguous(RAGGED, 4)
     step = Attend(Mask.causal(RAGGED), layout, layout, partition_heads(4, 2, 1), schedule, 8, 8)
-    assert len(step.flows(forward=True)) == forward
-    assert len(step.flows(forward=False)) == backward
+    assert len(step.transfers(forward=True)) == forward
+    assert len(step.transfers(forward=False)) == backward
     alone = Layout.contiguous(RAGGED, 1)
     one = Attend(Mask.causal(RAGGED), alone, alone, partition_heads(4, 2, 1), schedule, 8, 8)
-    assert one.flows(forward=False) == []
+    assert one.transfers(forward=False) == []
     assert one.bytes_sent(2, forward=False).tolist() == [0]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.attend import merge
+from megatron_cp.executor.partials import merge
 from megatron_cp.layout.packing import IntArray
 
 Rows = slice | Tensor  # a range, or an index of rows of which none is there twice

@@ -1,0 +1,90 @@
+"""Numbers of partial attention: merging results over different keys, and row sums in place of outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from megatron_cp.executor.arguments import summed_in
+
+# Parts in which rows are worked on where that takes memory: an eighth of it for some more launches.
+_PARTS = 8
+
+
+def merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Adds a partial result over other keys: `out` and `lse` become those of all keys. In place; `part` is used up.
+
+    out = (1 - w) out + w part with w = sigmoid(part_lse - lse), the new keys' share of the softmax's denominator.
+
+    Args:
+        out, part: `[t, (b,) h, v]` of one type.
+        lse, part_lse: `[(b,) h, t]`, -inf where a query has seen nothing; out is then finite, and part too.
+    """
+    before, added = row_padded_copy(lse), row_padded_copy(part_lse)
+    share = torch.sub(added, before, out=row_padded_copy(lse)).sigmoid_()
+    share.nan_to_num_(0.0)  # both -inf: no share to speak of, and no key to take it from
+    lse.copy_(torch.logaddexp(before, added, out=before))
+    weight = share.movedim(-1, 0).unsqueeze(-1).to(out.dtype)
+    # No lerp: it rounds differently with the strides that it meets.
+    out.mul_(1 - weight).add_(part.mul_(weight))
+
+
+def row_padded_copy(lse: Tensor) -> Tensor:
+    """Returns a copy of `[(b,) h, t]` through which elementwise functions go head by head.
+
+    torch computes exp and its like by vectors and, where those end or elements lie apart, one by one, which rounds
+    differently. Through dense tensors it runs heads together, so that bits would depend on which other heads a rank
+    has. So heads stand apart, each beginning on a cache line.
+    """
+    queries = lse.shape[-1]
+    return lse.new_empty(*lse.shape[:-1], (queries // 16 + 1) * 16)[..., :queries].copy_(lse)
+
+
+def row_sums(dout: Tensor, out: Tensor) -> Tensor:
+    """Returns `rowsum(dout * out)`, `[t, (b,) h, 1]`, in at least fp32."""
+    dtype = summed_in(out.dtype)
+    sums = dout.new_empty(*dout.shape[:-1], 1, dtype=dtype)
+    for target, gradient, output in _parts(sums, dout, out):
+        torch.sum(output.to(dtype, copy=True).mul_(gradient), -1, keepdim=True, out=target)
+    return sums
+
+
+def output_with_row_sums(dout: Tensor, sums: Tensor, *, wide: bool) -> Tensor:
+    """Returns a tensor `[s, (b,) h, v]` whose products with `dout` add up to given row sums.
+
+    Kernels are given the output for `rowsum(dout * out)` alone, so that number travels in place of the output.
+
+    Args:
+        dout: `[s, (b,) h, v]`.
+        sums: `[s, (b,) h, 1]` in at least fp32.
+        wide: in the type of the sums: one element alone, which is exact to a rounding. Else in that of `dout`: dout
+            itself, scaled, so that roundings of its elements, each as large as those of an output are, even out.
+    """
+    made = torch.empty_like(dout, dtype=sums.dtype if wide else dout.dtype)
+    fill = _one_element if wide else _scaled
+    for target, gradient, row_sum in _parts(made, dout, sums):
+        fill(target, gradient, row_sum)
+    return made
+
+
+def _one_element(target: Tensor, dout: Tensor, sums: Tensor) -> None:
+    place = dout.abs().argmax(-1, keepdim=True)
+    largest = dout.gather(-1, place).to(sums.dtype)
+    part = torch.where(largest != 0, sums / torch.where(largest != 0, largest, 1), 0)
+    target.zero_().scatter_(-1, place, part)
+
+
+def _scaled(target: Tensor, dout: Tensor, sums: Tensor) -> None:
+    unit = dout.to(sums.dtype, copy=True)
+    largest = unit.abs().amax(-1, keepdim=True)
+    unit.div_(torch.where(largest > 0, largest, 1))  # so that no square over- or underflows
+    norm = unit.square().sum(-1, keepdim=True)
+    scale = torch.where(largest > 0, sums / torch.where(largest > 0, largest * norm, 1), 0)
+    target.copy_(unit.mul_(scale))
+
+
+def _parts(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    rows = max(1, -(-len(tensors[0]) // _PARTS))
+    return zip(*(x.split(rows) for x in tensors), strict=True)

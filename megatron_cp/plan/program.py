@@ -1,0 +1,320 @@
+"""`attention_program`: what every rank does for one direction of an attention, as instructions over numbered buffers.
+
+The executor carries a program out, the simulator prices it, and the memory estimate follows its buffers: each is a walk
+over the same tuple. All ranks have the same instructions; rows and whether they must be put in order are looked up for
+a rank in the instruction's flow. No torch in here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow
+from megatron_cp.plan.payloads import Payload
+
+if TYPE_CHECKING:
+    from megatron_cp.plan.attention import Attend, Stage
+
+
+class Part(NamedTuple):
+    """A stage of one head chunk.
+
+    Attributes:
+        stage: the tiles and the flows that feed them.
+        chunk: number of the head chunk.
+    """
+
+    stage: Stage
+    chunk: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Instruction:
+    """A step of a program.
+
+    Attributes:
+        part: the stage and head chunk that it belongs to.
+    """
+
+    part: Part
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pack(Instruction):
+    """Copies own rows into a new buffer.
+
+    Attributes:
+        buffer: the new one.
+        payload: the kind of rows.
+        flow: picks the rows that it sends; None packs all own rows.
+    """
+
+    buffer: int
+    payload: Payload
+    flow: Fetch | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Start(Instruction):
+    """Starts a transfer from a buffer into a new one, which nothing may read before `Wait`.
+
+    Attributes:
+        source, buffer: what is sent, and where rows arrive.
+        payload: the kind of rows.
+        flow: which rows go to which rank.
+    """
+
+    source: int
+    buffer: int
+    payload: Payload
+    flow: RowFlow
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Wait(Instruction):
+    """Waits until the rows of a transfer have arrived in `buffer`, and its source may be written again."""
+
+    buffer: int
+    payload: Payload
+    flow: RowFlow
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Order(Instruction):
+    """Replaces a buffer by a copy with its rows in the order that the flow asks for, on ranks where they are not.
+
+    Fetched rows are put in stream order. Rows that return are put in the order of their owners.
+    """
+
+    buffer: int
+    payload: Payload
+    flow: Fetch | Return
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Allocate(Instruction):
+    """Takes an unwritten buffer with a row for each row at hand.
+
+    Attributes:
+        buffer: the new one.
+        payload: the kind of rows.
+        like: the buffer whose rows it has.
+        flow: brought the rows of `like`; None where they are the own rows.
+    """
+
+    buffer: int
+    payload: Payload
+    like: int
+    flow: Fetch | PassOn | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Compute(Instruction):
+    """Computes a stage's tiles of own queries and merges them with the stages before.
+
+    Attributes:
+        keys: the buffer of the keys at hand; None for the own keys.
+        gradients: in backward, the buffer that gets the gradients of these keys; None for the own keys' gradients.
+        adds: in backward, `gradients` already holds those of remote queries.
+    """
+
+    keys: int | None
+    gradients: int | None = None
+    adds: bool = False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ComputeRemote(Instruction):
+    """Computes a stage's tiles of other ranks' queries.
+
+    Attributes:
+        keys: the buffer of the keys at hand.
+        queries: the buffer of the queries.
+        results: the buffer that gets partial outputs, or in backward the gradients of the queries.
+        gradients: in backward, the buffer that gets the gradients of the keys.
+    """
+
+    keys: int
+    queries: int
+    results: int
+    gradients: int | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Merge(Instruction):
+    """Adds rows that have come back to what this rank has of them.
+
+    Attributes:
+        buffer: the rows that have arrived.
+        payload: the kind of rows: partial outputs are merged by their log-sum-exps, gradients are added.
+        flow: which own rows they belong to, rank after rank; None in a ring.
+        target: the buffer that they are added to; None for the own rows.
+    """
+
+    buffer: int
+    payload: Payload
+    flow: Return | None
+    target: int | None = None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Release(Instruction):
+    """Gives a buffer back."""
+
+    buffer: int
+
+
+Program = tuple[Instruction, ...]
+
+
+def attention_program(step: Attend, *, forward: bool) -> Program:
+    """Returns the instructions of one direction, in the order in which every rank carries them out."""
+    stages = step.stages_of(forward=forward)
+    flows = {type(stage.keys) for stage in stages if stage.keys is not None}
+    if not flows:
+        return tuple(Compute(Part(stages[0], chunk), None) for chunk in range(step.head_chunks))
+    builder = _Builder(forward=forward)
+    return tuple(builder.ring(stages) if flows == {PassOn} else builder.fetched(stages, step.head_chunks))
+
+
+class _Builder:
+    """Numbers the buffers of one program."""
+
+    def __init__(self, *, forward: bool) -> None:
+        self.forward = forward
+        self._numbers = itertools.count()
+        self._returns: dict[Payload, tuple[Part, int, int, Return]] = {}  # under way: sent and received buffers
+
+    def new(self) -> int:
+        """Returns the number of a new buffer."""
+        return next(self._numbers)
+
+    def ring(self, stages: tuple[Stage, ...]) -> Iterator[Instruction]:
+        """Passes blocks of keys on while each is computed; gradients follow one stage behind and end at their owner."""
+        parts = [Part(stage, 0) for stage in stages]
+        block, sent = self.new(), None
+        returning: tuple[int, int] | None = None
+        yield Pack(parts[0], block, Payload.KEYS, None)
+        for part, following in itertools.pairwise([*parts, None]):
+            assert part is not None
+            if sent is not None:
+                assert isinstance(part.stage.keys, PassOn)
+                yield Wait(part, block, Payload.KEYS, part.stage.keys)
+                yield Release(part, sent)
+            here, sent = block, block
+            if following is not None:
+                assert isinstance(following.stage.keys, PassOn)
+                block = self.new()
+                yield Start(following, here, block, Payload.KEYS, following.stage.keys)
+            if self.forward:
+                yield Compute(part, here)
+            else:
+                assert isinstance(part.stage.gradients, PassOn)
+                gradient = self.new()
+                keys = part.stage.keys
+                assert keys is None or isinstance(keys, PassOn)
+                yield Allocate(part, gradient, Payload.KEY_GRADIENT_SUMS, here, keys)
+                yield Compute(part, here, gradient)
+                if returning is not None:
+                    yield from self._arrive(part, *returning, target=gradient)
+                arriving = self.new()
+                yield Start(part, gradient, arriving, Payload.KEY_GRADIENT_SUMS, part.stage.gradients)
+                returning = gradient, arriving
+            if following is None:
+                yield Release(part, here)
+        if returning is not None:
+            yield from self._arrive(parts[-1], *returning, target=None)
+
+    def _arrive(self, part: Part, sent: int, received: int, target: int | None) -> Iterator[Instruction]:
+        assert isinstance(part.stage.gradients, PassOn)
+        yield Wait(part, received, Payload.KEY_GRADIENT_SUMS, part.stage.gradients)
+        yield Release(part, sent)
+        yield Merge(part, received, Payload.KEY_GRADIENT_SUMS, None, target)
+        yield Release(part, received)
+
+    def fetched(self, stages: tuple[Stage, ...], chunks: int) -> Iterator[Instruction]:
+        """Fetches the rows of a stage and head chunk while the one before is computed.
+
+        What is at hand is computed for all heads while the first rows travel. What returns is merged when the next of
+        its kind is about to start, so that two of them are alive at most.
+        """
+        local, fetching = list[Part](), list[Part]()
+        for stage in stages:
+            (local if stage.keys is None else fetching).extend(Part(stage, chunk) for chunk in range(chunks))
+        starts, arriving = self._start(fetching[0])
+        yield from starts
+        yield from (Compute(part, None) for part in local)
+        for part, following in itertools.pairwise([*fetching, None]):
+            assert part is not None
+            stage, flow = part.stage, part.stage.keys
+            assert isinstance(flow, Fetch)
+            (sent, keys), queries = arriving[0], arriving[1:]
+            yield Wait(part, keys, Payload.KEYS, flow)
+            yield Release(part, sent)
+            if following is not None:
+                starts, arriving = self._start(following)
+                yield from starts
+            yield Order(part, keys, Payload.KEYS, flow)
+            gradient = None
+            if not self.forward:
+                assert isinstance(stage.gradients, Return)
+                gradient = self.new()
+                yield Allocate(part, gradient, Payload.KEY_GRADIENTS, keys, flow)
+            for queries_sent, remote in queries:
+                yield from self._compute_remote(part, keys, queries_sent, remote, gradient)
+            yield Compute(part, keys, gradient, adds=bool(queries) and gradient is not None)
+            if gradient is not None:
+                assert isinstance(stage.gradients, Return)
+                yield from self._merge_returned(Payload.KEY_GRADIENTS)
+                yield from self._return(part, gradient, Payload.KEY_GRADIENTS, stage.gradients)
+            yield Release(part, keys)
+        yield from self._merge_returned(Payload.PARTIALS if self.forward else Payload.QUERY_GRADIENTS)
+        yield from self._merge_returned(Payload.KEY_GRADIENTS)
+
+    def _start(self, part: Part) -> tuple[list[Instruction], list[tuple[int, int]]]:
+        """Returns the instructions that fetch keys and remote queries, and what is sent and received for each."""
+        assert isinstance(part.stage.keys, Fetch)
+        flows = [(Payload.KEYS, part.stage.keys)]
+        if part.stage.visitors is not None:
+            flows.append((Payload.QUERIES if self.forward else Payload.QUERIES_AND_GRADIENTS, part.stage.visitors))
+        instructions, buffers = list[Instruction](), [(self.new(), self.new()) for _ in flows]
+        for (payload, flow), (sent, received) in zip(flows, buffers, strict=True):
+            instructions += [Pack(part, sent, payload, flow), Start(part, sent, received, payload, flow)]
+        return instructions, buffers
+
+    def _compute_remote(
+        self, part: Part, keys: int, sent: int, queries: int, gradient: int | None
+    ) -> Iterator[Instruction]:
+        flow, back = part.stage.visitors, part.stage.results
+        assert flow is not None
+        assert back is not None
+        coming, returned = Payload.QUERIES, Payload.PARTIALS
+        if not self.forward:
+            coming, returned = Payload.QUERIES_AND_GRADIENTS, Payload.QUERY_GRADIENTS
+        yield Wait(part, queries, coming, flow)
+        yield Release(part, sent)
+        yield Order(part, queries, coming, flow)
+        results = self.new()
+        yield Allocate(part, results, returned, queries, flow)
+        yield ComputeRemote(part, keys, queries, results, gradient)
+        yield Release(part, queries)
+        yield from self._merge_returned(returned)
+        yield from self._return(part, results, returned, back)
+
+    def _return(self, part: Part, made: int, payload: Payload, flow: Return) -> Iterator[Instruction]:
+        received = self.new()
+        yield Order(part, made, payload, flow)
+        yield Start(part, made, received, payload, flow)
+        self._returns[payload] = part, made, received, flow
+
+    def _merge_returned(self, payload: Payload) -> Iterator[Instruction]:
+        if payload not in self._returns:
+            return
+        part, sent, received, flow = self._returns.pop(payload)
+        yield Wait(part, received, payload, flow)
+        yield Release(part, sent)
+        yield Merge(part, received, payload, flow)
+        yield Release(part, received)
