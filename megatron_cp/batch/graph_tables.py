@@ -36,10 +36,11 @@ from megatron_cp.layout.tiles import WholeTiles
 from megatron_cp.linear.kernels.common.chunks import FixedChunks, chunks_key, fixed_chunks
 from megatron_cp.linear.kernels.conv import fixed_heads, heads_key
 from megatron_cp.linear.kernels.fla import documents_key, fixed_documents
-from megatron_cp.plan.attention import Attend, Stage
+from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import AUTO, MODES, SCHEMES, LinearMode, Scheme
+from megatron_cp.plan.stage import Stage
 from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.planner.batch import AttentionSpec, BatchPlan, Slot
 from megatron_cp.softmax.kernels.common.fixed_calls import FixedCalls, Pattern

@@ -29,47 +29,15 @@ from megatron_cp.layout import Layout, Mask
 from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks
-from megatron_cp.plan.assignment import AssignedTiles, TiledWork, TilePart
-from megatron_cp.plan.flows import Fetch, KeyFlow, PassOn, Return, RowFlow, pieces_of
+from megatron_cp.plan.assignment import AssignedTiles, TiledWork
+from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow, pieces_of
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
 from megatron_cp.plan.payloads import Payload, RowSizes
 from megatron_cp.plan.program import Program, Start, attention_program
 from megatron_cp.plan.seen_keys import SeenKeys
+from megatron_cp.plan.stage import Stage
 
 _MOST_BANDS = 2**18  # of one KV rank that are kept for all its stages: 12 MiB
-
-
-@dataclass(frozen=True, eq=False)
-class Stage:
-    """Tiles that a rank computes with the keys that it has at one time.
-
-    Attributes:
-        number: of the stage, from 0; results of later ones are merged into those of the first.
-        keys: how these keys come; None for the own rows, as they stand.
-        gradients: in backward, how the gradients of these keys go on; None for own rows, which they are written to.
-        visitors: how queries of other ranks come, which see these keys too; None where none do.
-        assigned: the tiles; None where they are all that own queries see among these keys.
-        home: of these, the ones of own rows alone.
-        directions: that have this stage, where tiles are assigned: forward, backward.
-    """
-
-    number: int
-    keys: KeyFlow | None
-    gradients: RowFlow | None
-    visitors: Fetch | None = None
-    assigned: TilePart | None = None
-    home: AssignedTiles | None = None
-    directions: tuple[bool, bool] = (True, True)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether nothing has been computed before."""
-        return self.number == 0
-
-    @cached_property
-    def results(self) -> Return | None:
-        """How the partial results of visitors go home."""
-        return None if self.visitors is None else Return(self.visitors)
 
 
 @dataclass(frozen=True)
@@ -168,7 +136,10 @@ class Attend(Memo):
 
     def program(self, *, forward: bool) -> Program:
         """Returns what every rank does in one direction, in order."""
-        return self.memo(("program", forward), lambda: attention_program(self, forward=forward))
+        return self.memo(
+            ("program", forward),
+            lambda: attention_program(self.stages_of(forward=forward), self.head_chunks, forward=forward),
+        )
 
     def transfers(self, *, forward: bool) -> list[tuple[Payload, RowFlow]]:
         """Returns what travels in one direction, for each head chunk."""

@@ -10,13 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow
 from megatron_cp.plan.payloads import Payload
-
-if TYPE_CHECKING:
-    from megatron_cp.plan.attention import Attend, Stage
+from megatron_cp.plan.stage import Stage
 
 
 class Part(NamedTuple):
@@ -170,14 +168,19 @@ class Release(Instruction):
 Program = tuple[Instruction, ...]
 
 
-def attention_program(step: Attend, *, forward: bool) -> Program:
-    """Returns the instructions of one direction, in the order in which every rank carries them out."""
-    stages = step.stages_of(forward=forward)
+def attention_program(stages: tuple[Stage, ...], head_chunks: int, *, forward: bool) -> Program:
+    """Returns the instructions of one direction, in the order in which every rank carries them out.
+
+    Args:
+        stages: of this direction, in order; their keys come by flows of one class.
+        head_chunks: parts of each rank's heads that travel one after the other, the same on every rank.
+        forward: the direction.
+    """
     flows = {type(stage.keys) for stage in stages if stage.keys is not None}
     if not flows:
-        return tuple(Compute(Part(stages[0], chunk), None) for chunk in range(step.head_chunks))
+        return tuple(Compute(Part(stages[0], chunk), None) for chunk in range(head_chunks))
     builder = _Builder(forward=forward)
-    return tuple(builder.ring(stages) if flows == {PassOn} else builder.fetched(stages, step.head_chunks))
+    return tuple(builder.ring(stages) if flows == {PassOn} else builder.fetched(stages, head_chunks))
 
 
 class _Builder:

@@ -11,11 +11,12 @@ from functools import cached_property
 
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.split_counts import rounded
-from megatron_cp.plan.attention import Attend, Stage
+from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.flows import Fetch, Return
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Halo, Scan
+from megatron_cp.plan.stage import Stage
 from megatron_cp.planner.predict.messages import Pool, walk_buffers
 
 MERGING = 3  # log-sum-exps for each query and head while partial results are merged: before, added, the share

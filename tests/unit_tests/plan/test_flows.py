@@ -11,6 +11,7 @@ from megatron_cp.plan import attention as plan_attention_steps
 from megatron_cp.plan import seen_keys
 from megatron_cp.plan.attention import SCHEDULES, Attend
 from megatron_cp.plan.flows import Fetch, PassOn, Return
+from megatron_cp.plan.payloads import Payload, RowSizes
 from megatron_cp.planner.layouts import layout_by_name
 from tests.fuzz_cases import LAYOUTS, layout_named
 from tests.mask_oracle import causal, pairs_of, window
@@ -121,9 +122,9 @@ def test_a_ring_brings_every_block_once_and_its_gradient_home(size):
 
 
 def test_sums_travel_in_at_least_four_bytes():
-    layout = Layout.contiguous(RAGGED, 2)
-    assert [PassOn(layout, 1).item_size(item) for item in (1, 2, 4, 8)] == [1, 2, 4, 8]
-    assert [PassOn(layout, 1, sums=True).item_size(item) for item in (1, 2, 4, 8)] == [4, 4, 4, 8]
+    sizes = [RowSizes(3, 2, item) for item in (1, 2, 4, 8)]
+    assert [Payload.KEY_GRADIENTS.row_bytes(each, 4, 2) for each in sizes] == [10, 20, 40, 80]
+    assert [Payload.KEY_GRADIENT_SUMS.row_bytes(each, 4, 2) for each in sizes] == [40, 40, 40, 80]
 
 
 # -- stages ----------------------------------------------------------------------------------------------------------
