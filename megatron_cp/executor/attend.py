@@ -20,12 +20,11 @@ from megatron_cp.exchange.messages import like_rows
 from megatron_cp.executor.arguments import part_of, summed_in
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.partials import merge, output_with_row_sums, row_sums
-from megatron_cp.executor.transfers import Keys, RowTransfers, rows_by_rank
+from megatron_cp.executor.transfers import Bound, Keys, RowTransfers
 from megatron_cp.layout.tiles import Tiles
 from megatron_cp.plan.attention import Attend
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.payloads import Payload
-from megatron_cp.plan.program import Compute, ComputeRemote, Merge
 
 
 class TileWork(Protocol):
@@ -111,6 +110,8 @@ class _Queries(NamedTuple):
     lse: Tensor
 
     def heads(self, chunk: HeadChunk) -> _Queries:
+        if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
+            return self
         return _Queries(*(part_of(x, -2, chunk.heads) for x in self))
 
 
@@ -124,6 +125,8 @@ class _QueryGradients(NamedTuple):
     lse: Tensor
 
     def heads(self, chunk: HeadChunk) -> _QueryGradients:
+        if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
+            return self
         return _QueryGradients(*(part_of(x, -2, chunk.heads) for x in self))
 
     def part(self, rows: slice) -> _QueryGradients:
@@ -142,27 +145,28 @@ class _Forward(RowTransfers):
         super().__init__(step, kv_rank, head_rank, comm, k, v, [rows.q], forward=True)
         self.work, self.rows = work, rows
 
-    def compute(self, do: Compute) -> None:
-        stage, chunk = do.part.stage, self.chunks[do.part.chunk]
+    def compute(self, bound: Bound) -> None:
+        do, chunk = bound.do, bound.chunk
+        stage, keys = do.part.stage, self.keys(do.keys, chunk)
         tiles = self.step.tiles(self.kv_rank, stage)
-        _attend_tiles(
-            self.work, self.rows.heads(chunk), *self.keys(do.keys, chunk), tiles, chunk, is_first=stage.is_first
-        )
+        _attend_tiles(self.work, self.rows.heads(chunk), *keys, tiles, chunk, is_first=stage.number == 0)
 
-    def compute_remote(self, do: ComputeRemote) -> None:
-        chunk, stage = self.chunks[do.part.chunk], do.part.stage
-        (q,) = self.columns(self.buffers[do.queries], Payload.QUERIES, chunk)
-        out, sent_lse = self.columns(self.buffers[do.results], Payload.PARTIALS, chunk)
-        lse = out.new_empty(*q.shape[1:-1], len(q))
-        tiles = self.step.visiting_tiles(self.kv_rank, stage)
-        _attend_tiles(self.work, _Queries(q, out, lse), *self.keys(do.keys, chunk), tiles, chunk, is_first=True)
-        sent_lse.squeeze(-1).copy_(lse.movedim(-1, 0))
+    def compute_remote(self, bound: Bound) -> None:
+        do, chunk = bound.do, bound.chunk
+        (q,), keys = self.queries(do.queries, chunk), self.keys(do.keys, chunk)
+        message, heads, size = self.buffers[do.results], q.shape[-2], self.v.shape[-1]
+        out, sent_lse = message.narrow(-1, 0, heads * size), message.narrow(-1, heads * size, heads)
+        out = out.view(*q.shape[:-1], size)
+        lse = out.new_empty(*q.shape[1:-1], q.shape[0])
+        tiles = self.step.visiting_tiles(self.kv_rank, do.part.stage)
+        _attend_tiles(self.work, _Queries(q, out, lse), *keys, tiles, chunk, is_first=True)
+        sent_lse.copy_(lse.movedim(-1, 0))
 
-    def merge(self, do: Merge) -> None:
+    def merge(self, bound: Bound) -> None:
         """Merges partial outputs of own queries, rank after rank."""
-        rows = self.rows.heads(self.chunks[do.part.chunk])
-        for index, message in rows_by_rank(self, do):
-            _merge_rows(rows, index, *self.columns(message, do.payload, self.chunks[do.part.chunk]))
+        rows, message = self.rows.heads(bound.chunk), self.buffers[bound.do.buffer]
+        for index, first, count in bound.pieces:
+            _merge_rows(rows, index, *self.columns(message.narrow(0, first, count), bound))
 
 
 class _Backward(RowTransfers):
@@ -187,73 +191,63 @@ class _Backward(RowTransfers):
 
     def run(self) -> None:
         super().run()
-        if self._gathers_gradients:
+        if self.step.key_gradients_return:
             for target, total in zip(self.own_gradients, self.key_sums, strict=True):
                 target.copy_(total)
 
-    @cached_property
-    def _gathers_gradients(self) -> bool:
-        return self.step.key_gradients_return
-
-    def compute(self, do: Compute) -> None:
-        stage, chunk = do.part.stage, self.chunks[do.part.chunk]
-        rows, keys, tiles = self.rows.heads(chunk), self.keys(do.keys, chunk), self.step.tiles(self.kv_rank, stage)
+    def compute(self, bound: Bound) -> None:
+        do, chunk = bound.do, bound.chunk
+        stage, rows, keys = do.part.stage, self.rows.heads(chunk), self.keys(do.keys, chunk)
+        tiles = self.step.tiles(self.kv_rank, stage)
         if do.gradients is not None:
-            gradients: Sequence[Tensor] = self.columns(self.buffers[do.gradients], Payload.KEY_GRADIENTS, chunk)
+            gradients = self.keys(do.gradients, chunk)
         else:
-            own = self.key_sums if self._gathers_gradients else self.own_gradients
-            gradients = [part_of(x, -2, chunk.groups) for x in own]
+            dk, dv = self.key_sums if self.step.key_gradients_return else self.own_gradients
+            gradients = part_of(dk, -2, chunk.groups), part_of(dv, -2, chunk.groups)
         if not do.adds:
-            _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=stage.is_first)
-        elif self._remote_sums is None:
-            if not _is_empty(tiles, rows.q):
-                _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=False)
-        else:
+            _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=stage.number == 0)
+        elif self._remote_sums is not None:
             self._add_to_remote_sums(rows, gradients, keys, tiles, chunk)
+        elif not _is_empty(tiles, rows.q):
+            _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=False)
 
-    def compute_remote(self, do: ComputeRemote) -> None:
+    def compute_remote(self, bound: Bound) -> None:
         """Computes remote queries, before own ones, so that their gradients travel meanwhile.
 
         What both add to the keys' gradients is summed in at least fp32.
         """
-        chunk, stage = self.chunks[do.part.chunk], do.part.stage
-        assert do.gradients is not None
-        keys, gradients = (
-            self.keys(do.keys, chunk),
-            self.columns(self.buffers[do.gradients], Payload.KEY_GRADIENTS, chunk),
-        )
-        tiles = self.step.visiting_tiles(self.kv_rank, stage)
-        own_tiles = self.step.tiles(self.kv_rank, stage)
-        if len(tiles.bands) and not _is_empty(own_tiles, part_of(self.rows.q, -2, chunk.heads)):
-            wide = [x if x.dtype == self.acc_dtype else torch.empty_like(x, dtype=self.acc_dtype) for x in gradients]
-            gradients, self._remote_sums = wide, (wide[0], wide[1])
-        lse, sums, q, dout = self.columns(self.buffers[do.queries], Payload.QUERIES_AND_GRADIENTS, chunk)
-        (returned,) = self.columns(self.buffers[do.results], Payload.QUERY_GRADIENTS, chunk)
-        wide_out = self.work.unrounded_partials
+        do, chunk = bound.do, bound.chunk
+        stage, keys, gradients = do.part.stage, self.keys(do.keys, chunk), self.keys(do.gradients, chunk)
+        tiles, own_tiles = self.step.visiting_tiles(self.kv_rank, stage), self.step.tiles(self.kv_rank, stage)
+        if len(tiles.bands) and not _is_empty(own_tiles, self.rows.heads(chunk).q):
+            dk, dv = (x if x.dtype == self.acc_dtype else torch.empty_like(x, dtype=self.acc_dtype) for x in gradients)
+            gradients = self._remote_sums = dk, dv
+        lse, sums, q, dout = self.queries(do.queries, chunk)
+        returned, wide = self.buffers[do.results].view(q.shape), self.work.unrounded_partials
         dq = returned
-        if wide_out and dq.dtype != self.acc_dtype:
+        if wide and dq.dtype != self.acc_dtype:
             dq = torch.empty_like(returned, dtype=self.acc_dtype)
-        out = output_with_row_sums(dout, sums, wide=wide_out)
+        out = output_with_row_sums(dout, sums, wide=wide)
         rows = _QueryGradients(dq, dout, q, out, lse.squeeze(-1).movedim(0, -1).contiguous())
         _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=True)
         if dq is not returned:
             returned.copy_(dq)
 
-    def merge(self, do: Merge) -> None:
+    def merge(self, bound: Bound) -> None:
         """Adds gradients of own queries, or of keys, in the order of ranks."""
-        chunk = self.chunks[do.part.chunk]
-        if do.flow is not None:
-            is_keys = do.payload is Payload.KEY_GRADIENTS
-            sums = [part_of(x, -2, chunk.groups) for x in self.key_sums] if is_keys else [self.rows.heads(chunk).dq]
-            for index, message in rows_by_rank(self, do):
-                for total, part in zip(sums, self.columns(message, do.payload, chunk), strict=True):
-                    total.index_add_(0, index, part.to(total.dtype))
-        elif do.target is not None:
-            self.buffers[do.target].add_(self.buffers[do.buffer])
-        else:
-            parts = self.columns(self.buffers[do.buffer], do.payload, chunk)
-            for target, source in zip(self.own_gradients, parts, strict=True):
+        do, chunk, message = bound.do, bound.chunk, self.buffers[bound.do.buffer]
+        if do.target is not None:
+            self.buffers[do.target].add_(message)
+            return
+        if do.flow is None:
+            for target, source in zip(self.own_gradients, self.columns(message, bound), strict=True):
                 target.copy_(source)
+            return
+        is_keys = do.payload is Payload.KEY_GRADIENTS
+        sums = [part_of(x, -2, chunk.groups) for x in self.key_sums] if is_keys else [self.rows.heads(chunk).dq]
+        for total, column in zip(sums, self.columns(message, bound), strict=True):
+            for index, first, count in bound.pieces:
+                total.index_add_(0, index, column.narrow(0, first, count).to(total.dtype))
 
     def _add_to_remote_sums(
         self, rows: _QueryGradients, gradients: Sequence[Tensor], keys: Keys, tiles: Tiles, chunk: HeadChunk

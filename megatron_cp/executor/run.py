@@ -138,4 +138,4 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
             _ = plan.attend.call_tiles(kv_rank, stage)
         if stage.visitors is not None:
             _ = plan.attend.visiting_tiles(kv_rank, stage).cropped_keys
-    prepare_transfers(plan.attend, kv_rank, device)
+    prepare_transfers(plan.attend, kv_rank, rank % plan.ulysses_degree, device)

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
+from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.arguments import part_of, summed_in
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending
-from megatron_cp.executor.trace import profiling
+from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow
+from megatron_cp.plan.flows import Fetch, PassOn, Return
 from megatron_cp.plan.head_chunks import HeadChunk
 from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.program import (
@@ -57,6 +58,83 @@ _RANGE_NAMES = _ERROR_NAMES | {
 }  # fmt: skip
 
 
+class Bound(NamedTuple):
+    """An instruction on one rank, with what would otherwise be looked up in each step.
+
+    Attributes:
+        do: the instruction.
+        chunk: the heads that it is about.
+        rows: rows of the buffer that it takes.
+        columns: heads, and size of a head, of each tensor in a row.
+        dtype: of the buffer: "own" as keys are, "sums" for at least fp32, "bytes" for columns of several types.
+        picked: rows to pick, on the device; None where none are picked.
+        pieces: of rows that come back, the index and the first row of what each rank sent.
+        counts: rows to and from each rank, of an all-to-all.
+        name: how errors name what travels.
+    """
+
+    do: Any
+    chunk: HeadChunk
+    rows: int = 0
+    columns: tuple[tuple[int, int], ...] = ()
+    dtype: str = "own"
+    picked: Tensor | None = None
+    pieces: tuple[tuple[Tensor, int, int], ...] = ()
+    counts: SplitCounts | None = None
+    name: str = ""
+
+
+def bound_program(
+    step: Attend, kv_rank: int, head_rank: int, device: torch.device, *, forward: bool
+) -> tuple[Bound, ...]:
+    """Returns a direction's program on one rank, with its tables on a device. Made once for all layers of a batch."""
+
+    def make() -> tuple[Bound, ...]:
+        program, chunks = step.program(forward=forward), step.chunks(head_rank)
+        return tuple(_bind(step, do, kv_rank, chunks[do.part.chunk], device) for do in program)
+
+    heads = step.partition.heads[head_rank]
+    return step.memo(("bound program", forward, kv_rank, heads, step.partition.groups[head_rank], device), make)
+
+
+def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device: torch.device) -> Bound:
+    heads, groups, (d, v) = chunk.heads.stop - chunk.heads.start, chunk.num_groups, (step.head_dim, step.value_head_dim)
+    bound = Bound(do, chunk)
+    if isinstance(do, Pack | Start | Order | Allocate | Merge):
+        columns = {
+            Payload.PARTIALS: ((heads, v), (heads, 1)), Payload.QUERY_GRADIENTS: ((heads, d),), Payload.QUERIES: (),
+            Payload.QUERIES_AND_GRADIENTS: (),
+        }.get(do.payload, ((groups, d), (groups, v)))  # fmt: skip
+        dtype = "sums" if do.payload.is_summed else "own" if columns else "bytes"
+        bound = bound._replace(columns=columns, dtype=dtype, name=_ERROR_NAMES.get(do.payload, ""))
+    match do:
+        case Pack(flow=None):
+            return bound._replace(rows=int(step.keys.token_counts[kv_rank]))
+        case Pack(flow=Fetch() as flow):
+            rows = flow.message_rows(kv_rank).sent
+            assert rows is not None
+            index = None if flow.equal_shares else flow_index(flow, kv_rank, "send_rows", device)
+            return bound._replace(rows=rows, picked=index)
+        case Start(flow=PassOn() as flow, payload=payload):
+            name = f"{_RING_NAMES[payload]} of stage {flow.hops} of {flow.size}"
+            return bound._replace(rows=flow.rows_received(kv_rank), name=name)
+        case Start(flow=Fetch() | Return() as flow):
+            shares = isinstance(flow, Fetch) and flow.equal_shares
+            return bound._replace(
+                rows=flow.message_rows(kv_rank).received, counts=None if shares else flow.split_counts
+            )
+        case Order(flow=flow):
+            table, fetch = flow.order_table(kv_rank), flow.fetch if isinstance(flow, Return) else flow
+            return bound._replace(picked=None if table is None else flow_index(fetch, kv_rank, table, device))
+        case Merge(flow=Return(fetch=fetch)):
+            counts = fetch.tables(kv_rank).send_counts.tolist()
+            index = flow_index(fetch, kv_rank, "send_rows", device)
+            firsts = itertools.accumulate(counts, initial=0)
+            pieces = zip(index.split(counts), firsts, counts, strict=False)
+            return bound._replace(pieces=tuple(piece for piece in pieces if piece[2]))
+    return bound
+
+
 class RowTransfers:
     """One direction of an attention on one rank: subclasses compute and merge, this class moves rows.
 
@@ -75,101 +153,90 @@ class RowTransfers:
     ) -> None:  # fmt: skip
         self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
         self.leaving, self.forward = leaving, forward
-        self.chunks = step.chunks(head_rank)
         self.acc_dtype = summed_in(k.dtype)
         self.buffers: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
+        self._batch = k.shape[1:-2]
+        self._program = bound_program(step, kv_rank, head_rank, k.device, forward=forward)
 
     def run(self) -> None:
         """Carries out the program, in order; under a profiler, with a range for each step."""
-        program, methods = self.step.program(forward=self.forward), self.methods
+        methods = self.methods
         if not profiling():
-            for instruction in program:
-                methods[type(instruction)](self, instruction)
+            for bound in self._program:
+                methods[type(bound.do)](self, bound)
             return
-        for (name, what, numbers), group in itertools.groupby(program, self._range):
-            if not name:
-                for instruction in group:
-                    methods[type(instruction)](self, instruction)
-                continue
-            with self.comm.traced(name, what, forward=self.forward, chunk=numbers[0], stage=numbers[1]):
-                for instruction in group:
-                    methods[type(instruction)](self, instruction)
+        for (name, what, numbers), group in itertools.groupby(self._program, self._range):
+            traced = self.comm.traced(name, what, forward=self.forward, chunk=numbers[0], stage=numbers[1])
+            with traced if name else NO_RANGE:
+                for bound in group:
+                    methods[type(bound.do)](self, bound)
 
-    def pack(self, do: Pack) -> None:
+    def pack(self, bound: Bound) -> None:
         """Packs own keys, or what leaves of own queries, into a buffer of the group."""
-        chunk, flow = self.chunks[do.part.chunk], do.flow
-        rows = len(self.k) if flow is None else flow.message_rows(self.kv_rank).sent
-        assert rows is not None
+        do, chunk = bound.do, bound.chunk
+        buffer = self.buffers[do.buffer] = self._acquire(bound, bound.rows)
         if do.payload is Payload.KEYS:
             own: Sequence[Tensor] = self.own_keys(chunk)
-            buffer = self._allocate(rows, do.payload, chunk)
         else:
             own = [part_of(x, -2, chunk.heads) for x in self.leaving]
-            buffer = self.comm.buffers.acquire_like(
-                self.leaving[-1], *self._message_shape(rows, chunk), dtype=torch.uint8
-            )
-        self.buffers[do.buffer] = buffer
-        if flow is None or flow.equal_shares:  # backends gather equal shares only: the rows behind own ones are filling
-            for target, source in zip(self.columns(buffer[: len(self.k)], do.payload, chunk), own, strict=True):
+        if bound.picked is None:  # backends gather equal shares only: the rows behind own ones are filling
+            for target, source in zip(
+                self.columns(part_of(buffer, 0, slice(0, self.k.shape[0])), bound), own, strict=True
+            ):
                 target.copy_(source)
             return
-        index = flow_index(flow, self.kv_rank, "send_rows", buffer.device)
-        for target, source in zip(self.columns(buffer, do.payload, chunk), own, strict=True):
-            torch.index_select(source, 0, index, out=target)
+        for target, source in zip(self.columns(buffer, bound), own, strict=True):
+            torch.index_select(source, 0, bound.picked, out=target)
 
-    def start(self, do: Start) -> None:
+    def start(self, bound: Bound) -> None:
         """Starts a transfer into memory of the transport."""
-        source, flow, comm = self.buffers[do.source], do.flow, self.comm
-        received = comm.acquire_like(source, flow.message_rows(self.kv_rank).received, *source.shape[1:])
-        self.buffers[do.buffer] = received
-        if isinstance(flow, PassOn):
-            size, name = flow.size, f"{_RING_NAMES[do.payload]} of stage {flow.hops} of {flow.size}"
-            sends = [Message(source.view(-1), (self.kv_rank + 1) % size)]
-            receives = [Message(received.view(-1), (self.kv_rank - 1) % size)]
-            self._pending[do.buffer] = comm.start_messages(sends, receives, name)
-            return
-        name = _ERROR_NAMES[do.payload]
-        if isinstance(flow, Fetch) and flow.equal_shares:
-            self._pending[do.buffer] = comm.start_all_gather(received.view(-1), source.view(-1), name)
-            return
-        assert isinstance(flow, Fetch | Return)
-        counts = flow.split_counts.times(source.shape[1:].numel())
-        self._pending[do.buffer] = comm.start_all_to_all(received.view(-1), source.view(-1), counts, name)
+        do, comm = bound.do, self.comm
+        source = self.buffers[do.source]
+        received = self.buffers[do.buffer] = comm.acquire_like(source, bound.rows, *source.shape[1:])
+        if type(do.flow) is PassOn:
+            before, after = (self.kv_rank - 1) % do.flow.size, (self.kv_rank + 1) % do.flow.size
+            pending = comm.start_messages(
+                [Message(source.view(-1), after)], [Message(received.view(-1), before)], bound.name
+            )
+        elif bound.counts is None:
+            pending = comm.start_all_gather(received.view(-1), source.view(-1), bound.name)
+        else:
+            counts = bound.counts.times(source.shape[1:].numel())
+            pending = comm.start_all_to_all(received.view(-1), source.view(-1), counts, bound.name)
+        self._pending[do.buffer] = pending
 
-    def wait(self, do: Wait) -> None:
+    def wait(self, bound: Bound) -> None:
         """Waits for a transfer."""
-        self._pending.pop(do.buffer).wait()
+        self._pending.pop(bound.do.buffer).wait()
 
-    def order(self, do: Order) -> None:
+    def order(self, bound: Bound) -> None:
         """Copies rows into another buffer in the order that is asked for, where they are not in it."""
-        name = do.flow.order_table(self.kv_rank)
-        if name is None:
+        if bound.picked is None:
             return
-        rows = self.buffers[do.buffer]
-        index = flow_index(do.flow.fetch if isinstance(do.flow, Return) else do.flow, self.kv_rank, name, rows.device)
-        ordered = self.comm.buffers.acquire_like(rows, len(index), *rows.shape[1:])
-        torch.index_select(rows, 0, index, out=ordered)
+        rows = self.buffers[bound.do.buffer]
+        ordered = self.comm.buffers.acquire_like(rows, bound.picked.shape[0], *rows.shape[1:])
+        torch.index_select(rows, 0, bound.picked, out=ordered)
         self.comm.release(rows)
-        self.buffers[do.buffer] = ordered
+        self.buffers[bound.do.buffer] = ordered
 
-    def allocate(self, do: Allocate) -> None:
+    def allocate(self, bound: Bound) -> None:
         """Takes an unwritten buffer of the group."""
-        self.buffers[do.buffer] = self._allocate(len(self.buffers[do.like]), do.payload, self.chunks[do.part.chunk])
+        self.buffers[bound.do.buffer] = self._acquire(bound, self.buffers[bound.do.like].shape[0])
 
-    def release(self, do: Release) -> None:
+    def release(self, bound: Bound) -> None:
         """Gives a buffer back to where it came from."""
-        self.comm.release(self.buffers.pop(do.buffer))
+        self.comm.release(self.buffers.pop(bound.do.buffer))
 
-    def compute(self, do: Compute) -> None:
+    def compute(self, bound: Bound) -> None:
         """Computes the tiles of own queries."""
         raise NotImplementedError
 
-    def compute_remote(self, do: ComputeRemote) -> None:
+    def compute_remote(self, bound: Bound) -> None:
         """Computes the tiles of other ranks' queries."""
         raise NotImplementedError
 
-    def merge(self, do: Merge) -> None:
+    def merge(self, bound: Bound) -> None:
         """Adds rows that have come back."""
         raise NotImplementedError
 
@@ -188,31 +255,31 @@ class RowTransfers:
         return part_of(self.k, -2, chunk.groups), part_of(self.v, -2, chunk.groups)
 
     def keys(self, number: int | None, chunk: HeadChunk) -> Keys:
-        """Returns the keys and values of a buffer, or the own ones."""
+        """Returns the keys and values, or their gradients, in a buffer; or the own keys and values."""
         if number is None:
             return self.own_keys(chunk)
-        keys, values = self.columns(self.buffers[number], Payload.KEYS, chunk)
-        return keys, values
+        message, heads, d, v = self.buffers[number], chunk.num_groups, self.k.shape[-1], self.v.shape[-1]
+        keys, values = message.narrow(-1, 0, heads * d), message.narrow(-1, heads * d, heads * v)
+        shape = message.shape[:-1]
+        return keys.view(*shape, heads, d), values.view(*shape, heads, v)
 
-    def columns(self, message: Tensor, payload: Payload, chunk: HeadChunk) -> list[Tensor]:
+    def queries(self, number: int, chunk: HeadChunk) -> list[Tensor]:
+        """Returns the columns of remote queries in a buffer."""
+        return self._byte_columns(self.buffers[number], chunk)
+
+    def columns(self, message: Tensor, bound: Bound) -> list[Tensor]:
         """Returns views `[s, (b,) heads, size]` of what a message holds."""
-        heads, (d, v) = chunk.heads.stop - chunk.heads.start, (self.k.shape[-1], self.v.shape[-1])
-        match payload:
-            case Payload.KEYS | Payload.KEY_GRADIENTS | Payload.KEY_GRADIENT_SUMS:
-                sizes: tuple[int, ...] = (d, v)
-                heads = chunk.num_groups
-            case Payload.PARTIALS:
-                sizes = (v, 1)
-            case Payload.QUERY_GRADIENTS:
-                sizes = (d,)
-            case _:
-                return self._byte_columns(message, heads)
-        parts = message.split([heads * size for size in sizes], -1) if len(sizes) > 1 else (message,)
-        return [part.unflatten(-1, (heads, size)) for part, size in zip(parts, sizes, strict=True)]
+        if bound.dtype == "bytes":
+            return self._byte_columns(message, bound.chunk)
+        found, first, shape = list[Tensor](), 0, message.shape[:-1]
+        for heads, size in bound.columns:
+            found.append(message.narrow(-1, first, heads * size).view(*shape, heads, size))
+            first += heads * size
+        return found
 
-    def _byte_columns(self, message: Tensor, heads: int) -> list[Tensor]:
+    def _byte_columns(self, message: Tensor, chunk: HeadChunk) -> list[Tensor]:
         """Returns views of a message of bytes, whose columns have the types of `leaving`."""
-        found, first = list[Tensor](), 0
+        found, first, heads = list[Tensor](), 0, chunk.heads.stop - chunk.heads.start
         for x in self.leaving:
             if not heads:  # no view of no bytes
                 found.append(x.new_empty(*message.shape[:-1], 0, x.shape[-1]))
@@ -222,24 +289,22 @@ class RowTransfers:
             first = last
         return found
 
-    def _message_shape(self, rows: int, chunk: HeadChunk) -> tuple[int, ...]:
-        """Returns the shape of a message of bytes: columns one behind the other, filled up to the widest element."""
-        heads, widest = chunk.heads.stop - chunk.heads.start, max(x.itemsize for x in self.leaving)
-        width = -(-sum(heads * x.shape[-1] * x.itemsize for x in self.leaving) // widest) * widest
-        return rows, *self.k.shape[1:-2], width
-
-    def _allocate(self, rows: int, payload: Payload, chunk: HeadChunk) -> Tensor:
-        heads, (d, v) = chunk.heads.stop - chunk.heads.start, (self.k.shape[-1], self.v.shape[-1])
-        width = {Payload.PARTIALS: heads * (v + 1), Payload.QUERY_GRADIENTS: heads * d}.get(
-            payload, chunk.num_groups * (d + v)
-        )
-        dtype = self.acc_dtype if payload.is_summed else self.k.dtype
-        return self.comm.buffers.acquire_like(self.k, rows, *self.k.shape[1:-2], width, dtype=dtype)
+    def _acquire(self, bound: Bound, rows: int) -> Tensor:
+        if bound.dtype == "bytes":  # columns one behind the other, filled up to the widest element
+            heads, widest = bound.chunk.heads.stop - bound.chunk.heads.start, max(x.itemsize for x in self.leaving)
+            width = -(-sum(heads * x.shape[-1] * x.itemsize for x in self.leaving) // widest) * widest
+            return self.comm.buffers.acquire_like(self.k, rows, *self._batch, width, dtype=torch.uint8)
+        width = 0
+        for heads, size in bound.columns:
+            width += heads * size
+        dtype = self.acc_dtype if bound.dtype == "sums" else self.k.dtype
+        return self.comm.buffers.acquire_like(self.k, rows, *self._batch, width, dtype=dtype)
 
     # -- ranges of a profiler ------------------------------------------------------------------------------------------
 
-    def _range(self, do: Instruction) -> tuple[str, str, tuple[tuple[int, int], tuple[int, int]]]:
+    def _range(self, bound: Bound) -> tuple[str, str, tuple[tuple[int, int], tuple[int, int]]]:
         """Returns the name of an instruction's range, empty for none: instructions in a row share one."""
+        do: Instruction = bound.do
         stage, chunk = do.part
         numbers = (chunk, self.step.head_chunks), (stage.number, len(self.step.stages_of(forward=self.forward)))
         match do:
@@ -258,16 +323,6 @@ class RowTransfers:
         return "", "", numbers
 
 
-def rows_by_rank(run: RowTransfers, do: Merge) -> list[tuple[Tensor, Tensor]]:
-    """Returns, rank after rank, the own rows that came back from it, as an index, and the rows themselves."""
-    assert do.flow is not None
-    fetch, received = do.flow.fetch, run.buffers[do.buffer]
-    counts = fetch.tables(run.kv_rank).send_counts.tolist()
-    index = flow_index(fetch, run.kv_rank, "send_rows", received.device)
-    pieces = zip(index.split(counts), received.split(counts), strict=True)
-    return [(rows, piece) for rows, piece in pieces if len(rows)]
-
-
 def flow_index(flow: Fetch, kv_rank: int, name: str, device: torch.device) -> Tensor:
     """Returns a table of a fetch on a device; where rows stand among equal shares is the same for every rank.
 
@@ -282,15 +337,7 @@ def flow_index(flow: Fetch, kv_rank: int, name: str, device: torch.device) -> Te
     return flow.memo((name, kv_rank, device), lambda: on_device(getattr(flow.tables(kv_rank), name), device))
 
 
-def prepare_transfers(step: Attend, kv_rank: int, device: torch.device) -> None:
+def prepare_transfers(step: Attend, kv_rank: int, head_rank: int, device: torch.device) -> None:
     """Makes the programs, and the tables that their transfers use, so that no layer has to."""
     for forward in (True, False):
-        for do in step.program(forward=forward):
-            flow: RowFlow | None = getattr(do, "flow", None)
-            if isinstance(flow, Fetch):
-                _ = flow.split_counts
-                flow_index(flow, kv_rank, "send_rows", device)
-            if isinstance(do, Order):
-                name = do.flow.order_table(kv_rank)
-                if name is not None:
-                    flow_index(do.flow.fetch if isinstance(do.flow, Return) else do.flow, kv_rank, name, device)
+        bound_program(step, kv_rank, head_rank, device, forward=forward)

@@ -354,7 +354,7 @@ class Return(RowFlow):
 
     def order_table(self, rank: int) -> str | None:
         """Returns the name of the table by which a rank groups rows by owner; None if they are in this order."""
-        return None if self.fetch.arrives_in_order(rank) else "inverse"
+        return None if self.fetch.arrive_in_order[rank] else "inverse"
 
     def rows_sent_by_ranks(self) -> IntArray:
         counts = self.fetch.split_counts.counts

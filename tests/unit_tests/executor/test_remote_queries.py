@@ -7,7 +7,7 @@ import megatron_cp as cp
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.partials import output_with_row_sums, row_sums
-from megatron_cp.executor.transfers import RowTransfers, rows_by_rank
+from megatron_cp.executor.transfers import RowTransfers
 from megatron_cp.plan.payloads import Payload
 from tests.random_tiles import assign_at_random
 
@@ -17,19 +17,17 @@ RANKS = 4
 class Senders(RowTransfers):
     """Each rank returns its number beside every query that it was sent, and notes who returned own ones."""
 
-    def compute(self, do):
+    def compute(self, bound):
         pass
 
-    def compute_remote(self, do):
-        chunk = self.chunks[do.part.chunk]
-        (queries,) = self.columns(self.buffers[do.queries], Payload.QUERIES, chunk)
-        out, lse = self.columns(self.buffers[do.results], Payload.PARTIALS, chunk)
-        out[:] = self.comm.rank
-        lse.copy_(queries)
+    def compute_remote(self, bound):
+        (queries,) = self.queries(bound.do.queries, bound.chunk)
+        results = self.buffers[bound.do.results]  # an output and a log-sum-exp, of size 1 each
+        results[:, 0], results[:, 1] = self.comm.rank, queries[:, 0, 0]
 
-    def merge(self, do):
-        for index, message in rows_by_rank(self, do):
-            senders, queries = self.columns(message, do.payload, self.chunks[do.part.chunk])
+    def merge(self, bound):
+        for index, first, count in bound.pieces:
+            senders, queries = self.columns(self.buffers[bound.do.buffer][first : first + count], bound)
             assert torch.equal(queries, self.leaving[0][index.long()])  # each row beside its own query
             assert len(senders.unique()) == 1
             self.found.append(int(senders[0, 0, 0]))
