@@ -86,9 +86,9 @@ def attend(
         visitors = Visitors(step, kv_rank, comm, of_tokens[:1], _VISITS, forward=True)
     transfers = _transfers(step, kv_rank, head_rank, comm, k, v, visitors, forward=True)
     for stage, chunk, keys in transfers.arrivals():
-        if visitors is not None and stage.visitors is not None:
+        if visitors is not None and stage.remote_queries is not None:
             with transfers.traced("attend", "visitors", stage, chunk) if profiling() else NO_RANGE:
-                message = _attend_visitors(work, visitors, *keys, step.visiting_tiles(kv_rank, stage), chunk, stage)
+                message = _attend_visitors(work, visitors, *keys, step.remote_tiles(kv_rank, stage), chunk, stage)
             _merge_visits(visitors, of_tokens[1], lse_of_tokens)
             visitors.start_home(stage, chunk, message)
         queries, merged = [part_of(x, -2, chunk.heads) for x in of_tokens]
@@ -135,8 +135,8 @@ def attend_backward(
         own_rows = _Rows(*(part_of(x, -2, chunk.heads) for x in (*of_tokens, lse_of_tokens)))
         with transfers.traced("attend", "", stage, chunk) if profiling() else NO_RANGE:
             tiles = step.tiles(kv_rank, stage)
-            if visitors is not None and stage.visitors is not None:
-                visiting = step.visiting_tiles(kv_rank, stage)
+            if visitors is not None and stage.remote_queries is not None:
+                visiting = step.remote_tiles(kv_rank, stage)
                 _attend_visited_backward(
                     work, visitors, total, own_rows, gradients, keys, tiles, visiting, chunk, stage
                 )

@@ -136,6 +136,6 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
     for stage in plan.attend.all_stages:
         if len(plan.attend.tiles(kv_rank, stage).bands):
             _ = plan.attend.call_tiles(kv_rank, stage)
-        if stage.visitors is not None:
-            _ = plan.attend.visiting_tiles(kv_rank, stage).cropped_keys
+        if stage.remote_queries is not None:
+            _ = plan.attend.remote_tiles(kv_rank, stage).cropped_keys
     prepare_transfers(plan.attend, kv_rank, device)

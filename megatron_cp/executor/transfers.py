@@ -1,7 +1,7 @@
 """How the keys and values of one `head_rank` get to the queries that see them, and their gradients back.
 
 `KeyTransfers` walks over the stages of an attention: the next flow is under way while a stage is computed. A flow is
-carried by the class of its kind, in both directions: rows come, and in backward their gradients go on.
+payloads by the class of its kind, in both directions: rows come, and in backward their gradients go on.
 
     Fetch     rows come in one collective a head chunk; gradients go back in another, and their owner sums them; those
               of tiles at home, which need no message, are the first of that sum
@@ -117,7 +117,7 @@ class KeyTransfers:
         assert self._carrier is not None
         with self.traced("send", "k,v", stage, chunk) if profiling() else NO_RANGE:
             started = self._carrier.start(stage, chunk, block)
-        if stage.visitors is not None:
+        if stage.remote_queries is not None:
             assert self._visitors is not None
             self._visitors.start(stage, chunk)
         return started
@@ -150,7 +150,7 @@ class KeyTransfers:
 def _traced(
     step: Attend, comm: Communicator, name: str, what: str, stage: Stage, chunk: HeadChunk, *, forward: bool
 ) -> record_function:
-    chunks, stages = (chunk.number, step.head_chunks), (stage.number, len(step.stages_of(forward=forward)))
+    chunks, stages = (chunk.number, step.head_chunks), (stage.number, len(step.stages_in(forward=forward)))
     return comm.traced(name, what, forward=forward, chunk=chunks, stage=stages)
 
 
@@ -360,6 +360,6 @@ _CARRIERS: dict[type[KeyFlow], type[_Carrier]] = {PassOn: _PassesOn, Fetch: _Fet
 def prepare_transfers(step: Attend, kv_rank: int, device: torch.device) -> None:
     """Makes the tables that transfers use, so that no layer has to."""
     for stage in step.all_stages:
-        for flow in (stage.keys, stage.visitors):
+        for flow in (stage.keys, stage.remote_queries):
             if isinstance(flow, Fetch):
                 prepare_fetch(flow, kv_rank, device)

@@ -147,8 +147,8 @@ class Visitors:
             self._comm.release(coming.received)
 
     def _flow(self, stage: Stage) -> Fetch:
-        assert stage.visitors is not None
-        return stage.visitors
+        assert stage.remote_queries is not None
+        return stage.remote_queries
 
     def _width(self, chunk: HeadChunk) -> int:
         """Bytes of a row: each kind of column behind the one before, and as many as the widest element divides."""
@@ -174,7 +174,7 @@ class Visitors:
 
     def _traced(self, name: str, what: str, stage: Stage, chunk: HeadChunk) -> record_function:
         chunks = (chunk.number, self._step.head_chunks)
-        stages = (stage.number, len(self._step.stages_of(forward=self._forward)))
+        stages = (stage.number, len(self._step.stages_in(forward=self._forward)))
         return self._comm.traced(name, what, forward=self._forward, chunk=chunks, stage=stages)
 
 

@@ -291,7 +291,11 @@ def _least_seconds(problem: TileProblem, pairs_per_second: float, topology: Topo
 
 def _weights_of_head_ranks(step: Attend, item_size: int, *, forward: bool) -> tuple[TileWeights, ...]:
     """Bytes of a row of each head rank, each once."""
-    names = ("visitors", "results", "keys") if forward else ("visitors and gradients", "gradients of visitors", "keys")
+    names = (
+        ("remote queries", "results", "keys")
+        if forward
+        else ("remote queries and gradients", "gradients of remote queries", "keys")
+    )
     step = replace(step, head_chunks=1)  # chunks round rows up, and must not change who computes what
     rows = [[step.row_bytes(name, rank, item_size) for name in names] for rank in range(step.num_head_ranks)]
     found = (TileWeights(row_in, row_back, key, 0 if forward else key) for row_in, row_back, key in rows)

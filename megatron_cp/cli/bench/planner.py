@@ -24,9 +24,9 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.executor.hosts import hosts_of
+from megatron_cp.plan.describe import counted
 from megatron_cp.plan.kinds import GDN, MAMBA
 from megatron_cp.plan.schemes import MODES, SCHEMES
-from megatron_cp.plan.words import counted
 from megatron_cp.planner.predict import Machine, machine
 from megatron_cp.planner.predict.hardware import written
 from megatron_cp.planner.predict.price import priced

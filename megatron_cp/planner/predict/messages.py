@@ -64,7 +64,7 @@ class _AlongKeys:
         chunks = self.step.chunks(self.head_rank)
         order = [
             (stage, chunk)
-            for stage in self.step.stages_of(forward=self.forward)
+            for stage in self.step.stages_in(forward=self.forward)
             for chunk in chunks
             if stage.keys is not None or isinstance(stage.gradients, PassOn)
         ]
@@ -88,8 +88,8 @@ class _AlongKeys:
         stage, chunk = part
         rows = self._rows(stage.keys)
         found = _Coming(self._take(rows.sent, "keys", chunk), self._take(rows.received, "keys", chunk), [], [])
-        if stage.visitors is not None:
-            rows = stage.visitors.message_rows(self.kv_rank)
+        if stage.remote_queries is not None:
+            rows = stage.remote_queries.message_rows(self.kv_rank)
             found.visitors_sent += self._take(rows.sent, self._visiting, chunk)
             found.visitors += self._take(rows.received, self._visiting, chunk)
         return found
@@ -100,11 +100,11 @@ class _AlongKeys:
         if not self.forward and stage.gradients is not None:
             keys = self._rows(stage.keys)
             made = self._take(_at_hand(keys), self._gradients(stage), chunk)
-        if stage.visitors is not None:
+        if stage.remote_queries is not None:
             self.pool.release(here.visitors_sent)
             rows, home = (
-                stage.visitors.message_rows(self.kv_rank),
-                "results" if self.forward else "gradients of visitors",
+                stage.remote_queries.message_rows(self.kv_rank),
+                "results" if self.forward else "gradients of remote queries",
             )
             self._put_in_order(here.visitors, rows, self._visiting, chunk)
             message = self._take(_at_hand(rows), home, chunk)
@@ -145,7 +145,7 @@ class _AlongKeys:
 
     @property
     def _visiting(self) -> str:
-        return "visitors" if self.forward else "visitors and gradients"
+        return "remote queries" if self.forward else "remote queries and gradients"
 
     @staticmethod
     def _gradients(stage: Stage) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.attention import Attend, Stage
-from megatron_cp.plan.carried import WIDE
 from megatron_cp.plan.flows import Fetch, PassOn
+from megatron_cp.plan.payload import SUMMED
 from megatron_cp.planner.predict.kernels import (
     StageSeconds,
     seconds_of_calls,
@@ -111,12 +111,12 @@ class AttentionWalk(WalkBase):
     # -- tiles that are assigned one by one ---------------------------------------------------------------------------
 
     def _attend_tiled(self, step: Attend) -> None:
-        home, *stages = step.stages_of(forward=self.is_forward)
+        home, *stages = step.stages_in(forward=self.is_forward)
         order = [(stage, chunk) for stage in stages for chunk in range(step.head_chunks)]
         coming = self._start_tiles(step, *order[0]) if order else (0, 0)
-        assert home.home is not None
+        assert home.local is not None
         for chunk in range(step.head_chunks):
-            self._tiles(step, home.home.at_home, chunk, "at home")
+            self._tiles(step, home.local.local_tiles, chunk, "at home")
         visits, back = list[_Back](), None
         for number, (stage, chunk) in enumerate(order):
             assert stage.assigned is not None
@@ -126,14 +126,14 @@ class AttentionWalk(WalkBase):
             if number + 1 < len(order):
                 coming = self._start_tiles(step, *order[number + 1])
             self._in_order(step, stage.keys, "keys", chunk)
-            if stage.visitors is not None:
-                assert stage.assigned.visiting is not None
+            if stage.remote_queries is not None:
+                assert stage.assigned.remote is not None
                 self._wait(arriving[1])
-                self._in_order(step, stage.visitors, self._names[0], chunk)
-                self._tiles(step, stage.assigned.visiting, chunk, "visitors")
+                self._in_order(step, stage.remote_queries, self._names[0], chunk)
+                self._tiles(step, stage.assigned.remote, chunk, "remote queries")
                 while visits:
                     self._came_back(step, visits.pop())
-                visits.append(self._go_back(step, stage.visitors, self._names[1], chunk))
+                visits.append(self._go_back(step, stage.remote_queries, self._names[1], chunk))
             self._tiles(step, stage.assigned.own, chunk, "far keys", merges=True)
             if not self.is_forward:
                 if back is not None:
@@ -145,18 +145,22 @@ class AttentionWalk(WalkBase):
     @property
     def _names(self) -> tuple[str, str]:
         """Of rows that visit, and of what is made of them."""
-        return ("visitors", "results") if self.is_forward else ("visitors and gradients", "gradients of visitors")
+        return (
+            ("remote queries", "results")
+            if self.is_forward
+            else ("remote queries and gradients", "gradients of remote queries")
+        )
 
     def _start_tiles(self, step: Attend, stage: Stage, chunk: int) -> tuple[int, int]:
         """The keys, and the queries that visit; the same key twice where none do."""
         assert isinstance(stage.keys, Fetch)
         self._packed(step, stage.keys, "keys", chunk)
         first = self._start("keys and values", self._rows_across(step, stage.keys, "keys", chunk))
-        if stage.visitors is None:
+        if stage.remote_queries is None:
             return first, first
         name = self._names[0]
-        self._packed(step, stage.visitors, name, chunk)
-        return first, self._start(name, self._rows_across(step, stage.visitors, name, chunk))
+        self._packed(step, stage.remote_queries, name, chunk)
+        return first, self._start(name, self._rows_across(step, stage.remote_queries, name, chunk))
 
     def _go_back(self, step: Attend, flow: Fetch, name: str, chunk: int) -> _Back:
         self._in_order(step, flow, name, chunk)
@@ -204,7 +208,7 @@ class AttentionWalk(WalkBase):
         self._wait(key)
         rows = flow.split_counts.counts.sum(axis=1)[self.kv_ranks]
         width = self._widths_of(step, name, chunk)[self.head_ranks]
-        wider = 1 if name in WIDE else max(4 // self.item, 1)
+        wider = 1 if name in SUMMED else max(4 // self.item, 1)
         self._copy(f"add {name}", rows * width * wider * (3 if self.is_forward else 1))
 
     def _rows_of_chunks(self, step: Attend) -> list[IntArray]:

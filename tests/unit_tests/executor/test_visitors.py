@@ -20,7 +20,7 @@ def came_home(group, plan):
     comm = Communicator(group, plan.transport, "attention", plan.scheme, plan)
     visitors = Visitors(step, group.rank, comm, [own], ("queries", "results"), forward=True)
     (chunk,) = step.chunks(0)
-    stage = next(stage for stage in step.stages if stage.visitors is not None)
+    stage = next(stage for stage in step.stages if stage.remote_queries is not None)
     visitors.start(stage, chunk)
     (arrived,) = visitors.arrive(stage, chunk)
     message = visitors.message_like(len(arrived), 2, torch.float64)
@@ -83,5 +83,5 @@ def test_rows_of_odd_sizes_are_as_wide_as_sums_divide(monkeypatch):
     packing = cp.Packing([31])
     layout = cp.Layout.contiguous(packing, 3)
     plan = cp.plan_attention(packing, layout, heads=1, head_dim=1, value_head_dim=2, scheme="tiled")
-    assert plan.attend.row_bytes("visitors and gradients", 0, 2) == 16
+    assert plan.attend.row_bytes("remote queries and gradients", 0, 2) == 16
     assert run_ranks(ran, 3, plan) == [True] * 3

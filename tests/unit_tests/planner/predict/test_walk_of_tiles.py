@@ -45,7 +45,7 @@ def started(heads, first):
     keys, queries = 4 * heads * KEYS * ITEM, 4 * heads * QUERIES * ITEM
     return [
         ("pack keys", [keys, keys]), (f"start {first}", [(1, 0, keys)]),
-        ("pack visitors", [0, queries]), (f"start {first + 1}", [(1, 0, queries)]),
+        ("pack remote queries", [0, queries]), (f"start {first + 1}", [(1, 0, queries)]),
     ]  # fmt: skip
 
 
@@ -57,9 +57,9 @@ def test_forward(monkeypatch):
         *started(1, 1),
         ("attend at home", [16, 0]), ("attend at home", [32, 0]),
         ("wait 1", None), *started(2, 3),
-        ("wait 2", None), ("attend visitors", [32, 0]), ("start 5", [(0, 1, one)]),
+        ("wait 2", None), ("attend remote queries", [32, 0]), ("start 5", [(0, 1, one)]),
         ("attend far keys", [16, 0]), ("merge", [merged, 0]),
-        ("wait 3", None), ("wait 4", None), ("attend visitors", [64, 0]),
+        ("wait 3", None), ("wait 4", None), ("attend remote queries", [64, 0]),
         ("wait 5", None), ("add results", [0, 3 * one]), ("start 6", [(0, 1, two)]),
         ("attend far keys", [32, 0]), ("merge", [2 * merged, 0]),
         ("wait 6", None), ("add results", [0, 3 * two]),
@@ -71,6 +71,6 @@ def test_backward(monkeypatch):
     added = [each for each in operations(monkeypatch, forward=False) if each[0].startswith("add ")]
     queries, keys = 4 * QUERIES * 4, 4 * KEYS * 4
     assert added == [
-        ("add gradients of visitors", [0, queries]), ("add gradients of keys", [keys, keys]),
-        ("add gradients of visitors", [0, 2 * queries]), ("add gradients of keys", [2 * keys, 2 * keys]),
+        ("add gradients of remote queries", [0, queries]), ("add gradients of keys", [keys, keys]),
+        ("add gradients of remote queries", [0, 2 * queries]), ("add gradients of keys", [2 * keys, 2 * keys]),
     ]  # fmt: skip
