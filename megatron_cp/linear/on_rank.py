@@ -211,7 +211,7 @@ def linear_call(
     names = [block.name for block in blocks]
     kind = KINDS[plan.kind]
     keys, convolved = blocks[names.index(kind.keys)], blocks[: kind.convolved]
-    segments = Segments.of(plan.layout).local(rank) if plan.recurrent_steps else None
+    segments = Segments.from_layout(plan.layout).local(rank) if plan.recurrent_steps else None
     channels: tuple[int, ...] = (sum(block.width for block in convolved),)
     if segments is None:
         head_ranks = range(plan.ulysses_degree)

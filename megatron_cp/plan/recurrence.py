@@ -75,7 +75,7 @@ class Halo(Memo):
         return self.layout.memo(("halo needs", self.reach), self._make_needs)
 
     def _make_needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        segments, layout = Segments.of(self.layout), self.layout
+        segments, layout = Segments.from_layout(self.layout), self.layout
         ids = np.flatnonzero(segments.past)
         ends = segments.start[ids]
         starts = np.maximum(ends - self.reach, layout.packing.cu_seqlens[segments.document[ids]])
@@ -102,7 +102,7 @@ class Halo(Memo):
 
     def _tables(self, rank: int) -> HaloTables:
         needer, owner, row, segment, token = self._needs
-        local, segments = Segments.of(self.layout).local(rank), Segments.of(self.layout)
+        local, segments = Segments.from_layout(self.layout).local(rank), Segments.from_layout(self.layout)
         waiting = local.ids[local.past]
         number = np.zeros(segments.start.size, dtype=np.int64)
         number[waiting] = np.arange(waiting.size)
@@ -152,7 +152,7 @@ class Scan(Memo):
 
     @property
     def segments(self) -> Segments:
-        return Segments.of(self.layout)
+        return Segments.from_layout(self.layout)
 
     @property
     def crosses(self) -> bool:
