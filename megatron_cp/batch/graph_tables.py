@@ -367,7 +367,7 @@ def _exchanged(plan: Plan, rank: int) -> Layout | None:
     """The layout of the ranks that this one exchanges heads with."""
     for step in plan.steps:
         if isinstance(step, ToHeads | ToTokens):
-            return step.exchange.within(rank // plan.ulysses_degree).layout
+            return step.exchange.subgroup(rank // plan.ulysses_degree).layout
     return None
 
 

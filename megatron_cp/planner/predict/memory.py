@@ -124,7 +124,7 @@ def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
 def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool) -> list[int]:
     """Bytes of what a part of an exchange receives and sends in buffers."""
     kv_rank, head_rank = divmod(rank, exchange.degree)
-    layout, blocks = exchange.within(kv_rank).layout, exchange.sections.blocks
+    layout, blocks = exchange.subgroup(kv_rank).layout, exchange.sections.blocks
     sizes = [item_size] * len(blocks)
     rows = exchange.row_format(part, sizes).row_bytes
     tokens, heads = int(layout.token_counts[head_rank]) * sum(rows), layout.packing.total * rows[head_rank]
@@ -187,7 +187,7 @@ def _moves(plan: Plan, rank: int, item_size: int) -> list[_Move]:
 
 def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _Move:
     kv_rank, head_rank = divmod(rank, exchange.degree)
-    exchange, blocks = exchange.within(kv_rank), exchange.sections.blocks
+    exchange, blocks = exchange.subgroup(kv_rank), exchange.sections.blocks
     layout, sizes = exchange.layout, [item_size] * len(blocks)
     num_tokens, shared = int(layout.token_counts[head_rank]), [block.width for block in blocks if block.replicated]
     return _Move(
