@@ -41,8 +41,8 @@ def decode(payload: Tensor, scales: Tensor, source: Format) -> Tensor:
 
 def _largest(x: Tensor) -> Tensor:
     """Returns a copy of `max|x|` over the last axis; NaN if any element is NaN."""
-    # Without signs, floats have the order of their bits, with NaN last; and torch compares integers several times faster
-    # than floats, for which it must look for NaN.
+    # Without signs, floats have the order of their bits, with NaN last; and torch compares integers several times
+    # faster than floats, for which it must look for NaN.
     bits = x.view(_INTEGERS[x.dtype.itemsize])
     return bits.bitwise_and(torch.iinfo(bits.dtype).max).amax(-1).view(x.dtype)
 
