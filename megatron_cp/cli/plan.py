@@ -206,7 +206,7 @@ def _like(case: LayerCase, scheme: str) -> Plan:
     way = scheme_named(scheme)
     codec = case.codec if way.takes_codec else "none"
     degree = case.ulysses_degree if way.is_product and scheme_named(case.scheme).is_product else None
-    like = case.by(scheme, ulysses_degree=degree, head_chunks=None, codec=codec)
+    like = case.with_scheme(scheme, ulysses_degree=degree, head_chunks=None, codec=codec)
     plan = like.plan()
     most = plan.partition.most_groups
     chunks = min(case.head_chunks, most) if case.head_chunks is not None and way.takes_chunks else None

@@ -85,7 +85,7 @@ def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str
     checked_search(base.search_seconds, base.search_cache, asked)
     cases, not_run = {}, {}
     for scheme in asked:
-        case = base.by(scheme)
+        case = base.with_scheme(scheme)
         try:
             case.refuse_early()
         except ArgumentError as error:

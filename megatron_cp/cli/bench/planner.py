@@ -113,7 +113,7 @@ def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> li
             batch = replace(base, lengths=_lengths(total, count))
             ways = SCHEMES if layer == "attention" else MODES
             cases = {
-                f"{way}, {layout}": batch.by(way, layout=layout)
+                f"{way}, {layout}": batch.with_scheme(way, layout=layout)
                 for way in ways
                 for layout in ("zigzag", "contiguous")
                 # States of many segments are not what anybody would run, and a redistribution is there already.
@@ -123,7 +123,7 @@ def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> li
     for layers, shapes, layout, names in _OF_BENCHMARKS:
         if layer in layers:
             base = _base(args, world, layer, shapes)
-            cases = {f"{way}, {layout}": base.by(way, layout=layout) for way in names}
+            cases = {f"{way}, {layout}": base.with_scheme(way, layout=layout) for way in names}
             shape = f"{base.heads} heads of {base.value_head_dim}, {base.groups} groups"
             what = "attention" if layer == "attention" else "linear"
             cells.append(Cell(f"{layer}, as bench {what}: {shape}, {size} ranks", _that_run(cases)))
