@@ -1,4 +1,4 @@
-"""The one error a user can cause, and how it reads."""
+"""The error that a user's argument can cause, and checks of arguments."""
 
 import math
 from numbers import Integral, Real
@@ -7,14 +7,14 @@ MAX_INTEGER = 2**63 - 1
 
 
 class ArgumentError(ValueError):
-    """An argument cannot be used: says which one, what was given, what is allowed and what to do.
+    """An argument cannot be used: the message says which one, its value, what is allowed and what to do.
 
     Attributes:
         argument: the name of the argument as the caller spells it.
     """
 
     def __init__(self, argument: str, given: object = None, allowed: str = "", remedy: str = "") -> None:
-        if not allowed:  # made anew from its message alone, as pickle and Megatron's `build_module` do
+        if not allowed:  # pickle and Megatron's `build_module` make it from its message alone
             super().__init__(argument)
             self.argument = argument.partition(":")[0]
             return
@@ -27,7 +27,8 @@ class ArgumentError(ValueError):
 
 
 def checked_integer(argument: str, value: object, least: int, most: int | None = None) -> int:
-    """`value` as an int, if it is an integer (Python's or numpy's) from `least` to `most`, or of 64 bits.
+    """Returns `value` as an int after checking it: an integer (Python's or numpy's) from `least` to `most`, or of 64
+    bits.
 
     Raises:
         ArgumentError: it is not; neither is a truth value, or a tensor with one element.
@@ -41,7 +42,7 @@ def checked_integer(argument: str, value: object, least: int, most: int | None =
 
 
 def as_number(value: object) -> float:
-    """`value` as a float, if it is a number (Python's or numpy's); else NaN, which no range that is asked for has."""
+    """Returns `value` as a float if it is a number (Python's or numpy's); else NaN, which fails every range check."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan
     try:
@@ -51,7 +52,7 @@ def as_number(value: object) -> float:
 
 
 def checked_flag(argument: str, value: object) -> bool:
-    """`value`, if it is True or False.
+    """Returns `value` after checking that it is True or False.
 
     Raises:
         ArgumentError: it is something else, such as 1 or "no".
@@ -62,7 +63,7 @@ def checked_flag(argument: str, value: object) -> bool:
 
 
 def checked_scale(name: str, scale: float | None, head_dim: int) -> float:
-    """The scale as a finite float; `head_dim ** -0.5` if None.
+    """Returns the scale as a finite float; `head_dim ** -0.5` if None.
 
     Raises:
         ArgumentError: it is no finite number.
@@ -83,7 +84,7 @@ class CallMismatchError(PlanMismatchError):
 
 
 class PeerError(RuntimeError):
-    """Another rank of the group does not answer, has ended, or does something else.
+    """Another rank of the group does not answer, has ended, or runs something else.
 
     Attributes:
         rank: this rank, in the group.

@@ -63,7 +63,7 @@ def _shares(call, plan):
     """For each rank and chunk its heads and key heads; all at once where nothing is coded."""
     if not _is_coded(call, plan):
         return [((0, call.heads), (0, call.groups))]
-    partitions = [plan.partition_of(chunk) for chunk in range(plan.head_chunks)]
+    partitions = [plan.chunk_partition(chunk) for chunk in range(plan.head_chunks)]
     shares = [share for partition in partitions for share in zip(partition.heads, partition.groups, strict=True)]
     return sorted((heads, groups) for heads, groups in shares if heads[1] > heads[0])
 

@@ -15,7 +15,7 @@ from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.linear.kimi_delta_attention import kda_mixer
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.linear.on_rank import LinearOnRank
-from megatron_cp.testing.modes import meet_operators
+from megatron_cp.testing.modes import register_operators
 from megatron_cp.testing.parity import Case, draw
 
 OPERATIONS = {"gdn": gated_delta_net, "kda": kda_mixer, "mamba": mamba2_mixer}
@@ -53,7 +53,7 @@ def host_work(layer: str, device: str) -> HostWork:
     def backward() -> Any:
         return torch.autograd.grad(outputs, leaves, ones, allow_unused=True, retain_graph=True)
 
-    meet_operators()
+    register_operators()
     with torch.autograd.set_multithreading_enabled(False):
         backward()
         counted = [Work(calls_of(way), operators_of(way)) for way in (forward, backward)]

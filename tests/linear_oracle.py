@@ -107,7 +107,7 @@ def _conv_over_ranks(kernel, x, weight, bias, silu, layout, asked):
     `asked` receives what each history is told in backward.
     """
     out = torch.zeros_like(x)
-    segments, called = Segments.of(layout), []
+    segments, called = Segments.from_layout(layout), []
     for rank in range(layout.cp_size):
         rows, own = torch.from_numpy(layout.tokens(rank)), segments.local(rank)
         call = LinearCall("conv1d", own.packing, x.dtype, x.device, 0, weight.shape[1], x.shape[1], own)
@@ -150,7 +150,7 @@ def _over_ranks(kernel, kind, inputs, groups, scale, layout, dout):
             return compute(_InTurn(group, turn))
 
     def compute(group):
-        rows, own = torch.from_numpy(layout.tokens(group.rank)), Segments.of(layout).local(group.rank)
+        rows, own = torch.from_numpy(layout.tokens(group.rank)), Segments.from_layout(layout).local(group.rank)
         call = LinearCall(kind, own.packing, values.dtype, values.device, keys.shape[2], segments=own)
         leaves = {
             name: (x if x.ndim == 1 else x[rows]).detach().clone().requires_grad_()

@@ -59,7 +59,7 @@ def make_tables(plan: Plan, rank: int) -> None:
     """What a rank needs to run an attention."""
     kv_rank = rank // plan.ulysses_degree
     for exchange, _ in plan.exchanges(forward=True):
-        layout = exchange.within(kv_rank).layout
+        layout = exchange.subgroup(kv_rank).layout
         _ = layout.order, layout.inverse_order
     assert plan.attend is not None
     for stage in plan.attend.stages:

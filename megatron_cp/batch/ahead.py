@@ -1,4 +1,4 @@
-"""What lies ahead of each token in its document, for models that predict several tokens at once."""
+"""Rows that lie ahead of each token in its document, for models that predict several tokens at once."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron_cp.layout import Layout
 
 @dataclass(frozen=True, eq=False)
 class RowsAhead:
-    """One rank's rows of what lies some places ahead; 0 past the end of a document, and in pad rows.
+    """Values of one rank's rows some places ahead in the document; 0 past its end, and in pad rows.
 
     Attributes:
         tokens: `[t]` int64 token ids.
         labels: `[t]` int64 labels.
         loss_weights: `[t]` float32 weights of the labels.
-        position_ids: `[t]` int64 place in the document.
+        position_ids: `[t]` int64 position in the document.
         total_weight: the sum of the weights of all ranks.
     """
 
@@ -32,22 +32,22 @@ class RowsAhead:
     total_weight: float
 
     def as_sequence(self) -> RowsAhead:
-        """The same with a leading axis of one sequence: `[1, t]`."""
+        """Adds a leading axis of one sequence: `[1, t]`."""
         tokens, labels, weights, positions = self.tokens, self.labels, self.loss_weights, self.position_ids
         return RowsAhead(tokens[None], labels[None], weights[None], positions[None], self.total_weight)
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """A packed batch whole, on the host, with who holds which of its tokens.
+    """A whole packed batch on the host, with its layout.
 
     Attributes:
         tokens: `[total]` int64.
         labels: `[total]` int64, already shifted.
         loss_weights: `[total]` float32.
-        layout: of all ranks.
-        rank: whose rows are asked for.
-        device: where they are put.
+        layout: the layout over all ranks.
+        rank: the rank whose rows `ahead` returns.
+        device: the device of those rows.
     """
 
     tokens: Tensor
@@ -58,7 +58,7 @@ class Stream:
     device: torch.device
 
     def ahead(self, places: int) -> RowsAhead:
-        """This rank's rows of what lies so many places ahead of each token, within its document. No rank is asked.
+        """Returns this rank's rows `places` ahead of each token, within its document, without communication.
 
         Raises:
             ArgumentError: a negative number of places.

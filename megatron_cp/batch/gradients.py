@@ -1,4 +1,4 @@
-"""`reduce_gradients`: every rank's share of each parameter's gradient, summed."""
+"""`reduce_gradients`: sums each rank's share of the parameters' gradients."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from megatron_cp.executor.arguments import DTYPES, check_dense
 from megatron_cp.executor.groups import Group, RankGroup
 from megatron_cp.executor.opaque import opaque
 
-_BUCKET_BYTES = 64 * 2**20  # of one message: it, and what is received for it, are memory beside the gradients
+_BUCKET_BYTES = 64 * 2**20  # of one message, which takes memory twice, to send and to receive
 
 
 @opaque
 def reduce_gradients(parameters: nn.Module | Iterable[Tensor], group: Group | None = None) -> None:
     """Sums the gradients of parameters over ranks, in place: for a plain loop, once a step, after its last backward.
 
-    For a loop without DistributedDataParallel or FSDP, which reduce gradients by themselves. Every rank calls it, with
-    the same parameters in the same order. A gradient that this rank lacks counts as zeros, and is there afterwards,
-    unless every rank lacks it. Sums run in rank order, in at least float32: they are the same bits on every rank and
-    in every run. Calling it twice sums twice.
+    It is for a loop without DistributedDataParallel or FSDP, which reduce gradients themselves. Every rank calls it,
+    with the same parameters in the same order. A gradient that this rank lacks counts as zeros, and exists afterwards,
+    unless every rank lacks it. Sums run in rank order, in at least float32: they are the same bits on every rank and in
+    every run. Calling it twice sums twice.
 
     Args:
-        parameters: a module, or some of its parameters; those that need no gradient are left alone.
+        parameters: a module, or some of its parameters; those that need no gradient are ignored.
         group: the ranks: the context-parallel group or, with data parallelism too, all ranks of both. None for one
             rank, which is refused in a world of several.
 
@@ -56,18 +56,18 @@ def reduce_gradients(parameters: nn.Module | Iterable[Tensor], group: Group | No
 def _reduce(parameters: list[Tensor], ranks: RankGroup) -> None:
     """Sums the gradients of one bucket: each rank sums a share of it, and gathers the other shares.
 
-    The bucket ends in a number for each parameter, 1 where this rank has a gradient: their sum tells whether any has.
+    The bucket ends in a number for each parameter, 1 if this rank has a gradient: their sum tells whether any rank has.
     """
     like, sizes = parameters[0], [parameter.numel() for parameter in parameters]
     share = -(-(sum(sizes) + len(sizes)) // ranks.size)
     acc_dtype = torch.promote_types(like.dtype, torch.float32)
     with torch.no_grad():
         size = ranks.size * share
-        # A bucket of one large parameter takes memory of its own: the group would keep it.
+        # A bucket of one large parameter is not taken from the group's buffers, which would keep the memory.
         fits = size * like.itemsize <= 2 * _BUCKET_BYTES
         sent, received = (ranks.buffers.acquire_like(like, size) if fits else like.new_empty(size) for _ in range(2))
         *pieces, present, rest = sent.split([*sizes, len(sizes), len(sent) - sum(sizes) - len(sizes)])
-        rest.zero_()  # nothing leaves that nobody wrote
+        rest.zero_()  # no uninitialised memory is sent
         for parameter, piece, here in zip(parameters, pieces, present, strict=True):
             here.fill_(parameter.grad is not None)
             if parameter.grad is None:
@@ -77,16 +77,18 @@ def _reduce(parameters: list[Tensor], ranks: RankGroup) -> None:
         ranks.all_to_all(received, sent, [share] * ranks.size, [share] * ranks.size)
         local = received.view(ranks.size, share).sum(0, dtype=acc_dtype).to(like.dtype)
         ranks.all_gather(sent, local)
-        for parameter, piece, somewhere in zip(parameters, pieces, present, strict=True):
+        for parameter, piece, exists in zip(parameters, pieces, present, strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(piece.view(parameter.shape))
-            elif somewhere:  # looked at, and so waited for, only where this rank lacks it
+            elif exists:  # read only if this rank lacks it, since reading waits for the device
                 parameter.grad = piece.view(parameter.shape).clone()
         ranks.buffers.release(sent, received)
 
 
 def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The parameters of each type and device, in order, in buckets of so many bytes or of one parameter."""
+    """Yields the parameters of each type and device, in order, in buckets of at most `_BUCKET_BYTES` or of one
+    parameter.
+    """
     kinds: dict[object, list[Tensor]] = {}
     for parameter in parameters:
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -101,7 +103,7 @@ def _buckets(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _checked(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
-    """Those that need a gradient."""
+    """Returns the parameters that need a gradient, after checking them."""
     for module in parameters.modules() if isinstance(parameters, nn.Module) else ():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             remedy = "It averages in backward: token_loss(averaged_gradients=True)."
@@ -110,12 +112,12 @@ def _checked(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     unordered = isinstance(parameters, Set | Mapping | str | bytes)
     if isinstance(parameters, Tensor) or unordered or not isinstance(parameters, nn.Module | Iterable):
         raise ArgumentError("parameters", parameters, "a module, or a list of parameters")
-    given_ones = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
-    for number, parameter in enumerate(given_ones):
+    listed = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+    for number, parameter in enumerate(listed):
         _check_parameter(f"parameters[{number}]", parameter)
-    if not given_ones:
+    if not listed:
         raise ArgumentError("parameters", "none", "at least one parameter")
-    once = {id(parameter): parameter for parameter in given_ones}  # tied weights may be listed twice
+    once = {id(parameter): parameter for parameter in listed}  # tied weights may be listed twice
     return [parameter for parameter in once.values() if parameter.requires_grad]
 
 

@@ -1,8 +1,8 @@
-"""`GraphTables`: memory for the tables of any pack that fits, so that a CUDA graph of a step serves all of them.
+"""`GraphTables`: memory for the tables of any pack that fits, so that one CUDA graph of a step serves all packs.
 
 A graph repeats the launches of the pack that it was captured with: the same addresses, and the same sizes. So every
-pack is filled up to one number of tokens and of documents, all tables get the same shapes, and each pack's are copied
-to the same addresses, by one copy from pinned memory:
+pack is padded to one number of tokens and of documents, all tables get the same shapes, and each pack's are copied to
+the same addresses, by one copy from pinned memory:
 
     slots = GraphTables(capacity_tokens=32768, capacity_documents=64, cp_size=4)
     for pack in packs:
@@ -10,7 +10,7 @@ to the same addresses, by one copy from pinned memory:
         batch = shard_batch(pack.tokens, layout, group, slots=kinds, device="cuda", into=slots)
         graph.replay()                                   # or, the first time, run eagerly and then capture
 
-What fills up a pack is one document of tokens that have no label: no attention looks at it, and it gets zeros.
+The padding is one document of tokens without labels: it gets zeros from attention.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from megatron_cp.softmax.kernels.common.varlen_calls import calls_key
 Tables = dict[str, NDArray]
 
 _LAYOUTS = ("zigzag", "contiguous")
-_ALIGNMENT = 16  # bytes, of each table
+_ALIGNMENT = 16  # bytes
 _LOAD_AGAIN = (
     "Shard the batch with into=slots right before its step; batches that live at a time need slots of their own."
 )
@@ -58,19 +58,19 @@ _LOAD_AGAIN = (
 class GraphTables:
     """Tables on a device that one pack after another is loaded into.
 
-    What can be loaded: attention by `a2a` and `p2p` and headwise linear layers, without chunks of heads; masks in which
-    every document has the same bands (`causal`, `full`, a window; with `p2p` causal and full). `p2p` wants
-    documents of a multiple of 2 * cp_size tokens: `align_documents` fills them up. What fills up a document follows its
+    Packs may be loaded for attention by `a2a` and `p2p` and headwise linear layers, without chunks of heads; for masks
+    in which every document has the same bands (`causal`, `full`, a window; with `p2p` causal and full). `p2p` needs
+    documents of a multiple of 2 * cp_size tokens: `align_documents` pads them. The padding of a document follows its
     tokens, so a mask under which they see it (`full`, a window to the right) is refused for packs with such documents.
 
     Args:
-        capacity_tokens: of every pack, once it is filled up; a multiple of `cp_size`.
-        capacity_documents: the most that a pack may have.
-        cp_size: ranks.
-        align_documents: documents are filled up to a multiple of so many tokens. Causal and linear layers see no
-            difference; layers that see ahead take packs whose documents are such multiples already.
-        longest: tokens of the longest document of any pack; `capacity_tokens` if None. Kernels make room for so many.
-            It is filled up as documents are.
+        capacity_tokens: tokens of every padded pack; a multiple of `cp_size`.
+        capacity_documents: the most documents of a pack.
+        cp_size: the number of ranks.
+        align_documents: documents are padded to a multiple of this number of tokens. Causal and linear layers see no
+            difference; layers that see ahead take only packs whose documents are such multiples already.
+        longest: tokens of the longest document of any pack, for which kernels make room; `capacity_tokens` if None. It
+            is padded like documents.
         layout: "zigzag" or "contiguous".
 
     Raises:
@@ -102,16 +102,14 @@ class GraphTables:
         self._patterns: dict[tuple[int, int], Pattern] = {}
         self._kinds: list[Slot] = []
         self._place: tuple[int, torch.device] | None = None
-        self._loaded: Callable[[], BatchPlan | None] = _nothing
+        self._loaded: Callable[[], BatchPlan | None] = lambda: None
         self._held: list[weakref.ref[Plan]] = []
 
-    # -- packs -------------------------------------------------------------------------------------------------------
-
     def layout(self, lengths: Iterable[int]) -> Layout:
-        """Who holds which tokens of a pack that is filled up: `capacity_tokens / cp_size` of them on every rank.
+        """Returns the layout of a padded pack, with `capacity_tokens / cp_size` tokens on every rank.
 
         Args:
-            lengths: of the pack's documents.
+            lengths: lengths of the pack's documents.
 
         Raises:
             ArgumentError: more tokens or documents than there is room for.
@@ -134,31 +132,29 @@ class GraphTables:
         spare = np.zeros(self.capacity_documents - given.num_documents, dtype=np.int64)
         packing = Packing(np.concatenate([sizes, spare, [self.capacity_tokens - sizes.sum()]]))
         made = getattr(Layout, self._layout_name)(packing, self.cp_size)
-        # Packs of which each rank happens to hold a part of the stream are moved by tables as all others are.
+        # Tables move every pack, even one of which each rank happens to hold a contiguous part.
         vars(made)["in_stream_order"] = self._layout_name == "contiguous" or self.cp_size == 1
         made.remember(FILLED, (given, self._room))
         return made
 
     @property
     def _room(self) -> tuple[Any, ...]:
-        """What packs are filled up to."""
+        """The sizes that packs are padded to."""
         sizes = (self.capacity_tokens, self.capacity_documents, self.cp_size, self.align_documents, self.longest)
         return (*sizes, self._layout_name)
-
-    # -- plans -------------------------------------------------------------------------------------------------------
 
     def load(
         self, plans: BatchPlan, rank: int, device: torch.device, rows: Mapping[str, NDArray] | None = None
     ) -> dict[str, Tensor]:
-        """Copies the tables of a pack's plans into the slots; layers with these plans, and graphs, then read them.
+        """Copies the tables of a pack's plans into this memory; layers with these plans, and graphs, then read them.
 
-        Queued on the current stream, which must be the one that the layers run in. Nothing waits.
+        The copy is queued on the current stream, which must be the one that the layers run in. The host does not wait.
 
         Args:
             plans: of a layout of `layout`, for the same kinds of layers in every pack.
-            rank: of this process.
-            device: of the tables.
-            rows: more that a step reads and that changes from pack to pack, such as a rank's tokens.
+            rank: the rank of this process.
+            device: the device of the tables.
+            rows: further arrays that a step reads and that change from pack to pack, such as a rank's tokens.
 
         Returns:
             `rows` on the device, always in the same memory.
@@ -196,12 +192,12 @@ class GraphTables:
             self._memory = _Memory(tables, place[1])
         views = self._memory.load(tables)
         self._install(plans, rank, place[1], views, calls)
-        # Plans refer to their slots: no cycle.
+        # Weak references, since plans refer to this object: a cycle would keep them.
         self._loaded, self._held = weakref.ref(plans), [weakref.ref(plan) for plan in plans.plans]
         return {name: views[f"rows {name}"] for name in rows or {}}
 
     def check_loaded(self, plans: BatchPlan) -> None:
-        """Refuses plans that are not those whose tables the slots have: a graph would move rows by others'.
+        """Raises unless the tables in memory are those of the given plans: a graph would move rows by those of others.
 
         Raises:
             ArgumentError: others have been loaded since, or these never.
@@ -214,7 +210,7 @@ class GraphTables:
             raise ArgumentError("plans", given, "those loaded last", _LOAD_AGAIN)
 
     def check_has(self, plan: Memo) -> None:
-        """Refuses a plan of a pack in whose place another one has been loaded.
+        """Raises if another pack has been loaded in place of the plan's pack.
 
         Raises:
             ArgumentError: its tables, and its batch's tokens, are those of the other one now.
@@ -223,7 +219,9 @@ class GraphTables:
             raise ArgumentError("plan", "one of a pack before the last one loaded", "one of the last", _LOAD_AGAIN)
 
     def _learn(self, plans: BatchPlan, rank: int) -> None:
-        """What all packs have in common, from a pack of one document of the most tokens; and that others have it."""
+        """Learns what all packs share from a pack of one document with the most tokens, and checks it on another
+        pack.
+        """
         for slot, plan in zip(plans.kinds, plans.plans, strict=True):
             self._check_kind(slot, plan)
         step = self.align_documents
@@ -243,18 +241,18 @@ class GraphTables:
                 raise _no_pattern(slot)
 
     def _learn_pattern(self, number: int, one: BatchPlan, rank: int) -> None:
-        """The bands of the one document of a pack, in each stage."""
+        """Stores the bands of a pack's only document, for each stage."""
         plan = one.plans[number]
         assert plan.attend is not None
         for stage in plan.attend.stages:
             tiles = plan.attend.tiles(rank // plan.ulysses_degree, stage)
             bands = tiles.bands
-            if one.layout.packing.lengths[-1]:  # half of them are those of what fills it up
+            if one.layout.packing.lengths[-1]:  # half of the bands are the padding's
                 bands = bands[: len(bands) // 2]
             self._patterns[number, stage.number] = Pattern.of(bands, len(tiles.q_tokens), len(tiles.k_tokens))
 
     def _check_kind(self, slot: Slot, plan: Plan) -> None:
-        """Refuses by name what cannot be captured for every pack."""
+        """Raises for layers that cannot be captured for every pack, naming the option."""
         ways: Mapping[str, Scheme | LinearMode] = SCHEMES if isinstance(slot, AttentionSpec) else MODES
         name, way = "scheme" if isinstance(slot, AttentionSpec) else "mode", ways[plan.scheme]
         if not way.sends_alike:
@@ -265,7 +263,7 @@ class GraphTables:
             raise ArgumentError(
                 "slots", "cross-attention", "attention of a pack to itself", "Leave it out of the graph."
             )
-        # Blocks are cut by a document's own length, and here documents are filled up.
+        # Blocks are cut by a document's own length, which padding changes.
         if isinstance(slot, AttentionSpec) and is_block_table(slot.mask):
             raise _no_pattern(slot)
         if not isinstance(way, Scheme) or not way.exchanges_keys or self.cp_size == 1:
@@ -282,7 +280,7 @@ class GraphTables:
     def _tables(self, plans: BatchPlan, rank: int, calls: Sequence[tuple[Tables, Any]]) -> Tables:
         found: Tables = {}
         for number, plan in enumerate(plans.plans):
-            own = {f"order {name}": table for name, table in _orders(plan, rank).items()}
+            own = {f"order {name}": table for name, table in _order_tables(plan, rank).items()}
             own |= calls[number][0]
             if plan.kind in KINDS and KINDS[plan.kind].has_state:
                 own |= {f"chunks {name}": table for name, table in fixed_chunks(plan.packing).items()}
@@ -293,7 +291,7 @@ class GraphTables:
         return found
 
     def _calls(self, number: int, plan: Plan, rank: int) -> tuple[Tables, list[tuple[Stage, WholeTiles, FixedCalls]]]:
-        """The tables of an attention, and what it calls in each stage."""
+        """Returns the tables of an attention, and its kernel calls in each stage."""
         tables: Tables = {}
         made = []
         for stage in plan.attend.stages if plan.attend is not None else ():
@@ -311,28 +309,28 @@ class GraphTables:
         self, plans: BatchPlan, rank: int, device: torch.device, views: Mapping[str, Tensor],
         calls: Sequence[tuple[Tables, list[tuple[Stage, WholeTiles, FixedCalls]]]],
     ) -> None:  # fmt: skip
-        """Has the plans remember the tables as theirs."""
+        """Stores the tables in the memos of the plans."""
         for number, plan in enumerate(plans.plans):
-            own = _named(views, f"{number} ")
-            layout, attend = _exchanged(plan, rank), plan.attend
-            for name, table in _named(own, "order ").items():
+            own = _with_prefix(views, f"{number} ")
+            layout, attend = _exchange_layout(plan, rank), plan.attend
+            for name, table in _with_prefix(own, "order ").items():
                 assert layout is not None
                 layout.remember((name, device), table)
             if attend is not None:
                 for stage, tiles, fixed in calls[number][1]:
-                    tiles.remember(calls_key(device), fixed.on_device(_named(own, f"stage {stage.number} ")))
+                    tiles.remember(calls_key(device), fixed.on_device(_with_prefix(own, f"stage {stage.number} ")))
                     attend.remember(Attend.tiles_key(rank // plan.ulysses_degree, stage), tiles)
-            if chunks := _named(own, "chunks "):
+            if chunks := _with_prefix(own, "chunks "):
                 plan.packing.remember(chunks_key(device), FixedChunks(chunks))
-                plan.packing.remember(documents_key(device), _named(own, "fla "))
-            if heads := _named(own, "heads "):
+                plan.packing.remember(documents_key(device), _with_prefix(own, "fla "))
+            if heads := _with_prefix(own, "heads "):
                 in_order = [heads[str(back)] for back in range(plan.conv_width)]
                 plan.packing.remember(heads_key(plan.conv_width, device), in_order)
             plan.remember(IN_SLOTS, self)
 
 
 def documents_of(slots: GraphTables, layout: Layout) -> Packing:
-    """The documents that `GraphTables.layout` made a layout for.
+    """Returns the documents that `GraphTables.layout` made a layout for.
 
     Raises:
         ArgumentError: it did not, or other slots did.
@@ -345,13 +343,13 @@ def documents_of(slots: GraphTables, layout: Layout) -> Packing:
     return given
 
 
-def is_filled_up(layout: Layout) -> bool:
-    """Whether some `GraphTables.layout` made it."""
+def is_padded_to_capacity(layout: Layout) -> bool:
+    """Returns True if `GraphTables.layout` made the layout."""
     return layout.remembers(FILLED)
 
 
-def filled_up(values: Tensor, slots: GraphTables, layout: Layout, fill: float) -> Tensor:
-    """`[total]` values of a pack's tokens as `[capacity_tokens]`, with `fill` for what fills it up."""
+def pad_to_capacity(values: Tensor, slots: GraphTables, layout: Layout, fill: float) -> Tensor:
+    """Returns values `[total]` of a pack's tokens as `[capacity_tokens]`, with `fill` in the padding."""
     given = documents_of(slots, layout)
     starts = layout.packing.cu_seqlens[: given.num_documents]
     places = np.repeat(starts - given.cu_seqlens[:-1], given.lengths) + np.arange(given.total)
@@ -360,21 +358,21 @@ def filled_up(values: Tensor, slots: GraphTables, layout: Layout, fill: float) -
     return filled
 
 
-def _named(tables: Mapping[str, Any], start: str) -> dict[str, Any]:
+def _with_prefix(tables: Mapping[str, Any], start: str) -> dict[str, Any]:
     return {name.removeprefix(start): table for name, table in tables.items() if name.startswith(start)}
 
 
-def _exchanged(plan: Plan, rank: int) -> Layout | None:
-    """The layout of the ranks that this one exchanges heads with."""
+def _exchange_layout(plan: Plan, rank: int) -> Layout | None:
+    """Returns the layout of the ranks that this one exchanges heads with."""
     for step in plan.steps:
         if isinstance(step, ToHeads | ToTokens):
-            return step.exchange.within(rank // plan.ulysses_degree).layout
+            return step.exchange.subgroup(rank // plan.ulysses_degree).layout
     return None
 
 
-def _orders(plan: Plan, rank: int) -> Tables:
-    """By which the head side puts rows in stream order, and back."""
-    layout = _exchanged(plan, rank)
+def _order_tables(plan: Plan, rank: int) -> Tables:
+    """Returns the tables by which the head side puts rows in stream order, and back."""
+    layout = _exchange_layout(plan, rank)
     if layout is None or layout.in_stream_order:
         return {}
     return {name: getattr(layout, name).astype(np.int32) for name in ("order", "inverse_order")}
@@ -389,12 +387,8 @@ def _shapes(tables: Tables) -> dict[str, Any]:
     return {name: (table.shape, table.dtype) for name, table in tables.items()}
 
 
-def _nothing() -> None:
-    return None
-
-
 class _Memory:
-    """Tables side by side on a device, and twice in pinned memory: one is filled while the other travels."""
+    """Adjacent tables on a device, and two copies in pinned memory: one is filled while the other is copied."""
 
     def __init__(self, tables: Tables, device: torch.device) -> None:
         self._shapes = _shapes(tables)
@@ -413,7 +407,7 @@ class _Memory:
         }
 
     def load(self, tables: Tables) -> dict[str, Tensor]:
-        """Copies them, and returns what they are on the device."""
+        """Copies the tables, and returns their views on the device."""
         shapes = _shapes(tables)
         if shapes != self._shapes:
             name = next(name for name in {**shapes, **self._shapes} if shapes.get(name) != self._shapes.get(name))
@@ -422,10 +416,10 @@ class _Memory:
             raise ArgumentError("plans", given, before, remedy)
         host, event = self._hosts[0], self._copied[0]
         if event is not None:
-            event.synchronize()  # of the load before the last: done long ago, unless loads come faster than steps
-        bytes_of_host = host.numpy()
+            event.synchronize()  # the load before the last, complete unless loads are faster than steps
+        host_bytes = host.numpy()
         for name, table in tables.items():
-            bytes_of_host[self._places[name]] = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
+            host_bytes[self._places[name]] = np.ascontiguousarray(table).reshape(-1).view(np.uint8)
         fill_tables(self._device, host)
         if self._device.is_cuda:
             self._copied[0] = torch.cuda.Event()

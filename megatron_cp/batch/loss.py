@@ -25,26 +25,26 @@ def token_loss(
     num_tokens: int | None = None,
     averaged_gradients: bool = False,
 ) -> Tensor:
-    """The weighted losses of all ranks' tokens, summed and divided once by the number of tokens that count.
+    """Returns the sum of all ranks' weighted losses, divided once by the number of tokens that count.
 
-    A token counts if its weight is not 0. That number is summed over ranks like the losses are, so that it does not
-    matter how many tokens each rank has: a mean of the ranks' own means would be another loss. The value is the same
-    on every rank. Its gradient is each rank's own share: that of the weighted sum of *its* losses, over the number of
+    A token counts if its weight is not 0. That number is summed over ranks like the losses, so that the number of
+    tokens of each rank does not matter: a mean of the ranks' own means would be another loss. The value is the same on
+    every rank. Its gradient is each rank's own share: that of the weighted sum of *its* losses, over the number of
     tokens of all ranks. The sum of all ranks' gradients of a parameter is what one process would compute.
 
         loss = (sum over ranks, tokens of weight * loss) / max(number of tokens with weight != 0, 1)
 
-    So losses without a token that counts are 0, with gradients of 0. The loss of a token of weight 0 is not looked at,
-    and may be anything, NaN too. Every rank calls this, in each microbatch, also a rank without rows.
+    Losses without a token that counts are therefore 0, with gradients of 0. The loss of a token of weight 0 is ignored,
+    and may be anything, including NaN. Every rank calls this, in each microbatch, also a rank without rows.
 
     Args:
         losses: `[t]` loss of each of this rank's rows, not reduced: `cross_entropy(..., reduction="none")`. With a
-            tensor of weights, of any shape that these have too.
-        weights: what `shard_batch` returned, or its `loss_weights`, or others: constants.
+            tensor of weights they may have any shape that the weights have too.
+        weights: the result of `shard_batch`, its `loss_weights`, or other constants.
         group: the ranks that gradients are summed (or averaged) over: the context-parallel group or, with data
             parallelism too, the group of all ranks of both. None for one rank, which is refused in a world of several.
-        num_tokens: what to divide by, the same on every rank, instead of the number of tokens that count here. For a
-            step of several microbatches: the sum of their `LocalBatch.num_tokens`, over all replicas if there are any.
+        num_tokens: the divisor, the same on every rank, instead of the number of tokens that count here. For a step of
+            several microbatches: the sum of their `LocalBatch.num_tokens`, over all replicas if there are any.
         averaged_gradients: the gradients of parameters are averaged over the ranks of `group`, as by
             DistributedDataParallel and FSDP, and not summed, as by `reduce_gradients`. The gradient of this loss, not
             its value, is then multiplied by the number of ranks.
@@ -77,9 +77,8 @@ def token_loss(
         ranks, [], "token_loss", {"losses": losses.flatten()}, options,
         lambda: {"value of num_tokens": num_tokens},
     )  # fmt: skip
-    if (
-        num_tokens is not None
-    ):  # by which messages of ranks with another one do not meet these, where the group can tell
+    if num_tokens is not None:
+        # In the name of the message, so that groups which compare names refuse another rank's number.
         mark = f"{mark}, num_tokens {num_tokens}"
     factor = ranks.size if averaged_gradients else 1
     loss: Tensor = _GlobalMean.apply(*weighted_sum(losses, weights), ranks, num_tokens, factor, mark)
@@ -87,33 +86,33 @@ def token_loss(
 
 
 def weighted_sum(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of one rank's weighted losses, and the number of its tokens that count.
+    """Returns the sum of one rank's weighted losses, and the number of its tokens that count.
 
     Args:
-        losses: of any shape.
-        weights: of the same.
+        losses: a tensor of any shape.
+        weights: a tensor of the same shape.
 
     Returns:
         the sum, in at least float32 and differentiable; and how many weights are not 0, in int64.
     """
     acc_dtype = torch.promote_types(losses.dtype, torch.float32)
-    # Filled, since 0 times an infinite loss is not 0.
+    # Masked, since 0 times an infinite loss is not 0.
     counted = losses.to(acc_dtype).masked_fill(weights == 0, 0)
     return (counted * weights).sum(), torch.count_nonzero(weights)
 
 
 class _GlobalMean(torch.autograd.Function):
-    """From every rank's sum and count to the one mean; backward, each rank's share of it."""
+    """Computes the mean from every rank's sum and count; backward returns this rank's share of the gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, own_sum: Tensor, own_count: Tensor, ranks: RankGroup, num_tokens: int | None, factor: int, mark: str
     ) -> Tensor:
         own = torch.stack([own_sum.double(), own_count.double()])
-        everyones = own.new_empty(2 * ranks.size)
+        gathered = own.new_empty(2 * ranks.size)
         ranks.activity = f"{mark}, forward"
-        ranks.all_gather(everyones, own)
-        total, count = everyones.view(ranks.size, 2).sum(0)
+        ranks.all_gather(gathered, own)
+        total, count = gathered.view(ranks.size, 2).sum(0)
         divisor = (count if num_tokens is None else torch.full_like(count, num_tokens)).clamp(min=1)
         ctx.share = factor / divisor
         return (total / divisor).to(own_sum.dtype)
@@ -126,7 +125,7 @@ class _GlobalMean(torch.autograd.Function):
 
 
 def _checked_weights(losses: Tensor, weights: LocalBatch | Tensor, ranks: RankGroup) -> Tensor:
-    """The weights of these losses, which the batch has if one is given."""
+    """Returns the weights of these losses, from the batch if one is given, after checking both."""
     check_dense("losses", losses)
     if losses.dtype not in DTYPES or losses.ndim == 0:
         given = f"{losses.dtype} {list(losses.shape)}"

@@ -1,4 +1,4 @@
-"""`Pack`: one packed microbatch on the host, before it is assigned to ranks."""
+"""`Pack`: one packed microbatch on the host, before it is sharded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Pack:
     """Documents end to end. `shard_batch(pack.tokens, layout, ..., labels=pack.labels, loss_mask=pack.loss_mask)`.
 
     Attributes:
-        packing: their lengths.
+        packing: the documents' lengths.
         tokens: `[total]` int64.
-        labels: `[total]` int64 what each token is to predict, or None for the next token of its document.
+        labels: `[total]` int64 target of each token, or None for the next token of its document.
         loss_mask: `[total]` float32, or None for all ones.
     """
 

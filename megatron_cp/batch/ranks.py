@@ -1,4 +1,4 @@
-"""The ranks of a sum, however many they are."""
+"""The ranks that a sum runs over, from a group or from None."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron_cp.executor.groups import Group, RankGroup, ThreadGroup, rank_grou
 
 
 def ranks_of(group: Group | None) -> RankGroup:
-    """The ranks of a group, see `rank_group`; this rank alone for None, where it is the only one of the job.
+    """Returns the ranks of a group, see `rank_group`; this rank alone for None, if it is the only one of the job.
 
     Raises:
         ArgumentError: it is no group, or None among several ranks: each would sum what it has, without a word.

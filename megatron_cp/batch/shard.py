@@ -1,4 +1,4 @@
-"""`shard_batch`: a pack becomes each rank's tokens, labels, weights and positions, and the plans of every layer."""
+"""`shard_batch`: turns a pack into each rank's tokens, labels, weights and positions, and the plans of every layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_cp.batch.ahead import RowsAhead, Stream
-from megatron_cp.batch.graph_tables import GraphTables, documents_of, filled_up, is_filled_up
+from megatron_cp.batch.graph_tables import GraphTables, documents_of, is_padded_to_capacity, pad_to_capacity
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.exchange.device import indexed, moved, on_device
 from megatron_cp.executor.agreement import check_agreement
@@ -30,18 +30,18 @@ from megatron_cp.softmax.on_rank import prepare_attention
 
 @dataclass(frozen=True, eq=False)
 class LocalBatch:
-    """One rank's rows of a packed batch: `t` of them, its tokens in the layout's order and then its pad rows.
+    """The rows of one rank of a packed batch: its `t` tokens and pad rows in the layout's order.
 
     Attributes:
         tokens: `[t]` int64 token ids; 0 in pad rows.
-        labels: `[t]` int64 what each token is to predict; `ignore_index` where the weight is 0.
+        labels: `[t]` int64 target of each token; `ignore_index` where the weight is 0.
         loss_weights: `[t]` float32 weight of each token's loss; 0 where there is no label, and in pad rows.
-        position_ids: `[t]` int64 place of each row in its document, for rotary phases; 0 in pad rows.
-        plans: of every kind of layer.
-        seed: of dropout in attention: the same on every rank, another one in every batch and step.
-        num_tokens: tokens that count, of the whole batch on all its ranks: those whose weight is not 0.
-        pad_rows: rows on all ranks that are no token.
-        stream: the whole batch, on the host; None where it was sharded into slots.
+        position_ids: `[t]` int64 position of each row in its document, for rotary phases; 0 in pad rows.
+        plans: the plans of every kind of layer.
+        seed: seed of dropout in attention: the same on every rank, different in every batch and step.
+        num_tokens: tokens of the whole batch, on all its ranks, whose weight is not 0.
+        pad_rows: pad rows of all ranks.
+        stream: the whole batch, on the host; None if it was sharded into `GraphTables`.
     """
 
     tokens: Tensor
@@ -56,16 +56,16 @@ class LocalBatch:
 
     @property
     def layout(self) -> Layout:
-        """Who holds which tokens."""
+        """The ranks that hold each token."""
         return self.plans.layout
 
     def plan(self, slot: Slot) -> Plan:
-        """The plan of every layer of this kind. A kind that `shard_batch` was not given is planned when it is asked."""
+        """Returns the plan of every layer of a kind, made now if `shard_batch` was not given the kind."""
         return self.plans.plan(slot)
 
     @opaque
     def ahead(self, places: int) -> RowsAhead:
-        """What lies so many places ahead of each row in its document, for multi-token prediction: host work, no sends.
+        """Returns values `places` ahead of each row in its document, for multi-token prediction, without communication.
 
         Raises:
             ArgumentError: a negative number of places, or a batch that was sharded into slots.
@@ -90,27 +90,26 @@ def shard_batch(
     agree: bool = True,
     into: GraphTables | None = None,
 ) -> LocalBatch:
-    """This rank's rows of a packed batch, with the plans of every layer: host work, once a batch.
+    """Returns this rank's rows of a packed batch, with the plans of every layer: host work, once a batch.
 
-    Every rank is given the whole batch and keeps its own rows. A rank may have none: its tensors are `[0]`, and it
-    runs its model on them like every other rank. `layout.padded(min_rows=1)` is for models that cannot.
+    Every rank is given the whole batch and keeps its own rows. A rank may have none: its tensors are `[0]`, and it runs
+    its model on them like every other rank. `layout.padded(min_rows=1)` is for models that cannot.
 
     Args:
         tokens: `[total]` integers, the token ids of the packed stream, on the host.
-        layout: who holds which tokens, over the documents of the batch.
-        group: the context-parallel ranks, those of the layout; None for one rank.
+        layout: the ranks that hold each token, over the documents of the batch.
+        group: the context-parallel ranks, as many as the layout has; None for one rank.
         slots: the kinds of layers in the model, planned here; see `AttentionSpec` and `LinearSpec`.
-        labels: `[total]` integers, what each token is to predict, already shifted, and negative where nothing is; None
+        labels: `[total]` integers, the target of each token, already shifted, and negative where there is none; None
             for the next token of its document, which the last one does not have.
-        loss_mask: `[total]` finite weight of each token's loss, such as 1 for answers and 0 for questions; None for
-            all ones. Tokens without a label have weight 0 whatever it says.
+        loss_mask: `[total]` finite weight of each token's loss, such as 1 for answers and 0 for questions; None for all
+            ones. Tokens without a label have weight 0 in any case.
         ignore_index: the label of rows whose weight is 0; torch's cross entropy skips -100.
-        device: where the model is.
-        seed: at least 0, of dropout in attention beside the batch's tokens: the number of the step, so that a batch
-            that comes again has other weights dropped. The same on every rank.
-        agree: compare the plans, the tokens, labels and weights that are given, and the seed of all ranks (16 bytes on
-            the host).
-        into: for CUDA graphs, where the batch's tables and rows are put: always in the same memory. `tokens`, `labels`
+        device: the device of the model.
+        seed: at least 0, for dropout in attention together with the batch's tokens: the number of the step, so that a
+            batch that is repeated drops other weights. The same on every rank.
+        agree: compare all ranks' plans, tokens, labels, weights and seed (16 bytes on the host).
+        into: for CUDA graphs, the memory of the batch's tables and rows, the same for every batch. `tokens`, `labels`
             and `loss_mask` are those of the documents alone, and `layout` is `into.layout(lengths)`.
 
     Raises:
@@ -130,21 +129,25 @@ def shard_batch(
     ranks, device = as_rank_group(group, layout.cp_size), _checked_device(device)
     if into is not None and not isinstance(into, GraphTables):
         raise ArgumentError("into", into, "GraphTables, or None")
-    if into is None and is_filled_up(layout):
+    if into is None and is_padded_to_capacity(layout):
         remedy = "What fills up the pack would be trained on as tokens."
         raise ArgumentError("into", None, "the GraphTables that made the layout", remedy)
     packing = layout.packing if into is None else documents_of(into, layout)
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)
     ids = _integers("tokens", tokens, packing)
-    targets, weights = _next_tokens(ids, packing) if labels is None else _given_labels(labels, packing)
+    if labels is None:
+        targets, weights = _next_tokens(ids, packing)
+    else:
+        targets = _integers("labels", labels, packing)
+        weights = (targets >= 0).float()
     if loss_mask is not None:
         weights *= _numbers("loss_mask", loss_mask, packing)
     targets = targets.masked_fill(weights == 0, ignore_index)
     plans, mixed = BatchPlan(layout, slots), batch_seed(ids, seed)
     if agree and layout.cp_size > 1:
-        given = {"labels": (labels, targets), "loss_weights": (loss_mask, weights)}
-        compared = {name: stream for name, (said, stream) in given.items() if said is not None}
+        given = [("labels", labels, targets), ("loss_weights", loss_mask, weights)]
+        compared = {name: stream for name, said, stream in given if said is not None}
         check_agreement(plans, ranks, seed=mixed, tensors=compared)
     streams = {"tokens": (ids, 0), "labels": (targets, ignore_index), "loss_weights": (weights, 0)}
     if into is None:
@@ -155,11 +158,11 @@ def shard_batch(
         }
         rows["position_ids"] = local_positions(layout, ranks.rank, device)
     else:
-        on_host = {
-            name: layout.shard(filled_up(stream, into, layout, fill), ranks.rank).numpy()
+        host_rows = {
+            name: layout.shard(pad_to_capacity(stream, into, layout, fill), ranks.rank).numpy()
             for name, (stream, fill) in streams.items()
         }
-        rows = into.load(plans, ranks.rank, device, on_host | {"position_ids": layout.positions(ranks.rank)})
+        rows = into.load(plans, ranks.rank, device, host_rows | {"position_ids": layout.positions(ranks.rank)})
     return LocalBatch(
         **rows,
         plans=plans,
@@ -171,7 +174,7 @@ def shard_batch(
 
 
 def prepare_plans(plans: BatchPlan, rank: int, device: torch.device) -> None:
-    """Makes all that a rank's layers derive from the plans of a batch, on the device, so that no layer has to."""
+    """Makes all tables that a rank's layers derive from the plans of a batch, on the device, before any layer runs."""
     for plan in plans.plans:
         prepare(plan, rank, device)
         if plan.attend is not None:
@@ -179,41 +182,33 @@ def prepare_plans(plans: BatchPlan, rank: int, device: torch.device) -> None:
 
 
 def local_positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """`[t]` int64 place of each of a rank's rows in its document, on the device; 0 in pad rows."""
+    """Returns `[t]` int64 the position of each of a rank's rows in its document, on the device; 0 in pad rows."""
     return on_device(layout.positions(rank), device, torch.int64)
 
 
 def _next_tokens(ids: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """The next token of each token's document, and 0 for the weight of a document's last token."""
+    """Returns the next token of each token's document, and weights that are 0 for a document's last token."""
     weights = torch.ones(packing.total, device="cpu")
     weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0
     return ids.roll(-1), weights
 
 
-def _given_labels(labels: NDArray[np.integer] | Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    targets = _integers("labels", labels, packing)
-    return targets, (targets >= 0).float()
-
-
 def batch_seed(ids: Tensor, seed: int) -> int:
-    """A number that all ranks make of a batch and a step alike, without asking one another."""
+    """Returns a number that all ranks derive equally from a batch and a step, without communication."""
     digest = hashlib.blake2b(f"{seed}:".encode() + ids.numpy().tobytes(), digest_size=4)
     return int.from_bytes(digest.digest(), "little")
 
 
-# -- what is given ---------------------------------------------------------------------------------------------------
-
-
 def _integers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
-    """`[total]` int64 of a stream of integers, a copy: a loader may refill its buffer while the batch lives."""
+    """Returns `[total]` int64, a copy: a loader may refill its buffer while the batch lives."""
     _check_stream(argument, values, packing, integral=True)
     if isinstance(values, Tensor):
         return values.to(torch.int64, copy=True)
-    return torch.from_numpy(np.array(values, np.int64, order="C"))  # on disk it may be read-only, or unsigned
+    return torch.from_numpy(np.array(values, np.int64, order="C"))  # a memory-mapped file may be read-only, or unsigned
 
 
 def _numbers(argument: str, values: NDArray | Tensor, packing: Packing) -> Tensor:
-    """`[total]` float32 of a stream of weights, or of truth values."""
+    """Returns `[total]` float32 of weights or booleans."""
     _check_stream(argument, values, packing)
     is_real = not values.is_complex() if isinstance(values, Tensor) else values.dtype.kind in "biuf"
     if not is_real:

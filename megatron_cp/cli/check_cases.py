@@ -20,8 +20,8 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.agreement import check_agreement
 from megatron_cp.executor.groups import RankGroup, TorchGroup, set_timeout
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
+from megatron_cp.plan.describe import counted
 from megatron_cp.plan.schemes import DEFAULT, HEADWISE, SCHEMES
-from megatron_cp.plan.words import counted
 from megatron_cp.testing.parity import Case, Parity, compare, judge, one_rank, run_layer, whole
 from megatron_cp.testing.sweep import sweep
 

@@ -17,10 +17,10 @@ from megatron_cp.cli.parser import cp_sizes, memory_size, positive
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
+from megatron_cp.plan.describe import counted, size
 from megatron_cp.plan.plan import Plan, Price
 from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_assign_tiles, scheme_named
 from megatron_cp.plan.transport import knows_hosts
-from megatron_cp.plan.words import counted, size
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict import machine, presets
@@ -206,7 +206,7 @@ def _like(case: LayerCase, scheme: str) -> Plan:
     way = scheme_named(scheme)
     codec = case.codec if way.takes_codec else "none"
     degree = case.ulysses_degree if way.is_product and scheme_named(case.scheme).is_product else None
-    like = case.by(scheme, ulysses_degree=degree, head_chunks=None, codec=codec)
+    like = case.with_scheme(scheme, ulysses_degree=degree, head_chunks=None, codec=codec)
     plan = like.plan()
     most = plan.partition.most_groups
     chunks = min(case.head_chunks, most) if case.head_chunks is not None and way.takes_chunks else None
@@ -302,7 +302,7 @@ def _solver(plan: Plan) -> dict[str, Any]:
     return {
         "optimal": {name: each.is_optimal for name, each in both.items()},
         "bound": {name: each.bound for name, each in both.items()},
-        "found": {name: each.bytes_on_the_way for name, each in both.items()},
+        "found": {name: each.busiest_bytes for name, each in both.items()},
         "load_cap": {name: each.load_cap for name, each in both.items()},
         "seconds": {name: each.seconds for name, each in both.items()},
         "rounds": dict(zip(_BOTH, plan.attend.tiled.rounds, strict=True)),

@@ -18,10 +18,10 @@ from megatron_cp.cli.parser import MAX_TOKENS
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
-from megatron_cp.plan import words
+from megatron_cp.plan import describe
+from megatron_cp.plan.describe import size
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import AUTO, MODES
-from megatron_cp.plan.words import size
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.layouts import CHOICES, layout_by_name
 from megatron_cp.planner.page.page import check_page, save_page
@@ -199,10 +199,10 @@ def _text(
     lines = [
         f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, of which a token meets "
         f"{model.active_parameters / 1e9:.2f}e9 in products; {model.source}",
-        f"a step of one context-parallel group: {words.counted(sum(lengths), 'token')} in "
-        f"{words.counted(len(lengths), 'document')}, {drawn}; median {middle}, longest {max(lengths)}",
+        f"a step of one context-parallel group: {describe.counted(sum(lengths), 'token')} in "
+        f"{describe.counted(len(lengths), 'document')}, {drawn}; median {middle}, longest {max(lengths)}",
         f"predicted for {data['machine']}; attention: {on.hardware.sources.get('attention', 'given')}",
-        f"sharding {choice.sharding} over {words.counted(choice.replicas, 'replica')} of the group's ranks",
+        f"sharding {choice.sharding} over {describe.counted(choice.replicas, 'replica')} of the group's ranks",
         "",
         *_table(rows, best, on),
         "",
@@ -221,7 +221,7 @@ def _text(
     about = "about " if args.search else ""
     return [
         *lines,
-        f"up to {about}{words.counted(data['longest'], 'token')} fit {size(int(limit))} this way",
+        f"up to {about}{describe.counted(data['longest'], 'token')} fit {size(int(limit))} this way",
         f"take this: {best.flags}",
     ]
 
@@ -240,7 +240,7 @@ def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data
         text += f", {size(int(fixed))} of it weights, gradients and optimizer"
     else:
         about = "about " if args.search else ""
-        text += f"; {about}{words.counted(data['longest'], 'token')} would fit"
+        text += f"; {about}{describe.counted(data['longest'], 'token')} would fit"
     return f"{text}. Use {' or '.join(ways)}."
 
 
@@ -300,7 +300,7 @@ def report_of(
         "facts": [
             ["machine", described(on, topology)],
             ["documents", f"{packing.num_documents}, longest {packing.lengths.max()}"],
-            ["sharding", f"{chosen.choice.sharding}, {words.counted(chosen.choice.replicas, 'replica')}"],
+            ["sharding", f"{chosen.choice.sharding}, {describe.counted(chosen.choice.replicas, 'replica')}"],
             ["recomputation", chosen.choice.recompute],
             ["work by rank", "of kernels, in one forward and one backward of all layers"],
             ["not priced", "pipelines, tensor parallelism, experts' exchanges, the host's own time"],
@@ -355,7 +355,7 @@ def _tiles(plans: list[Plan]) -> list[dict[str, Any]]:
         shapes, ranks, count = shapes_by_rank(assignment)
         text = [f"The {len(shapes)} pieces with most queries of {count}."] * (len(shapes) < count)
         for known in tiled.solutions[number : number + 1]:
-            most, bound = size(known.bytes_on_the_way), size(known.bound)
+            most, bound = size(known.busiest_bytes), size(known.bound)
             beside = (
                 "which is the least"
                 if known.is_optimal

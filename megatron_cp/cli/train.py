@@ -27,7 +27,7 @@ from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
 from megatron_cp.megatron.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.megatron.train.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
-from megatron_cp.plan.words import plural
+from megatron_cp.plan.describe import plural
 from megatron_cp.testing.tolerances import CODEC_TOLERANCES
 
 if TYPE_CHECKING:

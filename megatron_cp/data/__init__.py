@@ -1,4 +1,4 @@
-"""Documents on disk become packed batches.
+"""Packed batches from documents on disk.
 
 Owns `Tokenizer` (text to token numbers), `Corpus` (the documents as tokens), best-fit packing, `even_packs` (packs of a
 global batch that take equally long), `group_batches` (its microbatches of groups of ranks), `PackedStream` (the endless

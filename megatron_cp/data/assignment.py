@@ -1,7 +1,7 @@
-"""`Assignment`: which documents of a global batch are in which pack, and how exchanges even out their work.
+"""`Assignment`: the documents of a global batch in packs, and exchanges that even out their work.
 
-Work is what a document adds to its pack's time, in any unit. Packs are numbered as they are read: pack number
-`microbatch * ranks + rank` is the microbatch of that rank.
+Work is the contribution of a document to its pack's time, in any unit. Packs are numbered in the order in which they
+are read: pack number `microbatch * ranks + rank` is the microbatch of that rank.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_cp.layout.packing import IntArray
 
 FloatArray = NDArray[np.float64]
 
-EVEN = 1e-3  # a difference of this share of the mean is not worth an exchange
+EVEN = 1e-3  # a difference of less than this share of the mean is ignored
 GAIN = 0.02  # an exchange closes at least this share of the gap
-GIVEN, TAKEN = 24, 96  # documents of a pack that are tried as the one that goes, and as the first that come for it
-TAKERS = 6  # packs that are tried for what one pack gives, the lightest first
+GIVEN, TAKEN = 24, 96  # documents of a pack that are tried as the given one, and as the first of the run taken for it
+TAKERS = 6  # packs that are tried as takers of one pack's document, the lightest first
 
 
 class _Pack(NamedTuple):
@@ -32,12 +32,12 @@ class _Pack(NamedTuple):
 
 
 class Exchange(NamedTuple):
-    """One document of a pack for a run of another's, which may be empty.
+    """A document of a pack for a run of another's, which may be empty.
 
     Attributes:
         given: place of the document in the pack that gives it.
         start, end: places of the run in the pack that takes the document.
-        work: what the first pack loses, and the second gains.
+        work: the work that the first pack loses and the second gains.
     """
 
     given: int
@@ -50,11 +50,11 @@ class Assignment:
     """The packs of a global batch, which exchange documents. Tokens of a pack never exceed the budget.
 
     Args:
-        lengths: `[documents]` tokens of each.
-        work: `[documents]` of each.
+        lengths: `[documents]` tokens of each document.
+        work: `[documents]` work of each document.
         budget: the most tokens of a pack.
         ranks: data-parallel ranks; they divide the number of packs.
-        packs: the documents of each, at least one.
+        packs: the documents of each pack, at least one.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Assignment:
         self._packs = [self._pack(np.asarray(pack, np.int64)) for pack in packs]
 
     def copy(self) -> Assignment:
-        """The same packs, which then change apart."""
+        """Returns an independent copy."""
         copied = copy.copy(self)
         copied._packs = list(self._packs)
         return copied
@@ -76,7 +76,7 @@ class Assignment:
 
     @property
     def work(self) -> FloatArray:
-        """`[microbatches, ranks]` of the packs."""
+        """`[microbatches, ranks]` work of the packs."""
         return np.array([pack.work[-1] for pack in self._packs]).reshape(-1, self.ranks)
 
     @property
@@ -85,7 +85,9 @@ class Assignment:
         return np.array([pack.work[1] for pack in self._packs]).reshape(-1, self.ranks)
 
     def sort_into_microbatches(self) -> None:
-        """Packs of like work become one microbatch; in it, the rank with the least work so far gets the heaviest."""
+        """Groups packs of similar work into microbatches; in each, the rank with the least work so far gets the
+        heaviest.
+        """
         work = self.work.ravel()
         order = np.argsort(-work, kind="stable").reshape(-1, self.ranks)
         loads = np.zeros(self.ranks)
@@ -95,16 +97,16 @@ class Assignment:
         self._packs = [self._packs[pack] for pack in order.ravel().tolist()]
 
     def sort_in_ranks(self) -> None:
-        """Each rank's packs by falling work, so that those of one microbatch are alike."""
+        """Sorts each rank's packs by falling work, so that those of one microbatch are similar."""
         order = np.argsort(-self.work, axis=0, kind="stable") * self.ranks + np.arange(self.ranks)
         self._packs = [self._packs[pack] for pack in order.ravel().tolist()]
 
     def even_packs(self, targets: FloatArray, tries: int) -> None:
-        """Exchanges documents until no pack is above its target, as far as exchanges of two packs can do that.
+        """Exchanges documents until no pack is above its target, as far as exchanges of two packs can achieve.
 
         Args:
-            targets: `[microbatches, ranks]` work of each pack, with the sum of what there is.
-            tries: the most pairs of packs that are tried.
+            targets: `[microbatches, ranks]` target work of each pack; they sum to the total work.
+            tries: the most pairs of packs to try.
         """
         least = EVEN * float(targets.mean())
         done = np.zeros(len(self._packs), bool)
@@ -121,15 +123,15 @@ class Assignment:
                 tries -= 1
                 found = self._find(giver, taker, gap / 2)
                 if found is not None:
-                    self._carry_out(giver, taker, found)
+                    self._apply(giver, taker, found)
                     done[giver] = False
                     break
 
     def even_ranks(self, tries: int, *, keep_peaks: bool) -> None:
-        """Exchanges documents or packs until the ranks' sums are even, as far as exchanges of two ranks can do that.
+        """Exchanges documents or packs until the ranks' sums are even, as far as exchanges of two ranks can achieve.
 
         Args:
-            tries: the most pairs of ranks that are tried.
+            tries: the most pairs of ranks to try.
             keep_peaks: no pack may grow beyond the heaviest of its microbatch.
         """
         done = np.zeros(self.ranks, bool)
@@ -152,7 +154,9 @@ class Assignment:
                     break
 
     def _exchange_of_ranks(self, giver: int, taker: int, amount: float, peaks: FloatArray) -> bool:
-        """Carries out what brings two ranks closest: whole packs of a microbatch, or documents of any two packs."""
+        """Applies the exchange that brings two ranks closest: whole packs of a microbatch, or documents of two
+        packs.
+        """
         work, ranks = self.work, self.ranks
         best = abs(work[:, giver] - work[:, taker] - amount)
         nearest, whole = float(best.min()), int(best.argmin())
@@ -168,17 +172,17 @@ class Assignment:
         if nearest >= (1 - GAIN) * amount:
             return False
         if found is not None:
-            self._carry_out(*found)
+            self._apply(*found)
         else:
             first, second = whole * ranks + giver, whole * ranks + taker
             self._packs[first], self._packs[second] = self._packs[second], self._packs[first]
         return True
 
     def _find(self, giver: int, taker: int, amount: float) -> Exchange | None:
-        """The exchange whose work is closest to `amount`, if it closes enough of the gap of twice that.
+        """Returns the exchange whose work is closest to `amount`, if it closes enough of the gap of twice that.
 
-        A document for a run of shorter ones: where packs are full, tokens have to balance while work, which grows with
-        the square of a document's length, changes place.
+        It exchanges a document for a run of shorter ones: if packs are full, tokens have to balance while work, which
+        grows with the square of a document's length, moves.
         """
         gives, takes = self._packs[giver], self._packs[taker]
         places = _spread(np.arange(gives.documents.size), GIVEN)
@@ -186,7 +190,7 @@ class Assignment:
         tokens = np.diff(gives.tokens)[places, None]
         work = np.diff(gives.work)[places, None]
         before = takes.tokens[starts] + tokens
-        # Ends of the runs that fit: what comes back must leave room for the document, and fit where that was.
+        # Ends of the runs that fit: the taker must have room for the document, and the giver for the run.
         first = np.searchsorted(takes.tokens, before - (self._budget - takes.tokens[-1]))
         last = np.searchsorted(takes.tokens, before + (self._budget - gives.tokens[-1]), side="right") - 1
         first = np.maximum(first, starts)
@@ -205,7 +209,7 @@ class Assignment:
                 found = Exchange(int(places[row]), *run, float(moved[row, column]))
         return found
 
-    def _carry_out(self, giver: int, taker: int, exchange: Exchange) -> None:
+    def _apply(self, giver: int, taker: int, exchange: Exchange) -> None:
         gives, takes = self._packs[giver].documents, self._packs[taker].documents
         given, run = gives[exchange.given], takes[exchange.start : exchange.end]
         kept = np.delete(takes, slice(exchange.start, exchange.end))
@@ -213,14 +217,14 @@ class Assignment:
         self._packs[taker] = self._pack(np.append(kept, given))
 
     def _pack(self, documents: IntArray) -> _Pack:
-        # By number where lengths are equal, so that a pack does not depend on what happened before.
+        # Ties are ordered by number, so that a pack does not depend on its history.
         documents = documents[np.lexsort((documents, -self._lengths[documents]))]
         tokens, work = self._lengths[documents], self._work[documents]
         return _Pack(documents, np.append(0, np.cumsum(tokens)), np.append(0.0, np.cumsum(work)))
 
 
 def _spread(values: IntArray, count: int) -> IntArray:
-    """At most so many of the values: half of them the first ones, the others spread over all."""
+    """Returns at most `count` of the values: half of them the first ones, the others spread over all."""
     if values.size <= count:
         return values
     return values[np.unique(np.append(np.arange(count // 2), np.linspace(0, values.size - 1, count // 2).astype(int)))]

@@ -15,14 +15,14 @@ from megatron_cp.layout.packing import IntArray
 
 
 class BlendedStream:
-    """An endless sequence of packs, each of one of several streams, in the order of Megatron's blends.
+    """An endless sequence of packs, each from one of several streams, in the order of Megatron's blends.
 
-    The next pack is of the stream that lags furthest behind its share, of those that lag equally the first. So the pack
-    of a number is a function of the number and the weights, as `PackedStream`'s, and a pack holds documents of one
-    corpus alone. Weights are shares of packs, and no epoch of one stream waits for another's.
+    The next pack is from the stream that is furthest behind its share, the first of those if several are. So a pack is
+    a function of its number and the weights, as in `PackedStream`, and holds documents of one corpus only. Weights are
+    shares of packs, and no epoch of one stream waits for another's.
 
     Args:
-        streams: at least one.
+        streams: at least one stream.
         weights: a share of the packs for each, above 0, of any sum; None for the tokens that each has in an epoch.
 
     Raises:
@@ -46,10 +46,10 @@ class BlendedStream:
             raise ArgumentError("data_path", weights, f"{len(self.streams)} weights above 0")
         self.weights = np.array(given) / sum(given)
         self._counts = np.zeros(len(given), np.int64)
-        self._places: list[tuple[int, int]] = []  # of each pack so far, its stream and its number there
+        self._places: list[tuple[int, int]] = []  # stream, and number in it, of each pack so far
 
     def pack(self, index: int) -> tuple[Packing, IntArray]:
-        """Pack number `index`: the lengths of its pieces, and their tokens `[packing.total]` in one stream.
+        """Returns pack number `index`: the lengths of its pieces, and their tokens `[packing.total]` in one stream.
 
         Raises:
             ArgumentError: `index` is no integer of at least 0.
@@ -58,7 +58,7 @@ class BlendedStream:
         return self.streams[stream].pack(number)
 
     def loss_weights(self, index: int) -> NDArray[np.float32] | None:
-        """`[packing.total]` of pack number `index`: 1 for each token whose next one is to be learnt; None for all ones.
+        """Returns `[packing.total]` weights of pack number `index`: 1 if the next token is learnt; None for all ones.
 
         Raises:
             ArgumentError: `index` is no integer of at least 0.
@@ -67,14 +67,14 @@ class BlendedStream:
         return self.streams[stream].loss_weights(number)
 
     def place(self, index: int) -> tuple[int, int]:
-        """The stream of pack number `index`, and the pack's number in it.
+        """Returns the stream of pack number `index`, and the pack's number in it.
 
         Raises:
             ArgumentError: `index` is no integer of at least 0.
         """
         index = checked_integer("index", index, 0)
         while len(self._places) <= index:
-            # Megatron begins to count at 1, so that its first pack is of the stream with the largest weight.
+            # Megatron counts from 1, so that its first pack is from the stream with the largest weight.
             lag = self.weights * max(len(self._places), 1) - self._counts
             stream = int(lag.argmax())
             self._places.append((stream, int(self._counts[stream])))

@@ -1,11 +1,11 @@
-"""A line of a `.jsonl` file: text to learn, and text that is only read.
+"""Parser of a line of a `.jsonl` file, as text to learn and text that is only read.
 
     {"text": ...}                                       all is learnt
     {"prompt": ..., "answer": ...} or "completion"      the answer is learnt
     {"messages": [{"role": ..., "content": ...}, ...]}  what the assistant says is learnt
 
-Messages become plain text, each `<|role|>`, a new line, the content, a new line. What ends the assistant's turn is
-learnt too, and so is the end of a document whose last part is.
+Messages become plain text: for each message `<|role|>`, a new line, the content, a new line. The end of the assistant's
+turn is learnt too, and so is the end of a document whose last part is.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ class Part(NamedTuple):
     """A piece of a document.
 
     Attributes:
-        text: its UTF-8 bytes; of half a character, which JSON can spell, bytes that are no UTF-8.
-        is_learnt: whether its tokens are to be predicted.
+        text: its UTF-8 bytes; half a character, which JSON can spell, becomes bytes that are not UTF-8.
+        is_learnt: True if its tokens are to be predicted.
     """
 
     text: bytes
     is_learnt: bool = True
 
 
-def parts_of(line: bytes) -> list[Part]:
-    """The document of a line.
+def parse_line(line: bytes) -> list[Part]:
+    """Returns the document of a line.
 
     Raises:
         ValueError: why the line is none.
     """
     try:
         entry = json.loads(line.decode())
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested too deeply
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise ValueError(getattr(error, "msg", str(error))) from None
     entry = entry if isinstance(entry, dict) else {}
     answers = [key for key in ("answer", "completion") if "prompt" in entry and key in entry]

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_cp.data.conversations import ALLOWED, Part, parts_of
+from megatron_cp.data.conversations import ALLOWED, Part, parse_line
 from megatron_cp.data.tokenizer import Tokenizer
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.memo import frozen
@@ -25,13 +25,13 @@ BoolArray = NDArray[np.bool_]
 
 
 class Corpus(Protocol):
-    """Documents as tokens, wherever they are kept.
+    """Documents as tokens, in any storage.
 
     Attributes:
-        name: where they come from, for logs and errors.
-        vocab_size: every token is below it.
-        lengths: `[documents]` tokens of each, its end-of-document token included.
-        skipped: what was left out: reason -> how many.
+        name: origin of the documents, for logs and errors.
+        vocab_size: a bound that every token is below.
+        lengths: `[documents]` tokens of each document, its end-of-document token included.
+        skipped: reason -> number of documents that were left out.
     """
 
     @property
@@ -47,26 +47,26 @@ class Corpus(Protocol):
     def skipped(self) -> Mapping[str, int]: ...
 
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
-        """`[end - start]` tokens of a document, or all of them, which end in the end-of-document token.
+        """Returns `[end - start]` tokens of a document, or all of them, which end in the end-of-document token.
 
-        The range keeps a document of a whole book from being copied for each of its pieces.
+        The range avoids copying a whole book for each of its pieces.
         """
 
     def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> BoolArray | None:
-        """`[end - start]` which of these tokens are to be predicted; None where all are."""
+        """Returns `[end - start]` True for tokens that are to be predicted; None if all are."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenCorpus:
-    """A corpus in memory. Its arrays are read as long as it lives, and not copied: leave them as they are.
+    """A corpus in memory. Its arrays are not copied and must not be changed.
 
     Attributes:
-        name: where the documents come from.
-        vocab_size: every token is below it.
+        name: origin of the documents.
+        vocab_size: a bound that every token is below.
         flat: `[tokens]` of all documents, one after another, in the smallest type that holds the vocabulary.
-        offsets: `[documents + 1]` where each document starts in `flat`; starts at 0, ends at its size.
-        skipped: what was left out: reason -> how many.
-        learnt: `[tokens]` which of them are to be predicted; None for all.
+        offsets: `[documents + 1]` start of each document in `flat`; starts at 0, ends at its size.
+        skipped: reason -> number of documents that were left out.
+        learnt: `[tokens]` True for tokens that are to be predicted; None for all.
     """
 
     name: str
@@ -78,16 +78,16 @@ class TokenCorpus:
 
     @cached_property
     def lengths(self) -> IntArray:
-        """`[documents]` tokens of each, its end-of-document token included."""
+        """`[documents]` tokens of each document, its end-of-document token included."""
         return frozen(np.diff(self.offsets))
 
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
-        """`[end - start]` tokens of a document, or all of them, in an array of their own."""
+        """Returns a copy of `[end - start]` tokens of a document, or of all of them."""
         whole = self.flat[self.offsets[document] : self.offsets[document + 1]]
         return whole[start:end].astype(np.int64)
 
     def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> BoolArray | None:
-        """`[end - start]` which of these tokens are to be predicted; None where all are."""
+        """Returns `[end - start]` True for tokens that are to be predicted; None if all are."""
         if self.learnt is None:
             return None
         return self.learnt[self.offsets[document] : self.offsets[document + 1]][start:end]
@@ -124,16 +124,16 @@ class CorpusPart:
         return self.corpus.skipped
 
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
-        """`[end - start]` tokens of a document, or all of them."""
+        """Returns `[end - start]` tokens of a document, or all of them."""
         return self.corpus.tokens(self.first + document, start, end)
 
     def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> BoolArray | None:
-        """`[end - start]` which of these tokens are to be predicted; None where all are."""
+        """Returns `[end - start]` True for tokens that are to be predicted; None if all are."""
         return self.corpus.is_learnt(self.first + document, start, end)
 
 
 def split_corpus(corpus: Corpus, shares: str) -> list[CorpusPart | None]:
-    """The parts of a corpus by Megatron's `--split`, such as "99,1,0"; None for a share of 0.
+    """Returns the parts of a corpus by Megatron's `--split`, such as "99,1,0"; None for a share of 0.
 
     Raises:
         ArgumentError: not shares of at least 0, or one above 0 that would get no document.
@@ -152,16 +152,16 @@ def split_corpus(corpus: Corpus, shares: str) -> list[CorpusPart | None]:
 
 
 def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
-    """The documents at `path` as tokens in memory, in an order that depends on nothing but their names.
+    """Reads the documents at `path` as tokens in memory, in an order that depends only on their names.
 
-    What is empty, is not UTF-8 or cannot be read is skipped and counted.
+    Documents that are empty, not UTF-8 or unreadable are skipped and counted.
 
     Args:
         path: a folder (every file below it is one document; hidden files and folders are left out), a `.jsonl` file
             (each line is one document: text, or a conversation; see `conversations.py`), any other text file (one
             document), or None: the source files of Python's standard library, which every machine has: real documents
             with a heavy tail.
-        tokenizer: what makes tokens of them.
+        tokenizer: the tokenizer of the documents.
 
     Raises:
         ArgumentError: no such path, one that cannot be read or without one document, or a line of a `.jsonl` file
@@ -171,7 +171,7 @@ def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
         library = Path(sysconfig.get_path("stdlib"))
         others = {"site-packages", "dist-packages", "__pycache__"}
         sources = [file for file in _files(library, others) if file.suffix == ".py"]
-        return _gathered(f"Python {platform.python_version()} standard library", map(_content, sources), tokenizer)
+        return _tokenized(f"Python {platform.python_version()} standard library", map(_content, sources), tokenizer)
     source = Path(path)
     allowed = "a folder, a .jsonl file or a text file that can be read"
     try:
@@ -186,27 +186,27 @@ def read_corpus(path: str | Path | None, tokenizer: Tokenizer) -> Corpus:
             documents = _lines(source)
         else:
             documents = [[Part(source.read_bytes())]]
-        return _gathered(str(path), documents, tokenizer)
+        return _tokenized(str(path), documents, tokenizer)
     except OSError as error:
         raise ArgumentError("data_path", str(path), allowed, f"Cannot read it: {error.strerror}.") from None
 
 
-def _files(root: Path, left_out: Set[str] = frozenset()) -> list[Path]:
-    """Every regular file below `root`, sorted; hidden ones and folders called as in `left_out` are left out."""
+def _files(root: Path, skipped_names: Set[str] = frozenset()) -> list[Path]:
+    """Returns every regular file below `root`, sorted; without hidden ones and folders in `skipped_names`."""
     found: list[Path] = []
-    # A folder that cannot be listed stands for its files: it cannot be read as one either, and is counted.
+    # A folder that cannot be listed takes the place of its files: reading it fails too, and is counted.
     for folder, folders, files in root.walk(on_error=lambda error: found.append(Path(error.filename))):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in left_out]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_names]
         visible = (folder / name for name in files if not name.startswith("."))
         found.extend(file for file in visible if _is_regular(file))
     return sorted(found)
 
 
 def _is_regular(path: Path) -> bool:
-    """Not a pipe, which could block for ever, nor a link to a folder, which could lead in a circle."""
+    """Returns False for a pipe, which could block for ever, and a link to a folder, which could lead in a circle."""
     try:
         return S_ISREG(path.stat().st_mode)
-    except OSError:  # out of reach: reading it will fail too, and is counted
+    except OSError:  # reading it will fail too, and is counted
         return True
 
 
@@ -218,24 +218,24 @@ def _content(file: Path) -> list[Part] | None:
 
 
 def _lines(path: Path) -> Iterator[list[Part]]:
-    """The document of every line of a `.jsonl` file."""
+    """Yields the document of every line of a `.jsonl` file."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                parts = parts_of(line)
+                parts = parse_line(line)
             except ValueError as problem:
                 remedy = f"Line {number} is {line.strip()[:80]!r}: {problem}."
                 raise ArgumentError("data_path", str(path), ALLOWED, remedy) from None
             yield parts
 
 
-def _gathered(name: str, documents: Iterable[list[Part] | None], tokenizer: Tokenizer) -> TokenCorpus:
-    """The documents' tokens, end to end. None stands for a document that could not be read."""
+def _tokenized(name: str, documents: Iterable[list[Part] | None], tokenizer: Tokenizer) -> TokenCorpus:
+    """Joins the documents' tokens end to end. None stands for a document that could not be read."""
     sizes: dict[type, int] = {np.uint8: 2**8, np.uint16: 2**16, np.int32: 2**31}
     dtype = next((kind for kind, size in sizes.items() if tokenizer.vocab_size <= size), np.int64)
-    flat, learnt = bytearray(), bytearray()  # grow in place: arrays would be held twice while they are joined
+    flat, learnt = bytearray(), bytearray()  # grow in place; joining arrays would need twice the memory
     lengths: list[int] = []
     skipped: Counter[str] = Counter()
     for parts in documents:
@@ -256,7 +256,7 @@ def _gathered(name: str, documents: Iterable[list[Part] | None], tokenizer: Toke
             allowed = f"a tokenizer whose tokens are below its vocab_size, {tokenizer.vocab_size}"
             raise ArgumentError("tokenizer_model", tokenizer.name, allowed, f"It made token {outside}.")
         flat += np.append(tokens, tokenizer.end_of_document).astype(dtype).tobytes()
-        if learnt or not all(part.is_learnt for part in parts):  # texts alone need none
+        if learnt or not all(part.is_learnt for part in parts):  # not needed for plain texts
             learnt = learnt or bytearray([True]) * sum(lengths)
             for part, piece in zip(parts, pieces, strict=True):
                 learnt += bytes([part.is_learnt]) * piece.size

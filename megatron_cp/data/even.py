@@ -1,4 +1,4 @@
-"""`even_packs`: the documents of a global batch in packs whose predicted times are even."""
+"""`even_packs`: puts the documents of a global batch in packs whose predicted times are even."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from megatron_cp.data.pieces import best_fit
 from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_integer
 from megatron_cp.layout.packing import IntArray, host_array, is_integral
 
-TRIES = 64  # pairs of packs in a round, so that a batch of any size takes some tens of milliseconds
-ROUNDS = 2  # of microbatches; a third gains less than a thousandth
-TAILS = (0.0, 0.1, 0.4)  # shares of the tokens that best fit adds where packs would overflow
-ROOM = 0.01  # with less of the budget to spare, packs would overflow without a tail
+TRIES = 64  # pairs of packs tried in a round, so that a batch of any size takes some tens of milliseconds
+ROUNDS = 2  # rounds of sorting into microbatches; a third gains less than a thousandth
+TAILS = (0.0, 0.1, 0.4)  # shares of the tokens that best fit adds if packs would overflow
+ROOM = 0.01  # with less of the budget free, packs would overflow without a tail
 
 
-_MOST_TOKENS = 2**60  # sums of a few such numbers are integers of 64 bits
+_MOST_TOKENS = 2**60  # sums of a few such numbers fit 64 bits
 
 
 class Cost(Protocol):
-    """A pack's time by its documents, such as `planner.predict.pack_cost.PackCost`; in any unit.
+    """The time of a pack as a function of its documents, such as `planner.predict.pack_cost.PackCost`; in any unit.
 
     Attributes:
-        token: of a token.
-        pair: of a pair of tokens of a document.
+        token: time of a token.
+        pair: time of a pair of tokens of a document.
     """
 
     @property
@@ -42,15 +42,15 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What a step reads, and what decides how long it takes.
+    """The packs that a step reads, and the rule for its duration.
 
     Pack number `microbatch * ranks + rank` of a global batch is that microbatch of that rank.
 
     Attributes:
-        ranks: data-parallel ranks.
+        ranks: the number of data-parallel ranks.
         microbatches: packs that each rank reads in a step.
-        cost: of a pack.
-        barrier: whether ranks wait for each other in each microbatch: True where experts or parameters are shared among
+        cost: the cost of a pack.
+        barrier: True if ranks wait for each other in each microbatch: if experts or parameters are shared among
             data-parallel ranks, or with pipeline stages. The step then takes the sum over microbatches of the heaviest
             rank's time, and else the heaviest rank's sum over microbatches.
 
@@ -83,14 +83,14 @@ class GlobalBatch:
 
     @property
     def packs(self) -> int:
-        """Packs of a global batch."""
+        """The number of packs of a global batch."""
         return self.ranks * self.microbatches
 
     def step_time(self, times: Sequence[float] | FloatArray) -> float:
-        """What a step takes.
+        """Returns the time of a step.
 
         Args:
-            times: `[microbatches * ranks]` of its packs, by their numbers.
+            times: `[microbatches * ranks]` times of its packs, by their numbers.
 
         Raises:
             ArgumentError: another number of packs, or what is no number.
@@ -104,7 +104,7 @@ class GlobalBatch:
         return self._seconds(packs.reshape(self.microbatches, self.ranks))
 
     def _seconds(self, times: FloatArray, *, other: bool = False) -> float:
-        """Of times `[microbatches, ranks]`; of the other kind of step if `other`."""
+        """Returns the step time for times `[microbatches, ranks]`; for the other setting of `barrier` if `other`."""
         return float(times.max(1).sum() if self.barrier != other else times.sum(0).max())
 
 
@@ -117,20 +117,20 @@ def even_packs(
     microbatches: int | None = None,
     barrier: bool = False,
 ) -> list[list[int]]:
-    """The documents of one global batch in packs for all data-parallel ranks, so that its step is short.
+    """Puts the documents of a global batch in packs for all data-parallel ranks, so that its step is short.
 
     First, longest document first, each goes to the rank with the least work so far, and there into the lightest pack
-    that has room (longest processing time first, Graham 1969); where packs would overflow, best fit adds the shortest
+    that has room (longest processing time first, Graham 1969); if packs would overflow, best fit adds the shortest
     documents. Then packs exchange documents: one for a run of shorter ones, which moves work at equal tokens. The
-    result is never worse than best fit by tokens, and a function of the arguments alone.
+    result is never worse than best fit by tokens, and depends on the arguments alone.
 
-    With `barrier=False` the heaviest rank's sum over its microbatches is what is made short, and with `barrier=True`
-    the sum over microbatches of the heaviest pack; of equal ones, that with the less of the other.
+    With `barrier=False` the heaviest rank's sum over its microbatches is minimised, and with `barrier=True` the sum
+    over microbatches of the heaviest pack; ties are broken by the other of the two.
 
     Args:
-        lengths: `[documents]` tokens of each, from 1 to `budget`: longer ones are cut before.
+        lengths: `[documents]` tokens of each document, from 1 to `budget`: longer ones are cut before.
         budget: the most tokens of a pack.
-        cost: of a pack: its `token` and `pair` decide.
+        cost: the cost of a pack: its `token` and `pair` are used.
         ranks: data-parallel ranks.
         microbatches: packs of each rank; if None the fewest that hold what best fit needs. More leave room to be even.
         barrier: as in `GlobalBatch`.
@@ -166,27 +166,27 @@ def even_packs(
         name = "ranks" if microbatches is None else "microbatches"
         allowed = f"at most one pack for each of {sizes.size} documents"
         raise ArgumentError(name, getattr(batch, name), allowed, f"These are {batch.packs} packs.")
-    return evened(sizes.astype(np.int64), _split(packs, batch.packs), budget, batch)
+    return balance_packs(sizes.astype(np.int64), _split(packs, batch.packs), budget, batch)
 
 
-def evened(
+def balance_packs(
     lengths: IntArray, packs: Sequence[Sequence[int] | IntArray], budget: int, batch: GlobalBatch
 ) -> list[list[int]]:
-    """The documents of some packs in as many packs, as `even_packs` assigns them, and never in a longer step.
+    """Redistributes the documents of given packs over as many packs like `even_packs`, and never makes the step longer.
 
     Args:
-        lengths: `[documents]` tokens of each.
+        lengths: `[documents]` tokens of each document.
         packs: the documents of each of `batch.packs` packs, at least one and at most `budget` tokens.
         budget: the most tokens of a pack.
-        batch: what the packs are for.
+        batch: the global batch of the packs.
 
     Returns:
         as many packs, each a rising list of documents, at least one.
     """
-    budget = min(budget, int(lengths.sum()))  # more is never used, and a few budgets are an integer of 64 bits
+    budget = min(budget, int(lengths.sum()))  # more is never used, and a few times this fits 64 bits
     tokens = lengths.astype(np.float64)
     token, pair = float(batch.cost.token), float(batch.cost.pair)
-    unit = max(token, pair) or 1.0  # cancels, and keeps sums of squares finite
+    unit = max(token, pair) or 1.0  # cancels; keeps sums of squares finite
     work = token / unit * tokens + pair / unit * tokens * tokens
     best = Assignment(lengths, work, budget, batch.ranks, packs)
     start = greedy(lengths, work, budget, batch)
@@ -207,17 +207,18 @@ def evened(
 
 
 def _shorter(batch: GlobalBatch, best: Assignment, found: Assignment) -> Assignment:
-    """The one whose step is shorter; a copy of what was found, which changes on."""
+    """Returns the assignment with the shorter step; a copy of `found`, which changes later."""
     times = ((batch._seconds(each.work), batch._seconds(each.work, other=True)) for each in (found, best))
     return found.copy() if next(times) < next(times) else best
 
 
 def _levels(least: FloatArray, total: float) -> FloatArray:
-    """`[microbatches]` work of a pack of each, with the sum `total`: even, but for those that have to be higher.
+    """Returns `[microbatches]` the target work of a pack, with the sum `total`: even, except for those that must be
+    higher.
 
     Args:
-        least: `[microbatches]` of each: the work of its longest document, without which no pack of it can be.
-        total: work of a rank.
+        least: `[microbatches]` the work of the longest document, which is a lower bound of every pack.
+        total: the work of a rank.
     """
     if least.sum() >= total:
         return least * (total / least.sum() if total else 1.0)
@@ -231,7 +232,7 @@ def _levels(least: FloatArray, total: float) -> FloatArray:
 
 
 def _split(packs: list[list[int]], count: int) -> list[list[int]]:
-    """As many packs as `count`: those with the most documents are split in two."""
+    """Splits packs in two, those with the most documents first, until there are `count`."""
     packs = list(packs)
     while len(packs) < count:
         most = max(range(len(packs)), key=lambda pack: len(packs[pack]))
@@ -241,7 +242,8 @@ def _split(packs: list[list[int]], count: int) -> list[list[int]]:
 
 
 def greedy(lengths: IntArray, work: FloatArray, budget: int, batch: GlobalBatch) -> list[IntArray] | None:
-    """Longest first, each to the rank with the least work, into its lightest pack that has room; the rest by best fit.
+    """Puts each document, longest first, into the lightest pack with room of the rank with the least work; the rest by
+    best fit.
 
     Returns:
         the documents of each pack, or None if some fit nowhere or a pack stays empty.
@@ -258,7 +260,7 @@ def greedy(lengths: IntArray, work: FloatArray, budget: int, batch: GlobalBatch)
             continue
         rooms = np.full(batch.packs, budget)
         np.subtract.at(rooms, np.array(chosen[:count], np.int64), sizes[:count])
-        tail = _into_rooms(sizes[count:].tolist(), rooms.tolist())
+        tail = _fit_into_rooms(sizes[count:].tolist(), rooms.tolist())
         if tail is None:
             continue
         pack_of = np.array([*chosen[:count], *tail], np.int64)
@@ -268,7 +270,7 @@ def greedy(lengths: IntArray, work: FloatArray, budget: int, batch: GlobalBatch)
 
 
 def _longest_first(sizes: list[int], work: list[float], count: int, budget: int, batch: GlobalBatch) -> list[int]:
-    """The pack of each of the first documents, so many, or up to the first that fits into none."""
+    """Returns the pack of each of the first `count` documents, or up to the first that fits into none."""
     room = [budget] * batch.packs
     ranks = [(0.0, rank) for rank in range(batch.ranks)]
     packs = [[(0.0, number) for number in range(rank, batch.packs, batch.ranks)] for rank in range(batch.ranks)]
@@ -297,7 +299,7 @@ def _longest_first(sizes: list[int], work: list[float], count: int, budget: int,
 
 
 def _lightest(packs: list[tuple[float, int]], room: list[int], size: int) -> tuple[float, int] | None:
-    """Takes the lightest pack that has room out of a heap of (work, pack)."""
+    """Removes and returns the lightest pack that has room from a heap of (work, pack)."""
     full = []
     found = None
     while packs:
@@ -311,8 +313,8 @@ def _lightest(packs: list[tuple[float, int]], room: list[int], size: int) -> tup
     return found
 
 
-def _into_rooms(sizes: list[int], rooms: list[int]) -> list[int] | None:
-    """The pack of each document by best fit into what room there is, or None if one fits into none."""
+def _fit_into_rooms(sizes: list[int], rooms: list[int]) -> list[int] | None:
+    """Returns the pack of each document by best fit into the remaining room, or None if one does not fit."""
     rising = sorted((room, pack) for pack, room in enumerate(rooms))
     chosen = []
     for size in sizes:

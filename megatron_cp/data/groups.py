@@ -1,4 +1,4 @@
-"""`group_batches`: the documents of a global batch dealt to groups of ranks, each document to as few as are fast."""
+"""`group_batches`: deals the documents of a global batch to groups of ranks, each document to as few as are fast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_cp.data.even import Cost
 from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.layout.packing import IntArray, host_array, is_integral
 
-# Of the ideal step: within which time a document has to be through, which decides over how many ranks it is spread.
+# Time limits for a document, as multiples of the ideal step: they decide the number of ranks that it is spread over.
 _TARGETS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.35, 1.5, 2.0, math.inf)
 
 
@@ -20,9 +20,9 @@ class GroupBatch:
     """A microbatch of some ranks.
 
     Attributes:
-        ranks: that hold it, side by side.
+        ranks: the neighbouring ranks that hold it.
         documents: indices into the lengths.
-        seconds: that it takes, in the unit of the cost.
+        seconds: its duration, in the unit of the cost.
     """
 
     ranks: range
@@ -32,13 +32,13 @@ class GroupBatch:
 
 @dataclass(frozen=True)
 class GroupSchedule:
-    """A step over ranks in groups. Every rank runs its batches in the order in which they are here.
+    """A step over ranks in groups. Every rank runs its batches in the given order.
 
     Attributes:
-        batches: in an order in which no rank waits for one that waits for it.
-        seconds: of the step, ranks that wait for the others of their group included.
-        bound: that no schedule of whole documents in groups takes less than, see `group_batches`.
-        ideal: all work, spread evenly and without messages.
+        batches: in an order without deadlock.
+        seconds: the duration of the step, including waits for others of a group.
+        bound: lower bound for every schedule of whole documents in groups, see `group_batches`.
+        ideal: the duration if all work is spread evenly and without messages.
     """
 
     batches: tuple[GroupBatch, ...]
@@ -47,13 +47,13 @@ class GroupSchedule:
     ideal: float
 
     def of_rank(self, rank: int) -> list[GroupBatch]:
-        """The batches of a rank, in order."""
+        """Returns the batches of a rank, in order."""
         return [batch for batch in self.batches if rank in batch.ranks]
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """What a schedule is made of; `works` are each document's seconds on one rank."""
+    """The input of a schedule; `works` are each document's seconds on one rank."""
 
     lengths: IntArray
     works: tuple[float, ...]
@@ -62,16 +62,16 @@ class _Problem:
     exchange: float
 
     def seconds(self, document: int, size: int) -> float:
-        """A document over so many ranks."""
+        """Returns the duration of a document over `size` ranks."""
         sends = self.exchange * int(self.lengths[document]) * (size - 1) / size
         return (self.works[document] + sends) / size
 
     def fewest(self, document: int) -> int:
-        """Ranks that have room for it."""
+        """Returns the fewest ranks that have room for a document."""
         return -(-int(self.lengths[document]) // self.tokens_per_rank)
 
     def size_within(self, document: int, target: float) -> int:
-        """The fewest ranks that are through with it in time; else all of them."""
+        """Returns the fewest ranks that finish a document in time; all ranks if none do."""
         sizes = range(self.fewest(document), self.ranks + 1)
         return next((size for size in sizes if self.seconds(document, size) <= target), self.ranks)
 
@@ -79,21 +79,21 @@ class _Problem:
 def group_batches(
     lengths: Iterable[int], *, ranks: int, tokens_per_rank: int, cost: Cost, exchange: float = 0.0
 ) -> GroupSchedule:
-    """The documents of a global batch in microbatches of groups of ranks, of any size, so that the step is short.
+    """Deals the documents of a global batch to microbatches of groups of ranks, of any size, so that the step is short.
 
-    A document is spread over the fewest ranks that hold it and are through within a target; groups are placed where
-    their ranks are free the earliest, the largest first. Documents that one rank holds go, longest work first, to the
-    rank with the least work so far (Graham 1969), and there into packs. Some targets are tried; the shortest step is
-    taken. A function of the arguments alone, so that every rank finds the same.
+    A document is spread over the fewest ranks that hold it and finish it within a target; groups are placed where their
+    ranks are free the earliest, the largest first. Documents that one rank holds go, longest work first, to the rank
+    with the least work so far (Graham 1969), and there into packs. Several targets are tried; the shortest step is
+    taken. The result depends on the arguments alone, so that every rank finds the same.
 
-    `bound` is the greater of two: all work on all ranks, with the messages of documents that one rank has no room for;
-    and the document that takes longest even over its best number of ranks.
+    `bound` is the greater of two: all work on all ranks, with the messages of documents that do not fit one rank; and
+    the document that takes longest even over its best number of ranks.
 
     Args:
-        lengths: `[documents]` tokens of each, from 1 to `ranks * tokens_per_rank`.
-        ranks: of the job's data- and context-parallel ranks together.
-        tokens_per_rank: the most that a rank holds of a microbatch.
-        cost: its `token` and `pair` are a document's seconds on one rank, as of a `PackCost`.
+        lengths: `[documents]` tokens of each document, from 1 to `ranks * tokens_per_rank`.
+        ranks: the job's data- and context-parallel ranks together.
+        tokens_per_rank: the most tokens of a microbatch on a rank.
+        cost: its `token` and `pair` are a document's seconds on one rank, as in a `PackCost`.
         exchange: seconds that a rank needs to exchange a token of a document that it shares with others; a rank of s
             exchanges (s - 1) / s of its tokens.
 
@@ -112,10 +112,10 @@ def group_batches(
     ideal = sum(problem.works) / ranks
     documents = range(len(problem.lengths))
     choices = {tuple(problem.size_within(document, target * ideal) for document in documents) for target in _TARGETS}
-    # What has to be shared over all ranks: then none ever waits.
+    # Also with every shared document over all ranks, where no rank ever waits.
     choices |= {tuple(ranks if size > 1 else 1 for size in sizes) for sizes in choices}
-    ways = itertools.product(sorted(choices), (False, True))
-    known = {(sizes, by_time): _scheduled(problem, sizes, by_time=by_time) for sizes, by_time in ways}
+    options = itertools.product(sorted(choices), (False, True))
+    known = {(sizes, by_time): _scheduled(problem, sizes, by_time=by_time) for sizes, by_time in options}
     batches, seconds = min(known.values(), key=lambda found: found[1])
     return GroupSchedule(tuple(batches), seconds, _bound(problem), ideal)
 
@@ -140,7 +140,8 @@ def _checked(lengths: Iterable[int], ranks: int, tokens_per_rank: int, cost: Cos
 
 def _bound(problem: _Problem) -> float:
     documents = range(len(problem.lengths))
-    sent = sum(problem.exchange * int(n) / 2 for n in problem.lengths if n > problem.tokens_per_rank)  # of 2 ranks half
+    # A document over two ranks sends half of its tokens.
+    sent = sum(problem.exchange * int(n) / 2 for n in problem.lengths if n > problem.tokens_per_rank)
     longest = max(
         (
             min(problem.seconds(one, size) for size in range(problem.fewest(one), problem.ranks + 1))
@@ -152,7 +153,9 @@ def _bound(problem: _Problem) -> float:
 
 
 def _scheduled(problem: _Problem, sizes: Sequence[int], *, by_time: bool) -> tuple[list[GroupBatch], float]:
-    """Groups first, the largest or the longest ones, one rank's documents after them; and when the last is through."""
+    """Places groups first, the largest or the longest ones, then one rank's documents. Returns the batches and the
+    duration.
+    """
     free, batches = [0.0] * problem.ranks, []
     shared = [document for document, size in enumerate(sizes) if size > 1]
     took = {document: problem.seconds(document, sizes[document]) for document in shared}
@@ -176,13 +179,13 @@ def _scheduled(problem: _Problem, sizes: Sequence[int], *, by_time: bool) -> tup
 
 
 def _waste(free: Sequence[float]) -> tuple[float, float]:
-    """When ranks are all free, and how long some of them then have waited."""
+    """Returns the time when ranks are all free, and the sum of their waits until then."""
     begins = max(free)
     return begins, sum(begins - one for one in free)
 
 
 def _packs(problem: _Problem, documents: Sequence[int]) -> list[list[int]]:
-    """One rank's documents in packs that it has room for: each into the first that does (Johnson 1973)."""
+    """Puts one rank's documents in packs that fit it: each into the first with room (Johnson 1973)."""
     packs, room = list[list[int]](), list[int]()
     for document in sorted(documents, key=lambda one: (-int(problem.lengths[one]), one)):
         length = int(problem.lengths[document])

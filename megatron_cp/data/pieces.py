@@ -1,4 +1,4 @@
-"""Which documents share a pack."""
+"""Documents cut into pieces, and pieces packed by best fit."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Piece(NamedTuple):
 
 
 def cut(documents: IntArray, lengths: IntArray, budget: int) -> IntArray:
-    """Documents as pieces that fit into a pack.
+    """Cuts documents into pieces that fit into a pack.
 
     A longer document is cut every `budget` tokens, so only its last piece can share a pack, and no two pieces of one
     document ever do.
 
     Args:
-        documents: `[documents]` their numbers.
-        lengths: `[documents]` tokens of each; one without tokens has no piece.
+        documents: `[documents]` numbers of the documents.
+        lengths: `[documents]` tokens of each document; one without tokens has no piece.
         budget: the most tokens of a piece.
 
     Returns:
         `[pieces, 3]`, whose rows are `Piece`s, in the order of `documents`.
     """
-    budget = min(budget, max(int(lengths.max(initial=0)), 1))  # the same pieces, in units that 64 bits hold
+    budget = min(budget, max(int(lengths.max(initial=0)), 1))  # the same pieces, without overflow of 64 bits
     counts = -(-lengths // budget)
     # Numbers the pieces of each document from 0.
     numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -44,7 +44,7 @@ def cut(documents: IntArray, lengths: IntArray, budget: int) -> IntArray:
 
 
 def best_fit(lengths: Sequence[int] | IntArray, budget: int) -> list[list[int]]:
-    """Best-fit decreasing: longest first, each into the fullest pack that still has room, the older one of two.
+    """Packs by best-fit decreasing: longest first, each into the fullest pack with room, the older one of two.
 
     Cuts nothing, unlike one stream cut into equal parts: Ding et al., "Fewer Truncations Improve Language Modeling",
     arXiv 2404.10830. One search among the open packs for each length.
@@ -72,7 +72,7 @@ def best_fit(lengths: Sequence[int] | IntArray, budget: int) -> list[list[int]]:
     shortest = int(sizes.min())
     order = np.argsort(-sizes.astype(np.int64), kind="stable")
     packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (tokens left, pack) of the packs that something may still fit into, rising
+    rooms: list[tuple[int, int]] = []  # (free tokens, pack) of the packs with room, rising
     for index, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
         place = bisect_left(rooms, (size, 0))
         if place < len(rooms):

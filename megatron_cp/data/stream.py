@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_cp.data.corpus import Corpus
-from megatron_cp.data.even import GlobalBatch, evened
+from megatron_cp.data.even import GlobalBatch, balance_packs
 from megatron_cp.data.pieces import Piece, best_fit, cut
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Packing
@@ -20,26 +20,26 @@ from megatron_cp.layout.packing import IntArray
 class PackedStream:
     """An endless sequence of packs, epoch after epoch, each a function of its number alone.
 
-    A pack depends on the arguments below, its number and numpy's random generator, not on ranks, on restarts or on
-    what was read before: a job that resumes asks for the next number, and gets what it would have got.
+    A pack depends on the arguments below, its number and numpy's random generator, not on ranks, restarts or earlier
+    reads: a job that resumes asks for the next number, and gets the same pack.
 
     In each epoch every token comes exactly once. Documents are shuffled, those longer than `budget` are cut into
     pieces, the pieces are packed by best fit, and packs and the pieces inside each are shuffled again.
 
     With `even`, global batch number n is packs `n * even.packs` up to the next one's, and holds the pieces that it has
     without, in packs whose predicted times are even (`even_packs`). Pieces keep the order that they have without: first
-    those of the batch's first pack. Where an epoch ends inside of a global batch, a pack may hold pieces of two.
+    those of the batch's first pack. If an epoch ends inside a global batch, a pack may hold pieces of two.
 
-    Training is what it was, since a step reads the same documents: each sees itself alone, wherever it is packed, and
-    the loss and its gradient are sums over the tokens of a global batch divided by their number. They differ by
-    rounding, and by what looks at a whole pack: draws of dropout, and losses that balance experts in each microbatch.
+    Training is unchanged, since a step reads the same documents: each sees itself alone, in any pack, and the loss and
+    its gradient are sums over the tokens of a global batch divided by their number. They differ by rounding, and by
+    operations on a whole pack: draws of dropout, and losses that balance experts in each microbatch.
 
     Args:
         corpus: the documents.
         budget: the most tokens of a pack, at least 2, since a next-token label needs two. Packs are not padded.
-        seed: of the shuffles, together with the epoch.
+        seed: seed of the shuffles, together with the epoch.
         window: best fit sees this many pieces at a time, which bounds its time and memory.
-        even: what a global batch is and what its packs cost, if they are to take equally long.
+        even: the global batch and the cost of its packs, if they are to take equally long.
 
     Raises:
         ArgumentError: `budget` (called `seq_length`, as Megatron spells it), `seed` or `window` is no integer in
@@ -72,12 +72,15 @@ class PackedStream:
         self.tokens_per_epoch = int(self._lengths.sum())
         if self.tokens_per_epoch == 0:
             raise ArgumentError("data_path", corpus.name, "a corpus with at least one token")
-        self._first_packs = [0]  # the number of the first pack of each epoch, as far as anyone asked
+        self._first_packs = [0]  # the number of the first pack of each epoch so far
         self._latest: _Epoch | None = None
-        self._batch: tuple[int, list[list[Piece]]] = (-1, [])  # the latest global batch, and the packs that were evened
+        self._batch: tuple[int, list[list[Piece]]] = (
+            -1,
+            [],
+        )  # the latest global batch and its packs
 
     def pack(self, index: int) -> tuple[Packing, IntArray]:
-        """Pack number `index`: the lengths of its pieces, and their tokens `[packing.total]` in one stream.
+        """Returns pack number `index`: the lengths of its pieces, and their tokens `[packing.total]` in one stream.
 
         Raises:
             ArgumentError: `index` is no integer of at least 0.
@@ -87,7 +90,7 @@ class PackedStream:
         return packing, np.concatenate([self.corpus.tokens(*piece) for piece in pieces])
 
     def loss_weights(self, index: int) -> NDArray[np.float32] | None:
-        """`[packing.total]` of pack number `index`: 1 for each token whose next one is to be learnt; None for all ones.
+        """Returns `[packing.total]` weights of pack number `index`: 1 if the next token is learnt; None for all ones.
 
         Raises:
             ArgumentError: `index` is no integer of at least 0.
@@ -103,7 +106,7 @@ class PackedStream:
         return np.concatenate([np.append(part[1:], False) for part in learnt]).astype(np.float32)
 
     def pieces(self, index: int) -> list[Piece]:
-        """Where the tokens of pack number `index` come from, in stream order.
+        """Returns the document and range of each piece of pack number `index`, in stream order.
 
         Raises:
             ArgumentError: `index` is no integer of at least 0.
@@ -113,17 +116,19 @@ class PackedStream:
             return self._best_fit(index)
         batch, place = divmod(index, self.even.packs)
         if self._batch[0] != batch:
-            self._batch = batch, self._evened(batch, self.even)
+            self._batch = batch, self._balanced(batch, self.even)
         return list(self._batch[1][place])
 
-    def _evened(self, number: int, even: GlobalBatch) -> list[list[Piece]]:
-        """The packs of a global batch: the pieces that best fit gave it, so that a step reads what it would have."""
+    def _balanced(self, number: int, even: GlobalBatch) -> list[list[Piece]]:
+        """Returns the packs of a global batch from the pieces that best fit gave it, so that a step reads the same
+        documents.
+        """
         given = [self._best_fit(index) for index in range(number * even.packs, (number + 1) * even.packs)]
         pieces = [piece for pack in given for piece in pack]
         bounds = np.cumsum([0, *map(len, given)])
         packs = [np.arange(first, last) for first, last in itertools.pairwise(bounds)]
         lengths = np.array([piece.end - piece.start for piece in pieces])
-        return [[pieces[place] for place in pack] for pack in evened(lengths, packs, self.budget, even)]
+        return [[pieces[place] for place in pack] for pack in balance_packs(lengths, packs, self.budget, even)]
 
     def _best_fit(self, index: int) -> list[Piece]:
         while self._first_packs[-1] <= index:
@@ -132,7 +137,7 @@ class PackedStream:
         return self._epoch(epoch).pieces(index - self._first_packs[epoch])
 
     def packs_per_epoch(self, epoch: int) -> int:
-        """Packs of an epoch: they vary a little, since other documents meet in a window.
+        """Returns the number of packs of an epoch, which varies a little, since other documents meet in a window.
 
         Raises:
             ArgumentError: `epoch` is no integer of at least 0.
@@ -163,9 +168,9 @@ class _Epoch:
     """The packs of one epoch, as arrays: a corpus may have millions of documents.
 
     Attributes:
-        number: of the epoch, from 0.
+        number: the epoch, from 0.
         rows: `[pieces, 3]` every `Piece`, pack by pack.
-        bounds: `[packs + 1]` where each pack starts in `rows`.
+        bounds: `[packs + 1]` start of each pack in `rows`.
     """
 
     number: int
@@ -185,7 +190,7 @@ class _Epoch:
             held = np.fromiter(itertools.chain.from_iterable(packs), np.int64)
             pack_of[first + held] = num_packs + np.repeat(np.arange(len(packs)), [len(pack) for pack in packs])
             num_packs += len(packs)
-        # Best fit leaves the fullest packs first, and the longest piece first in each.
+        # Best fit yields the fullest packs first, and the longest piece first in each.
         place = random.permutation(num_packs)[pack_of]
         bounds = np.concatenate([[0], np.cumsum(np.bincount(place))])
         return cls(number, rows[np.lexsort((random.random(len(rows)), place))], bounds)

@@ -15,11 +15,11 @@ from megatron_cp.layout.packing import IntArray
 
 
 class Tokenizer(Protocol):
-    """What a corpus needs to know about a vocabulary.
+    """The properties of a vocabulary that a corpus needs.
 
     Attributes:
         name: for logs.
-        vocab_size: every token is below it, so an embedding needs this many rows.
+        vocab_size: a bound that every token is below: the rows of an embedding.
         end_of_document: the token that a corpus puts behind each document; `encode` itself adds none.
     """
 
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
     def end_of_document(self) -> int: ...
 
     def encode(self, text: str) -> IntArray:
-        """`[tokens]` of the text, which UTF-8 must be able to hold; empty where the text has none."""
+        """Returns `[tokens]` of the text, which must be valid Unicode; empty if the text has none."""
 
 
 class ByteTokenizer:
@@ -65,10 +65,10 @@ class FileTokenizer:
         self.name = str(path)
         allowed = "a Hugging Face tokenizer.json"
         try:
-            if S_ISFIFO(Path(path).stat().st_mode):  # which may be read once, and blocks where nobody writes
+            if S_ISFIFO(Path(path).stat().st_mode):  # can be read only once, and blocks without a writer
                 raise OSError("It is no regular file")
             text = Path(path).read_text("utf-8")
-        except (OSError, ValueError) as error:  # no UTF-8, or a path that no file can have
+        except (OSError, ValueError) as error:  # not UTF-8, or an impossible path
             raise ArgumentError("tokenizer_model", self.name, allowed, f"Cannot read it: {error}.") from None
         try:
             package = importlib.import_module("tokenizers")
@@ -83,7 +83,7 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         vocabulary: dict[str, int] = self._tokenizer.get_vocab()
-        # Not their number: added tokens may leave gaps.
+        # The largest, since added tokens may leave gaps.
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         ends = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>"]
         known = [vocabulary[end] for end in ends if end in vocabulary]
@@ -101,7 +101,7 @@ class FileTokenizer:
 
 
 def read_tokenizer(path: str | Path | None) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, or bytes where there is no path.
+    """Returns the tokenizer of a `tokenizer.json`, or bytes without a path.
 
     Raises:
         ArgumentError: as `FileTokenizer`.

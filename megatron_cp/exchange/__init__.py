@@ -1,5 +1,5 @@
-"""Tokens-sharded to heads-sharded and back: the local halves of a head exchange.
+"""The local halves of a head exchange: from sharded tokens to sharded heads, and back.
 
-Owns `Sections` (the feature axis as named blocks of heads, and which heads each rank computes) and the pack and unpack
-around one collective. Knows layouts; knows neither ranks that talk (`executor/`) nor what the heads are for.
+Owns `Sections` (the feature axis as named blocks of heads, and the heads that each rank computes) and the pack and
+unpack around one collective. Knows layouts; knows neither communication (`executor/`) nor the purpose of the heads.
 """

@@ -1,4 +1,4 @@
-"""`Buffers`: memory for messages, kept from step to step."""
+"""`Buffers`: memory for messages, reused from step to step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from torch.utils._python_dispatch import _disable_current_modes
 from megatron_cp.exchange.device import current_stream
 from megatron_cp.exchange.split_counts import SPARE, rounded
 
-# Takes after which a buffer that was neither taken nor given back is let go: its batch is no more. A step of training
-# has some thousand; a long ring in many layers more.
+# Acquisitions after which a buffer that was neither taken nor released is dropped, since its batch has ended. A step of
+# training has some thousand; a long ring in many layers more.
 _FORGOTTEN = 100_000
 
 
 class Buffers:
-    """Bytes that a rank sends from, stages in, and receives what is read once in.
+    """Byte buffers for messages that a rank sends, stages, or receives to be read once.
 
-    A message lives from its packing to the wait for it, and every layer has some: fresh memory would be paged in, or
-    searched for, each time. What autograd keeps is never taken from here.
+    A message lives from its packing to the wait for it, and every layer has several: fresh memory would be paged in, or
+    searched for, each time. Tensors that autograd keeps are never taken from here.
 
-    A message takes the oldest free buffer that is large enough, and not too large. So a step of training that is like
-    the one before takes the same buffers and allocates nothing: those that the one before had not yet made when it
-    took one are younger. Of the smallest that fits this is not true: a message that borrowed a large buffer takes a
-    smaller one in the next step, which another would have taken.
+    A message takes the oldest free buffer that is large enough, and not too large. So a step of training that repeats
+    the one before takes the same buffers and allocates nothing: buffers that did not yet exist when the earlier step
+    took one are younger. Taking the smallest buffer that fits does not have this property: a message that borrowed a
+    large buffer would take, in the next step, a smaller one that another message took before.
 
     Attributes:
         allocations: buffers made so far.
@@ -37,20 +37,20 @@ class Buffers:
 
     def __init__(self) -> None:
         self.allocations = 0
-        self._free: defaultdict[Any, list[_Kept]] = defaultdict(list)  # by place
-        self._taken: dict[int, _Kept] = {}  # by address
+        self._free: defaultdict[Any, list[_Buffer]] = defaultdict(list)  # by place
+        self._taken: dict[int, _Buffer] = {}  # by address
         self._takes = 0
-        self._lock = threading.Lock()  # autograd runs the backward of CUDA tensors on a thread of its own
+        self._lock = threading.Lock()  # autograd runs the backward of CUDA tensors on another thread
 
     @property
     def size(self) -> int:
-        """Bytes of all buffers, taken and free."""
+        """The number of bytes of all buffers, taken and free."""
         with self._lock:
             return sum(kept.capacity for free in (*self._free.values(), self._taken.values()) for kept in free)
 
     def acquire(self, size: int, device: torch.device, *, pinned: bool = False) -> Tensor:
-        """`[size]` unwritten bytes on a device, or on the host where `device` can reach them by itself."""
-        # One stream writes a buffer again only after what it has queued before; another would not wait for that.
+        """Returns `[size]` uninitialised bytes on a device, or in host memory that `device` can access if `pinned`."""
+        # Work of one stream is ordered, so that it may reuse a buffer; another stream would not wait for it.
         on_cuda = device.type == "cuda"
         place, capacity = (device, pinned, current_stream(device) if on_cuda else 0), rounded(size)
         with self._lock:
@@ -66,20 +66,20 @@ class Buffers:
             if self._takes % _FORGOTTEN == 0:
                 self._forget()
             kept.taken = self._takes
-            if on_cuda:  # a graph writes there whenever it is replayed, which takes nothing
+            if on_cuda:  # a graph writes there on every replay, without acquiring it
                 kept.in_graph |= torch._C._cuda_isCurrentStreamCapturing()
             self._taken[kept.address] = kept
             return kept.buffer.resize_(size)
 
     def acquire_like(self, like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """What `like.new_empty(*shape, dtype=dtype)` is, in a buffer."""
+        """Returns a buffer in place of `like.new_empty(*shape, dtype=dtype)`."""
         dtype = like.dtype if dtype is None else dtype
         return self.acquire(math.prod(shape) * dtype.itemsize, like.device).view(dtype).view(shape)
 
     def release(self, *tensors: Tensor) -> None:
-        """Takes back what `acquire` returned, or views of it, once nothing reads or writes it any more.
+        """Takes back tensors from `acquire`, or views of them, once nothing reads or writes them any more.
 
-        Other tensors are left alone.
+        Other tensors are ignored.
         """
         with self._lock:
             for tensor in tensors:
@@ -91,27 +91,28 @@ class Buffers:
         oldest = self._takes - _FORGOTTEN
         for free in self._free.values():
             free[:] = [kept for kept in free if kept.taken >= oldest or kept.in_graph]
-        # What was under way in a step that failed is never given back. Who holds it after all keeps its memory.
+        # Buffers of a step that failed are never released. A tensor that still refers to one keeps its memory.
         self._taken = {address: kept for address, kept in self._taken.items() if kept.taken >= oldest or kept.in_graph}
 
-    def _made(self, capacity: int, place: Any) -> _Kept:
+    def _made(self, capacity: int, place: Any) -> _Buffer:
         self.allocations += 1
         device, pinned, _ = place
-        with torch.inference_mode(False), _disable_current_modes():  # kept, whoever counts or poisons
+        with torch.inference_mode(False), _disable_current_modes():  # outlives modes that count or poison
             buffer = torch.empty(capacity, dtype=torch.uint8, device="cpu" if pinned else device, pin_memory=pinned)
-        return _Kept(buffer, buffer.untyped_storage().data_ptr(), place, capacity, self.allocations)
+        return _Buffer(buffer, buffer.untyped_storage().data_ptr(), place, capacity, self.allocations)
 
 
 @dataclass(eq=False)
-class _Kept:
-    """One buffer.
+class _Buffer:
+    """A buffer of the pool.
 
     Attributes:
         address: of its storage.
+        place: device, whether its memory is pinned, and stream.
         capacity: bytes that it can hold.
-        number: which it was of those that were made.
-        taken: by which take it was taken last.
-        in_graph: whether a CUDA graph uses it.
+        number: its position among all buffers in the order of allocation.
+        taken: the number of the acquisition that took it last.
+        in_graph: True if a CUDA graph uses it.
     """
 
     buffer: Tensor

@@ -1,6 +1,6 @@
-"""`Codec`: which one-byte formats activations cross the wire in. Pure data; `coding.py` has the arithmetic.
+"""`Codec`: the one-byte formats of activations in messages. Pure data; `coding.py` has the arithmetic.
 
-Each token and head has a scale of its own, a float32 that travels in the same message, so that a head's largest element
+Each token and head has its own scale, a float32 that travels in the same message, so that a head's largest element
 becomes the format's largest number.
 """
 
@@ -13,7 +13,7 @@ from megatron_cp.exchange.sections import SCALE_SIZE, Section
 
 
 class Format(NamedTuple):
-    """A one-byte type, as torch calls it, and the largest number in it."""
+    """A one-byte type, by its name in torch, and its largest number."""
 
     dtype: str
     largest: float
@@ -26,11 +26,11 @@ INT8 = Format("int8", 127.0)
 
 @dataclass(frozen=True)
 class Codec:
-    """How activations and their gradients are coded.
+    """The formats for activations and their gradients.
 
     Attributes:
         name: a value of `--cp-codec`.
-        forward, backward: the formats.
+        forward, backward: the formats of activations and of gradients.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Codec:
     backward: Format
 
     def applies(self, block: Section, item_size: int) -> bool:
-        """Whether a section travels coded: where that is shorter, and nothing in it must be exact."""
+        """Returns True if a section is coded: coding makes it shorter, and nothing in it must be exact."""
         return not block.exact and block.head_dim + SCALE_SIZE < block.head_dim * item_size
 
 

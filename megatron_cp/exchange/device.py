@@ -1,4 +1,4 @@
-"""Host tables on a device, without the host waiting for it, in whatever stream they are read."""
+"""Copies of host tables to a device that neither block the host nor are read too early by any stream."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megatron_cp.errors import ArgumentError
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The device as its tensors name it: "cuda" is the current one of several."""
+    """Returns the device as tensors report it: "cuda" becomes the current one of several."""
     return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
 
 
 def on_device(table: NDArray, device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
-    """A copy of a host table on `device`.
+    """Returns a copy of a host table on `device`.
 
-    Through pinned memory to CUDA, since a copy from pageable memory makes the host wait for the stream.
+    It goes through pinned memory to CUDA, since a copy from pageable memory makes the host wait for the stream.
 
     Raises:
         ArgumentError: the table counts beyond what its type on the device holds.
@@ -43,14 +43,14 @@ def on_device(table: NDArray, device: torch.device, dtype: torch.dtype = torch.i
 
 
 def moved(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on `device`, without the host waiting for it."""
+    """Copies a host tensor to `device` without making the host wait."""
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def fill_tables(target: Tensor, source: Tensor) -> None:
-    """Copies tables to memory on a device that had others before, from pinned memory; streams wait as for new ones.
+    """Copies tables from pinned memory to device memory that held others before; streams wait as for new ones.
 
-    In the stream that reads them: it must have read the tables of before when these are copied.
+    Call it in the stream that reads the tables: that stream must have read the previous ones before this copy.
     """
     target.copy_(source, non_blocking=True)
     if target.is_cuda:
@@ -58,34 +58,36 @@ def fill_tables(target: Tensor, source: Tensor) -> None:
 
 
 def order_tables(device: torch.device) -> None:
-    """Has the current stream wait for the copies of tables that other streams have made so far.
+    """Makes the current stream wait for the copies of tables that other streams have made so far.
 
-    A batch may be sharded, and its plans prepared, in a stream that runs ahead of that of the layers. The memory of its
-    tables is then not used again before the layers' stream has read it, either.
+    A batch may be sharded, and its plans prepared, in a stream that runs ahead of the layers' stream. The memory of its
+    tables is also not reused before the layers' stream has read it.
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         stream = torch._C._cuda_getCurrentRawStream(index)
-        # Asked several times in every layer, and nearly always of nothing new.
+        # Called several times in every layer, almost always without new tables.
         if _tables.ordered.get((index, stream)) != _tables.numbers.get(index):
             _tables.order(index, stream)
 
 
 def current_stream(device: torch.device) -> int:
-    """The handle of the current stream of a CUDA device, 0 for the host: torch's own object takes ten times as long."""
+    """Returns the handle of a CUDA device's current stream, 0 for the host; torch's own object takes ten times as
+    long.
+    """
     if device.type != "cuda":
         return 0
     return torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 class _Tables:
-    """The tables on CUDA devices that are alive, by the stream that copied them."""
+    """The live tables on CUDA devices, by the stream that copied them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._made: defaultdict[int, dict[int, dict[int, _Table]]] = defaultdict(dict)  # by device, stream and id
-        self.numbers: dict[int, int] = {}  # of tables made on a device
-        self.ordered: dict[tuple[int, int], int] = {}  # of which a stream of a device has waited for so many
+        self.numbers: dict[int, int] = {}  # tables made so far, by device
+        self.ordered: dict[tuple[int, int], int] = {}  # tables waited for, by device and stream
 
     def add(self, copy: Tensor) -> None:
         stream, index = torch.cuda.current_stream(copy.device), copy.device.index
@@ -93,21 +95,21 @@ class _Tables:
         event.record(stream)
         with self._lock:
             number = self.numbers.get(index, 0) + 1
-            of_stream = self._made[index].setdefault(stream.cuda_stream, {})
+            tables = self._made[index].setdefault(stream.cuda_stream, {})
             key = id(copy)
-            # Without the lock, which whoever drops the tensor may hold.
-            reference = weakref.ref(copy, lambda _: of_stream.pop(key, None))
-            of_stream[key] = _Table(reference, event, number)
-            self.numbers[index] = number  # last: who sees it finds the table
+            # Without the lock, since the thread that drops the tensor may hold it.
+            reference = weakref.ref(copy, lambda _: tables.pop(key, None))
+            tables[key] = _Table(reference, event, number)
+            self.numbers[index] = number  # set last, so that a reader of the number finds the table
 
     def order(self, index: int, reader: int) -> None:
         if torch.cuda.is_current_stream_capturing():
-            return  # the device was waited for when the capture began; CUDA lets a graph wait for nothing before it
+            return  # capture began with a device synchronisation, and a graph cannot wait for earlier events
         with self._lock:
             number, last, made = self.numbers[index], self.ordered.get((index, reader), 0), self._made[index]
             others = [
-                table for maker, of_stream in made.items() if maker != reader
-                for table in list(of_stream.values()) if table.number > last
+                table for maker, tables in made.items() if maker != reader
+                for table in list(tables.values()) if table.number > last
             ]  # fmt: skip
             stream = torch.cuda.current_stream(index)
             for table in others:
@@ -115,11 +117,11 @@ class _Tables:
                 if copy is not None:
                     stream.wait_event(table.event)
                     copy.record_stream(stream)
-            self.ordered[index, reader] = number  # last: another thread of this stream goes on when it has waited
+            self.ordered[index, reader] = number  # set last, so that another thread of this stream has waited too
 
 
 class _Table:
-    """One, which lives as long as what it was made for."""
+    """A table by weak reference, so that it lives only as long as its user."""
 
     def __init__(self, copy: weakref.ref[Tensor], event: torch.cuda.Event, number: int) -> None:
         self.copy, self.event, self.number = copy, event, number

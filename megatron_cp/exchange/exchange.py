@@ -1,4 +1,4 @@
-"""`Exchange`: which tokens and heads change places. Pure data; `token_side` and `head_side` move the bytes."""
+"""`Exchange`: the tokens and heads that change places. Pure data; `token_side` and `head_side` move the bytes."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from megatron_cp.layout.rank_sets import take_ranks
 
 @dataclass(frozen=True)
 class Exchange(Memo):
-    """Between two ways of assigning one set of rows and columns to the ranks.
+    """A move between two assignments of the same rows and columns to the ranks.
 
     On the *token side* a rank holds all heads of its own tokens; on the *head side* it holds its own heads of all
     tokens, in stream order. Both directions are one collective between one local pack and one local unpack, and each
     is the other's adjoint: going to the head side, a head that several ranks need is sent to each; coming back, what
     they return is summed.
 
-    With sections assigned to fewer ranks than the layout has, that many neighbouring ranks, those of one `kv_rank`,
-    exchange among themselves: "all tokens" are then theirs.
+    If sections are assigned to fewer ranks than the layout has, that many neighbouring ranks, those of one `kv_rank`,
+    exchange among themselves: "all tokens" then means their tokens.
 
     Attributes:
-        layout: who holds which tokens.
-        sections: the features, and whose heads they are.
-        chunks: parts of every rank's heads that travel one after another; the heads as a whole where there are none.
-        codec: how they are coded on the wire, if they are.
-        section_major: whether messages to tokens may hold one section after another, not token by token: so where
-            sections leave the head side from tensors of their own, and not from where a message put them.
+        layout: the ranks that hold each token.
+        sections: the features, and the ranks that compute each head.
+        chunks: parts of every rank's heads that travel one after another; empty if all heads travel together.
+        codec: the coding of messages; None without one.
+        section_major: True if messages to tokens may hold one section after another instead of token by token: for
+            sections that leave the head side from tensors of their own, and not from the place in a message.
     """
 
     layout: Layout
@@ -54,23 +54,23 @@ class Exchange(Memo):
         """The number of ranks that exchange heads with one another."""
         return self.sections.cp_size
 
-    def within(self, kv_rank: int) -> Exchange:
-        """The exchange among the ranks of one `kv_rank`, as one of all ranks of a layout of its own."""
+    def subgroup(self, kv_rank: int) -> Exchange:
+        """Returns the exchange among the ranks of one `kv_rank`, as an exchange of all ranks of its own layout."""
         if self.degree == self.layout.cp_size:
             return self
 
         def make() -> Exchange:
             return replace(self, layout=take_ranks(self.layout, kv_rank * self.degree, self.degree))
 
-        return self.memo(("within", kv_rank), make)
+        return self.memo(("subgroup", kv_rank), make)
 
     @cached_property
     def parts(self) -> tuple[Sections, ...]:
-        """What travels together, in order."""
+        """The sections that travel together, in order."""
         return self.chunks or (self.sections,)
 
-    def of_chunk(self, number: int) -> Exchange:
-        """One chunk as an exchange of its own, of tensors that hold its heads alone, in rising order."""
+    def chunk_exchange(self, number: int) -> Exchange:
+        """Returns one chunk as a separate exchange, for tensors that hold only its heads, in rising order."""
         if not self.chunks:
             return self
 
@@ -81,16 +81,16 @@ class Exchange(Memo):
         return self.memo(("chunk", number), make)
 
     def coded(self, item_sizes: Sequence[int]) -> tuple[bool, ...]:
-        """For each section whether it is coded, having elements of that size."""
+        """Returns for each section, with elements of the given size, True if it is coded."""
         pairs = zip(self.sections.blocks, item_sizes, strict=True)
         return tuple(self.codec is not None and self.codec.applies(block, size) for block, size in pairs)
 
     def row_format(self, part: int, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT) -> RowFormat:
-        """The bytes of a token in the messages of one part."""
+        """Returns the byte layout of a token in the messages of one part."""
         return self.parts[part].row_format(item_sizes, alignment, self.coded(item_sizes))
 
     def row_bytes(self, part: int, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT) -> tuple[int, ...]:
-        """For each rank, the bytes of one token in messages of one part: of `row_format`, without its copies."""
+        """Returns each rank's bytes of one token in messages of one part: `row_format` without its copies."""
         return self.parts[part].row_bytes(item_sizes, alignment, self.coded(item_sizes))
 
     @cached_property
@@ -99,16 +99,16 @@ class Exchange(Memo):
         return self.layout.cp_size == 1 and self.layout.in_stream_order and not self.layout.pad_rows.any()
 
     def bytes_sent(self, item_size: int, *, to_heads: bool, alignment: int = ROW_ALIGNMENT) -> list[int]:
-        """For each rank, the bytes that it sends to other ranks in one direction, for elements of `item_size` bytes."""
+        """Returns the bytes that each rank sends to others in one direction, for elements of `item_size` bytes."""
         item_sizes = [item_size] * len(self.sections.blocks)
-        of_parts = [self.row_bytes(part, item_sizes, alignment) for part in range(len(self.parts))]
-        rows = [sum(of_rank) for of_rank in zip(*of_parts, strict=True)]
+        part_bytes = [self.row_bytes(part, item_sizes, alignment) for part in range(len(self.parts))]
+        rows = [sum(rank_bytes) for rank_bytes in zip(*part_bytes, strict=True)]
         sent, row = [], sum(rows)
         for kv_rank in range(self.layout.cp_size // self.degree):
             tokens = self.layout.token_counts[kv_rank * self.degree : (kv_rank + 1) * self.degree].tolist()
             total = sum(tokens)
             sent += [
-                count * (row - of_rank) if to_heads else of_rank * (total - count)
-                for count, of_rank in zip(tokens, rows, strict=True)
+                count * (row - rank_bytes) if to_heads else rank_bytes * (total - count)
+                for count, rank_bytes in zip(tokens, rows, strict=True)
             ]
         return sent

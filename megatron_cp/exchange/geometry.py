@@ -1,4 +1,4 @@
-"""`Geometry`: what the messages of one exchange look like on one rank, and the tables that go with them."""
+"""`Geometry`: the form of the messages of one exchange on one rank, and the tables that belong to them."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from megatron_cp.layout import Layout
 
 
 def has_run(exchange: Exchange) -> bool:
-    """Whether an operation has moved rows by it, or by a part of it: then it holds tables."""
+    """Returns True if an operation has moved rows by this exchange or a part of it: then it holds tables."""
     return any(
         isinstance(each, Geometry) or (isinstance(each, Exchange) and has_run(each)) for each in exchange.memories()
     )
 
 
 class Place(NamedTuple):
-    """Where a section stands in a table of rows, as a view of a flat tensor of its type.
+    """The position of a section in a table of rows, as a view of a flat tensor of the section's type.
 
     Attributes:
-        dtype: its type.
+        dtype: the section's type.
         shape: `[T, (b,) h, d]`.
         stride: in elements.
         start: elements before the first.
-        is_empty: nobody reads or writes it: then it may stand anywhere.
+        is_empty: True if it has no elements: then its position does not matter.
     """
 
     dtype: torch.dtype
@@ -46,52 +46,52 @@ class Place(NamedTuple):
 def geometry_of(
     exchange: Exchange, rank: int, dtypes: tuple[torch.dtype, ...], batch: int | None, device: torch.device
 ) -> Geometry:
-    """The geometry of activations, made once for all layers of a batch: what it derives is derived once, too."""
-    # A copy of the exchange, which remembers nothing: the two would hold each other until the garbage collector comes.
+    """Returns the geometry of activations, made once for all layers of a batch, with all that it derives."""
+    # A copy of the exchange without its memo: otherwise the two would form a cycle, freed only by garbage collection.
     key = (rank, dtypes, batch, device)
     return exchange.memo(key, lambda: Geometry(replace(exchange), rank, dtypes, batch, device))
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
-    """What the messages of one exchange look like on one rank, for tensors of given types and batch."""
+    """The form of the messages of one exchange on one rank, for tensors of given types and batch."""
 
     exchange: Exchange
     rank: int
-    dtypes: tuple[torch.dtype, ...]  # of each section
+    dtypes: tuple[torch.dtype, ...]  # for each section
     batch: int | None  # None for THD input, which has no batch axis
     device: torch.device
-    part: int = 0  # of the exchange's parts, the one that these messages carry
-    forward: bool = True  # activations; else their gradients
+    part: int = 0  # the part of the exchange in these messages
+    forward: bool = True  # True for activations, False for their gradients
 
     @cached_property
     def parts(self) -> list[Geometry]:
-        """This, for each part of the exchange."""
+        """This geometry for each part of the exchange."""
         return [replace(self, part=part) for part in range(len(self.exchange.parts))]
 
     @cached_property
-    def of_gradients(self) -> Geometry:
-        """The geometry of this one's gradients."""
+    def gradients(self) -> Geometry:
+        """The geometry of the gradients of these messages."""
         return replace(self, forward=False)
 
     @cached_property
     def remembered(self) -> dict[Any, Any]:
-        """What was derived from the tensors that came, such as launches of kernels, by all that decides it."""
+        """A cache of values derived from the given tensors, such as kernel launches, by all that they depend on."""
         return {}
 
     @cached_property
     def num_rows(self) -> int:
-        """This rank's rows, pad rows included."""
+        """The number of this rank's rows, pad rows included."""
         return int(self.layout.row_counts[self.rank])
 
     @cached_property
     def num_tokens(self) -> int:
-        """This rank's tokens."""
+        """The number of this rank's tokens."""
         return int(self.layout.token_counts[self.rank])
 
     @cached_property
     def steps(self) -> tuple[str, str]:
-        """What the exchange of these messages is called in errors: to tokens, and to heads."""
+        """The names of the exchange of these messages in errors: to tokens, and to heads."""
         names = ", ".join(block.name for block in self.exchange.sections.blocks)
         count, way = len(self.exchange.parts), "forward" if self.forward else "backward"
         chunk = f", chunk {self.part + 1} of {count}" if count > 1 else ""
@@ -108,18 +108,18 @@ class Geometry:
 
     @cached_property
     def coded(self) -> tuple[bool, ...]:
-        """Whether each section is coded on the wire."""
+        """True for each section that is coded in messages."""
         return self.exchange.coded(self._sizes)
 
     @cached_property
     def section_major(self) -> bool:
-        """Whether messages to tokens are section-major."""
-        # A GPU's kernels move pieces that lie in any way, and all ranks' in one launch if rows are whole.
+        """True if messages to tokens are section-major."""
+        # GPU kernels handle any arrangement of pieces, and all ranks in one launch if rows are whole.
         return self.exchange.section_major and self.device.type == "cpu" and not any(self.coded)
 
     @cached_property
     def coding(self) -> Format:
-        """The format of what is coded."""
+        """The format of coded sections."""
         codec = self.exchange.codec
         assert codec is not None
         return codec.forward if self.forward else codec.backward
@@ -130,14 +130,14 @@ class Geometry:
 
     @cached_property
     def format(self) -> RowFormat:
-        """Of the messages."""
-        # Kept beside the layout's other tables too: every layer of a batch asks for the same one.
+        """The byte layout of the messages' rows."""
+        # Also in the layout's memo, since every layer of a batch asks for the same one.
         key = ("row_format", self.sections, self._sizes, self.coded)
         return self.layout.memo(key, lambda: self.sections.row_format(self._sizes, coded=self.coded))
 
     @cached_property
     def table_format(self) -> RowFormat:
-        """Of the head side's tables, where nothing is coded."""
+        """The byte layout of rows in the head side's tables, where nothing is coded."""
         if not any(self.coded):
             return self.format
         return self.layout.memo(
@@ -146,15 +146,15 @@ class Geometry:
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
-        """Of the sections in the head side's table, in which nothing is coded."""
+        """The positions of the sections in the head side's table, where nothing is coded."""
         total, row = self.layout.packing.total, self.table_format.row_bytes[self.rank]
         lead = (total,) if self.batch is None else (total, self.batch)
         found = []
         for block, dtype, offset in zip(
             self.blocks, self.dtypes, self.table_format.offsets[self.rank], strict=True
         ):  # fmt: skip
-            heads, of_row = block.heads_on(self.rank), row // dtype.itemsize
-            steps = (of_row,) if self.batch is None else (self.batch * of_row, of_row)
+            heads, row_size = block.heads_on(self.rank), row // dtype.itemsize
+            steps = (row_size,) if self.batch is None else (self.batch * row_size, row_size)
             is_empty = 0 in (*lead, heads)
             shape, stride = (*lead, heads, block.head_dim), (*steps, block.head_dim, 1)
             found.append(Place(dtype, shape, stride, offset // dtype.itemsize, is_empty))
@@ -162,7 +162,7 @@ class Geometry:
 
     @cached_property
     def table_bytes(self) -> int:
-        """Of the head side's table."""
+        """Bytes of the head side's table."""
         return self.layout.packing.total * self.copies * self.table_format.row_bytes[self.rank]
 
     @cached_property
@@ -181,39 +181,39 @@ class Geometry:
 
     @cached_property
     def token_side_bytes(self) -> int:
-        """Of the messages to (or from) every rank, on the side that holds this rank's own tokens."""
+        """Bytes of the messages to (or from) all ranks, on the side that holds this rank's tokens."""
         return self.local_rows * sum(self.format.row_bytes)
 
     @cached_property
     def head_side_bytes(self) -> int:
-        """Of the messages from (or to) every rank, on the side that holds this rank's own heads."""
+        """Bytes of the messages from (or to) all ranks, on the side that holds this rank's heads."""
         return self.layout.packing.total * self.copies * self.format.row_bytes[self.rank]
 
     @cached_property
-    def is_own_apart(self) -> bool:
-        """Whether a rank's own piece is written to where it arrives, and is no part of what is sent."""
+    def is_own_separate(self) -> bool:
+        """True if a rank's own piece is written directly to its destination and is not part of the sent buffer."""
         return self.device.type == "cpu"  # elsewhere a kernel writes all pieces in one launch
 
     @cached_property
     def own_rows(self) -> slice:
-        """Rows of the head side's messages that are of this rank's own tokens."""
+        """Rows of the head side's messages that belong to this rank's own tokens."""
         start = int(self.layout.token_counts[: self.rank].sum()) * self.copies
         return slice(start, start + self.local_rows)
 
     @cached_property
     def own_head_side(self) -> slice:
-        """Where the piece from this rank to itself stands on the head side, in bytes."""
+        """The byte range, on the head side, of the piece from this rank to itself."""
         row = self.format.row_bytes[self.rank]
         return slice(self.own_rows.start * row, self.own_rows.stop * row)
 
     @cached_property
     def own_token_side(self) -> slice:
-        """Likewise on the token side."""
+        """The byte range, on the token side, of the piece from this rank to itself."""
         start = self.local_rows * self.format.row_starts[self.rank]
         return slice(start, start + self.local_rows * self.format.row_bytes[self.rank])
 
     def split_counts(self, *, to_heads: bool) -> SplitCounts:
-        """Bytes from each rank to each."""
+        """Returns the bytes from each rank to each rank."""
         return self._both_split_counts[to_heads]
 
     @cached_property
@@ -224,24 +224,24 @@ class Geometry:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """The stream's row for each row of messages, end to end; None where both are in stream order."""
+        """The stream's row for each row of the messages, end to end; None if both are in stream order."""
         return None if self.layout.in_stream_order else index_table(self.layout, "order", self.device)
 
     @cached_property
     def inverse_order(self) -> Tensor | None:
-        """The way back."""
+        """The inverse of `order`; None likewise."""
         return None if self.layout.in_stream_order else index_table(self.layout, "inverse_order", self.device)
 
 
 def index_table(layout: Layout, name: str, device: torch.device) -> Tensor:
-    """`layout.order` or `layout.inverse_order` on the device, made once for a batch."""
+    """Returns `layout.order` or `layout.inverse_order` on the device, made once for a batch."""
     return layout.memo((name, device), lambda: on_device(getattr(layout, name), device))
 
 
 def prepare_tables(layout: Layout, device: torch.device) -> None:
-    """Makes the index tables that exchanges from this layout need, so that no layer has to.
+    """Makes the index tables that exchanges from this layout need before any layer asks for them.
 
-    Call it where the batch is sharded: the copies to a device are then long done when the first layer needs them.
+    Call it where the batch is sharded, so that the copies to a device are complete when the first layer needs them.
     """
     if not layout.in_stream_order:
         for name in ("order", "inverse_order"):

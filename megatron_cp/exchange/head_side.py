@@ -1,4 +1,4 @@
-"""The head side of a head exchange: rows of all tokens are put in stream order, and back in the order of ranks.
+"""The head side of a head exchange: puts rows of all tokens in stream order, and back in the order of ranks.
 
 See `messages`. Shapes: `t` a rank's tokens, `T` all tokens, `b` batch (absent for packed THD input), `f` features, `h`
 heads, `d` head size.
@@ -19,18 +19,19 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.messages import (
-    has_words,
+    as_words,
+    fits_words,
+    no_own_piece,
     payload_and_scales,
     row_blocks,
     section_view,
     section_views,
-    words,
 )
 from megatron_cp.exchange.sections import ROW_ALIGNMENT, HeadCopy
 
 
 def unpack_heads(message: Tensor, at: Geometry) -> list[Tensor]:
-    """`[T, (b,) h, d]` for each section, in stream order: views of one buffer of rows.
+    """Returns `[T, (b,) h, d]` for each section, in stream order: views of one buffer of rows.
 
     The buffer is the message itself if `keeps_message(at)`.
     """
@@ -44,12 +45,12 @@ def unpack_heads(message: Tensor, at: Geometry) -> list[Tensor]:
 
 
 def keeps_message(at: Geometry) -> bool:
-    """Whether what `unpack_heads` returns are views of the message, which then belongs to whoever uses them."""
+    """Returns True if the results of `unpack_heads` are views of the message, which then belongs to their user."""
     return at.layout.in_stream_order and not any(at.coded)
 
 
 def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
-    """The inverse of `unpack_heads`: the messages to every rank, end to end."""
+    """Packs the messages to every rank, end to end: the inverse of `unpack_heads`."""
     table = None if any(at.coded) else _shared_table(sections, at)
     if _is_message(table, at):
         return table
@@ -57,57 +58,53 @@ def pack_heads(sections: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Te
     message = buffers.acquire(at.head_side_bytes, at.device)
     if table is None and copies.runs_on(at.device) and copies.pack_heads(sections, message, at):
         return message
-    _pack(sections, table, _everyone(at), message, at)
+    _pack(sections, table, _rank_rows(at), message, at)
     return message
 
 
-def pack_heads_apart(
+def pack_heads_for_peers(
     sections: Sequence[Tensor], at: Geometry, buffers: Buffers, received: Tensor
 ) -> tuple[Tensor, Callable[[], None]]:
-    """The messages to other ranks, end to end, and what writes this rank's own to where it arrives.
+    """Packs the messages to other ranks, end to end. Returns them, and a function that writes this rank's own piece.
 
-    See `pack_tokens_apart`. Sections that are a message as they stand leave as they are, the own piece among them.
+    See `pack_tokens_for_peers`. Sections that already form a message are sent as they are, the own piece included.
 
     Args:
-        received: the messages from all ranks on the token side.
+        received: the messages from all ranks on the token side, where the own piece is written.
     """
     table = None if any(at.coded) else _shared_table(sections, at)
-    if not at.is_own_apart or _is_message(table, at):
-        return pack_heads(sections, at, buffers), _nothing
+    if not at.is_own_separate or _is_message(table, at):
+        return pack_heads(sections, at, buffers), no_own_piece
     tokens, row = at.layout.token_counts.tolist(), at.copies * at.format.row_bytes[at.rank]
     sections = _dense(sections, at)
     sent = buffers.acquire(at.head_side_bytes, at.device)[: at.head_side_bytes - tokens[at.rank] * row]
-    ranks, first, end = _everyone(at), sum(tokens[: at.rank]), sum(tokens[: at.rank]) * row
+    ranks, first, end = _rank_rows(at), sum(tokens[: at.rank]), sum(tokens[: at.rank]) * row
     _pack(sections, table, ranks[: at.rank], sent[:end], at)
     _pack(sections, table, ranks[at.rank + 1 :], sent[end:], at)
     own = slice(first, first + tokens[at.rank])
     return sent, partial(_pack, sections, table, [own], received[at.own_token_side], at)
 
 
-def _nothing() -> None:
-    pass
-
-
 def _dense(sections: Sequence[Tensor], at: Geometry) -> Sequence[Tensor]:
-    """Sections whose rows are dense, where they are gathered for every rank: made so once."""
+    """Copies sections without dense rows once, if their rows are gathered for every rank."""
     if not at.section_major or at.order is None:
         return sections
     return [section if section[:1].is_contiguous() else section.contiguous() for section in sections]
 
 
-def _everyone(at: Geometry) -> list[slice]:
-    """The rows of the messages that are each rank's."""
+def _rank_rows(at: Geometry) -> list[slice]:
+    """Returns the rows of each rank's messages."""
     ends = list(itertools.accumulate(at.layout.token_counts.tolist(), initial=0))
     return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 def _is_message(table: Tensor | None, at: Geometry) -> TypeGuard[Tensor]:
-    """Whether a table is what is sent, as it stands."""
+    """Returns True if a table is already the message to send."""
     return table is not None and at.order is None and (not at.section_major or _is_one_block(at))
 
 
 def _pack(sections: Sequence[Tensor], table: Tensor | None, ranks: Sequence[slice], out: Tensor, at: Geometry) -> None:
-    """Writes the messages to some ranks that are neighbours, given by their rows of all messages."""
+    """Writes the messages to some neighbouring ranks, given by their rows of all messages."""
     if not ranks or ranks[0].start == ranks[-1].stop:
         return
     if at.section_major and not (table is not None and _is_one_block(at)):
@@ -142,15 +139,15 @@ def _pack_section_major(sections: Sequence[Tensor], ranks: Sequence[slice], out:
 
 
 def _select(source: Tensor, index: Tensor, out: Tensor) -> None:
-    """Dense rows of `[T, ...]` into others, in words where that can be."""
+    """Gathers dense rows of `[T, ...]` into `out`, in 8-byte words if possible."""
     source, out = source.flatten(1), out.flatten(1)
-    if has_words(source, out):
-        source, out = words(source), words(out)
+    if fits_words(source, out):
+        source, out = as_words(source), as_words(out)
     torch.index_select(source, 0, index, out=out)
 
 
 def _is_one_block(at: Geometry) -> bool:
-    """Whether a message is the rows of one section, without gaps: row-major and section-major are then the same."""
+    """Returns True if a message is the rows of one section without gaps: then row-major and section-major are equal."""
     block, row = at.blocks[0], at.format.row_bytes[at.rank]
     return len(at.blocks) == 1 and row == block.heads_on(at.rank) * block.head_dim * at.dtypes[0].itemsize
 
@@ -164,9 +161,9 @@ def _decoded(message: Tensor, at: Geometry) -> list[Tensor]:
     for tokens in row_blocks(total, at.copies * at.table_format.row_bytes[at.rank], at):
         for view, source in zip(views, _message_views(rows, at), strict=True):
             if isinstance(source, Tensor):
-                view[tokens].copy_(_taken(source, index, tokens))
+                view[tokens].copy_(_take_rows(source, index, tokens))
             else:
-                payload, scales = (_taken(part, index, tokens) for part in source)
+                payload, scales = (_take_rows(part, index, tokens) for part in source)
                 view[tokens].copy_(decode(payload, scales, at.coding))
     return views
 
@@ -174,9 +171,9 @@ def _decoded(message: Tensor, at: Geometry) -> list[Tensor]:
 def _encode(sections: Sequence[Tensor], rows: slice, out: Tensor, at: Geometry) -> None:
     targets = _message_views(out.view(rows.stop - rows.start, at.copies * at.format.row_bytes[at.rank]), at)
     for tokens in row_blocks(rows.stop - rows.start, at.copies * at.table_format.row_bytes[at.rank], at):
-        of_all = slice(rows.start + tokens.start, rows.start + tokens.stop)
+        stream_rows = slice(rows.start + tokens.start, rows.start + tokens.stop)
         for section, target in zip(sections, targets, strict=True):
-            sent = _taken(section, at.order, of_all)
+            sent = _take_rows(section, at.order, stream_rows)
             if isinstance(target, Tensor):
                 target[tokens].copy_(sent)
             else:
@@ -184,13 +181,13 @@ def _encode(sections: Sequence[Tensor], rows: slice, out: Tensor, at: Geometry) 
                 encode(sent, at.coding, payload[tokens], scales[tokens])
 
 
-def _taken(rows: Tensor, index: Tensor | None, tokens: slice) -> Tensor:
-    """`rows[index[tokens]]`."""
+def _take_rows(rows: Tensor, index: Tensor | None, tokens: slice) -> Tensor:
+    """Returns `rows[index[tokens]]`."""
     return rows[tokens] if index is None else rows.index_select(0, index[tokens])
 
 
 def _message_views(rows: Tensor, at: Geometry) -> list[Tensor | tuple[Tensor, Tensor]]:
-    """For each section its `[T, (b,) h, d]` in the messages' rows, or bytes and scales where it is coded."""
+    """Returns each section's `[T, (b,) h, d]` in the messages' rows, or its bytes and scales if it is coded."""
     lead = rows.shape[:1] if at.batch is None else (rows.shape[0], at.batch)
     rows = rows.view(*lead, at.format.row_bytes[at.rank])
     views: list[Tensor | tuple[Tensor, Tensor]] = []
@@ -205,7 +202,7 @@ def _message_views(rows: Tensor, at: Geometry) -> list[Tensor | tuple[Tensor, Te
 
 
 def _gather(rows: Tensor, index: Tensor, out: Tensor, at: Geometry) -> None:
-    """Rows of a flat table in another order, into another one: in words, for which both are aligned."""
+    """Gathers rows of a flat table into `out`, in words, for which both are aligned."""
     row = at.copies * at.format.row_bytes[at.rank]
     if not row or not len(index):  # a rank without heads
         return
@@ -217,9 +214,9 @@ def _gather(rows: Tensor, index: Tensor, out: Tensor, at: Geometry) -> None:
 
 
 def _shared_table(sections: Sequence[Tensor], at: Geometry) -> Tensor | None:
-    """The flat byte table that all `sections` are already views of, each in its place, or None.
+    """Returns the flat byte table that all `sections` are views of, each in its place; None if there is none.
 
-    A kernel that writes its gradients where its inputs stood (`like_rows`) hands over a finished message.
+    A kernel that writes its gradients in the place of its inputs (`like_rows`) provides a finished message.
     """
     storage, first = None, 0
     for section, place in zip(sections, at.places, strict=True):

@@ -1,9 +1,9 @@
-"""Messages of a head exchange: what they hold, and views of the sections in them.
+"""Messages of a head exchange: their form, and views of the sections in them.
 
 A message is bytes, so that sections of different types share it. The token side cuts features: for each rank the
-columns of its heads, copied by slices. The head side orders tokens: rows arrive rank after rank and are gathered into
-stream order, or viewed where that is the order already. Each direction has one pack and one unpack, in `token_side`
-and `head_side`:
+columns of its heads, copied by slices. The head side orders tokens: rows arrive grouped by rank and are gathered into
+stream order, or viewed if that is their order already. Each direction has one pack and one unpack, in `token_side` and
+`head_side`:
 
     to heads    token side --copy columns--> message ==transport==> message --gather rows--> head side (views)
     to tokens   head side --gather rows--> message ==transport==> message --copy columns--> token side
@@ -12,7 +12,7 @@ With a codec, coding takes the place of the copy on the side that sends, and dec
 
 A message to heads is row-major: a token's sections are one row, and rows are viewed, or gathered whole. A message to
 tokens may be section-major, each section dense (`Geometry.section_major`): sections then come from tensors of their
-own, and a processor copies dense blocks into the columns of a tensor in half the time that columns of rows take.
+own, and a CPU copies dense blocks into the columns of a tensor in half the time that columns of rows take.
 
 Shapes: `t` a rank's tokens, `T` all tokens, `b` batch (absent for packed THD input), `f` features, `h` heads, `d` head
 size.
@@ -30,13 +30,17 @@ from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.sections import SCALE_SIZE, HeadCopy, Section
 
-# Bytes that are copied, or coded, before the next are. Cutting touches a page for every run, and processors know the
-# addresses of some thousand; coding goes over its numbers several times, and they had better stay in the cache.
+# Bytes that are copied, or coded, at a time. Cutting touches a page for every run, and a CPU's TLB holds some thousand
+# pages; coding passes over its numbers several times, which should stay in the cache.
 _CUT_AT_A_TIME, _CODED_AT_A_TIME = 2**23, 2**21
 
 
+def no_own_piece() -> None:
+    """Writes nothing: the piece from a rank to itself is part of the messages."""
+
+
 def section_columns(rows: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
-    """`[n, f]` tensors, laid end to end along the features, as one `[n, width]` view for each section.
+    """Splits `[n, f]` tensors, laid end to end along the features, into one `[n, width]` view for each section.
 
     Raises:
         ArgumentError: the features are not the sections, whole and in order.
@@ -56,7 +60,7 @@ def section_columns(rows: Sequence[Tensor], exchange: Exchange) -> list[Tensor]:
 
 
 def section_views(table: Tensor, at: Geometry, rows: int | None = None) -> list[Tensor]:
-    """`[T, (b,) h, d]` views of a dense table of rows, one for each section; of the first `rows`, if it has no more."""
+    """Returns `[T, (b,) h, d]` views of a dense table of rows, one for each section; `rows` limits a shorter table."""
     typed = {table.dtype: table}
     views = []
     for dtype, shape, stride, start, is_empty in at.places:
@@ -71,7 +75,7 @@ def section_views(table: Tensor, at: Geometry, rows: int | None = None) -> list[
 
 
 def section_view(rows: Tensor, block: Section, dtype: torch.dtype, heads: int, offset: int) -> Tensor:
-    """`[..., h, d]`: the section that begins `offset` bytes from the start of each row of bytes."""
+    """Returns `[..., h, d]`: the section that begins `offset` bytes from the start of each row of bytes."""
     lead = rows.shape[:-1]
     if heads == 0 or lead.numel() == 0:
         return rows.new_empty(*lead, heads, block.head_dim, dtype=dtype)
@@ -80,7 +84,7 @@ def section_view(rows: Tensor, block: Section, dtype: torch.dtype, heads: int, o
 
 
 def payload_and_scales(rows: Tensor, head_copy: HeadCopy, block: Section) -> tuple[Tensor, Tensor]:
-    """`[..., heads, d]` bytes and `[..., heads]` scales of coded heads in rows of bytes."""
+    """Returns `[..., heads, d]` bytes and `[..., heads]` scales of coded heads in rows of bytes."""
     assert head_copy.scales is not None
     size = head_copy.num_heads * block.head_dim
     if not size or not rows.numel():
@@ -92,19 +96,19 @@ def payload_and_scales(rows: Tensor, head_copy: HeadCopy, block: Section) -> tup
 
 
 def row_blocks(rows: int, row_bytes: int, at: Geometry) -> list[slice]:
-    """All rows, in turns of as many as a processor moves best."""
+    """Splits rows into blocks of the size that a CPU copies fastest."""
     if at.device.type != "cpu":
         return [slice(0, rows)]
     step = max(1, (_CODED_AT_A_TIME if any(at.coded) else _CUT_AT_A_TIME) // max(row_bytes, 1))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def has_words(*views: Tensor) -> bool:
-    """Whether views of one shape and type can be copied in words of 8 bytes: torch does that faster than in 2."""
+def fits_words(*views: Tensor) -> bool:
+    """Returns True if views of one shape and type can be copied in 8-byte words, which torch does faster."""
     dtype, size = views[0].dtype, views[0].dtype.itemsize
     if size >= 8:
         return False
-    for view in views:  # loops, and no generators: this is asked of every block of every layer
+    for view in views:  # loops instead of generators: this runs for every block of every layer
         *strides, last = view.stride()
         if view.dtype != dtype or not view.numel() or last != 1:
             return False
@@ -116,21 +120,22 @@ def has_words(*views: Tensor) -> bool:
     return True
 
 
-def words(view: Tensor) -> Tensor:
-    """The same in words of 8 bytes, where `has_words`."""
+def as_words(view: Tensor) -> Tensor:
+    """Returns a view in 8-byte words; requires `fits_words`."""
     return view.view(torch.int64)
 
 
 def byte_offset(tensor: Tensor) -> int:
-    """Where a tensor begins in its storage."""
+    """Returns the offset of a tensor in its storage, in bytes."""
     return int(tensor.storage_offset()) * tensor.dtype.itemsize
 
 
 def like_rows(*tensors: Tensor) -> list[Tensor]:
-    """Uninitialised tensors that lie to each other as `tensors` do: `empty_like` for the sections of one table.
+    """Returns uninitialised tensors with the relative positions of `tensors`: `empty_like` for the sections of one
+    table.
 
-    A kernel that writes gradients into them hands the exchange a message that needs no packing. Tensors that are not
-    separate columns of one table come back as plain `empty_like`.
+    A kernel that writes gradients into them gives the exchange a message that needs no packing. For tensors that are
+    not separate columns of one table the results are plain `empty_like`.
     """
     first = _start_of_columns(tensors)
     if first is None:
@@ -148,9 +153,9 @@ def like_rows(*tensors: Tensor) -> list[Tensor]:
 
 
 def _start_of_columns(tensors: Sequence[Tensor]) -> int | None:
-    """Where the first begins of `[T, (b,) h, d]` tensors that are dense column ranges of one table's rows, in bytes.
+    """Returns the byte offset of the first of `[T, (b,) h, d]` tensors that are dense column ranges of one table.
 
-    None if they are not, or if two share a byte.
+    Returns None if they are not, or if two share a byte.
     """
     ranges = []
     storage = tensors[0].untyped_storage().data_ptr()
@@ -172,7 +177,7 @@ def _start_of_columns(tensors: Sequence[Tensor]) -> int | None:
     ranges.sort()
     begin, end = ranges[0][0], ranges[0][0]
     for first, last, size in ranges:
-        # Rebased to `begin`, a view must start on an element.
+        # Relative to `begin`, a view must start on an element.
         if first < end or (first - begin) % size:
             return None
         end = last

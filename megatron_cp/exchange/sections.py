@@ -1,4 +1,4 @@
-"""`Sections`: the feature axis as named blocks of heads, and which heads each rank computes. No torch in here."""
+"""`Sections`: the feature axis as named blocks of heads, and the heads that each rank computes. No torch in here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.memo import Memo
 
-ROW_ALIGNMENT = 16  # bytes: the widest access of a GPU thread, and what attention kernels ask of their pointers
+ROW_ALIGNMENT = 16  # bytes: the widest access of a GPU thread, and the pointer alignment that attention kernels require
 SCALE_SIZE = 4  # bytes of a float32
 
 HeadRange = tuple[int, int]
@@ -17,10 +17,10 @@ HeadRange = tuple[int, int]
 
 @dataclass(frozen=True)
 class HeadPartition:
-    """Which heads each rank computes: consecutive query heads, and the key/value heads that those read.
+    """The heads that each rank computes: consecutive query heads, and the key/value heads that those read.
 
-    `heads[r]` and `groups[r]` are half-open ranges. A linear layer reads "value heads" for heads and "key heads" for
-    groups: the sharing is the same. `parent` is set where these are a chunk of each rank's heads.
+    `heads[r]` and `groups[r]` are half-open ranges. For a linear layer read "value heads" for heads and "key heads" for
+    groups: the sharing is the same. `parent` is set if these are a chunk of each rank's heads.
     """
 
     heads: tuple[HeadRange, ...]
@@ -34,18 +34,18 @@ class HeadPartition:
 
     @property
     def most_groups(self) -> int:
-        """Groups of the rank that has most: into as many chunks heads can be cut."""
+        """The largest number of groups of a rank, which is the largest number of head chunks."""
         return max(hi - lo for lo, hi in self.groups)
 
     def chunk(self, number: int, count: int) -> HeadPartition:
-        """The share of each rank's heads that is chunk `number` of `count`: whole groups, at most one more or less."""
+        """Returns chunk `number` of `count` of each rank's heads: whole groups, at most one more or less."""
         if count == 1:
             return self
         groups = tuple(
             (lo + (hi - lo) * number // count, lo + (hi - lo) * (number + 1) // count) for lo, hi in self.groups
         )
         size = self.heads_per_group
-        # Of a group that ranks share, the heads that are the rank's own.
+        # Clips a group that ranks share to the rank's own heads.
         heads = tuple(
             (min(max(lo, first * size), hi), min(max(lo, last * size), hi))
             for (lo, hi), (first, last) in zip(self.heads, groups, strict=True)
@@ -65,8 +65,8 @@ class HeadPartition:
 def partition_heads(num_heads: int, num_groups: int, cp_size: int) -> HeadPartition:
     """Assigns `num_heads` heads, `num_heads / num_groups` to a group, to `cp_size` ranks in order.
 
-    Whole groups where there are at least as many groups as ranks. With fewer groups, ranks are assigned to groups, so
-    that no rank reads two, unless single heads give the busiest rank less to do.
+    Assigns whole groups if there are at least as many groups as ranks. With fewer groups, ranks are assigned to groups,
+    so that no rank reads two, unless single heads give the busiest rank less to do.
 
     Raises:
         ArgumentError: a count below 1, or groups that do not divide heads.
@@ -94,9 +94,9 @@ HeadRun = tuple[slice, slice]
 
 
 def head_runs(partition: HeadPartition, rank: int) -> list[HeadRun]:
-    """A rank's query heads and the key/value heads they read, in runs of one ratio, as slices of its own heads.
+    """Returns a rank's query heads and the key/value heads they read, in runs of one ratio, as slices of its heads.
 
-    One run where whole groups were assigned; several where a rank's heads begin or end inside a group.
+    There is one run if whole groups were assigned; several if a rank's heads begin or end inside a group.
     """
     heads_per_group = partition.heads_per_group
     (first_head, last_head), (first_group, last_group) = partition.heads[rank], partition.groups[rank]
@@ -124,12 +124,12 @@ class Section:
     """A named block of heads on the feature axis.
 
     Attributes:
-        name: as the field calls it (`q`, `k`, `v`, `beta`, ...).
+        name: the usual symbol (`q`, `k`, `v`, `beta`, ...).
         num_heads: heads in the block, over all ranks.
         head_dim: features of one head.
         ranges: for each rank the half-open range of heads that it computes. Both ends never fall from rank to rank;
-            ranges of neighbours may overlap, where a head is computed on several ranks.
-        exact: never coded on the wire: what a recurrence multiplies up over the tokens.
+            ranges of neighbours may overlap, if a head is computed on several ranks.
+        exact: True if it is never coded in messages: a recurrence multiplies it up over the tokens.
     """
 
     name: str
@@ -147,7 +147,7 @@ class Section:
         return hi - lo
 
     def renumbered(self) -> Section:
-        """The block without the heads that no rank computes."""
+        """Returns the block without the heads that no rank computes."""
         numbers = sorted({head for lo, hi in self.ranges for head in range(lo, hi)})
         places = {head: place for place, head in enumerate(numbers)}
         ranges, end = [], 0
@@ -165,11 +165,11 @@ class Section:
 
 @dataclass(frozen=True)
 class HeadCopy:
-    """Where one section's heads stand in the messages of ranks `first_rank .. last_rank - 1`, all alike.
+    """The position of one section's heads in the messages of ranks `first_rank .. last_rank - 1`, the same in all.
 
-    One strided copy moves them: rank `first_rank + i` takes `num_heads` heads from `first_head + i * head_step` on.
-    The first `shared_heads` of them also stand in the message of a lower rank: on the way back they are added.
-    A coded section's heads have their scales `scales` bytes from the start of a message row.
+    One strided copy moves them: rank `first_rank + i` takes `num_heads` heads from `first_head + i * head_step` on. The
+    first `shared_heads` of them are also in the message of a lower rank: on the way back they are added. The scales of
+    a coded section's heads begin `scales` bytes from the start of a message row.
     """
 
     section: int
@@ -187,16 +187,16 @@ class HeadCopy:
         return self.last_rank - self.first_rank
 
 
-def parted(head_copy: HeadCopy, rank: int) -> tuple[list[HeadCopy], list[HeadCopy], list[HeadCopy]]:
-    """The parts of a copy that are for ranks before this one, for this one, and for those after; each at most one."""
+def split_by_rank(head_copy: HeadCopy, rank: int) -> tuple[list[HeadCopy], list[HeadCopy], list[HeadCopy]]:
+    """Splits a copy into the parts for ranks before this one, for this one, and for those after; each at most one."""
     cuts = ((head_copy.first_rank, rank), (rank, rank + 1), (rank + 1, head_copy.last_rank))
     before, within, after = [
-        _of_ranks(head_copy, max(lo, head_copy.first_rank), min(hi, head_copy.last_rank)) for lo, hi in cuts
+        _rank_range(head_copy, max(lo, head_copy.first_rank), min(hi, head_copy.last_rank)) for lo, hi in cuts
     ]
     return before, within, after
 
 
-def _of_ranks(head_copy: HeadCopy, first: int, last: int) -> list[HeadCopy]:
+def _rank_range(head_copy: HeadCopy, first: int, last: int) -> list[HeadCopy]:
     if first >= last:
         return []
     head = head_copy.first_head + (first - head_copy.first_rank) * head_copy.head_step
@@ -205,13 +205,13 @@ def _of_ranks(head_copy: HeadCopy, first: int, last: int) -> list[HeadCopy]:
 
 @dataclass(frozen=True)
 class RowFormat:
-    """The bytes of one token in a message: for each rank its row, every section starting on `ROW_ALIGNMENT`.
+    """The byte layout of one token in the messages of each rank, with every section aligned to `ROW_ALIGNMENT`.
 
     Attributes:
         row_bytes: for each rank, the bytes of one token in messages to (or from) it.
         row_starts: for each rank, the bytes of one token in the messages of all lower ranks.
         offsets: `[rank][section]` byte offset of each section inside the row.
-        scales: likewise of its scales, behind all sections; None where it is not coded.
+        scales: `[rank][section]` byte offset of its scales, behind all sections; None if it is not coded.
         head_copies: the copies that fill or empty the messages of all ranks, in rank order within a section.
     """
 
@@ -226,7 +226,8 @@ class RowFormat:
 class Sections(Memo):
     """The feature axis of a head exchange: blocks of heads that travel together in one message.
 
-    `parent` is set where these are a chunk of each rank's heads: blocks are then as wide, and ranges cover a part.
+    `parent` is set if these are a chunk of each rank's heads: blocks are then as wide as the parent's, and ranges cover
+    a part.
     """
 
     blocks: tuple[Section, ...]
@@ -256,7 +257,7 @@ class Sections(Memo):
         return any(block.replicated for block in self.blocks)
 
     def chunk(self, partition: HeadPartition, number: int, count: int) -> Sections:
-        """Chunk `number` of `count` of each rank's heads, cut as the `partition` that made them is cut."""
+        """Returns chunk `number` of `count` of each rank's heads, cut like the `partition` that assigned them."""
         if count == 1:
             return self
         part = partition.chunk(number, count)
@@ -264,21 +265,21 @@ class Sections(Memo):
         return Sections(tuple(blocks), parent=self)
 
     def renumbered(self) -> Sections:
-        """The blocks without the heads that no rank computes: of a chunk, sections of their own."""
+        """Returns the blocks without the heads that no rank computes: the sections of a chunk by itself."""
         return Sections(tuple(block.renumbered() for block in self.blocks))
 
     def row_format(
         self, item_sizes: Sequence[int], alignment: int = ROW_ALIGNMENT, coded: Sequence[bool] | None = None
     ) -> RowFormat:
-        """How a token's heads lie in the messages, for elements of `item_sizes[section]` bytes.
+        """Returns the byte layout of a token's heads in the messages, for elements of `item_sizes[section]` bytes.
 
-        Those of sections that are `coded` take a byte, and `SCALE_SIZE` more a head.
+        A section that is `coded` takes one byte an element, and `SCALE_SIZE` more a head.
         """
         key = "row format", tuple(item_sizes), alignment, None if coded is None else tuple(coded)
         return self.memo(key, lambda: self._make_row_format(item_sizes, alignment, coded))
 
     def row_bytes(self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]) -> tuple[int, ...]:
-        """For each rank, the bytes of one token in messages to (or from) it: of `row_format`, without its copies."""
+        """Returns each rank's bytes of one token in messages to (or from) it: `row_format` without its copies."""
         key = "row layout", tuple(item_sizes), alignment, tuple(coded)
         return self.memo(key, lambda: self._row_layout(item_sizes, alignment, coded))[2]
 
@@ -296,21 +297,21 @@ class Sections(Memo):
     def _row_layout(
         self, item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int | None, ...], ...], tuple[int, ...]]:
-        """Of a row format the offsets, the scales and the bytes."""
+        """Returns the offsets, the scales and the bytes of a row format."""
         heads_of_ranks = list(zip(*([hi - lo for lo, hi in block.ranges] for block in self.blocks), strict=True))
-        rows = {heads: self._row_of(heads, item_sizes, alignment, coded) for heads in set(heads_of_ranks)}
+        rows = {heads: self._rank_row(heads, item_sizes, alignment, coded) for heads in set(heads_of_ranks)}
         offsets, scales, row_bytes = zip(*(rows[heads] for heads in heads_of_ranks), strict=True)
         return offsets, scales, row_bytes
 
-    def _row_of(
+    def _rank_row(
         self, heads: tuple[int, ...], item_sizes: Sequence[int], alignment: int, coded: Sequence[bool]
     ) -> tuple[tuple[int, ...], tuple[int | None, ...], int]:
-        """Those of a rank with so many heads of each block."""
+        """Returns the offsets, the scales and the bytes for a rank with the given number of heads of each block."""
         starts, places, end = [], list[int | None](), 0
         for block, count, size, is_coded in zip(self.blocks, heads, item_sizes, coded, strict=True):
             starts.append(end)
             end += _round_up(count * block.head_dim * (1 if is_coded else size), alignment)
-        # Scales stand together, or those of few heads would fill up as many bytes as heads do.
+        # Scales are adjacent, since each would otherwise be padded to the alignment.
         end = _round_up(end, SCALE_SIZE) if any(coded) else end
         for count, is_coded in zip(heads, coded, strict=True):
             places.append(end if is_coded else None)
@@ -322,12 +323,12 @@ def _head_copies(
     index: int, block: Section, parent: Section, row_bytes: tuple[int, ...], offsets: tuple[tuple[int, ...], ...],
     scales: tuple[tuple[int | None, ...], ...],
 ) -> list[HeadCopy]:  # fmt: skip
-    """The fewest copies for one section: neighbouring ranks whose messages are alike share one.
+    """Returns the fewest copies for one section: neighbouring ranks with equal messages share one.
 
-    `parent` says which heads stand in messages of lower ranks, also in those of other chunks.
+    `parent` tells which heads are in messages of lower ranks, including those of other chunks.
     """
     runs: list[HeadCopy] = []
-    seen = 0  # heads below this one stand in the message of some lower rank
+    seen = 0  # heads below this one are in the message of some lower rank
     for rank, (lo, hi) in enumerate(block.ranges):
         if hi > lo:
             shared = min(max(0, seen - lo), hi - lo)
@@ -343,7 +344,7 @@ def _head_copies(
 
 
 def _extended(run: HeadCopy, next_rank: HeadCopy, row_bytes: tuple[int, ...]) -> HeadCopy | None:
-    """`run` with one more rank, or None where the next rank's message is not like the others."""
+    """Returns `run` with one more rank, or None if the next rank's message differs."""
     step = next_rank.first_head - run.first_head - (run.num_ranks - 1) * run.head_step
     alike = (
         run.last_rank == next_rank.first_rank
@@ -357,7 +358,7 @@ def _extended(run: HeadCopy, next_rank: HeadCopy, row_bytes: tuple[int, ...]) ->
 
 
 def _even_cuts(count: int, parts: int) -> tuple[HeadRange, ...]:
-    """`count` things in `parts` consecutive ranges whose sizes differ by at most one, the larger ones first."""
+    """Splits `count` into `parts` consecutive ranges whose sizes differ by at most one, the larger ones first."""
     size, more = divmod(count, parts)
     starts = [part * size + min(part, more) for part in range(parts + 1)]
     return tuple(itertools.pairwise(starts))

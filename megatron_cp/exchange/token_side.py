@@ -1,4 +1,4 @@
-"""The token side of a head exchange: features are cut into each rank's message, and put together again.
+"""The token side of a head exchange: cuts features into each rank's message, and assembles them again.
 
 See `messages`. Shapes: `t` a rank's tokens, `T` all tokens, `b` batch (absent for packed THD input), `f` features, `h`
 heads, `d` head size.
@@ -16,50 +16,55 @@ from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.geometry import Geometry
 from megatron_cp.exchange.kernels import copies
-from megatron_cp.exchange.messages import has_words, payload_and_scales, row_blocks, section_columns, words
-from megatron_cp.exchange.sections import HeadCopy, parted
+from megatron_cp.exchange.messages import (
+    as_words,
+    fits_words,
+    no_own_piece,
+    payload_and_scales,
+    row_blocks,
+    section_columns,
+)
+from megatron_cp.exchange.sections import HeadCopy, split_by_rank
 
 
 def pack_tokens(tensors: Sequence[Tensor], at: Geometry, buffers: Buffers) -> Tensor:
-    """Every rank's message, end to end, from `[rows, (b,) f]` tensors whose features are the sections in order."""
+    """Packs every rank's message, end to end, from `[rows, (b,) f]` tensors whose features are the sections in
+    order.
+    """
     message = buffers.acquire(at.token_side_bytes, at.device)
     if copies.runs_on(at.device) and copies.pack_tokens(_rows(tensors, at), message, at):
         return message
-    _cut(tensors, [(head_copy, _rows_of(message, head_copy, at)) for head_copy in at.format.head_copies], at)
+    _copy_columns(tensors, [(head_copy, _rows_of(message, head_copy, at)) for head_copy in at.format.head_copies], at)
     return message
 
 
-def pack_tokens_apart(
+def pack_tokens_for_peers(
     tensors: Sequence[Tensor], at: Geometry, buffers: Buffers, received: Tensor
 ) -> tuple[Tensor, Callable[[], None]]:
-    """The messages to other ranks, end to end, and what writes this rank's own to where it arrives.
+    """Packs the messages to other ranks, end to end. Returns them, and a function that writes this rank's own piece.
 
-    So the own piece is copied once, while the others are on their way. Kernels write all pieces in one launch: where
-    they do, the messages have the own one in them, and nothing is left to write.
+    The own piece is copied only once, while the others are on their way. GPU kernels write all pieces in one launch:
+    then the messages include the own piece, and the function does nothing.
 
     Args:
-        received: the messages from all ranks on the head side.
+        received: the messages from all ranks on the head side, where the own piece is written.
     """
-    if not at.is_own_apart:
-        return pack_tokens(tensors, at, buffers), _nothing
+    if not at.is_own_separate:
+        return pack_tokens(tensors, at, buffers), no_own_piece
     own_row, others, own = at.format.row_bytes[at.rank], [], []
     sent = buffers.acquire(at.token_side_bytes, at.device)[: at.token_side_bytes - at.local_rows * own_row]
     arrives = received[at.own_head_side].view(1, at.local_rows, own_row)
     for head_copy in at.format.head_copies:
-        before, within, after = parted(head_copy, at.rank)
+        before, within, after = split_by_rank(head_copy, at.rank)
         others += [(part, _rows_of(sent, part, at)) for part in before]
-        others += [(part, _rows_of(sent, part, at, left_out=own_row)) for part in after]
+        others += [(part, _rows_of(sent, part, at, skipped=own_row)) for part in after]
         own += [(part, arrives) for part in within]
-    _cut(tensors, others, at)
-    return sent, partial(_cut, tensors, own, at)
+    _copy_columns(tensors, others, at)
+    return sent, partial(_copy_columns, tensors, own, at)
 
 
-def _nothing() -> None:
-    pass
-
-
-def _cut(tensors: Sequence[Tensor], targets: Sequence[tuple[HeadCopy, Tensor]], at: Geometry) -> None:
-    """Cuts columns into `[ranks, rows, bytes]` messages."""
+def _copy_columns(tensors: Sequence[Tensor], targets: Sequence[tuple[HeadCopy, Tensor]], at: Geometry) -> None:
+    """Copies columns into `[ranks, rows, bytes]` messages."""
     local = [_token_rows(tensor, at) for tensor in tensors]
     sources = section_columns(local, at.exchange)
     moves: list[tuple[tuple[Tensor, ...], Tensor]] = []
@@ -70,7 +75,7 @@ def _cut(tensors: Sequence[Tensor], targets: Sequence[tuple[HeadCopy, Tensor]], 
             moves.append((coded, _by_heads(source, head_copy, at)))
             continue
         target = _features(rows, head_copy, at)
-        moves.append(((words(target),), words(source)) if has_words(target, source) else ((target,), source))
+        moves.append(((as_words(target),), as_words(source)) if fits_words(target, source) else ((target,), source))
     for span in row_blocks(at.local_rows, sum(tensor[:1].nbytes for tensor in local), at):
         for views, source in moves:
             if len(views) == 1:
@@ -80,12 +85,12 @@ def _cut(tensors: Sequence[Tensor], targets: Sequence[tuple[HeadCopy, Tensor]], 
 
 
 def unpack_tokens(messages: Sequence[Tensor], at: Geometry, widths: Sequence[int]) -> list[Tensor]:
-    """The inverse of `pack_tokens`, from the messages of every part: `[rows, (b,) width]` tensors.
+    """Assembles `[rows, (b,) width]` tensors from the messages of every part: the inverse of `pack_tokens`.
 
-    What several ranks return for one head is summed, in rank order, in fp32 where the type is shorter; pad rows are
-    zero.
+    If several ranks return values for one head, they are summed in rank order, in fp32 if the type is shorter; pad rows
+    are zero.
     """
-    tensors = [torch.empty(shape, dtype=dtype, device=at.device) for shape, dtype in _shape_of_each(widths, at)]
+    tensors = [torch.empty(shape, dtype=dtype, device=at.device) for shape, dtype in _tensor_shapes(widths, at)]
     if copies.runs_on(at.device) and copies.unpack_tokens(messages, _rows(tensors, at), at):
         return tensors
     if at.num_rows > at.num_tokens:
@@ -93,14 +98,14 @@ def unpack_tokens(messages: Sequence[Tensor], at: Geometry, widths: Sequence[int
             tensor[at.num_tokens :].zero_()
     local = [_token_rows(tensor, at) for tensor in tensors]
     if at.section_major and not at.exchange.sections.replicated:
-        _join(messages, local, at)
+        _concatenate_heads(messages, local, at)
     else:
-        _put_back(messages, local, at)
+        _restore_columns(messages, local, at)
     return tensors
 
 
-def _put_back(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> None:
-    """Fills the columns of `[rows, width]` tensors, and sums where a head comes from several ranks."""
+def _restore_columns(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> None:
+    """Fills the columns of `[rows, width]` tensors, and sums heads that come from several ranks."""
     targets = section_columns(local, at.exchange)
     sums = {
         index: target.new_empty(target.shape, dtype=torch.float32)
@@ -112,7 +117,7 @@ def _put_back(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry)
         for part, message in zip(at.parts, messages, strict=True)
         for head_copy in part.format.head_copies
     ]
-    # By ranks, whatever part a head comes in: a sum has one order, and its first term is the one that is copied.
+    # By rank across parts: a sum has one order, and its first term is copied.
     arrived.sort(key=lambda each: each[0].first_rank)
     moves: list[tuple[tuple[Tensor, ...], Tensor, int]] = []
     for head_copy, part, message in arrived:
@@ -123,8 +128,8 @@ def _put_back(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry)
             moves.append((payload_and_scales(rows, head_copy, part.blocks[head_copy.section]), target, shared))
             continue
         source = _message_view(message, head_copy, part, section_major=part.section_major)
-        as_words = not shared and has_words(source, target)
-        moves.append(((words(source),), words(target), 0) if as_words else ((source,), target, shared))
+        in_words = not shared and fits_words(source, target)
+        moves.append(((as_words(source),), as_words(target), 0) if in_words else ((source,), target, shared))
     for span in row_blocks(at.local_rows, sum(tensor[:1].nbytes for tensor in local), at):
         for sources, target, shared in moves:
             source = sources[0][:, span]
@@ -136,7 +141,7 @@ def _put_back(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry)
 
 
 def _add(source: Tensor, target: Tensor, shared: int) -> None:
-    """Fills `[ranks, rows, features]`, and adds to the first `shared` features, of heads that came before."""
+    """Fills `[ranks, rows, features]`, and adds to the first `shared` features, whose heads have been filled before."""
     if not shared:
         target.copy_(source)
         return
@@ -144,17 +149,17 @@ def _add(source: Tensor, target: Tensor, shared: int) -> None:
     target[..., shared:].copy_(source[..., shared:])
 
 
-def _join(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> None:
-    """Fills `[rows, width]` tensors from section-major messages, heads in order: row by row, each from end to end."""
+def _concatenate_heads(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> None:
+    """Fills `[rows, width]` tensors from section-major messages by concatenating heads in order."""
     if not at.local_rows:
         return
     heads: list[dict[int, Tensor]] = [{} for _ in at.exchange.sections.blocks]  # by section and first head
     for part, message in zip(at.parts, messages, strict=True):
         for head_copy in part.format.head_copies:
-            of_ranks = _message_view(message, head_copy, part, section_major=True)
-            for number, block in enumerate(of_ranks):
+            by_rank = _message_view(message, head_copy, part, section_major=True)
+            for number, block in enumerate(by_rank):
                 heads[head_copy.section][head_copy.first_head + number * head_copy.head_step] = block
-    sections = ([of_section[first] for first in sorted(of_section)] for of_section in heads)
+    sections = ([by_head[first] for first in sorted(by_head)] for by_head in heads)
     for rows in local:
         blocks: list[Tensor] = []
         while sum(block.shape[1] for block in blocks) < rows.shape[1]:
@@ -162,8 +167,8 @@ def _join(messages: Sequence[Tensor], local: Sequence[Tensor], at: Geometry) -> 
         torch.cat(blocks, 1, out=rows)
 
 
-def _shape_of_each(widths: Sequence[int], at: Geometry) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each token-side tensor: the type is that of the first section in it."""
+def _tensor_shapes(widths: Sequence[int], at: Geometry) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Returns shape and type of each token-side tensor: the type is that of the first section in it."""
     key = ("shapes", *widths)
     if key in at.remembered:
         kept: list[tuple[tuple[int, ...], torch.dtype]] = at.remembered[key]
@@ -179,38 +184,40 @@ def _shape_of_each(widths: Sequence[int], at: Geometry) -> list[tuple[tuple[int,
 
 
 def _rows(tensors: Sequence[Tensor], at: Geometry) -> Sequence[Tensor]:
-    """`[rows, (b,) f]` as `[rows * b, f]`."""
+    """Flattens `[rows, (b,) f]` to `[rows * b, f]`."""
     return tensors if at.batch is None else [tensor.flatten(0, 1) for tensor in tensors]
 
 
 def _token_rows(tensor: Tensor, at: Geometry) -> Tensor:
-    """Likewise, of this rank's tokens, pad rows left out."""
+    """Flattens this rank's tokens to `[tokens * b, f]`, without pad rows."""
     tokens = tensor if at.num_rows == at.num_tokens else tensor[: at.num_tokens]
     return tokens if at.batch is None else tokens.flatten(0, 1)
 
 
 def _message_view(message: Tensor, head_copy: HeadCopy, at: Geometry, *, section_major: bool = False) -> Tensor:
-    """`[ranks, rows, features]`: one section's heads in the messages of neighbouring ranks."""
+    """Returns `[ranks, rows, features]`: one section's heads in the messages of neighbouring ranks."""
     rows = _rows_of(message, head_copy, at)
     if not section_major or not at.local_rows:
         return _features(rows, head_copy, at)
     dtype = at.dtypes[head_copy.section]
     size = head_copy.num_heads * at.blocks[head_copy.section].head_dim * dtype.itemsize
     start = at.local_rows * head_copy.offset
-    of_ranks = rows.flatten(1)[:, start : start + at.local_rows * size]
-    return of_ranks.view(dtype).unflatten(1, (at.local_rows, -1))
+    by_rank = rows.flatten(1)[:, start : start + at.local_rows * size]
+    return by_rank.view(dtype).unflatten(1, (at.local_rows, -1))
 
 
 def _features(rows: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
-    """`[ranks, rows, features]` of `[ranks, rows, bytes]`."""
+    """Returns `[ranks, rows, features]` of `[ranks, rows, bytes]`."""
     block, dtype = at.blocks[head_copy.section], at.dtypes[head_copy.section]
     size = head_copy.num_heads * block.head_dim * dtype.itemsize
     return rows[..., head_copy.offset : head_copy.offset + size].view(dtype)
 
 
-def _rows_of(message: Tensor, head_copy: HeadCopy, at: Geometry, left_out: int = 0) -> Tensor:
-    """`[ranks, rows, bytes]`: the messages of neighbouring ranks, before which `left_out` bytes a row are not there."""
-    start = at.local_rows * (at.format.row_starts[head_copy.first_rank] - left_out)
+def _rows_of(message: Tensor, head_copy: HeadCopy, at: Geometry, skipped: int = 0) -> Tensor:
+    """Returns `[ranks, rows, bytes]`: the messages of neighbouring ranks, in a buffer without the `skipped` bytes a row
+    before them.
+    """
+    start = at.local_rows * (at.format.row_starts[head_copy.first_rank] - skipped)
     row = at.format.row_bytes[head_copy.first_rank]
     return message[start : start + head_copy.num_ranks * at.local_rows * row].view(
         head_copy.num_ranks, at.local_rows, row
@@ -218,7 +225,7 @@ def _rows_of(message: Tensor, head_copy: HeadCopy, at: Geometry, left_out: int =
 
 
 def _head_view(features: Tensor, head_copy: HeadCopy, at: Geometry) -> Tensor:
-    """`[ranks, rows, features]`: the same heads where they stand in a `[rows, width]` section."""
+    """Returns `[ranks, rows, features]`: the same heads in a `[rows, width]` section."""
     dim = at.blocks[head_copy.section].head_dim
     size, step = head_copy.num_heads * dim, head_copy.head_step * dim
     start = head_copy.first_head * dim

@@ -60,13 +60,13 @@ def check_dense(name: str, tensor: object) -> None:
         raise ArgumentError(name, "a tensor on meta, which holds no numbers", "one on cpu or cuda")
 
 
-def part_of(tensor: Tensor, dim: int, part: slice) -> Tensor:
+def narrow(tensor: Tensor, dim: int, part: slice) -> Tensor:
     """Some neighbours along a dim; where they are all, the tensor itself: a view is no less work for the host."""
     size = part.stop - part.start
     return tensor if size == tensor.shape[dim] else tensor.narrow(dim, part.start, size)
 
 
-def summed_in(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which numbers of a type are added up: at least fp32."""
     return dtype if dtype.itemsize > 4 else torch.float32
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.messages import like_rows
-from megatron_cp.executor.arguments import part_of, summed_in
+from megatron_cp.executor.arguments import accumulation_dtype, narrow
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.partials import merge, output_with_row_sums, row_sums
 from megatron_cp.executor.transfers import Bound, Keys, RowTransfers
@@ -61,14 +61,14 @@ def attend(
         q: `[t, (b,) h, d]`.
         k, v: `[t, (b,) g, d]` and `[t, (b,) g, v]`, pad rows included.
     """
-    acc_dtype = summed_in(q.dtype)
+    acc_dtype = accumulation_dtype(q.dtype)
     out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=acc_dtype if step.num_stages > 1 else q.dtype)
     lse = q.new_empty(*q.shape[1:-1], q.shape[0], dtype=acc_dtype)
     own, own_keys = _own_rows(step, kv_rank)
     if own.stop < len(q):
         out[own.stop :], lse[..., own.stop :] = 0, -torch.inf
-    rows = _Queries(part_of(q, 0, own), part_of(out, 0, own), part_of(lse, -1, own))
-    _Forward(step, kv_rank, head_rank, comm, work, rows, part_of(k, 0, own_keys), part_of(v, 0, own_keys)).run()
+    rows = _Queries(narrow(q, 0, own), narrow(out, 0, own), narrow(lse, -1, own))
+    _Forward(step, kv_rank, head_rank, comm, work, rows, narrow(k, 0, own_keys), narrow(v, 0, own_keys)).run()
     return out.to(q.dtype), lse
 
 
@@ -85,17 +85,15 @@ def attend_backward(
     for gradient, tokens in ((dq, own), (dk, own_keys), (dv, own_keys)):
         if tokens.stop < len(gradient):
             gradient[tokens.stop :] = 0
-    acc_dtype = summed_in(q.dtype)
+    acc_dtype = accumulation_dtype(q.dtype)
     in_place = len(step.backward_stages) == 1 or dq.dtype == acc_dtype
-    total = part_of(dq, 0, own)
+    total = narrow(dq, 0, own)
     total = total if in_place else torch.empty_like(total, dtype=acc_dtype)
-    rows = _QueryGradients(
-        total, part_of(dout, 0, own), part_of(q, 0, own), part_of(out, 0, own), part_of(lse, -1, own)
-    )
-    keys, gradients = ((part_of(x, 0, own_keys), part_of(y, 0, own_keys)) for x, y in ((k, v), (dk, dv)))
+    rows = _QueryGradients(total, narrow(dout, 0, own), narrow(q, 0, own), narrow(out, 0, own), narrow(lse, -1, own))
+    keys, gradients = ((narrow(x, 0, own_keys), narrow(y, 0, own_keys)) for x, y in ((k, v), (dk, dv)))
     _Backward(step, kv_rank, head_rank, comm, work, rows, keys, gradients).run()
     if total.dtype != dq.dtype:
-        part_of(dq, 0, own).copy_(total)
+        narrow(dq, 0, own).copy_(total)
     return [dq, dk, dv]
 
 
@@ -112,7 +110,7 @@ class _Queries(NamedTuple):
     def heads(self, chunk: HeadChunk) -> _Queries:
         if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
             return self
-        return _Queries(*(part_of(x, -2, chunk.heads) for x in self))
+        return _Queries(*(narrow(x, -2, chunk.heads) for x in self))
 
 
 class _QueryGradients(NamedTuple):
@@ -127,7 +125,7 @@ class _QueryGradients(NamedTuple):
     def heads(self, chunk: HeadChunk) -> _QueryGradients:
         if chunk.heads.stop - chunk.heads.start == self.q.shape[-2]:
             return self
-        return _QueryGradients(*(part_of(x, -2, chunk.heads) for x in self))
+        return _QueryGradients(*(narrow(x, -2, chunk.heads) for x in self))
 
     def part(self, rows: slice) -> _QueryGradients:
         """Selects `rows`; allocates an unwritten gradient buffer for them."""
@@ -158,7 +156,7 @@ class _Forward(RowTransfers):
         out, sent_lse = message.narrow(-1, 0, heads * size), message.narrow(-1, heads * size, heads)
         out = out.view(*q.shape[:-1], size)
         lse = out.new_empty(*q.shape[1:-1], q.shape[0])
-        tiles = self.step.visiting_tiles(self.kv_rank, do.part.stage)
+        tiles = self.step.remote_tiles(self.kv_rank, do.part.stage)
         _attend_tiles(self.work, _Queries(q, out, lse), *keys, tiles, chunk, is_first=True)
         sent_lse.copy_(lse.movedim(-1, 0))
 
@@ -203,7 +201,7 @@ class _Backward(RowTransfers):
             gradients = self.keys(do.gradients, chunk)
         else:
             dk, dv = self.key_sums if self.step.key_gradients_return else self.own_gradients
-            gradients = part_of(dk, -2, chunk.groups), part_of(dv, -2, chunk.groups)
+            gradients = narrow(dk, -2, chunk.groups), narrow(dv, -2, chunk.groups)
         if not do.adds:
             _attend_tiles_backward(self.work, rows, gradients, keys, tiles, chunk, is_first=stage.number == 0)
         elif self._remote_sums is not None:
@@ -218,7 +216,7 @@ class _Backward(RowTransfers):
         """
         do, chunk = bound.do, bound.chunk
         stage, keys, gradients = do.part.stage, self.keys(do.keys, chunk), self.keys(do.gradients, chunk)
-        tiles, own_tiles = self.step.visiting_tiles(self.kv_rank, stage), self.step.tiles(self.kv_rank, stage)
+        tiles, own_tiles = self.step.remote_tiles(self.kv_rank, stage), self.step.tiles(self.kv_rank, stage)
         if len(tiles.bands) and not _is_empty(own_tiles, self.rows.heads(chunk).q):
             dk, dv = (x if x.dtype == self.acc_dtype else torch.empty_like(x, dtype=self.acc_dtype) for x in gradients)
             gradients = self._remote_sums = dk, dv
@@ -244,7 +242,7 @@ class _Backward(RowTransfers):
                 target.copy_(source)
             return
         is_keys = do.payload is Payload.KEY_GRADIENTS
-        sums = [part_of(x, -2, chunk.groups) for x in self.key_sums] if is_keys else [self.rows.heads(chunk).dq]
+        sums = [narrow(x, -2, chunk.groups) for x in self.key_sums] if is_keys else [self.rows.heads(chunk).dq]
         for total, column in zip(sums, self.columns(message, bound), strict=True):
             for index, first, count in bound.pieces:
                 total.index_add_(0, index, column.narrow(0, first, count).to(total.dtype))
@@ -285,7 +283,7 @@ def _attend_tiles(
             rows.out.zero_(), rows.lse.fill_(-torch.inf)
         return
     seen = tiles.key_rows
-    keys, values = part_of(keys, 0, seen), part_of(values, 0, seen)
+    keys, values = narrow(keys, 0, seen), narrow(values, 0, seen)
     if is_first:
         work.forward(rows.out, rows.lse, rows.q, keys, values, tiles.cropped_keys, chunk)
         return
@@ -314,7 +312,7 @@ def _attend_tiles_backward(
             x[: seen.start].zero_()
         if seen.stop < len(x):
             x[seen.stop :].zero_()
-    seen_gradients = [part_of(x, 0, seen) for x in gradients]
+    seen_gradients = [narrow(x, 0, seen) for x in gradients]
     _attend_seen_backward(work, rows, seen_gradients, keys, tiles, chunk, is_first=is_first)
 
 
@@ -323,7 +321,7 @@ def _attend_seen_backward(
     is_first: bool,
 ) -> None:  # fmt: skip
     """Writes gradients for the key rows in `tiles.key_rows` only."""
-    k, v = (part_of(x, 0, tiles.key_rows) for x in keys)
+    k, v = (narrow(x, 0, tiles.key_rows) for x in keys)
     some = rows if is_first else rows.part(tiles.query_rows)
     dk, dv = gradients
     cropped = tiles.cropped_keys if is_first else tiles.cropped

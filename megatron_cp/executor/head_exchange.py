@@ -23,9 +23,9 @@ from torch.autograd.profiler import record_function
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry, geometry_of
-from megatron_cp.exchange.head_side import keeps_message, pack_heads_apart, unpack_heads
+from megatron_cp.exchange.head_side import keeps_message, pack_heads_for_peers, unpack_heads
 from megatron_cp.exchange.messages import section_columns
-from megatron_cp.exchange.token_side import pack_tokens_apart, unpack_tokens
+from megatron_cp.exchange.token_side import pack_tokens_for_peers, unpack_tokens
 from megatron_cp.executor.communicator import Communicator, over
 from megatron_cp.executor.groups import Pending, RankGroup
 from megatron_cp.executor.opaque import opaque_backward
@@ -147,7 +147,7 @@ def _within_kv_rank(exchange: Exchange, comm: Communicator) -> tuple[Exchange, C
     if comm.size != exchange.layout.cp_size:
         raise ArgumentError("group", f"{comm.size} ranks", f"the {exchange.layout.cp_size} ranks that the plan is for")
     first = comm.rank - comm.rank % exchange.degree
-    return exchange.within(first // exchange.degree), comm.part(range(first, first + exchange.degree))
+    return exchange.subgroup(first // exchange.degree), comm.part(range(first, first + exchange.degree))
 
 
 class InFlightExchange:
@@ -161,7 +161,7 @@ class InFlightExchange:
 
     def __init__(self, at: Geometry, comm: Communicator, widths: list[int]) -> None:
         self.comm, self.widths = comm, widths
-        self.at = (at.of_gradients, at)  # by whether it is forward
+        self.at = (at.gradients, at)  # by whether it is forward
         self.num_parts = len(at.parts)
         self.under_way: dict[int, tuple[Pending, Tensor, Tensor]] = {}  # by part: what is sent, and what is received
 
@@ -171,7 +171,7 @@ class InFlightExchange:
             with self._traced("to_heads", part, forward=forward) if profiling() else NO_RANGE:
                 at = self.at[forward].parts[part]
                 received = self.comm.acquire(at.head_side_bytes, at.device, kept=keeps_message(at))
-                sent, write_own = pack_tokens_apart(tensors, at, self.comm.buffers, received)
+                sent, write_own = pack_tokens_for_peers(tensors, at, self.comm.buffers, received)
                 self._start(part, received, sent, at, to_heads=True)
                 write_own()
 
@@ -188,7 +188,7 @@ class InFlightExchange:
         with self._traced("to_tokens", part, forward=forward) if profiling() else NO_RANGE:
             at = self.at[forward].parts[part]
             received = self.comm.acquire(at.token_side_bytes, at.device)
-            sent, write_own = pack_heads_apart(sections, at, self.comm.buffers, received)
+            sent, write_own = pack_heads_for_peers(sections, at, self.comm.buffers, received)
             self._start(part, received, sent, at, to_heads=False)
             write_own()
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.arguments import summed_in
+from megatron_cp.executor.arguments import accumulation_dtype
 
 # Parts in which rows are worked on where that takes memory: an eighth of it for some more launches.
 _PARTS = 8
@@ -44,7 +44,7 @@ def row_padded_copy(lse: Tensor) -> Tensor:
 
 def row_sums(dout: Tensor, out: Tensor) -> Tensor:
     """Returns `rowsum(dout * out)`, `[t, (b,) h, 1]`, in at least fp32."""
-    dtype = summed_in(out.dtype)
+    dtype = accumulation_dtype(out.dtype)
     sums = dout.new_empty(*dout.shape[:-1], 1, dtype=dtype)
     for target, gradient, output in _parts(sums, dout, out):
         torch.sum(output.to(dtype, copy=True).mul_(gradient), -1, keepdim=True, out=target)

@@ -85,7 +85,7 @@ def _on_tokens(
     arriving: list[list[Finish]] = []
     for step in steps:
         if isinstance(step, ToHeads):
-            exchange = step.exchange if chunk is None else step.exchange.of_chunk(chunk)
+            exchange = step.exchange if chunk is None else step.exchange.chunk_exchange(chunk)
             arriving.append(start_to_heads(exchange, comm, *tensors[slice(*step.inputs)], alone=alone))
         else:
             with without_autocast(tensors[0].device):
@@ -120,7 +120,7 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
     """
     device, kv_rank = indexed(device), rank // plan.ulysses_degree
     for exchange, _ in plan.exchanges(forward=True):
-        prepare_tables(exchange.within(kv_rank).layout, device)
+        prepare_tables(exchange.subgroup(kv_rank).layout, device)
     for step in plan.recurrent_steps:
         if isinstance(step, Halo):
             if step.reach:
@@ -136,6 +136,6 @@ def prepare(plan: Plan, rank: int, device: torch.device) -> None:
     for stage in plan.attend.all_stages:
         if len(plan.attend.tiles(kv_rank, stage).bands):
             _ = plan.attend.call_tiles(kv_rank, stage)
-        if stage.visitors is not None:
-            _ = plan.attend.visiting_tiles(kv_rank, stage).cropped_keys
+        if stage.remote_queries is not None:
+            _ = plan.attend.remote_tiles(kv_rank, stage).cropped_keys
     prepare_transfers(plan.attend, kv_rank, rank % plan.ulysses_degree, device)

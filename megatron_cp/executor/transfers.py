@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
 from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor.arguments import part_of, summed_in
+from megatron_cp.executor.arguments import accumulation_dtype, narrow
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.groups import Message, Pending
 from megatron_cp.executor.trace import NO_RANGE, profiling
@@ -70,6 +70,7 @@ class Bound(NamedTuple):
         picked: rows to pick, on the device; None where none are picked.
         pieces: of rows that come back, the index and the first row of what each rank sent.
         counts: rows to and from each rank, of an all-to-all.
+        neighbours: the ranks before and after this one, in a ring.
         name: how errors name what travels.
     """
 
@@ -81,6 +82,7 @@ class Bound(NamedTuple):
     picked: Tensor | None = None
     pieces: tuple[tuple[Tensor, int, int], ...] = ()
     counts: SplitCounts | None = None
+    neighbours: tuple[int, int] | None = None
     name: str = ""
 
 
@@ -117,7 +119,8 @@ def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device:
             return bound._replace(rows=rows, picked=index)
         case Start(flow=PassOn() as flow, payload=payload):
             name = f"{_RING_NAMES[payload]} of stage {flow.hops} of {flow.size}"
-            return bound._replace(rows=flow.rows_received(kv_rank), name=name)
+            neighbours = (kv_rank - 1) % flow.size, (kv_rank + 1) % flow.size
+            return bound._replace(rows=flow.rows_received(kv_rank), name=name, neighbours=neighbours)
         case Start(flow=Fetch() | Return() as flow):
             shares = isinstance(flow, Fetch) and flow.equal_shares
             return bound._replace(
@@ -153,7 +156,7 @@ class RowTransfers:
     ) -> None:  # fmt: skip
         self.step, self.kv_rank, self.comm, self.k, self.v = step, kv_rank, comm, k, v
         self.leaving, self.forward = leaving, forward
-        self.acc_dtype = summed_in(k.dtype)
+        self.acc_dtype = accumulation_dtype(k.dtype)
         self.buffers: dict[int, Tensor] = {}
         self._pending: dict[int, Pending] = {}
         self._batch = k.shape[1:-2]
@@ -179,10 +182,10 @@ class RowTransfers:
         if do.payload is Payload.KEYS:
             own: Sequence[Tensor] = self.own_keys(chunk)
         else:
-            own = [part_of(x, -2, chunk.heads) for x in self.leaving]
+            own = [narrow(x, -2, chunk.heads) for x in self.leaving]
         if bound.picked is None:  # backends gather equal shares only: the rows behind own ones are filling
             for target, source in zip(
-                self.columns(part_of(buffer, 0, slice(0, self.k.shape[0])), bound), own, strict=True
+                self.columns(narrow(buffer, 0, slice(0, self.k.shape[0])), bound), own, strict=True
             ):
                 target.copy_(source)
             return
@@ -194,8 +197,8 @@ class RowTransfers:
         do, comm = bound.do, self.comm
         source = self.buffers[do.source]
         received = self.buffers[do.buffer] = comm.acquire_like(source, bound.rows, *source.shape[1:])
-        if type(do.flow) is PassOn:
-            before, after = (self.kv_rank - 1) % do.flow.size, (self.kv_rank + 1) % do.flow.size
+        if bound.neighbours is not None:
+            before, after = bound.neighbours
             pending = comm.start_messages(
                 [Message(source.view(-1), after)], [Message(received.view(-1), before)], bound.name
             )
@@ -252,14 +255,14 @@ class RowTransfers:
 
     def own_keys(self, chunk: HeadChunk) -> Keys:
         """Returns the own keys and values of a chunk's heads."""
-        return part_of(self.k, -2, chunk.groups), part_of(self.v, -2, chunk.groups)
+        return narrow(self.k, -2, chunk.groups), narrow(self.v, -2, chunk.groups)
 
     def keys(self, number: int | None, chunk: HeadChunk) -> Keys:
         """Returns the keys and values, or their gradients, in a buffer; or the own keys and values."""
         if number is None:
             return self.own_keys(chunk)
         message, heads, d, v = self.buffers[number], chunk.num_groups, self.k.shape[-1], self.v.shape[-1]
-        keys, values = message.narrow(-1, 0, heads * d), message.narrow(-1, heads * d, heads * v)
+        keys, values = message.split_with_sizes([heads * d, heads * v], -1)
         shape = message.shape[:-1]
         return keys.view(*shape, heads, d), values.view(*shape, heads, v)
 
@@ -271,11 +274,9 @@ class RowTransfers:
         """Returns views `[s, (b,) heads, size]` of what a message holds."""
         if bound.dtype == "bytes":
             return self._byte_columns(message, bound.chunk)
-        found, first, shape = list[Tensor](), 0, message.shape[:-1]
-        for heads, size in bound.columns:
-            found.append(message.narrow(-1, first, heads * size).view(*shape, heads, size))
-            first += heads * size
-        return found
+        shape, columns = message.shape[:-1], bound.columns
+        parts = message.split_with_sizes([heads * size for heads, size in columns], -1)
+        return [part.view(*shape, *column) for part, column in zip(parts, columns, strict=True)]
 
     def _byte_columns(self, message: Tensor, chunk: HeadChunk) -> list[Tensor]:
         """Returns views of a message of bytes, whose columns have the types of `leaving`."""
@@ -306,7 +307,7 @@ class RowTransfers:
         """Returns the name of an instruction's range, empty for none: instructions in a row share one."""
         do: Instruction = bound.do
         stage, chunk = do.part
-        numbers = (chunk, self.step.head_chunks), (stage.number, len(self.step.stages_of(forward=self.forward)))
+        numbers = (chunk, self.step.head_chunks), (stage.number, len(self.step.stages_in(forward=self.forward)))
         match do:
             case Pack(payload=payload) | Start(payload=payload) | Order(payload=payload, flow=Return()):
                 return "send", _RANGE_NAMES[payload], numbers

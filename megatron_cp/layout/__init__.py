@@ -1,8 +1,8 @@
-"""Which tokens exist and which rank holds them.
+"""Tokens of a packed batch, and the ranks that hold them.
 
-Owns `Packing` (the documents of one packed batch), `Layout` (who holds which tokens), `Route` (how rows get from one
-layout to another) and `Mask` (which keys a query sees). Everything here is numpy and integers on the host: no torch,
-no ranks talking, no heads.
+Owns `Packing` (the documents of one packed batch), `Layout` (the tokens that each rank holds), `Route` (the transfer of
+rows from one layout to another) and `Mask` (the keys that each query sees). Everything here is numpy and integers on
+the host: no torch, no communication, no heads.
 """
 
 from megatron_cp.layout.layout import Fragment, Layout

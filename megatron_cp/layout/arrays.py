@@ -1,4 +1,4 @@
-"""Arrays of numpy and torch, told apart here and nowhere else, so that a data loader without torch can shard."""
+"""Operations on arrays of numpy or torch, here and nowhere else, so that a data loader without torch can shard."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from megatron_cp.errors import ArgumentError, as_number
-from megatron_cp.layout.packing import IntArray, Packing, if_offsets
+from megatron_cp.layout.packing import IntArray, Packing, offsets_remedy
 
 
 def take(array: Any, rows: IntArray) -> Any:
-    """A copy of these rows."""
+    """Returns a copy of the given rows."""
     if isinstance(array, np.ndarray):
         return array[rows]
     import torch
@@ -23,7 +23,7 @@ def take(array: Any, rows: IntArray) -> Any:
 
 
 def concatenate(arrays: list[Any]) -> Any:
-    """The arrays end to end."""
+    """Joins arrays along their rows."""
     if isinstance(arrays[0], np.ndarray):
         return np.concatenate(arrays)
     import torch
@@ -31,8 +31,8 @@ def concatenate(arrays: list[Any]) -> Any:
     return torch.cat(arrays)
 
 
-def lengthened(array: Any, rows: int, fill: float) -> Any:
-    """The array with so many more rows of `fill` at its end."""
+def append_rows(array: Any, rows: int, fill: float) -> Any:
+    """Appends `rows` rows of `fill` to an array."""
     if rows == 0:
         return array
     shape = (rows, *array.shape[1:])
@@ -40,29 +40,26 @@ def lengthened(array: Any, rows: int, fill: float) -> Any:
     return concatenate([array, added])
 
 
-def able_to_hold(value: int, array: Any) -> Any:
-    """The array, as 64-bit integers if its type has no `value`: token ids on disk are often unsigned."""
+def widen_for(value: int, array: Any) -> Any:
+    """Returns the array, as 64-bit integers if its type cannot hold `value`: token ids on disk are often unsigned."""
     least, most = _limits(array)
     if least <= value <= most:
         return array
     return array.astype(np.int64) if isinstance(array, np.ndarray) else array.long()
 
 
-# -- checks ----------------------------------------------------------------------------------------------------------
-
-
 def check_array(
     argument: str, array: Any, rows: int, allowed: str, *, integral: bool = False, packing: Packing | None = None
 ) -> None:
-    """Refuses what is no dense array or tensor of so many rows.
+    """Raises unless the argument is a dense array or tensor with `rows` rows.
 
     Args:
-        argument: as the caller spells it.
+        argument: its name as the caller spells it.
         array: what was given.
-        rows: how many it must have.
-        allowed: so many rows, in words.
-        integral: its numbers must be integers, of which truth values are none.
-        packing: of a stream, the documents that it must have the tokens of.
+        rows: the required number of rows.
+        allowed: the same requirement in words, for the message.
+        integral: its elements must be integers; booleans are not.
+        packing: for an array over the stream, the documents whose tokens it must have.
 
     Raises:
         ArgumentError: it is something else.
@@ -74,12 +71,12 @@ def check_array(
     if array.ndim == 0:
         raise ArgumentError(argument, "no rows", allowed)
     if len(array) != rows:
-        remedy = "" if packing is None else if_offsets(packing, len(array))
+        remedy = "" if packing is None else offsets_remedy(packing, len(array))
         raise ArgumentError(argument, f"{len(array)} rows", allowed, remedy)
 
 
 def check_shards(shards: Any, row_counts: list[int]) -> None:
-    """Refuses what are not the rows of every rank, of one type, in order."""
+    """Raises unless the shards are the rows of every rank, in order and of one type."""
     allowed = f"one for each of {len(row_counts)} ranks"
     is_list = isinstance(shards, Sequence) and not isinstance(shards, str | bytes)
     if not is_list and not (_is_dense(shards) and shards.ndim):
@@ -95,7 +92,7 @@ def check_shards(shards: Any, row_counts: list[int]) -> None:
 
 
 def check_fill(argument: str, value: Any, array: Any) -> None:
-    """Refuses a number that the array's type does not have: 1.5 or NaN among integers, 300 among bytes."""
+    """Raises unless the array's type can hold the number: it refuses 1.5 or NaN for integers, 300 for bytes."""
     match _kind(array):
         case "b":
             fits = isinstance(value, Integral) and value in (0, 1)
@@ -106,26 +103,22 @@ def check_fill(argument: str, value: Any, array: Any) -> None:
             plain = isinstance(value, Real) and not isinstance(value, bool)
             fits = plain and (value != value or abs(as_number(value)) <= _largest(array) or abs(value) == np.inf)
         case _:
-            fits = True  # text and the like, which numpy fills as it can
+            fits = True  # text and other types, which numpy converts
     if not fits:
         raise ArgumentError(argument, value, f"a number that {array.dtype} has")
 
 
 def _is_dense(array: Any) -> bool:
     if isinstance(array, np.ndarray):
-        return not isinstance(array, np.ma.MaskedArray)  # whose mask would be ignored
-    torch = sys.modules.get("torch")  # nobody has a tensor who has not imported it
-    return torch is not None and isinstance(array, torch.Tensor) and not array.is_nested and _is_strided(array)
-
-
-def _is_strided(tensor: Any) -> bool:
-    import torch
-
-    return bool(tensor.layout == torch.strided)
+        return not isinstance(array, np.ma.MaskedArray)  # its mask would be ignored
+    torch = sys.modules.get("torch")  # imported by whoever made a tensor
+    if torch is None or not isinstance(array, torch.Tensor):
+        return False
+    return not array.is_nested and bool(array.layout == torch.strided)
 
 
 def _kind(array: Any) -> str:
-    """numpy's letter for the kind of its numbers."""
+    """Returns numpy's letter for the kind of the elements."""
     if isinstance(array, np.ndarray):
         return str(array.dtype.kind)
     import torch
@@ -136,10 +129,10 @@ def _kind(array: Any) -> str:
 
 
 def _limits(array: Any) -> tuple[int, int]:
-    """The least and the greatest integer of its type."""
+    """Returns the least and the greatest integer of the array's type."""
     if isinstance(array, np.ndarray):
-        of_numpy = np.iinfo(array.dtype)
-        return int(of_numpy.min), int(of_numpy.max)
+        info = np.iinfo(array.dtype)
+        return int(info.min), int(info.max)
     import torch
 
     limits = torch.iinfo(array.dtype)
@@ -147,7 +140,7 @@ def _limits(array: Any) -> tuple[int, int]:
 
 
 def _largest(array: Any) -> float:
-    """The greatest number of its type that is finite."""
+    """Returns the greatest finite number of the array's type."""
     if isinstance(array, np.ndarray):
         return float(np.finfo(array.dtype).max)
     import torch

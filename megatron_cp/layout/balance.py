@@ -1,17 +1,17 @@
-"""Shares of the packed stream that are even in tokens and work, in few fragments: the algorithm of `Layout.balanced`.
+"""Shares of the packed stream with even tokens and work, in few fragments: the algorithm of `Layout.balanced`.
 
-This is necklace splitting with two measures. What is left of the stream is closed up to a circle of `n * ranks` tokens.
-Slide a window of `n` tokens around it: the windows that start at 0, n, 2n, ... share out all the work, so that some
-have no more than their share and some no less, and neighbouring windows differ by the work of one token at either
-end. So some window has its share but for half the work of one token, whether or not all windows can be of one size.
-Taking it out costs two cuts, and the last rank keeps the rest: at most `2 * ranks - 1` fragments in all.
+This is necklace splitting with two measures. The rest of the stream is closed up to a circle of `n * ranks` tokens.
+Slide a window of `n` tokens around it: the windows that start at 0, n, 2n, ... contain all the work, so that some have
+no more than their share and some no less, and neighbouring windows differ by the work of one token at either end. So
+some window has its share within half the work of one token, whether or not all windows can have the same size. Taking
+it out costs two cuts, and the last rank keeps the rest: at most `2 * ranks - 1` fragments in all.
 
-    place  a number that counts along what is left, 0 where it starts in the stream
+    place  a number that counts along the rest, 0 at its first token in the stream
 
-Not every window is looked at. The circle falls into a few *arcs*: the windows that start within one take as many cuts
-and leave as many fragments as each other. Arcs are searched from the one that leaves fewest, until a window is found
-whose share is near enough. Work is linear in pieces along the stream, a few for each document, and no table is made of
-tokens.
+Only some windows are examined. The circle falls into a few *arcs*: all windows that start within one take the same
+number of cuts and leave the same number of fragments. Arcs are searched from the one that leaves the fewest, until a
+window is found whose share is close enough. Work is linear in pieces along the stream, a few for each document, and no
+table has an entry for each token.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from numpy.typing import NDArray
 from megatron_cp.layout.fragments import arange_ranges
 from megatron_cp.layout.packing import IntArray
 
-MOST_FRAGMENTS = 3  # of a rank, wherever one of the attempts finds such shares
-CLOSE = 1e-3  # a share that misses the mean by no more has reached it: a cut saved is worth more
+MOST_FRAGMENTS = 3  # fragments of a rank, if one of the attempts finds such shares
+CLOSE = 1e-3  # relative error of a share that counts as none: a cut saved is worth more
 
-# How near to its share a window must come, and where an attempt looks first among windows that cost the same number of
-# cuts: a fraction of what is left, or None for where the work is nearest. Over 300 packs of 64 heavy-tailed documents
-# at cp 4 to 64 the first attempt kept to three fragments in 86 of 100, one of them all in 99.
+# The tolerance of a window's share, and the place that an attempt prefers among windows that cost the same number of
+# cuts: a fraction of the rest, or None for the window whose work is closest. Over 300 packs of 64 heavy-tailed
+# documents at cp 4 to 64 the first attempt kept to three fragments in 86 % of cases, some attempt in 99 %.
 _ATTEMPTS = [(tolerance, near) for tolerance in (CLOSE, 2 * CLOSE) for near in (None, 0.0, 0.5, 1.0)]
-# With so few tokens a rank one token is worth more than `CLOSE`: the most even of these attempts is taken.
+# With this few tokens a rank, one token is worth more than `CLOSE`: the most even of these attempts is taken.
 FEW_TOKENS = 64
 _ATTEMPTS_AT_FEW = [(0.0, near) for near in (None, 0.0, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0)]
-_MOST_WINDOWS = 512  # that all attempts together take; each costs 0.2 to 1 ms to find
-_STARTS = 256  # windows looked at between which the share is then sought by bisection
-_FEW_STARTS = 64  # between two of them: a bisection of so few takes less time than to see where it would lead
+_MOST_WINDOWS = 512  # windows of all attempts together; each takes 0.2 to 1 ms to find
+_STARTS = 256  # windows on a grid; bisection then searches between two of them
+_FEW_STARTS = 64  # distance up to which bisection is faster than solving for the crossing
 
 type Fragments = list[tuple[int, int]]
 
@@ -51,9 +51,9 @@ class Work:
 
     Attributes:
         starts: `[n]` the first token of each piece, from 0 on.
-        first: `[n]` the work of that token.
-        slope: `[n]` how much more each next token of the piece has.
-        total: tokens of the stream, at least one where a place is asked for.
+        first: `[n]` the work of the first token of each piece.
+        slope: `[n]` the increase of work from each token of the piece to the next.
+        total: tokens of the stream, at least one if `before` is called.
     """
 
     starts: IntArray
@@ -62,27 +62,28 @@ class Work:
     total: int
 
     @classmethod
-    def of_tokens(cls, work: IntArray) -> Work:
-        """From a number for each token."""
+    def from_tokens(cls, work: IntArray) -> Work:
+        """Makes pieces from the work `[total]` of each token."""
         starts = np.flatnonzero(np.diff(work, prepend=work[:1] - 1))
         return cls(starts, work[starts], np.zeros_like(starts), work.size)
 
     def before(self, places: IntArray) -> IntArray:
-        """The work of all tokens before each place of the stream."""
+        """Returns the work of all tokens before each place of the stream."""
         start, before, twice_first, slope = self._sums[self._next.searchsorted(places, side="right")].T
         tokens = places - start
         return before + (tokens * (twice_first + slope * tokens) >> 1)
 
     @cached_property
     def _next(self) -> IntArray:
-        """The first token of each piece but the first."""
+        """The first token of each piece except the first piece."""
         return self.starts[1:]
 
     @cached_property
     def _sums(self) -> IntArray:
-        """`[n, 4]` of each piece its start, the work before it, and what makes the sum of its first `t` tokens.
+        """`[n, 4]` for each piece its start, the work before it, `twice_first` and `slope`.
 
-        That is `t (twice_first + slope t) / 2`. Side by side, since they are looked up together.
+        The work of its first `t` tokens is `t (twice_first + slope t) / 2`. The columns are in one table since they are
+        looked up together.
         """
         return np.stack([self.starts, self._before, 2 * self.first - self.slope, self.slope], axis=1)
 
@@ -95,11 +96,11 @@ class Work:
 
 
 def even_shares(work: Work, cp_size: int) -> list[Fragments]:
-    """For each rank its fragments in stream order; token counts differ by at most one.
+    """Returns each rank's fragments in stream order; token counts differ by at most one.
 
     Args:
-        work: such as the number of keys that each query sees.
-        cp_size: the number of ranks. Their numbers follow the first token that they hold.
+        work: for example the number of keys that each query sees.
+        cp_size: the number of ranks. Ranks are numbered by the first token that they hold.
     """
     total, everything = work.total, work.before(np.array([work.total]))[0] if work.total else 0
     cuts = (np.arange(cp_size + 1) * total // cp_size).tolist()
@@ -117,7 +118,9 @@ def even_shares(work: Work, cp_size: int) -> list[Fragments]:
 
 
 def _attempts(work: Work, cp_size: int, *, few: bool) -> Iterator[list[Fragments]]:
-    """Shares from one attempt after another, all where tokens are few, else until one keeps to `MOST_FRAGMENTS`."""
+    """Yields the shares of successive attempts: of all if tokens are few, else up to one that keeps to
+    `MOST_FRAGMENTS`.
+    """
     attempts = _ATTEMPTS_AT_FEW if few else _ATTEMPTS
     for tolerance, near in attempts[: max(1, _MOST_WINDOWS // cp_size)]:
         shares = _shares(work, cp_size, tolerance, near)
@@ -127,7 +130,7 @@ def _attempts(work: Work, cp_size: int, *, few: bool) -> Iterator[list[Fragments
 
 
 def _shares(work: Work, cp_size: int, tolerance: float, near: float | None) -> list[Fragments]:
-    tokens, longer = divmod(work.total, cp_size)  # so many ranks hold one token more
+    tokens, longer = divmod(work.total, cp_size)  # `longer` ranks hold one token more
     rest = _Rest(work, np.array([0]), np.array([work.total]))
     shares = []
     for ranks in range(cp_size, 1, -1):
@@ -142,7 +145,7 @@ def _shares(work: Work, cp_size: int, tolerance: float, near: float | None) -> l
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """What is left of the stream: `starts` and `ends` of its fragments, in stream order."""
+    """The tokens that no rank has taken yet: `starts` and `ends` of their fragments, in stream order."""
 
     work: Work
     starts: IntArray
@@ -159,7 +162,7 @@ class _Rest:
         return np.concatenate([[0], np.cumsum(self.work.before(self.ends) - self.work.before(self.starts))])
 
     def split(self, start: int, size: int) -> tuple[Fragments, _Rest]:
-        """A window's fragments in stream order, and what is left without it."""
+        """Returns a window's fragments in stream order, and the rest without it."""
         total = self.offsets[-1]
         end = start + size
         places = np.concatenate([self.offsets, [start, end if end <= total else end - total]])
@@ -173,7 +176,7 @@ class _Rest:
         return _pairs(starts[taken], ends[taken]), _Rest(self.work, starts[~taken], ends[~taken])
 
     def work_of(self, start: IntArray, size: IntArray) -> IntArray:
-        """The work of windows, over the end and on from the start where they are long enough."""
+        """Returns the work of windows; a window that passes the end goes on from the start."""
         ends, shift, before = self._twice
         places = np.concatenate([start, start + size])
         fragment = ends.searchsorted(places, side="right")
@@ -181,16 +184,16 @@ class _Rest:
         return work[start.size :] - work[: start.size]
 
     def shift(self, places: IntArray) -> IntArray:
-        """What leads from each place to the stream, of what is left twice over."""
+        """Returns the offset from each place, of the rest repeated twice, to the stream."""
         ends, shift, _ = self._twice
         return shift[ends.searchsorted(places, side="right")]
 
     @cached_property
     def _twice(self) -> tuple[IntArray, IntArray, IntArray]:
-        """What is left twice over, so that no window ends beyond it.
+        """Tables of the rest repeated twice, so that no window passes the end.
 
-        Where fragments end, the last one aside; what leads from each one's places to the stream; and the work before it
-        less that before it in the stream.
+        The ends of the fragments without the last one; the offset from each fragment's places to the stream; and the
+        work before each fragment less that before it in the stream.
         """
         firsts = np.concatenate([self.offsets[:-1], self.offsets[:-1] + self.offsets[-1]])
         before = np.concatenate([self.work_before[:-1], self.work_before[:-1] + self.work_before[-1]])
@@ -211,20 +214,19 @@ class _Arcs(NamedTuple):
     cost: IntArray
 
     def take(self, rows: IntArray) -> _Arcs:
-        """Some of them."""
         return _Arcs(*(values[rows] for values in self))
 
 
 class _Windows(NamedTuple):
-    """Windows of what is left, a row each, over the end and on from the start where they are long enough.
+    """Windows of the rest, one per row; a window that passes the end goes on from the start.
 
     Attributes:
         start: the place of the first token.
-        size: in tokens.
-        work: of all of them.
+        size: the number of tokens.
+        work: the work of these tokens.
         cost: a number that rises with the fragments beyond `MOST_FRAGMENTS`, then with the cuts that the window takes,
             then with the fragments of all other tokens.
-        turn: of windows that are equal in all else the first one is taken: of the first turn, and of the first `start`.
+        turn: the tie breaker: of windows that are otherwise equal the one with the lowest turn, then `start`, is taken.
     """
 
     start: IntArray
@@ -235,14 +237,14 @@ class _Windows(NamedTuple):
 
 
 class _Search:
-    """The search for one rank's window: of those that have their share, the one that costs least.
+    """The search for one rank's window: the cheapest window that has the rank's share of the work.
 
     Args:
-        rest: what is left.
-        sizes: the windows' sizes.
-        share: the work that a window is to have.
-        tolerance: by what fraction of it the work may miss that.
-        near: which windows are looked at first among equals: see `_ATTEMPTS`.
+        rest: the tokens to choose from.
+        sizes: the sizes that the window may have.
+        share: the work that the window should have.
+        tolerance: the fraction of the share by which the work may miss it.
+        near: the preference among windows of equal cost: see `_ATTEMPTS`.
     """
 
     def __init__(self, rest: _Rest, sizes: list[int], share: float, tolerance: float, near: float | None) -> None:
@@ -251,10 +253,10 @@ class _Search:
         self.step = -(-self.total // _STARTS)
 
     def best(self) -> tuple[int, int]:
-        """The start and the size of the window to take."""
+        """Returns the start and the size of the window to take."""
         arcs, edges = self._arcs()
         windows, lowest = [edges], self._lowest_cost(edges)
-        # Without a tolerance no window is near enough before all have been seen.
+        # Without a tolerance all windows must be examined.
         for cost in sorted(set(arcs.cost.tolist())) if self.tolerance else [None]:
             if cost is not None and lowest < cost:
                 break
@@ -268,12 +270,12 @@ class _Search:
         return int(start[best]), int(size[best])
 
     def _lowest_cost(self, windows: _Windows) -> float:
-        """Of those that have their share within the tolerance; infinite if none has."""
+        """Returns the lowest cost of a window that has its share within the tolerance; infinite if none has."""
         reached = np.abs(windows.work - self.share) <= self.tolerance * self.share
         return float(windows.cost[reached].min()) if reached.any() else np.inf
 
     def _arcs(self) -> tuple[_Arcs, _Windows]:
-        """The arcs of each size, and the windows between, which begin or end with a fragment."""
+        """Returns the arcs of each size, and the windows between arcs, which begin or end with a fragment."""
         offsets, sizes = self.rest.offsets, np.array(self.sizes)[:, None]
         count = offsets.size - 1
         starts = np.empty((sizes.size, 2 * count), dtype=np.int64)
@@ -281,14 +283,14 @@ class _Search:
         starts.sort(axis=1)
         ends = np.empty_like(starts)
         ends[:, :-1], ends[:, -1] = starts[:, 1:], self.total
-        # Turns of grids, of windows below crossings and of those above, size by size.
+        # Three turns for each size: grids, windows below crossings, windows above crossings.
         start, end = starts.ravel(), ends.ravel()
         size, turn = sizes.ravel().repeat(2 * count), np.arange(0, 3 * sizes.size, 3).repeat(2 * count)
         cost, cost_inside = self._cost(np.concatenate([start, start + 1]), np.concatenate([size, size])).reshape(2, -1)
         edges = _Windows(start, size, self.rest.work_of(start, size), cost, turn)
         below = (edges.work <= self.share).reshape(starts.shape)
         crosses = below != np.concatenate([below[:, 1:], below[:, :1]], axis=1)
-        # Of an arc without a grid nothing is looked at but what lies between its ends.
+        # In an arc without a grid only the crossing between its ends is examined.
         has_grid = ((end - 1) // size > start // size) | ((end - 1) // self.step > start // self.step)
         arcs = ((end - start > 1) & (has_grid | crosses.ravel())).nonzero()[0]
         return _Arcs(start, end, size, turn, cost_inside).take(arcs), edges
@@ -307,7 +309,9 @@ class _Search:
         return (excess * 3 + cuts) * (count + 3) + left
 
     def _searched(self, arcs: _Arcs) -> _Windows:
-        """The windows of arcs that are worth a look: on a grid, and beside the share of work between."""
+        """Returns the windows of arcs that are worth examining: those on a grid, and those next to the share
+        between.
+        """
         places, arc = self._grid(arcs)
         work = self.rest.work_of(places, arcs.size[arc])
         below = work <= self.share
@@ -323,9 +327,10 @@ class _Search:
         return _Windows(places[inside], arcs.size[arc], work[inside], arcs.cost[arc], turn[inside])
 
     def _grid(self, arcs: _Arcs) -> tuple[IntArray, IntArray]:
-        """Where windows are looked at first: arc after arc, from the start of each to the end; and whose arc it is.
+        """Returns the starts that are examined first, from the start of each arc to its end; and the arc of each.
 
-        At even distances, and side by side: without those nothing says that some lie on either side of the share.
+        They lie at even distances, and next to each other: only neighbouring windows are certain to have work on both
+        sides of the share.
         """
         places, owners = [arcs.start, arcs.end], [np.arange(arcs.start.size)] * 2
         for step in (self.step, arcs.size):
@@ -340,10 +345,10 @@ class _Search:
     def _crossings(
         self, low: IntArray, high: IntArray, size: IntArray, below: NDArray[np.bool_]
     ) -> tuple[IntArray, IntArray]:
-        """Neighbouring starts of windows with work on either side of the share, by bisection between `low` and `high`.
+        """Bisects between `low` and `high` for neighbouring window starts with work on either side of the share.
 
-        These are of one arc, and `below` says on which side `low` is. Where several neighbours have work on either
-        side, the steps decide which ones are found.
+        Both lie in one arc, and `below` says on which side `low` is. If several neighbours have work on either side,
+        the steps of the bisection decide which are found.
         """
         if not low.size:
             return low, high
@@ -356,10 +361,11 @@ class _Search:
         return low, high
 
     def _narrowed(self, low: IntArray, high: IntArray, size: IntArray) -> tuple[IntArray, IntArray]:
-        """The neighbours at once where there are no others: where the work of windows rises or falls evenly.
+        """Solves directly for the neighbours that are the only ones: where the work of windows is linear in their
+        start.
 
-        That is between the starts at which the first token or the one after the last begins a piece of the work, if
-        both pieces have one slope. A bisection would take a step for each bit of `high - low`.
+        It is linear between the starts at which the first token, or the one after the last, begins a piece of the work,
+        if both pieces have one slope. A bisection would take a step for each bit of `high - low`.
         """
         place, row, is_even = self._bends(low, high, size)
         work = self.rest.work_of(place, size[row])
@@ -375,29 +381,29 @@ class _Search:
             return found
 
         steps = np.floor((self.share - work[crosses]) / rise).astype(np.int64)
-        steps -= ~like_begin(steps)  # on the very step, and by rounding
+        steps -= ~like_begin(steps)  # an exact hit, or rounding, may be one step too far
         sure = like_begin(steps) & ~like_begin(steps + 1)
         low, high, begin = low.copy(), high.copy(), (begin + steps)[sure]
         low[row[crosses[sure]]], high[row[crosses[sure]]] = begin, begin + 1
         return low, high
 
     def _bends(self, low: IntArray, high: IntArray, size: IntArray) -> tuple[IntArray, IntArray, NDArray[np.bool_]]:
-        """The starts from `low` to `high` at which the work of windows may bend, `low` and `high` among them.
+        """Returns the starts from `low` to `high` at which the work of windows may change its slope, both included.
 
         Returns:
-            the starts, row after row; the row of each; and whether the work rises or falls evenly up to the next.
+            the starts, grouped by row; the row of each; and True where the work is linear up to the next start.
         """
         pieces, slope = self.rest.work.starts, self.rest.work.slope
         rows = np.arange(low.size)
-        places, of_rows, number = [low, high], [rows, rows], []
+        places, owners, number = [low, high], [rows, rows], []
         for moved in (0, size):
             shift = self.rest.shift(low + moved) + moved  # from the start of a window to its first token, or its end
             first = pieces.searchsorted(low + shift, side="right")
             last = pieces.searchsorted(high + shift, side="left")
-            of_rows.append(np.repeat(rows, last - first))
-            places.append(pieces[arange_ranges(first, last)] - shift[of_rows[-1]])
+            owners.append(np.repeat(rows, last - first))
+            places.append(pieces[arange_ranges(first, last)] - shift[owners[-1]])
             number.append(shift)
-        place, row = np.concatenate(places), np.concatenate(of_rows)
+        place, row = np.concatenate(places), np.concatenate(owners)
         order = np.lexsort((place, row))
         place, row = place[order], row[order]
         at_start, at_end = (pieces.searchsorted(place + shift[row], side="right") - 1 for shift in number)
@@ -415,6 +421,6 @@ def _most_fragments(shares: list[Fragments]) -> int:
 
 def _most_work(shares: list[Fragments], work: Work) -> int:
     flat = np.array([fragment for fragments in shares for fragment in fragments])
-    of_each = work.before(flat[:, 1]) - work.before(flat[:, 0])
+    loads = work.before(flat[:, 1]) - work.before(flat[:, 0])
     firsts = np.cumsum([0, *map(len, shares[:-1])])
-    return int(np.add.reduceat(of_each, firsts).max())
+    return int(np.add.reduceat(loads, firsts).max())

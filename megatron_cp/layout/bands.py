@@ -1,9 +1,9 @@
-"""Bands: the one shape that every mask is made of, as rows of an integer table.
+"""Bands: the shape that every mask is made of, as rows of an integer table.
 
-Query `i` of `[q_start, q_end)` sees key `j` of `[k_start, k_end)` where `lo <= j - i <= hi`. With both bounds out of
-reach that is a full rectangle, with `hi` alone a causal one, with `lo` alone an inverse causal one, with both a window.
-A band cut to fewer queries and keys is a band again, and moving its axes moves its bounds: so what a rank computes is
-described in the words of what the user asked for.
+Query `i` of `[q_start, q_end)` sees key `j` of `[k_start, k_end)` if `lo <= j - i <= hi`. With both bounds out of reach
+that is a full rectangle, with `hi` alone a causal one, with `lo` alone an inverse causal one, with both a window. A
+band cut to fewer queries and keys is a band again, and moving its axes moves its bounds: so the work of a rank is
+described in the same form as the user's mask.
 
     bands    [n, 6] int64: q_start, q_end, k_start, k_end, lo, hi
 """
@@ -20,37 +20,39 @@ NO_BANDS: IntArray = np.empty((0, 6), dtype=np.int64)
 NO_BARRIERS: IntArray = np.empty(0, dtype=np.int64)
 
 
-def of_ranges(
+def range_bands(
     q_starts: IntArray, q_ends: IntArray, k_starts: IntArray, k_ends: IntArray, hi: int = UNBOUNDED
 ) -> IntArray:
-    """`[n, 6]` a band for each range of queries and keys: full ones, or with the bound `hi`."""
+    """Returns `[n, 6]` a band for each range of queries and keys: full, or with the bound `hi`."""
     unbounded = np.full_like(q_starts, -UNBOUNDED)
     return np.stack([q_starts, q_ends, k_starts, k_ends, unbounded, np.full_like(q_starts, hi)], axis=1)
 
 
 def shrink(bands: IntArray) -> IntArray:
-    """The same pairs in the smallest boxes, empty bands dropped: every query sees a key and every key a query."""
+    """Returns the same pairs in the smallest boxes, without empty bands: every query sees a key and every key is
+    seen.
+    """
     boxes = tight_boxes(bands)
     return boxes[_not_empty(boxes)]
 
 
 def area(bands: IntArray) -> int:
-    """The number of (query, key) pairs in disjoint bands, exactly."""
+    """Returns the exact number of (query, key) pairs in disjoint bands."""
     return int(areas(bands).sum())
 
 
 def areas(bands: IntArray) -> IntArray:
-    """`[n]` the number of pairs in each band."""
+    """Returns `[n]` the number of pairs in each band."""
     if int(np.abs(bands[:, :4]).max(initial=0)) >= 2**31:
-        bands = bands.astype(object)  # of Python's integers, since the product of two places is beyond 64 bits
+        bands = bands.astype(object)  # Python integers, since the product of two places may exceed 64 bits
     q0, q1, k0, k1, lo, hi = tight_boxes(bands).T
     ends = _sum_of_clipped(q0 + hi + 1, q1 - q0, k1)  # sum over queries of min(k1, i + hi + 1)
-    starts = -_sum_of_clipped(-(q1 - 1 + lo), q1 - q0, -k0)  # of max(k0, i + lo), from the last query to the first
+    starts = -_sum_of_clipped(-(q1 - 1 + lo), q1 - q0, -k0)  # sum of max(k0, i + lo)
     return ends - starts
 
 
 def tight_boxes(bands: IntArray) -> IntArray:
-    """As `shrink`, with empty bands left in as boxes of nothing: row for row the same bands."""
+    """Shrinks each band to the smallest box; empty bands stay as rows of zeros."""
     q0, q1, k0, k1, lo, hi = bands.T
     q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
     k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
@@ -64,26 +66,26 @@ def _not_empty(boxes: IntArray) -> NDArray[np.bool_]:
 
 
 def _sum_of_clipped(first: IntArray, count: IntArray, limit: IntArray) -> IntArray:
-    """The sum of `min(limit, first + n)` over n in [0, count)."""
-    below = np.clip(limit - first, 0, count)  # so many terms are below the limit
+    """Returns the sum of `min(limit, first + n)` over n in [0, count)."""
+    below = np.clip(limit - first, 0, count)  # number of terms below the limit
     return below * first + below * (below - 1) // 2 + (count - below) * limit
 
 
 def keys_seen(bands: IntArray, total: int) -> IntArray:
-    """`[total]` the number of keys that each query sees, of disjoint bands."""
+    """Returns `[total]` the number of keys that each query sees, given disjoint bands."""
     starts, first, slope = seen_in_pieces(bands, total)
     sizes = np.diff(starts, append=total)
-    # In place: a fresh table of a token each costs page faults.
-    steps = np.repeat(slope, sizes)  # from the query before, which the first of a piece has instead from another piece
+    # In place, since another table with an entry for each token costs page faults.
+    steps = np.repeat(slope, sizes)  # increase from the previous query; the first of a piece is set below
     steps[starts] = np.diff(first, prepend=0) - np.append(0, ((sizes - 1) * slope)[:-1])
     return np.cumsum(steps, out=steps)
 
 
 def seen_in_pieces(bands: IntArray, total: int) -> tuple[IntArray, IntArray, IntArray]:
-    """The number of keys that each query sees, of disjoint bands, where it rises or falls evenly.
+    """Returns the number of keys that each query sees, given disjoint bands, as pieces in which it is linear.
 
     Returns:
-        `[n]` each: the first query of a piece, from 0 on; what it sees; and how much more each next query sees.
+        `[n]` each: the first query of a piece, from 0 on; the keys that it sees; and the increase for each next query.
     """
     q0, q1, k0, k1, lo, hi = shrink(bands).T
     # min(k1, i + hi + 1) rises with i until it stays at k1, max(k0, i + lo) stays at k0 until it rises: each is a
@@ -103,7 +105,7 @@ def seen_in_pieces(bands: IntArray, total: int) -> tuple[IntArray, IntArray, Int
 
 
 def cut(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> tuple[IntArray, IntArray]:
-    """Every band cut to every range that it meets, along one axis.
+    """Cuts every band to every range that it meets, along one axis.
 
     Args:
         bands: `[n, 6]`.
@@ -117,7 +119,7 @@ def cut(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> 
 
 
 def cut_up(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> tuple[IntArray, IntArray, IntArray]:
-    """As `cut`, and for each piece the number of the band that it was cut from."""
+    """Cuts like `cut`, and also returns the number of the band that each piece was cut from."""
     first, last = (0, 1) if queries else (2, 3)
     lowest = np.searchsorted(ends, bands[:, first], side="right")
     count = np.maximum(np.searchsorted(starts, bands[:, last], side="left") - lowest, 0)
@@ -132,7 +134,7 @@ def cut_up(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) 
 
 
 def moved(bands: IntArray, queries: IntArray | int, keys: IntArray | int) -> IntArray:
-    """The bands with both axes shifted: query `i` becomes `i + queries`, key `j` becomes `j + keys`."""
+    """Shifts both axes: query `i` becomes `i + queries`, key `j` becomes `j + keys`."""
     q0, q1, k0, k1, lo, hi = bands.T
     shift = np.asarray(keys) - np.asarray(queries)
     return np.stack([q0 + queries, q1 + queries, k0 + keys, k1 + keys, _bound(lo, shift), _bound(hi, shift)], axis=1)
@@ -143,10 +145,10 @@ def _bound(bound: IntArray, shift: NDArray[np.int64]) -> IntArray:
 
 
 def canonical(bands: IntArray) -> IntArray:
-    """The same pairs in bands whose edges are straight: the first key a query sees is `k_start` or rises with it.
+    """Cuts bands until their edges are straight: the first key that a query sees is `k_start` or rises with the query.
 
-    Likewise the last one. Each band is cut where an edge bends, into at most three; a bound that no longer binds is
-    put out of reach. What is left is full, causal (ending in its corner), inverse causal or both.
+    The same holds for the last key. Each band is cut where an edge bends, into at most three; a bound that no longer
+    binds is put out of reach. The results are full, causal (ending in the corner), inverse causal or both.
     """
     pieces = shrink(bands)
     q0, q1, k0, k1, lo, hi = pieces.T
@@ -162,29 +164,29 @@ def canonical(bands: IntArray) -> IntArray:
 
 
 def unbound(bands: IntArray) -> IntArray:
-    """Tight bands with the bounds that cut nothing off their boxes put out of reach: equal bands read alike."""
+    """Puts bounds of tight bands out of reach where they cut nothing off, so that equal bands have equal rows."""
     q0, q1, k0, k1, lo, hi = bands.T
     lo = np.where(q1 - 1 + lo <= k0, -UNBOUNDED, lo)
     hi = np.where(q0 + hi >= k1 - 1, UNBOUNDED, hi)
     return np.stack([q0, q1, k0, k1, lo, hi], axis=1)
 
 
-# Unions are made of edges. A band's first key stays, then rises by one a query; its last key rises, then stays: so
-# both edges follow from where they begin and end.
+# Unions are computed from edges. A band's first key stays, then rises by one a query; its last key rises, then stays:
+# so the values of both edges at the first and the last query define the band.
 #
-#     edges       [n, 6] int64: q_start, q_end, left edge at the first and at the last query, right edge likewise; the
-#                               right edge is one past the last key
+#     edges       [n, 6] int64: q_start, q_end, left edge at the first and at the last query, right edge at the
+#                               first and at the last query, which is one past the last key
 
 
 def disjoint(bands: IntArray, barriers: IntArray = NO_BARRIERS) -> IntArray:
-    """The pairs of bands that may overlap, in disjoint tight bands, joined as far as they go on from one another.
+    """Returns the pairs of bands that may overlap as disjoint tight bands, joined as far as possible.
 
     Bands that share no query with another are left as they are. A group of `n` that do share queries is cut at each
-    query where one of them begins, ends, bends or crosses another: `n * n` pieces where all overlap.
+    query where one of them begins, ends, bends or crosses another: `n * n` pieces if all overlap.
 
     Args:
         bands: `[n, 6]` in any order.
-        barriers: queries at which no band may go on, such as the first ones of documents.
+        barriers: queries at which every band must end, such as the first ones of documents.
     """
     bands = shrink(bands)
     shared = _sharing_queries(bands)
@@ -192,18 +194,18 @@ def disjoint(bands: IntArray, barriers: IntArray = NO_BARRIERS) -> IntArray:
 
 
 def joined(bands: IntArray, barriers: IntArray = NO_BARRIERS) -> IntArray:
-    """The pairs of disjoint bands in fewer ones: where one ends and another goes on, they become one.
+    """Joins disjoint bands into fewer ones, where one ends and another continues it.
 
     Args:
-        bands: `[n, 6]` disjoint.
-        barriers: queries at which no band may go on.
+        bands: `[n, 6]`, disjoint.
+        barriers: queries at which every band must end.
     """
     pieces = _edges(shrink(bands))
     while True:
         heads, tails = _continued(pieces, barriers)
         if not heads.size:
-            return _of_edges(pieces)
-        # In a chain of pieces every other one takes in the next: chains of any length are short within a few rounds.
+            return _bands_from_edges(pieces)
+        # In a chain of pieces every second one absorbs the next: the length of a chain halves in each round.
         taken = _places_in_chains(heads, tails, len(pieces))[heads] % 2 == 0
         heads, tails = heads[taken], tails[taken]
         pieces[heads[:, None], [1, 3, 5]] = pieces[tails[:, None], [1, 3, 5]]
@@ -217,7 +219,7 @@ def _edges(bands: IntArray) -> IntArray:
     return np.stack([q0, q1, *left, *right], axis=1)
 
 
-def _of_edges(edges: IntArray) -> IntArray:
+def _bands_from_edges(edges: IntArray) -> IntArray:
     q0, q1, l0, l1, r0, r1 = edges.T
     lo = np.where(l1 > l0, l1 - q1 + 1, -UNBOUNDED)
     hi = np.where(r1 > r0, r0 - q0 - 1, UNBOUNDED)
@@ -225,7 +227,7 @@ def _of_edges(edges: IntArray) -> IntArray:
 
 
 def _sharing_queries(bands: IntArray) -> NDArray[np.bool_]:
-    """`[n]` whether a band lies in a group of several whose query ranges overlap in a chain."""
+    """Returns `[n]` True for bands in a group of several whose query ranges overlap in a chain."""
     order = np.argsort(bands[:, 0], kind="stable")
     begins = np.ones(len(bands), dtype=bool)
     begins[1:] = bands[order[1:], 0] >= np.maximum.accumulate(bands[order, 1])[:-1]
@@ -236,17 +238,19 @@ def _sharing_queries(bands: IntArray) -> NDArray[np.bool_]:
 
 
 def _flattened(bands: IntArray) -> IntArray:
-    """The union of tight bands, cut into query ranges in which no two edges cross, so that intervals of keys merge."""
+    """Returns the union of tight bands, cut into query ranges in which no two edges cross, so that key intervals
+    merge.
+    """
     straight = canonical(bands)
     breaks = np.unique(straight[:, :2])
     pieces, number = cut(straight, breaks[:-1], breaks[1:], queries=True)
     breaks = np.union1d(breaks, _crossings(_edges(pieces), number))
     pieces, number = cut(pieces, breaks[:-1], breaks[1:], queries=True)
-    return _of_edges(_merged(_edges(pieces), number))
+    return _bands_from_edges(_merged(_edges(pieces), number))
 
 
 def _crossings(pieces: IntArray, number: IntArray) -> IntArray:
-    """The queries, but for the first of a range, at which a rising edge meets a level one of the same range.
+    """Returns the queries, except the first of a range, at which a rising edge meets a level one of the same range.
 
     Args:
         pieces: `[n, 6]` edges that are straight.
@@ -269,7 +273,7 @@ def _crossings(pieces: IntArray, number: IntArray) -> IntArray:
 
 
 def _merged(pieces: IntArray, number: IntArray) -> IntArray:
-    """The union of edges of which those of one number cover the same queries and cross nowhere."""
+    """Returns the union of edges; those of one number cover the same queries and do not cross."""
     by_right = np.lexsort((pieces[:, 5], pieces[:, 4], number))
     rank = np.empty_like(by_right)
     rank[by_right] = np.arange(by_right.size)
@@ -283,7 +287,9 @@ def _merged(pieces: IntArray, number: IntArray) -> IntArray:
 
 
 def _continued(pieces: IntArray, barriers: IntArray) -> tuple[IntArray, IntArray]:
-    """The pairs of a head and the tail that goes on where it ends, each the head and the tail of one pair at most."""
+    """Returns pairs of a head and the tail that continues it; each piece is the head, and the tail, of at most one
+    pair.
+    """
     count = len(pieces)
     query, left = np.concatenate([pieces[:, 1], pieces[:, 0]]), np.concatenate([pieces[:, 3], pieces[:, 2]])
     is_tail = np.arange(2 * count) >= count
@@ -295,7 +301,7 @@ def _continued(pieces: IntArray, barriers: IntArray) -> tuple[IntArray, IntArray
 
 
 def _places_in_chains(heads: IntArray, tails: IntArray, count: int) -> IntArray:
-    """`[count]` how many links lie before each piece, in a logarithm of steps."""
+    """Returns `[count]` the number of links before each piece, in a logarithmic number of steps."""
     before, place = np.arange(count), np.zeros(count, dtype=np.int64)
     before[tails], place[tails] = heads, 1
     while (place[before] > 0).any():
@@ -304,7 +310,7 @@ def _places_in_chains(heads: IntArray, tails: IntArray, count: int) -> IntArray:
 
 
 def _goes_on(head: IntArray, tail: IntArray) -> NDArray[np.bool_]:
-    """Whether a left edge that stays and then rises, and a right edge that rises and then stays, remain so."""
+    """Returns True where the left edge still stays and then rises, and the right edge rises and then stays."""
     steps_of_head, steps_of_tail = head[:, 1] - head[:, 0] - 1, tail[:, 1] - tail[:, 0] - 1
     left, right = tail[:, 2] - head[:, 3], tail[:, 4] - head[:, 5]
     left_stays = (left == 0) & (head[:, 3] == head[:, 2])

@@ -1,7 +1,7 @@
-"""Masks that are tables of blocks: the ones with a name, and what every table of blocks is made of.
+"""Masks given by tables of blocks: the named ones, and the parts of every table of blocks.
 
-A named table is one table for all documents: each document is cut into as many blocks as the table has rows, so that a
-longer document has longer blocks and never more bands. `Mask.named` makes masks of them.
+A named table applies to each document: the document is cut into as many blocks as the table has rows, so that a longer
+document has longer blocks and never more bands. `Mask.named` makes masks of them.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from megatron_cp.layout import bands as band
 from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.layout.packing import IntArray, Packing
 
-MOST_BLOCKS = 256  # thousands of documents are planned within seconds
+MOST_BLOCKS = 256  # with which thousands of documents are planned within seconds
 
 
 @dataclass(frozen=True)
 class BlockTable:
-    """A rule that says which blocks of a document see which.
+    """A rule for the blocks of a document that each block sees.
 
     Attributes:
-        name: how the mask is spelled, alone or with a number of blocks after a colon.
-        num_blocks: the rows of the table, unless the user asks for another number.
+        name: its spelling, alone or with a number of blocks after a colon.
+        num_blocks: rows of the table, unless the user gives another number.
         is_causal: no query sees keys after its own position, whatever the table says.
-        sees: from the numbers of the query's and of the key's block and the number of blocks, whether it is visible.
-        remark: what a query sees.
+        sees: returns True where a block is visible, given the numbers of the query's and the key's block and the number
+            of blocks.
+        remark: description for the command line.
         multiple_of: a divisor of the number of blocks.
     """
 
@@ -42,11 +43,11 @@ class BlockTable:
 
     @property
     def spelling(self) -> str:
-        """How the command line lists it."""
+        """The form that the command line lists."""
         return f"{self.name}[:BLOCKS]"
 
     def with_blocks(self, num_blocks: int | None = None) -> BlockTable:
-        """The same rule over another number of blocks, or over its own if None.
+        """Returns the same rule with another number of blocks; unchanged if None.
 
         Raises:
             ArgumentError: a number that the rule has no meaning for, or more than `MOST_BLOCKS`.
@@ -61,15 +62,15 @@ class BlockTable:
         return replace(self, num_blocks=num_blocks)
 
     def bands_of_documents(self, starts: IntArray, lengths: IntArray) -> IntArray:
-        """The table in each document.
+        """Applies the table to each document.
 
-        A document of at least `num_blocks` tokens is cut into blocks of which the first ones are a token longer where
-        the number of blocks does not divide its length. A shorter document has blocks of one token, in the first rows
-        and columns of the table.
+        A document of at least `num_blocks` tokens is cut into `num_blocks` blocks, the first of which are a token
+        longer if the number of blocks does not divide its length. A shorter document has blocks of one token, in the
+        first rows and columns of the table.
 
         Args:
-            starts: `[documents]` the first token of each in the stream.
-            lengths: `[documents]` tokens of each.
+            starts: `[documents]` the first token of each document in the stream.
+            lengths: `[documents]` tokens of each document.
 
         Returns:
             `[n, 6]` disjoint bands; see `layout/bands.py`.
@@ -80,17 +81,17 @@ class BlockTable:
         counts = np.minimum(lengths, self.num_blocks)
         for count in np.unique(counts[counts > 0]).tolist():
             own = counts == count
-            rows, first, last = _within(count, *runs)
+            rows, first, last = _clip_runs(count, *runs)
             size, longer = np.divmod(lengths[own][:, None], count)
             number = np.arange(count + 1)
             edges = starts[own][:, None] + number * size + np.minimum(number, longer)
             q_starts, q_ends, k_starts, k_ends = (edges[:, places].ravel() for places in (rows, rows + 1, first, last))
-            found.append(band.of_ranges(q_starts, q_ends, k_starts, k_ends, hi=0 if self.is_causal else UNBOUNDED))
+            found.append(band.range_bands(q_starts, q_ends, k_starts, k_ends, hi=0 if self.is_causal else UNBOUNDED))
         return band.joined(np.concatenate(found), starts)
 
 
-# Those of UltraAttn (SC'25, doi 10.1145/3712285.3759894), whose published measurements are of these masks: its tables,
-# with `strided` in the order of the document.
+# The tables of UltraAttn (SC'25, doi 10.1145/3712285.3759894), whose published measurements use these masks; here
+# `strided` is in the order of the document.
 BLOCK_TABLES = {
     table.name: table
     for table in (
@@ -116,25 +117,25 @@ BLOCK_TABLES = {
 
 
 def is_block_table(spec: str) -> bool:
-    """Whether a mask that is spelled so is a table of blocks with a name."""
+    """Returns True if the spelling is that of a named table of blocks."""
     return spec.partition(":")[0] in BLOCK_TABLES
 
 
 def runs_of_blocks(table: NDArray[np.bool_]) -> tuple[IntArray, IntArray, IntArray]:
-    """The runs of true blocks along each row: rows, first columns, and one past the last columns."""
+    """Returns the runs of true blocks along each row: rows, first columns, and one past the last columns."""
     edges = np.diff(table.astype(np.int8), axis=1, prepend=0, append=0)
     rows, first = np.nonzero(edges > 0)
     return rows, first, np.nonzero(edges < 0)[1]
 
 
-def _within(count: int, rows: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The runs in the first `count` rows and columns of a table."""
+def _clip_runs(count: int, rows: IntArray, first: IntArray, last: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """Clips runs to the first `count` rows and columns of a table."""
     kept = (rows < count) & (first < count)
     return rows[kept], first[kept], np.minimum(last[kept], count)
 
 
 def checked_table(packing: Packing, table: NDArray[np.bool_], block_size: int) -> NDArray[np.bool_]:
-    """A table over the whole stream in blocks of `block_size` tokens.
+    """Returns a table over the whole stream in blocks of `block_size` tokens, after checking its type and shape.
 
     Raises:
         ArgumentError: no array of booleans, or one of another size.

@@ -1,4 +1,4 @@
-"""Fragments: ranges of the packed stream, whether they are the whole of it, and their one canonical form."""
+"""Fragments: ranges of the packed stream, the check that they cover it once, and their canonical form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.packing import IntArray, Packing
 
 MAX_CP_SIZE = 1024
-_BLOCK = 2**15  # numbers that a core's cache holds
+_BLOCK = 2**15  # numbers that fit a core's cache
 
 
 class Fragment(NamedTuple):
@@ -23,7 +23,7 @@ class Fragment(NamedTuple):
 
 
 def checked_fragments(packing: Packing, fragments: Sequence[Iterable[tuple[int, int]]]) -> tuple[IntArray, IntArray]:
-    """`[n, 2]` what each rank in turn holds, and `[ranks + 1]` where each rank's begin.
+    """Returns `[n, 2]` the fragments of all ranks in order, and `[ranks + 1]` the offsets of each rank's.
 
     Raises:
         ArgumentError: no pairs of integers for each rank, or they leave a token out, hold one twice, or leave the
@@ -39,7 +39,7 @@ def checked_fragments(packing: Packing, fragments: Sequence[Iterable[tuple[int, 
 
 def _parsed(fragments: Sequence[Iterable[tuple[int, int]]]) -> list[list[Fragment]]:
     try:
-        return [[_fragment(*_in_order(piece)) for piece in _in_order(ranges)] for ranges in _in_order(fragments)]
+        return [[_fragment(*_ordered(piece)) for piece in _ordered(ranges)] for ranges in _ordered(fragments)]
     except (TypeError, ValueError) as error:
         raise ArgumentError("fragments", fragments, "pairs of integers for each rank", str(error)) from None
 
@@ -48,21 +48,21 @@ def _fragment(start: int, end: int) -> Fragment:
     return Fragment(checked_integer("start", start, -(2**63)), checked_integer("end", end, -(2**63)))
 
 
-def _in_order[T](values: Iterable[T]) -> Iterable[T]:
+def _ordered[T](values: Iterable[T]) -> Iterable[T]:
     if isinstance(values, Set | Mapping):
         raise TypeError(f"a {type(values).__name__} has no order")
     return values
 
 
 def arange_ranges(starts: IntArray, ends: IntArray) -> IntArray:
-    """The integers of each `[start, end)`, one range after another."""
+    """Returns the integers of each `[start, end)`, one range after another."""
     sizes = ends - starts
     stops = sizes.cumsum()
     return _counted((starts - stops + sizes).repeat(sizes))
 
 
 def index_ranges(starts: IntArray, ends: IntArray) -> NDArray[np.int32] | IntArray:
-    """`arange_ranges` in 32 bits where those hold all ends: half the memory, and what tables on a device have."""
+    """Returns `arange_ranges` in 32 bits if all ends fit: half the memory, and the type of index tables on a device."""
     if int(ends.max(initial=0)) >= 2**31:
         return arange_ranges(starts, ends)
     sizes = ends - starts
@@ -71,7 +71,7 @@ def index_ranges(starts: IntArray, ends: IntArray) -> NDArray[np.int32] | IntArr
 
 
 def _counted[Numbers: NDArray](numbers: Numbers) -> Numbers:
-    """`numbers` and the place of each, in place: a second table costs page faults, which take longer than the sums."""
+    """Adds to each number its position, in place: a second table costs page faults, which take longer than the sums."""
     counting = np.arange(min(_BLOCK, numbers.size), dtype=numbers.dtype)
     for first in range(0, numbers.size, _BLOCK):
         block = numbers[first : first + _BLOCK]
@@ -82,10 +82,10 @@ def _counted[Numbers: NDArray](numbers: Numbers) -> Numbers:
 
 
 def joined_up(starts: IntArray, ends: IntArray, offsets: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """The same tokens with empty fragments dropped and touching neighbours of one rank joined: the canonical form."""
+    """Drops empty fragments and joins touching neighbours of one rank: the canonical form of the same tokens."""
     kept = np.flatnonzero(ends > starts)
     starts, ends, offsets = starts[kept], ends[kept], np.searchsorted(kept, offsets)
-    begins = np.ones(starts.size + 1, dtype=bool)  # does fragment i begin a run? the last entry closes the last run
+    begins = np.ones(starts.size + 1, dtype=bool)  # fragment i begins a run; the last entry ends the last run
     np.not_equal(starts[1:], ends[:-1], out=begins[1:-1])
     begins[offsets] = True
     firsts = np.flatnonzero(begins[:-1])
@@ -114,7 +114,7 @@ def _check_partition(packing: Packing, fragments: IntArray) -> None:
 
 
 def _fault(end: int, start: int, total: int) -> str:
-    """What is wrong where fragments in stream order reach `end` and the next one, or the stream's end, is `start`."""
+    """Describes the error where fragments in stream order reach `end` and the next one, or the end, is at `start`."""
     if start < 0 or end > total:
         return f"a fragment starts at {start}" if start < 0 else f"a fragment ends at {end}"
     if start > end:

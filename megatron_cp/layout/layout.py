@@ -1,4 +1,4 @@
-"""`Layout`: which rank holds which tokens of a packed batch, and in what order."""
+"""`Layout`: the tokens of a packed batch that each rank holds, and their order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout.arrays import (
-    able_to_hold,
+    append_rows,
     check_array,
     check_fill,
     check_shards,
     concatenate,
-    lengthened,
     take,
+    widen_for,
 )
 from megatron_cp.layout.balance import FEW_TOKENS, Work, even_shares
 from megatron_cp.layout.bands import seen_in_pieces
@@ -27,18 +27,19 @@ from megatron_cp.layout.mask import Mask
 from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing
 
-FILLED = "filled up"  # what a layout remembers that was filled up to the rows and documents of all others of its kind
-_SHORT = 64  # tokens of a fragment, on average, that are sooner placed one by one
+FILLED = "filled up"  # memo key of layouts that were padded to the rows and documents of all others of their kind
+_SHORT = 64  # mean tokens of a fragment up to which placing tokens one by one is faster
 IGNORE_INDEX = -100  # the label that torch's cross entropy skips
 
 Array = TypeVar("Array", np.ndarray, Any)  # or a torch tensor
 
 
 class Layout(Memo):
-    """For each rank, the ordered fragments of the packed stream that it holds.
+    """The ordered fragments of the packed stream that each rank holds.
 
-    A rank's *rows* are its tokens in fragment order, followed by `pad_rows[rank]` pad rows where `align` asks for
-    them. Fragments may be uneven, may straddle documents, and a rank may hold none. Every token is held exactly once.
+    A rank's *rows* are its tokens in fragment order, followed by `pad_rows[rank]` pad rows if `align` or `min_rows`
+    asks for them. Fragments may be uneven, may straddle documents, and a rank may hold none. Every token is held
+    exactly once.
 
     Immutable, and compared and hashed by value. Make one with `contiguous`, `zigzag`,
     `zigzag_of_pack`, `striped`, `balanced` or `from_fragments`.
@@ -49,7 +50,7 @@ class Layout(Memo):
         align: every rank's row count is a multiple of this; above 1 it is also at least `align`, so that no rank is
             empty (sequence parallelism and FP8 matrix products want both). 1 adds no rows.
         min_rows: every rank's row count is at least this; see `padded`.
-        starts, ends: `[n]` the fragments, rank after rank, touching ones joined.
+        starts, ends: `[n]` the fragments, grouped by rank, touching ones joined.
         fragment_offsets: `[cp_size + 1]`; rank r holds fragments `offsets[r]` up to `offsets[r + 1]`.
 
     Example:
@@ -77,25 +78,24 @@ class Layout(Memo):
             raise ArgumentError(name, given, f"rows of which {self.cp_size} ranks have fewer than 2**63 in all")
         self.starts, self.ends, self.fragment_offsets = joined_up(starts, ends, fragment_offsets)
 
-    # -- the ways to assign tokens to ranks ------------------------------------------------------------------------
-
     @classmethod
     def contiguous(cls, packing: Packing, cp_size: int, *, align: int = 1) -> Layout:
-        """The stream cut into `cp_size` ranges whose lengths differ by at most one token.
+        """Cuts the stream into `cp_size` ranges whose lengths differ by at most one token.
 
         Rank order is stream order, so a head exchange from here needs no permutation of tokens.
         """
         cp_size, packing = _checked_cp_size(cp_size), checked_packing(packing)
-        cuts = np.array([rank * packing.total // cp_size for rank in range(cp_size + 1)])  # of Python: no overflow
+        # Python integers, whose products do not overflow.
+        cuts = np.array([rank * packing.total // cp_size for rank in range(cp_size + 1)])
         return cls(packing, cuts[:-1], cuts[1:], np.arange(cp_size + 1), align=align)
 
     @classmethod
     def zigzag(cls, packing: Packing, cp_size: int, *, align: int = 1) -> Layout:
-        """Every document in `2 * cp_size` chunks, of which rank r holds chunks r and `2 * cp_size - 1 - r`.
+        """Cuts every document into `2 * cp_size` chunks; rank r holds chunks r and `2 * cp_size - 1 - r`.
 
-        This is exactly Transformer Engine's and Megatron's THD order where every length is a multiple of
-        `2 * cp_size`. Elsewhere the `length % (2 * cp_size)` left-over tokens go to the ranks in turn, each document
-        continuing where the last one stopped, so that no two ranks differ by more than one token in total.
+        This is exactly Transformer Engine's and Megatron's THD order if every length is a multiple of `2 * cp_size`.
+        Otherwise the remaining `length % (2 * cp_size)` tokens go to the ranks in turn, each document continuing where
+        the last one stopped, so that no two ranks differ by more than one token in total.
         """
         cp_size, packing = _checked_cp_size(cp_size), checked_packing(packing)
         # 32-bit tables halve the time where 10,000 documents at cp 64 make over a million chunks.
@@ -103,7 +103,8 @@ class Layout(Memo):
         lengths: NDArray = packing.lengths.astype(dtype)
         begin: NDArray = packing.cu_seqlens[:-1].astype(dtype)
         size, left_over = np.divmod(lengths, 2 * cp_size)
-        first: NDArray = ((np.cumsum(left_over) - left_over) % cp_size).astype(dtype)  # served first in each document
+        # The rank that gets each document's first left-over token.
+        first: NDArray = ((np.cumsum(left_over) - left_over) % cp_size).astype(dtype)
         front, back = np.minimum(left_over, cp_size), np.maximum(left_over - cp_size, 0)
         rank: NDArray = np.arange(cp_size + 1, dtype=dtype)[:, None]
         # Chunk edges from the left for the front half and from the right for the back half, [cp_size + 1, documents].
@@ -116,9 +117,10 @@ class Layout(Memo):
 
     @classmethod
     def zigzag_of_pack(cls, packing: Packing, cp_size: int, *, align: int = 1) -> Layout:
-        """The whole pack in `2 * cp_size` chunks, wherever documents begin; rank r holds two of them as in `zigzag`.
+        """Cuts the whole pack into `2 * cp_size` chunks, regardless of documents; rank r holds two of them as in
+        `zigzag`.
 
-        Megatron's order under `--dataloader-inter-document-masking`.
+        This is Megatron's order under `--dataloader-inter-document-masking`.
 
         Example:
             >>> layout = Layout.zigzag_of_pack(Packing([3, 5]), cp_size=2)
@@ -130,10 +132,10 @@ class Layout(Memo):
 
     @classmethod
     def striped(cls, packing: Packing, cp_size: int, *, align: int = 1) -> Layout:
-        """Token i of the packed stream on rank `i % cp_size`, as striped attention has it (arXiv 2311.09431).
+        """Puts token i of the packed stream on rank `i % cp_size`, as in striped attention (arXiv 2311.09431).
 
-        As many fragments as tokens. Schemes that gather keys compute with it as with any other layout; `p2p` makes a
-        kernel call for each pair of fragments, which takes very long.
+        It has as many fragments as tokens. Schemes that gather keys compute with it as with any other layout; `p2p`
+        makes a kernel call for each pair of fragments, which takes very long.
 
         Example:
             >>> layout = Layout.striped(Packing([3, 4]), cp_size=2)
@@ -147,18 +149,18 @@ class Layout(Memo):
 
     @classmethod
     def balanced(cls, packing: Packing, cp_size: int, *, mask: Mask | None = None, align: int = 1) -> Layout:
-        """Token counts that differ by at most one, and even attention work, in few fragments.
+        """Balances tokens to within one and attention work, in few fragments.
 
-        The ranks together hold at most `2 * cp_size - 1` fragments: two or three a rank, now and then four, and more
-        at hundreds of ranks. Work is the number of keys that the tokens of a rank see. Each rank in turn misses the
-        mean of what is left by at most 2 in 1,000 or, where tokens are few, half the work of one token. Never less
-        even than `contiguous`, nor with few tokens than `zigzag` where that holds no more fragments. Rank order
-        follows the first tokens.
+        The ranks together hold at most `2 * cp_size - 1` fragments: two or three a rank, occasionally four, and more at
+        hundreds of ranks. Work is the number of keys that the tokens of a rank see. Each rank in turn misses the mean
+        of the rest by at most 2 in 1,000 or, if tokens are few, half the work of one token. The result is never less
+        even than `contiguous`, nor with few tokens than `zigzag` if that holds no more fragments. Ranks are numbered by
+        their first tokens.
 
         Args:
             packing: the documents.
             cp_size: the number of ranks.
-            mask: what the work is counted with; causal in each document if None.
+            mask: the mask whose visible pairs are the work; causal in each document if None.
             align: see the attribute.
 
         Example:
@@ -181,7 +183,7 @@ class Layout(Memo):
         layout = cls(packing, flat[:, 0], flat[:, 1], offsets, align=align)
         if packing.total > FEW_TOKENS * cp_size:
             return layout
-        zigzag = cls.zigzag(packing, cp_size, align=align)  # now and then luckier where tokens are few
+        zigzag = cls.zigzag(packing, cp_size, align=align)  # sometimes more even if tokens are few
         comparable = [layout, zigzag] if zigzag.starts.size < 2 * cp_size else [layout]
         return min(comparable, key=lambda layout: _most_work(layout, mask.seen))
 
@@ -189,7 +191,7 @@ class Layout(Memo):
     def from_fragments(
         cls, packing: Packing, fragments: Sequence[Iterable[tuple[int, int]]], *, align: int = 1
     ) -> Layout:
-        """Anything: for each rank its `(start, end)` ranges of the packed stream, in the order of its rows.
+        """Makes a layout from each rank's `(start, end)` ranges of the packed stream, in the order of its rows.
 
         Raises:
             ArgumentError: the fragments leave a token out, hold one twice, or leave the stream.
@@ -199,7 +201,7 @@ class Layout(Memo):
         return cls(packing, flat[:, 0], flat[:, 1], offsets, align=align)
 
     def padded(self, *, align: int = 1, min_rows: int = 0) -> Layout:
-        """The same fragments with other pad rows.
+        """Returns the same fragments with other pad rows.
 
         Args:
             align: every rank's row count is a multiple of this; see the attribute.
@@ -208,8 +210,6 @@ class Layout(Memo):
         if (align, min_rows) == (self.align, self.min_rows):
             return self
         return Layout(self.packing, self.starts, self.ends, self.fragment_offsets, align=align, min_rows=min_rows)
-
-    # -- who holds what ----------------------------------------------------------------------------------------------
 
     @cached_property
     def token_counts(self) -> IntArray:
@@ -247,12 +247,12 @@ class Layout(Memo):
 
     @cached_property
     def inverse_order(self) -> IntArray:
-        """`[total]` where each token of the packed stream stands in `order`."""
+        """`[total]` the place in `order` of each token of the packed stream."""
         if _SHORT * self.starts.size > self.packing.total:
             inverse = np.empty_like(self.order)
             inverse[self.order] = np.arange(self.order.size)
             return frozen(inverse)
-        # Fragment by fragment, which takes half the time unless many short ones have to be sorted.
+        # Placing whole fragments takes half the time, unless many short ones have to be sorted.
         sizes, by_start = self.ends - self.starts, np.argsort(self.starts)
         places = (np.cumsum(sizes) - sizes)[by_start]
         return frozen(arange_ranges(places, places + sizes[by_start]))
@@ -263,9 +263,9 @@ class Layout(Memo):
         return frozen(np.repeat(np.arange(self.cp_size), self.token_counts)[self.inverse_order])
 
     def located(self, tokens: IntArray) -> tuple[IntArray, IntArray]:
-        """For each of some tokens of the packed stream the rank that holds it, and in which of its rows.
+        """Returns for each given token of the packed stream the rank that holds it, and its row there.
 
-        By fragments: whole tables such as `owners` take memory for every token of the stream.
+        It searches fragments: tables such as `owners` take memory for every token of the stream.
 
         Raises:
             ArgumentError: tokens that are no integers, or outside of the stream.
@@ -276,7 +276,7 @@ class Layout(Memo):
 
     @cached_property
     def _by_start(self) -> tuple[IntArray, IntArray, IntArray]:
-        """Of each fragment in stream order its start, its rank and its first row."""
+        """Start, rank and first row of each fragment, in stream order."""
         sizes, ranks = self.ends - self.starts, np.repeat(np.arange(self.cp_size), np.diff(self.fragment_offsets))
         before = np.cumsum(self.token_counts) - self.token_counts
         rows = np.cumsum(sizes) - sizes - before[ranks]
@@ -287,8 +287,6 @@ class Layout(Memo):
     def in_stream_order(self) -> bool:
         """True if the ranks' tokens, rank after rank, are the packed stream itself."""
         return bool((self.starts[1:] == self.ends[:-1]).all())  # every token is held, so the first starts at 0
-
-    # -- what travels with the tokens --------------------------------------------------------------------------------
 
     def positions(self, rank: int) -> IntArray:
         """`[row_counts[rank]]` position of each row inside its document, for rotary phases; 0 in pad rows."""
@@ -302,7 +300,7 @@ class Layout(Memo):
     def labels(
         self, tokens: Array, rank: int, *, shift: int = 1, ignore_index: int = IGNORE_INDEX
     ) -> tuple[Array, NDArray[np.bool_]]:
-        """The labels of one rank: for each row the token `shift` places later in the same document.
+        """Returns the labels of one rank: for each row the token `shift` places later in the same document.
 
         Args:
             tokens: `[total]` token ids of the packed stream, integers (numpy or torch, on the host).
@@ -317,31 +315,29 @@ class Layout(Memo):
         self._check_stream(tokens, integral=True)
         held = self.tokens(rank)
         has_label = held + shift < self.packing.cu_seqlens[self.packing.documents_of(held) + 1]
-        labels = able_to_hold(ignore_index, take(tokens, np.where(has_label, held + shift, held)))
+        labels = widen_for(ignore_index, take(tokens, np.where(has_label, held + shift, held)))
         labels[~has_label] = ignore_index
-        return lengthened(labels, int(self.pad_rows[rank]), ignore_index), self._padded(has_label, rank, False)
+        return append_rows(labels, int(self.pad_rows[rank]), ignore_index), self._padded(has_label, rank, False)
 
     def shard(self, tokens: Array, rank: int, *, pad_value: float = 0) -> Array:
-        """One rank's rows of a tensor over the packed stream.
+        """Returns one rank's rows of a tensor over the packed stream.
 
         Args:
             tokens: `[total, ...]`, numpy or torch.
-            pad_value: what pad rows hold, a number that the tensor's type has.
+            pad_value: the value of pad rows, a number that the tensor's type can hold.
 
         Returns:
             `[row_counts[rank], ...]`, a copy.
         """
         self._check_stream(tokens)
         check_fill("pad_value", pad_value, tokens)
-        return lengthened(take(tokens, self.tokens(rank)), int(self.pad_rows[rank]), pad_value)
+        return append_rows(take(tokens, self.tokens(rank)), int(self.pad_rows[rank]), pad_value)
 
     def unshard(self, shards: Sequence[Array]) -> Array:
-        """The packed stream `[total, ...]` from every rank's rows; the inverse of `shard`, pad rows dropped."""
+        """Returns the packed stream `[total, ...]` from every rank's rows; the inverse of `shard`, without pad rows."""
         check_shards(shards, self.row_counts.tolist())
         held = [shard[: int(count)] for shard, count in zip(shards, self.token_counts, strict=True)]
         return take(concatenate(held), self.inverse_order)
-
-    # -- the rest ----------------------------------------------------------------------------------------------------
 
     def _padded(self, values: NDArray, rank: int, fill: Any) -> NDArray:
         pad = int(self.pad_rows[rank])
@@ -356,7 +352,7 @@ class Layout(Memo):
 
     @property
     def value(self) -> tuple[Any, ...]:
-        """All that makes layouts of one packing equal, as a tuple that refers to none of them."""
+        """A tuple that is equal for equal layouts of one packing, and refers to none of them."""
         return (
             self.cp_size,
             self.align,
@@ -367,7 +363,7 @@ class Layout(Memo):
         )
 
     def describe(self) -> list[str]:
-        """The layout's value, and its documents', as lines of text."""
+        """Returns the layout's value, and its documents', as lines of text."""
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.starts, self.ends, self.fragment_offsets):
             digest.update(array.tobytes())
@@ -403,7 +399,7 @@ def _most_work(layout: Layout, work: IntArray) -> int:
 
 
 def _served_before(rank: NDArray, first: NDArray, count: NDArray, cp_size: int) -> NDArray:
-    """How many of the ranks `0 .. rank - 1` are among the `count` ranks served in turn from `first` on, cyclically."""
+    """Counts the ranks `0 .. rank - 1` that are among the `count` ranks served in turn, cyclically from `first` on."""
     last = first + count
     return np.clip(rank, first, last) - first + np.minimum(rank, np.maximum(last - cp_size, 0))
 

@@ -1,4 +1,4 @@
-"""`Mask`: which keys a query sees. Pure data; no torch in here."""
+"""`Mask`: the keys that each query sees. Pure data; no torch in here."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray, Packing, checked_packing, host_array, is_integral
 
 type Slice = tuple[int, int, int, int, str]  # q_start, q_end, k_start, k_end, kind
-# What bounds the keys of a query in a slice besides its box: from the first key on, up to the last one.
+# The bounds of a query's keys besides the slice's box: a lower bound, an upper bound.
 _SLICE_KINDS = {"full": (False, False), "causal": (False, True), "inverse_causal": (True, False), "both": (True, True)}
 
 
 class Mask(Memo):
-    """Which keys each query sees, as disjoint bands over the packed streams of queries and keys.
+    """The keys that each query sees, as disjoint bands over the packed streams of queries and keys.
 
-    A query sees keys of its own document only, and may see none. Immutable, and compared and hashed by value: by its
-    packings and bands. Make one with `causal`, `full`, `window`, `prefix`, `chunk`, `shared_question`, `from_slices`,
-    `from_blocks` or `named`.
+    A query sees keys of its own document only, and may see none. Immutable; compared and hashed by its packings and
+    bands. Make one with `causal`, `full`, `window`, `prefix`, `chunk`, `shared_question`, `from_slices`, `from_blocks`
+    or `named`.
 
     Attributes:
         packing: the documents of the queries.
-        kv_packing: the documents of the keys; `packing` itself but for cross-attention.
-        bands: `[n, 6]` disjoint and tight, each within one document, in the order of their first query, with bounds
-            that cut nothing off put out of reach; see `layout/bands.py`.
-        name: how the mask was asked for, such as "causal" or "window:127,0".
+        kv_packing: the documents of the keys; `packing` itself except for cross-attention.
+        bands: `[n, 6]` disjoint and tight, each within one document, in the order of their first query; bounds that cut
+            nothing off are out of reach; see `layout/bands.py`.
+        name: its spelling, such as "causal" or "window:127,0".
 
     Example:
         >>> Mask.causal(Packing([3, 1])).area
@@ -53,29 +53,30 @@ class Mask(Memo):
 
     @classmethod
     def causal(cls, packing: Packing, kv_packing: Packing | None = None) -> Mask:
-        """A query sees the keys of its document up to and including its own position.
+        """Makes a mask in which a query sees the keys of its document up to and including its own position.
 
-        Where documents have more or fewer keys than queries, the last query sees the last key, as in flash-attn.
+        In documents with more or fewer keys than queries, the last query sees the last key, as in flash-attn.
         """
-        return cls._of_documents(packing, kv_packing, 0, "causal")
+        return cls._document_mask(packing, kv_packing, 0, "causal")
 
     @classmethod
     def full(cls, packing: Packing, kv_packing: Packing | None = None) -> Mask:
-        """A query sees every key of its document."""
-        return cls._of_documents(packing, kv_packing, UNBOUNDED, "full")
+        """Makes a mask in which a query sees every key of its document."""
+        return cls._document_mask(packing, kv_packing, UNBOUNDED, "full")
 
     @classmethod
     def window(
         cls, packing: Packing, left: int, right: int = 0, *, first: int = 0, kv_packing: Packing | None = None
     ) -> Mask:
-        """A query sees `left` keys before its own position, its own, and `right` after it; -1 for no limit.
+        """Makes a mask in which a query sees `left` keys before its position, its own, and `right` after it; -1 for no
+        limit.
 
         Args:
             packing: the documents.
-            left, right: how far a query sees.
-            first: so many tokens at the start of each document stay visible, though none later than `right` allows:
-                the attention sinks of StreamingLLM (arXiv 2309.17453).
-            kv_packing: the documents of the keys, for cross-attention. Where they have more or fewer keys than queries,
+            left, right: numbers of keys before and after the query's own position.
+            first: the number of tokens at the start of each document that stay visible, though none later than `right`
+                allows: the attention sinks of StreamingLLM (arXiv 2309.17453).
+            kv_packing: the documents of the keys, for cross-attention. If they have more or fewer keys than queries,
                 the position of the last query is that of the last key, as in flash-attn.
         """
         left, right = checked_integer("left", left, -1), checked_integer("right", right, -1)
@@ -85,21 +86,21 @@ class Mask(Memo):
         documents = _documents(packing, kv_packing)
         own = documents[:, 3] - documents[:, 1]  # from a query to the key at its own position
         window, kept = documents.copy(), documents.copy()
-        # Where the first tokens reach the last query's window, every query sees all that came before.
+        # If the first tokens reach the last query's window, every query sees all earlier keys.
         bounded = (kv_packing.lengths - 1 - left > first) & (left >= 0)
         window[:, 4] = np.where(bounded, own - min(left, UNBOUNDED), -UNBOUNDED)
         window[:, 5] = UNBOUNDED if right < 0 else own + min(right, UNBOUNDED)
         kept[:, 3] = np.minimum(kept[:, 3], kept[:, 2] + min(first, UNBOUNDED))
-        kept[:, 5] = np.where(bounded, window[:, 4] - 1, -UNBOUNDED)  # what the window shows is not counted twice
+        kept[:, 5] = np.where(bounded, window[:, 4] - 1, -UNBOUNDED)  # disjoint from the window
         return cls(packing, kv_packing, np.concatenate([window, kept]), name)
 
     @classmethod
     def prefix(cls, packing: Packing, n: int | Sequence[int] | IntArray) -> Mask:
-        """Prefix-LM: every query sees the first `n` tokens of its document; the rest is causal.
+        """Makes a prefix-LM mask: every query sees the first `n` tokens of its document; the rest is causal.
 
         Args:
             packing: the documents.
-            n: tokens, one number for all documents or one for each; a shorter document is all prefix.
+            n: numbers of tokens, one for all documents or one for each; a shorter document is all prefix.
 
         Example:
             >>> Mask.prefix(Packing([4]), 2).seen.tolist()
@@ -117,22 +118,25 @@ class Mask(Memo):
 
     @classmethod
     def chunk(cls, packing: Packing, size: int) -> Mask:
-        """Chunked-local attention, as in Llama 4: causal within each chunk of `size` tokens of a document."""
+        """Makes a mask of chunked-local attention, as in Llama 4: causal in each chunk of `size` tokens of a
+        document.
+        """
         size = checked_integer("size", size, 1)
         name, size = f"chunk:{size}", min(size, UNBOUNDED)
         count = -(-checked_packing(packing).lengths // size)
         number = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
         starts = np.repeat(packing.cu_seqlens[:-1], count) + number * size
         ends = np.minimum(starts + size, np.repeat(packing.cu_seqlens[1:], count))
-        return cls(packing, packing, band.of_ranges(starts, ends, starts, ends, hi=0), name)
+        return cls(packing, packing, band.range_bands(starts, ends, starts, ends, hi=0), name)
 
     @classmethod
     def shared_question(cls, packing: Packing, parts: Sequence[Sequence[int]]) -> Mask:
-        """One question and several answers a document: each answer sees the question and itself, causally.
+        """Makes a mask for documents of a question and several answers: an answer sees the question and itself,
+        causally.
 
         Args:
             packing: the documents.
-            parts: for each document the lengths `[question, answer, answer, ...]`, which sum to its own.
+            parts: for each document the lengths `[question, answer, answer, ...]`, which sum to its length.
 
         Example:
             >>> Mask.shared_question(Packing([5]), [[2, 2, 1]]).seen.tolist()
@@ -145,21 +149,21 @@ class Mask(Memo):
         apart = starts > question_ends
         bands = np.concatenate(
             [
-                band.of_ranges(starts, ends, causal, ends, hi=0),
-                band.of_ranges(starts, ends, begins, question_ends)[apart],
+                band.range_bands(starts, ends, causal, ends, hi=0),
+                band.range_bands(starts, ends, begins, question_ends)[apart],
             ]
         )
         return cls(packing, packing, band.joined(bands, packing.cu_seqlens), "shared_question")
 
     @classmethod
     def from_slices(cls, packing: Packing, slices: Iterable[Slice], kv_packing: Packing | None = None) -> Mask:
-        """Any union of slices of the packed streams; pairs across documents are left out.
+        """Makes the union of slices of the packed streams; pairs across documents are left out.
 
         Args:
             packing: the documents of the queries.
-            slices: `(q_start, q_end, k_start, k_end, kind)`, overlapping as they may. The kind is "full"; "causal":
-                the last query sees up to the last key, the one before it one key less, and so on; "inverse_causal":
-                the first query sees from the first key on, the next one from one key later; or "both".
+            slices: `(q_start, q_end, k_start, k_end, kind)`; they may overlap. The kind is "full"; "causal": the last
+                query sees up to the last key, the one before it one key less, and so on; "inverse_causal": the first
+                query sees from the first key on, the next one from one key later; or "both".
             kv_packing: the documents of the keys, for cross-attention.
 
         Raises:
@@ -171,38 +175,39 @@ class Mask(Memo):
         """
         kv_packing = _checked_kv_packing(packing, kv_packing)
         bands = _checked_slices(slices, packing.total, kv_packing.total)
-        bands = band.disjoint(_within_documents(bands, packing, kv_packing), packing.cu_seqlens)
+        bands = band.disjoint(_clip_to_documents(bands, packing, kv_packing), packing.cu_seqlens)
         return cls(packing, kv_packing, bands, "slices")
 
     @classmethod
     def from_blocks(cls, packing: Packing, table: NDArray[np.bool_], block_size: int, *, causal: bool = False) -> Mask:
-        """A block table over the packed stream, of which only pairs within a document count.
+        """Makes a mask from a block table over the packed stream; only pairs within a document count.
 
         Args:
             packing: the documents.
-            table: `[blocks, blocks]` booleans: whether the queries of a block see the keys of another; there are
+            table: `[blocks, blocks]` booleans: True if the queries of a block see the keys of another; there are
                 `ceil(total / block_size)` blocks, and the last one may be short.
             block_size: tokens of a block.
-            causal: no query sees keys after its own position, whatever the table says.
+            causal: no query sees keys after its own position, regardless of the table.
         """
         block_size, causal = checked_integer("block_size", block_size, 1), checked_flag("causal", causal)
         rows, first, last = runs_of_blocks(checked_table(checked_packing(packing), table, block_size))
         edges = np.minimum(np.arange(table.shape[0] + 1) * block_size, packing.total)
-        runs = band.of_ranges(edges[rows], edges[rows + 1], edges[first], edges[last])
-        bands = _within_documents(band.joined(_near(runs, packing)), packing, packing)
+        runs = band.range_bands(edges[rows], edges[rows + 1], edges[first], edges[last])
+        bands = _clip_to_documents(band.joined(_drop_far_bands(runs, packing)), packing, packing)
         if causal:
             bands[:, 5] = np.minimum(bands[:, 5], 0)
         return cls(packing, packing, band.joined(bands, packing.cu_seqlens), "blocks")
 
     @classmethod
     def named(cls, packing: Packing, spec: str, kv_packing: Packing | None = None) -> Mask:
-        """The mask that is spelled so on the command line, such as "causal", "window:127,0", "prefix:5" or "strided".
+        """Makes the mask with a spelling of the command line, such as "causal", "window:127,0", "prefix:5" or
+        "strided".
 
         The `name` of every mask made by `causal`, `full`, `window`, `prefix` (with one number) and `chunk` is such a
-        spelling. `strided`, `global_local`, `star` and `streaming` are tables of blocks that each document has for
-        itself (`layout/block_masks.py`). A document is cut into as many blocks as the table has rows, of equal length
-        but for the first ones, which may be a token longer; one of fewer tokens than that has blocks of one token, in
-        the first rows of the table. A number after a colon is another number of blocks: `strided:32`.
+        spelling. `strided`, `global_local`, `star` and `streaming` are tables of blocks that apply to each document
+        (`layout/block_masks.py`). A document is cut into as many blocks as the table has rows, of equal length except
+        that the first ones may be a token longer; a document of fewer tokens has blocks of one token, in the first rows
+        of the table. A number after a colon is another number of blocks: `strided:32`.
 
         Raises:
             ArgumentError: a spelling that is not known, or one without a meaning for keys packed otherwise.
@@ -241,13 +246,14 @@ class Mask(Memo):
         return cls(packing, packing, bands, spec)
 
     def of_tokens(self, lengths: Sequence[int] | IntArray) -> Mask:
-        """The same mask where documents end in pads: only the first `lengths[i]` tokens of document i see and are seen.
+        """Returns the mask for documents that end in pads: only the first `lengths[i]` tokens of document i see and are
+        seen.
 
-        A table of blocks that has a name cuts these tokens alone into blocks: a document sees the same with and
-        without pads.
+        A named table of blocks cuts these tokens alone into blocks, so that a document sees the same with and without
+        pads.
 
         Args:
-            lengths: a number for each document of the packing, which counts pads too.
+            lengths: `[documents]` tokens of each document without its pads; the packing counts pads too.
 
         Raises:
             ArgumentError: other lengths, or a mask of cross-attention.
@@ -272,15 +278,13 @@ class Mask(Memo):
         return Mask(self.packing, self.packing, bands, f"{self.name} of {own.sum()} tokens")
 
     @classmethod
-    def _of_documents(cls, packing: Packing, kv_packing: Packing | None, hi: int, name: str) -> Mask:
-        """One band a document, its bound counted from the corner where the last query meets the last key."""
+    def _document_mask(cls, packing: Packing, kv_packing: Packing | None, hi: int, name: str) -> Mask:
+        """Makes one band a document, its bound counted from the corner where the last query meets the last key."""
         kv_packing = _checked_kv_packing(packing, kv_packing)
         bands = _documents(packing, kv_packing)
         if hi < UNBOUNDED:
             bands[:, 5] = bands[:, 3] - bands[:, 1] + hi
         return cls(packing, kv_packing, bands, name)
-
-    # -- what is known about it --------------------------------------------------------------------------------------
 
     @cached_property
     def area(self) -> int:
@@ -294,7 +298,7 @@ class Mask(Memo):
 
     @property
     def is_cross(self) -> bool:
-        """Whether the keys' documents have other lengths than the queries'."""
+        """True if the keys' documents have other lengths than the queries'."""
         return self.kv_packing != self.packing
 
     def __eq__(self, other: object) -> bool:
@@ -315,7 +319,7 @@ class Mask(Memo):
         return f"Mask({self.name!r}, {self.packing!r}, {len(self.bands)} bands, {self.area} pairs)"
 
     def describe(self) -> str:
-        """The mask in words and, where its name and the documents leave it open, a hash of its bands."""
+        """Returns the mask in words and, unless its name and the documents define it, a hash of its bands."""
         if _parsed(self.name)[0] and not self.is_cross:
             return f"{self.name} in each document"
         digest = hashlib.blake2b(self.bands.tobytes(), digest_size=8)
@@ -323,7 +327,7 @@ class Mask(Memo):
         return f"{self.name} ({digest.hexdigest()}) in each document"
 
 
-# How a mask is spelled on the command line and in layers' options. At most 15 digits, which no pack is as long as.
+# Spellings of masks on the command line and in layers' options. No pack has a length of more than 15 digits.
 _NUMBER, _LIMIT = "([0-9]{1,15})", "(-1|[0-9]{1,15})"
 _SPELLINGS = {
     "causal": "causal",
@@ -337,7 +341,7 @@ _SPELLINGS = {
 
 
 def _parsed(spec: str) -> tuple[str, list[int]]:
-    """The first word of its spelling, and its numbers; "" if it is none."""
+    """Returns the first word of a spelling and its numbers; "" if it is not a spelling."""
     for form, pattern in _SPELLINGS.items():
         found = re.fullmatch(pattern, spec) if isinstance(spec, str) else None
         if found:
@@ -346,13 +350,13 @@ def _parsed(spec: str) -> tuple[str, list[int]]:
 
 
 def _documents(packing: Packing, kv_packing: Packing) -> IntArray:
-    """Every document as a band in which every query sees every key."""
+    """Returns a band for each document in which every query sees every key."""
     queries, keys = packing.cu_seqlens, kv_packing.cu_seqlens
-    return band.of_ranges(queries[:-1], queries[1:], keys[:-1], keys[1:])
+    return band.range_bands(queries[:-1], queries[1:], keys[:-1], keys[1:])
 
 
-def _within_documents(bands: IntArray, packing: Packing, kv_packing: Packing) -> IntArray:
-    """The bands cut to each document that they meet."""
+def _clip_to_documents(bands: IntArray, packing: Packing, kv_packing: Packing) -> IntArray:
+    """Cuts bands to each document that they meet."""
     documents = _documents(packing, kv_packing)
     documents = documents[documents[:, 1] > documents[:, 0]]
     pieces, number = band.cut(bands, documents[:, 0], documents[:, 1], queries=True)
@@ -361,8 +365,8 @@ def _within_documents(bands: IntArray, packing: Packing, kv_packing: Packing) ->
     return band.shrink(pieces)
 
 
-def _near(bands: IntArray, packing: Packing) -> IntArray:
-    """Without the bands that lie outside of all documents that their queries belong to: most of a large table."""
+def _drop_far_bands(bands: IntArray, packing: Packing) -> IntArray:
+    """Drops bands that lie outside all documents that their queries belong to: most of a large table."""
     starts = packing.cu_seqlens[packing.documents_of(bands[:, 0])]
     ends = packing.cu_seqlens[packing.documents_of(bands[:, 1] - 1) + 1]
     return bands[(bands[:, 2] < ends) & (bands[:, 3] > starts)]
@@ -390,7 +394,9 @@ def _checked_prefix(packing: Packing, n: int | Sequence[int] | IntArray) -> IntA
 
 
 def _checked_parts(packing: Packing, parts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray, IntArray, IntArray]:
-    """`[n]` for each part: its document, its range of the stream, and where its document's question ends."""
+    """Returns `[n]` for each part: its document, start and end in the stream, and the end of its document's
+    question.
+    """
     documents = checked_packing(packing).num_documents
     if not isinstance(parts, Sequence | np.ndarray) or np.ma.isMaskedArray(parts) or getattr(parts, "ndim", 1) == 0:
         raise ArgumentError("parts", parts, "a list with the lengths [question, answer, ...] of each document")

@@ -1,4 +1,4 @@
-"""`Memo`: a value remembers what was derived from it, so that all layers of a batch share that."""
+"""`Memo`: an object that remembers values derived from it, so that all layers of a batch share them."""
 
 from __future__ import annotations
 
@@ -10,40 +10,42 @@ import numpy as np
 
 
 class Memo:
-    """An immutable object that remembers what was derived from it.
+    """An immutable object that remembers values derived from it.
 
     `memo` keeps what cannot be a field because it depends on a device, such as the index tensors of an exchange.
     Nothing derived is part of the object's value: pickling drops all of it.
     """
 
     def memo[T](self, key: Any, make: Callable[[], T]) -> T:
-        """`make()`, called once for each key. Safe from several threads: they may all make, one result is kept."""
+        """Returns `make()`, called once for each key. Thread-safe: several threads may call `make`, one result is
+        kept.
+        """
         memo = self.__dict__.setdefault("_memo", {})
         found = memo.get(key)
         return memo.setdefault(key, make()) if found is None else found
 
     def remember(self, key: Any, value: Any) -> None:
-        """Keeps what `memo` is to return, made elsewhere."""
+        """Stores a value for `memo` to return."""
         self.__dict__.setdefault("_memo", {})[key] = value
 
     def recall(self, key: Any) -> Any:
-        """What `memo` has to return, or None."""
+        """Returns the stored value, or None."""
         return self.__dict__.get("_memo", {}).get(key)
 
     def memories(self) -> list[Any]:
-        """All that `memo` has to return."""
+        """Returns all stored values."""
         return list(self.__dict__.get("_memo", {}).values())
 
     def remembers(self, key: Any) -> bool:
-        """Whether `memo` has something to return."""
+        """Returns True if a value is stored for the key."""
         return key in self.__dict__.get("_memo", {})
 
     def share_memo(self, other: Memo) -> None:
-        """Takes what was and will be derived from `other` for its own; what differs between the two is in the keys."""
+        """Shares the stored values of `other`, now and later; the keys must contain what differs between the two."""
         self.__dict__["_memo"] = other.__dict__.setdefault("_memo", {})
 
     def __getstate__(self) -> dict[str, Any]:
-        # A cached hash above all must stay behind: hashes of bytes differ from process to process.
+        # A cached hash in particular must not be pickled: hashes of bytes differ between processes.
         derived = {
             "_memo",
             *(name for name in self.__dict__ if isinstance(getattr(type(self), name, None), cached_property)),
@@ -58,6 +60,6 @@ class Memo:
 
 
 def frozen[Array: np.ndarray](array: Array) -> Array:
-    """The array, which nobody can write to any more."""
+    """Marks the array as read-only and returns it."""
     array.flags.writeable = False
     return array

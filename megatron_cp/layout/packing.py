@@ -49,9 +49,10 @@ class Packing(Memo):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Iterable[int]) -> Packing:
-        """The packing whose documents start and end at `cu_seqlens` (`[num_documents + 1]`, rising from 0).
+        """Makes the packing whose documents start and end at `cu_seqlens` (`[num_documents + 1]`, rising from 0).
 
-        Any iterable of integers; a tensor must already be on the host, since reading it elsewhere would synchronise.
+        Takes any iterable of integers; a tensor must already be on the host, since reading it elsewhere would
+        synchronise.
 
         Raises:
             ArgumentError: fewer than two entries, a first entry other than 0, a falling entry, or a tensor elsewhere.
@@ -61,7 +62,7 @@ class Packing(Memo):
         # Compared, not subtracted: differences of unsigned integers never fall below 0.
         if not integral or offsets.size < 2 or offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
             allowed = "at least two integers that start at 0 and never fall"
-            raise ArgumentError("cu_seqlens", offsets.tolist(), allowed, _if_lengths(offsets) if integral else "")
+            raise ArgumentError("cu_seqlens", offsets.tolist(), allowed, _lengths_remedy(offsets) if integral else "")
         return cls(np.diff(offsets))
 
     @cached_property
@@ -84,12 +85,12 @@ class Packing(Memo):
         return int(self.lengths.size)
 
     def spans(self) -> Iterator[tuple[int, int]]:
-        """The half-open token range of each document that has tokens, in stream order."""
+        """Returns the half-open token range of each document that has tokens, in stream order."""
         offsets = self.cu_seqlens.tolist()
         return ((start, end) for start, end in itertools.pairwise(offsets) if end > start)
 
     def documents_of(self, tokens: IntArray) -> IntArray:
-        """The document that each token of the packed stream belongs to, the same shape as `tokens`.
+        """Returns the document of each given token of the packed stream, in the shape of `tokens`.
 
         Raises:
             ArgumentError: tokens that are no integers, or outside of the stream.
@@ -99,7 +100,7 @@ class Packing(Memo):
         return np.searchsorted(self.cu_seqlens, tokens, side="right") - 1
 
     def checked_tokens(self, tokens: IntArray) -> IntArray:
-        """Places of the packed stream, if they are.
+        """Returns places of the packed stream after checking them.
 
         Raises:
             ArgumentError: tokens that are no integers, or outside of the stream.
@@ -110,7 +111,7 @@ class Packing(Memo):
         return tokens
 
     def positions(self) -> IntArray:
-        """`[total]` position of every token inside its document, counted from 0."""
+        """Returns `[total]` the position of every token inside its document, counted from 0."""
         return np.arange(self.total) - np.repeat(self.cu_seqlens[:-1], self.lengths)
 
     def __eq__(self, other: object) -> bool:
@@ -130,12 +131,12 @@ class Packing(Memo):
 
 
 def _shown(numbers: NDArray) -> str:
-    """The first eight numbers as a list reads."""
+    """Formats the first eight numbers as a list."""
     return f"[{', '.join(map(str, numbers[:8].tolist()))}{', ...' if numbers.size > 8 else ''}]"
 
 
-def if_offsets(packing: Packing, num_tokens: int) -> str:
-    """Returns what to do where a batch has so many tokens and not `total`: `cu_seqlens` were given as lengths.
+def offsets_remedy(packing: Packing, num_tokens: int) -> str:
+    """Returns a remedy for a batch of `num_tokens` tokens instead of `total`: `cu_seqlens` were given as lengths.
 
     Offsets are legal lengths, since documents may be empty, so only the number of tokens tells them apart. Returns ""
     where the lengths are no such offsets.
@@ -147,8 +148,8 @@ def if_offsets(packing: Packing, num_tokens: int) -> str:
     return f"These lengths look like cu_seqlens: Packing.from_cu_seqlens({_shown(lengths)}) has {num_tokens} tokens."
 
 
-def _if_lengths(offsets: NDArray) -> str:
-    """Returns a remedy that names what was probably meant by integers that are no `cu_seqlens`."""
+def _lengths_remedy(offsets: NDArray) -> str:
+    """Returns a remedy that names the probable meaning of integers that are not `cu_seqlens`."""
     if offsets.size == 0 or offsets.min() < 0:
         return ""
     remedy = f"If these are the documents' lengths: Packing({_shown(offsets)})."
@@ -157,7 +158,7 @@ def _if_lengths(offsets: NDArray) -> str:
 
 
 def checked_packing(packing: Packing, argument: str = "packing") -> Packing:
-    """The packing, if it is one.
+    """Returns the packing after checking its type.
 
     Raises:
         ArgumentError: it is something else, such as a list of lengths.
@@ -168,10 +169,10 @@ def checked_packing(packing: Packing, argument: str = "packing") -> Packing:
 
 
 def host_array(argument: str, values: Iterable[int]) -> NDArray:
-    """Numbers in a certain order as an array.
+    """Returns an ordered collection of integers as an array.
 
     Raises:
-        ArgumentError: what has no order, hides some of its numbers, has truth values among them, or is no list at all.
+        ArgumentError: the values have no order, hide some numbers, contain booleans, or are not a list.
     """
     if isinstance(values, _NO_LISTS):
         raise ArgumentError(argument, values, "a list, an array or a tensor of integers")
@@ -183,7 +184,7 @@ def host_array(argument: str, values: Iterable[int]) -> NDArray:
     except ArgumentError:
         raise
     except (TypeError, ValueError, RuntimeError) as error:
-        # A tensor that is elsewhere, sparse or of a gradient, no sequence, or lists of unequal lengths.
+        # A tensor on a device, sparse or with a gradient, no sequence, or lists of unequal lengths.
         raise ArgumentError(argument, values, "integers on the host", str(error)) from None
 
 
@@ -193,5 +194,5 @@ _TRUTH_VALUES = {bool, np.bool_}
 
 
 def is_integral(array: NDArray) -> bool:
-    """Whether it has an integer type; spans of time, which numpy counts among those, are none."""
+    """Returns True for integer types; time spans, which numpy counts among those, are not."""
     return array.dtype.kind in "iu"

@@ -1,4 +1,4 @@
-"""Neighbouring ranks taken together: the layouts of a head exchange among some of the ranks."""
+"""Layouts of some of the ranks: the layouts of a head exchange among them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron_cp.layout.packing import Packing
 
 
 def merge_ranks(layout: Layout, count: int) -> Layout:
-    """Who holds what once every `count` neighbouring ranks are one, which holds all their tokens in stream order.
+    """Returns the layout in which every `count` neighbouring ranks are one, which holds their tokens in stream order.
 
-    With `count` 1 the layout itself, its order and pad rows included; above, no pad rows.
+    With `count` 1 it is the layout itself, including its order and pad rows; above, there are no pad rows.
 
     Raises:
         ArgumentError: `count` does not divide the number of ranks.
@@ -25,7 +25,7 @@ def merge_ranks(layout: Layout, count: int) -> Layout:
 
 
 def take_ranks(layout: Layout, first: int, count: int) -> Layout:
-    """The layout of `count` neighbouring ranks from `first` on, over the stream of their own tokens.
+    """Returns the layout of `count` neighbouring ranks from `first` on, over the stream of their own tokens.
 
     That stream is the packed stream with the tokens of all other ranks left out; its documents do not matter to an
     exchange, so it is one. Rows are the same as in `layout`.

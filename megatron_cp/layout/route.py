@@ -1,4 +1,4 @@
-"""`Route`: how rows get from one layout to another, seen from one rank."""
+"""`Route`: the transfer of rows from one layout to another, seen from one rank."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_cp.layout.packing import IntArray
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """One rank's half of moving rows from a source layout to a target layout.
+    """The tables of one rank for moving rows from a source layout to a target layout.
 
     `source[send_rows]` is the send buffer, cut by `send_counts` into one piece for each rank; the pieces received,
     cut by `recv_counts`, lie end to end and `target[recv_rows] = received`. `reversed` carries gradients.
 
     Attributes:
-        send_rows: `[sum(send_counts)]` rows of this rank's source, grouped by the rank they go to.
+        send_rows: `[sum(send_counts)]` rows of this rank's source, grouped by destination rank.
         send_counts: `[cp_size]` rows that go to each rank.
-        recv_rows: `[sum(recv_counts)]` row of this rank's target where each received row belongs.
+        recv_rows: `[sum(recv_counts)]` the row of this rank's target for each received row.
         recv_counts: `[cp_size]` rows that come from each rank.
     """
 
@@ -32,7 +32,7 @@ class Route:
 
     @classmethod
     def between(cls, source: Layout, target: Layout, rank: int) -> Route:
-        """Every token of `source` to the rank and row that hold it in `target`.
+        """Makes the route of every token of `source` to the rank and row that hold it in `target`.
 
         Raises:
             ArgumentError: the layouts are not over the same packing and number of ranks.
@@ -47,26 +47,26 @@ class Route:
         return cls(send_rows, send_counts, recv_rows, recv_counts)
 
     def reversed(self) -> Route:
-        """The way back: from the target to the source."""
+        """Returns the route from the target back to the source."""
         return Route(self.recv_rows, self.recv_counts, self.send_rows, self.send_counts)
 
     @property
     def arrivals(self) -> IntArray:
-        """`[sum(recv_counts)]` the received row that belongs into each target row: `target = received[arrivals]`."""
+        """`[sum(recv_counts)]` the received row for each target row: `target = received[arrivals]`."""
         inverse = np.empty_like(self.recv_rows)
         inverse[self.recv_rows] = np.arange(self.recv_rows.size)
         return inverse
 
 
 def pieces_between(source: Layout, target: Layout) -> tuple[IntArray, IntArray, IntArray]:
-    """The stream in pieces that are whole in either layout: who has each before, who has it after, and its tokens."""
+    """Returns pieces of the stream that are whole in both layouts: owners before, owners after, and token counts."""
     starts = np.union1d(source.starts, target.starts)
     before, after = (layout.located(starts)[0] for layout in (source, target))
     return before, after, np.diff(starts, append=source.packing.total)
 
 
 def rows_between(source: Layout, target: Layout) -> IntArray:
-    """`[cp_size, cp_size]` rows that go from each rank of the source layout to each rank of the target layout."""
+    """Returns `[cp_size, cp_size]` rows that go from each rank of the source layout to each rank of the target."""
     before, after, sizes = pieces_between(source, target)
     counts = np.zeros((source.cp_size, target.cp_size), dtype=np.int64)
     np.add.at(counts, (before, after), sizes)
@@ -74,9 +74,10 @@ def rows_between(source: Layout, target: Layout) -> IntArray:
 
 
 def _grouped(local: Layout, other: Layout, rank: int) -> tuple[IntArray, IntArray]:
-    """A rank's rows in `own`, grouped by the rank that holds them in `other`, each group in stream order.
+    """Returns a rank's rows in `local`, grouped by the rank that holds them in `other`, each group in stream order, and
+    the counts.
 
-    Stream order is the one order that sender and receiver can both derive without asking.
+    Sender and receiver can both derive stream order without communication.
     """
     tokens = local.tokens(rank)
     # Position in `other.order` names the rank: rank r holds positions [sum(counts[:r]), sum(counts[:r+1])).

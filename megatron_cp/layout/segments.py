@@ -1,8 +1,7 @@
-"""`Segments`: the pieces of documents that the ranks of a layout hold, and which piece continues which.
+"""`Segments`: the pieces of documents that ranks hold, and the order in which pieces continue one another.
 
-A recurrence runs through a document from piece to piece, whichever ranks hold them. *Forward* a piece waits for the
-state that the pieces before it leave, in *backward* for the gradient that the pieces after it leave: the same tables
-with the direction as data.
+A recurrence runs through a document from piece to piece, across ranks. *Forward* a piece waits for the state after the
+pieces before it, in *backward* for the gradient from the pieces after it: the same tables with the direction as data.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class LocalSegments:
-    """One rank's segments, in the order of its rows.
+    """The segments of one rank, in the order of its rows.
 
     Attributes:
-        ids: of the segments.
-        packing: their lengths, as the documents of a packed stream: this rank's tokens.
-        past, future: whether the document begins before a segment, and whether it goes on after it.
+        ids: the numbers of the segments in `Segments`.
+        packing: the segments as documents of a packed stream of this rank's tokens.
+        past, future: True if the document begins before the segment, and if it continues after it.
     """
 
     ids: IntArray
@@ -37,27 +36,27 @@ class LocalSegments:
     future: BoolArray
 
     def waiting(self, *, forward: bool) -> BoolArray:
-        """Which need what others leave before they can be finished."""
+        """The segments that need a state or gradient from others before they are finished."""
         return self.past if forward else self.future
 
     def leaving(self, *, forward: bool) -> BoolArray:
-        """Which leave something that others wait for."""
+        """The segments whose state or gradient others wait for."""
         return self.future if forward else self.past
 
 
 class Segments(Memo):
-    """Each fragment of a layout, cut where documents begin; numbered in stream order.
+    """The fragments of a layout, cut where documents begin and numbered in stream order.
 
     Attributes:
-        cp_size: ranks of the layout whose fragments they are.
+        cp_size: ranks of the layout.
         start, end: `[n]` range of the packed stream.
-        rank, row: `[n]` who holds it, and in which row it begins.
-        document: `[n]`
-        past, future: `[n]` whether its document begins before it, and goes on after it.
+        rank, row: `[n]` the owner, and the owner's first row.
+        document: `[n]` the document.
+        past, future: `[n]` True if its document begins before it, and if it continues after it.
     """
 
     def __init__(self, layout: Layout) -> None:
-        # Not the layout itself, which remembers these: a circle would keep both until a collector comes.
+        # Without the layout itself, which remembers these: a cycle would keep both until garbage collection.
         self.cp_size, packing = layout.cp_size, layout.packing
         starts_of_documents = packing.cu_seqlens[:-1][packing.lengths > 0]
         self.start = np.union1d(layout.starts, starts_of_documents)
@@ -68,13 +67,13 @@ class Segments(Memo):
         self.future = self.end < packing.cu_seqlens[self.document + 1]
 
     @classmethod
-    def of(cls, layout: Layout) -> Segments:
-        """Those of a layout, made once."""
+    def from_layout(cls, layout: Layout) -> Segments:
+        """Returns the segments of a layout, made once."""
         found: Segments = layout.memo(("segments",), lambda: cls(layout))
         return found
 
     def local(self, rank: int) -> LocalSegments:
-        """One rank's."""
+        """Returns the segments of one rank."""
         return self.memo(("local", rank), lambda: self._local(rank))
 
     def _local(self, rank: int) -> LocalSegments:
@@ -82,8 +81,6 @@ class Segments(Memo):
         ids = ids[np.argsort(self.row[ids], kind="stable")]
         lengths = (self.end - self.start)[ids]
         return LocalSegments(ids, Packing(lengths if ids.size else [0]), self.past[ids], self.future[ids])
-
-    # -- documents as chains of segments -----------------------------------------------------------------------------
 
     @cached_property
     def chain_start(self) -> IntArray:
@@ -97,9 +94,9 @@ class Segments(Memo):
         return np.minimum.accumulate(ends[::-1])[::-1]
 
     def needed(self, rank: int, *, forward: bool) -> IntArray:
-        """The segments, own and others', whose maps lead to the states that a rank waits for; rising.
+        """Returns the segments of all ranks whose maps give the states that a rank waits for; rising.
 
-        Forward those of a document before the rank's last segment of it, backward those after its first.
+        Forward these are the segments of a document before the rank's last one, backward those after its first.
         """
         return self.memo(("needed", rank, forward), lambda: self._needed(rank, forward))
 
@@ -109,11 +106,11 @@ class Segments(Memo):
         return arange_ranges(starts[own], ends[own])
 
     def needed_ranges(self, *, forward: bool) -> tuple[IntArray, IntArray, IntArray]:
-        """`needed` of all ranks, one after the other, as ranges; and `[cp_size + 1]` where those of each begin."""
+        """Returns `needed` of all ranks in order, as ranges; and `[cp_size + 1]` the offsets of each rank's."""
         return self.memo(("needed ranges", forward), lambda: self._needed_ranges(forward))
 
     def _needed_ranges(self, forward: bool) -> tuple[IntArray, IntArray, IntArray]:
-        pair = self.rank * self.start.size + self.chain_start  # of a rank and a document
+        pair = self.rank * self.start.size + self.chain_start  # numbers each pair of a rank and a document
         ids = np.argsort(pair, kind="stable")
         first = np.flatnonzero(np.diff(pair[ids], prepend=-1))
         if forward:
@@ -124,7 +121,7 @@ class Segments(Memo):
         return starts, ends, np.searchsorted(self.rank[ids[first]], np.arange(self.cp_size + 1))
 
     def sent(self, source: int, target: int, *, forward: bool) -> IntArray:
-        """The segments whose maps one rank sends to another; rising. None to itself."""
+        """Returns the segments whose maps one rank sends to another; rising; none to itself."""
         return self.memo(("sent", source, target, forward), lambda: self._sent(source, target, forward))
 
     def _sent(self, source: int, target: int, forward: bool) -> IntArray:
@@ -133,11 +130,11 @@ class Segments(Memo):
 
     @cached_property
     def crosses(self) -> bool:
-        """Whether any document has tokens on more than one rank."""
+        """True if any document has tokens on more than one rank."""
         return bool((self.past[1:] & (self.rank[1:] != self.rank[:-1])).any())
 
     def receivers(self, *, forward: bool) -> IntArray:
-        """`[n]` to how many other ranks each segment's map goes."""
+        """Returns `[n]` the number of other ranks that need each segment's map."""
         return self.memo(("receivers", forward), lambda: self._receivers(forward))
 
     def _receivers(self, forward: bool) -> IntArray:

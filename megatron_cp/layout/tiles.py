@@ -1,4 +1,4 @@
-"""`Tiles`: the visible pairs between the query rows and the key rows that one rank has at hand."""
+"""`Tiles`: the visible pairs between the query rows and the key rows of one kernel call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cp.layout.packing import IntArray
 
 
 class Tiles(Memo):
-    """The visible pairs of one kernel call: the bands of a mask, counted in the rows of the q and k that are given.
+    """The visible pairs of one kernel call: the bands of a mask, numbered by row of the given q and k.
 
     Attributes:
         bands: `[n, 6]` disjoint and tight, in the order of their first query; see `layout/bands.py`. A query may be in
@@ -26,7 +26,7 @@ class Tiles(Memo):
 
     @cached_property
     def canonical(self) -> IntArray:
-        """The bands cut up until each is full, causal, inverse causal or both; see `layout.bands.canonical`."""
+        """The bands, cut until each is full, causal, inverse causal or both; see `layout.bands.canonical`."""
         return band.canonical(self.bands)
 
     @cached_property
@@ -41,20 +41,20 @@ class Tiles(Memo):
 
     @cached_property
     def cropped(self) -> Tiles:
-        """The same pairs, counted in `query_rows` and `key_rows` alone."""
+        """The same pairs, numbered within `query_rows` and `key_rows`."""
         queries, keys = self.query_rows, self.key_rows
         bands = band.moved(self.bands, -queries.start, -keys.start)
         return Tiles(bands, self.q_tokens[queries], self.k_tokens[keys])
 
     @cached_property
     def cropped_keys(self) -> Tiles:
-        """The same pairs, counted in all query rows and `key_rows`."""
+        """The same pairs, numbered within all query rows and `key_rows`."""
         keys = self.key_rows
         return Tiles(band.moved(self.bands, 0, -keys.start), self.q_tokens, self.k_tokens[keys])
 
 
 class WholeTiles(Tiles):
-    """Tiles that are computed with all rows, whatever is seen of them: so that every pack has as many."""
+    """Tiles that are never cropped, so that every pack has kernel calls of the same size."""
 
     @cached_property
     def query_rows(self) -> slice:
@@ -74,21 +74,21 @@ class WholeTiles(Tiles):
 
 
 def bands_of_queries(bands: IntArray, layout: Layout, rank: int) -> IntArray:
-    """The part of a mask that the queries of one rank see, counted in their rows; keys stay places in the stream."""
-    return _in_rows(bands, *_fragments(layout, rank), queries=True)
+    """Returns the bands of one rank's queries, numbered by local row; keys stay places in the stream."""
+    return bands_of_ranks(bands, layout, range(rank, rank + 1), queries=True)[0]
 
 
 def bands_of_ranks(bands: IntArray, layout: Layout, ranks: range, *, queries: bool) -> tuple[IntArray, IntArray]:
-    """`bands_of_queries`, or `bands_of_held_keys`, of neighbouring ranks, cut in one pass.
+    """Computes `bands_of_queries`, or `bands_of_held_keys`, of neighbouring ranks in one pass.
 
     Returns:
-        the bands, rank after rank, and `[len(ranks) + 1]` where those of each rank begin.
+        the bands, grouped by rank, and `[len(ranks) + 1]` offsets of the groups.
     """
     offsets = layout.fragment_offsets[ranks.start : ranks.stop + 1]
     starts, ends = (edges[offsets[0] : offsets[-1]] for edges in (layout.starts, layout.ends))
     owners = np.repeat(np.arange(len(ranks)), np.diff(offsets))
     firsts = np.concatenate([[0], np.cumsum(ends - starts)])
-    rows = firsts[:-1] - firsts[offsets[:-1] - offsets[0]][owners]  # where each range begins among the rank's rows
+    rows = firsts[:-1] - firsts[offsets[:-1] - offsets[0]][owners]  # the first row of each range
     order = np.argsort(starts, kind="stable")
     pieces, number = band.cut(bands, starts[order], ends[order], queries=queries)
     fragment = order[number]
@@ -99,33 +99,37 @@ def bands_of_ranks(bands: IntArray, layout: Layout, ranks: range, *, queries: bo
 
 
 def bands_of_keys(bands: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
-    """The part of a mask over keys that lie in rows, range after range of the stream, counted in those rows."""
-    return _in_rows(bands, starts, ends, queries=False)
+    """Cuts bands to ranges of keys, and numbers keys by row, the ranges lying end to end."""
+    rows = np.cumsum(ends - starts) - (ends - starts)  # the first row of each range
+    order = np.argsort(starts, kind="stable")
+    pieces, number = band.cut(bands, starts[order], ends[order], queries=False)
+    pieces = band.moved(pieces, 0, (rows - starts)[order][number])
+    return pieces[np.lexsort((pieces[:, 2], pieces[:, 0]))]
 
 
 def bands_of_held_keys(bands: IntArray, layout: Layout, rank: int) -> IntArray:
-    """`bands_of_keys` over the rows of one rank."""
-    return _in_rows(bands, *_fragments(layout, rank), queries=False)
+    """Cuts bands to the keys of one rank, numbered by local row."""
+    return bands_of_ranks(bands, layout, range(rank, rank + 1), queries=False)[0]
 
 
 def ranges_seen(bands: IntArray) -> tuple[IntArray, IntArray]:
-    """The keys that the queries of tight bands see, as starts and ends of the fewest ranges, in rising order."""
+    """Returns the keys that tight bands see, as starts and ends of the fewest ranges, in rising order."""
     starts, ends, _ = ranges_seen_by_ranks(bands, np.array([0, len(bands)]))
     return starts, ends
 
 
 def ranges_seen_by_ranks(bands: IntArray, offsets: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-    """`ranges_seen` of several ranks at once.
+    """Computes `ranges_seen` for several ranks at once.
 
     Args:
-        bands: of one rank after another.
-        offsets: `[ranks + 1]` where those of each begin.
+        bands: `[n, 6]`, grouped by rank.
+        offsets: `[ranks + 1]` offsets of the groups.
 
     Returns:
-        starts and ends, rank after rank, and `[ranks + 1]` where those of each rank begin.
+        starts and ends, grouped by rank, and `[ranks + 1]` offsets of the groups.
     """
     rank = np.repeat(np.arange(offsets.size - 1), np.diff(offsets))
-    apart = rank * (int(bands[:, 3].max(initial=0)) + 1)  # so that no range of one rank touches one of the next
+    apart = rank * (int(bands[:, 3].max(initial=0)) + 1)  # so that ranges of different ranks do not touch
     starts, ends = bands[:, 2] + apart, bands[:, 3] + apart
     order = np.argsort(starts, kind="stable")
     starts, ends, apart, rank = starts[order], np.maximum.accumulate(ends[order]), apart[order], rank[order]
@@ -133,20 +137,6 @@ def ranges_seen_by_ranks(bands: IntArray, offsets: IntArray) -> tuple[IntArray, 
     np.greater(starts[1:], ends[:-1], out=first[1:])
     last = np.append(first[1:], True)[: starts.size]
     return (starts - apart)[first], (ends - apart)[last], np.searchsorted(rank[first], np.arange(offsets.size))
-
-
-def _fragments(layout: Layout, rank: int) -> tuple[IntArray, IntArray]:
-    lo, hi = layout.fragment_offsets[rank : rank + 2]
-    return layout.starts[lo:hi], layout.ends[lo:hi]
-
-
-def _in_rows(bands: IntArray, starts: IntArray, ends: IntArray, *, queries: bool) -> IntArray:
-    rows = np.cumsum(ends - starts) - (ends - starts)  # where each range begins among the rows
-    order = np.argsort(starts, kind="stable")
-    pieces, number = band.cut(bands, starts[order], ends[order], queries=queries)
-    shift = (rows - starts)[order][number]
-    pieces = band.moved(pieces, shift, 0) if queries else band.moved(pieces, 0, shift)
-    return pieces[np.lexsort((pieces[:, 2], pieces[:, 0]))]
 
 
 def _span(starts: IntArray, ends: IntArray) -> slice:

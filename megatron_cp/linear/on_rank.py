@@ -67,7 +67,7 @@ class LinearOnRank:
         self._of_chunk(0, values.dtype, values.device)
 
     def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> LinearOnRank:
-        partition, head_rank = self.plan.partition_of(chunk), self.rank % self.plan.ulysses_degree
+        partition, head_rank = self.plan.chunk_partition(chunk), self.rank % self.plan.ulysses_degree
         self.blocks = self.plan.sections.chunk(self.plan.partition, chunk, self.plan.head_chunks).blocks
         self.call = linear_call(self.plan, self.blocks, self.rank, dtype, device)
         (first, last), (first_group, _) = partition.heads[head_rank], partition.groups[head_rank]
@@ -211,7 +211,7 @@ def linear_call(
     names = [block.name for block in blocks]
     kind = KINDS[plan.kind]
     keys, convolved = blocks[names.index(kind.keys)], blocks[: kind.convolved]
-    segments = Segments.of(plan.layout).local(rank) if plan.recurrent_steps else None
+    segments = Segments.from_layout(plan.layout).local(rank) if plan.recurrent_steps else None
     channels: tuple[int, ...] = (sum(block.width for block in convolved),)
     if segments is None:
         head_ranks = range(plan.ulysses_degree)

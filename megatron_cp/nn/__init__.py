@@ -1,7 +1,7 @@
-"""Whole layers as torch modules, for models without Megatron: hidden states of this rank in, hidden states out.
+"""Whole layers as torch modules, for models without Megatron: they map this rank's hidden states to hidden states.
 
-Each projects its own rows, runs its operation by the batch's plan, and projects back. Its `.slot` is what the batch is
-planned for. No framework but torch in here. Parameters are named and shaped as in the checkpoints of the field.
+Each layer projects its own rows, runs its operation by the batch's plan, and projects back. Batches are planned for its
+`.slot`. No framework but torch in here. Names and shapes of parameters are those of published checkpoints.
 """
 
 from __future__ import annotations

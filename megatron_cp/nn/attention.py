@@ -18,22 +18,22 @@ from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
 class Attention(Layer):
     """Grouped-query attention of a packed batch over ranks, with rotary positions (RoFormer, arXiv 2104.09864).
 
-    Parameters, as those of Qwen3 and Llama: `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` the weights
-    `[head_dim]` of `q_norm` and `k_norm`. Phases turn the first half of a head's features against the second.
+    Parameters have the names of Qwen3 and Llama: `q_proj`, `k_proj`, `v_proj`, `o_proj`, and with `qk_norm` the weights
+    `[head_dim]` of `q_norm` and `k_norm`. Phases rotate the first half of a head's features against the second.
 
     Args:
         hidden_size: features of a hidden state.
         heads: query heads.
         kv_heads: key/value heads, a divisor of `heads`; as many if None.
         head_dim: features of a head; `hidden_size // heads` if None.
-        rotary_dim: features of a head that phases turn, from the first one on: even, 0 for no positions; all if None.
+        rotary_dim: the number of leading features of a head that phases rotate: even, 0 for no positions; all if None.
         rope_theta: base of the phases' frequencies.
-        qk_norm: whether the queries and keys of each head are divided by their rms, before the phases.
-        bias: whether projections of queries, keys and values have a bias.
-        eps: of the norms.
-        mask, scheme: as of `AttentionSpec`.
-        kernel: as of `attention`.
-        device, dtype: of the parameters.
+        qk_norm: True to divide the queries and keys of each head by their rms, before the phases.
+        bias: True for projections of queries, keys and values with a bias.
+        eps: the epsilon of the norms.
+        mask, scheme: see `AttentionSpec`.
+        kernel: see `attention`.
+        device, dtype: device and type of the parameters.
 
     Raises:
         ArgumentError: sizes that do not fit one another, or what `AttentionSpec` refuses.
@@ -84,15 +84,15 @@ class Attention(Layer):
         self.q_norm, self.k_norm = (nn.RMSNorm(dim, eps, **factory) if qk_norm else None for _ in range(2))
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew, as torch's modules do: on every rank the same, by the same seed."""
+        """Reinitialises all parameters like torch's modules: with one seed, the same on every rank."""
         reset_children(self)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        """Attention within each document.
+        """Computes attention within each document.
 
         Args:
             hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
-            batch: what `shard_batch` returned, or its plans.
+            batch: the result of `shard_batch`, or its plans.
             group: the context-parallel ranks; None for one.
 
         Returns:
@@ -114,7 +114,9 @@ class Attention(Layer):
         return self.q_proj, self.k_proj, self.v_proj
 
     def _phases(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[t, 1, rotary_dim / 2]` in at least float32: bfloat16 knows no place above 256."""
+        """Returns cosines and sines `[t, 1, rotary_dim / 2]` in at least float32: bfloat16 has no integers above
+        256.
+        """
         dtype = torch.promote_types(dtype, torch.float32)
         powers = torch.arange(0, self.rotary_dim, 2, dtype=dtype, device=positions.device) / self.rotary_dim
         angles = positions.to(dtype)[:, None, None] * self.rope_theta**-powers
@@ -122,7 +124,9 @@ class Attention(Layer):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`[t, h, d]` whose first `2 * cos.shape[-1]` features are turned, half against half; in the type of x."""
+    """Rotates the first `2 * cos.shape[-1]` features of `[t, h, d]`, half against half; the result has the type of
+    x.
+    """
     half = cos.shape[-1]
     first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
     turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""What all layers share: their sizes and rows are checked, and their operation runs by the batch's plan."""
+"""Base of all layers: checks their sizes and rows, and runs their operation by the batch's plan."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Layer(nn.Module):
     """A layer over the ranks of a group.
 
     Attributes:
-        slot: what its plan depends on besides the batch, for `shard_batch(slots=...)`. For other options of the plan,
+        slot: the layer's shape and options of its plan, for `shard_batch(slots=...)`. For other options of the plan,
             such as a transport, set another one before batches are sharded: `layer.slot = replace(layer.slot, ...)`.
-        kernel: of its operation.
+        kernel: the kernel of its operation.
     """
 
     slot: Slot
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
     @opaque
     def _ranks(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None) -> RankGroup:
-        """The group's ranks, if the batch is one of theirs and hidden has this rank's rows."""
+        """Returns the group's ranks, after checking that the batch is theirs and that hidden has this rank's rows."""
         if not isinstance(batch, LocalBatch | BatchPlan):
             raise ArgumentError("batch", batch, "what shard_batch returned, or its plans")
         ranks = as_rank_group(group, batch.layout.cp_size)
@@ -49,18 +49,18 @@ class Layer(nn.Module):
         self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], batch: LocalBatch | BatchPlan,
         ranks: RankGroup, **options: Any,
     ) -> Tensor:  # fmt: skip
-        """An operation by the batch's plan: what a compiler does not look into."""
+        """Runs an operation by the batch's plan, out of a compiler's sight."""
         return operation(*inputs, batch.plan(self.slot), ranks, kernel=self.kernel, **options)
 
 
 @opaque
 def positions_of(batch: LocalBatch | BatchPlan, rank: int, device: torch.device) -> Tensor:
-    """`[t]` int64 place of each of a rank's rows in its document, on the device."""
+    """Returns `[t]` int64 the position of each of a rank's rows in its document, on the device."""
     return batch.position_ids if isinstance(batch, LocalBatch) else local_positions(batch.layout, rank, device)
 
 
 def checked_heads(argument: str, value: object, heads: int) -> int:
-    """A number of heads, each shared by as many of `heads`.
+    """Returns a number of heads, after checking that it divides `heads`.
 
     Raises:
         ArgumentError: it is none, or no divisor of `heads`.
@@ -72,7 +72,7 @@ def checked_heads(argument: str, value: object, heads: int) -> int:
 
 
 def checked_eps(value: object) -> float:
-    """What a norm adds to the mean of squares.
+    """Returns the epsilon of a norm after checking it.
 
     Raises:
         ArgumentError: it is no number above 0.
@@ -84,7 +84,7 @@ def checked_eps(value: object) -> float:
 
 
 def checked_factory(device: object, dtype: object) -> dict[str, Any]:
-    """Where parameters are and of which type, as torch's modules take them.
+    """Returns device and type of parameters as keyword arguments of torch's modules.
 
     Raises:
         ArgumentError: no device, or a type that is not computed in.

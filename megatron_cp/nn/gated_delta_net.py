@@ -20,19 +20,19 @@ class GatedDeltaNet(Layer):
 
     They are, by key head, `in_proj_qkvz` (q, k, v and the output gate z) and `in_proj_ba` (write strength and decay);
     `conv1d.weight` `[channels, 1, conv_width]`, `A_log` and `dt_bias` `[heads]`, `norm.weight` `[value_head_dim]`, and
-    `out_proj`. A state dict of transformers' `Qwen3NextGatedDeltaNet` loads as it is.
+    `out_proj`. A state dict of transformers' `Qwen3NextGatedDeltaNet` loads unchanged.
 
     Args:
         hidden_size: features of a hidden state.
-        heads: value heads, each with a state of its own.
+        heads: value heads, each with its own state.
         key_heads: query/key heads, a divisor of `heads`; as many if None.
         head_dim: features of a key head.
         value_head_dim: features of a value head; `head_dim` if None.
         conv_width: taps of the convolution.
-        eps: of the gated norm.
-        mode: as of `LinearSpec`.
-        kernel: as of `gated_delta_net`.
-        device, dtype: of the parameters.
+        eps: the epsilon of the gated norm.
+        mode: see `LinearSpec`.
+        kernel: see `gated_delta_net`.
+        device, dtype: device and type of the parameters.
 
     Raises:
         ArgumentError: sizes that do not fit one another, or what `LinearSpec` refuses.
@@ -71,16 +71,16 @@ class GatedDeltaNet(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew: on every rank the same, by the same seed."""
+        """Reinitialises all parameters: with one seed, the same on every rank."""
         reset_children(self)
         reset_decay(self.A_log, self.dt_bias)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        """The layer within each document.
+        """Computes the layer within each document.
 
         Args:
             hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
-            batch: what `shard_batch` returned, or its plans.
+            batch: the result of `shard_batch`, or its plans.
             group: the context-parallel ranks; None for one.
 
         Returns:
@@ -90,7 +90,7 @@ class GatedDeltaNet(Layer):
             ArgumentError: hidden states, a batch or a group that do not fit one another.
         """
         ranks, slot = self._ranks(hidden, batch, group), self.slot
-        shared = slot.heads // slot.key_heads  # value heads of a key head
+        shared = slot.heads // slot.key_heads  # value heads that share a key head
         values = shared * slot.value_head_dim
         by_key_head = self.in_proj_qkvz(hidden).unflatten(-1, (slot.key_heads, -1))
         q, k, v, z = by_key_head.split([slot.head_dim, slot.head_dim, values, values], dim=-1)

@@ -20,20 +20,20 @@ from megatron_cp.planner.batch import BatchPlan, LinearSpec
 class KimiDeltaAttention(Layer):
     """Kimi Delta Attention of a packed batch over ranks (Kimi Linear, arXiv 2510.26692).
 
-    Parameters as those of transformers' `KimiLinearDeltaAttention`, whose state dict loads as it is: `q_proj`,
-    `k_proj`, `v_proj`, `conv1d.weight` `[3 * heads * head_dim, 1, conv_width]`; the decay's `forget_gate`
-    (`f_a_proj`, `f_b_proj`, `A_log` `[1, 1, heads, 1]`, `dt_bias` `[heads * head_dim]`); the write strength's `b_proj`;
-    the output gate's `g_a_proj` and `g_b_proj`; `o_norm.weight` `[head_dim]` and `o_proj`.
+    Parameters are those of transformers' `KimiLinearDeltaAttention`, whose state dict loads unchanged: `q_proj`,
+    `k_proj`, `v_proj`, `conv1d.weight` `[3 * heads * head_dim, 1, conv_width]`; the decay's `forget_gate` (`f_a_proj`,
+    `f_b_proj`, `A_log` `[1, 1, heads, 1]`, `dt_bias` `[heads * head_dim]`); the write strength's `b_proj`; the output
+    gate's `g_a_proj` and `g_b_proj`; `o_norm.weight` `[head_dim]` and `o_proj`.
 
     Args:
         hidden_size: features of a hidden state.
         heads: heads of queries, keys and values.
         head_dim: features of a head, and between the two projections of each gate.
         conv_width: taps of the convolution.
-        eps: of the gated norm.
-        mode: as of `LinearSpec`.
-        kernel: as of `kda_mixer`.
-        device, dtype: of the parameters.
+        eps: the epsilon of the gated norm.
+        mode: see `LinearSpec`.
+        kernel: see `kda_mixer`.
+        device, dtype: device and type of the parameters.
 
     Raises:
         ArgumentError: sizes that are none, or what `LinearSpec` refuses.
@@ -73,15 +73,15 @@ class KimiDeltaAttention(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew: on every rank the same, by the same seed."""
+        """Reinitialises all parameters: with one seed, the same on every rank."""
         reset_children(self)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        """The layer within each document.
+        """Computes the layer within each document.
 
         Args:
             hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
-            batch: what `shard_batch` returned, or its plans.
+            batch: the result of `shard_batch`, or its plans.
             group: the context-parallel ranks; None for one.
 
         Returns:
@@ -101,7 +101,7 @@ class KimiDeltaAttention(Layer):
 
 
 class _ForgetGate(nn.Module):
-    """What the decay is made of: its projection, and two parameters that the operation takes."""
+    """The decay's projection, and two parameters that the operation takes."""
 
     def __init__(self, hidden_size: int, heads: int, head_dim: int, factory: dict[str, Any]) -> None:
         super().__init__()
@@ -115,6 +115,6 @@ class _ForgetGate(nn.Module):
         reset_decay(self.A_log, self.dt_bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[t, hidden]` to `[t, heads * head_dim]`, before its activation."""
+        """Maps `[t, hidden]` to `[t, heads * head_dim]`, before the activation."""
         out: Tensor = self.f_b_proj(self.f_a_proj(hidden))
         return out

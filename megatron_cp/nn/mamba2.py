@@ -21,20 +21,20 @@ class Mamba2(Layer):
     They are `in_proj` (the gate z, then x, B and C, then the step sizes), `conv1d.weight` `[channels, 1, conv_width]`
     and `conv1d.bias`, `A_log`, `D` and `dt_bias` `[heads]`, `norm.weight` `[heads * head_dim]` and `out_proj`. The
     gated norm is over the features of each group. A state dict of transformers' `Mamba2Mixer` without biases of its
-    projections loads as it is.
+    projections loads unchanged.
 
     Args:
         hidden_size: features of a hidden state.
         heads: heads of x.
         head_dim: features of a head of x.
         state: features of B and C: the size of the state.
-        groups: of B and C, a divisor of `heads`.
+        groups: groups of B and C, a divisor of `heads`.
         conv_width: taps of the convolution.
-        conv_bias: whether the convolution has a bias.
-        eps: of the gated norm.
-        mode: as of `LinearSpec`.
-        kernel: as of `mamba2_mixer`.
-        device, dtype: of the parameters.
+        conv_bias: True for a convolution with a bias.
+        eps: the epsilon of the gated norm.
+        mode: see `LinearSpec`.
+        kernel: see `mamba2_mixer`.
+        device, dtype: device and type of the parameters.
 
     Raises:
         ArgumentError: sizes that do not fit one another, or what `LinearSpec` refuses.
@@ -73,17 +73,17 @@ class Mamba2(Layer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew: on every rank the same, by the same seed."""
+        """Reinitialises all parameters: with one seed, the same on every rank."""
         reset_children(self)
         reset_decay(self.A_log, self.dt_bias)
         nn.init.ones_(self.D)
 
     def forward(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None = None) -> Tensor:
-        """The layer within each document.
+        """Computes the layer within each document.
 
         Args:
             hidden: `[t, hidden_size]` this rank's rows of the batch's layout; t may be 0.
-            batch: what `shard_batch` returned, or its plans.
+            batch: the result of `shard_batch`, or its plans.
             group: the context-parallel ranks; None for one.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Parts of the linear layers: the convolution's weight, the gated norm, and how decays start."""
+"""Parts of the linear layers: the convolution's weight, the gated norm, and the initialisation of decays."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Gate = Callable[[Tensor], Tensor]
 
 
 class GatedRMSNorm(nn.Module):
-    """`weight * x / rms(x) * gate(z)`, or with the gate first, `weight * y / rms(y)` with `y = x * silu(z)`.
+    """Computes `weight * x / rms(x) * gate(z)`, or with the gate first, `weight * y / rms(y)` with `y = x * silu(z)`.
 
     Args:
-        features: of the weight.
-        group_size: features that have a mean of squares together.
+        features: the size of the weight.
+        group_size: the number of features that share a mean of squares.
         eps: added to that mean.
-        gate: of z, where it acts on the normalised values; None where silu comes first, as in Mamba-2.
-        factory: `device` and `dtype` of the weight.
+        gate: the function of z that multiplies the normalised values; None to apply silu first, as in Mamba-2.
+        factory: device and type of the weight.
     """
 
     def __init__(self, features: int, group_size: int, eps: float, gate: Gate | None, factory: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        """`[..., features]` of both to the same, in the type of x; in at least float32 within."""
+        """Maps two `[..., features]` to one, in the type of x; computes in at least float32."""
         if self.gate is None and has_kernels(x, z, self.weight):
             return gated_norm(x, z, self.weight, self.eps, self.group_size)
         acc_dtype = torch.promote_types(x.dtype, torch.float32)
@@ -51,7 +51,7 @@ class GatedRMSNorm(nn.Module):
 class ConvWeight(nn.Module):
     """The parameters of a causal convolution over channels: `weight` `[channels, 1, width]`, and `bias` `[channels]`.
 
-    As `torch.nn.Conv1d(groups=channels)` has them. The operation computes it, so there is no forward.
+    They are those of `torch.nn.Conv1d(groups=channels)`. The operation computes it, so there is no forward.
     """
 
     def __init__(self, channels: int, width: int, bias: bool, factory: dict[str, Any]) -> None:
@@ -60,7 +60,7 @@ class ConvWeight(nn.Module):
         self.bias = nn.Parameter(torch.empty(channels, **factory)) if bias else None
 
     def reset_parameters(self) -> None:
-        """As torch's convolutions start."""
+        """Initialises like torch's convolutions."""
         bound = self.weight.shape[-1] ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
@@ -68,14 +68,14 @@ class ConvWeight(nn.Module):
 
 @torch.no_grad()
 def reset_decay(A_log: Tensor, dt_bias: Tensor) -> None:  # noqa: N803 - the parameter's name everywhere
-    """As Mamba-2 starts: decay rates uniform in [1, 16], steps log-uniform in [0.001, 0.1] behind their softplus."""
+    """Initialises like Mamba-2: decay rates uniform in [1, 16], steps log-uniform in [0.001, 0.1] after softplus."""
     A_log.copy_(torch.empty_like(A_log).uniform_(1, 16).log())
     steps = torch.empty_like(dt_bias).uniform_(math.log(1e-3), math.log(0.1)).exp().clamp(min=1e-4)
     dt_bias.copy_(steps + (-(-steps).expm1()).log())  # the inverse of softplus
 
 
 def reset_children(module: nn.Module) -> None:
-    """Every part that knows how to start."""
+    """Reinitialises every child module that can."""
     for child in module.children():
         reset = getattr(child, "reset_parameters", None)
         if callable(reset):

@@ -1,7 +1,7 @@
-"""`TileAssignment`: which KV rank computes which part of a mask. Pure data; no torch in here.
+"""`TileAssignment`: the part of a mask that each KV rank computes. Pure data; no torch in here.
 
 A rank may compute tiles between queries that it does not hold and keys that it does not hold. Then both travel: the
-queries as *visitors*, whose partial results go home again, and the keys as in every other schedule.
+*remote queries*, whose partial results are sent back to their owners, and the keys as in every other schedule.
 
 Shapes: bands are `[n, 6]`, see `layout/bands.py`.
 """
@@ -27,8 +27,8 @@ class TileAssignment(Memo):
     """The parts of a mask that each KV rank computes. Compared and hashed by value.
 
     Attributes:
-        bands: disjoint, over the streams of queries and keys, one rank's after the other's.
-        offsets: `[ranks + 1]` where those of each rank begin.
+        bands: disjoint bands over the streams of queries and keys, grouped by rank.
+        offsets: `[ranks + 1]`; the bands of rank `r` are `bands[offsets[r] : offsets[r + 1]]`.
     """
 
     def __init__(self, bands: IntArray, offsets: IntArray) -> None:
@@ -36,16 +36,15 @@ class TileAssignment(Memo):
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.offsets.size - 1
 
-    def of_rank(self, rank: int) -> IntArray:
-        """The bands of one rank."""
+    def rank_bands(self, rank: int) -> IntArray:
+        """The bands that one rank computes, `[n, 6]`."""
         return self.bands[slice(*self.offsets[rank : rank + 2])]
 
     @cached_property
     def areas(self) -> list[int]:
-        """For each rank the (query, key) pairs that it computes."""
+        """The number of (query, key) pairs that each rank computes."""
         before = np.concatenate([[0], np.cumsum(areas(self.bands))])
         return [int(count) for count in np.diff(before[self.offsets])]
 
@@ -67,18 +66,19 @@ class TileAssignment(Memo):
 
 @dataclass(frozen=True)
 class AssignmentQuality:
-    """How near one direction of an assignment is to the best.
+    """Distance of one direction of an assignment from the best.
 
     Attributes:
-        bytes_on_the_way: that the busiest KV rank sends or receives, of one head rank, whichever is more.
-        bound: that no assignment of these tiles to ranks under this load cap is below; one of finer tiles may be.
-        is_optimal: the bound is reached.
-        load_cap: (query, key) pairs that a KV rank computes at most.
-        seconds: that the search took.
-        note: what a longer search could not do for this problem; empty where there is nothing to say.
+        busiest_bytes: bytes that the busiest KV rank sends or receives, whichever is more, for one head rank.
+        bound: lower bound on `busiest_bytes` for every assignment of these tiles under this load cap; finer tiles may
+            need less.
+        is_optimal: True if the bound is reached.
+        load_cap: the most (query, key) pairs that a KV rank computes.
+        seconds: time of the search.
+        note: limits of a longer search for this problem; empty if there are none.
     """
 
-    bytes_on_the_way: int
+    busiest_bytes: int
     bound: int
     is_optimal: bool
     load_cap: int
@@ -88,12 +88,13 @@ class AssignmentQuality:
 
 @dataclass(frozen=True)
 class ScheduleQuality:
-    """How near one direction of a plan is, in time, to what its tiles take in any order.
+    """Distance of one direction of a plan, in time, from what its tiles take in any order.
 
     Attributes:
-        milliseconds: that were predicted.
-        bound: milliseconds that the work of a rank, its transfers, or one tile with its way there and back take.
-        hardware: on what, in words.
+        milliseconds: the predicted time.
+        bound: lower bound: the work of one rank, its transfers, or one tile with the transfers of its rows and results,
+            whichever takes longest.
+        hardware: description of the machine that the prediction is for.
     """
 
     milliseconds: float
@@ -103,14 +104,14 @@ class ScheduleQuality:
 
 @dataclass(frozen=True)
 class TiledWork:
-    """Who computes which tile, forward and backward.
+    """The tiles that each rank computes, forward and backward.
 
     Attributes:
-        forward, backward: the assignments.
-        rounds: in which rows come, forward and backward: 1, or 2 where keys that only own queries see come after
-            visitors and their keys, so that results go home meanwhile.
-        solutions: what is known of the bytes of each; not part of the value.
-        schedules: what is known of the time of each; not part of the value.
+        forward, backward: the assignments of the two directions.
+        rounds: rounds in which rows are fetched, forward and backward: 1, or 2 if keys that only own queries see are
+            fetched after remote queries and their keys, so that results are sent back meanwhile.
+        solutions: bytes of each direction and their bound; not part of the value.
+        schedules: time of each direction and its bound; not part of the value.
     """
 
     forward: TileAssignment
@@ -121,125 +122,119 @@ class TiledWork:
 
 
 class AssignedTiles(Memo):
-    """An assignment beside the layouts of who holds what, cut into parts by what must be at hand for them.
+    """An assignment with the layouts of queries and keys, split into parts by the rows that they need.
 
     Args:
-        assignment: which rank computes what.
-        queries, keys: who holds which tokens.
+        assignment: the tiles that each rank computes.
+        queries, keys: owners of the query and key rows.
     """
 
     def __init__(self, assignment: TileAssignment, queries: Layout, keys: Layout) -> None:
         self.assignment, self.queries, self.keys = assignment, queries, keys
 
-    def at_home(self, rank: int) -> IntArray:
-        """The tiles of own queries and own keys: queries in their rows, keys in theirs."""
+    def local_tiles(self, rank: int) -> IntArray:
+        """The tiles of own queries and own keys; queries and keys are numbered by local row."""
         return bands_of_held_keys(self._own_queries(rank), self.keys, rank)
 
-    def of_far_keys(self, rank: int) -> IntArray:
-        """The tiles of own queries, in their rows, and keys of other ranks, as places in the stream."""
+    def remote_key_tiles(self, rank: int) -> IntArray:
+        """The tiles of own queries, numbered by local row, and keys of other ranks, numbered by place in the stream."""
         return self.memo(("far", rank), lambda: _outside(self._own_queries(rank), self.keys, rank, queries=False))
 
-    def of_visitors(self, rank: int) -> IntArray:
-        """The tiles of queries of other ranks, both as places in the stream."""
+    def remote_query_tiles(self, rank: int) -> IntArray:
+        """The tiles of queries of other ranks; queries and keys are numbered by place in the stream."""
         return self.memo(
-            ("visiting", rank), lambda: _outside(self.assignment.of_rank(rank), self.queries, rank, queries=True)
+            ("remote queries", rank),
+            lambda: _outside(self.assignment.rank_bands(rank), self.queries, rank, queries=True),
         )
 
-    def beside_visitors(self, rank: int) -> IntArray:
-        """Of `of_far_keys` the tiles of keys that visitors see too."""
-        return _cut_to(self.of_far_keys(rank), *self._keys_of_visitors(rank))
+    def shared_key_tiles(self, rank: int) -> IntArray:
+        """The part of `remote_key_tiles` whose keys are also seen by remote queries."""
+        return cut(self.remote_key_tiles(rank), *self._shared_keys(rank), queries=False)[0]
 
-    def after_visitors(self, rank: int) -> IntArray:
-        """Of `of_far_keys` the others."""
-        return _cut_to(self.of_far_keys(rank), *_gaps(*self._keys_of_visitors(rank), self.keys.packing.total))
+    def other_key_tiles(self, rank: int) -> IntArray:
+        """The part of `remote_key_tiles` whose keys only own queries see."""
+        gaps = _gaps(*self._shared_keys(rank), self.keys.packing.total)
+        return cut(self.remote_key_tiles(rank), *gaps, queries=False)[0]
 
     @cached_property
     def moves_queries(self) -> bool:
-        """Whether any rank computes queries of another."""
-        return any(len(self.of_visitors(rank)) for rank in range(self.assignment.size))
+        """True if any rank computes queries of another rank."""
+        return any(len(self.remote_query_tiles(rank)) for rank in range(self.assignment.size))
 
     @cached_property
     def moves_keys(self) -> bool:
-        """Whether any rank computes own queries with keys of another."""
-        return any(len(self.of_far_keys(rank)) for rank in range(self.assignment.size))
+        """True if any rank computes own queries with keys of another rank."""
+        return any(len(self.remote_key_tiles(rank)) for rank in range(self.assignment.size))
 
     def parts(self, rounds: int) -> list[TilePart]:
-        """What is computed once the rows of each round are at hand; the tiles at home are not among them.
+        """Returns the tiles to compute after each round of transfers; local tiles are not among them.
 
         Args:
-            rounds: 1 for all rows together, 2 for visitors and the keys that they see first.
+            rounds: 1 to fetch all rows together, 2 to fetch remote queries and the keys that they see first.
         """
         if not self.moves_queries:
-            return [TilePart(self, self.of_far_keys, None)] * self.moves_keys
-        if rounds == 1 or not any(len(self.after_visitors(rank)) for rank in range(self.assignment.size)):
-            return [TilePart(self, self.of_far_keys, self.of_visitors)]
-        return [TilePart(self, self.beside_visitors, self.of_visitors), TilePart(self, self.after_visitors, None)]
+            return [TilePart(self, self.remote_key_tiles, None)] * self.moves_keys
+        if rounds == 1 or not any(len(self.other_key_tiles(rank)) for rank in range(self.assignment.size)):
+            return [TilePart(self, self.remote_key_tiles, self.remote_query_tiles)]
+        return [
+            TilePart(self, self.shared_key_tiles, self.remote_query_tiles),
+            TilePart(self, self.other_key_tiles, None),
+        ]
 
-    def _keys_of_visitors(self, rank: int) -> Ranges:
-        return self.memo(("keys of visitors", rank), lambda: ranges_seen(self.of_visitors(rank)))
+    def _shared_keys(self, rank: int) -> Ranges:
+        return self.memo(("keys of remote queries", rank), lambda: ranges_seen(self.remote_query_tiles(rank)))
 
     def _own_queries(self, rank: int) -> IntArray:
-        return self.memo(("own", rank), lambda: bands_of_queries(self.assignment.of_rank(rank), self.queries, rank))
+        return self.memo(("own", rank), lambda: bands_of_queries(self.assignment.rank_bands(rank), self.queries, rank))
 
 
 class TilePart(Memo):
     """The tiles that each rank computes with the rows of one round.
 
     Args:
-        tiles: of which these are a part.
-        own: for each rank those of own queries, in their rows, over the stream of keys.
-        visiting: for each rank those of visitors, over both streams; None where there are none.
+        tiles: the assigned tiles that these are a part of.
+        own: returns the tiles of a rank's own queries, numbered by local row, over the stream of keys.
+        remote: returns the tiles of remote queries on a rank, over both streams; None if there are none.
     """
 
     def __init__(
-        self, tiles: AssignedTiles, own: Callable[[int], IntArray], visiting: Callable[[int], IntArray] | None
+        self, tiles: AssignedTiles, own: Callable[[int], IntArray], remote: Callable[[int], IntArray] | None
     ) -> None:
-        self.tiles, self.own, self.visiting = tiles, own, visiting
+        self.tiles, self.own, self.remote = tiles, own, remote
 
     def wanted_keys(self, rank: int) -> Ranges:
         """The keys that a rank computes with, as ranges of the stream."""
-        return self.memo(("keys", rank), lambda: ranges_seen(np.concatenate([self.own(rank), self._visiting(rank)])))
+        return self.memo(("keys", rank), lambda: ranges_seen(np.concatenate([self.own(rank), self._remote(rank)])))
 
     def wanted_queries(self, rank: int) -> Ranges:
         """The queries of other ranks that a rank computes, as ranges of the stream."""
-        return self.memo(("queries", rank), lambda: ranges_seen(self._visiting(rank)[:, [2, 3, 0, 1, 4, 5]]))
+        return self.memo(("queries", rank), lambda: ranges_seen(self._remote(rank)[:, [2, 3, 0, 1, 4, 5]]))
 
     def own_tiles(self, rank: int) -> IntArray:
-        """Those of own queries, with keys counted in the rows that a rank wants."""
+        """The tiles of own queries, with keys numbered by their row among `wanted_keys`."""
         return bands_of_keys(self.own(rank), *self.wanted_keys(rank))
 
-    def visiting_tiles(self, rank: int) -> IntArray:
-        """Those of visitors, with queries and keys counted in the rows that a rank wants."""
+    def remote_tiles(self, rank: int) -> IntArray:
+        """The tiles of remote queries, numbered by row among the queries and keys that the rank fetches."""
         starts, ends = self.wanted_queries(rank)
-        pieces, number = cut(self._visiting(rank), starts, ends, queries=True)
+        pieces, number = cut(self._remote(rank), starts, ends, queries=True)
         rows = np.cumsum(ends - starts) - (ends - starts)
         return bands_of_keys(moved(pieces, (rows - starts)[number], 0), *self.wanted_keys(rank))
 
-    def _visiting(self, rank: int) -> IntArray:
-        return NO_BANDS if self.visiting is None else self.visiting(rank)
+    def _remote(self, rank: int) -> IntArray:
+        return NO_BANDS if self.remote is None else self.remote(rank)
 
 
 def _outside(bands: IntArray, layout: Layout, rank: int, *, queries: bool) -> IntArray:
-    """The part of bands over the stream whose queries, or keys, one rank does not hold."""
-    starts, ends = _others(layout, rank)
-    pieces, _ = cut(bands, starts, ends, queries=queries)
-    return pieces
-
-
-def _others(layout: Layout, rank: int) -> Ranges:
-    """The ranges of the stream that a rank does not hold, in rising order."""
+    """Cuts bands over the stream down to the queries, or keys, that one rank does not hold."""
     own = slice(*layout.fragment_offsets[rank : rank + 2])
     order = np.argsort(layout.starts[own], kind="stable")
-    return _gaps(layout.starts[own][order], layout.ends[own][order], layout.packing.total)
+    gaps = _gaps(layout.starts[own][order], layout.ends[own][order], layout.packing.total)
+    return cut(bands, *gaps, queries=queries)[0]
 
 
 def _gaps(starts: IntArray, ends: IntArray, total: int) -> Ranges:
-    """What lies between rising ranges, and before and after them."""
+    """Returns the ranges between rising ranges, and before and after them."""
     begins, stops = np.concatenate([[0], ends]), np.append(starts, total)
     kept = stops > begins
     return begins[kept], stops[kept]
-
-
-def _cut_to(bands: IntArray, starts: IntArray, ends: IntArray) -> IntArray:
-    pieces, _ = cut(bands, starts, ends, queries=False)
-    return pieces

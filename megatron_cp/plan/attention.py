@@ -1,4 +1,4 @@
-"""`Attend`: which keys meet which queries, and how they get there. Pure data; no torch in here.
+"""`Attend`: the keys that meet each query, and the transfers that bring them. Pure data; no torch in here.
 
 The ranks of a plan form a grid: rank = kv_rank * ulysses_degree + head_rank. The ranks of one `kv_rank` have exchanged
 heads: each holds its share of the heads, for all tokens of these ranks. The ranks of one `head_rank` hold the same
@@ -7,10 +7,10 @@ brings rows, the tiles between them and the own queries are computed, and in bac
 of these rows on.
 
     p2p          stage s has the keys of the KV rank s places before, passed on from neighbour to neighbour
-    all_gather   one stage a head chunk: all keys, in one collective
-    exact        one stage a head chunk: the keys that the own queries see and no others, in one collective
-    tiled        own queries and own keys; then, a head chunk at a time, what else a rank was assigned: keys of other
-                 ranks, and queries of other ranks that visit it, whose partial results go home and are merged there
+    all_gather   one stage for each head chunk: all keys, in one collective
+    exact        one stage for each head chunk: the keys that own queries see and no others, in one collective
+    tiled        own queries and own keys; then, for each head chunk, the other tiles that a rank was assigned: keys of
+                 other ranks, and queries of other ranks, whose partial results are sent back and merged by the owner
 
 A rank merges the partial results of stages, and never those of head chunks, which are different heads.
 """
@@ -30,14 +30,14 @@ from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import Tiles, bands_of_held_keys, bands_of_ranks
 from megatron_cp.plan.assignment import AssignedTiles, TiledWork
-from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow, pieces_of
+from megatron_cp.plan.flows import Fetch, PassOn, Return, RowFlow, owned_fragments
 from megatron_cp.plan.head_chunks import HeadChunk, cut_heads
 from megatron_cp.plan.payloads import Payload, RowSizes
 from megatron_cp.plan.program import Program, Start, attention_program
 from megatron_cp.plan.seen_keys import SeenKeys
 from megatron_cp.plan.stage import Stage
 
-_MOST_BANDS = 2**18  # of one KV rank that are kept for all its stages: 12 MiB
+_MOST_BANDS = 2**18  # bands of one KV rank that are remembered for all its stages: 12 MiB
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Attend(Memo):
     """The tiles of an attention and the transfers that feed them, for every rank.
 
     Attributes:
-        mask: which keys a query sees.
-        queries, keys: who holds which tokens, by `kv_rank`.
+        mask: the keys that each query sees.
+        queries, keys: the ranks that hold each token, by `kv_rank`.
         partition: the heads of each `head_rank`.
         kv_schedule: one of `SCHEDULES`; on one `kv_rank` all are the same, since nothing travels.
         head_dim, value_head_dim: features of a key and of a value head.
-        head_chunks: into how many parts the key/value heads of a rank are cut, where keys are fetched.
-        tiled: who computes which tile, where that is not the rank that holds the queries.
+        head_chunks: the number of parts into which a rank's key/value heads are cut, where keys are fetched.
+        tiled: the ranks that compute each tile; None if the rank that holds the queries does.
     """
 
     mask: Mask
@@ -74,21 +74,20 @@ class Attend(Memo):
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Of forward, in order, the same for every head chunk."""
+        """The stages of forward, in order, the same for every head chunk."""
         return self._stages(forward=True)
 
     @cached_property
     def backward_stages(self) -> tuple[Stage, ...]:
-        """Of backward, in order: those of forward but where tiles are assigned one by one."""
+        """The stages of backward, in order; they differ from forward's only where tiles are assigned."""
         return self.stages if self.tiled is None else self._stages(forward=False)
 
-    def stages_of(self, *, forward: bool) -> tuple[Stage, ...]:
-        """Of one direction."""
+    def stages_in(self, *, forward: bool) -> tuple[Stage, ...]:
         return self.stages if forward else self.backward_stages
 
     @property
     def all_stages(self) -> tuple[Stage, ...]:
-        """Of both directions, each once."""
+        """The distinct stages of both directions."""
         return tuple(dict.fromkeys((*self.stages, *self.backward_stages)))
 
     def _stages(self, *, forward: bool) -> tuple[Stage, ...]:
@@ -102,17 +101,17 @@ class Attend(Memo):
 
     @property
     def fetches_ranges(self) -> bool:
-        """Whether ranks fetch the keys that they need, and not all of them."""
+        """True if ranks fetch the keys that they need rather than all of them."""
         return any(isinstance(stage.keys, Fetch) and not stage.keys.equal_shares for stage in self.all_stages)
 
     def assigned_tiles(self, *, forward: bool) -> AssignedTiles:
-        """The tiles that were assigned in one direction, beside who holds what."""
+        """The tiles that were assigned in one direction, with the layouts of queries and keys."""
         assert self.tiled is not None
         assignment = self.tiled.forward if forward else self.tiled.backward
         return self.memo(("assigned tiles", assignment), lambda: AssignedTiles(assignment, self.queries, self.keys))
 
     def with_tiles(self, tiled: TiledWork) -> Attend:
-        """The same attention with tiles in other rounds, whose pieces are not made again."""
+        """Returns this attention with tiles in other rounds, and keeps the parts that are already computed."""
         found = replace(self, tiled=tiled)
         pieces = [("assigned tiles", assignment) for assignment in (tiled.forward, tiled.backward)]
         for key in (*pieces, ("seen",), ("needed",)):
@@ -121,12 +120,12 @@ class Attend(Memo):
         return found
 
     def moves_queries(self, *, forward: bool) -> bool:
-        """Whether queries visit other ranks in one direction."""
-        return any(stage.visitors is not None for stage in self.stages_of(forward=forward))
+        """True if queries are sent to other ranks in one direction."""
+        return any(stage.remote_queries is not None for stage in self.stages_in(forward=forward))
 
     @cached_property
     def num_stages(self) -> int:
-        """Stages of forward: partial results of own queries that are merged for each head."""
+        """Stages of forward, whose partial results are merged for each head."""
         return len(self.stages)
 
     @cached_property
@@ -138,7 +137,7 @@ class Attend(Memo):
         """Returns what every rank does in one direction, in order."""
         return self.memo(
             ("program", forward),
-            lambda: attention_program(self.stages_of(forward=forward), self.head_chunks, forward=forward),
+            lambda: attention_program(self.stages_in(forward=forward), self.head_chunks, forward=forward),
         )
 
     def transfers(self, *, forward: bool) -> list[tuple[Payload, RowFlow]]:
@@ -147,71 +146,72 @@ class Attend(Memo):
         return [(do.payload, do.flow) for do in starts if do.part.chunk == 0]
 
     def chunks(self, head_rank: int) -> list[HeadChunk]:
-        """A rank's heads in as many chunks as every other rank has; some may be empty."""
+        """Returns a rank's heads in as many chunks as every other rank has; some may be empty."""
         return self._chunks[head_rank]
 
     @cached_property
     def _chunks(self) -> list[list[HeadChunk]]:
-        # No memo: the attentions of several chunks of heads share that.
+        # Not in the memo, which the attentions of several chunks of heads share.
         return [cut_heads(self.partition, rank, self.head_chunks) for rank in range(self.num_head_ranks)]
 
     def tiles(self, kv_rank: int, stage: Stage) -> Tiles:
-        """What the queries of a KV rank see among the keys of a stage."""
+        """Returns the tiles between the queries of a KV rank and the keys of a stage."""
         return self.memo(self.tiles_key(kv_rank, stage), lambda: self._tiles(kv_rank, stage))
 
     @staticmethod
     def tiles_key(kv_rank: int, stage: Stage) -> tuple[Any, ...]:
-        """Under which an attention remembers them."""
+        """The memo's key for `tiles`."""
         return "tiles", kv_rank, stage.number, stage.directions
 
-    def visiting_tiles(self, kv_rank: int, stage: Stage) -> Tiles:
-        """What the queries that visit a KV rank see among the keys of a stage."""
-        key = ("visiting", *self.tiles_key(kv_rank, stage))
-        return self.memo(key, lambda: self._visiting_tiles(kv_rank, stage))
+    def remote_tiles(self, kv_rank: int, stage: Stage) -> Tiles:
+        """Returns the tiles between remote queries on a KV rank and the keys of a stage."""
+        key = ("remote", *self.tiles_key(kv_rank, stage))
+        return self.memo(key, lambda: self._remote_tiles(kv_rank, stage))
 
     @staticmethod
-    def _visiting_tiles(kv_rank: int, stage: Stage) -> Tiles:
+    def _remote_tiles(kv_rank: int, stage: Stage) -> Tiles:
         assert stage.assigned is not None
-        assert stage.visitors is not None
+        assert stage.remote_queries is not None
         assert stage.keys is not None
-        bands = stage.assigned.visiting_tiles(kv_rank)
+        bands = stage.assigned.remote_tiles(kv_rank)
         return Tiles(
-            bands[np.lexsort((bands[:, 2], bands[:, 0]))], stage.visitors.tokens(kv_rank), stage.keys.tokens(kv_rank)
+            bands[np.lexsort((bands[:, 2], bands[:, 0]))],
+            stage.remote_queries.tokens(kv_rank),
+            stage.keys.tokens(kv_rank),
         )
 
     def call_tiles(self, kv_rank: int, stage: Stage) -> Tiles:
-        """What a kernel is called with: the tiles between the rows from the first that counts to the last.
+        """Returns the tiles of a kernel call, cropped to the rows from the first that is used to the last.
 
-        In the first stage of all queries, since those that see no key are written too.
+        The first stage keeps all queries, since those that see no key are written too.
         """
         tiles = self.tiles(kv_rank, stage)
         return tiles.cropped_keys if stage.is_first else tiles.cropped
 
     def area(self, kv_rank: int, *, forward: bool = True) -> int:
-        """The number of visible (query, key) pairs that a KV rank computes: of its queries, or as assigned."""
+        """Returns the number of (query, key) pairs that a KV rank computes: of its queries, or as assigned."""
         if self.tiled is None:
             return self._seen.areas[kv_rank]
         return (self.tiled.forward if forward else self.tiled.backward).areas[kv_rank]
 
     def collectives(self, *, forward: bool) -> int:
-        """What each rank starts in one direction."""
+        """Returns the number of transfers that each rank starts in one direction."""
         return sum(isinstance(do, Start) for do in self.program(forward=forward))
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> IntArray:
-        """`[ranks]` bytes that each rank sends to others, for elements of `item_size` bytes."""
+        """Returns `[ranks]` bytes that each rank sends to others, for elements of `item_size` bytes."""
         return self._bytes(self._rows_sent(forward=forward), item_size)
 
     def bytes_needed(self, item_size: int, *, forward: bool) -> IntArray:
-        """`bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other.
+        """Returns `bytes_sent` of a schedule that sends each key to the KV ranks that see it and to no other.
 
-        Where tiles are assigned one by one, of this assignment.
+        With assigned tiles it is `bytes_sent` itself.
         """
         if self.tiled is not None:
             return self.bytes_sent(item_size, forward=forward)
         return self._bytes({Payload.KEYS: self._rows_needed(forward=forward)}, item_size)
 
     def _bytes(self, rows: dict[Payload, IntArray], item_size: int) -> IntArray:
-        """Of rows of some kinds that each KV rank sends."""
         total = np.zeros(self.num_kv_ranks * self.num_head_ranks, dtype=np.int64)
         for payload, count in rows.items():
             widths = [self.row_bytes(payload, head_rank, item_size) for head_rank in range(self.num_head_ranks)]
@@ -237,7 +237,7 @@ class Attend(Memo):
         return self.memo(("rows sent", forward), make)
 
     def _rows_needed(self, *, forward: bool) -> IntArray:
-        """For each KV rank the rows of keys that other KV ranks see, and in backward those whose gradients it sends."""
+        """Returns the rows of keys that each KV rank sends to those that see them; backward adds their gradients."""
 
         def make() -> IntArray:
             rows = self.needed.rows_sent_by_ranks()
@@ -246,32 +246,32 @@ class Attend(Memo):
         return self.memo(("rows needed", forward), make)
 
     def describe(self) -> list[str]:
-        """The step's value, but for queries' layout and mask, which are the plan's."""
+        """The step's value as lines of text, except for the queries' layout and mask, which are the plan's."""
         keys = [] if self.keys == self.queries else [f"keys {line}" for line in self.keys.describe()]
+        tiles = list[str]()
+        if self.tiled is not None:
+            digests = f"{self.tiled.forward.digest} forward, {self.tiled.backward.digest} backward"
+            forward, backward = self.tiled.rounds
+            tiles.append(f"tiles assigned by {digests}, in {forward} and {backward} rounds")
         heads, groups = self.partition.heads, self.partition.groups
         shape = f"head sizes {self.head_dim} and {self.value_head_dim}, heads {heads} of {groups}"
         return [
             f"attend by {self.kv_schedule}, {self.num_kv_ranks} KV ranks, {self.head_chunks} chunks, {shape}",
             *keys,
-            *self._describe_tiles(),
+            *tiles,
         ]
-
-    def _describe_tiles(self) -> list[str]:
-        if self.tiled is None:
-            return []
-        digests = f"{self.tiled.forward.digest} forward, {self.tiled.backward.digest} backward"
-        forward, backward = self.tiled.rounds
-        return [f"tiles assigned by {digests}, in {forward} and {backward} rounds"]
 
     @property
     def needed(self) -> Fetch:
-        """The keys that each KV rank's queries see, and no others."""
-        words = f"the keys that own queries see, of {self.num_kv_ranks} ranks, in {self.head_chunks} chunks of heads"
-        return self.memo(("needed",), lambda: Fetch(self.keys, self._seen.keys, words))
+        """The flow that brings each KV rank the keys that its queries see, and no others."""
+        description = (
+            f"the keys that own queries see, of {self.num_kv_ranks} ranks, in {self.head_chunks} chunks of heads"
+        )
+        return self.memo(("needed",), lambda: Fetch(self.keys, self._seen.keys, description))
 
     @property
     def _seen(self) -> SeenKeys:
-        """By itself, so that flows need not refer to the step that remembers them: a circle is memory kept."""
+        """A separate object, so that flows need not refer to the step that remembers them: cycles keep memory alive."""
         return self.memo(("seen",), lambda: SeenKeys(self.mask, self.queries))
 
     def _tiles(self, kv_rank: int, stage: Stage) -> Tiles:
@@ -284,8 +284,8 @@ class Attend(Memo):
 
     def bands(self, kv_rank: int, stage: Stage) -> IntArray:
         """The bands of a stage's tiles of own queries, without a table of their tokens."""
-        if stage.home is not None:
-            return stage.home.at_home(kv_rank)
+        if stage.local is not None:
+            return stage.local.local_tiles(kv_rank)
         if stage.assigned is not None:
             return stage.assigned.own_tiles(kv_rank)
         source = kv_rank if stage.keys is None else stage.keys.source(kv_rank)
@@ -298,9 +298,9 @@ class Attend(Memo):
         return bands[offsets[source] : offsets[source + 1]]
 
     def _bands_of_all_keys(self, kv_rank: int) -> tuple[IntArray, IntArray | None]:
-        """The bands of a KV rank's queries over each KV rank's rows of keys, and where those of each begin.
+        """Returns a KV rank's bands over each KV rank's key rows, and where those of each begin.
 
-        Where they are many, the bands over the stream of keys and None.
+        If there are too many bands, returns the bands over the stream of keys and None.
         """
         bands = self.bands_of_kv_rank(kv_rank)
         if self.count_bands(kv_rank)[0] > _MOST_BANDS:
@@ -308,28 +308,28 @@ class Attend(Memo):
         return bands_of_ranks(bands, self.keys, range(self.keys.cp_size), queries=False)
 
     def count_bands(self, kv_rank: int) -> tuple[int, int]:
-        """About how many bands a KV rank computes in all stages, and how many if it had all its keys at once.
+        """Estimates the bands that a KV rank computes in all stages, and those it would have with all keys at once.
 
-        A kernel of the CPU is called for each, one of CUDA has a segment for each. Counted, not made: a ring over
-        fragments of single tokens has one for every pair that is visible.
+        A CPU kernel is called once for each band; a CUDA kernel has one segment for each. Bands are counted without
+        being made: a ring over fragments of single tokens has one for every visible pair.
         """
         bands = self.bands_of_kv_rank(kv_rank)
         if self.num_stages == 1:
             return len(bands), len(bands)
-        edges, _ = pieces_of(self.keys)
+        edges, _ = owned_fragments(self.keys)
         met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
         return int(met.sum()), len(bands)
 
     def bands_of_kv_rank(self, kv_rank: int) -> IntArray:
-        """The mask of a KV rank's queries, in their rows, over the stream of keys; or what it was assigned."""
-        return self._seen.bands(kv_rank) if self.tiled is None else self.tiled.forward.of_rank(kv_rank)
+        """The bands of a KV rank's queries, in local rows, over the stream of keys; or those it was assigned."""
+        return self._seen.bands(kv_rank) if self.tiled is None else self.tiled.forward.rank_bands(kv_rank)
 
     def bands_of_kv_ranks(self) -> tuple[IntArray, IntArray]:
-        """`bands_of_kv_rank` of all of them, and `[n]` the KV rank of each."""
+        """The bands `[n, 6]` of all KV ranks' queries, and `[n]` the KV rank of each."""
         return self._seen.all_bands
 
     def share_seen(self, other: Attend) -> None:
-        """Takes what queries see from an attention of the same mask, queries and keys, however these travel there."""
+        """Takes over the visible keys from an attention with the same mask, queries and keys."""
         assert (self.mask, self.queries, self.keys) == (other.mask, other.queries, other.keys)
         self.remember(("seen",), other._seen)
         self.needed.share_memo(other.needed)
@@ -339,7 +339,7 @@ class Attend(Memo):
 
 
 def _ring(step: Attend, _: bool) -> tuple[Stage, ...]:
-    """Blocks of keys pass from rank to rank; their gradients follow one stage behind, and end at home."""
+    """Passes blocks of keys from rank to rank; their gradients follow one stage behind and end at the owner."""
     return tuple(
         Stage(hops, PassOn(step.keys, hops) if hops else None, PassOn(step.keys, hops + 1))
         for hops in range(step.num_kv_ranks)
@@ -348,8 +348,8 @@ def _ring(step: Attend, _: bool) -> tuple[Stage, ...]:
 
 def _gather_all(step: Attend, _: bool) -> tuple[Stage, ...]:
     everything = np.array([0]), np.array([step.keys.packing.total])
-    words = f"all keys gathered from {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
-    fetch = Fetch(step.keys, lambda _: everything, words, equal_shares=True)
+    description = f"all keys gathered from {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
+    fetch = Fetch(step.keys, lambda _: everything, description, equal_shares=True)
     return (Stage(0, fetch, Return(fetch)),)
 
 
@@ -358,7 +358,7 @@ def _fetch_needed(step: Attend, _: bool) -> tuple[Stage, ...]:
 
 
 def _assigned(step: Attend, forward: bool) -> tuple[Stage, ...]:
-    """What is at hand needs no message: it is computed while the first rows are on their way."""
+    """Computes local tiles first, which need no message, while the first rows are on their way."""
     work = step.tiled
     assert work is not None
     alike = work.forward == work.backward and len(set(work.rounds)) == 1
@@ -373,12 +373,14 @@ def _assigned(step: Attend, forward: bool) -> tuple[Stage, ...]:
 def _stages_of_tiles(
     step: Attend, tiles: AssignedTiles, rounds: int, directions: tuple[bool, bool]
 ) -> Iterator[Stage]:  # fmt: skip
-    yield Stage(0, None, None, home=tiles, directions=directions)
-    words = f"tiles of a mask assigned to {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
+    yield Stage(0, None, None, local=tiles, directions=directions)
+    description = f"tiles of a mask assigned to {step.num_kv_ranks} ranks, in {step.head_chunks} chunks of heads"
     for number, part in enumerate(tiles.parts(rounds), start=1):
-        keys = Fetch(step.keys, part.wanted_keys, words)
-        visitors = None if part.visiting is None else Fetch(step.queries, part.wanted_queries, "queries of those tiles")
-        yield Stage(number, keys, Return(keys), visitors, part, directions=directions)
+        keys = Fetch(step.keys, part.wanted_keys, description)
+        remote_queries = (
+            None if part.remote is None else Fetch(step.queries, part.wanted_queries, "queries of those tiles")
+        )
+        yield Stage(number, keys, Return(keys), remote_queries, part, directions=directions)
 
 
 SCHEDULES: dict[str, Callable[[Attend, bool], tuple[Stage, ...]]] = {

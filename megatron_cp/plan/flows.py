@@ -1,11 +1,11 @@
-"""`RowFlow`: rows that change place between ranks before a stage, or after it. Pure data; no torch in here.
+"""`RowFlow`: a transfer of rows between ranks, before a stage or after it. Pure data; no torch in here.
 
-A flow says for every rank which rows it sends, which it then has at hand, and in which order they stand. Bytes,
-collectives, memory and words about a plan are sums and walks over flows.
+A flow says for every rank which rows it sends, which rows it then holds, and their order. Bytes, collectives, memory
+and descriptions of a plan are sums and walks over flows.
 
     Fetch     each rank gets the rows that it wants from their owners, in one collective
-    Return    what was made of fetched rows goes back to the owners, who sum it in the order of ranks
-    PassOn    each rank passes on to the next what it has at hand, and gets what the rank before had
+    Return    values computed for fetched rows go back to the owners, who sum them in the order of ranks
+    PassOn    each rank passes its current rows on to the next rank, and gets those of the rank before
 
 Ranks are those along the keys' axis (`kv_rank`); rows are counted without pad rows.
 """
@@ -27,17 +27,17 @@ from megatron_cp.layout.memo import Memo, frozen
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import bands_of_held_keys, bands_of_keys
 
-IndexTable = NDArray[np.int32] | IntArray  # in 32 bits where those hold its numbers
+IndexTable = NDArray[np.int32] | IntArray  # 32 bits if its numbers fit
 Ranges = tuple[IntArray, IntArray]  # starts and ends of ranges of the stream, in rising order
 
 
 class MessageRows(NamedTuple):
-    """Rows of the buffers that one flow takes on a rank.
+    """Row counts of the buffers that one flow needs on a rank.
 
     Attributes:
-        sent: that are packed, or put in order, to be sent; None where what is at hand is sent as it stands.
-        received: as they arrive.
-        ordered: once more, in the order in which they are wanted; None where they arrive in it.
+        sent: rows packed or reordered before sending; None if they are sent from where they are.
+        received: rows of the buffer that receives.
+        ordered: rows of the copy in the wanted order; None if rows arrive in that order.
     """
 
     sent: int | None
@@ -46,66 +46,65 @@ class MessageRows(NamedTuple):
 
 
 class RowFlow(ABC):
-    """Rows on their way.
+    """A transfer of rows between ranks.
 
     Attributes:
-        layout: who owns which rows.
+        layout: the owner of each row.
     """
 
     layout: Layout
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.layout.cp_size
 
     @abstractmethod
     def rows_sent_by_ranks(self) -> IntArray:
-        """`[ranks]` rows that each rank sends to others."""
+        """Returns `[ranks]` rows that each rank sends to others."""
 
     def rows_sent(self, rank: int) -> int:
-        """Rows that a rank sends to others."""
+        """Returns the number of rows that a rank sends to others."""
         return int(self.rows_sent_by_ranks()[rank])
 
     @abstractmethod
     def message_rows(self, rank: int) -> MessageRows:
-        """The buffers of a rank."""
+        """Returns the row counts of a rank's buffers."""
 
 
 class KeyFlow(RowFlow):
-    """A flow that brings rows to where they are seen."""
+    """A flow that brings keys to the queries that see them."""
 
     @abstractmethod
     def tokens(self, rank: int) -> IntArray:
-        """The place in the stream of each row that is then at hand."""
+        """Returns the place in the stream of each row that the rank then holds."""
 
     @abstractmethod
     def bands(self, bands: IntArray, rank: int) -> IntArray:
-        """Bands over the stream of keys, counted in the rows that are then at hand."""
+        """Renumbers bands over the stream of keys by the rows that the rank then holds."""
 
     def source(self, rank: int) -> int | None:
-        """The rank whose rows, as they stand, are then at hand; None where they are of several."""
+        """Returns the rank whose rows are then held unchanged; None if they come from several ranks."""
         return None
 
     @abstractmethod
     def describe(self) -> str:
-        """What it does, in words."""
+        """Returns a phrase for `explain`."""
 
 
 @dataclass(frozen=True, eq=False)
 class PassOn(KeyFlow):
-    """One hop of a ring.
+    """A single hop of a ring.
 
     Attributes:
-        layout: who owns which rows.
-        hops: that the rows have then made from their owners; as many as ranks take them home.
+        layout: the owner of each row.
+        hops: hops that the rows have then made from their owner; as many hops as ranks bring them back.
     """
 
     layout: Layout
     hops: int
 
     def source(self, rank: int) -> int:
-        """Whose rows a rank then has."""
+        """Returns the owner of the rows that a rank then holds."""
         return (rank - self.hops) % self.layout.cp_size
 
     def tokens(self, rank: int) -> IntArray:
@@ -121,7 +120,7 @@ class PassOn(KeyFlow):
         return int(self.layout.token_counts[(rank - self.hops + 1) % self.layout.cp_size])
 
     def rows_received(self, rank: int) -> int:
-        """Rows that a rank then has."""
+        """Returns the number of rows that a rank then holds."""
         return int(self.layout.token_counts[(rank - self.hops) % self.layout.cp_size])
 
     def message_rows(self, rank: int) -> MessageRows:
@@ -132,13 +131,13 @@ class PassOn(KeyFlow):
 
 
 class FetchTables(NamedTuple):
-    """One rank's half of a fetch: rows go out, arrive, and are put in stream order.
+    """The index tables of one rank's half of a fetch: send, receive, put in stream order.
 
     Attributes:
-        send_rows: own rows, grouped by the rank that they go to, this rank included.
+        send_rows: own rows, grouped by destination rank, this rank included.
         send_counts, recv_counts: `[ranks]` rows to and from each rank.
-        order: the received row that belongs in each place of the stream order; None where they arrive in it.
-        inverse: the place in stream order of each received row; None likewise.
+        order: the received row for each place in stream order; None if rows arrive in stream order.
+        inverse: the place in stream order of each received row; None if rows arrive in stream order.
         tokens: `[sum(recv_counts)]` place in the stream of the fetched rows, rising.
     """
 
@@ -151,19 +150,19 @@ class FetchTables(NamedTuple):
 
 
 class Fetch(Memo, KeyFlow):
-    """Rows that come from their owners.
+    """A transfer of the rows that each rank wants, from their owners.
 
     Args:
-        layout: who owns which rows.
-        wanted: for each rank the rows that it wants, as ranges of the stream.
-        words: which rows those are.
-        equal_shares: all ranks want all rows, which an all-gather of shares that are as long as the longest brings.
+        layout: the owner of each row.
+        wanted: returns the rows that a rank wants, as ranges of the stream.
+        description: the phrase for `explain`.
+        equal_shares: all ranks want all rows: an all-gather, with every share padded to the longest.
     """
 
     def __init__(
-        self, layout: Layout, wanted: Callable[[int], Ranges], words: str, *, equal_shares: bool = False
+        self, layout: Layout, wanted: Callable[[int], Ranges], description: str, *, equal_shares: bool = False
     ) -> None:
-        self.layout, self.wanted, self.words, self.equal_shares = layout, wanted, words, equal_shares
+        self.layout, self.wanted, self.description, self.equal_shares = layout, wanted, description, equal_shares
 
     def tokens(self, rank: int) -> IntArray:
         return self.tables(rank).tokens
@@ -173,7 +172,7 @@ class Fetch(Memo, KeyFlow):
 
     @property
     def split_counts(self) -> SplitCounts:
-        """Rows from each rank to each, a rank's own among them."""
+        """Rows from each rank to each rank, itself included."""
         return self.memo(("split counts",), lambda: SplitCounts(self._count_rows()))
 
     @property
@@ -198,14 +197,14 @@ class Fetch(Memo, KeyFlow):
         return MessageRows(sum(self.split_counts.sent_by(rank)), wanted, ordered)
 
     def describe(self) -> str:
-        return self.words
+        return self.description
 
     @property
     def puts_in_order(self) -> NDArray[np.bool_]:
-        """`[ranks]` True where a rank copies what has arrived, to have it in stream order and without filling.
+        """`[ranks]` True where a rank copies the received rows, into stream order and without padding.
 
-        Shares of an all-gather are whole ranks' rows as they stand there. Rows of an all-to-all are picked from the
-        owner's in stream order, so that the order of owners decides.
+        An all-gather delivers whole shares in the order of ranks. An all-to-all delivers each owner's rows in stream
+        order, so that only the order of owners matters.
         """
         if self.equal_shares:
             as_it_stands = self.layout.in_stream_order and self.size * self.longest == self.layout.packing.total
@@ -213,22 +212,22 @@ class Fetch(Memo, KeyFlow):
         return ~self.arrive_in_order
 
     def arrives_in_order(self, rank: int) -> bool:
-        """Returns True if rows picked for a rank in stream order, one owner's after the other's, are in stream order.
+        """Returns True if rows picked for a rank in stream order, owner after owner, are in stream order.
 
-        This is the question of an all-to-all, and of gradients that go back; see `puts_in_order` for an all-gather.
+        It describes an all-to-all, and gradients that are returned; see `puts_in_order` for an all-gather.
         """
         _, _, owners = self._wanted_pieces(rank)
         return bool((owners[1:] >= owners[:-1]).all())
 
     @property
     def arrive_in_order(self) -> NDArray[np.bool_]:
-        """`[ranks]` `arrives_in_order` of every rank."""
+        """`[ranks]` the value of `arrives_in_order` for every rank."""
         return self.memo(("arrive in order",), lambda: frozen(self._arrive_in_order()))
 
     def _arrive_in_order(self) -> NDArray[np.bool_]:
-        if self.equal_shares:  # all want the same
+        if self.equal_shares:
             return np.full(self.size, self.arrives_in_order(0))
-        (edges, owners), (starts, ends, offsets) = pieces_of(self.layout), self._all_wanted
+        (edges, owners), (starts, ends, offsets) = owned_fragments(self.layout), self._all_wanted
         number, piece = _meetings(starts, ends, edges[:-1], edges[1:])
         reader, owner = np.repeat(np.arange(self.size), np.diff(offsets))[number], owners[piece]
         falls = (owner[1:] < owner[:-1]) & (reader[1:] == reader[:-1])
@@ -243,18 +242,18 @@ class Fetch(Memo, KeyFlow):
         return "shares" if self.equal_shares else "order"
 
     def tables(self, rank: int) -> FetchTables:
-        """What a rank sends and receives, row by row."""
+        """Returns the index tables of one rank."""
         return self.memo(("tables", rank), lambda: self._make_tables(rank))
 
     def shares(self) -> IndexTable:
-        """`[total]` where each row of the stream stands among shares that are all as long as the longest."""
+        """Returns `[total]` the row of each token of the stream among shares that are all padded to the longest."""
         starts = np.sort(self.layout.starts)
         owners, rows = self.layout.located(starts)
         places = owners * self.longest + rows
         return index_ranges(places, places + np.diff(starts, append=self.layout.packing.total))
 
     def _make_tables(self, rank: int) -> FetchTables:
-        # Piece by piece: a piece has one owner and lies in one range.
+        # A piece has one owner and lies in one range.
         starts, ends, owners = self._wanted_pieces(rank)
         sizes, by_owner = ends - starts, np.argsort(owners, kind="stable")
         in_order = bool((by_owner[1:] > by_owner[:-1]).all())
@@ -271,20 +270,22 @@ class Fetch(Memo, KeyFlow):
         return FetchTables(send_rows, send_counts, recv_counts, order, inverse, arange_ranges(*self.wanted(rank)))
 
     def _sent_rows(self, rank: int) -> tuple[IndexTable, IntArray]:
-        """A rank's own rows that others want, reader after reader, each in stream order; and how many each wants."""
+        """Returns own rows that others want, grouped by destination and in stream order, and the count for each
+        destination.
+        """
         if self.equal_shares:
             rows = self._rows_within(rank, *self.wanted(rank), np.array([0, self.wanted(rank)[0].size]))[0]
             return np.concatenate([rows] * self.size), np.full(self.size, rows.size)
         return self._rows_within(rank, *self._all_wanted)
 
     def _count_rows(self) -> IntArray:
-        """`[owners, readers]`."""
+        """Returns the counts as `[owners, readers]`."""
         if self.equal_shares:
             return np.repeat(self.layout.token_counts[:, None], self.size, axis=1)
-        edges, owner = pieces_of(self.layout)
+        edges, owner = owned_fragments(self.layout)
         starts, ends, offsets = self._all_wanted
         places = np.concatenate([starts, ends])
-        # Whole pieces from the one where a range begins up to the one where it ends, and the difference within those.
+        # Counts whole pieces from where a range begins to where it ends, and corrects for the parts outside the range.
         piece = np.searchsorted(edges[1:-1], places, side="right")
         within, sign = places - edges[piece], np.repeat([-1, 1], [starts.size, ends.size])
         reader = np.tile(np.repeat(np.arange(self.size), np.diff(offsets)), 2)
@@ -294,7 +295,7 @@ class Fetch(Memo, KeyFlow):
 
     @property
     def _all_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
-        """The ranges that ranks want, one rank's after the other's, and `[ranks + 1]` where those of each begin."""
+        """The ranges that all ranks want, grouped by rank, and `[ranks + 1]` offsets of the groups."""
         return self.memo(("all wanted",), self._join_wanted)
 
     def _join_wanted(self) -> tuple[IntArray, IntArray, IntArray]:
@@ -302,20 +303,20 @@ class Fetch(Memo, KeyFlow):
         return np.concatenate(starts), np.concatenate(ends), np.cumsum([0, *(ranges.size for ranges in starts)])
 
     def _wanted_pieces(self, rank: int) -> tuple[IntArray, IntArray, IntArray]:
-        """The ranges that a rank wants, cut where the owner changes: starts, ends and owners, in stream order."""
-        (edges, owners), (starts, ends) = pieces_of(self.layout), self.wanted(rank)
+        """Returns the starts, ends and owners of a rank's wanted ranges, cut at changes of owner, in stream order."""
+        (edges, owners), (starts, ends) = owned_fragments(self.layout), self.wanted(rank)
         number, piece = _meetings(starts, ends, edges[:-1], edges[1:])
         return np.maximum(starts[number], edges[piece]), np.minimum(ends[number], edges[piece + 1]), owners[piece]
 
     def _rows_within(
         self, rank: int, starts: IntArray, ends: IntArray, offsets: IntArray
     ) -> tuple[IndexTable, IntArray]:
-        """A rank's own rows that lie in ranges of the stream, which rise for each reader.
+        """Returns a rank's own rows that lie in ranges of the stream, which rise for each reader.
 
         Args:
-            rank: whose rows.
-            starts, ends: of the ranges, reader after reader.
-            offsets: `[readers + 1]` where the ranges of each begin.
+            rank: the owner of the rows.
+            starts, ends: the ranges, grouped by reader.
+            offsets: `[readers + 1]` offsets of the groups.
 
         Returns:
             the rows, reader after reader, each in stream order; and how many there are for each reader.
@@ -335,10 +336,10 @@ class Fetch(Memo, KeyFlow):
 
 @dataclass(frozen=True, eq=False)
 class Return(RowFlow):
-    """The adjoint of a fetch: what was made of the rows goes back to their owners, and is summed there.
+    """The adjoint of a fetch: values computed for the fetched rows go back to their owners and are summed there.
 
     Attributes:
-        fetch: which rows came, and from where.
+        fetch: the fetch whose rows are returned.
     """
 
     fetch: Fetch
@@ -369,8 +370,8 @@ class Return(RowFlow):
         )
 
 
-def pieces_of(layout: Layout) -> tuple[IntArray, IntArray]:
-    """The fragments of a layout in stream order: `[n + 1]` edges, and the rank that has each."""
+def owned_fragments(layout: Layout) -> tuple[IntArray, IntArray]:
+    """Returns the fragments of a layout in stream order: `[n + 1]` edges, and the rank that holds each."""
     return layout.memo(("pieces",), lambda: _pieces_of(layout))
 
 
@@ -380,7 +381,7 @@ def _pieces_of(layout: Layout) -> tuple[IntArray, IntArray]:
 
 
 def _meetings(starts: IntArray, ends: IntArray, rising_starts: IntArray, rising_ends: IntArray) -> Ranges:
-    """The pairs of a range and one of disjoint rising ranges that have tokens in common, in this order."""
+    """Returns the index pairs of a range and a disjoint rising range that overlap, in this order."""
     lowest = np.searchsorted(rising_ends, starts, side="right")
     last = np.maximum(np.searchsorted(rising_starts, ends, side="left"), lowest)
     return np.repeat(np.arange(starts.size), last - lowest), arange_ranges(lowest, last)

@@ -1,4 +1,4 @@
-"""`HeadChunk`: the heads of a rank, cut into parts whose keys travel one after the other. No torch in here."""
+"""`HeadChunk`: a part of a rank's heads, whose keys travel together. No torch in here."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from megatron_cp.exchange.sections import HeadPartition, head_runs
 
 @dataclass(frozen=True)
 class HeadChunk:
-    """Some of a rank's heads, whose keys travel together.
+    """A part of a rank's heads, whose keys travel together.
 
     Attributes:
-        heads, groups: the query heads and the key/value heads, as ranges of the rank's own.
-        runs: query heads and the key/value heads that they read, counted within the chunk, in runs of one ratio.
-        first_head: the number in the layer of the first query head.
-        number: of the chunk, from 0.
+        heads, groups: ranges of the query heads and of the key/value heads, numbered within the rank.
+        runs: query heads and the key/value heads that they read, numbered within the chunk, in runs of one ratio.
+        first_head: the first query head, numbered in the layer.
+        number: the position of the chunk, from 0.
     """
 
     heads: slice
@@ -31,7 +31,7 @@ class HeadChunk:
 
 
 def cut_heads(partition: HeadPartition, head_rank: int, count: int) -> list[HeadChunk]:
-    """A rank's heads in `count` parts, of as many key/value heads each as can be; some may be empty."""
+    """Cuts a rank's heads into `count` chunks with nearly equal numbers of key/value heads; some may be empty."""
     runs = head_runs(partition, head_rank)
     first, last = partition.groups[head_rank]
     cuts = [(last - first) * chunk // count for chunk in range(count + 1)]
@@ -40,7 +40,7 @@ def cut_heads(partition: HeadPartition, head_rank: int, count: int) -> list[Head
 
 
 def _chunk(runs: list[tuple[slice, slice]], lo: int, hi: int, first_of_rank: int, number: int) -> HeadChunk:
-    """The heads of groups `[lo, hi)`, from runs that are cut where the chunk begins and ends."""
+    """Returns the chunk of groups `[lo, hi)`, from runs that are cut where the chunk begins and ends."""
     parts = []
     for heads, groups in runs:
         first, last = max(groups.start, lo), min(groups.stop, hi)

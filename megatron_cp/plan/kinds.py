@@ -1,8 +1,8 @@
 """`LinearKind`: a kind of linear layer as a record. No torch in here.
 
-A new kind is a record here, an operation (`linear/`) and the kernels that know it. What planning, prices, messages,
-flags and the capability table need to know of a kind they read from its record. In one vocabulary for all: of
-Mamba-2, B and C are keys and queries, x is values.
+A new kind is a record here, an operation (`linear/`) and the kernels that know it. Planning, prices, messages, flags
+and the capability table read what they need to know of a kind from its record. All kinds share one vocabulary:
+Mamba-2's B and C are keys and queries, its x is values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 
 class Transition(Enum):
-    """What a token does to the state of the recurrence, `S <- M S + ...`, beside adding to it."""
+    """The effect of a token on the state of the recurrence, `S <- M S + ...`, beside the term that it adds."""
 
     NONE = "no state"
     SCALAR = "a number a head"
@@ -20,14 +20,14 @@ class Transition(Enum):
 
 
 class Per(Enum):
-    """Of what there is one in a section."""
+    """The unit of which a section has one entry."""
 
     GROUP = "key head"
     HEAD = "value head"
 
 
 class Dim(Enum):
-    """Features of each."""
+    """The number of features of an entry."""
 
     KEY = "key_dim"
     VALUE = "value_dim"
@@ -36,12 +36,12 @@ class Dim(Enum):
 
 @dataclass(frozen=True)
 class SectionKind:
-    """One of the tensors that travel in a head exchange.
+    """A tensor that travels in a head exchange.
 
     Attributes:
-        name: as the operation calls it.
-        per, dim: `[tokens, heads or groups, features]`.
-        exact: it is never coded: gates, decays and step sizes.
+        name: the operation's name for it.
+        per, dim: its shape `[tokens, heads or groups, features]`.
+        exact: True if a codec must never be used for it: gates, decays and step sizes.
     """
 
     name: str
@@ -52,12 +52,12 @@ class SectionKind:
 
 @dataclass(frozen=True)
 class Argument:
-    """One of the sizes that a kind takes.
+    """A size that a kind takes.
 
     Attributes:
-        field: of the shape: heads, groups, key_dim or value_dim.
-        name: as `plan_linear` calls it.
-        default: a number, or the field that it is as large as; None where it must be given.
+        field: the field of the shape: heads, groups, key_dim or value_dim.
+        name: its name as an argument of `plan_linear`.
+        default: a number, or the field whose value it takes; None if it is required.
     """
 
     field: str
@@ -71,15 +71,15 @@ class LinearKind:
 
     Attributes:
         name: a value of `kind` of `plan_linear`.
-        remark, mixer: what the bare rule and the whole mixer are, for `megatron-cp doctor`.
-        sections: in the order of the operation's features; the first `convolved` of them are convolved, if any.
-        keys, values: the names of the sections that hold those.
-        transition: of the recurrence.
-        arguments: what it is sized by; sizes that are not named are 1, or as many groups as heads.
-        recurrence: the kind whose recurrence it has, with other inputs, and whose kernels compute it; its own if empty.
-        head, group: what heads, and what they share, are called.
-        takes_codec: whether heads are long enough to be coded.
-        scales_queries: whether its operations take a scale.
+        remark, mixer: descriptions of the bare rule and of the whole mixer, for `megatron-cp doctor`.
+        sections: in the order of the operation's features; the first `convolved` of them are convolved.
+        keys, values: the names of the sections that hold keys and values.
+        transition: the form of the state's transition.
+        arguments: the sizes that it takes; other sizes are 1, or as many groups as heads.
+        recurrence: the kind whose recurrence and kernels it uses with other inputs; empty for its own.
+        head, group: the nouns for a head, and for what heads share.
+        takes_codec: True if its heads are long enough to be coded.
+        scales_queries: True if its operations take a scale.
     """
 
     name: str
@@ -99,7 +99,7 @@ class LinearKind:
 
     @property
     def shared(self) -> str:
-        """The word for what heads share, in few letters: "key heads", "groups"."""
+        """The short noun for what heads share: "key heads", "groups"."""
         return f"{self.group.partition(' of ')[0]}s"
 
     @property
@@ -108,12 +108,12 @@ class LinearKind:
 
     @property
     def rule(self) -> str:
-        """The kind that kernels know its recurrence by."""
+        """The name by which kernels know its recurrence."""
         return self.recurrence or self.name
 
     @property
     def is_dense(self) -> bool:
-        """Whether a segment's map is a matrix, as that of the delta rule: two products with the keys a token."""
+        """True if a segment's transition is a matrix, as in the delta rule: two products with the keys a token."""
         return self.transition is Transition.DENSE
 
     @property
@@ -122,7 +122,7 @@ class LinearKind:
         return (("conv",) if self.convolved else ()) + (("gates", "rule") if self.has_state else ())
 
     def argument(self, field: str) -> str | None:
-        """What `plan_linear` calls a field of the shape; None where the kind has no such size."""
+        """Returns the argument of `plan_linear` that sets a field of the shape; None if the kind has no such size."""
         return next((argument.name for argument in self.arguments if argument.field == field), None)
 
 

@@ -281,8 +281,10 @@ class _Builder:
         """Returns the instructions that fetch keys and remote queries, and what is sent and received for each."""
         assert isinstance(part.stage.keys, Fetch)
         flows = [(Payload.KEYS, part.stage.keys)]
-        if part.stage.visitors is not None:
-            flows.append((Payload.QUERIES if self.forward else Payload.QUERIES_AND_GRADIENTS, part.stage.visitors))
+        if part.stage.remote_queries is not None:
+            flows.append(
+                (Payload.QUERIES if self.forward else Payload.QUERIES_AND_GRADIENTS, part.stage.remote_queries)
+            )
         instructions, buffers = list[Instruction](), [(self.new(), self.new()) for _ in flows]
         for (payload, flow), (sent, received) in zip(flows, buffers, strict=True):
             instructions += [Pack(part, sent, payload, flow), Start(part, sent, received, payload, flow)]
@@ -291,7 +293,7 @@ class _Builder:
     def _compute_remote(
         self, part: Part, keys: int, sent: int, queries: int, gradient: int | None
     ) -> Iterator[Instruction]:
-        flow, back = part.stage.visitors, part.stage.results
+        flow, back = part.stage.remote_queries, part.stage.results
         assert flow is not None
         assert back is not None
         coming, returned = Payload.QUERIES, Payload.PARTIALS

@@ -1,10 +1,10 @@
-"""`Halo` and `Scan`: what a linear layer needs of the tokens before its own. Pure data; no torch in here.
+"""`Halo` and `Scan`: what a linear layer needs from the tokens before its own. Pure data; no torch in here.
 
-Chunkwise, a rank computes all heads of its own tokens. Its *segments*, pieces of documents, then lack two things of
-the tokens before them: the last `width - 1` inputs of the causal convolution, which a halo brings, and the state of
-the recurrence. A segment maps the state before it to the state after it, `S_out = M S_in + E`; ranks exchange these
-maps once and fold them in document order. In backward the gradient of the state runs the other way by the same maps,
-transposed: `dS_in = M^T dS_out + R`, R being what the segment's own outputs want of it.
+Chunkwise, a rank computes all heads of its own tokens. Its *segments*, pieces of documents, then lack two things from
+the tokens before them: the last `width - 1` inputs of the causal convolution, which a halo brings, and the state of the
+recurrence. A segment maps the state before it to the state after it, `S_out = M S_in + E`; ranks exchange these maps
+once and fold them in document order. In backward the gradient of the state runs in the opposite direction through the
+same maps, transposed: `dS_in = M^T dS_out + R`, where R is the gradient of the segment's own outputs.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from megatron_cp.layout.segments import Segments
 
 @dataclass(frozen=True, eq=False)
 class HaloTables:
-    """One rank's half of a halo exchange.
+    """The index tables of one rank's half of a halo exchange.
 
-    The rows that arrive and then the own rows that another own segment needs lie end to end, and `places` says where
-    in `[waiting segments * reach]` each belongs. What no row is written to lies before a document.
+    The received rows, followed by own rows that another own segment needs, are written to `places` in a buffer of
+    `[num_waiting * reach]` rows. Places that no row is written to lie before the start of a document.
 
     Attributes:
-        send_rows, send_counts: own rows to each rank, grouped by rank.
-        recv_counts: rows from each rank.
+        send_rows, send_counts: own rows to send, grouped by destination rank, and `[ranks]` their counts.
+        recv_counts: `[ranks]` rows from each rank.
         own_rows: rows that this rank needs and has.
-        places: for each row that arrives and then each own row, its place.
-        num_waiting: segments whose document began before them, in the order of the rows.
+        places: the place of each received row and then of each own row.
+        num_waiting: segments whose document begins before them, in the order of the rows.
     """
 
     send_rows: IntArray
@@ -46,10 +46,10 @@ class HaloTables:
 
 @dataclass(frozen=True)
 class Halo(Memo):
-    """The tokens before each segment that a causal convolution of `width` taps reaches: one exchange.
+    """The tokens before each segment that a causal convolution of `width` taps reaches, fetched in one exchange.
 
     Attributes:
-        layout: who holds which tokens.
+        layout: the ranks that hold each token.
         width: taps of the convolution.
         channels: features of a token.
     """
@@ -64,16 +64,18 @@ class Halo(Memo):
 
     @property
     def crosses(self) -> bool:
-        """Whether anything travels."""
+        """True if any row travels between ranks."""
         return bool((self._needs[0] != self._needs[1]).any())
 
     @property
     def _needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        """For each token that a segment needs: who needs it, who has it, in which row, the segment, and the token."""
+        """Five arrays over the tokens that segments need: the rank that needs it, its owner, its row there, the
+        segment, the token.
+        """
         return self.layout.memo(("halo needs", self.reach), self._make_needs)
 
     def _make_needs(self) -> tuple[IntArray, IntArray, IntArray, IntArray, IntArray]:
-        segments, layout = Segments.of(self.layout), self.layout
+        segments, layout = Segments.from_layout(self.layout), self.layout
         ids = np.flatnonzero(segments.past)
         ends = segments.start[ids]
         starts = np.maximum(ends - self.reach, layout.packing.cu_seqlens[segments.document[ids]])
@@ -83,7 +85,7 @@ class Halo(Memo):
 
     @property
     def split_counts(self) -> SplitCounts:
-        """Rows from each rank to each, forward."""
+        """Rows from each rank to each rank, forward."""
         return self.layout.memo(("halo split counts", self.reach), self._make_split_counts)
 
     def _make_split_counts(self) -> SplitCounts:
@@ -94,35 +96,35 @@ class Halo(Memo):
         return SplitCounts(counts)
 
     def tables(self, rank: int) -> HaloTables:
-        """One rank's."""
+        """Returns the index tables of one rank."""
         key = ("halo", self.reach, rank)
         return self.layout.memo(key, lambda: self._tables(rank))
 
     def _tables(self, rank: int) -> HaloTables:
         needer, owner, row, segment, token = self._needs
-        local, segments = Segments.of(self.layout).local(rank), Segments.of(self.layout)
+        local, segments = Segments.from_layout(self.layout).local(rank), Segments.from_layout(self.layout)
         waiting = local.ids[local.past]
         number = np.zeros(segments.start.size, dtype=np.int64)
         number[waiting] = np.arange(waiting.size)
         sent = np.flatnonzero((owner == rank) & (needer != rank))
         sent = sent[np.argsort(needer[sent], kind="stable")]
         needed = np.flatnonzero(needer == rank)
-        before = segments.start[segment[needed]] - token[needed]  # tokens back, from 1
+        before = segments.start[segment[needed]] - token[needed]  # distance to the segment's start, from 1
         places = number[segment[needed]] * self.reach + self.reach - before
         foreign = np.flatnonzero(owner[needed] != rank)
         foreign = foreign[np.argsort(owner[needed][foreign], kind="stable")]
-        at_home = np.flatnonzero(owner[needed] == rank)
+        own = np.flatnonzero(owner[needed] == rank)
         return HaloTables(
             send_rows=row[sent],
             send_counts=np.bincount(needer[sent], minlength=self.layout.cp_size),
             recv_counts=np.bincount(owner[needed][foreign], minlength=self.layout.cp_size),
-            local_rows=row[needed][at_home],
-            places=np.concatenate([places[foreign], places[at_home]]),
+            local_rows=row[needed][own],
+            places=np.concatenate([places[foreign], places[own]]),
             num_waiting=int(waiting.size),
         )
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
-        """For each rank; in backward what came goes back."""
+        """Returns the bytes that each rank sends; in backward the received rows' gradients go back."""
         needer, owner, *_ = self._needs
         rows = np.bincount((owner if forward else needer)[needer != owner], minlength=self.layout.cp_size)
         return (rows * self.channels * item_size).tolist()
@@ -136,10 +138,10 @@ class Scan(Memo):
     """The maps of segments that a recurrence exchanges, once in each direction.
 
     Attributes:
-        layout: who holds which tokens.
-        heads: heads, each with a state `[key_dim, value_dim]`.
-        key_dim, value_dim: of the state.
-        dense: whether M is a matrix `[key_dim, key_dim]` a head, as in a delta rule, or one number.
+        layout: the ranks that hold each token.
+        heads: the number of heads, each with a state `[key_dim, value_dim]`.
+        key_dim, value_dim: sizes of the state.
+        dense: True if M is a matrix `[key_dim, key_dim]` for each head, as in a delta rule; else it is one number.
     """
 
     layout: Layout
@@ -150,11 +152,11 @@ class Scan(Memo):
 
     @property
     def segments(self) -> Segments:
-        return Segments.of(self.layout)
+        return Segments.from_layout(self.layout)
 
     @property
     def crosses(self) -> bool:
-        """Whether anything travels."""
+        """True if any map travels between ranks."""
         return self.segments.crosses
 
     @property
@@ -164,7 +166,7 @@ class Scan(Memo):
 
     @property
     def transition_shape(self) -> tuple[int, int, int]:
-        """Of M."""
+        """The shape of M: heads, rows, columns."""
         return (self.heads, self.key_dim, self.key_dim) if self.dense else (self.heads, 1, 1)
 
     @property
@@ -174,12 +176,14 @@ class Scan(Memo):
         return heads * rows * columns
 
     def sizes(self, ids: IntArray, *, forward: bool) -> IntArray:
-        """Elements of each segment's message: E, and M unless there is no state before (forward) or after it."""
+        """Returns the elements of each segment's message: E, and M unless there is no state before (forward) or after
+        it.
+        """
         has_transition = self.segments.past[ids] if forward else self.segments.future[ids]
         return self.state_size + self.transition_size * has_transition.astype(np.int64)
 
     def split_counts(self, *, forward: bool) -> SplitCounts:
-        """Elements from each rank to each."""
+        """Elements from each rank to each rank."""
         return self.memo(("split counts", forward), lambda: self._make_split_counts(forward))
 
     def _make_split_counts(self, forward: bool) -> SplitCounts:
@@ -189,7 +193,7 @@ class Scan(Memo):
         return SplitCounts(counts)
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> list[int]:
-        """For each rank the bytes of its maps, in at least 4 bytes an element."""
+        """Returns the bytes of the maps that each rank sends, in at least 4 bytes an element."""
         ids = np.arange(self.segments.start.size)
         elements = self.segments.receivers(forward=forward) * self.sizes(ids, forward=forward)
         sent = np.bincount(self.segments.rank, weights=elements, minlength=self.layout.cp_size)

@@ -1,8 +1,8 @@
-"""`Scheme` and `LinearMode`: the ways to spread a layer over ranks, a record each. No torch in here.
+"""`Scheme` and `LinearMode`: strategies for spreading a layer over ranks, a record each. No torch in here.
 
-A new scheme is a row here; if its keys travel in a new way, also a schedule in `attention.SCHEDULES`. What planning,
-refusals, `check --all`, `bench`, Megatron's flags and the capability table need to know of a scheme they read from its
-record.
+A new scheme is a row here; if its keys travel in a new way, also a schedule in `attention.SCHEDULES`. Planning,
+refusals, `check --all`, `bench`, Megatron's flags and the capability table read what they need to know of a scheme from
+its record.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to spread softmax attention: a head exchange, keys that travel, or both.
+    """A strategy for spreading softmax attention: a head exchange, keys that travel, or both.
 
     Attributes:
         name: a value of `scheme` of `plan_attention` and of `--cp-comm-type`.
-        remark: what it does, for `megatron-cp doctor`.
+        remark: a description for `megatron-cp doctor`.
         exchanges_heads: neighbouring ranks exchange heads (DeepSpeed Ulysses, arXiv 2309.14509).
         exchanges_keys: keys travel between ranks, or between groups of such neighbours.
-        kv_schedule: how they travel: one of `attention.SCHEDULES`.
-        chunks_keys: head chunks are parts in which keys travel; otherwise of the heads that are exchanged.
+        kv_schedule: the transfer of keys, one of `attention.SCHEDULES`.
+        chunks_keys: True if head chunks are the parts in which keys travel; else they are parts of the head exchange.
     """
 
     name: str
@@ -34,27 +34,27 @@ class Scheme:
 
     @property
     def is_product(self) -> bool:
-        """Whether it has a degree of its own: how many ranks exchange heads."""
+        """True if it has a degree of its own: the number of ranks that exchange heads."""
         return self.exchanges_heads and self.exchanges_keys
 
     @property
     def assigns_tiles(self) -> bool:
-        """Whether a planner says which rank computes which tile."""
+        """True if a planner assigns tiles to ranks."""
         return self.kv_schedule == "tiled"
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether heads travel in parts: a ring alone passes on all heads of a key at once."""
+        """True if heads travel in parts; a ring alone passes on all heads of a key at once."""
         return self.chunks_keys or self.exchanges_heads
 
     @property
     def takes_codec(self) -> bool:
-        """Whether anything can be coded on its way: heads that are exchanged."""
+        """True if any message can be coded: that of exchanged heads."""
         return self.exchanges_heads
 
     @property
     def sends_alike(self) -> bool:
-        """Whether ranks with as many rows of two packs send as much of both, so that a graph serves both."""
+        """True if two packs with equal row counts send equal amounts, so that one graph serves both."""
         return not self.chunks_keys and not self.is_product
 
 
@@ -79,29 +79,30 @@ _ALL = (
 )  # fmt: skip
 
 SCHEMES = {scheme.name: scheme for scheme in _ALL}
-DEFAULT = SCHEMES["a2a"]  # what "auto" takes where nothing is to be chosen
+DEFAULT = SCHEMES["a2a"]  # the choice of "auto" where no candidates are compared
 
 
 def scheme_named(name: str) -> Scheme:
-    """The record of a scheme, or of the one that "auto" takes."""
+    """Returns the record of a scheme, or of the one that "auto" takes."""
     return DEFAULT if name == AUTO else SCHEMES[name]
 
 
 def alternatives(scheme: Scheme) -> list[Scheme]:
-    """Other schemes that fetch keys, with as much exchange of heads as this one."""
+    """Returns the other schemes that fetch keys and exchange as many heads as this one."""
     fetching = (other for other in _ALL if other.exchanges_keys and other.chunks_keys and not other.assigns_tiles)
     return [other for other in fetching if other != scheme and other.exchanges_heads == scheme.exchanges_heads]
 
 
 @dataclass(frozen=True)
 class LinearMode:
-    """A way to spread a linear layer.
+    """A strategy for spreading a linear layer.
 
     Attributes:
         name: a value of `mode` of `plan_linear` and of `--linear-cp-mode`.
-        remark: what it does, for `megatron-cp doctor`.
-        exchanges_heads: whole documents on a share of the heads; else all heads on own tokens.
-        redistributes: hidden states move to contiguous ranges around a run of layers.
+        remark: a description for `megatron-cp doctor`.
+        exchanges_heads: True if a rank computes whole documents for a share of the heads; else all heads of its own
+            tokens.
+        redistributes: True if hidden states move to contiguous ranges around a run of layers.
     """
 
     name: str
@@ -111,7 +112,7 @@ class LinearMode:
 
     @property
     def sends_alike(self) -> bool:
-        """As of `Scheme`."""
+        """True under the same condition as `Scheme.sends_alike`."""
         return self.exchanges_heads
 
 
@@ -124,10 +125,10 @@ MODES = {mode.name: mode for mode in (HEADWISE, CHUNKWISE, REDISTRIBUTE)}
 
 
 def may_exchange_heads(way: str) -> bool:
-    """Whether a scheme or a mode of this name exchanges heads, or "auto" may take one that does."""
+    """Returns True if a scheme or mode of this name exchanges heads, or "auto" may take one that does."""
     return way == AUTO or (SCHEMES.get(way) or MODES[way]).exchanges_heads
 
 
 def may_assign_tiles(way: str) -> bool:
-    """Whether a scheme or a mode of this name assigns tiles to ranks, or "auto" may take one that does."""
+    """Returns True if a scheme or mode of this name assigns tiles to ranks, or "auto" may take one that does."""
     return way == AUTO or (way in SCHEMES and SCHEMES[way].assigns_tiles)

@@ -1,4 +1,4 @@
-"""`SeenKeys`: what the queries of each KV rank see of a mask. Pure data; no torch in here."""
+"""`SeenKeys`: the part of a mask that the queries of each KV rank see. Pure data; no torch in here."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from megatron_cp.layout.memo import Memo
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.tiles import bands_of_ranks, ranges_seen_by_ranks
 
-_MOST_FRAGMENTS = 2**13  # of KV ranks whose queries are cut out of a mask in one pass
+_MOST_FRAGMENTS = 2**13  # fragments of the KV ranks that are cut out of a mask in one pass
 
 
 class SeenKeys(Memo):
-    """What the queries of each KV rank see, made for neighbouring KV ranks at once, which takes little more time."""
+    """The visible part of a mask by KV rank, computed for blocks of neighbouring KV ranks, which takes little longer
+    than one.
+    """
 
     def __init__(self, mask: Mask, queries: Layout) -> None:
         self.mask, self.queries = mask, queries
         self.block = max(1, _MOST_FRAGMENTS * queries.cp_size // max(queries.starts.size, 1))
 
     def bands(self, kv_rank: int) -> IntArray:
-        """In rows of the queries, over the stream of keys."""
+        """The bands of a KV rank's queries, numbered by local row, over the stream of keys."""
         bands, offsets = self._bands(kv_rank // self.block)
         return bands[slice(*offsets[kv_rank % self.block :][:2])]
 
     def keys(self, kv_rank: int) -> tuple[IntArray, IntArray]:
-        """The keys that are seen, as ranges of the stream."""
+        """The keys that a KV rank's queries see, as ranges of the stream."""
         block = kv_rank // self.block
         starts, ends, offsets = self.memo(("keys", block), lambda: ranges_seen_by_ranks(*self._bands(block)))
         own = slice(*offsets[kv_rank % self.block :][:2])
@@ -36,7 +38,7 @@ class SeenKeys(Memo):
 
     @cached_property
     def areas(self) -> list[int]:
-        """For each KV rank the (query, key) pairs that are seen."""
+        """The number of visible (query, key) pairs of each KV rank."""
         found = list[int]()
         for block in range(-(-self.queries.cp_size // self.block)):
             bands, offsets = self._bands(block)
@@ -52,7 +54,7 @@ class SeenKeys(Memo):
         return np.concatenate([bands for bands, _ in blocks]), np.repeat(np.arange(counts.size), counts)
 
     def _bands(self, block: int) -> tuple[IntArray, IntArray]:
-        """Of a block of KV ranks, with where those of each begin."""
+        """Returns the bands of a block of KV ranks, and the offsets of each rank's."""
         first = block * self.block
         ranks = range(first, min(first + self.block, self.queries.cp_size))
         make = partial(bands_of_ranks, self.mask.bands, self.queries, ranks, queries=True)

@@ -11,32 +11,32 @@ from megatron_cp.plan.flows import Fetch, KeyFlow, Return, RowFlow
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """Tiles that a rank computes with the keys that it has at one time.
+    """Tiles that a rank computes with the keys that are available at one time.
 
     Attributes:
-        number: of the stage, from 0; results of later ones are merged into those of the first.
-        keys: how these keys come; None for the own rows, as they stand.
-        gradients: in backward, how the gradients of these keys go on; None for own rows, which they are written to.
-        visitors: how queries of other ranks come, which see these keys too; None where none do.
-        assigned: the tiles; None where they are all that own queries see among these keys.
-        home: of these, the ones of own rows alone.
-        directions: that have this stage, where tiles are assigned: forward, backward.
+        number: the stage, from 0; results of later stages are merged into those of the first.
+        keys: the flow that brings the keys; None for a rank's own rows.
+        gradients: in backward, the flow that takes the gradients of these keys on; None for own rows.
+        remote_queries: the flow that brings queries of other ranks, which see these keys too; None if there are none.
+        assigned: the tiles of this stage; None if own queries compute all that they see among these keys.
+        local: the assignment whose tiles of own queries and own keys are computed here.
+        directions: whether forward and backward have this stage; they differ only where tiles are assigned.
     """
 
     number: int
     keys: KeyFlow | None
     gradients: RowFlow | None
-    visitors: Fetch | None = None
+    remote_queries: Fetch | None = None
     assigned: TilePart | None = None
-    home: AssignedTiles | None = None
+    local: AssignedTiles | None = None
     directions: tuple[bool, bool] = (True, True)
 
     @property
     def is_first(self) -> bool:
-        """Whether nothing has been computed before."""
+        """True if nothing has been computed before."""
         return self.number == 0
 
     @cached_property
     def results(self) -> Return | None:
-        """How the partial results of visitors go home."""
-        return None if self.visitors is None else Return(self.visitors)
+        """The flow that returns partial results of remote queries to their owners."""
+        return None if self.remote_queries is None else Return(self.remote_queries)

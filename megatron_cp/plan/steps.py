@@ -1,4 +1,4 @@
-"""The steps of a plan: what the ranks do one after the other. Pure data; no torch in here."""
+"""The steps of a plan, which the ranks run in order. Pure data; no torch in here."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megatron_cp.plan.recurrence import Halo, Scan
 
 @dataclass(frozen=True)
 class ToHeads:
-    """One collective: all sections of the exchange, from own tokens to own heads.
+    """Exchanges all sections in one collective, from own tokens to own heads.
 
     Attributes:
-        exchange: what changes places.
-        inputs: which of the tensors at hand it takes, as a range: queries and keys of other documents travel apart.
+        exchange: the sections and layout to exchange.
+        inputs: a range of the operation's tensors: queries and keys of different packings travel separately.
     """
 
     exchange: Exchange
@@ -31,7 +31,7 @@ class Compute:
 
 @dataclass(frozen=True)
 class ToTokens:
-    """One collective: back from own heads to own tokens."""
+    """Exchanges all sections in one collective, from own heads back to own tokens."""
 
     exchange: Exchange
 

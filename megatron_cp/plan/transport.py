@@ -1,4 +1,4 @@
-"""`Transport`: how the messages of a plan travel. Pure data, without torch; `executor/transports` sends them."""
+"""`Transport`: the algorithm that carries a plan's messages; `executor/transports` sends them. Pure data, no torch."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _OVER_HOSTS = ("hierarchical",)
 
 
 def knows_hosts(name: str) -> bool:
-    """Whether a transport of this name takes the ranks' hosts."""
+    """Returns True if a transport of this name takes the ranks' hosts."""
     return name in _OVER_HOSTS
 
 
 @dataclass(frozen=True)
 class Transport:
-    """One way to do an all-to-all or an all-gather. All give the same bits.
+    """An algorithm for an all-to-all or an all-gather. All give the same bits.
 
         collective      the backend's own
         pairwise        disjoint pairs of ranks, round by round, a few rounds at a time
         hierarchical    one message to each other host, and from there to the rank that it is for
 
     Attributes:
-        name: one of these.
+        name: one of the above.
         hosts: for hierarchical, the host of each rank, numbered from 0; empty otherwise. `hosts_of(group)` asks the
             ranks, `of_even_hosts` numbers neighbours.
 
@@ -49,7 +49,7 @@ class Transport:
 
     @classmethod
     def named(cls, transport: Transport | str) -> Transport:
-        """A transport as it is, or the one of that name, where the name says it all.
+        """Returns a transport as it is, or the one of that name, if the name alone defines it.
 
         Raises:
             ArgumentError: neither, or a name that takes the ranks' hosts besides, such as "hierarchical".
@@ -65,7 +65,8 @@ class Transport:
 
     @classmethod
     def of_even_hosts(cls, name: str, cp_size: int, hosts: int) -> Transport:
-        """Over `cp_size` ranks of which neighbours share one of `hosts` hosts, as evenly as they can.
+        """Makes a transport over `cp_size` ranks, with neighbouring ranks spread over `hosts` hosts as evenly as
+        possible.
 
         Raises:
             ArgumentError: another name, or no or more hosts than ranks.
@@ -82,7 +83,7 @@ class Transport:
         return cls(name, tuple(rank * hosts // cp_size for rank in range(cp_size)))
 
     def part(self, ranks: range) -> Transport:
-        """The same among some of the ranks."""
+        """Returns the same transport among a subset of the ranks."""
         if not self.hosts:
             return self
         hosts = [self.hosts[rank] for rank in ranks]
@@ -106,8 +107,8 @@ def _checked_name(name: str) -> str:
 
 
 def _checked_hosts(hosts: Any) -> tuple[int, ...]:
-    """The hosts as a tuple, if they are integers from 0 without gaps."""
-    given = hosts.tolist() if hasattr(hosts, "tolist") and not hasattr(hosts, "mask") else hosts  # of numpy and torch
+    """Returns the hosts as a tuple, if they are integers from 0 without gaps."""
+    given = hosts.tolist() if hasattr(hosts, "tolist") and not hasattr(hosts, "mask") else hosts  # arrays and tensors
     is_list = isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray)
     if not is_list or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in given):
         raise ArgumentError("hosts", hosts, "integers, the number of each rank's host")
@@ -120,7 +121,7 @@ COLLECTIVE = Transport()
 
 
 def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
-    """The transport between so many ranks, from its name or as it is.
+    """Returns the transport between `cp_size` ranks, from its name or as it is.
 
     Raises:
         ArgumentError: it is none, or has the hosts of another number of ranks.
@@ -132,13 +133,14 @@ def checked_transport(transport: Transport | str, cp_size: int) -> Transport:
 
 
 def round_robin_peer(rank: int, size: int, number: int) -> int | None:
-    """Whom a rank meets in round `number` of a round robin, in which all ranks meet once; None if it is idle.
+    """Returns the peer of a rank in round `number` of a round robin, in which all pairs meet once; None if it is idle.
 
-    The circle method: in a round, the places of two that meet add up to one number modulo the rounds, and who would
-    meet itself meets the last, or nobody where the ranks are odd. `size - 1` rounds, or `size` where that is odd.
+    This is the circle method: in a round, the numbers of two peers add up to one value modulo the rounds; a rank that
+    would be its own peer meets the last rank, or is idle if the number of ranks is odd. There are `size - 1` rounds, or
+    `size` if that is odd.
     """
     rounds = num_rounds(size)
-    if rank == rounds:  # the last of an even number: it meets the one of whom twice the place is the number
+    if rank == rounds:  # the last of an even number meets the rank that would meet itself
         return number * ((rounds + 1) // 2) % rounds
     other = (number - rank) % rounds
     if other != rank:
@@ -147,5 +149,5 @@ def round_robin_peer(rank: int, size: int, number: int) -> int | None:
 
 
 def num_rounds(size: int) -> int:
-    """The number of rounds of that round robin."""
+    """Returns the number of rounds of `round_robin_peer`."""
     return size - 1 if size % 2 == 0 else size

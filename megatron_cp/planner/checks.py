@@ -16,9 +16,9 @@ from megatron_cp.layout import bands as band
 from megatron_cp.layout.block_masks import is_block_table
 from megatron_cp.layout.layout import FILLED
 from megatron_cp.plan.attention import Attend
+from megatron_cp.plan.describe import counted, plural
 from megatron_cp.plan.schemes import Scheme, alternatives
 from megatron_cp.plan.transport import Transport
-from megatron_cp.plan.words import counted, plural
 from megatron_cp.planner.capabilities import require
 from megatron_cp.planner.predict.hardware import Machine, Topology
 

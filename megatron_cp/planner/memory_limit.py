@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_cp.errors import ArgumentError
+from megatron_cp.plan.describe import size
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.words import size
 from megatron_cp.planner.predict.memory import buffer_bytes
 from megatron_cp.planner.weigh import CHUNKS, detail_of
 

@@ -13,9 +13,9 @@ from megatron_cp.layout import Layout
 from megatron_cp.layout.bands import canonical
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import TileAssignment
+from megatron_cp.plan.describe import counted
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.schemes import REDISTRIBUTE
-from megatron_cp.plan.words import counted
 
 _FORMATS = (".png", ".pdf", ".svg")
 _LARGEST_RUNS = 20_000  # more bars than this are finer than a pixel
@@ -131,7 +131,7 @@ def shapes_by_rank(assignment: TileAssignment) -> tuple[IntArray, IntArray, int]
         `[n, 6]` shapes, see `shapes_of`: of many the ones with most queries; `[n]` the KV rank that computes each; and
         how many there are in all.
     """
-    shapes = [shapes_of(assignment.of_rank(rank)) for rank in range(assignment.size)]
+    shapes = [shapes_of(assignment.rank_bands(rank)) for rank in range(assignment.size)]
     ranks, found = np.repeat(np.arange(assignment.size), [len(own) for own in shapes]), np.concatenate(shapes)
     drawn = np.arange(len(found))
     if len(found) > _LARGEST_RUNS:

@@ -39,9 +39,9 @@ def best_rounds(plan: Plan, on: Machine, topology: Topology, item_size: int) -> 
         for rounds, made in tried.items():
             step = made.attend
             assert step is not None
-            if len(step.stages_of(forward=forward)) == stages:  # all keys come in the first round
+            if len(step.stages_in(forward=forward)) == stages:  # all keys come in the first round
                 break
-            stages = len(step.stages_of(forward=forward))
+            stages = len(step.stages_in(forward=forward))
             program = program_of(made, on.hardware, item_size, forward=forward)
             milliseconds = 1e3 * simulate(program, topology, cores=on.hardware.cores).seconds
             if milliseconds * _NEAR < fastest:

@@ -139,7 +139,7 @@ def projected_attention(
         raise ArgumentError("project", project, "a function that returns q, k and v")
 
     def projected(chunk: int) -> tuple[Tensor, ...]:
-        made = project(*plan.numbers_of(chunk))
+        made = project(*plan.chunk_heads(chunk))
         if not isinstance(made, tuple | list) or len(made) != 3:
             found = f"{len(made)} values" if isinstance(made, tuple | list) else type(made).__name__
             raise ArgumentError("project", f"a function that returned {found}", "one that returns q, k and v")

@@ -20,7 +20,7 @@ from megatron_cp.executor.arguments import (
     check_plan,
     check_stream,
     check_tensor,
-    part_of,
+    narrow,
     rows_first,
 )
 from megatron_cp.executor.attend import attend, attend_backward
@@ -99,7 +99,7 @@ class AttentionOnRank:
         rows = int(self.plan.kv_layout.row_counts[rank])
         of_each = (int(self.plan.layout.row_counts[rank]), rows, rows)
         heads, groups = (blocks[0].num_heads, blocks[1].num_heads) if chunk is None else (
-            len(numbers) for numbers in self.plan.numbers_of(chunk)
+            len(numbers) for numbers in self.plan.chunk_heads(chunk)
         )  # fmt: skip
         for block, tensor, rows_of_it, count in zip(blocks, tensors, of_each, (heads, groups, groups), strict=True):
             check_dense(block.name, tensor)
@@ -138,7 +138,7 @@ class AttentionOnRank:
         """For each chunk of heads, what this rank computes between the exchanges, as the executor's `run` takes it."""
 
         def of_chunk(chunk: int) -> dict[str, LocalWork]:
-            step = self.plan.attend_of(chunk)
+            step = self.plan.chunk_attend(chunk)
             sink = self.sink if self.sink is None else self.sink[slice(*step.partition.heads[self.head_rank])]
             comm = self.along_keys
             if profiling():
@@ -201,12 +201,12 @@ class AttentionOnRank:
 
 def _heads_of(x: Tensor, entry: int | None, heads: slice) -> Tensor:
     """Some heads of `[t, (b,) h, d]`, of one entry of the batch."""
-    return part_of(x if entry is None else x[:, entry], 1, heads)
+    return narrow(x if entry is None else x[:, entry], 1, heads)
 
 
 def _lse_of(lse: Tensor, entry: int | None, heads: slice) -> Tensor:
     """Likewise of `[(b,) h, t]`."""
-    return part_of(lse if entry is None else lse[entry], 0, heads)
+    return narrow(lse if entry is None else lse[entry], 0, heads)
 
 
 def _lse_exchange(plan: Plan) -> Exchange:
@@ -282,8 +282,8 @@ def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
     for stage in step.all_stages:
         if len(step.tiles(kv_rank, stage).bands):
             kernel.prepare(step.call_tiles(kv_rank, stage), device)
-        if stage.visitors is not None and len(step.visiting_tiles(kv_rank, stage).bands):
-            kernel.prepare(step.visiting_tiles(kv_rank, stage).cropped_keys, device)
+        if stage.remote_queries is not None and len(step.remote_tiles(kv_rank, stage).bands):
+            kernel.prepare(step.remote_tiles(kv_rank, stage).cropped_keys, device)
 
 
 def attention_call(

@@ -1,5 +1,5 @@
-"""Proofs that run anywhere, shipped because users verify their own clusters with them.
+"""Checks that run anywhere, shipped because users verify their own clusters with them.
 
-`parity` compares N ranks with one, `isolation` perturbs one document, `oracles` are code that is not ours, `poison`
-makes unwritten memory NaN, `counters` count collectives, copies and waits of the host.
+`parity` compares N ranks with one, `isolation` perturbs one document, `oracles` are independent code, `poison` makes
+uninitialised memory NaN, `counters` count collectives, copies and waits of the host.
 """

@@ -1,4 +1,4 @@
-"""`LayerCase`: one layer on one batch over some ranks, as data. No torch in here, so that a plan is made without it."""
+"""`LayerCase`: a layer on a batch over some ranks, as data. No torch in here, so that a plan is made without it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megatron_cp.planner.tiled import checked_search
 
 
 class ElementType(Protocol):
-    """The type of a tensor's elements: torch's own, or what a plan needs to know of it."""
+    """The type of a tensor's elements: torch's own, or a record with the size that a plan needs."""
 
     @property
     def itemsize(self) -> int:
@@ -31,10 +31,10 @@ class ElementType(Protocol):
 
 @dataclass(frozen=True)
 class NamedType:
-    """The type that torch calls so, where torch is not imported.
+    """An element type by its name in torch, for use without torch.
 
     Attributes:
-        name: such as "bfloat16".
+        name: for example "bfloat16".
         itemsize: bytes of an element.
     """
 
@@ -53,40 +53,41 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class LayerCase:
-    """One layer on one batch over some ranks: its documents, its layout and its plan.
+    """A layer on a batch over some ranks: its documents, its layout and its plan.
 
     Attributes:
         layer: "attention", or the whole mixer of a kind of linear layer, one of `kinds.KINDS`.
         cp: the number of ranks.
-        lengths: of the documents.
+        lengths: the documents' lengths.
         layout: a name that `layout_by_name` knows.
-        heads: query or value heads; of mamba heads of x.
-        groups: key/value or key heads; of mamba groups of B and C.
-        head_dim, value_head_dim: features of a key and of a value head; of mamba of B and C, and of a head of x. conv1d
-            has `heads * value_head_dim` channels.
+        heads: query or value heads; for mamba the heads of x.
+        groups: key/value or key heads; for mamba the groups of B and C.
+        head_dim, value_head_dim: features of a key and of a value head; for mamba of B and C, and of a head of x.
+            conv1d has `heads * value_head_dim` channels.
         conv_width: taps of a linear layer's convolution.
-        mask: of attention, as `Mask.named` spells it, or the name of a method that makes one, with its arguments:
+        mask: for attention, a spelling of `Mask.named`, or the name of a method that makes one, with its arguments:
             `("from_slices", slices)`.
-        kv_lengths, kv_layout: of cross-attention, the documents of the keys and their layout; None for those of the
-            queries.
-        scheme: of attention, or the mode of a linear layer.
-        ulysses_degree: of attention; see `plan_attention`.
-        head_chunks: of attention and of headwise linear layers.
-        transport: how messages travel.
-        num_hosts: hosts of a hierarchical transport, of neighbouring ranks, unless `hosts` says better.
+        kv_lengths, kv_layout: for cross-attention, the lengths of the keys' documents and their layout; None for those
+            of the queries.
+        scheme: the scheme of attention, or the mode of a linear layer.
+        ulysses_degree: for attention; see `plan_attention`.
+        head_chunks: for attention and headwise linear layers.
+        transport: the name of the transport.
+        num_hosts: hosts of a hierarchical transport, each with neighbouring ranks; `hosts` overrides it.
         hosts: the host of each rank.
-        codec: how heads that change places are coded.
-        hidden_size: of the model, where hidden states may be redistributed around a linear layer; None where not.
+        codec: the codec of exchanged heads.
+        hidden_size: features of the model's hidden states, if they may be redistributed around a linear layer; else
+            None.
         softmax_scale: None for `head_dim ** -0.5`.
-        softcap, dropout, learned_sink: of attention; see `attention`.
-        align: of the layout.
-        dtype: of all tensors.
-        device: where they are.
+        softcap, dropout, learned_sink: for attention; see `attention`.
+        align: the alignment of the layout's rows.
+        dtype: the type of all tensors.
+        device: the device of all tensors.
         kernel: the backend, or "auto".
-        seed: of the inputs and of a random layout.
+        seed: seed of the inputs and of a random layout.
         search_seconds, search_cache: for tiles; see `plan_attention`.
-        machine: on which "auto" predicts; a safe one if None.
-        machine_hosts: on how many of its hosts the ranks are; as many as they fill if None.
+        machine: the machine for which "auto" predicts; a safe one if None.
+        machine_hosts: the number of its hosts that the ranks occupy; as many as they fill if None.
     """
 
     layer: str
@@ -132,7 +133,7 @@ class LayerCase:
             *([f"softcap {self.softcap:g}"] if self.softcap else []),
             *([f"dropout {self.dropout:g}"] if self.dropout else []),
             *([f"{self.head_chunks} chunks"] if self.head_chunks else []),
-            *([self._transport_words()] if self.transport != "collective" else []),
+            *([self._describe_transport()] if self.transport != "collective" else []),
             *([self.codec if self.codes else f"{self.codec} (nothing is coded)"] if self.codec != "none" else []),
         ]
         sizes = f" of {self.head_dim}/{self.value_head_dim}" if self.head_dim != self.value_head_dim else ""
@@ -150,15 +151,15 @@ class LayerCase:
         return Packing(self.kv_lengths) if self.kv_lengths else self.packing
 
     def made_mask(self) -> Mask:
-        """The mask of attention."""
+        """Returns the mask of attention."""
         if isinstance(self.mask, str):
             return Mask.named(self.packing, self.mask, self.kv_packing if self.kv_lengths else None)
         name, *arguments = self.mask
         made: Mask = getattr(Mask, name)(self.packing, *arguments)
         return made
 
-    def by(self, scheme: str, **changes: Any) -> Self:
-        """The case by another scheme or mode, without a search for tiles where that assigns none."""
+    def with_scheme(self, scheme: str, **changes: Any) -> Self:
+        """Returns the case with another scheme or mode, without a search for tiles if that assigns none."""
         if not may_assign_tiles(scheme):
             changes |= {"search_seconds": 0.0, "search_cache": None}
         return replace(self, scheme=scheme, **changes)
@@ -185,7 +186,7 @@ class LayerCase:
         )  # fmt: skip
 
     def layout_choice(self) -> LayoutChoice | None:
-        """Why the layer has its layout; None where that was asked for by name.
+        """Returns the reason for the layer's layout; None if it was given by name.
 
         Raises:
             ArgumentError: a mask or keys that no slot has.
@@ -199,14 +200,14 @@ class LayerCase:
         return layout_by_name(self.layout, self.packing, self.cp, align=self.align, seed=self.seed, mask=mask)
 
     def _wire(self) -> dict[str, Any]:
-        """What plans and slots take alike."""
+        """Returns the arguments that plans and slots share."""
         return {
             "head_chunks": self.head_chunks, "transport": self._transport(), "codec": self.codec,
             "hardware": self.machine, "topology": self._topology(), "item_size": self.dtype.itemsize,
         }  # fmt: skip
 
     def slot(self) -> Slot:
-        """The layer without its batch.
+        """Returns the layer without its batch.
 
         Raises:
             ArgumentError: a mask or keys that depend on the batch.
@@ -228,11 +229,11 @@ class LayerCase:
 
     @property
     def _linear_heads(self) -> int:
-        """Heads of a linear layer, or channels of one without states."""
+        """The number of heads of a linear layer, or of channels of one without states."""
         return self.heads if KINDS[self.layer].has_state else self.heads * self.value_head_dim
 
     def _linear_sizes(self) -> dict[str, Any]:
-        """The sizes of a linear layer, as `plan_linear` calls them; conv1d has the channels of all heads."""
+        """Returns the sizes of a linear layer as arguments of `plan_linear`; conv1d has the channels of all heads."""
         kind, heads = KINDS[self.layer], self._linear_heads
         sizes = {"heads": heads, "groups": self.groups, "key_dim": self.head_dim, "value_dim": self.value_head_dim}
         return {argument.name: sizes[argument.field] for argument in kind.arguments}
@@ -251,14 +252,14 @@ class LayerCase:
             return Transport(self.transport, self.hosts)
         return Transport.of_even_hosts(self.transport, self.cp, min(self.num_hosts, self.cp))
 
-    def _transport_words(self) -> str:
+    def _describe_transport(self) -> str:
         hosts = self._transport().hosts
         ranks = "+".join(str(hosts.count(host)) for host in range(len(set(hosts))))
         return f"{self.transport} over {ranks} ranks" if hosts else self.transport
 
     @property
     def codes(self) -> bool:
-        """Whether anything is coded on its way."""
+        """True if any message is coded."""
         exchanges = [exchange for exchange, _ in self.plan().exchanges(forward=True)]
         return any(any(each.coded([self.dtype.itemsize] * len(each.sections.blocks))) for each in exchanges)
 

@@ -1,4 +1,4 @@
-"""`Counters`: what an operation costs besides its arithmetic: collectives, copies and waits of the host."""
+"""`Counters`: counts an operation's collectives, copies and waits of the host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
-from megatron_cp.testing.modes import meet_operators
+from megatron_cp.testing.modes import register_operators
 
 # Operators that write a result without computing anything: each is a pass over memory.
 _COPIES = {
@@ -29,21 +29,21 @@ _SYNCS = {
     "_local_scalar_dense", "_unique2", "equal", "is_nonzero", "item", "masked_select", "nonzero", "unique_consecutive",
     "unique_dim",
 }  # fmt: skip
-# Python methods that wait and that the dispatcher does not see, at least not on tensors that are on the host already.
+# Python methods that wait and that the dispatcher does not see, at least for tensors that are on the host already.
 _SYNC_METHODS = ("__array__", "cpu", "numpy", "tolist")
 
 
 class Counters(TorchDispatchMode):
     """Counts on this thread, within `with counters:`, forward and backward.
 
-    Autograd would run the backward of CUDA tensors in a thread of its own, unseen; within the block it does not.
+    Autograd would run the backward of CUDA tensors in another thread, uncounted; within the block it does not.
 
     Attributes:
-        collectives: operations on a group that `watch` wrapped, and of others each call of torch.distributed: over gloo
-            a collective of ours is a message to each rank and one from it there.
+        collectives: operations on a group that `watch` wrapped; on other groups each call of torch.distributed: over
+            gloo one of our collectives is a message to each rank and one from it there.
         copied: bytes written by each copy-like operator.
-        host_syncs: how often each operator or method that makes the host wait for a device was used. On the CPU
-            nothing waits, so this counts what would.
+        host_syncs: uses of each operator or method that makes the host wait for a device. On the CPU nothing waits, so
+            this counts what would.
 
     Example:
         >>> counters = Counters()
@@ -61,15 +61,15 @@ class Counters(TorchDispatchMode):
         self.host_syncs: Counter[str] = Counter()
 
     def watch(self, group: RankGroup) -> RankGroup:
-        """The same group, whose operations are counted here."""
+        """Returns the same group, with its operations counted here."""
         return _WatchedGroup(group, self)
 
     def copy_passes(self, activation: Tensor) -> float:
-        """Bytes copied, in units of a tensor's size."""
+        """Returns the bytes copied, in units of a tensor's size."""
         return sum(self.copied.values()) / activation.nbytes
 
     def __enter__(self) -> Counters:
-        meet_operators()
+        register_operators()
         self._one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
         _watch_methods(self)
         super().__enter__()
@@ -115,7 +115,7 @@ class _WatchedGroup(RankGroup):
     def _once[T](self, call: Callable[..., T], *args: Any) -> T:
         seen = self.counters.collectives
         result = call(*args)
-        self.counters.collectives = seen + 1  # not twice where torch.distributed's operator was seen as well
+        self.counters.collectives = seen + 1  # counted once, even if torch.distributed's operator was seen as well
         return result
 
     def start_all_to_all(
@@ -138,12 +138,12 @@ class _WatchedGroup(RankGroup):
 
 @dataclass(frozen=True)
 class HostWork:
-    """What the host does for a call, counted: the same under any load.
+    """The host's work for a call, as counts, which do not depend on the load.
 
     Attributes:
-        calls: of functions of Python.
-        operators: of torch, views among them.
-        launches: kernels and copies that are queued on a GPU; None where there is none.
+        calls: calls of Python functions.
+        operators: torch operators, views included.
+        launches: kernels and copies queued on a GPU; None without one.
     """
 
     calls: int
@@ -152,10 +152,10 @@ class HostWork:
 
 
 def host_work(call: Callable[[], Any], device: str) -> HostWork:
-    """Calls three times, and counts something else in each. Backward counts where it runs on this thread.
+    """Calls a function three times and counts something else each time. Backward counts if it runs on this thread.
 
     Args:
-        call: what any number of calls do alike.
+        call: a function whose calls all do the same.
         device: the type of its tensors' device.
     """
     calls, operators = [0], _Operators()
@@ -163,7 +163,7 @@ def host_work(call: Callable[[], Any], device: str) -> HostWork:
     def counted(_: object, event: str, __: object) -> None:
         calls[0] += event == "call"
 
-    meet_operators()
+    register_operators()
     before = sys.getprofile()
     sys.setprofile(counted)
     try:
@@ -186,7 +186,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _launches(call: Callable[[], Any]) -> int | None:
-    """As a profiler sees them; None where it sees nothing."""
+    """Returns the launches that a profiler sees; None if it sees none."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         call()
@@ -222,7 +222,7 @@ def _unwatch_methods() -> None:
         if _watching == 0:
             for name, own in _replaced.items():
                 if own is None:
-                    delattr(torch.Tensor, name)  # it was inherited
+                    delattr(torch.Tensor, name)  # the method was inherited
                 else:
                     setattr(torch.Tensor, name, own)
 

@@ -1,4 +1,4 @@
-"""Document isolation: a change in one document must not move a bit of any other."""
+"""Document isolation: a change in one document must not change a bit of any other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_cp.testing.parity import Case, Problem, draw, run_layer, whole
 
 
 def leaks(case: Case, document: int, *, kind: str = "threads") -> dict[str, list[int]]:
-    """Changes every input of one document and returns which other documents changed, for each sharded tensor.
+    """Changes every input of one document and returns the other documents that changed, for each sharded tensor.
 
     An empty list for every tensor means isolation. The changed document itself must change, or nothing was tested.
 

@@ -1,4 +1,4 @@
-"""How each kind of linear layer is drawn and run in a parity case: a record each, beside `plan/kinds.py`."""
+"""Functions that draw and run each kind of linear layer in a parity case: a record each, beside `plan/kinds.py`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.linear import LinearShape
 
 Tensors = dict[str, Tensor]
-Draw = Callable[..., Tensor]  # takes a shape, and `scale=` of its numbers
+Draw = Callable[..., Tensor]  # takes a shape, and `scale=`, the standard deviation
 
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A whole mixer.
+    """The functions of a whole mixer.
 
     Attributes:
-        draw: from the layer's shape, the number of tokens and a source of normal numbers to the inputs, which are
+        draw: maps the layer's shape, the number of tokens and a source of normal numbers to the inputs, which are
             sharded, and the parameters, which every rank has whole.
-        run: from a rank's inputs and the parameters to its output.
+        run: maps a rank's inputs and the parameters to its output.
     """
 
     draw: Callable[[LinearShape, int, Draw], tuple[Tensors, Tensors]]
@@ -41,13 +41,13 @@ def _taps(shape: LinearShape, normal: Draw) -> Tensors:
 
 
 def _decay(shape: LinearShape, normal: Draw) -> Tensors:
-    """Between 0.5 and 1 a token."""
+    """Draws decays between 0.5 and 1 a token."""
     return {"A_log": normal(shape.heads, scale=0.3) - 1, "dt_bias": normal(shape.heads, scale=0.3) - 1}
 
 
 def _gated_delta_net(shape: LinearShape, total: int, normal: Draw) -> tuple[Tensors, Tensors]:
     parameters = _taps(shape, normal) | _decay(shape, normal)
-    del parameters["conv_bias"]  # which no published model has
+    del parameters["conv_bias"]  # no published model has it
     inputs = {"qkv": normal(total, shape.channels)} | {name: normal(total, shape.heads) for name in ("beta", "alpha")}
     return inputs, parameters
 
@@ -85,6 +85,6 @@ def run_mixer(
     layer: str, tensors: Sequence[Tensor], parameters: Tensors, plan: Plan, group: RankGroup, scale: float | None,
     kernel: str,
 ) -> Tensor:  # fmt: skip
-    """A layer's output on a rank."""
+    """Returns a layer's output on a rank."""
     scaled = {"scale": scale} if KINDS[layer].scales_queries else {}
     return LAYERS[layer].run(*tensors, plan, group, **parameters, **scaled, kernel=kernel)

@@ -1,4 +1,4 @@
-"""`PeakMemory`: the most bytes that an operation's tensors take at a time on one rank, forward and backward."""
+"""`PeakMemory`: the peak of the bytes that an operation's tensors take on one rank, forward and backward."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from megatron_cp.executor.groups import Message, Pending, RankGroup
-from megatron_cp.testing.modes import meet_operators
+from megatron_cp.testing.modes import register_operators
 
 
 class PeakMemory(TorchDispatchMode):
     """Follows the tensors that this thread makes within `with memory:`, forward and backward, until they are freed.
 
-    Counted is the storage of every tensor that an operator returned and that was not there before. Not counted is what
-    an operator allocates and frees within itself, what a group of ranks does that `watch` wrapped, and the buffers that
-    it keeps for all layers. Autograd would run the backward of CUDA tensors in a thread of its own, unseen; within the
-    block it does not.
+    It counts the storage of every tensor that an operator returned and that did not exist before. It does not count
+    memory that an operator allocates and frees internally, operations of a group that `watch` wrapped, and the buffers
+    that the group keeps for all layers. Autograd would run the backward of CUDA tensors in another thread, uncounted;
+    within the block it does not.
 
     Attributes:
         live: bytes of such storages that are in use after the latest operator.
-        peak: the largest `live` since the beginning, or since `live` was last taken for a beginning by `restart`.
+        peak: the largest `live` since the beginning, or since `restart`.
 
     Example:
         >>> memory = PeakMemory()
@@ -40,9 +40,9 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._one_thread = ExitStack()
-        # By the address of the storage, which no other gets while a weak reference is held.
+        # By the address of the storage, which is not reused while a weak reference exists.
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._found: dict[int, StorageWeakRef] = {}  # there before: results may be views of it
+        self._found: dict[int, StorageWeakRef] = {}  # existed before; results may be views of it
         self.peak = 0
 
     @property
@@ -50,18 +50,19 @@ class PeakMemory(TorchDispatchMode):
         return sum(size for storage, size in self._made.values() if not storage.expired())
 
     def restart(self) -> None:
-        """Forgets the peak, and not what is in use."""
+        """Resets the peak to what is in use."""
         self.peak = self.live
 
     def watch(self, group: RankGroup) -> RankGroup:
-        """The same group, as a wire would be: its own copies are not counted, and what is sent lives until it is sent.
+        """Returns the same group, acting like a network: its copies are not counted, and sent tensors live until they
+        are sent.
 
-        Ranks that are threads copy what they send at once and let go of it; a real transport reads it until the wait.
+        Ranks that are threads copy what they send at once and release it; a real transport reads it until the wait.
         """
         return _WatchedGroup(group)
 
     def __enter__(self) -> PeakMemory:
-        meet_operators()
+        register_operators()
         self._one_thread.enter_context(torch.autograd.set_multithreading_enabled(False))
         super().__enter__()
         return self
@@ -103,12 +104,12 @@ def _sized_storages(values: Any) -> Iterable[tuple[StorageWeakRef, int]]:
 
 
 class _WatchedGroup(RankGroup):
-    """Moves copies: whoever moves them may let go of them when it likes, as gloo's threads do."""
+    """Transfers copies, which the transport may release at any time, like gloo's threads."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group, self.buffers = group, group.buffers
         self.rank, self.size = group.rank, group.size
-        self.agreed.compares_calls = False  # what ranks compare once is no part of a layer
+        self.agreed.compares_calls = False  # the comparison of ranks' first calls is not part of a layer
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]
@@ -143,7 +144,7 @@ class _WatchedGroup(RankGroup):
 
 
 class _Moving(Pending):
-    """A transfer of copies, with what it would send and receive, which must live until it is done."""
+    """A transfer of copies, with the tensors to send and receive, which must live until it is complete."""
 
     def __init__(
         self, sent: list[Tensor], received: list[Tensor], start: Callable[[list[Tensor], list[Tensor]], Pending]

@@ -1,4 +1,4 @@
-"""What the modes in here have in common: ranks that are threads enter them at the same moment."""
+"""Registration of operators before dispatch modes, which ranks that are threads enter at the same moment."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _lock = threading.Lock()
-_COMPOSITE = "CompositeImplicitAutograd"  # operators that no mode sees, but those that they are made of
+_COMPOSITE = "CompositeImplicitAutograd"  # modes do not see these operators, only those that they call
 
 
-class _MetError(Exception):
+class _RegisteredError(Exception):
     """An operator has its entry; nothing is computed."""
 
 
-class _Meet(TorchDispatchMode):
+class _Register(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _MetError
+        raise _RegisteredError
 
 
-def meet_operators() -> None:
-    """Call it before entering a mode.
+def register_operators() -> None:
+    """Registers all operators with torch's dispatch modes; call it before entering a mode.
 
-    Of an operator that no mode has seen, torch 2.11 makes an entry without a lock, and where two threads meet it fails
-    (`PyHandleCache.h`) or crashes. So all of torch's operators are entered here, by one thread: half a second, which a
-    rank that is a process does without.
+    For an operator that no mode has seen, torch 2.11 makes an entry without a lock; two threads that do so at once fail
+    (`PyHandleCache.h`) or crash. So one thread registers all of torch's operators here: it takes half a second, and a
+    rank that is a process skips it.
     """
     if threading.current_thread() is not threading.main_thread():
         with _lock:
-            _meet()
+            _register_operators()
 
 
 @cache
-def _meet() -> None:
+def _register_operators() -> None:
     tensor = torch.empty(0)
-    with torch._C._AutoDispatchBelowAutograd(), _Meet():
+    with torch._C._AutoDispatchBelowAutograd(), _Register():
         for name in torch._C._dispatch_get_all_op_names():
             namespace, _, rest = name.partition("::")
             packet, _, overload = rest.partition(".")
@@ -47,8 +47,8 @@ def _meet() -> None:
             operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
             required = [each for each in operator._schema.arguments if not each.has_default_value()]
             given = {each.name: _any_value(str(each.type), tensor) for each in required}
-            # A few take what this does not know: storages, devices, lists of one length. No kernel of ours calls these.
-            with contextlib.suppress(_MetError, RuntimeError):
+            # A few take arguments unknown here: storages, devices, lists of one length. Our kernels do not call them.
+            with contextlib.suppress(_RegisteredError, RuntimeError):
                 operator(**given)
 
 

@@ -1,4 +1,4 @@
-"""The same layers by code that is not ours: one document at a time, through torch's own functions."""
+"""The same layers in independent code: one document at a time, through torch's own functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_cp.layout import Packing
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *, is_causal: bool, scale: float | None) -> Tensor:
-    """Each document alone through torch's `scaled_dot_product_attention`. q `[T, h, d]`, k and v `[T, g, d]`."""
+    """Runs each document through torch's `scaled_dot_product_attention`. q `[T, h, d]`, k and v `[T, g, d]`."""
     ratio = q.shape[1] // k.shape[1]
     outputs = []
     for start, end in packing.spans():
@@ -40,12 +40,12 @@ def gated_delta_net(
     A_log: Tensor,  # noqa: N803
     dt_bias: Tensor,
 ) -> Tensor:
-    """Each document alone through torch's `conv1d`, `silu`, `softplus` and a rule of someone else's.
+    """Runs each document through torch's `conv1d`, `silu`, `softplus` and a given rule.
 
     Args:
-        rule: `rule(q, k, v, g, beta)` of one document, `[1, L, h, d]` and `[1, L, h]`, returning `[1, L, h, dv]`; it
+        rule: `rule(q, k, v, g, beta)` for one document, `[1, L, h, d]` and `[1, L, h]`, returning `[1, L, h, dv]`; it
             scales queries by `head_dim ** -0.5` itself.
-        qkv, beta, alpha, conv, A_log, dt_bias: as `megatron_cp.gated_delta_net` takes them, over all tokens.
+        qkv, beta, alpha, conv, A_log, dt_bias: see `megatron_cp.gated_delta_net`; over all tokens.
     """
     key_width, width = key_heads * head_dim, conv.shape[-1]
     outputs = []

@@ -1,6 +1,7 @@
-"""Parity: one layer over N ranks against the same layer on one, outputs and every gradient.
+"""Parity: a layer over N ranks against the same layer on one, outputs and every gradient.
 
-A case is data. `compare` runs it and says, per tensor, how far the two are apart and whether they are the same bits.
+A case is data. `compare` runs it and returns, for each tensor, the difference between the two and whether they are the
+same bits.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ FLOOR_SHARE = 1e-3
 
 @dataclass(frozen=True)
 class Case(LayerCase):
-    """A `LayerCase` whose tensors are drawn and whose layer runs.
+    """A `LayerCase` with functions that draw its tensors and run its layer.
 
     Attributes:
-        dtype: torch's, of all tensors.
+        dtype: torch's type of all tensors.
     """
 
     dtype: torch.dtype = torch.float64
 
     def refuse_early(self) -> None:
-        """Raises what running the case would raise, before any rank starts."""
+        """Raises the errors that running the case would raise, before any rank starts."""
         plan, device = self.plan(), torch.device(self.device)
         if plan.mask is not None:
             call = attention_call(plan, self.dtype, device, **self.softmax_options)
@@ -59,7 +60,9 @@ class Case(LayerCase):
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of a case over the whole stream: tensors that are sharded, parameters that every rank has whole."""
+    """The inputs of a case over the whole stream: tensors that are sharded, and parameters that every rank has
+    whole.
+    """
 
     inputs: dict[str, Tensor]
     parameters: dict[str, Tensor]
@@ -68,14 +71,14 @@ class Problem:
 
 @dataclass(frozen=True)
 class Parity:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         errors: for `out` and each gradient `d_<input>`, `max|a - b| / max(max|b|, floor)`.
-        bitwise_forward: the outputs are the same bits.
-        bitwise_backward: all gradients are.
-        tolerance: what every error must not exceed.
-        kernel_errors: those of one rank against float64 arithmetic, beside which to read `errors`; empty in float64.
+        bitwise_forward: True if the outputs are the same bits.
+        bitwise_backward: True if all gradients are the same bits.
+        tolerance: the limit of every error.
+        kernel_errors: errors of one rank against float64 arithmetic, for comparison with `errors`; empty in float64.
     """
 
     case: Case
@@ -91,7 +94,9 @@ class Parity:
 
 
 def draw(case: Case) -> Problem:
-    """Well-conditioned inputs: unit-scale activations, small convolution taps, decays between 0.5 and 1 a token."""
+    """Draws well-conditioned inputs: unit-scale activations, small convolution taps, decays between 0.5 and 1 a
+    token.
+    """
     random = torch.Generator().manual_seed(case.seed)
     total = case.packing.total
 
@@ -112,7 +117,7 @@ def draw(case: Case) -> Problem:
 
 
 def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> dict[str, Tensor]:
-    """One rank's output and gradients, by name, its rows of each. Parameters' gradients are this rank's share."""
+    """Returns one rank's rows of the output and gradients, by name. Parameters' gradients are this rank's share."""
     problem = draw(case) if problem is None else problem
     plan = case.plan()
     hidden_layout = plan.hidden_layout or plan.layout
@@ -136,15 +141,15 @@ def run_layer(group: RankGroup, case: Case, problem: Problem | None = None) -> d
 
 
 def _layout_of(name: str, plan: Plan) -> Layout:
-    """Who holds the rows of a tensor, or of its gradient: those of k and v are the keys' in cross-attention."""
-    of_keys = plan.attend is not None and name.removeprefix("d_") in ("k", "v")
-    return plan.kv_layout if of_keys else plan.hidden_layout or plan.layout
+    """Returns the layout of a tensor or its gradient: in cross-attention k and v have the keys' layout."""
+    is_key = plan.attend is not None and name.removeprefix("d_") in ("k", "v")
+    return plan.kv_layout if is_key else plan.hidden_layout or plan.layout
 
 
 def run_linear(
     group: RankGroup, case: Case, plan: Plan, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
 ) -> Tensor:
-    """The layer's output. The layer's inputs stand for a model's hidden states, and are redistributed if so planned."""
+    """Returns the layer's output. Its inputs stand for a model's hidden states, and are redistributed if so planned."""
     tensors, moved = list(inputs.values()), partial(relayout, group=group, transport=plan.transport)
     if plan.hidden_layout is not None:
         tensors = [moved(tensor, plan.hidden_layout, plan.layout) for tensor in tensors]
@@ -153,31 +158,31 @@ def run_linear(
 
 
 def whole(case: Case, ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What the ranks of a case hold together: tokens in stream order, parameters' gradients summed.
+    """Combines the results of all ranks: tokens in stream order, parameters' gradients summed.
 
     Raises:
         AssertionError: a pad row that is not zero.
     """
-    plan, together = case.plan(), {}
+    plan, joined = case.plan(), {}
     parameters = {f"d_{name}" for name in draw(replace(case, lengths=(1,), kv_lengths=None)).parameters}
     for name in ranks[0]:
         shards = [rank[name] for rank in ranks]
         if name in parameters:
-            together[name] = sum(shards[1:]) + shards[0]
+            joined[name] = sum(shards[1:]) + shards[0]
             continue
         layout = _layout_of(name, plan)
         for rank, (shard, count) in enumerate(zip(shards, layout.token_counts.tolist(), strict=True)):
-            assert not shard[count:].any(), f"{name} on rank {rank}: pad rows are not zero"  # NaN is not zero either
-        together[name] = layout.unshard(shards)
-    return together
+            assert not shard[count:].any(), f"{name} on rank {rank}: pad rows are not zero"  # NaN fails too
+        joined[name] = layout.unshard(shards)
+    return joined
 
 
 def one_rank(case: Case) -> dict[str, Tensor]:
-    """The case on one rank that holds the packed stream in order."""
-    return run_layer(ThreadGroup.create(1)[0], _alone(case))
+    """Runs the case on one rank that holds the packed stream in order."""
+    return run_layer(ThreadGroup.create(1)[0], _one_rank_case(case))
 
 
-def _alone(case: Case) -> Case:
+def _one_rank_case(case: Case) -> Case:
     scheme = DEFAULT.name if case.layer == "attention" else HEADWISE.name
     return replace(
         case, cp=1, layout="contiguous", align=1, scheme=scheme, ulysses_degree=None, head_chunks=None, codec="none",
@@ -186,14 +191,14 @@ def _alone(case: Case) -> Case:
 
 
 def kernel_errors(case: Case, own: dict[str, Tensor]) -> dict[str, float]:
-    """How far one rank's kernel is from float64 arithmetic on the same inputs: what no scheme is to blame for."""
+    """Returns the errors of one rank's kernel against float64 arithmetic on the same inputs, which no scheme causes."""
     problem = draw(case)
     inputs, parameters = (
         {name: x.double() for name, x in tensors.items()} for tensors in (problem.inputs, problem.parameters)
     )
     exact = run_layer(
         ThreadGroup.create(1)[0],
-        replace(_alone(case), dtype=torch.float64, kernel="reference"),
+        replace(_one_rank_case(case), dtype=torch.float64, kernel="reference"),
         Problem(inputs, parameters, problem.output_gradient.double()),
     )
     return _errors(case, own, exact)
@@ -210,18 +215,18 @@ def compare(
     """Runs a case on local ranks and compares it with one rank.
 
     Args:
-        case: what to run.
+        case: the case to run.
         kind: "threads" or "processes".
         timeout: seconds until the ranks' stacks are dumped and the call fails.
-        expected: `one_rank(case)`, where the caller has it already.
-        run: what each rank does.
+        expected: `one_rank(case)`, if the caller has it already.
+        run: the function that each rank runs.
     """
     ranks = run_ranks(run, case.cp, case, kind=kind, timeout=timeout)
     return judge(case, whole(case, ranks), one_rank(case) if expected is None else expected)
 
 
 def judge(case: Case, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Parity:
-    """How far two results of a case are apart."""
+    """Compares two results of a case."""
     errors = _errors(case, actual, expected)
     same = {name: torch.equal(actual[name], value) for name, value in expected.items()}
     own = {} if case.dtype == torch.float64 or case.layer != "attention" else kernel_errors(case, expected)

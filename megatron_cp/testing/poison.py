@@ -1,4 +1,4 @@
-"""`poisoned`: uninitialised memory reads as NaN, so that a result nobody wrote cannot look right by chance."""
+"""`poisoned`: makes uninitialised memory read as NaN, so that an unwritten result cannot be right by chance."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_cp.testing.modes import meet_operators
+from megatron_cp.testing.modes import register_operators
 
 _aten = torch.ops.aten
 _UNINITIALISED = {
@@ -18,19 +18,19 @@ _UNINITIALISED = {
     _aten.empty_strided,
     _aten.new_empty,
     _aten.new_empty_strided,
-    _aten.resize_,  # what a group's buffers hand out
+    _aten.resize_,  # used by a group's buffers
 }
 
 
 class poisoned(TorchDispatchMode):  # noqa: N801 - used as `with poisoned():`
-    """Within it, every tensor that this thread allocates without a value is filled with NaN.
+    """Fills every tensor that this thread allocates without a value with NaN.
 
     Bytes are filled with 0xFF, which is NaN in every floating-point type that a view may read them as; other integers
     with their largest value. Covers backward passes run inside it on the CPU, and CUDA ones of the same thread.
     """
 
     def __enter__(self) -> poisoned:
-        meet_operators()
+        register_operators()
         super().__enter__()
         return self
 
@@ -42,7 +42,7 @@ class poisoned(TorchDispatchMode):  # noqa: N801 - used as `with poisoned():`
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """Fills a tensor with NaN, or with its largest value where its type has no NaN."""
+    """Fills a tensor with NaN, or with its largest value if its type has no NaN."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.fill_(torch.nan)
     return tensor.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)

@@ -1,4 +1,4 @@
-"""Many cases from one: every scheme, layout, mask and kind of heads that was not asked for by name."""
+"""Many cases from one: every scheme, layout, mask and kind of heads that was not given by name."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ HEADS: tuple[dict[str, Any], ...] = (
 
 
 def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
-    """Cases that differ from `case` in what is not in `fixed`: "scheme", "layout", "mask", "heads".
+    """Returns cases that differ from `case` in all that is not in `fixed`: "scheme", "layout", "mask", "heads".
 
-    Every scheme meets every layout and mask; kinds of heads take turns. Schemes that are no product of the case's
-    number of ranks are left out.
+    Every scheme meets every layout and mask; kinds of heads take turns. Schemes with a degree that does not divide the
+    case's number of ranks are left out.
     """
     require("mode" if case.layer in KINDS else "scheme", case.scheme, name="--scheme")
     layouts = [case.layout] if "layout" in fixed else [name for name in working("layout") if name != AUTO]
@@ -46,7 +46,7 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
             )
             for mode, layout in itertools.product(modes, layouts)
         ]
-        return [_without_what_it_has_not(one) for one in cases]
+        return [_drop_unsupported(one) for one in cases]
     schemes = [case.scheme] if "scheme" in fixed else list(SCHEMES)
     if "scheme" not in fixed and not any(case.cp % u == 0 for u in range(2, case.cp)):
         schemes = [scheme for scheme in schemes if not SCHEMES[scheme].is_product]
@@ -54,8 +54,8 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
     masks = [case.mask] if "mask" in fixed else MASKS
     heads = [{}] if "heads" in fixed else HEADS
     cases = [
-        # One step further with every round of the masks, so that each mask meets each kind of heads.
-        case.by(
+        # Shifted by one in every round of the masks, so that each mask meets each kind of heads.
+        case.with_scheme(
             scheme,
             layout=layout,
             mask=mask,
@@ -64,11 +64,11 @@ def sweep(case: Case, fixed: Collection[str]) -> list[Case]:
         )
         for number, (scheme, layout, mask) in enumerate(itertools.product(schemes, layouts, masks))
     ]
-    return [_without_what_it_has_not(one) for one in cases]
+    return [_drop_unsupported(one) for one in cases]
 
 
-def _without_what_it_has_not(case: Case) -> Case:
-    """The case without a degree, head chunks or a codec where its scheme has none."""
+def _drop_unsupported(case: Case) -> Case:
+    """Returns the case without a degree, head chunks or a codec if its scheme has none."""
     scheme = None if case.layer in KINDS else scheme_named(case.scheme)
     exchanges = may_exchange_heads(case.scheme)
     if scheme is None or not scheme.is_product:

@@ -1,4 +1,5 @@
-"""How far two results may be apart. No torch in here: the command line quotes it in its help."""
+"""Limits of the difference between two results. No torch in here: the command line quotes them in its help."""
 
-# Of outputs and gradients, over the largest: sums that cancel, as the gradients of few parameters, lose most.
+# Errors of outputs and gradients, relative to the largest. Sums that cancel, such as gradients of few parameters, lose
+# most.
 CODEC_TOLERANCES = {"fp8": 0.2, "fp8_e5m2": 0.4, "int8": 0.05}

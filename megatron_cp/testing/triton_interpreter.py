@@ -1,8 +1,8 @@
 """Triton kernels on the CPU, for tests. Exact in float32; in bfloat16 the interpreter's `tl.dot` is wrong.
 
-Triton's interpreter runs a kernel with numpy, one program after another. As it comes (Triton 3.6), it cannot run
-autotuned kernels such as those of flash-linear-attention, for three reasons that `interpret_triton` removes; and it
-spends half of its time on replacing what it has replaced.
+Triton's interpreter runs a kernel with numpy, one program after another. Triton 3.6 cannot interpret autotuned kernels
+such as those of flash-linear-attention, for three reasons that `interpret_triton` removes; and it spends half of its
+time on replacing functions that it has already replaced.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from numpy.typing import NDArray
 
 
 def interpret_triton() -> None:
-    """Makes the kernels that are imported from now on run on the CPU, for as long as this process lives.
+    """Makes kernels that are imported from now on run on the CPU, until this process ends.
 
     Raises:
         RuntimeError: Triton was imported before, for a GPU.
     """
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton is imported already: call interpret_triton first, or set TRITON_INTERPRET=1")
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, Triton's own among them
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, including Triton's own
 
     from triton.runtime import interpreter  # type: ignore[import-untyped]
     from triton.runtime.autotuner import Autotuner  # type: ignore[import-untyped]
 
-    # The autotuner asks the GPU's driver for a stopwatch. Where all times are equal, the first configuration wins.
+    # The autotuner needs the GPU's driver for timing. With equal times the first configuration wins.
     Autotuner.do_bench = staticmethod(lambda _, quantiles: [0.0 for _ in quantiles])
 
-    # numpy 2.4 turns an array into an int only if it has no dimension; the interpreter's scalars have one.
+    # numpy 2.4 converts an array to an int only if it has no dimension; the interpreter's scalars have one.
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
@@ -42,24 +42,24 @@ def interpret_triton() -> None:
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
 
-    # A compiled loop's counter is a tensor with `.to`, an interpreted one's an int. The interpreter puts its own
-    # globals, and so this, before builtins in the modules whose kernels it runs.
+    # A compiled loop's counter is a tensor with `.to`, an interpreted one's an int. In the modules whose kernels it
+    # runs, the interpreter's globals, including this one, shadow builtins.
     interpreter.range = _counters
     _replace_language_once(interpreter)
-    _look_types_up_once(interpreter)
-    _type_shapes_once()
+    _cache_types(interpreter)
+    _cache_shape_types()
 
 
 def _replace_language_once(interpreter: Any) -> None:
-    """Functions that a kernel calls find the language replaced, where each call would look through all of it again.
+    """Lets functions that a kernel calls find the language replaced; without it each call searches all of it again.
 
-    Only the first call in a launch can change anything: replaced functions are no builtins of Triton's any more.
+    Only the first call in a launch can change anything: replaced functions are no longer builtins of Triton.
     """
     import triton.language as tl  # type: ignore[import-untyped]
 
     replace, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    used: dict[Any, frozenset[str]] = {}  # by function: the languages that it sees
-    replaced: set[str] = set()  # in this launch
+    used: dict[Any, frozenset[str]] = {}  # by function: the language modules among its globals
+    replaced: set[str] = set()  # language modules replaced in this launch
 
     def replace_once(function: Any) -> Any:
         if function not in used:
@@ -81,8 +81,10 @@ def _replace_language_once(interpreter: Any) -> None:
     interpreter.GridExecutor.__call__ = launch_alone
 
 
-def _look_types_up_once(interpreter: Any) -> None:
-    """numpy's type of each of Triton's is kept by its name: the interpreter makes the table of all for every value."""
+def _cache_types(interpreter: Any) -> None:
+    """Caches numpy's type for each of Triton's by name: the interpreter makes the table of all types for every
+    value.
+    """
     look_up = interpreter._get_np_dtype
     known: dict[str, Any] = {}
 
@@ -94,8 +96,8 @@ def _look_types_up_once(interpreter: Any) -> None:
     interpreter._get_np_dtype = look_up_once
 
 
-def _type_shapes_once() -> None:
-    """The type of a shape, which every value has two of, is kept by its numbers."""
+def _cache_shape_types() -> None:
+    """Caches the type of a shape, of which every value has two, by its numbers."""
     from triton.language import core
 
     type_of = core._type_for_tuple_values
@@ -113,9 +115,10 @@ def _type_shapes_once() -> None:
 
 
 def round_as_hardware_does() -> None:
-    """Makes the interpreter's conversions of floating-point types those of a GPU, for as long as this process lives.
+    """Makes the interpreter convert floating-point types like a GPU, until this process ends.
 
-    Call `interpret_triton` before. Triton 3.6 cuts off what bfloat16 lacks, and errs in subnormal numbers of one byte.
+    Call `interpret_triton` before. Triton 3.6 truncates to bfloat16 instead of rounding, and errs in subnormal numbers
+    of one byte.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -125,8 +128,8 @@ def round_as_hardware_does() -> None:
         tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2,
     }  # fmt: skip
 
-    def convert(values: NDArray, come_from: Any, to: Any, _: object) -> NDArray:
-        source = torch.from_numpy(np.array(values, ndmin=1, order="C")).view(torch.uint8).view(types[come_from])
+    def convert(values: NDArray, source_type: Any, to: Any, _: object) -> NDArray:
+        source = torch.from_numpy(np.array(values, ndmin=1, order="C")).view(torch.uint8).view(types[source_type])
         unsigned = getattr(np, f"uint{to.primitive_bitwidth}")
         return source.to(types[to]).view(torch.uint8).numpy().view(unsigned).reshape(values.shape)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Packing
-from megatron_cp.layout.packing import IntArray, if_offsets
+from megatron_cp.layout.packing import IntArray, offsets_remedy
 
 # What collators say of documents, and nothing else: none of it reaches the model.
 OF_DOCUMENTS = (
@@ -46,7 +46,7 @@ def packing_of(batch: Mapping[str, Any]) -> Packing:
     else:
         return Packing([total])
     if packing.total != total:
-        remedy = "They look like cu_seqlens: name them cu_seq_lens_q." if if_offsets(packing, total) else ""
+        remedy = "They look like cu_seqlens: name them cu_seq_lens_q." if offsets_remedy(packing, total) else ""
         raise ArgumentError(name, f"documents of {packing.total} tokens", f"the {total} tokens of input_ids", remedy)
     return packing
 

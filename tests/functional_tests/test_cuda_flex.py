@@ -80,7 +80,7 @@ def run(
     return [x.to(CPU, torch.float64) for x in (out, lse, *gradients)]
 
 
-def part_of(bands: np.ndarray) -> np.ndarray:
+def narrow(bands: np.ndarray) -> np.ndarray:
     """Of a middle of the keys, which is some documents and parts of two, as a step of a ring has it."""
     return band.cut(bands, np.array([50]), np.array([420]), queries=False)[0]
 
@@ -94,7 +94,7 @@ def test_kernel_equals_float64_whole_and_as_a_part(name, heads, groups, softcap,
     exact = replace(on_cuda, dtype=torch.float64, device=CPU)
     assert flex.FlexAttention().refusal(on_cuda) is None
     expected = run(ReferenceAttention(), MASKS[name].bands, exact, shapes)
-    part, given = part_of(MASKS[name].bands), expected[:2]
+    part, given = narrow(MASKS[name].bands), expected[:2]
     with operator():
         pairs = [
             (run(flex.FlexAttention(), MASKS[name].bands, on_cuda, shapes), expected),

@@ -117,8 +117,8 @@ def test_a_backward_waits_for_tables_that_another_stream_has_made_since(waits):
 
     with torch.cuda.stream(layers):
         out = forward()
-    copies._token_pieces.cache_clear()
-    copies._pieces_of_heads.cache_clear()
+    copies._token_table.cache_clear()
+    copies._head_table.cache_clear()
     with torch.cuda.stream(other):
         forward().sum().backward()
     waits.clear()

@@ -8,7 +8,7 @@ import torch
 
 import megatron_cp as cp
 from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.exchange.head_side import pack_heads_apart
+from megatron_cp.exchange.head_side import pack_heads_for_peers
 from megatron_cp.executor import head_exchange
 from megatron_cp.executor.groups import Pending, RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
@@ -106,12 +106,12 @@ def lying(monkeypatch):
     found = {}
 
     def noting(sections, at, buffers, received):
-        message, write_own = pack_heads_apart(sections, at, buffers, received)
+        message, write_own = pack_heads_for_peers(sections, at, buffers, received)
         if any(section.numel() and address(section) == address(message) for section in sections):
             found[address(message)] = message
         return message, write_own
 
-    monkeypatch.setattr(head_exchange, "pack_heads_apart", noting)
+    monkeypatch.setattr(head_exchange, "pack_heads_for_peers", noting)
     return found
 
 

@@ -102,10 +102,10 @@ def test_no_rank_has_much_more_work_than_another():
 def test_what_is_known_of_a_plan_is_said():
     plan = plan_of("global_local", scheme="tiled")
     for found in plan.attend.tiled.solutions:
-        assert 0 < found.bound <= found.bytes_on_the_way
+        assert 0 < found.bound <= found.busiest_bytes
         assert found.load_cap >= plan.mask.area / 4
     # Rows that no tile of a chunk needs stay at home: what is sent may be less than what was assigned, never more.
-    assert max(plan.bytes_sent(2, forward=True)) <= plan.attend.tiled.solutions[0].bytes_on_the_way
+    assert max(plan.bytes_sent(2, forward=True)) <= plan.attend.tiled.solutions[0].busiest_bytes
     said = plan.explain()
     assert "tiles of the mask assigned to 4 ranks" in said
     assert said.count("no assignment of these needs less than") + said.count("which is the least") == 2

@@ -23,8 +23,8 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
 from megatron_cp.executor.kernels import choose_kernel
+from megatron_cp.plan.describe import counted
 from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.words import counted
 from megatron_cp.planner.capabilities import working
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
 from megatron_cp.planner.tiled import checked_search
@@ -85,7 +85,7 @@ def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str
     checked_search(base.search_seconds, base.search_cache, asked)
     cases, not_run = {}, {}
     for scheme in asked:
-        case = base.by(scheme)
+        case = base.with_scheme(scheme)
         try:
             case.refuse_early()
         except ArgumentError as error:

@@ -15,7 +15,7 @@ from megatron_cp.cli.bench.peer_limits import MEGATRON
 from megatron_cp.cli.bench.section_batch import ALL_SECTIONS, LAYOUTS
 from megatron_cp.cli.bench.spread import formatted, spread
 from megatron_cp.cli.bench.timing import BOTH, Timing
-from megatron_cp.plan.words import counted
+from megatron_cp.plan.describe import counted
 from megatron_cp.testing.counters import HostWork
 from megatron_cp.testing.parity import Case
 

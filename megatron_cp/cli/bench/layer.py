@@ -31,8 +31,8 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import TorchGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.layout import Layout
+from megatron_cp.plan.describe import counted
 from megatron_cp.plan.kinds import KINDS, MAMBA
-from megatron_cp.plan.words import counted
 from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.testing.counters import HostWork, host_work
 from megatron_cp.testing.parity import FLOOR_SHARE, Case, relative_error

@@ -16,7 +16,7 @@ from megatron_cp.cli.bench.defaults import PACK_RANKS
 from megatron_cp.cli.bench.peer_limits import MEGATRON, megatron_missing
 from megatron_cp.cli.report import Report
 from megatron_cp.data import GlobalBatch, PackedStream, read_corpus, read_tokenizer
-from megatron_cp.data.even import evened
+from megatron_cp.data.even import balance_packs
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.planner.predict.pack_cost import PackCost
@@ -112,7 +112,7 @@ def _cell(
         ideal = float(cost.of_documents(lengths).sum()) / replicas + MICROBATCHES * cost.pack
         for kind in kinds:
             began = time.thread_time()  # so that other work on this core does not count
-            even = evened(lengths, given, budget, kind)
+            even = balance_packs(lengths, given, budget, kind)
             seconds.append(time.thread_time() - began)
             for name, assigned in (("best fit", given), ("even", even)):
                 taken = kind.step_time([cost.of(lengths[np.asarray(pack)]) for pack in assigned])

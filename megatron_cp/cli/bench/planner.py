@@ -24,9 +24,9 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import RankGroup, TorchGroup
 from megatron_cp.executor.hosts import hosts_of
+from megatron_cp.plan.describe import counted
 from megatron_cp.plan.kinds import GDN, MAMBA
 from megatron_cp.plan.schemes import MODES, SCHEMES
-from megatron_cp.plan.words import counted
 from megatron_cp.planner.predict import Machine, machine
 from megatron_cp.planner.predict.hardware import written
 from megatron_cp.planner.predict.price import priced
@@ -113,7 +113,7 @@ def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> li
             batch = replace(base, lengths=_lengths(total, count))
             ways = SCHEMES if layer == "attention" else MODES
             cases = {
-                f"{way}, {layout}": batch.by(way, layout=layout)
+                f"{way}, {layout}": batch.with_scheme(way, layout=layout)
                 for way in ways
                 for layout in ("zigzag", "contiguous")
                 # States of many segments are not what anybody would run, and a redistribution is there already.
@@ -123,7 +123,7 @@ def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> li
     for layers, shapes, layout, names in _OF_BENCHMARKS:
         if layer in layers:
             base = _base(args, world, layer, shapes)
-            cases = {f"{way}, {layout}": base.by(way, layout=layout) for way in names}
+            cases = {f"{way}, {layout}": base.with_scheme(way, layout=layout) for way in names}
             shape = f"{base.heads} heads of {base.value_head_dim}, {base.groups} groups"
             what = "attention" if layer == "attention" else "linear"
             cells.append(Cell(f"{layer}, as bench {what}: {shape}, {size} ranks", _that_run(cases)))

@@ -12,8 +12,8 @@ from megatron_cp.cli.bench.timing import BOTH, DIRECTIONS
 from megatron_cp.cli.bench.transports import AT_ONCE, EXCHANGES, NAIVE, in_flight_of, pairwise
 from megatron_cp.cli.bench.wire_job import HALVES, Job, Seen, between_hosts, coded_bytes, split_counts_of
 from megatron_cp.executor.transports.pairwise import ROUNDS_IN_FLIGHT
+from megatron_cp.plan.describe import counted
 from megatron_cp.plan.transport import TRANSPORTS, num_rounds
-from megatron_cp.plan.words import counted
 from megatron_cp.testing.parity import Case
 
 LEGEND = f"""\

@@ -1,5 +1,5 @@
 """The local halves of a head exchange in one launch each, on CUDA.
 
-`pieces` says in a table which bytes of the messages are which bytes of the tensors; it needs no Triton. `triton` has
-the kernels that read the table. Knows neither heads nor layouts, only rows of bytes.
+`pieces` makes a table that maps bytes of the messages to bytes of the tensors; it needs no Triton. `triton` has the
+kernels that read the table. Knows neither heads nor layouts, only rows of bytes.
 """

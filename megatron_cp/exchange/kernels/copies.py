@@ -1,7 +1,7 @@
-"""The four copies of a head exchange as tables of pieces, each one launch: the work of both sides, for CUDA.
+"""The four copies of a head exchange as tables of pieces, each one launch, for CUDA.
 
-Functions take what those of `token_side` and `head_side` take, and memory to write to. They return whether they did
-it: more tensors than a launch takes, rows that are not dense and a few other rarities are left to torch.
+The functions take the arguments of those of `token_side` and `head_side`, and memory to write to. They return False if
+they did nothing: more tensors than a launch takes, rows that are not dense and a few other rarities are left to torch.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from megatron_cp.exchange.codec import INT8, Format
-from megatron_cp.exchange.kernels.pieces import MOST, TYPES, WIDEST, Piece, Pieces, alignment_of, pieces_of
+from megatron_cp.exchange.kernels.pieces import MOST, TYPES, WIDEST, Piece, Pieces, alignment_of, copy_table
 from megatron_cp.exchange.sections import HeadCopy, RowFormat, Section
 
 if TYPE_CHECKING:
     from megatron_cp.exchange.geometry import Geometry
     from megatron_cp.exchange.kernels.triton import Launch
 
-_CODED_FORMATS = (8, 9)  # the first compute capability for which Triton converts to FP8 as torch does
+_CODED_FORMATS = (8, 9)  # the lowest compute capability for which Triton converts to FP8 like torch
 
 
 def runs_on(device: torch.device) -> bool:
-    """Whether there are kernels for a device."""
+    """Returns True if there are kernels for a device."""
     return device.type == "cuda" and _has_triton()
 
 
@@ -37,7 +37,7 @@ def _has_triton() -> bool:
 
 def pack_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
     """Cuts columns from `[rows, f]` tensors, whose features are the sections in order, into every rank's message."""
-    key, addresses = _seen("pack tokens", tensors, (message,))
+    key, addresses = _launch_key("pack tokens", tensors, (message,))
     if key not in at.remembered:
         at.remembered[key] = _packs_tokens(tensors, message, at) if _fits(tensors, [message], at) else None
     launch: Launch | None = at.remembered[key]
@@ -45,8 +45,8 @@ def pack_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> boo
 
 
 def unpack_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geometry) -> bool:
-    """The way back, from the messages of every part; shared heads are summed, and rows beyond the own ones are zero."""
-    key, addresses = _seen("unpack tokens", tensors, messages)
+    """Copies the messages of every part back; shared heads are summed, and rows beyond the own ones are zero."""
+    key, addresses = _launch_key("unpack tokens", tensors, messages)
     if key not in at.remembered:
         fits = _fits(tensors, messages, at) and (not at.exchange.sections.replicated or set(at.dtypes) <= set(TYPES))
         at.remembered[key] = _unpacks_tokens(messages, tensors, at) if fits else None
@@ -55,20 +55,20 @@ def unpack_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geo
 
 
 def gather_rows(source: Tensor, target: Tensor, row: int, index: Tensor, at: Geometry) -> None:
-    """Row `index[i]` of a dense table becomes row `i` of another; rows are whole units of 16 bytes."""
+    """Copies row `index[i]` of a dense table to row `i` of another; rows are whole units of 16 bytes."""
     addresses = [source.data_ptr(), target.data_ptr()]
     key = ("gather", index.data_ptr(), addresses[0] % WIDEST, addresses[1] % WIDEST)
     launch = at.remembered.get(key)
     if launch is None:
         rows, message = source.view(torch.uint8).view(-1, row), target.view(torch.uint8)
-        pieces = _row_piece(row, alignment_of([rows], [message]), source.device)
+        pieces = _row_table(row, alignment_of([rows], [message]), source.device)
         launch = at.remembered[key] = _to_message([rows], message, len(index), pieces, index=index)
     launch(addresses)
 
 
 def pack_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry) -> bool:
-    """Rows of `[T, (b,) h, d]` sections, in the order of the messages, into every rank's message."""
-    key, addresses = _seen("pack heads", sections, (message,))
+    """Copies rows of `[T, (b,) h, d]` sections, in the order of the messages, into every rank's message."""
+    key, addresses = _launch_key("pack heads", sections, (message,))
     if key not in at.remembered:
         fits = _fits(sections, [message], at) and not (at.copies > 1 and any(at.coded))
         at.remembered[key] = _packs_heads(sections, message, at) if fits else None
@@ -77,8 +77,8 @@ def pack_heads(sections: Sequence[Tensor], message: Tensor, at: Geometry) -> boo
 
 
 def unpack_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry) -> bool:
-    """The way back, of messages that are coded."""
-    key, addresses = _seen("unpack heads", sections, (message,))
+    """Decodes coded messages into the sections."""
+    key, addresses = _launch_key("unpack heads", sections, (message,))
     if key not in at.remembered:
         fits = _fits(sections, [message], at) and at.copies == 1
         at.remembered[key] = _unpacks_heads(message, sections, at) if fits else None
@@ -86,8 +86,8 @@ def unpack_heads(message: Tensor, sections: Sequence[Tensor], at: Geometry) -> b
     return launch is not None and launch(addresses)
 
 
-def _seen(what: str, tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[int]]:
-    """All of a copy that a launch is made for, and the addresses, which every call has anew."""
+def _launch_key(what: str, tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> tuple[tuple[Any, ...], list[int]]:
+    """Returns all properties that a launch depends on, and the addresses, which differ for every call."""
     key: list[Any] = [what]
     addresses = []
     for tensor in tensors:
@@ -101,12 +101,11 @@ def _seen(what: str, tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> t
     return tuple(key), addresses
 
 
-# -- launches ----------------------------------------------------------------------------------------------------------
-# Checked and made once for all layers of a batch.
+# Launches are checked and made once for all layers of a batch.
 
 
 def _packs_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> Launch:
-    pieces = _token_pieces(
+    pieces = _token_table(
         at.blocks, (at.format,), at.dtypes, at.coded, _widths(tensors), _types(tensors),
         alignment_of(tensors, [message]), at.device, to_tensors=False,
     )  # fmt: skip
@@ -114,7 +113,7 @@ def _packs_tokens(tensors: Sequence[Tensor], message: Tensor, at: Geometry) -> L
 
 
 def _unpacks_tokens(messages: Sequence[Tensor], tensors: Sequence[Tensor], at: Geometry) -> Launch:
-    pieces = _token_pieces(
+    pieces = _token_table(
         at.blocks, tuple(part.format for part in at.parts), at.dtypes, at.coded, _widths(tensors), _types(tensors),
         alignment_of(tensors, messages), at.device, to_tensors=True,
     )  # fmt: skip
@@ -149,12 +148,11 @@ def _from_messages(
     return from_messages(messages, tensors, rows, pieces, **more)
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
-# They depend on shapes and not on the batch, so the latest are kept.
+# Tables depend on shapes and not on the batch, so that the latest are cached.
 
 
 @lru_cache(maxsize=256)
-def _token_pieces(
+def _token_table(
     blocks: tuple[Section, ...],
     formats: tuple[RowFormat, ...],
     dtypes: tuple[torch.dtype, ...],
@@ -173,14 +171,14 @@ def _token_pieces(
         for head_copy in form.head_copies
         for rank in range(head_copy.first_rank, head_copy.last_rank)
     ]
-    found.sort(key=lambda pair: pair[0])  # sums have the order of ranks, whatever part a head comes in
-    return pieces_of(
+    found.sort(key=lambda pair: pair[0])  # sums have the order of ranks, across parts
+    return copy_table(
         [piece for _, piece in found], types=types, alignment=alignment, device=device, to_tensors=to_tensors
     )
 
 
 def _places(blocks: Iterable[Section], widths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """For each section the tensor that it is in, and the feature that it begins with there."""
+    """Yields for each section the tensor that contains it, and its first feature there."""
     tensor, start = 0, 0
     for block in blocks:
         while start == widths[tensor]:
@@ -202,13 +200,13 @@ def _piece(
 
 
 def _head_pieces(at: Geometry, alignment: tuple[int, ...], *, to_tensors: bool) -> Pieces:
-    return _pieces_of_heads(
+    return _head_table(
         at.blocks, at.format, at.rank, at.dtypes, at.coded, at.copies, alignment, at.device, to_tensors=to_tensors,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)
-def _pieces_of_heads(
+def _head_table(
     blocks: tuple[Section, ...],
     form: RowFormat,
     rank: int,
@@ -229,16 +227,13 @@ def _pieces_of_heads(
             Piece(number, copy * size, size, 0, copies * row, copy * row + offset, 0, head_dim, scale)
             for copy in range(copies)
         ]
-    return pieces_of(found, types=dtypes, alignment=alignment, device=device, to_tensors=to_tensors)
+    return copy_table(found, types=dtypes, alignment=alignment, device=device, to_tensors=to_tensors)
 
 
 @lru_cache(maxsize=64)
-def _row_piece(row: int, alignment: tuple[int, ...], device: torch.device) -> Pieces:
+def _row_table(row: int, alignment: tuple[int, ...], device: torch.device) -> Pieces:
     piece = Piece(0, 0, row, 0, row, 0)
-    return pieces_of([piece], types=(torch.uint8,), alignment=alignment, device=device, to_tensors=False)
-
-
-# -- what is left to torch ---------------------------------------------------------------------------------------------
+    return copy_table([piece], types=(torch.uint8,), alignment=alignment, device=device, to_tensors=False)
 
 
 def _fits(tensors: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -> bool:
@@ -251,7 +246,7 @@ def _fits(tensors: Sequence[Tensor], messages: Sequence[Tensor], at: Geometry) -
 
 
 def _coding(at: Geometry, pieces: Pieces) -> Format | None:
-    """The format of what is coded, if a head of it is this rank's."""
+    """Returns the format of coded pieces, if this rank has a head of them."""
     return at.coding if pieces.head_blocks else None
 
 

@@ -1,16 +1,17 @@
-"""`Pieces`: which bytes of the messages are which bytes of the tensors, as a table that kernels read.
+"""`Pieces`: a table, read by kernels, that maps bytes of the messages to bytes of the tensors.
 
-A message is one or several blocks of rows, end to end, with as many rows in each. Row `i` of a block and row `i` of
-the tensors are of one token. A *piece* is a range of bytes that lies dense in a tensor's row and in a block's row:
+A message is one or several blocks of rows, end to end, with the same number of rows in each. Row `i` of a block and row
+`i` of the tensors belong to one token. A *piece* is a range of bytes that is contiguous in a tensor's row and in a
+block's row:
 
     tensor     from  i * stride + offset               size bytes
     message    from  rows * start + i * row + place    size bytes
 
-Pieces are cut into *units*, one access of a thread each: 16 bytes where both sides are aligned for it; 8, 4, 2 or 1
-elsewhere. Units of one kind stand together, so that a program makes one kind of access. What `rows` is and where the
-tensors are is said at the launch: a table depends on neither, only on how all of it is aligned.
+Pieces are cut into *units*, one access of a thread each: 16 bytes if both sides are aligned for it; 8, 4, 2 or 1
+otherwise. Units of one kind are adjacent, so that a program makes one kind of access. `rows` and the addresses of the
+tensors are arguments of the launch: a table depends only on their alignment.
 
-A piece can be coded on its way: one byte an element, and a float32 scale for each head. Its units are heads.
+A piece can be coded: one byte an element, and a float32 scale for each head. Its units are heads.
 """
 
 from __future__ import annotations
@@ -26,27 +27,26 @@ from torch import Tensor
 
 from megatron_cp.exchange.device import on_device
 
-MOST = 8  # tensors of one launch, and messages
-# A program takes `ROWS` rows of `UNITS` units: 16 KiB, if they have 16 bytes. A kind's last units, if they are at most
-# half as many, would leave most of it idle: programs take `FEW` of them, and as many more rows.
+MOST = 8  # the most tensors, and the most messages, of one launch
+# A program takes `ROWS` rows of `UNITS` units: 16 KiB for units of 16 bytes. The last units of a kind, if at most half
+# of `UNITS`, would leave most of a program idle: programs take `FEW` of them, and more rows in proportion.
 UNITS, ROWS = 64, 16
 FEW = 8
 PARTS = UNITS // FEW
 GROUP = PARTS * ROWS  # rows: `PARTS` programs for each `UNITS` units, and one for each `FEW`
-HEADS = 4  # of one program and `ROWS` rows, where they are coded
-WIDTHS = (16, 8, 4, 2, 1)  # bytes of an access
-WIDEST = WIDTHS[0]
-# A unit's kind is the bytes of an access, and where elements are computed with, `TYPE_STEP` more for each type up to
-# theirs.
+HEADS = 4  # coded heads of one program, with `ROWS` rows
+ACCESS_BYTES = (16, 8, 4, 2, 1)  # bytes of an access
+WIDEST = ACCESS_BYTES[0]
+# A unit's kind is the bytes of an access, plus a multiple of `TYPE_STEP` for the type, if elements are computed with.
 TYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 TYPE_STEP = 32
-# The columns of the table: the fields of a piece, and what else is known of a unit. A sum has `MORE` terms after its
+# The columns of the table: the fields of a piece, and further fields of a unit. A sum has `MORE` terms after its
 # first, entries from `EXTRA` on. A scale is `SCALE` bytes after its head in the message.
 TENSOR, OFFSET, SIZE, START, ROW, PLACE, MESSAGE, HEAD_DIM, SCALE, KIND, MORE, EXTRA = range(12)
 
 
 class Piece(NamedTuple):
-    """A range of bytes that stands in rows of a tensor and in rows of a message.
+    """A range of bytes in rows of a tensor and in rows of a message.
 
     Attributes:
         tensor: number of the tensor.
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
         place: bytes from the start of the block's row.
         message: number of the message.
         head_dim: elements of a head, if heads are coded; else 0.
-        scale: where the heads' scales are, in bytes from the start of the block's row.
+        scale: bytes from the start of the block's row to the heads' scales.
     """
 
     tensor: int
@@ -78,18 +78,18 @@ class Pieces:
     Attributes:
         table: `[columns, entries]` int32: units, `UNITS` of one kind together; then others, `FEW` of one kind
             together; then heads, `HEADS` of one kind together; then the further terms of sums.
-        unit_blocks: how many times `UNITS` units there are.
-        few_blocks: how many times `FEW` units there are after them.
-        head_blocks: how many times `HEADS` heads there are.
+        unit_blocks: the number of blocks of `UNITS` units.
+        few_blocks: the number of blocks of `FEW` units after them.
+        head_blocks: the number of blocks of `HEADS` heads.
         head_dim: the most elements of a coded head.
         most: the most terms of a sum after its first.
-        kinds: of units.
+        kinds: kinds of units.
         head_kinds: kinds of heads.
-        alignment: of the tensors, then of the messages.
-        types: of the tensors.
-        tensor_bytes: for each tensor, how far into its rows the pieces reach.
+        alignment: alignment of the tensors, then of the messages.
+        types: types of the tensors.
+        tensor_bytes: for each tensor, the end of the furthest piece in its rows.
         message_bytes: for each message, the bytes of a row in all its blocks.
-        to_tensors: whether it is for writing to the tensors.
+        to_tensors: True if it is for writing to the tensors.
         compiled: kernels for this table that have been compiled.
     """
 
@@ -110,7 +110,7 @@ class Pieces:
 
     @property
     def programs(self) -> tuple[int, int, int]:
-        """Of each group of rows: those with `UNITS` units, those with any, and all.
+        """The numbers of programs in each group of rows: with `UNITS` units, with any units, and all.
 
         Program `i` of a group has the units from `i * FEW` on, or is one of `PARTS` that share them by rows.
         """
@@ -119,16 +119,16 @@ class Pieces:
 
 
 def alignment_of(tensors: Sequence[Tensor], messages: Sequence[Tensor]) -> tuple[int, ...]:
-    """What the rows of each tensor and each message are aligned to: 16 bytes or a smaller power of two.
+    """Returns the alignment of the rows of each tensor and each message: 16 bytes or a smaller power of two.
 
-    A table is for one alignment, so this is a part of the key under which it is kept.
+    A table holds for one alignment, so this is part of its cache key.
     """
     starts = [tensor.data_ptr() | tensor.stride(0) * tensor.element_size() for tensor in tensors]
     starts += [message.data_ptr() for message in messages]
     return tuple(_power_of_two(start | WIDEST) for start in starts)
 
 
-def pieces_of(
+def copy_table(
     pieces: Sequence[Piece],
     *,
     types: Sequence[torch.dtype],
@@ -136,15 +136,15 @@ def pieces_of(
     device: torch.device,
     to_tensors: bool,
 ) -> Pieces:
-    """The table of some pieces.
+    """Makes the table of some pieces.
 
     Args:
-        pieces: in any order, but for the terms of a sum.
-        types: of the tensors.
-        alignment: of the tensors, then of the messages: `alignment_of`.
-        device: where the table is read.
-        to_tensors: whether it is for writing to the tensors. What stands in several pieces is then a sum, of elements,
-            in the order of the pieces. On the way to a message, it is copied to each of its places.
+        pieces: in any order, except for the terms of a sum.
+        types: types of the tensors.
+        alignment: the result of `alignment_of`.
+        device: the device of the table.
+        to_tensors: True for writing to the tensors: bytes of several pieces are then a sum, of elements, in the order
+            of the pieces. In the other direction they are copied to each place.
     """
     given = np.array([*pieces], dtype=np.int64).reshape(-1, len(Piece._fields))
     given = given[given[:, SIZE] > 0]
@@ -185,15 +185,12 @@ def pieces_of(
     )
 
 
-# -- pieces, cut to units --------------------------------------------------------------------------------------------
-
-
 class _Ranges(NamedTuple):
-    """Ranges of bytes of the tensors' rows, each one piece or the sum of several, which are as large."""
+    """Ranges of bytes of the tensors' rows, each one piece or the sum of several of the same size."""
 
-    terms: NDArray  # [terms of all ranges, fields of a piece], those of one range together
-    first: NDArray  # of each range: its first term
-    length: NDArray  # of each range: its terms
+    terms: NDArray  # [terms of all ranges, fields of a piece], grouped by range
+    first: NDArray  # index of each range's first term
+    length: NDArray  # number of each range's terms
 
     @property
     def firsts(self) -> NDArray:
@@ -205,7 +202,7 @@ def _one_each(pieces: NDArray) -> _Ranges:
 
 
 def _grouped(pieces: NDArray, key: NDArray) -> _Ranges:
-    """Pieces of one key are terms of one range, in order."""
+    """Groups pieces of one key, in order, as terms of one range."""
     order = np.argsort(key, kind="stable")
     first = np.flatnonzero(np.diff(key[order], prepend=-1))
     return _Ranges(pieces[order], first, np.diff(first, append=len(order)))
@@ -216,7 +213,7 @@ def _place_in_tensors(pieces: NDArray) -> NDArray:
 
 
 def _common_ranges(pieces: NDArray) -> _Ranges:
-    """Pieces cut where others begin or end, so that two have all bytes in common or none."""
+    """Cuts pieces where others begin or end, so that two have all bytes in common or none."""
     begin = _place_in_tensors(pieces)
     end = begin + pieces[:, SIZE]
     cuts = np.unique(np.concatenate([begin, end]))
@@ -230,7 +227,7 @@ def _common_ranges(pieces: NDArray) -> _Ranges:
 
 
 def _heads(pieces: NDArray, item: NDArray) -> NDArray:
-    """Coded pieces, a head each, and from there to its scale."""
+    """Splits coded pieces into single heads; `SCALE` becomes the distance from the head to its scale."""
     size = pieces[:, HEAD_DIM] * item
     assert not (pieces[:, SIZE] % size).any(), "a part of a head"
     index, number = _counted(pieces[:, SIZE] // size)
@@ -243,7 +240,7 @@ def _heads(pieces: NDArray, item: NDArray) -> NDArray:
 
 
 class _Run(NamedTuple):
-    """What programs do that make one kind of access: columns of the table."""
+    """Units with one kind of access, as columns of the table."""
 
     kind: int
     units: NDArray
@@ -251,7 +248,7 @@ class _Run(NamedTuple):
 
     @property
     def num_wide(self) -> int:
-        """How many of the units programs take `UNITS` at a time."""
+        """The number of units that programs take `UNITS` at a time."""
         num_units = self.units.shape[1]
         left = num_units % UNITS
         return num_units if left > UNITS // 2 else num_units - left
@@ -260,23 +257,23 @@ class _Run(NamedTuple):
 def _unit_runs(ranges: _Ranges, types: Sequence[torch.dtype], tensors: NDArray, messages: NDArray) -> Iterator[_Run]:
     terms = ranges.terms
     low = tensors[terms[:, TENSOR]] | messages[terms[:, MESSAGE]] | terms[:, START] | terms[:, ROW]
-    # An access is aligned on both sides if it is on one and they lie alike.
+    # An access is aligned on both sides if it is on one, and both have the same offset within an access.
     reach = _reach(ranges, low | (terms[:, OFFSET] - terms[:, PLACE]))
     begin = ranges.firsts[:, OFFSET]
     end = begin + ranges.firsts[:, SIZE]
-    # Numbers of types, from 1 on; 0 where elements need no type.
+    # Numbers of types, from 1 on; 0 if elements need no type.
     number = np.where(ranges.length > 1, _type_numbers(types)[ranges.firsts[:, TENSOR]], 0)
     assert (number >= 0).all(), f"no sums of all of {types}"
-    for of_type, widths in enumerate((WIDTHS, *((WIDEST, dtype.itemsize) for dtype in TYPES))):
-        index = np.flatnonzero(number == of_type)
+    for type_number, widths in enumerate((ACCESS_BYTES, *((WIDEST, dtype.itemsize) for dtype in TYPES))):
+        index = np.flatnonzero(number == type_number)
         for width, unit, at in _units(begin[index], end[index], reach[index], widths):
-            yield _run(ranges, index[unit], at - begin[index[unit]], of_type * TYPE_STEP + width)
+            yield _run(ranges, index[unit], at - begin[index[unit]], type_number * TYPE_STEP + width)
 
 
 def _units(
     begin: NDArray, end: NDArray, reach: NDArray, widths: Sequence[int]
 ) -> Iterator[tuple[int, NDArray, NDArray]]:
-    """Ranges cut to the fewest accesses: for each width, of which range they are and where they begin."""
+    """Cuts ranges to the fewest accesses. Yields for each width the range of each access and its start."""
     index = np.arange(len(begin))
     for width in widths:
         fits = reach[index] >= width
@@ -285,7 +282,7 @@ def _units(
         unit, number = _counted((hi - lo) // width)
         if len(unit):
             yield width, index[unit], lo[unit] + number * width
-        # What is left lies before and after.
+        # The remainders lie before and after.
         begin, end, index = np.concatenate([begin, hi]), np.concatenate([lo, end]), np.concatenate([index, index])
         left = begin < end
         begin, end, index = begin[left], end[left], index[left]
@@ -299,19 +296,19 @@ def _head_runs(ranges: _Ranges, types: Sequence[torch.dtype], tensors: NDArray, 
     in_message = messages[terms[:, MESSAGE]] | terms[:, START] | terms[:, ROW]
     assert not ((in_message | (terms[:, PLACE] + terms[:, SCALE])) % 4).any(), "a scale is not aligned"
     assert not (in_tensor % item).any(), "an element is not aligned"
-    # So many elements as one access to the tensor takes are as many bytes of the message.
+    # The elements of one access to the tensor are as many bytes of the message.
     is_widest = _reach(ranges, in_tensor | (in_message | terms[:, PLACE]) * item) == WIDEST
     number = _type_numbers(types)[ranges.firsts[:, TENSOR]]
     assert (number >= 0).all(), f"not all of {types} can be coded"
-    for of_type, dtype in enumerate(TYPES, 1):
+    for type_number, dtype in enumerate(TYPES, 1):
         for width, chosen in ((WIDEST, is_widest), (dtype.itemsize, ~is_widest)):
-            index = np.flatnonzero((number == of_type) & chosen)
+            index = np.flatnonzero((number == type_number) & chosen)
             if len(index):
-                yield _run(ranges, index, 0 * index, of_type * TYPE_STEP + width)
+                yield _run(ranges, index, 0 * index, type_number * TYPE_STEP + width)
 
 
 def _run(ranges: _Ranges, index: NDArray, moved: NDArray, kind: int) -> _Run:
-    """Units of one kind, `moved` bytes from the start of the ranges `index`."""
+    """Makes units of one kind, `moved` bytes from the start of the ranges `index`."""
     first, more = ranges.first[index], ranges.length[index] - 1
     units = _columns(ranges.terms[first], moved)
     units[KIND], units[MORE], units[EXTRA] = kind, more, np.cumsum(more) - more
@@ -327,7 +324,7 @@ def _columns(terms: NDArray, moved: NDArray) -> NDArray:
 
 
 def _table(units: Sequence[_Run], heads: Sequence[_Run]) -> tuple[NDArray, int, int, int]:
-    """All columns, and how many blocks there are of `UNITS` units, of `FEW`, and of heads."""
+    """Returns all columns, and the number of blocks of `UNITS` units, of `FEW` units, and of heads."""
     num_terms = 0
     for run in (*units, *heads):
         run.units[EXTRA] += num_terms
@@ -343,7 +340,7 @@ def _table(units: Sequence[_Run], heads: Sequence[_Run]) -> tuple[NDArray, int, 
 
 
 def _filled(units: NDArray, size: int) -> NDArray:
-    """Whole blocks: with units that are no more than their kind."""
+    """Pads to whole blocks with units that have only a kind."""
     left = np.zeros((EXTRA + 1, -units.shape[1] % size), dtype=np.int64)
     left[TENSOR], left[KIND] = -1, units[KIND, :1]
     return np.concatenate([units, left], axis=1)
@@ -354,24 +351,24 @@ def _type_numbers(types: Sequence[torch.dtype]) -> NDArray:
 
 
 def _reach(ranges: _Ranges, low: NDArray) -> NDArray:
-    """The widest access for all terms of each range, where `low` is what must be a multiple of it."""
+    """Returns the widest access for all terms of each range; `low` must be a multiple of it."""
     low = low | WIDEST
     return _power_of_two(np.bitwise_or.reduceat(low, ranges.first) if len(ranges.first) else low)
 
 
 def _counted(counts: NDArray) -> tuple[NDArray, NDArray]:
-    """For each of `sum(counts)` things: which count it belongs to, and its number there."""
+    """Returns for each of `sum(counts)` items the index of its count, and its number within that."""
     index = np.repeat(np.arange(len(counts)), counts)
     return index, np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _power_of_two(number: Any) -> Any:
-    """The largest that divides it."""
+    """Returns the largest power of two that divides the number."""
     return number & -number
 
 
 def _most(length: int, index: NDArray, values: NDArray) -> tuple[int, ...]:
-    """For each number the largest of its values, or 0."""
+    """Returns for each of `length` indices the largest of its values, or 0."""
     most = np.zeros(length, dtype=np.int64)
     np.maximum.at(most, index, values)
     return tuple(most.tolist())

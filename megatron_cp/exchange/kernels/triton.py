@@ -1,4 +1,4 @@
-"""Triton kernels that do what a table of `Pieces` says: each call is one launch.
+"""Launches of the Triton kernels for a table of `Pieces`: each call is one launch.
 
 A program takes `ROWS` rows of `UNITS` units of one kind, `GROUP` rows of `FEW` of them, or `ROWS` rows of `HEADS` coded
 heads. It looks them up in the table; then each thread moves the same unit of several rows. Tensors and messages come as
@@ -22,26 +22,26 @@ from megatron_cp.exchange.device import current_stream, order_tables
 from megatron_cp.exchange.kernels.pieces import GROUP, HEADS, MOST, ROWS, Pieces, alignment_of
 from megatron_cp.exchange.kernels.triton_kernels import from_message_kernel, to_message_kernel
 
-CODED = 2048  # elements of heads that are held in registers at a time
+CODED = 2048  # elements of heads in registers at a time
 
 
 class Launch:
-    """A launch of a kernel of which all is known but the addresses: of other tensors and messages that lie alike.
+    """A prepared kernel launch that lacks only the addresses: of other tensors and messages with the same form.
 
-    The first launch with a table goes through Triton, which compiles the kernel or finds it. The next ones, of all
-    layers and batches, go to the compiled kernel: that takes a tenth of the host's time. Triton's own hooks do not see
-    those; CUDA's profilers do.
+    The first launch with a table goes through Triton, which compiles the kernel or finds it. Later ones, of all layers
+    and batches, call the compiled kernel directly, which takes a tenth of the host's time. Triton's own hooks do not
+    see those; CUDA's profilers do.
 
     Args:
-        kernel: to launch.
-        programs: of one launch.
-        num_tensors: how many of the addresses are tensors'.
-        most_messages: how many messages the kernel takes.
+        kernel: the kernel to launch.
+        programs: the number of programs of one launch.
+        num_tensors: the number of addresses that are tensors'.
+        most_messages: the number of message arguments of the kernel.
         pieces: the table.
-        numbers: what the kernel takes between the addresses and the index.
-        index: of rows, or None.
-        constants: what it takes after the table.
-        options: of the compilation.
+        numbers: the kernel's arguments between the addresses and the index.
+        index: `[rows]` row indices, or None.
+        constants: the kernel's arguments after the table.
+        options: options of the compilation.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Launch:
         self._variant = (kernel, None if index is None else index.dtype, tuple(map(str, constants)))
 
     def __call__(self, addresses: Sequence[int]) -> bool:
-        """Queues it on the current stream, and returns True.
+        """Queues the kernel on the current stream, and returns True.
 
         Args:
-            addresses: of the tensors, then of the messages.
+            addresses: addresses of the tensors, then of the messages.
         """
         if not self._programs:
             return True
         if self._device.type == "cuda" and torch._C._cuda_getDevice() != self._device.index:
             with torch.cuda.device(self._device):
                 return self(addresses)
-        order_tables(self._device)  # the table is kept, and another stream may have made it since the call began
+        order_tables(self._device)  # the cached table may have been made by another stream
         tensors, messages = addresses[: self._num_tensors], addresses[self._num_tensors :]
         given = (
             *messages, *(0,) * (self._most_messages - len(messages)), *tensors, *(0,) * (MOST - len(tensors)),
@@ -74,7 +74,7 @@ class Launch:
         compiled = self._pieces.compiled.get(self._variant)
         if compiled is None:
             compiled = self.kernel[(self._programs,)](*given, *self._rest, **self._options)
-            if compiled is not None:  # as it is under Triton's interpreter
+            if compiled is not None:  # None under Triton's interpreter
                 self._pieces.compiled[self._variant] = compiled
             return True
         stream = current_stream(self._device)
@@ -89,12 +89,12 @@ def to_message(
     tensors: Sequence[Tensor], message: Tensor, rows: int, pieces: Pieces, *, index: Tensor | None = None,
     coding: Format | None = None,
 ) -> Launch:  # fmt: skip
-    """What writes every piece to its place in a message, coded where it is to be coded.
+    """Prepares a launch that writes every piece to its place in a message, coding the coded ones.
 
     Args:
         tensors: `[at least rows, ...]` each; a row is dense, and rows are any distance apart.
         message: `[bytes]`.
-        rows: of each block of the message.
+        rows: rows of each block of the message.
         pieces: a table for these tensors and this message.
         index: `[rows]` int32 or int64: the tensors' row for each row of the message; the same one if left out.
         coding: the format of coded pieces. FP8 needs a GPU of compute capability 8.9 or higher: for others Triton has
@@ -115,15 +115,15 @@ def from_messages(
     messages: Sequence[Tensor], tensors: Sequence[Tensor], rows: int, pieces: Pieces, *, index: Tensor | None = None,
     coding: Format | None = None,
 ) -> Launch:  # fmt: skip
-    """What writes every piece, or sum of pieces, to its place in a tensor; coded ones are decoded.
+    """Prepares a launch that writes every piece, or sum of pieces, to its place in a tensor, decoding the coded ones.
 
-    Sums run in the order of the pieces, in float32 or, of float64, in that, and are rounded once.
+    Sums run in the order of the pieces, in float32, or in float64 for float64 tensors, and are rounded once.
 
     Args:
         messages: `[bytes]` each.
         tensors: `[at least rows, ...]` each; a row is dense, and rows are any distance apart. Rows from `rows` on
             become zero, where there are pieces.
-        rows: of each block of the messages.
+        rows: rows of each block of the messages.
         pieces: a table for these tensors and messages.
         index: `[rows]` int32 or int64: the messages' row for each row of the tensors; the same one if left out.
         coding: the format of coded pieces.
@@ -142,14 +142,14 @@ def from_messages(
 
 
 def copy_to_message(tensors: Sequence[Tensor], message: Tensor, rows: int, pieces: Pieces, **more: Any) -> None:
-    """`to_message`, launched once."""
+    """Launches `to_message` once."""
     to_message(tensors, message, rows, pieces, **more)([x.data_ptr() for x in (*tensors, message)])
 
 
 def copy_from_message(
     messages: Sequence[Tensor], tensors: Sequence[Tensor], rows: int, pieces: Pieces, **more: Any
 ) -> None:
-    """`from_messages`, launched once."""
+    """Launches `from_messages` once."""
     from_messages(messages, tensors, rows, pieces, **more)([x.data_ptr() for x in (*tensors, *messages)])
 
 
@@ -161,7 +161,7 @@ def _check(
     index: Tensor | None,
     coding: Format | None,
 ) -> None:
-    """The kernels read and write what they are told to; that it is there is seen here."""
+    """Checks that the kernels read and write only memory that exists."""
     assert tuple(tensor.dtype for tensor in tensors) == pieces.types
     alignment = alignment_of(tensors, messages)
     assert alignment == pieces.alignment, f"tensors and messages are aligned to {alignment}, not {pieces.alignment}"
@@ -175,7 +175,7 @@ def _check(
 
 
 def _row_bytes(tensor: Tensor) -> int:
-    """The bytes of one row, which must be dense."""
+    """Returns the bytes of one row, which must be dense."""
     if 0 in tensor.shape[1:]:
         return 0
     size = 1
@@ -186,7 +186,7 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _strides(tensors: Sequence[Tensor]) -> list[int]:
-    """Bytes from row to row."""
+    """Returns the bytes from row to row of each tensor."""
     return [tensor.stride(0) * tensor.element_size() for tensor in tensors] + [0] * (MOST - len(tensors))
 
 

@@ -26,15 +26,15 @@ _TENSOR, _OFFSET, _START, _ROW, _PLACE, _MESSAGE, _HEAD_DIM, _SCALE, _KIND, _MOR
         tables.SCALE, tables.KIND, tables.MORE, tables.EXTRA,
     )
 )  # fmt: skip
-_COMPUTED = tl.constexpr(tables.TYPE_STEP)  # kinds from here on are of elements that are computed with
+_COMPUTED = tl.constexpr(tables.TYPE_STEP)  # kinds from here on have elements that are computed with
 _UNITS, _ROWS, _FEW, _GROUP, _PARTS, _HEADS = (
     tl.constexpr(number) for number in (tables.UNITS, tables.ROWS, tables.FEW, tables.GROUP, tables.PARTS, tables.HEADS)
 )
-THREADS = 128  # of a program: Triton's four warps
+THREADS = 128  # threads of a program: Triton's four warps
 _THREADS, _STEPS = tl.constexpr(THREADS), tl.constexpr(tables.UNITS * tables.ROWS // THREADS)
-# From step to step of a thread, 2 to the power of so many rows: with `UNITS` and with `FEW` units.
+# Logarithm, to base 2, of the rows between two steps of a thread: with `UNITS` and with `FEW` units.
 _APART, _FEW_APART = (tl.constexpr((THREADS // units).bit_length() - 1) for units in (tables.UNITS, tables.FEW))
-# Sums are held in registers. With more of them at a time, copies would have fewer programs on a processor.
+# Sums are in registers. With more at a time, fewer programs of copies would fit a multiprocessor.
 _SUM_STEPS = tl.constexpr(2)
 
 
@@ -136,7 +136,6 @@ def from_message_kernel(
                     )  # fmt: skip
 
 
-# -- a program's units and rows --------------------------------------------------------------------------------------
 # At a step, a unit's row is `row + own + (step << apart)`. `at` is these: `row` a number, `own` one for each unit.
 
 
@@ -150,7 +149,7 @@ def _kind_of(entry: tl.tensor, entries: tl.tensor, KINDS: tl.constexpr) -> tl.te
 
 @triton.jit
 def _units_of(table: tl.tensor, number: tl.tensor, wide: tl.tensor, row: tl.tensor) -> tl.tuple:
-    """Each thread's unit in the table, and `at`: of a program's number in the group of rows that begins with one."""
+    """Returns each thread's unit in the table, and `at` of the program."""
     thread, is_wide = tl.arange(0, _THREADS), number < wide
     first = tl.where(is_wide, number // _PARTS * _UNITS, number * _FEW)
     unit = tl.where(is_wide, thread % _UNITS, thread % _FEW)
@@ -167,20 +166,20 @@ def _later(at: tl.tuple, steps: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def _heads_of(table: tl.tensor, number: tl.tensor, units: tl.tensor, row: tl.tensor) -> tl.tuple:
-    """A program's first head in the table, and its first row."""
+    """Returns a program's first head in the table, and its first row."""
     number -= units
     return table + units * _FEW + number // _PARTS * _HEADS, row + number % _PARTS * _ROWS
 
 
 @triton.jit
 def _block_of(first: tl.tensor, row: tl.tensor) -> tl.tuple:
-    """Heads in the table, and `at`: each has every row."""
+    """Returns heads in the table, and `at`: each head has every row."""
     return first + tl.arange(0, _HEADS), (row, tl.zeros([_HEADS], tl.int32), 0)
 
 
 @triton.jit
 def _held(live: tl.tensor, rows: tl.tensor, at: tl.tuple, STEPS: tl.constexpr) -> tl.tensor:
-    """`[units, steps]`: rows that there are, of units that do not only fill up a block."""
+    """Returns `[units, steps]`: True for rows that exist, of units that are not padding."""
     row, own, apart = at
     left = tl.minimum(tl.maximum(rows - row, 0), _GROUP).to(tl.int32)
     steps = tl.where(live, (left - own + (1 << apart) - 1) >> apart, 0)
@@ -189,17 +188,14 @@ def _held(live: tl.tensor, rows: tl.tensor, at: tl.tuple, STEPS: tl.constexpr) -
 
 @triton.jit
 def _indexed(index: tl.tensor, held: tl.tensor, at: tl.tuple, STEPS: tl.constexpr) -> tl.tensor:
-    """`[units, steps]`: the rows that an index has instead."""
+    """Returns `[units, steps]`: the rows that an index has instead."""
     row, own, apart = at
     return tl.load(index + (row + own[:, None] + (tl.arange(0, STEPS) << apart)[None, :]), mask=held, other=0)
 
 
-# -- where things are ------------------------------------------------------------------------------------------------
-
-
 @triton.jit
 def _live(entry: tl.tensor, entries: tl.tensor) -> tl.tensor:
-    """`[units]`: those that do not only fill up a block."""
+    """Returns `[units]`: True for units that are not padding."""
     return tl.load(entry + entries * _TENSOR) >= 0
 
 
@@ -208,7 +204,7 @@ def _in_tensors(
     entry: tl.tensor, entries: tl.tensor, tensors: tl.tuple, strides: tl.tuple, indexed: tl.tensor, at: tl.tuple,
     STEPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """`[units, steps]` addresses."""
+    """Returns `[units, steps]` addresses."""
     tensor = tl.load(entry + entries * _TENSOR)
     first = _chosen(tensor, tensors) + tl.load(entry + entries * _OFFSET)
     return _spread(first, _chosen(tensor, strides), indexed, at, STEPS)
@@ -219,7 +215,7 @@ def _in_messages(
     entry: tl.tensor, entries: tl.tensor, messages: tl.tuple, rows: tl.tensor, indexed: tl.tensor, at: tl.tuple,
     STEPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """`[units, steps]` addresses."""
+    """Returns `[units, steps]` addresses."""
     message = _chosen(tl.load(entry + entries * _MESSAGE), messages)
     first = message + tl.load(entry + entries * _START).to(tl.int64) * rows + tl.load(entry + entries * _PLACE)
     return _spread(first, tl.load(entry + entries * _ROW).to(tl.int64), indexed, at, STEPS)
@@ -227,7 +223,7 @@ def _in_messages(
 
 @triton.jit
 def _chosen(number: tl.tensor, values: tl.tuple) -> tl.tensor:
-    """`values[number]`, int64."""
+    """Returns `values[number]`, int64."""
     chosen = tl.zeros_like(number).to(tl.int64) + values[0]
     for i in tl.static_range(1, len(values)):
         chosen = tl.where(number == i, values[i], chosen)
@@ -236,7 +232,7 @@ def _chosen(number: tl.tensor, values: tl.tuple) -> tl.tensor:
 
 @triton.jit
 def _spread(first: tl.tensor, stride: tl.tensor, indexed: tl.tensor, at: tl.tuple, STEPS: tl.constexpr) -> tl.tensor:
-    """`[units, steps]` addresses of rows, where the first of all is and how far each is from the next."""
+    """Returns `[units, steps]` addresses of rows from the first address and the stride."""
     if indexed is None:
         row, own, apart = at
         return (first + (row + own) * stride)[:, None] + (stride << apart)[:, None] * tl.arange(0, STEPS)[None, :]
@@ -246,12 +242,9 @@ def _spread(first: tl.tensor, stride: tl.tensor, indexed: tl.tensor, at: tl.tupl
 
 @triton.jit
 def _elements(address: tl.tensor, TYPE: tl.constexpr, ELEMENTS: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
-    """Pointers to `ELEMENTS` elements from each address on, which is a multiple of `ALIGNED` of them."""
+    """Returns pointers to `ELEMENTS` elements from each address on, which is a multiple of `ALIGNED` of them."""
     elements = address.to(tl.pointer_type(TYPE))[:, :, None] + tl.arange(0, ELEMENTS)[None, None, :]
     return tl.multiple_of(elements, [1, 1, ALIGNED * TYPE.primitive_bitwidth // 8])
-
-
-# -- copies ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -281,7 +274,7 @@ def _copy_from(
 
 @triton.jit
 def _move(source: tl.tensor, target: tl.tensor, read: tl.tensor, write: tl.tensor, KIND: tl.constexpr) -> None:
-    """Moves units from addresses to addresses. What is not read is written as zero."""
+    """Moves units from addresses to addresses. Units that are not read are written as zero."""
     words = _elements(source, _word_of(KIND), _words_of(KIND), _words_of(KIND))
     moved = tl.load(words, mask=read[:, :, None], other=0)
     tl.store(_elements(target, _word_of(KIND), _words_of(KIND), _words_of(KIND)), moved, mask=write[:, :, None])
@@ -297,9 +290,6 @@ def _words_of(kind: int) -> int:
     return max(kind // 8, 1)
 
 
-# -- sums and codes --------------------------------------------------------------------------------------------------
-
-
 @triton.constexpr_function
 def _type_of(kind: int) -> tl.dtype:
     return (tl.bfloat16, tl.float16, tl.float32, tl.float64)[kind // tables.TYPE_STEP - 1]
@@ -307,7 +297,6 @@ def _type_of(kind: int) -> tl.dtype:
 
 @triton.constexpr_function
 def _elements_of(kind: int) -> int:
-    """Those of one access."""
     return kind % tables.TYPE_STEP // tables.TYPES[kind // tables.TYPE_STEP - 1].itemsize
 
 
@@ -322,7 +311,7 @@ def _add_up(
     index: tl.tensor, rows: tl.tensor, all_rows: tl.tensor, at: tl.tuple, most: tl.tensor,
     KIND: tl.constexpr, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, STEPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Adds up what stands in messages, in the order of the table, and rounds once."""
+    """Adds up message elements in the order of the table, and rounds once."""
     live = _live(entry, entries)
     read = _held(live, rows, at, STEPS)
     indexed = None if index is None else _indexed(index, read, at, STEPS)
@@ -335,7 +324,7 @@ def _add_up(
         term = _term(further, entries, messages, rows, indexed, at, counted, KIND, FORMAT, HEAD_DIM, STEPS)
         total = tl.where(counts[:, None, None], total + term, total)
     rounded = total.to(_type_of(KIND))
-    # Here, and not held in registers until here.
+    # Computed only here, so that it takes no registers before.
     address, write = _in_tensors(entry, entries, tensors, strides, None, at, STEPS), _held(live, all_rows, at, STEPS)
     if FORMAT is None:
         elements = _elements(address, _type_of(KIND), _elements_of(KIND), _elements_of(KIND))
@@ -350,7 +339,7 @@ def _term(
     entry: tl.tensor, entries: tl.tensor, messages: tl.tuple, rows: tl.tensor, indexed: tl.tensor, at: tl.tuple,
     read: tl.tensor, KIND: tl.constexpr, FORMAT: tl.constexpr, HEAD_DIM: tl.constexpr, STEPS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """`[units, steps, elements]` elements of a message."""
+    """Returns `[units, steps, elements]` elements of a message."""
     source = _in_messages(entry, entries, messages, rows, indexed, at, STEPS)
     if FORMAT is None:
         elements = _elements(source, _type_of(KIND), _elements_of(KIND), _elements_of(KIND))
@@ -376,11 +365,11 @@ def _encode_to(
     target = _in_messages(entry, entries, (message,), rows, None, at, STEPS)
     inside = held[:, :, None] & _in_head(entry, entries, _elements_of(KIND), HEAD_DIM)
     x = tl.load(_elements(source, _type_of(KIND), HEAD_DIM, _elements_of(KIND)), mask=inside, other=0).to(tl.float32)
-    # As integers, numbers without their signs have the same order, and NaN is the largest.
+    # As integers, numbers without signs have the same order, and NaN is the largest.
     largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2).to(tl.float32, bitcast=True)
     scale = tl.div_rn(largest, LARGEST)
     scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)  # NaN stays
-    tl.store(_scale(entry, entries, target), scale, mask=held)  # before its address is in the way of the division
+    tl.store(_scale(entry, entries, target), scale, mask=held)  # before the division, which needs the registers
     code = tl.div_rn(x, scale[:, :, None])
     if FORMAT == tl.int8:  # noqa: SIM300
         code = (code + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to a whole number, halves to the even one
@@ -390,12 +379,12 @@ def _encode_to(
 
 @triton.jit
 def _in_head(entry: tl.tensor, entries: tl.tensor, ALIGNED: tl.constexpr, HEAD_DIM: tl.constexpr) -> tl.tensor:
-    """`[heads, 1, HEAD_DIM]`: which elements a head has; so many as are a multiple of `ALIGNED`."""
+    """Returns `[heads, 1, HEAD_DIM]`: True for the elements of a head, whose number is a multiple of `ALIGNED`."""
     head_dim = tl.multiple_of(tl.load(entry + entries * _HEAD_DIM), [ALIGNED])
     return (tl.arange(0, HEAD_DIM)[None, :] < head_dim[:, None])[:, None, :]
 
 
 @triton.jit
 def _scale(entry: tl.tensor, entries: tl.tensor, head: tl.tensor) -> tl.tensor:
-    """`[heads, rows]` pointers to the scales of heads at these addresses of a message."""
+    """Returns `[heads, rows]` pointers to the scales of heads at these addresses of a message."""
     return (head + tl.load(entry + entries * _SCALE)[:, None]).to(tl.pointer_type(tl.float32))

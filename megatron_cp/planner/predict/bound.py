@@ -11,7 +11,7 @@ from megatron_cp.layout.bands import NO_BANDS, areas, cut, cut_up
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.assignment import AssignedTiles
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.flows import Fetch, PassOn, pieces_of
+from megatron_cp.plan.flows import Fetch, PassOn, owned_fragments
 from megatron_cp.plan.payloads import Payload
 from megatron_cp.plan.plan import Plan
 from megatron_cp.planner.predict.hardware import Machine, Topology
@@ -105,7 +105,7 @@ def _rows_of_tiles(step: Attend, *, forward: bool) -> list[tuple[Fetch, Payload,
         if not parts:
             return ()
         keys = Fetch(step.keys, parts[0].wanted_keys, "")
-        return keys, None if parts[0].visiting is None else Fetch(step.queries, parts[0].wanted_queries, "")
+        return keys, None if parts[0].remote is None else Fetch(step.queries, parts[0].wanted_queries, "")
 
     flows = tiles.memo(("rows of tiles",), make)
     if not flows:
@@ -178,11 +178,11 @@ def _tiles_on_the_way(
     """
 
     def make() -> tuple[IntArray, IntArray, IntArray, NDArray[np.bool_]]:
-        of_rows, of_keys = (pieces_of(layout) for layout in (step.queries, step.keys))
+        of_rows, of_keys = (owned_fragments(layout) for layout in (step.queries, step.keys))
         pieces, owners, readers, visits = [NO_BANDS], [np.empty((0, 2), dtype=np.int64)], [], []
         for rank in range(size):
-            far, key = cut(tiles.of_far_keys(rank), of_keys[0][:-1], of_keys[0][1:], queries=False)
-            visiting, row = cut(tiles.of_visitors(rank), of_rows[0][:-1], of_rows[0][1:], queries=True)
+            far, key = cut(tiles.remote_key_tiles(rank), of_keys[0][:-1], of_keys[0][1:], queries=False)
+            visiting, row = cut(tiles.remote_query_tiles(rank), of_rows[0][:-1], of_rows[0][1:], queries=True)
             visiting, seen, origin = cut_up(visiting, of_keys[0][:-1], of_keys[0][1:], queries=False)
             pieces += [far, visiting]
             owners.append(np.stack([np.full(len(far), rank), of_keys[1][key]], axis=1))

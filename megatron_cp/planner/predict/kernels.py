@@ -13,7 +13,7 @@ from megatron_cp.layout.bands import areas, cut_up, tight_boxes
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.segments import Segments
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.flows import pieces_of
+from megatron_cp.plan.flows import owned_fragments
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Scan
@@ -50,7 +50,7 @@ def stage_shapes(step: Attend, tile: int) -> StageShapes:
 def _stage_shapes(step: Attend, tile: int) -> StageShapes:
     size, stages = step.num_kv_ranks, step.num_stages
     bands, ranks = step.bands_of_kv_ranks()
-    edges, owners = pieces_of(step.keys)
+    edges, owners = owned_fragments(step.keys)
     met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")
     # Only a ring computes the keys of one rank in each stage; rounds of assigned tiles are no such stages.
     if stages == 1 or step.tiled is not None or int(met.sum()) > _MOST_PIECES:
@@ -197,7 +197,7 @@ def chunked_tokens(plan: Plan) -> IntArray:
         layout = plan.layout
         if not plan.recurrent_steps:
             return np.full(plan.cp_size, (-(-layout.packing.lengths // CHUNK) * CHUNK).sum())
-        segments = Segments.of(layout)
+        segments = Segments.from_layout(layout)
         filled = -(-(segments.end - segments.start) // CHUNK) * CHUNK
         return np.bincount(segments.rank, filled, minlength=plan.cp_size).astype(np.int64)
 

@@ -62,7 +62,7 @@ def peak_bytes(plan: Plan, rank: int, item_size: int, *, forward: bool) -> int:
     """
     assert plan.attend is not None
     kv_rank, head_rank = divmod(rank, plan.ulysses_degree)
-    chunks = [_Local(plan.attend_of(chunk), kv_rank, head_rank, item_size) for chunk in range(plan.head_chunks)]
+    chunks = [_Local(plan.chunk_attend(chunk), kv_rank, head_rank, item_size) for chunk in range(plan.head_chunks)]
     moves = list(_moves(plan, rank, item_size))
     return _forward(chunks, moves) if forward else _backward(chunks, moves)
 
@@ -112,7 +112,7 @@ def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
         for chunk in chunks:
             pool.release(arriving[chunk])
             if plan.attend is not None:
-                walk_buffers(plan.attend_of(chunk), kv_rank, head_rank, item_size, pool, forward=forward)
+                walk_buffers(plan.chunk_attend(chunk), kv_rank, head_rank, item_size, pool, forward=forward)
             leaving += [
                 pool.acquire(size)
                 for exchange in trailing
@@ -125,7 +125,7 @@ def _in_pool(plan: Plan, rank: int, item_size: int) -> int:
 def _messages(plan: Plan, exchange: Exchange, part: int, rank: int, item_size: int, *, to_heads: bool) -> list[int]:
     """Bytes of what a part of an exchange receives and sends in buffers."""
     kv_rank, head_rank = divmod(rank, exchange.degree)
-    layout, blocks = exchange.within(kv_rank).layout, exchange.sections.blocks
+    layout, blocks = exchange.subgroup(kv_rank).layout, exchange.sections.blocks
     sizes = [item_size] * len(blocks)
     rows = exchange.row_format(part, sizes).row_bytes
     tokens, heads = int(layout.token_counts[head_rank]) * sum(rows), layout.packing.total * rows[head_rank]
@@ -188,7 +188,7 @@ def _moves(plan: Plan, rank: int, item_size: int) -> list[_Move]:
 
 def _move(exchange: Exchange, rank: int, item_size: int, *, to_heads: bool) -> _Move:
     kv_rank, head_rank = divmod(rank, exchange.degree)
-    exchange, blocks = exchange.within(kv_rank), exchange.sections.blocks
+    exchange, blocks = exchange.subgroup(kv_rank), exchange.sections.blocks
     layout, sizes = exchange.layout, [item_size] * len(blocks)
     num_tokens, shared = int(layout.token_counts[head_rank]), [block.width for block in blocks if block.replicated]
     return _Move(
@@ -284,9 +284,9 @@ class _Local:
         rows = [*self._later_rows(forward=True), *self._rows_home(forward=True)]
         parts = [self._merged(count) for count in rows]
         parts += [
-            sum(stage.visitors.split_counts.received_by(self.kv_rank)) * self._most_heads * self.acc_bytes
+            sum(stage.remote_queries.split_counts.received_by(self.kv_rank)) * self._most_heads * self.acc_bytes
             for stage in self.step.stages
-            if stage.visitors is not None
+            if stage.remote_queries is not None
         ]
         return [base + most for most in (*parts, self.out if self.acc_bytes > self.item else 0)]
 
@@ -316,7 +316,7 @@ class _Local:
                 most, chunks = max(stage.gradients.fetch.split_counts.sent_by(self.kv_rank)), self._chunks
                 width = max(self.step.head_dim, self.step.value_head_dim) * self.acc_bytes if self.is_wider else 0
                 moments += [total + sums + most * chunk.num_groups * width for chunk in chunks]
-            if stage.visitors is not None:
+            if stage.remote_queries is not None:
                 moments += [total + sums + most for chunk in self._chunks for most in self._visited(stage, chunk)]
         if self._returns and not at_home:
             # The sums are made when the first gradients are back: after the second part, which they never meet.
@@ -326,11 +326,11 @@ class _Local:
 
     def _visited(self, stage: Stage, chunk: HeadChunk) -> list[int]:
         """Moments of a stage that queries of other ranks visit, in backward."""
-        assert stage.visitors is not None
+        assert stage.remote_queries is not None
         assert isinstance(stage.keys, Fetch)
         heads, head_dim, value_head_dim = _size(chunk.heads), self.step.head_dim, self.step.value_head_dim
-        visitors = sum(stage.visitors.split_counts.received_by(self.kv_rank))
-        own, visiting = self.step.tiles(self.kv_rank, stage), self.step.visiting_tiles(self.kv_rank, stage)
+        visitors = sum(stage.remote_queries.split_counts.received_by(self.kv_rank))
+        own, visiting = self.step.tiles(self.kv_rank, stage), self.step.remote_tiles(self.kv_rank, stage)
         both = bool(len(own.bands) and len(visiting.bands))
         rows = sum(stage.keys.split_counts.received_by(self.kv_rank))
         keys = self.block(rows, chunk.num_groups, self.acc_bytes) if both and self.is_wider else 0
@@ -342,7 +342,7 @@ class _Local:
             made + _eighth(visitors) * heads * (value_head_dim * self.item + PLACE),
         ]
         # What comes home is widened.
-        home = max(stage.visitors.split_counts.sent_by(self.kv_rank)) * heads * head_dim * self.acc_bytes
+        home = max(stage.remote_queries.split_counts.sent_by(self.kv_rank)) * heads * head_dim * self.acc_bytes
         moments.append(keys + (home if self.is_wider else 0))
         if both:
             part = self.block(_size(own.key_rows), chunk.num_groups, self.acc_bytes)
@@ -377,13 +377,13 @@ class _Local:
 
     def _later_rows(self, *, forward: bool) -> list[int]:
         """Queries that see a key of each stage after the first."""
-        stages = (self.step.bands(self.kv_rank, stage) for stage in self.step.stages_of(forward=forward)[1:])
+        stages = (self.step.bands(self.kv_rank, stage) for stage in self.step.stages_in(forward=forward)[1:])
         return [int(bands[:, 1].max() - bands[:, 0].min()) if len(bands) else 0 for bands in stages]
 
     def _rows_home(self, *, forward: bool) -> list[int]:
         """The most own queries of which one rank sends results home, for each stage with visitors."""
-        stages = self.step.stages_of(forward=forward)
-        flows = (stage.visitors for stage in stages if stage.visitors is not None)
+        stages = self.step.stages_in(forward=forward)
+        flows = (stage.remote_queries for stage in stages if stage.remote_queries is not None)
         return [max(flow.split_counts.sent_by(self.kv_rank)) for flow in flows]
 
 

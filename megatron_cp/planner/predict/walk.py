@@ -83,7 +83,7 @@ class _Walk(AttentionWalk):
             case Scan():
                 self._scan(step)
             case Attend():
-                self._attend(self.plan.attend_of(chunk))
+                self._attend(self.plan.chunk_attend(chunk))
 
     # -- head exchanges -----------------------------------------------------------------------------------------------
 

@@ -55,8 +55,8 @@ class AttentionWalk(WalkBase):
                         self.program.work("merge", "copy", priced.merge)
                 case ComputeRemote():
                     assert do.part.stage.assigned is not None
-                    assert do.part.stage.assigned.visiting is not None
-                    self._tiles(step, do.part.stage.assigned.visiting, do.part.chunk, "remote queries")
+                    assert do.part.stage.assigned.remote is not None
+                    self._tiles(step, do.part.stage.assigned.remote, do.part.chunk, "remote queries")
                 case Merge():
                     self._merge(step, do)
 
@@ -74,8 +74,8 @@ class AttentionWalk(WalkBase):
 
     def _compute_assigned(self, step: Attend, do: Compute) -> None:
         stage = do.part.stage
-        if stage.home is not None:
-            self._tiles(step, stage.home.at_home, do.part.chunk, "at home")
+        if stage.local is not None:
+            self._tiles(step, stage.local.local_tiles, do.part.chunk, "at home")
         elif stage.assigned is not None:
             self._tiles(step, stage.assigned.own, do.part.chunk, "far keys", merges=True)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import megatron_cp.data.even as even_module
 from megatron_cp.data import GlobalBatch, best_fit, even_packs
-from megatron_cp.data.even import evened, greedy
+from megatron_cp.data.even import balance_packs, greedy
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.predict.pack_cost import PackCost
 
@@ -66,7 +66,7 @@ def test_a_step_is_never_longer_than_that_of_the_packs_given(batch, cost, barrie
     lengths = [lengths[index] for index in kept]
     packs = [[kept.index(index) for index in pack] for pack in packs]
     kind = GlobalBatch(ranks, len(packs) // ranks, cost, barrier)
-    found = evened(np.array(lengths), packs, budget, kind)
+    found = balance_packs(np.array(lengths), packs, budget, kind)
     before, after = (kind.step_time(times_of(each, lengths, cost)) for each in (packs, found))
     assert after <= before * (1 + 1e-9)
 
@@ -89,7 +89,7 @@ def test_full_packs_exchange_documents_too():
     lengths = [8, 8, 8, 8] + [1] * 32
     packs = [[0, 1], [2, 3], list(range(4, 20)), list(range(20, 36))]
     kind = GlobalBatch(4, 1, PackCost(0, 1, 1))
-    found = evened(np.array(lengths), packs, 16, kind)
+    found = balance_packs(np.array(lengths), packs, 16, kind)
     assert [sorted(lengths[index] for index in pack) for pack in found] == [[1] * 8 + [8]] * 4
 
 

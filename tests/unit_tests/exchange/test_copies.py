@@ -50,7 +50,7 @@ def test_no_whole_program_is_for_beta(ranks: int, tokens: tuple, heads: tuple):
     exchange = Exchange(Layout.zigzag(Packing([2 * ranks]), ranks), sections, ())
     at = Geometry(exchange, 0, (torch.bfloat16,) * 5, None, torch.device("cpu"))
     joint = (sum(count * size for count, size in list(shapes.values())[:3]), 32, 32)
-    to_ranks = copies._token_pieces(
+    to_ranks = copies._token_table(
         at.blocks, (at.format,), at.dtypes, at.coded, joint, at.dtypes[:3], (16,) * 4, at.device, to_tensors=False
     )
     assert programs_of(to_ranks) == tokens

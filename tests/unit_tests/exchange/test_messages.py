@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.exchange.exchange import Exchange
 from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.head_side import keeps_message, pack_heads, pack_heads_apart, unpack_heads
+from megatron_cp.exchange.head_side import keeps_message, pack_heads, pack_heads_for_peers, unpack_heads
 from megatron_cp.exchange.messages import like_rows, section_views
 from megatron_cp.exchange.sections import Section, Sections
 from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
@@ -239,7 +239,7 @@ def test_sections_whose_heads_are_not_dense_are_made_so_once_and_not_for_every_r
     assert at.order is not None
     received = torch.full((at.token_side_bytes,), 255, dtype=torch.uint8)  # as what nobody writes is
     with CountCopies() as moved:
-        message, write_own = pack_heads_apart(sections, at, Buffers(), received)
+        message, write_own = pack_heads_for_peers(sections, at, Buffers(), received)
         write_own()
     assert 0 < moved.counts["clone"] <= len(sections)
     whole = pack_heads(normal(at), at, Buffers())

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.codec import CODECS, E4M3, E5M2, INT8
 from megatron_cp.exchange.kernels import copies
-from megatron_cp.exchange.kernels.pieces import MOST, Piece, alignment_of, pieces_of
+from megatron_cp.exchange.kernels.pieces import MOST, Piece, alignment_of, copy_table
 from tests.unit_tests.exchange.test_copies import geometry
 
 pytestmark = pytest.mark.slow
@@ -249,7 +249,7 @@ def launch(pieces: list[Piece], tensors: list[Tensor], message: Tensor, rows: in
     """The table; all messages are the one."""
     types, messages = [tensor.dtype for tensor in tensors], [message] * (1 + max(piece.message for piece in pieces))
     alignment = alignment_of(tensors, messages)
-    table = pieces_of(pieces, types=types, alignment=alignment, device=CPU, to_tensors=back)
+    table = copy_table(pieces, types=types, alignment=alignment, device=CPU, to_tensors=back)
     if back:
         kernels.copy_from_message(messages, tensors, rows, table, **more)
     else:

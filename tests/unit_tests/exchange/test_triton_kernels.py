@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron_cp.exchange.codec import E4M3, E5M2, INT8, Format
 from megatron_cp.exchange.coding import decode, encode
-from megatron_cp.exchange.kernels.pieces import FEW, KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, pieces_of
+from megatron_cp.exchange.kernels.pieces import FEW, KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, copy_table
 from megatron_cp.exchange.sections import partition_heads
 
 pytestmark = pytest.mark.slow
@@ -50,16 +50,16 @@ def test_tables_need_no_triton():
         import sys
         sys.modules["triton"] = None
         import megatron_cp, torch
-        from megatron_cp.exchange.kernels.pieces import Piece, pieces_of
+        from megatron_cp.exchange.kernels.pieces import Piece, copy_table
         kind = dict(types=[torch.float32], alignment=(16, 16), device=torch.device("cpu"), to_tensors=True)
-        assert pieces_of([Piece(0, 0, 16, 0, 16, 0)], **kind).few_blocks == 1
+        assert copy_table([Piece(0, 0, 16, 0, 16, 0)], **kind).few_blocks == 1
     """
     subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[3], timeout=120, check=True)
 
 
 def widths(pieces: Sequence[Piece], *alignment: int, types: Sequence[torch.dtype] = (FP32,)) -> dict[int, int]:
     """How many units of each kind there are."""
-    made = pieces_of(pieces, types=types, alignment=alignment, device=CPU, to_tensors=len(pieces) > 1)
+    made = copy_table(pieces, types=types, alignment=alignment, device=CPU, to_tensors=len(pieces) > 1)
     units = made.table[:, : made.unit_blocks * UNITS + made.few_blocks * FEW]
     kinds = units[KIND][units[TENSOR] >= 0]
     return {int(kind): int((kinds == kind).sum()) for kind in kinds.unique()}
@@ -92,7 +92,7 @@ def test_few_units_of_a_kind_are_no_whole_program():
     def blocks(*counts: int, width: int = 16) -> tuple[int, int]:
         pieces = [Piece(0, 16 * width * number, count * width, 0, 4096, 16 * width * number)
                   for number, count in enumerate(counts)]  # fmt: skip
-        made = pieces_of(pieces, types=[FP32], alignment=(width, 16), device=CPU, to_tensors=False)
+        made = copy_table(pieces, types=[FP32], alignment=(width, 16), device=CPU, to_tensors=False)
         return made.unit_blocks, made.few_blocks
 
     assert blocks(1) == blocks(8) == (0, 1)
@@ -101,7 +101,7 @@ def test_few_units_of_a_kind_are_no_whole_program():
     assert blocks(64) == (1, 0)
     assert blocks(64, width=4) == (1, 0)
     assert blocks(65) == (1, 1)
-    both = pieces_of([Piece(0, 0, 1048, 0, 2048, 0)], types=[FP32], alignment=(16, 16), device=CPU, to_tensors=False)
+    both = copy_table([Piece(0, 0, 1048, 0, 2048, 0)], types=[FP32], alignment=(16, 16), device=CPU, to_tensors=False)
     assert (both.kinds, both.unit_blocks, both.few_blocks) == ((16, 8), 1, 2)
     assert both.programs == (8, 10, 10)
 
@@ -114,7 +114,7 @@ def test_only_what_pieces_share_is_summed():
 
 def test_heads_are_coded_in_wide_accesses_if_both_sides_are_aligned():
     def kinds(piece: Piece, *alignment: int) -> tuple[int, ...]:
-        return pieces_of([piece], types=[BF16], alignment=alignment, device=CPU, to_tensors=False).head_kinds
+        return copy_table([piece], types=[BF16], alignment=alignment, device=CPU, to_tensors=False).head_kinds
 
     piece = Piece(0, 16, 96, 32, 64, 8, head_dim=24, scale=56)
     assert kinds(piece, 16, 16) == (32 + 16,)
@@ -250,7 +250,7 @@ def bytes_around(tensor: Tensor) -> Tensor:
 
 def table(pieces: Sequence[Piece], tensors: Sequence[Tensor], messages: Sequence[Tensor], **kind: bool) -> Pieces:
     types = [tensor.dtype for tensor in tensors]
-    return pieces_of(pieces, types=types, alignment=alignment_of(tensors, messages), device=CPU, **kind)
+    return copy_table(pieces, types=types, alignment=alignment_of(tensors, messages), device=CPU, **kind)
 
 
 def check(

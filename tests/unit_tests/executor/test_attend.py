@@ -209,7 +209,7 @@ def test_tiles_may_leave_home_in_one_direction_alone(forward, monkeypatch):
     monkeypatch.setattr("megatron_cp.planner.attention.assigned_tiles", assigned)
     case = replace(TILES, cp=2, lengths=(32, 32), layout="contiguous", scheme="tiled", seed=8)
     attend = case.plan().attend
-    assert [len(attend.stages_of(forward=way)) > 1 for way in (forward, not forward)] == [True, False]
+    assert [len(attend.stages_in(forward=way)) > 1 for way in (forward, not forward)] == [True, False]
     check(case)
 
 

@@ -55,7 +55,7 @@ def test_results_return_in_the_order_of_ranks(monkeypatch):
     assert max(map(len, found)) >= 2
 
 
-def test_row_sums_of_bf16_are_summed_in_fp32():
+def test_row_sums_of_bf16_are_accumulation_dtype_fp32():
     """256 and 65 ones: bf16 has no 321."""
     out = torch.ones(3, 2, 66, dtype=torch.bfloat16)
     out[..., 0] = 256

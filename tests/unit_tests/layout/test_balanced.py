@@ -194,7 +194,7 @@ def test_work_before_each_place(lengths, spec):
     work = Work(*seen_in_pieces(mask.bands, mask.packing.total), mask.packing.total)
     places = np.arange(mask.packing.total + 1)
     assert work.before(places).tolist() == np.cumsum(np.append(0, mask.seen)).tolist()
-    assert Work.of_tokens(mask.seen).before(places).tolist() == work.before(places).tolist()
+    assert Work.from_tokens(mask.seen).before(places).tolist() == work.before(places).tolist()
 
 
 def test_no_table_is_made_of_tokens():
@@ -210,8 +210,8 @@ def test_no_table_is_made_of_tokens():
 
 def test_even_shares_takes_any_work():
     work = np.array([9, 0, 0, 0, 0, 0, 0, 9])
-    assert even_shares(Work.of_tokens(work), 2) == [[(0, 4)], [(4, 8)]]
-    shares = even_shares(Work.of_tokens(work[[0, 7, 1, 2, 3, 4, 5, 6]]), 2)
+    assert even_shares(Work.from_tokens(work), 2) == [[(0, 4)], [(4, 8)]]
+    shares = even_shares(Work.from_tokens(work[[0, 7, 1, 2, 3, 4, 5, 6]]), 2)
     assert sorted(sum(int(work[[0, 7, 1, 2, 3, 4, 5, 6]][a:b].sum()) for a, b in share) for share in shares) == [9, 9]
 
 

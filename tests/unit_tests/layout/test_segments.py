@@ -22,7 +22,7 @@ def layouts(draw):
 @ragged
 @given(layouts())
 def test_a_ranks_segments_are_its_rows_cut_where_documents_begin(layout):
-    segments, packing = Segments.of(layout), layout.packing
+    segments, packing = Segments.from_layout(layout), layout.packing
     for rank in range(layout.cp_size):
         own = segments.local(rank)
         rows = [np.arange(segments.start[i], segments.end[i]) for i in own.ids]
@@ -39,7 +39,7 @@ def test_a_ranks_segments_are_its_rows_cut_where_documents_begin(layout):
 @ragged
 @given(layouts())
 def test_a_rank_needs_the_maps_that_lead_to_its_segments_and_no_others(layout):
-    segments = Segments.of(layout)
+    segments = Segments.from_layout(layout)
     count = segments.start.size
     for forward in (True, False):
         receivers = np.zeros(count, dtype=int)
@@ -63,12 +63,12 @@ def test_a_rank_needs_the_maps_that_lead_to_its_segments_and_no_others(layout):
 
 def test_segments_of_a_layout_are_made_once():
     layout = Layout.zigzag(Packing([7, 3]), 2)
-    assert Segments.of(layout) is Segments.of(layout)
+    assert Segments.from_layout(layout) is Segments.from_layout(layout)
 
 
 @pytest.mark.parametrize("name", ["contiguous", "balanced"])
 def test_few_segments_continue_in_layouts_of_few_fragments(name):
     packing = Packing(np.random.default_rng(0).integers(1, 200, 1000))
-    segments = Segments.of(getattr(Layout, name)(packing, 8))
+    segments = Segments.from_layout(getattr(Layout, name)(packing, 8))
     assert segments.past.sum() <= 3 * 8
-    assert Segments.of(Layout.zigzag(packing, 8)).past.sum() > 8 * 1000
+    assert Segments.from_layout(Layout.zigzag(packing, 8)).past.sum() > 8 * 1000

@@ -68,7 +68,7 @@ def test_the_bound_is_of_true_head_ranks(mask):
     for forward, known in zip((True, False), plan.attend.tiled.solutions, strict=True):
         busiest = max(plan.attend.bytes_sent(2, forward=forward))  # of two KV ranks, what one sends the other receives
         assert 0 < known.bound <= busiest
-        assert known.bytes_on_the_way >= busiest  # whole chunks
+        assert known.busiest_bytes >= busiest  # whole chunks
 
 
 def test_bytes_between_hosts_are_dearer_and_said_as_they_are(solved):
@@ -76,10 +76,10 @@ def test_bytes_between_hosts_are_dearer_and_said_as_they_are(solved):
     plan = PLAN(Layout.contiguous(PACKING, 4), topology=topology)
     for (problem, _, solution), known in zip(solved, plan.attend.tiled.solutions, strict=True):
         assert (problem.hosts.tolist(), problem.host_cost) == ([0, 0, 1, 1], 6)
-        assert known.bytes_on_the_way == max(max(each) for each in volumes(problem, solution.ranks))
+        assert known.busiest_bytes == max(max(each) for each in volumes(problem, solution.ranks))
         assert 0 < known.bound < solution.bound  # which is weighted
-        assert known.bound == lower_bound(problem.on_one_host()) <= known.bytes_on_the_way
-        assert known.is_optimal == (known.bytes_on_the_way == known.bound)
+        assert known.bound == lower_bound(problem.on_one_host()) <= known.busiest_bytes
+        assert known.is_optimal == (known.busiest_bytes == known.bound)
 
 
 def test_a_plan_is_said_to_be_the_best_where_that_is_proven(solved):
@@ -88,7 +88,7 @@ def test_a_plan_is_said_to_be_the_best_where_that_is_proven(solved):
         plan = PLAN(Layout.contiguous(PACKING, 4), mask=Mask.named(PACKING, name))
         for (_, _, solution), known in zip(solved[-2:], plan.attend.tiled.solutions, strict=True):
             assert known.is_optimal == solution.optimal
-            assert known.bytes_on_the_way == max(solution.sent.max(), solution.received.max())
+            assert known.busiest_bytes == max(solution.sent.max(), solution.received.max())
     assert len({solution.optimal for _, _, solution in solved}) == 2
 
 

@@ -42,7 +42,7 @@ def make_tables(plan, rank):
     """What a rank needs to run a plan, and the sums that a choice between plans needs."""
     kv_rank = rank // plan.ulysses_degree
     for exchange, _ in plan.exchanges(forward=True):
-        layout = exchange.within(kv_rank).layout
+        layout = exchange.subgroup(kv_rank).layout
         _ = layout.order, layout.inverse_order
     for step in plan.recurrent_steps:
         if isinstance(step, Halo):

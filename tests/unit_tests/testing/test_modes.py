@@ -14,11 +14,11 @@ def test_one_thread_meets_every_operator_once(monkeypatch):
 
     def note(self, func, types, args=(), kwargs=None):
         met.append(func)
-        raise modes._MetError
+        raise modes._RegisteredError
 
-    monkeypatch.setattr(modes._Meet, "__torch_dispatch__", note)
-    modes._meet.cache_clear()
-    threads = [threading.Thread(target=modes.meet_operators) for _ in range(3)]
+    monkeypatch.setattr(modes._Register, "__torch_dispatch__", note)
+    modes._register_operators.cache_clear()
+    threads = [threading.Thread(target=modes.register_operators) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

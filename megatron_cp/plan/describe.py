@@ -1,4 +1,4 @@
-"""Words for the parts of a plan: who owns what, what a step does, what each rank has. No torch in here."""
+"""Text for the parts of a plan: owners of tokens, steps, and what each rank has. No torch in here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RANKS_SHOWN = 64
 
 
 def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
-    """The packed stream as a strip of characters: whose tokens, and where documents begin."""
+    """Returns the packed stream as a strip of characters that shows owners and document starts."""
     total = layout.packing.total
     if total == 0:
         return ["the packed stream is empty"]
@@ -40,8 +40,8 @@ def ownership(layout: Layout, width: int = STRIP_WIDTH) -> list[str]:
     ]
 
 
-def words_of(step: Step, cp_size: int, item_size: int, *, chunkwise: bool) -> list[str]:
-    """A line or more for a step of a plan over `cp_size` ranks; chunkwise, local work is on own tokens."""
+def describe_step(step: Step, cp_size: int, item_size: int, *, chunkwise: bool) -> list[str]:
+    """Returns lines of text for a step of a plan over `cp_size` ranks; chunkwise local work is on own tokens."""
     match step:
         case Compute(name):
             share = "all heads of own tokens" if chunkwise else "own heads of all tokens"
@@ -84,7 +84,7 @@ def _attend(step: Attend) -> list[str]:
 
 
 def _tiled(step: Attend, among: str) -> list[str]:
-    """Which tiles each KV rank computes, in numbers of the busiest one."""
+    """Describes the assigned tiles, with the numbers of the busiest rank."""
     lines = [
         f"attention: tiles of the mask assigned to {step.num_kv_ranks} ranks, in "
         f"{counted(step.head_chunks, 'chunk of heads')}{among}; those of own rows first"
@@ -96,10 +96,10 @@ def _tiled(step: Attend, among: str) -> list[str]:
     return lines
 
 
-def table_of_ranks(
+def rank_table(
     layout: Layout, group: str, heads: Sequence[HeadRange], groups: Sequence[HeadRange], work: Sequence[int]
 ) -> list[str]:
-    """A line for each rank: its tokens, its heads, the groups that those share, called `group`, and its work."""
+    """Returns a line for each rank: its tokens, heads, groups that those share (named `group`), and work."""
     total = max(sum(work), 1)
     lines = [f"{'rank':>5} {'tokens':>9} {'pad':>5} {'fragments':>9}  {'heads':<11} {group:<11} {'work':>6}"]
     fragments = np.diff(layout.fragment_offsets)
@@ -119,7 +119,7 @@ def _heads(span: tuple[int, int]) -> str:
 
 
 def size(count: int) -> str:
-    """A number of bytes for people: `1536` is "1.5 KiB"."""
+    """Formats a number of bytes: `1536` is "1.5 KiB"."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -129,7 +129,7 @@ def size(count: int) -> str:
 
 
 def plural(noun: str, count: int = 2) -> str:
-    """Of a noun that another may follow: "groups of B and C"."""
+    """Returns the plural of a noun: "groups of B and C"; the noun itself if `count` is 1."""
     if count == 1:
         return noun
     first, _, rest = noun.partition(" of ")
@@ -137,5 +137,5 @@ def plural(noun: str, count: int = 2) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A number of something, in the singular where it is one."""
+    """Formats a number with its noun, in the singular if it is one."""
     return f"{count} {plural(noun, count)}"
