@@ -250,7 +250,7 @@ class GraphTables:
             bands = tiles.bands
             if one.layout.packing.lengths[-1]:  # half of them are those of what fills it up
                 bands = bands[: len(bands) // 2]
-            self._patterns[number, stage.number] = Pattern.of(bands, len(tiles.q_tokens), len(tiles.k_tokens))
+            self._patterns[number, stage.number] = Pattern.from_bands(bands, len(tiles.q_tokens), len(tiles.k_tokens))
 
     def _check_kind(self, slot: Slot, plan: Plan) -> None:
         """Refuses by name what cannot be captured for every pack."""
