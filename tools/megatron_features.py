@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.training.arguments import add_megatron_arguments
 
-from megatron_cp.megatron.features import FEATURES, OF_FLAG
+from megatron_cp.megatron.features import FEATURE_BY_FLAG, FEATURES
 
 PAGE = Path(__file__).parents[1] / "docs" / "megatron-features.md"
 # Groups of Megatron's parser that touch sequence, batch, layers, ranks, precision, the optimizer or a run.
@@ -59,7 +59,7 @@ def _others() -> Iterator[str]:
     yield "## Not in the table\n"
     yield "Flags of the same groups of Megatron's parser. `doctor` calls them unknown.\n"
     for group, names in flags().items():
-        left = [f"`{name}`" for name in names if name not in OF_FLAG]
+        left = [f"`{name}`" for name in names if name not in FEATURE_BY_FLAG]
         if left:
             yield f"- {group}: {', '.join(left)}"
 

@@ -249,7 +249,7 @@ class GraphTables:
             bands = tiles.bands
             if one.layout.packing.lengths[-1]:  # half of the bands are the padding's
                 bands = bands[: len(bands) // 2]
-            self._patterns[number, stage.number] = Pattern.of(bands, len(tiles.q_tokens), len(tiles.k_tokens))
+            self._patterns[number, stage.number] = Pattern.from_bands(bands, len(tiles.q_tokens), len(tiles.k_tokens))
 
     def _check_kind(self, slot: Slot, plan: Plan) -> None:
         """Raises for layers that cannot be captured for every pack, naming the option."""

@@ -21,7 +21,7 @@ def judged(words: Sequence[str]) -> Report:
     """
     if not megatron_is_installed():
         raise UsageError(f"--megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
-    from megatron_cp.megatron.features import OF_FLAG, REFUSED
+    from megatron_cp.megatron.features import FEATURE_BY_FLAG, REFUSED
 
     args, given = _parsed(list(words))
     errors = {error.argument: error for error in _refusals(_AsConfig(args))}
@@ -31,7 +31,7 @@ def judged(words: Sequence[str]) -> Report:
     for flag in given:
         if flag in errors or flag in undecided:
             continue
-        feature = OF_FLAG.get(flag)
+        feature = FEATURE_BY_FLAG.get(flag)
         if feature is None:
             rows.append(("unknown", flag, "not in the table: compare a step with one rank"))
         elif feature.verdict == REFUSED and feature.depends:

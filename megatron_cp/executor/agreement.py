@@ -1,7 +1,7 @@
-"""Ranks compare what they are about to do: plans, and how operations are called.
+"""Compares plans, and the arguments of operations, between ranks.
 
-A plan and a call are compared once: 16 bytes a rank, on the host. What was compared before costs a look-up. Without
-this, ranks that disagree would wait for each other for ever, or return numbers of neither's settings.
+A plan and a kind of call are compared once, with 16 bytes a rank, on the host; later calls cost a look-up. Without the
+comparison, ranks that disagree would wait for each other for ever, or compute results of mixed settings.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_cp.plan.plan import Plan
 
 @runtime_checkable
 class Agreeable(Protocol):
-    """What ranks can compare: a plan, or the plans of a whole batch."""
+    """A value that ranks can compare: a plan, or the plans of a whole batch."""
 
     @property
     def cp_size(self) -> int: ...
@@ -34,20 +34,20 @@ def check_agreement(
     plan: Agreeable, group: Group | None, *, seed: int | None = None,
     tensors: Mapping[str, Tensor] | None = None,
 ) -> None:  # fmt: skip
-    """Fails on every rank unless all ranks made the same plan. One 16-byte exchange on the host; call it once a plan.
+    """Fails on every rank unless all ranks made the same plan. It exchanges 16 bytes on the host; call it once a plan.
 
-    An operation does it by itself when it is first called with a plan. A plan that was compared before is not compared
-    again there, so that a batch's plans can be compared together and ahead of its first layer.
+    An operation compares a plan when it is first called with it, unless the plan has been compared before. So a batch's
+    plans can be compared together, before its first layer.
 
     Args:
         plan: a plan, or a `BatchPlan`.
-        group: its ranks.
-        seed: a number, at least 0, that must be equal on all ranks too, such as one that stands for the batch's tokens.
-        tensors: on the host, by name, such as labels: equal on all ranks too.
+        group: the plan's ranks.
+        seed: a number, at least 0, that must be equal on all ranks too, such as a digest of the batch's tokens.
+        tensors: tensors on the host, by name, such as labels, that must be equal on all ranks too.
 
     Raises:
-        ArgumentError: the group has another number of ranks than the plan, or no tensors on the host.
-        PlanMismatchError: with the lines in which the first differing rank's plan departs from rank 0's.
+        ArgumentError: the group has another number of ranks than the plan, or the tensors are not on the host.
+        PlanMismatchError: ranks differ; the message has the lines in which the first such rank differs from rank 0.
     """
     if not isinstance(plan, Agreeable) or isinstance(plan, type):
         raise ArgumentError("plan", plan, "a plan, or the plans of a batch")
@@ -61,16 +61,16 @@ def check_agreement(
     ):
         raise ArgumentError("tensors", tensors, "tensors on the host, by name")
     lines = [*plan.describe(), *([] if seed is None else [f"tokens and seed: {seed}"])]
-    lines += [f"{name}: {_contents(tensor)}" for name, tensor in sorted(tensors.items())]
+    lines += [f"{name}: {_describe_contents(tensor)}" for name, tensor in sorted(tensors.items())]
     _compare(ranks, lines, "comparison of plans", PlanMismatchError, _DIFFERENT_PLANS)
     _remember(ranks, plan)
 
 
 def compare_calls(group: Group, compare: bool) -> None:
-    """Says whether the ranks of a group compare how operations are called; they do, unless told otherwise.
+    """Turns the comparison of calls between the ranks of a group on or off; it is on by default.
 
-    Every rank must say the same. Without the comparison, ranks that call an operation in different ways (another scale,
-    type or kernel, gradients on some ranks only) wait for each other, or return wrong numbers.
+    Every rank must call it with the same value. Without the comparison, ranks that call an operation in different ways
+    (another scale, type or kernel, gradients on some ranks only) wait for each other, or return wrong numbers.
     """
     checked_flag("compare", compare)
     rank_group(group).agreed.compares_calls = compare
@@ -84,33 +84,35 @@ def agree_on_call(
     options: Mapping[str, Any],
     once: Callable[[], Mapping[str, Any]] = dict,
 ) -> str:
-    """Fails on every rank unless all ranks make the same call. Costs an exchange for a new plan or kind of call only.
+    """Fails on every rank unless all ranks make the same call. Only a new plan or kind of call costs an exchange.
 
-    Ranks could mix the kinds of calls, and the plans, that they have compared. So the call's messages should carry
-    their marks, by which they meet only their like where the group can tell.
+    Ranks could still mix calls and plans that they have compared. So the messages of a call should carry the result as
+    their activity: where the group supports it, messages of different activities are never matched.
 
     Args:
-        ranks: of the group.
+        ranks: the group.
         subjects: the plan, or the layouts.
-        operation: its name.
-        tensors: inputs and parameters; their types, their shapes but for rows, and whether they need gradients count.
+        operation: name of the operation.
+        tensors: inputs and parameters, of which types, shapes other than the number of rows, and whether they need
+            gradients are compared.
         options: numbers and names.
-        once: more of what must be equal, looked at only when ranks compare: what changes from call to call, or has to
-            be read from a device.
+        once: returns further values that must be equal, such as values that change from call to call or must be read
+            from a device. It is called only when ranks compare.
 
     Returns:
-        the operation's name with marks that stand for this kind of call and its plan on all ranks, and the number of
-        the call on this rank, which its backward has too: backward passes in another order do not meet either.
+        The operation's name, the marks of this kind of call and of its plan, which are the same on all ranks, and the
+        number of the call on this rank. Its backward has the same number, so that backward passes in different orders
+        are not matched either.
 
     Raises:
-        CallMismatchError: with the lines in which the first differing rank's call departs from rank 0's.
+        CallMismatchError: ranks differ; the message has the lines in which the first such rank differs from rank 0.
     """
     agreed = ranks.agreed
     if ranks.size == 1 or not agreed.compares_calls:
         return operation
     grad = torch.is_grad_enabled()
-    of_tensors = tuple((name, x if x is None else _kind(x, grad)) for name, x in tensors.items())
-    call = (operation, of_tensors, tuple(options.items()), grad)
+    tensor_kinds = tuple((name, x if x is None else _kind(x, grad)) for name, x in tensors.items())
+    call = (operation, tensor_kinds, tuple(options.items()), grad)
     plans = [_digest_and_lines(subject)[0] for subject in subjects]
     if agreed.call(call) is None or not all(map(agreed.plan, plans)):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
@@ -127,10 +129,10 @@ def agree_on_call(
 def _compare_call(
     ranks: RankGroup, subjects: Sequence[Plan | Layout], call: tuple[Any, ...], once: Mapping[str, Any]
 ) -> None:
-    operation, of_tensors, options, grad = call
+    operation, tensor_kinds, options, grad = call
     kind_of_call = [
         f"operation: {operation}",
-        *(f"{name}: {'None' if kind is None else _words(kind)}" for name, kind in of_tensors),
+        *(f"{name}: {'None' if kind is None else _describe_kind(kind)}" for name, kind in tensor_kinds),
         *(f"{name}: {value!r}" for name, value in options),
         f"gradients: {'on' if grad else 'off'}",
     ]
@@ -143,10 +145,10 @@ def _compare_call(
 
 
 def agree_on_layer(ranks: RankGroup, name: str, settings: Mapping[str, Any]) -> None:
-    """Fails on every rank unless all ranks build a layer with the same settings. For set-up: one exchange a layer.
+    """Fails on every rank unless all ranks build a layer with the same settings, by one exchange a layer.
 
     Raises:
-        CallMismatchError: with the settings in which the first differing rank departs from rank 0.
+        CallMismatchError: ranks differ; the message has the settings in which the first such rank differs from rank 0.
     """
     if ranks.size == 1 or not ranks.agreed.compares_calls:
         return
@@ -164,14 +166,14 @@ def _kind(tensor: Tensor, grad: bool) -> tuple[torch.dtype, torch.Size, bool]:
     return tensor.dtype, tensor.shape[1:], grad and tensor.requires_grad
 
 
-def _words(kind: tuple[torch.dtype, torch.Size, bool]) -> str:
+def _describe_kind(kind: tuple[torch.dtype, torch.Size, bool]) -> str:
     dtype, features, needs_gradient = kind
     shape = ", ".join(["rows", *map(str, features)])
     return f"{str(dtype).removeprefix('torch.')}, shape [{shape}], {'needs a' if needs_gradient else 'no'} gradient"
 
 
 def _digest_and_lines(subject: Plan | Layout) -> tuple[bytes, tuple[str, ...]]:
-    """16 bytes that stand for a plan or a layout, and the lines that they are made of, made once."""
+    """Returns the digest of a plan or a layout, 16 bytes, and the lines that it is made of; both are made once."""
 
     def make() -> tuple[bytes, tuple[str, ...]]:
         lines = tuple(subject.describe())
@@ -182,7 +184,7 @@ def _digest_and_lines(subject: Plan | Layout) -> tuple[bytes, tuple[str, ...]]:
 
 
 def _remember(ranks: RankGroup, subject: Agreeable | Layout) -> None:
-    """The ranks have compared a plan, so that its layouts need no comparison either."""
+    """Notes that the ranks have compared a plan, and with it its layouts."""
     plans = [subject] if isinstance(subject, Plan) else getattr(subject, "plans", [])
     layouts = [subject] if isinstance(subject, Layout) else []
     for plan in plans:
@@ -192,8 +194,8 @@ def _remember(ranks: RankGroup, subject: Agreeable | Layout) -> None:
         ranks.agreed.add_plan(*_digest_and_lines(layout))
 
 
-def _contents(tensor: Tensor) -> str:
-    """A tensor on the host in words, its elements as a digest."""
+def _describe_contents(tensor: Tensor) -> str:
+    """Describes a tensor on the host, its elements by a digest."""
     elements = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
     digest = hashlib.blake2b(elements, digest_size=8).hexdigest()
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {digest}"

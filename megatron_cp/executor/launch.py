@@ -1,6 +1,6 @@
-"""Local ranks for checks, tests and small runs: threads of this process, or gloo processes on this machine.
+"""Starts local ranks for checks, tests and small runs: threads of this process, or gloo processes on this machine.
 
-At scale ranks come from torchrun; nothing here is for that.
+Large jobs are started by torchrun; `start_torchrun_rank` joins one.
 """
 
 from __future__ import annotations
@@ -30,37 +30,36 @@ from megatron_cp.errors import ArgumentError, PeerError, checked_integer
 from megatron_cp.executor.groups import ThreadGroup, TorchGroup
 
 RANK_KINDS = ("threads", "processes")
-FIRST_STEP = 600.0  # seconds that a rank waits for another while they import and compile: until `set_timeout`
-_GRACE = 0.5  # seconds within which what went wrong elsewhere is heard of
-_PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent ends
+FIRST_STEP = 600.0  # seconds that a rank waits for another until `set_timeout`, while ranks import and compile
+_GRACE = 0.5  # seconds for errors of other ranks to arrive
+_PR_SET_PDEATHSIG = 1  # Linux's option for the signal that a process gets when its parent ends
 
 
 class RankError(RuntimeError):
-    """A rank raised, died or ran out of time. Carries the first failing rank's traceback.
+    """Raised if a rank raised an error, died or ran out of time. It has the first failing rank's traceback.
 
     Attributes:
-        in_vain: ranks waited for others in vain, and nothing else is known to have failed.
+        is_peer_failure: True if ranks failed only because other ranks did not answer.
     """
 
-    in_vain = False
+    is_peer_failure = False
 
 
 def run_ranks[T](
     function: Callable[..., T], size: int, *args: Any, kind: str = "threads", timeout: float | None = 120.0
 ) -> list[T]:
-    """Calls `function(group, *args)` on `size` local ranks and returns what each returned, in rank order.
+    """Calls `function(group, *args)` on `size` local ranks and returns their results in rank order.
 
     Args:
-        function: with processes it and its arguments and result are pickled, so it must be importable by name.
-            A rank's process has a device of its own as the current one where there are enough, else a shared one.
+        function: the function. With processes it, its arguments and its result are pickled, so it must be importable
+            by name, and the current device of a rank is its own if there are enough devices, else a shared one.
         size: the number of ranks.
         kind: "threads" or "processes" (gloo over loopback).
-        timeout: seconds until every rank's stack is written to standard error and the call fails; None to wait for
-            as long as it takes.
+        timeout: seconds until every rank's stack is written to standard error and the call fails; None for no limit.
 
     Raises:
-        ArgumentError: raised by a rank process; the others are stopped.
-        RankError: a rank raised anything else, died or ran out of time; the others are stopped.
+        ArgumentError: a rank process raised it; the others are stopped.
+        RankError: a rank raised another error, died or ran out of time; the others are stopped.
     """
     if kind not in RANK_KINDS:
         raise ArgumentError("kind", kind, " or ".join(RANK_KINDS))
@@ -78,7 +77,7 @@ def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...]
 
     def rank_main(rank: int) -> None:
         try:
-            # On CUDA autograd runs backward in one thread per device; ranks that wait for each other there deadlock.
+            # On CUDA autograd runs backward in one thread per device, in which ranks that wait for each other deadlock.
             with torch.autograd.set_multithreading_enabled(False), torch.set_grad_enabled(grad_enabled):
                 results[rank] = function(groups[rank], *args)
         except BaseException as error:
@@ -94,7 +93,7 @@ def _run_threads[T](function: Callable[..., T], size: int, args: tuple[Any, ...]
     for thread in threads:
         thread.join(min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX))
     if not failures and any(thread.is_alive() for thread in threads):
-        if sys.__stderr__ is not None:  # not sys.stderr, which need not be a file
+        if sys.__stderr__ is not None:  # sys.stderr need not be a file
             faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
         groups[0].abort()
         raise RankError(f"{size} ranks did not finish in {timeout:g} s; their stacks are on standard error")
@@ -112,33 +111,33 @@ def _run_processes[T](function: Callable[..., T], size: int, args: tuple[Any, ..
             for rank in range(size)
         ]
         try:
-            with _interrupts_held_back():
+            with _interrupts_deferred():
                 for process in processes:
                     process.start()
-            return _collected(processes, folder, timeout)
+            return _collect(processes, folder, timeout)
         except RankError as error:
-            if error.in_vain:
-                _ask_for_stacks(processes)
+            if error.is_peer_failure:
+                _request_stacks(processes)
             raise
         finally:
-            with _interrupts_ignored():  # of a second Ctrl-C, which would leave ranks behind
+            with _interrupts_ignored():  # a second Ctrl-C would leave ranks running
                 _stop([process for process in processes if process.pid is not None])
             _show_stacks(folder, size)
 
 
 @contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """Answers a Ctrl-C that arrives within at the end; processes that start within do not hear of it at all.
+def _interrupts_deferred() -> Iterator[None]:
+    """Raises a Ctrl-C that arrives inside the context at its end; processes that start inside block it.
 
-    Ctrl-C reaches every process of a terminal's job, and the parent alone answers. Ignoring it here would lose it.
+    Ctrl-C reaches every process of a terminal's job, but only the parent must handle it.
     """
     if not _handles_interrupts():
         yield
         return
-    resource_tracker.ensure_running()  # what starts it first would have Ctrl-C unblocked again
+    resource_tracker.ensure_running()  # if it is started later, Ctrl-C is unblocked again
     arrived = threading.Event()
     previous = signal.signal(signal.SIGINT, lambda *_: arrived.set())
-    # Of this thread, so that processes that it starts have it too; a signal can still arrive by another thread.
+    # This blocks it for this thread and the processes that it starts; a signal can still arrive by another thread.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -151,7 +150,7 @@ def _interrupts_held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """Forgets a Ctrl-C that arrives within."""
+    """Ignores a Ctrl-C that arrives inside the context."""
     if not _handles_interrupts():
         yield
         return
@@ -163,25 +162,25 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _handles_interrupts() -> bool:
-    """Whether this thread may, and Python does: a handler from before Python could not be put back."""
+    """True if this is the main thread and Python's handler can be restored, so was not set outside of Python."""
     is_main = threading.current_thread() is threading.main_thread()
     return is_main and signal.getsignal(signal.SIGINT) is not None
 
 
-def _collected(processes: list[Any], folder: str, timeout: float | None) -> list[Any]:
+def _collect(processes: list[Any], folder: str, timeout: float | None) -> list[Any]:
     size = len(processes)
     results: dict[int, Any] = {}
     failures: dict[int, BaseException | str] = {}
-    # Starting up included; the ranks give up first, with their stacks.
+    # The extra time is for starting up, and lets the ranks time out first and write their stacks.
     deadline = float("inf") if timeout is None else time.monotonic() + timeout + 60
     while len(results) < size:
-        silent = _take_answers(processes, folder, results, failures)
+        silent = _read_results(processes, folder, results, failures)
         if failures and not silent:
-            # A rank that ends breaks the others' connections, and their complaints may arrive before its end is seen.
+            # A rank that ends breaks the others' connections, whose errors may be read before its end is noticed.
             time.sleep(_GRACE)
-            silent = _take_answers(processes, folder, results, failures)
+            silent = _read_results(processes, folder, results, failures)
         if silent:
-            raise _death(silent[0], size, processes[silent[0]].exitcode)
+            raise _exit_error(silent[0], size, processes[silent[0]].exitcode)
         if failures:
             raise _first_cause(failures, size)
         if time.monotonic() > deadline:
@@ -190,35 +189,35 @@ def _collected(processes: list[Any], folder: str, timeout: float | None) -> list
     return [results[rank] for rank in range(size)]
 
 
-def _take_answers(
+def _read_results(
     processes: list[Any], folder: str, results: dict[int, Any], failures: dict[int, BaseException | str]
 ) -> list[int]:
-    """Reads what ranks have answered since the last look, and returns those that ended without an answer."""
+    """Reads new results of ranks, and returns the ranks that ended without a result."""
     ended = [rank for rank, process in enumerate(processes) if process.exitcode is not None]
     for rank in range(len(processes)):
-        answer = _answer_file(folder, rank)
+        answer = _result_file(folder, rank)
         if rank not in results and rank not in failures and answer.exists():
             ok, payload = pickle.loads(answer.read_bytes())
             (results if ok else failures)[rank] = payload
     return [rank for rank in ended if rank not in results and rank not in failures]
 
 
-def _answer(folder: str, rank: int, ok: bool, payload: Any) -> None:
-    """Leaves what a rank returns or failed with: whole or not at all, at whatever moment the rank is ended.
+def _write_result(folder: str, rank: int, ok: bool, payload: Any) -> None:
+    """Writes a rank's result or error to its file atomically, in case the rank is killed meanwhile.
 
-    A pipe would keep the caller waiting for the rest of an answer whose rank was killed or stopped within it.
+    With a pipe the caller would wait for the rest of a result whose rank was killed or stopped while it wrote.
     """
-    answer = _answer_file(folder, rank)
+    answer = _result_file(folder, rank)
     part = answer.with_name(f"{answer.name}.part")
     part.write_bytes(pickle.dumps((ok, payload)))
     part.replace(answer)
 
 
-def _answer_file(folder: str, rank: int) -> Path:
+def _result_file(folder: str, rank: int) -> Path:
     return Path(folder) / f"answer.{rank}"
 
 
-def _death(rank: int, size: int, exit_code: int) -> RankError:
+def _exit_error(rank: int, size: int, exit_code: int) -> RankError:
     if exit_code == -signal.SIGKILL:
         return RankError(f"rank {rank} of {size} was killed; this machine may be out of memory")
     return RankError(
@@ -228,32 +227,32 @@ def _death(rank: int, size: int, exit_code: int) -> RankError:
 
 
 def _first_cause(failures: dict[int, BaseException | str], size: int) -> BaseException:
-    """The error that is no complaint about another rank, if there is one."""
+    """Returns the first error that is not about another rank, if there is one, else the first of all."""
     for error in failures.values():
         if isinstance(error, ArgumentError):
             return error
     texts = {rank: str(text) for rank, text in failures.items()}
-    # Of gloo, which says it of ranks that it loses: what happened to those is the cause.
+    # These are errors of ranks whose peer was lost; the cause is on the peer.
     complaints = (f"{PeerError.__name__}: ", "Connection closed by peer", "Timed out waiting", "pair closure")
     causes = [rank for rank, text in texts.items() if not any(complaint in text for complaint in complaints)]
     rank = causes[0] if causes else next(iter(texts))
     text = f"rank {rank} of {size} failed:\n{texts[rank]}"
-    others = [_complaint(other) for number, other in texts.items() if number != rank]
+    others = [_peer_error_text(other) for number, other in texts.items() if number != rank]
     if not causes and others:
         text = "\n".join([text.rstrip(), "Other ranks failed as well:", *others])
     error = RankError(text)
-    error.in_vain = not causes
+    error.is_peer_failure = not causes
     return error
 
 
-def _complaint(text: str) -> str:
-    """What a rank says of the one that it lost, without the way there."""
+def _peer_error_text(text: str) -> str:
+    """Returns the text of a rank's error about a lost peer, without the traceback."""
     start = text.rfind(f"{PeerError.__name__}: ")
     return text[start:].rstrip() if start >= 0 else text.rstrip().rsplit("\n", 1)[-1]
 
 
-def _ask_for_stacks(processes: list[Any]) -> None:
-    """Has the ranks that still run write what they are at, and gives them a moment to."""
+def _request_stacks(processes: list[Any]) -> None:
+    """Asks the ranks that still run to write their stacks, and waits a moment for them."""
     running = [process for process in processes if process.is_alive()]
     for process in running:
         with contextlib.suppress(ProcessLookupError):
@@ -263,11 +262,11 @@ def _ask_for_stacks(processes: list[Any]) -> None:
 
 
 def _stop(processes: list[Any]) -> None:
-    """Ends what still runs, after a moment in which ranks that run out of time together can write their stacks."""
+    """Ends the processes that still run, after a moment in which ranks that have timed out can write their stacks."""
     patience = time.monotonic() + 4 * _GRACE
     for process in processes:
         process.join(max(0.0, patience - time.monotonic()))
-    for end in ("terminate", "kill"):  # a stopped process hears nothing but the latter
+    for end in ("terminate", "kill"):  # a stopped process reacts to the latter only
         for process in processes:
             if process.is_alive():
                 getattr(process, end)()
@@ -289,35 +288,35 @@ def _stack_file(folder: str, rank: int) -> Path:
 
 def _process_main(rank: int, size: int, folder: str, timeout: float | None, function: Any, args: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked so far, and is forgotten now
-    _end_with_maker()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # it was blocked so far, and is ignored now
+    _kill_with_creator()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform.startswith("linux") else "lo0")
     torch.set_num_threads(1)
     with _stack_file(folder, rank).open("w") as stack:
         try:
-            # NCCL refuses two ranks on one device; gloo, for device tensors too, does not.
+            # NCCL refuses two ranks on one device; gloo does not, and moves device tensors too.
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.device_count() >= size else "gloo"
             if torch.cuda.is_available():
                 torch.cuda.set_device(rank % torch.cuda.device_count())
             dist.init_process_group(
                 backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size,
-                # Within the time limit of all, so that who waits for whom is heard of before that ends them.
+                # Shorter than the time limit of all ranks, so that errors of waits are reported before it ends them.
                 timeout=timedelta(seconds=FIRST_STEP if timeout is None else min(FIRST_STEP, 0.75 * timeout)),
             )  # fmt: skip
             faulthandler.register(signal.SIGUSR1, file=stack)
-            # Only now, when all ranks have started, so that all of them run out of time together.
+            # Started after all ranks have started, so that all of them time out together.
             if timeout is not None:
                 faulthandler.dump_traceback_later(timeout, exit=True, file=stack)
-            _answer(folder, rank, True, function(_world(), *args))
-            _leave_together()
+            _write_result(folder, rank, True, function(_world(), *args))
+            _wait_for_all()
         except ArgumentError as error:
             try:
-                _answer(folder, rank, False, error)
-            except (pickle.PicklingError, AttributeError, TypeError):  # of what was given, such as a function
-                _answer(folder, rank, False, ArgumentError(str(error)))
+                _write_result(folder, rank, False, error)
+            except (pickle.PicklingError, AttributeError, TypeError):  # the error holds a value such as a function
+                _write_result(folder, rank, False, ArgumentError(str(error)))
         except BaseException:
-            _answer(folder, rank, False, traceback.format_exc())
+            _write_result(folder, rank, False, traceback.format_exc())
             _exit_now()
         finally:
             faulthandler.cancel_dump_traceback_later()
@@ -326,37 +325,37 @@ def _process_main(rank: int, size: int, folder: str, timeout: float | None, func
                 dist.destroy_process_group()
 
 
-def _leave_together() -> None:
-    """Waits for the other ranks, whose transfers would fail if this one left before them."""
+def _wait_for_all() -> None:
+    """Waits for the other ranks, whose transfers would fail if this rank ended before them."""
     try:
         _world().barrier()
-    except PeerError:  # what failed there is said there
+    except PeerError:  # the rank that failed reports its error itself
         _exit_now()
 
 
 def _exit_now() -> None:
-    """Ends a rank that has said all that it has to say.
+    """Ends a rank's process without the interpreter's shutdown.
 
-    What is under way in gloo keeps threads, whose end at the end of the interpreter would abort the process.
+    Unfinished operations of gloo have threads that would abort the process at the shutdown of the interpreter.
     """
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(1)
 
 
-def _end_with_maker() -> None:
-    """Has the kernel kill this process when the one that made it ends, also where it is stopped or holds its lock."""
+def _kill_with_creator() -> None:
+    """Makes Linux kill this process when its creator ends, also if this process is stopped or holds the GIL."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        maker = multiprocessing.parent_process()
-        if maker is not None and not maker.is_alive():  # it was gone before
+        creator = multiprocessing.parent_process()
+        if creator is not None and not creator.is_alive():  # it ended before the call
             os._exit(1)
 
 
-def _end_with_parent() -> None:
-    """The same, where another process than the caller made this one, or the kernel does no such thing."""
+def _exit_with_parent() -> None:
+    """Ends this process after its parent, where another process created it, or the system has no such option."""
     parent = multiprocessing.parent_process()
     if parent is not None:
-        parent.join()  # also when it was killed and could not end us
+        parent.join()  # returns also if the parent was killed
         os._exit(1)
 
 
@@ -366,11 +365,11 @@ def in_torchrun() -> bool:
 
 
 def start_torchrun_rank(timeout: float | None = None) -> TorchGroup:
-    """Joins the job that torchrun started: NCCL where every local rank has a device of its own, gloo elsewhere.
+    """Joins the job that torchrun started, with NCCL if every local rank has a device of its own, else with gloo.
 
     Waiting for other ranks, now and in any collective, fails after `timeout` seconds, or `FIRST_STEP`.
     """
-    # Asked of the whole host, so that its ranks cannot choose differently.
+    # The counts are those of the whole host, so that its ranks cannot choose differently.
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else None
     if device is None:
@@ -378,7 +377,7 @@ def start_torchrun_rank(timeout: float | None = None) -> TorchGroup:
     else:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # With the device NCCL connects now, and not within the first layer; and a barrier need not guess it.
+        # Given the device, NCCL connects now and not in the first layer, and a barrier need not guess the device.
         dist.init_process_group(
             "nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout or FIRST_STEP), device_id=device
         )
@@ -386,5 +385,5 @@ def start_torchrun_rank(timeout: float | None = None) -> TorchGroup:
 
 
 def _world(host_group: dist.ProcessGroup | None = None) -> TorchGroup:
-    assert dist.group.WORLD is not None  # only before init_process_group
+    assert dist.group.WORLD is not None  # it is None before init_process_group only
     return TorchGroup(dist.group.WORLD, host_group)

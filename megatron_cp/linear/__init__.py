@@ -1,7 +1,8 @@
 """Linear attention over a packed batch whose tokens are spread over ranks.
 
-`gated_delta_net`, `kimi_delta_attention`, `mamba2` and `causal_conv1d` hold the operations, written once for every mode
-against `on_rank`: what one rank computes, whole documents on its heads or all heads of its tokens. `activations` are
-the nonlinearities whose bits do not depend on how many heads a rank has, `reductions` the sums; `gates/` is what stands
-before a rule; `kernels/` are the backends, the reference first. docs/linear-layers.md has the derivation.
+`gated_delta_net`, `kimi_delta_attention`, `mamba2` and `causal_conv1d` have the operations. They are written once for
+every mode on top of `on_rank`, which computes one rank's share: whole documents on its heads, or all heads of its
+tokens. `activations` and `reductions` have nonlinearities and sums whose bits do not depend on the number of heads of a
+rank. `gates/` computes the inputs of a rule, and `kernels/` has the backends, of which `reference` reads like the
+equations. docs/linear-layers.md has the derivation.
 """

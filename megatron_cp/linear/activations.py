@@ -1,8 +1,8 @@
-"""Nonlinearities whose bits do not depend on the shape that they are applied to.
+"""Nonlinearities whose bits do not depend on the shape of their argument.
 
 torch's `sigmoid`, `silu` and `softplus` round differently in the last, partly filled vector of a CPU loop than in the
-full ones, so that one head's values would depend on how many heads stand beside it, and a head exchange could not be
-bitwise equal to one rank. `exp`, `log1p` and the four operations do not have that fault (a test holds torch to it).
+full ones. A head's values would then depend on the number of heads of a rank, and a head exchange could not be bitwise
+equal to one rank. `exp`, `log1p` and arithmetic do not round so, which a test checks.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from megatron_cp.executor.opaque import opaque
 
 
 def silu(x: Tensor) -> Tensor:
-    """`x * sigmoid(x)`."""
+    """Computes `x * sigmoid(x)`."""
     return _Silu.apply(x)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """`log(1 + exp(x))`, without overflow."""
+    """Computes `log(1 + exp(x))` without overflow."""
     return _Softplus.apply(x)
 
 
 def sigmoid_value(x: Tensor) -> Tensor:
-    """`1 / (1 + exp(-x))`, which autograd differentiates to NaN where exp overflows."""
-    return (x.neg().exp_() + 1).reciprocal_()  # exp overflows to inf below -88 in fp32, whose reciprocal is right: 0
+    """Computes `1 / (1 + exp(-x))`. Autograd's gradient of it is NaN where exp overflows."""
+    return (x.neg().exp_() + 1).reciprocal_()  # below -88 exp overflows to inf in fp32, whose reciprocal 0 is right
 
 
 def softplus_value(x: Tensor) -> Tensor:
-    """`softplus(x)`, not to be differentiated by autograd."""
+    """Computes `softplus(x)`. It must not be differentiated by autograd."""
     return x.clamp(min=0).add_(x.abs().neg_().exp_().log1p_())
 
 
-# The gradients are written out because autograd's own would divide inf by inf where exp overflows.
+# Autograd's own gradients would divide inf by inf where exp overflows.
 
 
 class _Silu(torch.autograd.Function):

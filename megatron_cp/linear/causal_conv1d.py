@@ -10,7 +10,7 @@ from megatron_cp.executor.autocast import lowered
 from megatron_cp.executor.groups import Group
 from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.kernels import LinearKernel
-from megatron_cp.linear.on_rank import LinearOnRank, check_conv, kept
+from megatron_cp.linear.on_rank import LinearOnRank, check_conv, saved_for_backward
 from megatron_cp.plan.plan import Plan
 
 
@@ -25,22 +25,22 @@ def causal_conv1d(
     activation: str | None = None,
     kernel: str | LinearKernel = "auto",
 ) -> Tensor:
-    """The causal depthwise convolution of each document, over the ranks of `group`; differentiable.
+    """Computes the causal depthwise convolution of each document, over the ranks of `group`; differentiable.
 
-    `y_t = bias + sum_s weight[:, -1 - s] x_{t - s}`, tokens before the document counting as zero.
+    `y_t = bias + sum_s weight[:, -1 - s] x_{t - s}`, where tokens before the document are zero.
 
     Args:
-        x: `[t, channels]` this rank's rows of the plan's layout.
+        x: `[t, channels]`, this rank's rows in the plan's layout.
         weight: `[channels, width]` or `[channels, 1, width]`, whole on every rank.
         bias: `[channels]`, whole on every rank, or None.
         plan: from `plan_linear(kind="conv1d")`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         activation: "silu" (or "swish"), or None.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
 
     Returns:
-        `[t, channels]` in the type of x, zero in pad rows. A parameter's gradient is this rank's share: sum it over the
-        group, as data parallelism over the group does.
+        `[t, channels]` in the type of x, zero in pad rows. A parameter's gradient is this rank's share, which must be
+        summed over the group, as data parallelism over the group does.
 
     Raises:
         ArgumentError: tensors, group or kernel that do not fit the plan. Raised before anything is sent.
@@ -58,6 +58,6 @@ def causal_conv1d(
 
     def conv(layer: LinearOnRank, *arrived: Tensor) -> list[Tensor]:
         (y,) = layer.convolved(arrived, taps, bias, count=1, silu=activation is not None)
-        return [kept(y)]
+        return [saved_for_backward(y)]
 
     return layer.run([x], conv=conv).flatten(1)

@@ -31,22 +31,22 @@ def gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     kernel: str | LinearKernel = "auto",
 ) -> Tensor:
-    """The gated delta rule within each document, over the ranks of `group`; differentiable.
+    """Computes the gated delta rule within each document, over the ranks of `group`; differentiable.
 
     `S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T`, `o_t = scale S_t^T q_t` (Gated DeltaNet, arXiv
-    2412.06464, eq. 10), the state S of a head `[head_dim, value_head_dim]` and zero where a document starts.
+    2412.06464, eq. 10). The state S of a head is `[head_dim, value_head_dim]`, and zero where a document starts.
 
     Args:
-        q: `[t, key_heads, head_dim]` this rank's rows of the plan's layout.
+        q: `[t, key_heads, head_dim]`, this rank's rows in the plan's layout.
         k: `[t, key_heads, head_dim]`.
         v: `[t, heads, value_head_dim]`.
-        g: `[t, heads]` log decay, at most 0.
-        beta: `[t, heads]` write strength, in (0, 1).
+        g: `[t, heads]`, log decay, at most 0.
+        beta: `[t, heads]`, write strength, in (0, 1).
         plan: from `plan_linear(kind="gdn")`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        scale: what queries are multiplied by; `head_dim ** -0.5` if None.
-        use_qk_l2norm_in_kernel: divide q and k by their norms first.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -57,9 +57,8 @@ def gated_delta_rule(
     check_plan(plan, "gdn", _MAKER)
     q, k, v = widened(q, k, v)
     layer, blocks = LinearOnRank(plan, group, kernel, "v", v), plan.sections.blocks
-    for name, tensor, block in zip(
-        "vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True
-    ):  # v first: others are like it
+    # v is first, since the others are compared with it.
+    for name, tensor, block in zip("vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True):
         check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
     for name, tensor in (("g", g), ("beta", beta)):
         check_tensor(name, tensor, (layer.rows, blocks[2].num_heads), like=v)
@@ -99,29 +98,30 @@ def gated_delta_net(
     scale: float | None = None,
     kernel: str | LinearKernel = "auto",
 ) -> Tensor:
-    """The mixer of a Gated DeltaNet layer between its projections: convolution, gates and rule; differentiable.
+    """Computes a Gated DeltaNet layer between its projections: convolution, gates and rule; differentiable.
 
-    Headwise, one collective in and one out; chunkwise, a halo and an exchange of states. The output gate is not an
-    argument: it and its norm act on each token and head alone, so they run on the result, and the gate never travels.
+    A headwise plan takes one collective before and one after; a chunkwise plan takes a halo and an exchange of states.
+    The output gate is not an argument: it and its norm act on each token and head separately, so they are applied to
+    the result, and the gate is never sent.
 
         q, k, v = silu(causal_conv1d(qkv));  q, k = q / |q|, k / |k|
         g = -exp(A_log) softplus(alpha + dt_bias);  out = gated_delta_rule(q, k, v, g, sigmoid(beta))
 
     Args:
-        qkv: `[t, 2 * key_heads * head_dim + heads * value_head_dim]` this rank's rows, before the convolution.
-        beta: `[t, heads]` before the sigmoid.
-        alpha: `[t, heads]` before the softplus.
+        qkv: `[t, 2 * key_heads * head_dim + heads * value_head_dim]`, this rank's rows, before the convolution.
+        beta: `[t, heads]`, before the sigmoid.
+        alpha: `[t, heads]`, before the softplus.
         plan: from `plan_linear(kind="gdn")`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        conv: `[channels, width]` or `[channels, 1, width]` weight over the channels of qkv, whole on every rank.
+        conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
         conv_bias: `[channels]`.
         A_log, dt_bias: `[heads]`, whole on every rank.
-        scale: what queries are multiplied by; `head_dim ** -0.5` if None.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
 
     Returns:
-        `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's
-        share: sum it over the group, as data parallelism over the group does.
+        `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,
+        which must be summed over the group, as data parallelism over the group does.
 
     Raises:
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
@@ -141,23 +141,18 @@ def gated_delta_net(
     layer.agree(
         "gated_delta_net",
         {
-            "qkv": qkv,
-            "beta": beta,
-            "alpha": alpha,
-            "conv": conv,
-            "conv_bias": conv_bias,
-            "A_log": A_log,
+            "qkv": qkv, "beta": beta, "alpha": alpha, "conv": conv, "conv_bias": conv_bias, "A_log": A_log,
             "dt_bias": dt_bias,
         },
         scale=scale,
-    )
+    )  # fmt: skip
     return layer.run([qkv, beta, alpha], **mixer_stages(taps, conv_bias, A_log, dt_bias, scale))
 
 
 def mixer_stages(
     taps: Tensor, conv_bias: Tensor | None, A_log: Tensor, dt_bias: Tensor, scale: float  # noqa: N803
 ) -> dict[str, Stage]:  # fmt: skip
-    """What a rank computes between the exchanges of `gated_delta_net`, as `LinearOnRank.run` takes it."""
+    """Returns the stages of `gated_delta_net`, as keyword arguments of `LinearOnRank.run`."""
 
     def gates(layer: LinearOnRank, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, alpha: Tensor) -> list[Tensor]:
         q, k, g, beta = delta_gates(q, k, beta, alpha, heads=layer.heads, A_log=A_log, dt_bias=dt_bias)

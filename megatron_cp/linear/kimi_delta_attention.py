@@ -32,22 +32,22 @@ def kda(
     use_qk_l2norm_in_kernel: bool = False,
     kernel: str | LinearKernel = "auto",
 ) -> Tensor:
-    """Kimi Delta Attention's rule within each document, over the ranks of `group`; differentiable.
+    """Computes Kimi Delta Attention's rule within each document, over the ranks of `group`; differentiable.
 
     `S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T`, `o_t = scale S_t^T q_t` (Kimi Linear,
     arXiv 2510.26692, eq. 1): the gated delta rule with a decay for each feature of the key.
 
     Args:
-        q: `[t, key_heads, head_dim]` this rank's rows of the plan's layout.
+        q: `[t, key_heads, head_dim]`, this rank's rows in the plan's layout.
         k: `[t, key_heads, head_dim]`.
         v: `[t, heads, value_head_dim]`.
-        g: `[t, heads, head_dim]` log decay, at most 0.
-        beta: `[t, heads]` write strength, in (0, 1).
+        g: `[t, heads, head_dim]`, log decay, at most 0.
+        beta: `[t, heads]`, write strength, in (0, 1).
         plan: from `plan_linear(kind="kda")`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        scale: what queries are multiplied by; `head_dim ** -0.5` if None.
-        use_qk_l2norm_in_kernel: divide q and k by their norms first.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        use_qk_l2norm_in_kernel: True to divide q and k by their norms first.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
 
     Returns:
         `[t, heads, value_head_dim]`, zero in pad rows.
@@ -58,9 +58,8 @@ def kda(
     check_plan(plan, "kda", _MAKER)
     q, k, v = widened(q, k, v)
     layer, blocks = LinearOnRank(plan, group, kernel, "v", v), plan.sections.blocks
-    for name, tensor, block in zip(
-        "vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True
-    ):  # v first: others are like it
+    # v is first, since the others are compared with it.
+    for name, tensor, block in zip("vqk", (v, q, k), (blocks[2], *blocks[:2]), strict=True):
         check_tensor(name, tensor, (layer.rows, block.num_heads, block.head_dim), like=v, same_dtype=True)
     check_tensor("g", g, (layer.rows, blocks[3].num_heads, blocks[3].head_dim), like=v)
     check_tensor("beta", beta, (layer.rows, blocks[2].num_heads), like=v)
@@ -101,32 +100,32 @@ def kda_mixer(
     scale: float | None = None,
     kernel: str | LinearKernel = "auto",
 ) -> Tensor:
-    """The mixer of a Kimi Delta Attention layer between its projections; differentiable.
+    """Computes a Kimi Delta Attention layer between its projections; differentiable.
 
-    Headwise, one collective in and one out; chunkwise, a halo and an exchange of states. The output gate and its norm
-    run on the result.
+    A headwise plan takes one collective before and one after; a chunkwise plan takes a halo and an exchange of states.
+    The output gate and its norm are applied to the result.
 
         q, k, v = silu(causal_conv1d(qkv));  q, k = q / |q|, k / |k|
         g = -exp(A_log) softplus(g + dt_bias), or lower_bound sigmoid(exp(A_log) (g + dt_bias))
         out = kda(q, k, v, g, sigmoid(beta))
 
     Args:
-        qkv: `[t, 2 * key_heads * head_dim + heads * value_head_dim]` this rank's rows, before the convolution.
-        g: `[t, heads * head_dim]` before its activation.
-        beta: `[t, heads]` before the sigmoid.
+        qkv: `[t, 2 * key_heads * head_dim + heads * value_head_dim]`, this rank's rows, before the convolution.
+        g: `[t, heads * head_dim]`, before its activation.
+        beta: `[t, heads]`, before the sigmoid.
         plan: from `plan_linear(kind="kda")`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        conv: `[channels, width]` or `[channels, 1, width]` weight over the channels of qkv, whole on every rank.
+        conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of qkv, whole on every rank.
         conv_bias: `[channels]`.
         A_log: `[heads]`, whole on every rank.
         dt_bias: `[heads * head_dim]`, whole on every rank.
-        lower_bound: of the log decay, below 0; None for none.
-        scale: what queries are multiplied by; `head_dim ** -0.5` if None.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
+        lower_bound: limit of the log decay, below 0; None for no limit.
+        scale: queries are multiplied by it; `head_dim ** -0.5` if None.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
 
     Returns:
-        `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's
-        share: sum it over the group, as data parallelism over the group does.
+        `[t, heads, value_head_dim]` in the type of qkv, zero in pad rows. A parameter's gradient is this rank's share,
+        which must be summed over the group, as data parallelism over the group does.
 
     Raises:
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.

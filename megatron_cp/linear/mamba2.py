@@ -16,11 +16,11 @@ from megatron_cp.executor.opaque import opaque
 from megatron_cp.linear.gates.steps import step_gates
 from megatron_cp.linear.kernels import LinearKernel, StateSpace
 from megatron_cp.linear.on_rank import LinearOnRank, check_conv
-from megatron_cp.linear.reductions import for_each_token
+from megatron_cp.linear.reductions import expand_to_tokens
 from megatron_cp.plan.plan import Plan
 
 _MAKER = 'plan_linear(kind="mamba")'
-_ANY_STEP = (0.0, math.inf)  # as softplus makes them
+_ANY_STEP = (0.0, math.inf)  # the range of softplus
 
 
 @opaque
@@ -39,23 +39,23 @@ def mamba2(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     kernel: str | LinearKernel = "auto",
 ) -> Tensor:
-    """Mamba-2's recurrence within each document, over the ranks of `group`; differentiable.
+    """Computes Mamba-2's recurrence within each document, over the ranks of `group`; differentiable.
 
-    `S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T`, `y_t = S_t^T C_t + D x_t` (Mamba-2, arXiv 2405.21060, eq. 1), the
-    state S of a head `[state, head_dim]` and zero where a document starts.
+    `S_t = exp(dt_t A) S_{t-1} + dt_t B_t x_t^T`, `y_t = S_t^T C_t + D x_t` (Mamba-2, arXiv 2405.21060, eq. 1). The
+    state S of a head is `[state, head_dim]`, and zero where a document starts.
 
     Args:
-        x: `[t, heads, head_dim]` this rank's rows of the plan's layout.
-        dt: `[t, heads]` step sizes: positive, once `dt_bias`, `dt_softplus` and `dt_limit` have been applied.
-        A: `[heads]` below 0, whole on every rank.
-        B, C: `[t, groups, state]`, each group read by consecutive heads.
+        x: `[t, heads, head_dim]`, this rank's rows in the plan's layout.
+        dt: `[t, heads]`, step sizes, which must be positive after `dt_bias`, `dt_softplus` and `dt_limit`.
+        A: `[heads]`, below 0, whole on every rank.
+        B, C: `[t, groups, state]`; consecutive heads share a group.
         plan: from `plan_linear(kind="mamba")`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
         D: `[heads]` or `[heads, head_dim]`, whole on every rank.
-        dt_bias: `[heads]` added to dt, whole on every rank.
-        dt_softplus: whether dt goes through softplus.
-        dt_limit: what dt is clamped to.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
+        dt_bias: `[heads]`, added to dt, whole on every rank.
+        dt_softplus: True to apply softplus to dt.
+        dt_limit: lower and upper limit to which dt is clamped.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
 
     Returns:
         `[t, heads, head_dim]`, zero in pad rows.
@@ -112,28 +112,28 @@ def mamba2_mixer(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     kernel: str | LinearKernel = "auto",
 ) -> Tensor:
-    """The mixer of a Mamba-2 layer between its projections: convolution, steps and recurrence; differentiable.
+    """Computes a Mamba-2 layer between its projections: convolution, steps and recurrence; differentiable.
 
-    Headwise, one collective in and one out; chunkwise, a halo and an exchange of states. The gate z and its norm run
-    on the result.
+    A headwise plan takes one collective before and one after; a chunkwise plan takes a halo and an exchange of states.
+    The gate z and its norm are applied to the result.
 
         x, B, C = silu(causal_conv1d(xBC));  y = mamba2(x, softplus(dt + dt_bias), -exp(A_log), B, C, D=D)
 
     Args:
-        xBC: `[t, heads * head_dim + 2 * groups * state]` this rank's rows, before the convolution.
-        dt: `[t, heads]` before the softplus.
+        xBC: `[t, heads * head_dim + 2 * groups * state]`, this rank's rows, before the convolution.
+        dt: `[t, heads]`, before the softplus.
         plan: from `plan_linear(kind="mamba")`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        conv: `[channels, width]` or `[channels, 1, width]` weight over the channels of xBC, whole on every rank.
+        conv: `[channels, width]` or `[channels, 1, width]`, weight over the channels of xBC, whole on every rank.
         conv_bias: `[channels]`.
         A_log, dt_bias: `[heads]`, whole on every rank.
-        D: `[heads]`, or a number for each feature, `[heads, head_dim]`; whole on every rank.
-        dt_limit: what the step sizes are clamped to.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
+        D: `[heads]`, or with a number for each feature `[heads, head_dim]`; whole on every rank.
+        dt_limit: lower and upper limit to which the step sizes are clamped.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or a `LinearKernel`.
 
     Returns:
-        `[t, heads, head_dim]` in the type of xBC, zero in pad rows. A parameter's gradient is this rank's share: sum it
-        over the group, as data parallelism over the group does.
+        `[t, heads, head_dim]` in the type of xBC, zero in pad rows. A parameter's gradient is this rank's share, which
+        must be summed over the group, as data parallelism over the group does.
 
     Raises:
         ArgumentError: tensors, parameters, group or kernel that do not fit the plan. Raised before anything is sent.
@@ -168,18 +168,18 @@ def mamba2_mixer(
 
 
 def _with_skip(y: Tensor, x: Tensor, skip: Tensor | None, layer: LinearOnRank) -> Tensor:
-    """`y + D x`."""
+    """Computes `y + D x`."""
     if skip is None:
         return y
     acc_dtype = torch.promote_types(y.dtype, torch.float32)
     local_skip = skip[layer.heads].to(acc_dtype)
-    weights = for_each_token(local_skip.flatten(), len(x)).unflatten(1, local_skip.shape)
+    weights = expand_to_tokens(local_skip.flatten(), len(x)).unflatten(1, local_skip.shape)
     weights = weights if weights.ndim == 3 else weights[..., None]
     return (y.to(acc_dtype) + weights * x.to(acc_dtype)).to(y.dtype)
 
 
 def _checked_skip(skip: Tensor | None, block: Section, like: Tensor) -> Tensor | None:
-    """D as `[heads]` or `[heads, head_dim]`; flat is fine for the latter, as Megatron has it."""
+    """Returns D as `[heads]` or `[heads, head_dim]`. It also accepts the latter flattened, Megatron's shape."""
     if skip is None:
         return None
     shape = (block.num_heads, block.head_dim)

@@ -1,8 +1,8 @@
-"""`LinearOnRank`: what one rank computes of a linear layer, whichever way the plan spreads it.
+"""`LinearOnRank` computes one rank's share of a linear layer, in every mode.
 
 Headwise a rank has all tokens and its own heads, and pieces are whole documents. Chunkwise it has its own tokens and
-all heads, and pieces are segments, whose convolution and state go on from rank to rank. The stages of a layer (its
-convolution, its gates, its rule) are written once, against this.
+all heads, and pieces are segments, whose convolution and state continue from rank to rank. The stages of a layer (its
+convolution, its gates, its rule) are written once, on top of this class.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class LinearOnRank:
     Args:
         plan: from `plan_linear`.
         group: the plan's ranks.
-        kernel: of the recurrence, and of the convolution where one is called the same.
-        name, values: of the argument that has the type and the device of the layer's values.
+        kernel: the kernel of the recurrence, and of the convolution if one has the same name.
+        name, values: name and tensor of the argument that sets the type and the device of the layer's values.
 
     Attributes:
         ranks: the plan's ranks.
-        rows: of this rank's local tensors, pad rows included.
-        call: what kernels are told.
+        rows: number of rows of this rank's local tensors, pad rows included.
+        call: the arguments that all kernel calls share.
         blocks: the sections, with the ranges of heads of this chunk.
-        heads: whose parameters are this rank's, as a slice.
-        groups: the key head that each own head reads, counted within the own ones.
+        heads: slice of the heads that this rank computes.
+        groups: for each head of this rank, the number of its key head among those of this rank.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class LinearOnRank:
         self.rank = self.ranks.rank
         self.rows, self.tokens = int(plan.layout.row_counts[self.rank]), int(plan.layout.token_counts[self.rank])
         self.comm = Communicator(self.ranks, plan.transport, plan.kind, plan.scheme)
-        self._of_chunk(0, values.dtype, values.device)
+        self._set_chunk(0, values.dtype, values.device)
 
-    def _of_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> LinearOnRank:
+    def _set_chunk(self, chunk: int, dtype: torch.dtype, device: torch.device) -> LinearOnRank:
         partition, head_rank = self.plan.chunk_partition(chunk), self.rank % self.plan.ulysses_degree
         self.blocks = self.plan.sections.chunk(self.plan.partition, chunk, self.plan.head_chunks).blocks
         self.call = linear_call(self.plan, self.blocks, self.rank, dtype, device)
@@ -76,15 +76,15 @@ class LinearOnRank:
         return self
 
     def chunk(self, number: int) -> LinearOnRank:
-        """The layer on one chunk of heads."""
-        return self if number == 0 else copy.copy(self)._of_chunk(number, self.call.dtype, self.call.device)
+        """Returns the layer for one chunk of heads."""
+        return self if number == 0 else copy.copy(self)._set_chunk(number, self.call.dtype, self.call.device)
 
     @property
     def is_chunkwise(self) -> bool:
         return self.call.segments is not None
 
     def check_kernels(self) -> None:
-        """Raises what choosing kernels would raise: before anything is sent."""
+        """Chooses all kernels once, so that a refusal is raised before anything is sent."""
         for number in range(self.plan.head_chunks):
             call = self.chunk(number).call
             kernels: list[Kernel] = []
@@ -103,14 +103,16 @@ class LinearOnRank:
     def run(
         self, tensors: list[Tensor], *, conv: Stage | None = None, gates: Stage | None = None, rule: Stage | None = None
     ) -> Tensor:
-        """The plan's steps, with what this rank computes between them.
+        """Runs the plan's steps and this rank's stages between them.
+
+        The first argument of every stage is the `LinearOnRank` of the chunk of heads.
 
         Args:
-            tensors: `[rows, f]`, whose features, end to end, are the plan's sections.
-            conv: takes what arrives and returns one `[T, h, d]` for each section. None of a kind that convolves
-                nothing, whose gates take what arrives.
-            gates: from these to what `rule` takes; `rule` returns one `[T, h, dv]`. All three take the layer whose
-                heads these are first: this one's, or a chunk's of them.
+            tensors: `[rows, f]` each; their features end to end are the plan's sections.
+            conv: takes the tensors that arrived and returns `[T, h, d]` for each section. None for a kind without a
+                convolution, whose gates take the tensors that arrived.
+            gates: takes the result of `conv` and returns the arguments of `rule`.
+            rule: returns a list of one `[T, h, dv]`.
 
         Returns:
             `[rows, h, dv]`, zero in pad rows.
@@ -124,23 +126,23 @@ class LinearOnRank:
     def work(
         self, *, conv: Stage | None = None, gates: Stage | None = None, rule: Stage | None = None
     ) -> Callable[[int], dict[str, LocalWork]]:
-        """For each chunk of heads, what this rank computes between the exchanges, as the executor's `run` takes it."""
+        """Returns a function that maps a chunk of heads to the work between its exchanges, for the executor's `run`."""
         stages = {"conv": conv, "gates": gates, "rule": rule}
 
-        def of_chunk(chunk: int) -> dict[str, LocalWork]:
+        def chunk_work(chunk: int) -> dict[str, LocalWork]:
             layer = self.chunk(chunk)
             return {name: partial(stage, layer) for name, stage in stages.items() if stage}
 
-        return of_chunk
+        return chunk_work
 
     def sections(self, *arrived: Tensor) -> list[Tensor]:
-        """What arrived, one `[T, h, d]` for each section."""
+        """Returns the tensors that arrived as one `[T, h, d]` for each section."""
         return self._split(arrived, list(self.blocks)) if self.is_chunkwise else list(arrived)
 
     def convolved(
         self, arrived: Sequence[Tensor], weight: Tensor, bias: Tensor | None, *, count: int, silu: bool = True
     ) -> list[Tensor]:
-        """`sections`, of which the first `count`, which were one tensor, are convolved with `[c, width]` taps."""
+        """Returns `sections` with the first `count`, which were one tensor, convolved with taps `[c, width]`."""
         blocks = list(self.blocks)
         if self.is_chunkwise:
             x, *rest = arrived
@@ -169,20 +171,20 @@ class LinearOnRank:
         return kernel.conv(x, weight, bias, self.call, silu=silu, history=history).to(x.dtype)
 
     def _split(self, tensors: Sequence[Tensor], blocks: list[Section], *, cut: bool = True) -> list[Tensor]:
-        """Tensors `[rows, f]` as views `[T, h, d]`, one for each section."""
+        """Splits tensors `[rows, f]` into views `[T, h, d]`, one for each section."""
         found, left = [], iter(blocks)
         for tensor in tensors:
-            of_tensor, width = [], 0
+            members, width = [], 0
             while width < tensor.shape[1]:
-                of_tensor.append(next(left))
-                width += of_tensor[-1].width
+                members.append(next(left))
+                width += members[-1].width
             rows = tensor[: self.tokens] if cut else tensor
-            columns = rows.split([block.width for block in of_tensor], 1) if len(of_tensor) > 1 else [rows]
-            found += [x.unflatten(1, (b.num_heads, b.head_dim)) for x, b in zip(columns, of_tensor, strict=True)]
+            columns = rows.split([block.width for block in members], 1) if len(members) > 1 else [rows]
+            found += [x.unflatten(1, (b.num_heads, b.head_dim)) for x, b in zip(columns, members, strict=True)]
         return found
 
     def recurrence(self, inputs: Inputs, scale: float) -> Tensor:
-        """The rule over own pieces, `[T, h, dv]`."""
+        """Computes the rule over this rank's pieces, `[T, h, dv]`."""
         values = inputs.values
         if not self.is_chunkwise:
             if not values.numel():
@@ -190,12 +192,12 @@ class LinearOnRank:
             return choose_rule(self.kernel, self.call).rule(inputs, self.groups, scale, self.call)
         step = next(step for step in self.plan.steps if isinstance(step, Scan))
         if not values.numel():
-            return scan(step, self.comm, _Nothing(step, values), *inputs)
+            return scan(step, self.comm, _NoTokens(step, values), *inputs)
         work = choose_rule(self.kernel, self.call).work(inputs, self.groups, scale, self.call)
         return work.finish(scan(step, self.comm, work.local, *work.tensors))
 
     def local_channels(self, parameter: Tensor, blocks: list[Section]) -> list[Tensor]:
-        """The channels of this rank's heads in each block of a `[channels, ...]` parameter."""
+        """Selects the channels of this rank's heads in each block of a parameter `[channels, ...]`."""
         local, start = [], 0
         for block in blocks:
             lo, hi = block.ranges[self.rank % self.plan.ulysses_degree]
@@ -207,7 +209,7 @@ class LinearOnRank:
 def linear_call(
     plan: Plan, blocks: Sequence[Section], rank: int, dtype: torch.dtype, device: torch.device
 ) -> LinearCall:
-    """What kernels are told of a layer on one rank, of which `blocks` are the heads."""
+    """Returns the arguments that all kernel calls of a layer on one rank share, given the sections of its heads."""
     names = [block.name for block in blocks]
     kind = KINDS[plan.kind]
     keys, convolved = blocks[names.index(kind.keys)], blocks[: kind.convolved]
@@ -225,8 +227,8 @@ def linear_call(
     )  # fmt: skip
 
 
-class _Nothing(LocalScan):
-    """The work of a rank without tokens."""
+class _NoTokens(LocalScan):
+    """The scan of a rank without tokens."""
 
     def __init__(self, step: Scan, values: Tensor) -> None:
         acc_dtype = torch.promote_types(values.dtype, torch.float32)
@@ -258,10 +260,10 @@ def check_conv(
     name: str = "conv",
     bias_name: str = "conv_bias",
 ) -> Tensor:
-    """The taps as `[channels, width]`.
+    """Checks the parameters of a convolution and returns its taps as `[channels, width]`.
 
     Raises:
-        ArgumentError: they do not fit the channels or the plan.
+        ArgumentError: the parameters do not fit the channels or the plan.
     """
     check_dense(name, weight)
     if weight.ndim not in (2, 3) or weight.shape[-1] < 1:
@@ -279,15 +281,15 @@ def check_conv(
 
 
 def connected(empty: Tensor, *others: Tensor) -> Tensor:
-    """`empty`, depending on every other tensor: a rank without work still takes part in every backward."""
+    """Returns `empty` with a dependency on all other tensors, so that a rank without work joins every backward."""
     return _Connected.apply(empty, *others)
 
 
 class _Connected(torch.autograd.Function):
-    """Saves a tensor as every layer with work does.
+    """Saves a tensor, as every layer with work does.
 
-    A checkpoint recomputes for the sake of what was saved: without anything, this rank would not answer the collectives
-    of those that recompute.
+    A checkpoint recomputes a layer only if the layer saved a tensor. Without one, this rank would not join the
+    collectives of the ranks that recompute.
     """
 
     @staticmethod
@@ -303,20 +305,20 @@ class _Connected(torch.autograd.Function):
         return torch.empty_like(empty), *(empty.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.others)
 
 
-def kept(result: Tensor) -> Tensor:
-    """The result of a layer whose gradients may need nothing that was saved, such as that of a bias alone.
+def saved_for_backward(result: Tensor) -> Tensor:
+    """Saves a tensor for the result of a layer whose gradients may need none, such as that of a bias only.
 
-    With it every rank saves something at the end, as `connected` does where there is no work: so that under a
-    checkpoint all ranks recompute, and all of it.
+    Every rank then saves a tensor at the end of the layer, as `connected` does where there is no work, so that under a
+    checkpoint all ranks recompute the whole layer.
     """
-    return _Kept.apply(result)
+    return _SavedForBackward.apply(result)
 
 
-class _Kept(torch.autograd.Function):
+class _SavedForBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, result: Tensor) -> Tensor:
         ctx.save_for_backward(result.new_empty(0))
-        return result.detach()  # no view, which users could not write to
+        return result.detach()  # a view could not be written to in place
 
     @staticmethod
     @opaque_backward

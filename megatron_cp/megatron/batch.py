@@ -1,4 +1,4 @@
-"""A microbatch on its way to the ranks: each rank's tokens, labels and positions, and the plans of every layer."""
+"""Shards a microbatch for Megatron: a rank's tokens, labels and positions, and the plans of every layer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from megatron_cp.exchange.device import moved
 from megatron_cp.executor.groups import Group, TorchGroup, as_rank_group, rank_group
 from megatron_cp.layout import Layout
 from megatron_cp.megatron.layers.refusals import alignment_of
-from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, is_same_group, with_plans
+from megatron_cp.megatron.packed_seq_params import PlannedSeqParams, build_params, is_same_group
 from megatron_cp.planner.batch import Slot
 
 
 @dataclass(frozen=True)
 class ShardedBatch:
-    """One rank's share of a packed microbatch, as GPTModel and HybridModel take it.
+    """A rank's share of a packed microbatch, in the shapes of GPTModel and HybridModel.
 
     Attributes:
         tokens: `[1, t]` int64 token ids; 0 in pad rows.
         labels: `[1, t]` int64; 0 where the loss mask is 0.
         loss_mask: `[1, t]` float32.
-        position_ids: `[1, t]` int64 place of each row in its document, or `[axes, 1, t]` of those that were given.
+        position_ids: `[1, t]` int64, each row's position in its document, or `[axes, 1, t]` if several axes were given.
         packed_seq_params: the plans and Megatron's own fields.
-        num_tokens: tokens of the whole batch that have a label with a nonzero loss mask.
-        pad_rows: rows on all ranks that are no token.
+        num_tokens: number of tokens of the whole batch with a label and a nonzero loss mask.
+        pad_rows: number of rows on all ranks that are not tokens.
     """
 
     tokens: Tensor
@@ -46,15 +46,15 @@ class ShardedBatch:
 
 
 def layout_options(config: Any) -> dict[str, Any]:
-    """What a job's flags ask of its layouts: keywords of `layout_by_name` and `choose_layout`.
+    """Returns the keywords of `layout_by_name` and `choose_layout` that a job's flags require.
 
     Args:
         config: the model's configuration, or Megatron's parsed arguments.
 
     Returns:
-        `align`, the number that every rank's rows are a multiple of: the tensor-parallel ranks with
-        `--sequence-parallel`, times what matrix products in `--fp8-format` or `--fp4-format` want by Megatron's own
-        table; and `min_rows`, 1, as `shard_batch` has it.
+        `align`, of which every rank's number of rows must be a multiple: the number of tensor-parallel ranks with
+        `--sequence-parallel`, times the alignment of matrix products in `--fp8-format` or `--fp4-format` by Megatron's
+        own table; and `min_rows`, which is 1, as in `shard_batch`.
     """
     return {"align": alignment_of(config), "min_rows": 1}
 
@@ -72,39 +72,39 @@ def shard_batch(
     seed: int = 0,
     agree: bool = True,
 ) -> ShardedBatch:
-    """This rank's share of a packed microbatch, with the plans of every layer: host work, once a microbatch.
+    """Returns this rank's share of a packed microbatch, with the plans of every layer. Call it once a microbatch.
 
-    `megatron_cp.shard_batch` in Megatron's shapes: with a leading axis of one sequence, at least one row on every rank,
-    and the plans on `packed_seq_params`.
+    It is `megatron_cp.shard_batch` in Megatron's shapes: with a leading axis of one sequence, at least one row on every
+    rank, and the plans on `packed_seq_params`. It works on the host.
 
     Args:
-        tokens: `[total]` token ids of the packed stream, on the host.
-        layout: who holds which tokens, over the documents of the batch.
-        group: the context-parallel group, or another one of this rank's: then the layers run this batch over it, with
-            `--calculate-per-token-loss`. None for one rank.
+        tokens: `[total]`, token ids of the packed stream, on the host.
+        layout: the layout of the batch's documents over the ranks.
+        group: the context-parallel group, or another group with this rank, over which the layers then run this batch;
+            that needs `--calculate-per-token-loss`. None for one rank.
         slots: the kinds of layers, from `slots_of(model)`.
-        labels: `[total]` what each token is to predict, already shifted, and negative where nothing is; None for the
-            next token of its document, which the last one does not have.
-        loss_mask: `[total]` weight of each token's loss, such as 1 for the answers of SFT and 0 for the questions.
+        labels: `[total]`, the token that each token predicts, already shifted, and negative where there is none; None
+            for the next token of the document, which the last token does not have.
+        loss_mask: `[total]`, weight of each token's loss, such as 1 for the answers of SFT and 0 for the questions.
         position_ids: `[axes, total]` integers, positions of several axes, such as the three of `--mrope-section`; None
-            for each token's place in its document.
-        device: where the model is.
-        seed: of dropout in attention, beside the batch's tokens: the number of the step, so that a batch that comes
-            again has other weights dropped. The same on every rank.
-        agree: compare the plans, the tokens and the seed of all ranks (16 bytes on the host).
+            for each token's position in its document.
+        device: the model's device.
+        seed: seed of dropout in attention, combined with the batch's tokens, such as the number of the step, so that a
+            repeated batch drops other weights. It is the same on every rank.
+        agree: True to compare the plans, the tokens and the seed of all ranks (16 bytes on the host).
 
     Raises:
         ArgumentError: tensors that do not fit the layout, or a slot that cannot be planned.
         PlanMismatchError: another rank of the group has another batch or other layers.
     """
-    layout = layout.padded(align=layout.align, min_rows=1)  # Megatron's reshapes cannot do without a row
+    layout = layout.padded(align=layout.align, min_rows=1)  # Megatron's reshapes need at least one row
     batch = local_batch(
         tokens, layout, group, slots=slots, labels=labels, loss_mask=loss_mask, device=device, seed=seed, agree=agree,
-        ignore_index=0,  # a label where nothing is to be learnt must still be in the vocabulary
+        ignore_index=0,  # an ignored label must still be in the vocabulary
     )  # fmt: skip
     ranks = as_rank_group(group, layout.cp_size)
     axes = None if position_ids is None else _axes(position_ids, layout, ranks.rank, batch.tokens.device)
-    params = with_plans(
+    params = build_params(
         batch.plans, batch.position_ids, batch.seed, batch.stream, _own_group(group), has_axes=axes is not None
     )
     return ShardedBatch(
@@ -119,7 +119,7 @@ def shard_batch(
 
 
 def _axes(given: NDArray[np.int64] | Tensor, layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """`[axes, 1, t]` int64 of the positions of all tokens; 0 in pad rows."""
+    """Returns this rank's positions, int64 `[axes, 1, t]`; 0 in pad rows."""
     total = layout.packing.total
     values = torch.from_numpy(np.ascontiguousarray(given)) if isinstance(given, np.ndarray) else given
     is_integral = isinstance(values, Tensor) and not values.is_floating_point() and values.dtype is not torch.bool
@@ -133,7 +133,7 @@ _HOST = torch.device("cpu")
 
 
 def _own_group(group: Group | None) -> TorchGroup | None:
-    """The batch's group, where it is not the model's context-parallel group."""
+    """Returns the batch's group, or None if it is the model's context-parallel group."""
     ranks = None if group is None else rank_group(group)
     if not isinstance(ranks, TorchGroup) or not parallel_state.model_parallel_is_initialized():
         return None

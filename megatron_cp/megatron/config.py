@@ -24,26 +24,27 @@ class TransformerConfig(MegatronTransformerConfig):
     (`core_transformer_config_from_args(args, TransformerConfig)`).
 
     Attributes:
-        cp_layout: how `shard_batch` should assign tokens: zigzag, contiguous or balanced; or auto, the one of them in
-            which all layers of the model are predicted to be fastest on the batch. Not with pipeline stages.
-        linear_cp_mode: how linear layers are spread: headwise, chunkwise, redistribute or auto.
-        cp_head_chunks: parts in which heads change places in `a2a` and `a2a+p2p`, and in headwise linear layers (there
-            at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact` gather keys, 2 if
-            None and there are as many key/value heads.
-        cp_transport: how messages travel: collective, pairwise or hierarchical.
-        cp_codec: how heads that change places are coded: none, fp8, fp8_e5m2 or int8.
-        cp_hardware: on what `auto` predicts: a preset, or a file of `bench planner --calibrate`; "h100" if None.
-        cp_search: seconds for which OR-Tools may look for better tiles in `tiled` and `a2a+tiled`, for each pack and
-            direction; above 0 `auto` weighs these two as well. Refused where no layer has one of the three.
+        cp_layout: the layout of `shard_batch`: zigzag, contiguous or balanced; or auto, the one in which all layers of
+            the model are predicted to be fastest on the batch, which is not allowed with pipeline stages.
+        linear_cp_mode: the mode of linear layers: headwise, chunkwise, redistribute or auto.
+        cp_head_chunks: number of chunks in which heads are exchanged in `a2a` and `a2a+p2p`, and in headwise linear
+            layers (there at most as many as a rank has key heads), 1 if None; or in which `all_gather` and `exact`
+            gather keys, 2 if None and there are as many key/value heads.
+        cp_transport: the transport of messages: collective, pairwise or hierarchical.
+        cp_codec: the codec of exchanged heads: none, fp8, fp8_e5m2 or int8.
+        cp_hardware: the hardware for which `auto` predicts: a preset, or a file of `bench planner --calibrate`; "h100"
+            if None.
+        cp_search: seconds for which OR-Tools may search for better tiles in `tiled` and `a2a+tiled`, for each pack and
+            direction; above 0 `auto` considers these two as well. Refused if no layer has one of the three schemes.
         cp_search_cache: a folder in which found tiles are kept, the same for all ranks; None for none.
-        cp_packed_order: how packed batches were cut that Megatron's own pipeline sharded: each "document" or the whole
-            "pack" in 2 * cp chunks. If None, it is what the next two say; where neither is set, such batches are
-            refused on several ranks. Batches of `shard_batch` need none of the three.
+        cp_packed_order: the order of packed batches that Megatron's own pipeline sharded: each "document" or the whole
+            "pack" was cut into 2 * cp chunks. If None, it is derived from the next two; if neither is set, such batches
+            are refused on several ranks. Batches of `shard_batch` need none of the three.
         sft: Megatron's flag, with which its pipeline cuts each document.
         dataloader_inter_document_masking: Megatron's flag, with which it cuts the whole pack, unless `sft` is set.
-        reset_attention_mask: Megatron's flag, which attention refuses: it reads no masks that are tensors.
-        variable_seq_lengths: Megatron's, which has no flag: set where there are pipeline stages, since packs differ in
-            length.
+        reset_attention_mask: Megatron's flag, which attention refuses, since it reads no masks that are tensors.
+        variable_seq_lengths: Megatron's option, which has no flag: set if there are pipeline stages, since packs differ
+            in length.
     """
 
     cp_layout: str = "zigzag"
@@ -60,17 +61,17 @@ class TransformerConfig(MegatronTransformerConfig):
     reset_attention_mask: bool = False
 
     def __post_init__(self) -> None:
-        # Megatron's check of it refuses a dispatcher of experts, whether there are experts or not.
+        # Megatron's check of this option refuses a dispatcher of experts, even if there are no experts.
         self.variable_seq_lengths, varies = False, self.variable_seq_lengths
-        self._check_theirs()
+        self._run_megatron_checks()
         self.variable_seq_lengths = varies
-        _settle(self)
+        _derive_options(self)
 
-    def _check_theirs(self) -> None:
+    def _run_megatron_checks(self) -> None:
         if self.experimental_attention_variant != "gated_delta_net":
             super().__post_init__()
             return
-        # Only the checks of heads and the two below look at it.
+        # Only the checks of heads and the two below read context_parallel_size.
         cp_size: int = self.context_parallel_size  # type: ignore[has-type]
         self.context_parallel_size = 1
         super().__post_init__()
@@ -82,13 +83,13 @@ class TransformerConfig(MegatronTransformerConfig):
 
 
 def with_options(config: Any, args: argparse.Namespace) -> Any:
-    """Our options on a configuration of another class, from flags by name, and what follows from them.
+    """Sets our options, and those derived from them, on a configuration of another class, from flags by name.
 
-    For `--multi-latent-attention`, where Megatron's `core_transformer_config_from_args` makes its own
-    `MLATransformerConfig`, whatever class it is given. Returns `config`; one of our class stays as it is.
+    It is for `--multi-latent-attention`, where Megatron's `core_transformer_config_from_args` makes its own
+    `MLATransformerConfig`, whatever class it is given. Returns `config`; one of our class is not changed.
 
     Raises:
-        ArgumentError: an option that there is not, or flags that no configuration has and that cannot be used here.
+        ArgumentError: an option with an unknown value, or a flag of no configuration that is not supported here.
     """
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(args, name, False) and config.context_parallel_size > 1:
@@ -100,12 +101,12 @@ def with_options(config: Any, args: argparse.Namespace) -> Any:
         return config
     for name in vars(TransformerConfig)["__annotations__"]:
         setattr(config, name, getattr(args, name, getattr(TransformerConfig, name)))
-    _settle(config)
+    _derive_options(config)
     return config
 
 
-def _settle(config: Any) -> None:
-    """Checks our options, and sets what follows from Megatron's."""
+def _derive_options(config: Any) -> None:
+    """Checks our options, and sets those that are derived from Megatron's."""
     check_options(config)
     if config.cp_packed_order is None and config.sft:
         config.cp_packed_order = "document"
@@ -116,10 +117,10 @@ def _settle(config: Any) -> None:
 
 
 def check_options(config: Any) -> None:
-    """Refuses options of ours that there are not, or that Megatron's do not go with.
+    """Refuses unknown values of our options, and those that contradict Megatron's.
 
     Raises:
-        ArgumentError: the first of them, by its flag.
+        ArgumentError: the first such option, by its flag.
     """
     for option in ("layout", "transport", "codec"):
         require(option, getattr(config, f"cp_{option}"), name=f"--cp-{option}")
@@ -136,46 +137,45 @@ def check_options(config: Any) -> None:
         require("packed_order", config.cp_packed_order, name="--cp-packed-order")
 
 
-_SPELLED_OTHERWISE = {"allgather": "all_gather"}  # Megatron's help and Transformer Engine differ
+_ALIASES = {"allgather": "all_gather"}  # Megatron's help and Transformer Engine spell it differently
 
 
-def spelled(cp_comm_type: str) -> str:
-    """A scheme of Megatron's as this package spells it."""
-    return _SPELLED_OTHERWISE.get(cp_comm_type, cp_comm_type)
+def scheme_name(cp_comm_type: str) -> str:
+    """Returns this package's name of a scheme of Megatron's."""
+    return _ALIASES.get(cp_comm_type, cp_comm_type)
 
 
 def schemes_of(config: Any) -> list[str]:
-    """The schemes that `--cp-comm-type` names; "auto" where it names none, or on one rank."""
+    """Returns the schemes that `--cp-comm-type` names; "auto" if it names none, or on one rank."""
     given = config.cp_comm_type
     if given is None or config.context_parallel_size == 1:
         return [AUTO]
-    return [spelled(scheme) for scheme in ([given] if isinstance(given, str) else given)]
+    return [scheme_name(scheme) for scheme in ([given] if isinstance(given, str) else given)]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Our flags beside Megatron's: pass this as `extra_args_provider` to Megatron's parser."""
+    """Adds our flags to Megatron's parser; pass it as `extra_args_provider`."""
     group = parser.add_argument_group("megatron_cp")
-    group.add_argument(
-        "--cp-layout", default="zigzag", help="who holds which tokens: zigzag, contiguous, balanced, or auto"
-    )
-    modes = "how linear layers are spread: headwise, chunkwise, redistribute or auto"
+    group.add_argument("--cp-layout", default="zigzag", help="layout of tokens: zigzag, contiguous, balanced or auto")
+    modes = "mode of linear layers: headwise, chunkwise, redistribute or auto"
     group.add_argument("--linear-cp-mode", default="auto", help=modes)
-    group.add_argument("--cp-head-chunks", type=int, help="parts in which heads change places, or keys are gathered")
-    ways = "how messages travel: collective, pairwise or hierarchical"
-    group.add_argument("--cp-transport", default="collective", help=ways)
-    orders = "how Megatron's own pipeline cut packed batches in 2 * cp chunks: each document, or the whole pack"
-    group.add_argument("--cp-packed-order", help=f"{orders}; by default as --sft or its masking says")
-    codecs = "how heads that change places are coded: none, fp8, fp8_e5m2 or int8"
+    group.add_argument("--cp-head-chunks", type=int, help="chunks in which heads are exchanged, or keys are gathered")
+    transports = "transport of messages: collective, pairwise or hierarchical"
+    group.add_argument("--cp-transport", default="collective", help=transports)
+    orders = "unit that Megatron's own pipeline cut into 2 * cp chunks: each document, or the whole pack"
+    group.add_argument("--cp-packed-order", help=f"{orders}; derived from --sft or its masking by default")
+    codecs = "codec of exchanged heads: none, fp8, fp8_e5m2 or int8"
     group.add_argument("--cp-codec", default="none", help=codecs)
-    group.add_argument("--cp-hardware", help=f"on what auto predicts: {', '.join(presets())} or a file; {SAFE} if None")
-    search = "of tiled: seconds for which OR-Tools may look for better tiles, for each pack and direction; above 0 auto"
-    group.add_argument("--cp-search", type=float, default=0.0, metavar="SECONDS", help=f"{search} weighs tiled too")
-    group.add_argument("--cp-search-cache", metavar="FOLDER", help="where found tiles are kept, the same on all ranks")
+    hardware = f"hardware for which auto predicts: {', '.join(presets())} or a file; {SAFE} by default"
+    group.add_argument("--cp-hardware", help=hardware)
+    search = "seconds for which OR-Tools may search for better tiles, for each pack and direction; above 0 auto"
+    group.add_argument("--cp-search", type=float, default=0.0, metavar="SECONDS", help=f"{search} considers tiled too")
+    group.add_argument("--cp-search-cache", metavar="FOLDER", help="folder of found tiles, the same on all ranks")
     return parser
 
 
 def add_megatrons_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """All flags of Megatron's training, as its own parser has them, to read a job's flags without starting it."""
+    """Adds all flags of Megatron's training by its own parser, to read a job's flags without starting it."""
     from megatron.training.arguments import add_megatron_arguments
 
     add_megatron_arguments(parser)

@@ -1,10 +1,10 @@
-"""Megatron-Core 0.19 on a machine without CUDA: everything that takes, in one place, applied only by who asks for it.
+"""Patches of Megatron-Core 0.19 for a machine without CUDA, which are applied by `run_megatron_on_cpu` only.
 
 Megatron names CUDA in some 200 lines: devices of small buffers, random states, streams, events. Inside Megatron's
-modules `torch` is replaced by a stand-in whose `cuda` is the CPU; torch itself stays as it is.
+modules `torch` is replaced by a substitute whose `cuda` is the CPU; torch itself is not changed.
 
-These exchanges last as long as the process; those of `patches.py`, which CUDA needs too, as long as a block. They
-can go when Megatron takes its device from its configuration.
+These patches last as long as the process; those of `patches.py`, which CUDA needs too, as long as a block. They
+can be removed when Megatron reads its device from its configuration.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megatron_cp.layout import Layout, Packing
 
-# Modules that would otherwise be imported after the exchange of `torch`, and miss it.
-_ALSO_USED = (
+# Modules that would otherwise be imported after `torch` is replaced, and keep the original.
+_IMPORTED_FIRST = (
     "megatron.core.distributed",
     "megatron.core.models.gpt",
     "megatron.core.models.hybrid.hybrid_model",
@@ -37,11 +37,12 @@ _ALSO_USED = (
 def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     """Makes the Megatron-Core of this process run without CUDA: model, optimizer, data parallelism, checkpoints.
 
-    For local runs and tests. Call it before Megatron is used; another call changes nothing. It also turns off
-    torch.compile in this process, which Megatron uses for small fusions and which needs a compiler on the CPU.
+    It is meant for local runs and tests. Call it before Megatron is used; a second call changes nothing. It also turns
+    off torch.compile in this process, which Megatron uses for small fusions and which needs a compiler on the CPU.
 
     Args:
-        pretrain: also Megatron's own training loop (`megatron.training.pretrain`), which asks for a device.
+        pretrain: True to patch Megatron's own training loop too (`megatron.training.pretrain`), which requires a
+            device.
     """
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
@@ -49,8 +50,8 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
     from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 
-    for name in (*_ALSO_USED, *_modules_below("megatron.core.dist_checkpointing")):
-        with contextlib.suppress(ImportError):  # of packages that only some ways of writing a checkpoint need
+    for name in (*_IMPORTED_FIRST, *_modules_below("megatron.core.dist_checkpointing")):
+        with contextlib.suppress(ImportError):  # some formats of checkpoints need packages that may be missing
             import_module(name)
     torch.compiler.set_stance("force_eager")
     _exchange_torch("megatron.core", _torch_without_cuda())
@@ -59,12 +60,12 @@ def run_megatron_on_cpu(*, pretrain: bool = False) -> None:
         _exchange_torch("megatron.training", _torch_with_a_device())
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # It warns when the CPU's random state changes under a fork of CUDA's, which here are one.
+    # It warns if the CPU's random state changes in a fork of CUDA's, which are the same here.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     for embedding in (rotary_pos_embedding, yarn_rotary_pos_embedding):
-        embedding.get_pos_emb_on_this_cp_rank = _own_phases
-    token_dispatcher.maybe_move_tensor_to_cpu = _on_the_host
-    for module in (clip_grads, optimizer):  # the second one imported it by name
+        embedding.get_pos_emb_on_this_cp_rank = _local_phases
+    token_dispatcher.maybe_move_tensor_to_cpu = _keep_on_host
+    for module in (clip_grads, optimizer):  # the second one imports the function by name
         module.clip_grad_by_total_norm_fp32 = _clip_gradients
 
 
@@ -83,7 +84,7 @@ def _torch_without_cuda() -> types.ModuleType:
     stand_in = types.ModuleType("torch")
     stand_in.__getattr__ = lambda name: getattr(torch, name)  # type: ignore[method-assign]
     for name in ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn"):
-        setattr(stand_in, name, _on_cpu(getattr(torch, name)))
+        setattr(stand_in, name, _force_cpu(getattr(torch, name)))
     cuda: Any = types.ModuleType("torch.cuda")
     cuda.__getattr__ = lambda name: getattr(torch.cuda, name)
     cuda.current_device = lambda: torch.device("cpu")
@@ -92,14 +93,14 @@ def _torch_without_cuda() -> types.ModuleType:
     cuda.manual_seed = torch.manual_seed
     cuda.synchronize = lambda *args: None
     cuda.empty_cache = lambda: None
-    cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Nothing()
+    cuda.Stream = cuda.Event = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _NoOp()
     cuda.stream = lambda stream: contextlib.nullcontext()
     stand_in.cuda = cuda  # type: ignore[attr-defined]
     return stand_in
 
 
 def _torch_with_a_device() -> types.ModuleType:
-    """The stand-in for code that will not start without a device: it finds one, of the Hopper kind."""
+    """Returns a substitute that reports a Hopper device, for code that does not start without a device."""
     stand_in = _torch_without_cuda()
     cuda: Any = stand_in.cuda
     cuda.is_available = lambda: True
@@ -110,33 +111,33 @@ def _torch_with_a_device() -> types.ModuleType:
     return stand_in
 
 
-def _on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _force_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def made(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
         return make(*args, device="cpu" if str(device).startswith("cuda") else device, **kwargs)
 
     return made
 
 
-class _Nothing:
-    """A stream or an event of a device that does not exist: every method does nothing, and returns another."""
+class _NoOp:
+    """A substitute for streams and events. Every method does nothing and returns another `_NoOp`."""
 
-    def __getattr__(self, name: str) -> Callable[..., _Nothing]:
-        return lambda *args, **kwargs: _Nothing()
+    def __getattr__(self, name: str) -> Callable[..., _NoOp]:
+        return lambda *args, **kwargs: _NoOp()
 
 
-def _own_phases(phases: Tensor, axis: int, group: Any) -> Tensor:
-    """This rank's zigzag share of a sequence's rotary angles, without Megatron's copy through pinned memory."""
+def _local_phases(phases: Tensor, axis: int, group: Any) -> Tensor:
+    """Returns this rank's zigzag share of a sequence's rotary angles without Megatron's copy through pinned memory."""
     layout = Layout.zigzag(Packing([phases.shape[axis]]), group.size())
     return phases.index_select(axis, torch.tensor(layout.tokens(group.rank())))
 
 
-def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """A tensor that Megatron's dispatcher of experts wants there; sizes of messages as numpy, which CUDA's come as."""
+def _keep_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Returns a tensor for Megatron's dispatcher of experts, sizes of messages as numpy, as Megatron's does on CUDA."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def _clip_gradients(parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False) -> None:
-    """Scales gradients to a norm of at most `max_norm`, as Megatron's function does for CUDA tensors alone."""
+    """Scales gradients to a norm of at most `max_norm`, which Megatron's function does for CUDA tensors only."""
     coefficient = max_norm / (total_norm + 1e-6)
     if coefficient < 1:
         name = "decoupled_grad" if use_decoupled_grad else "grad"

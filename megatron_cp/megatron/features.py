@@ -1,6 +1,6 @@
-"""What Megatron's flags do beside context parallelism: a row for flags that belong together, with its proof or reason.
+"""A table of Megatron's flags and their support under context parallelism, with a test or a reason for each row.
 
-`megatron-cp doctor --megatron` and `docs/megatron-features.md` read it. Nothing of Megatron is imported here.
+`megatron-cp doctor --megatron` and `docs/megatron-features.md` read it. It imports nothing of Megatron.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ _REFUSALS = "tests/unit_tests/megatron/layers/test_refusals.py"
 
 @dataclass(frozen=True)
 class Feature:
-    """Some flags.
+    """A row of the table: flags with the same support.
 
     Attributes:
-        group: what they are about.
-        flags: Megatron-Core 0.19.2's, without their values.
-        verdict: proved: a test holds it to one rank; expected: nothing here touches it, and the reason says why;
-            refused: with some of their values or all; untried: neither, so compare a step with one rank first.
-        remark: the test, the reason, or what to use instead.
-        depends: of what is refused, whether only with some of its values.
+        group: subject of the flags.
+        flags: flags of Megatron-Core 0.19.2, without their values.
+        verdict: "proved" if a test compares it with one rank; "expected" if nothing here affects it, for the reason in
+            the remark; "refused" if all or some of the values are; "untried" if none of these, so that a step should be
+            compared with one rank first.
+        remark: the test, the reason, or an alternative.
+        depends: True if only some values are refused.
     """
 
     group: str
@@ -34,134 +35,135 @@ class Feature:
     depends: bool = False
 
 
-def _of(group: str, verdict: str, remark: str, flags: str, *, depends: bool = False) -> Feature:
+def row(group: str, verdict: str, remark: str, flags: str, *, depends: bool = False) -> Feature:
+    """Makes a row of the table; `flags` are separated by spaces and have no dashes."""
     return Feature(group, tuple(f"--{name}" for name in flags.split()), verdict, remark, depends)
 
 
 FEATURES = (
-    _of("parallelism", PROVED, _MODELS, "context-parallel-size cp-comm-type hierarchical-context-parallel-sizes"),
-    _of("parallelism", PROVED, _MATRIX, "tensor-model-parallel-size sequence-parallel expert-model-parallel-size"),
-    _of("parallelism", PROVED, f"{_MATRIX}: packs of other lengths in flight", "pipeline-model-parallel-size"
+    row("parallelism", PROVED, _MODELS, "context-parallel-size cp-comm-type hierarchical-context-parallel-sizes"),
+    row("parallelism", PROVED, _MATRIX, "tensor-model-parallel-size sequence-parallel expert-model-parallel-size"),
+    row("parallelism", PROVED, f"{_MATRIX}: packs of other lengths in flight", "pipeline-model-parallel-size"
         " num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank"
         " microbatch-group-size-per-virtual-pipeline-stage"),
-    _of("parallelism", REFUSED, "Megatron's own loader loses the lengths; give shard_batch a group for each batch",
+    row("parallelism", REFUSED, "Megatron's own loader loses the lengths; give shard_batch a group for each batch",
         "hybrid-context-parallel"),
-    _of("parallelism", EXPECTED, "of --hybrid-context-parallel alone", "max-seqlen-per-dp-cp-rank"),
-    _of("parallelism", EXPECTED, "where layers lie; each stage's own are planned", "pipeline-model-parallel-layout"
+    row("parallelism", EXPECTED, "of --hybrid-context-parallel alone", "max-seqlen-per-dp-cp-rank"),
+    row("parallelism", EXPECTED, "where layers lie; each stage's own are planned", "pipeline-model-parallel-layout"
         " decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split"
         " account-for-loss-in-pipeline-split use-tp-pp-dp-mapping overlap-p2p-communication-warmup-flush"
         " no-overlap-p2p-communication pipeline-model-parallel-comm-backend defer-embedding-wgrad-compute"
         " wgrad-deferral-limit delay-wgrad-compute use-ring-exchange-p2p"),
-    _of("parallelism", EXPECTED, "of tensor-parallel linear layers, which stay Megatron's", "tp-comm-overlap"
+    row("parallelism", EXPECTED, "of tensor-parallel linear layers, which stay Megatron's", "tp-comm-overlap"
         " no-tp-comm-bulk-wgrad no-tp-comm-bulk-dgrad no-tp-comm-overlap-ag no-tp-comm-overlap-rs"
         " tp-comm-overlap-rs-dgrad no-tp-comm-split-ag no-tp-comm-split-rs tp-comm-bootstrap-backend"
         " tp-comm-overlap-cfg"),
-    _of("parallelism", UNTRIED, "other sharding of weights, other schedules of experts", "expert-tensor-parallel-size"
+    row("parallelism", UNTRIED, "other sharding of weights, other schedules of experts", "expert-tensor-parallel-size"
         " tensor-parallel-num-weight-shards expert-tensor-parallel-num-weight-shards overlap-moe-expert-parallel-comm"
         " overlap-dispatch-backward-with-experts-wgrad ep-overlap-early-attn-memory-release mtp-standalone"),
-    _of("batch", PROVED, f"{_EXAMPLE}: both branches", "micro-batch-size global-batch-size seq-length sft"
+    row("batch", PROVED, f"{_EXAMPLE}: both branches", "micro-batch-size global-batch-size seq-length sft"
         " sft-tokenizer-prompt-format dataloader-type data-path split train-data-path valid-data-path"),
-    _of("batch", PROVED, f"{_MODELS}: packs that Megatron cuts", "dataloader-inter-document-masking"),
-    _of("batch", REFUSED, "masks that are tensors are not read; --dataloader-inter-document-masking, or shard_batch",
+    row("batch", PROVED, f"{_MODELS}: packs that Megatron cuts", "dataloader-inter-document-masking"),
+    row("batch", REFUSED, "masks that are tensors are not read; --dataloader-inter-document-masking, or shard_batch",
         "reset-attention-mask"),
-    _of("batch", EXPECTED, "what is read from disk; packs are made of it", "test-data-path data-args-path"
+    row("batch", EXPECTED, "what is read from disk; packs are made of it", "test-data-path data-args-path"
         " per-split-data-args-path data-cache-path mock-data num-workers"
         " no-mmap-bin-files eod-mask-loss rampup-batch-size num-dataset-builder-threads train-iters train-samples"
         " make-vocab-size-divisible-by no-create-attention-mask-in-dataloader"),
-    _of("batch", EXPECTED, "positions are those of the batch", "reset-position-ids max-position-embeddings"),
-    _of("batch", UNTRIED, "documents in other parts, or other losses", "fim-data logits-load-dir logits-save-dir"
+    row("batch", EXPECTED, "positions are those of the batch", "reset-position-ids max-position-embeddings"),
+    row("batch", UNTRIED, "documents in other parts, or other losses", "fim-data logits-load-dir logits-save-dir"
         " perform-rl-step rl-use-sequence-packing step-batch-size-schedule"),
-    _of("loss", PROVED, f"{_MATRIX}: with and without it, by megatron_cp.megatron.loss", "calculate-per-token-loss"),
-    _of("loss", EXPECTED, "of each row alone", "cross-entropy-loss-fusion cross-entropy-fusion-impl"
+    row("loss", PROVED, f"{_MATRIX}: with and without it, by megatron_cp.megatron.loss", "calculate-per-token-loss"),
+    row("loss", EXPECTED, "of each row alone", "cross-entropy-loss-fusion cross-entropy-fusion-impl"
         " fp16-lm-cross-entropy untie-embeddings-and-output-weights"),
-    _of("loss", PROVED, f"{_EXAMPLE}: evaluation in the same loss, also with --sft", "eval-iters eval-interval"),
-    _of("loss", EXPECTED, "evaluation in the same loss", "full-validation multiple-validation-sets"
+    row("loss", PROVED, f"{_EXAMPLE}: evaluation in the same loss, also with --sft", "eval-iters eval-interval"),
+    row("loss", EXPECTED, "evaluation in the same loss", "full-validation multiple-validation-sets"
         " eval-global-batch-size eval-micro-batch-size skip-train start-eval-at-iter"),
-    _of("loss", PROVED, _MATRIX, "mtp-num-layers mtp-loss-scaling-factor"),
-    _of("loss", EXPECTED, "the same layers and loss; checked once by hand", "mtp-use-repeated-layer mtp-detach-heads"
+    row("loss", PROVED, _MATRIX, "mtp-num-layers mtp-loss-scaling-factor"),
+    row("loss", EXPECTED, "the same layers and loss; checked once by hand", "mtp-use-repeated-layer mtp-detach-heads"
         " mtp-hybrid-override-pattern"),
-    _of("attention", PROVED, _MODELS, "num-attention-heads group-query-attention num-query-groups kv-channels"
+    row("attention", PROVED, _MODELS, "num-attention-heads group-query-attention num-query-groups kv-channels"
         " window-size window-attn-skip-freq softmax-type attention-dropout qk-layernorm deterministic-mode"),
-    _of("attention", PROVED, _MODELS, "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim"
+    row("attention", PROVED, _MODELS, "multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim"
         " qk-pos-emb-head-dim v-head-dim rotary-scaling-factor mscale mscale-all-dim rope-type mla-down-proj-fusion"),
-    _of("attention", REFUSED, "no kernel here reports the largest score", "qk-clip"),
-    _of("attention", REFUSED, "of inference alone; leave it out", "cache-mla-latents"),
-    _of("attention", EXPECTED, "what latent attention here takes; others may have it", "no-rope-fusion"),
-    _of("attention", EXPECTED, "the scale comes to the layer as a number; scores are in fp32 already",
+    row("attention", REFUSED, "no kernel here reports the largest score", "qk-clip"),
+    row("attention", REFUSED, "of inference alone; leave it out", "cache-mla-latents"),
+    row("attention", EXPECTED, "what latent attention here takes; others may have it", "no-rope-fusion"),
+    row("attention", EXPECTED, "the scale comes to the layer as a number; scores are in fp32 already",
         "apply-query-key-layer-scaling attention-softmax-in-fp32 use-mup mup-attn-scale-power attention-output-gate"
         " qk-l2-norm add-qkv-bias disable-bias-linear no-masked-softmax-fusion"),
-    _of("attention", EXPECTED, "kernels are chosen here; `megatron-cp doctor` lists them", "attention-backend"
+    row("attention", EXPECTED, "kernels are chosen here; `megatron-cp doctor` lists them", "attention-backend"
         " flash-attention-version use-flash-attn"),
-    _of("attention", UNTRIED, "kernels that our attention does not call", "use-kitchen-attention"
+    row("attention", UNTRIED, "kernels that our attention does not call", "use-kitchen-attention"
         " kitchen-attention-backend batch-invariant-mode"),
-    _of("attention", REFUSED, "its choice of keys would be lost between ranks; one rank, or softmax attention",
+    row("attention", REFUSED, "its choice of keys would be lost between ranks; one rank, or softmax attention",
         "dsa-indexer-n-heads dsa-indexer-head-dim dsa-indexer-topk"),
-    _of("positions", PROVED, f"{_MODELS}: rope and YaRN", "position-embedding-type rotary-base rotary-percent"),
-    _of("positions", PROVED, "tests/functional_tests/test_megatron_positions.py"
+    row("positions", PROVED, f"{_MODELS}: rope and YaRN", "position-embedding-type rotary-base rotary-percent"),
+    row("positions", PROVED, "tests/functional_tests/test_megatron_positions.py"
         "::test_positions_of_three_axes_are_those_of_each_document_alone", "mrope-section"),
-    _of("positions", EXPECTED, "phases come from one table by position", "rotary-interleaved use-rope-scaling"
+    row("positions", EXPECTED, "phases come from one table by position", "rotary-interleaved use-rope-scaling"
         " rope-scaling-factor rotary-seq-len-interpolation-factor no-rope-freq no-position-embedding"
         " use-rotary-position-embeddings"),
-    _of("linear layers", PROVED, _MODELS, "experimental-attention-variant linear-attention-freq linear-conv-kernel-dim"
+    row("linear layers", PROVED, _MODELS, "experimental-attention-variant linear-attention-freq linear-conv-kernel-dim"
         " linear-key-head-dim linear-value-head-dim linear-num-key-heads linear-num-value-heads"),
-    _of("linear layers", PROVED, _MODELS, "hybrid-layer-pattern mamba-state-dim mamba-head-dim mamba-num-groups"
+    row("linear layers", PROVED, _MODELS, "hybrid-layer-pattern mamba-state-dim mamba-head-dim mamba-num-groups"
         " mamba-num-heads spec"),
-    _of("linear layers", EXPECTED, "Megatron's kernels of Mamba are not called", "disable-mamba-mem-eff-path"),
-    _of("linear layers", REFUSED, "states are float32 here", "mamba-training-ssm-states-dtype", depends=True),
-    _of("linear layers", EXPECTED, "older names of --hybrid-layer-pattern", "hybrid-override-pattern is-hybrid-model"),
-    _of("experts", PROVED, f"{_MATRIX}: auxiliary losses, z-loss, uneven ranks, pad rows", "num-experts"
+    row("linear layers", EXPECTED, "Megatron's kernels of Mamba are not called", "disable-mamba-mem-eff-path"),
+    row("linear layers", REFUSED, "states are float32 here", "mamba-training-ssm-states-dtype", depends=True),
+    row("linear layers", EXPECTED, "older names of --hybrid-layer-pattern", "hybrid-override-pattern is-hybrid-model"),
+    row("experts", PROVED, f"{_MATRIX}: auxiliary losses, z-loss, uneven ranks, pad rows", "num-experts"
         " moe-router-topk moe-ffn-hidden-size moe-aux-loss-coeff moe-z-loss-coeff moe-router-dtype"),
-    _of("experts", PROVED, f"{_MATRIX}: alltoall; allgather is refused with --expert-model-parallel-size above 1",
+    row("experts", PROVED, f"{_MATRIX}: alltoall; allgather is refused with --expert-model-parallel-size above 1",
         "moe-token-dispatcher-type"),
-    _of("experts", PROVED, f"{_MATRIX}: aux_loss, seq_aux_loss, global_aux_loss; {_REFUSALS}: sinkhorn and"
+    row("experts", PROVED, f"{_MATRIX}: aux_loss, seq_aux_loss, global_aux_loss; {_REFUSALS}: sinkhorn and"
         " quantile_balancing are refused", "moe-router-load-balancing-type"),
-    _of("experts", REFUSED, "each rank would drop tokens by its own", "moe-expert-capacity-factor"
+    row("experts", REFUSED, "each rank would drop tokens by its own", "moe-expert-capacity-factor"
         " moe-pad-expert-input-to-capacity moe-token-drop-policy"),
-    _of("experts", EXPECTED, "counts are summed over all ranks, without pad rows; checked once by hand",
+    row("experts", EXPECTED, "counts are summed over all ranks, without pad rows; checked once by hand",
         "moe-router-enable-expert-bias moe-router-bias-update-rate"),
-    _of("experts", EXPECTED, "of each token alone", "moe-layer-freq moe-router-score-function moe-router-pre-softmax"
+    row("experts", EXPECTED, "of each token alone", "moe-layer-freq moe-router-score-function moe-router-pre-softmax"
         " moe-router-topk-scaling-factor moe-router-num-groups moe-router-group-topk moe-shared-expert-gate"
         " moe-shared-expert-intermediate-size moe-shared-expert-overlap moe-grouped-gemm moe-apply-probs-on-input"
         " moe-permute-fusion moe-router-fusion moe-layer-recompute moe-latent-size moe-per-layer-logging"),
-    _of("experts", EXPECTED, "noise, drawn anew by every rank", "moe-input-jitter-eps moe-router-force-load-balancing"
+    row("experts", EXPECTED, "noise, drawn anew by every rank", "moe-input-jitter-eps moe-router-force-load-balancing"
         " moe-router-force-biased"),
-    _of("experts", UNTRIED, "other dispatchers", "moe-enable-deepep moe-flex-dispatcher-backend moe-paged-stash"
+    row("experts", UNTRIED, "other dispatchers", "moe-enable-deepep moe-flex-dispatcher-backend moe-paged-stash"
         " moe-router-padding-for-quantization moe-router-padding-for-fp8 moe-expert-rank-capacity-factor"
         " moe-enable-routing-replay moe-use-upcycling moe-router-quantile-balancing-ema"),
-    _of("optimizer", PROVED, f"{_MATRIX}: parameters after a step", "use-distributed-optimizer overlap-grad-reduce"
+    row("optimizer", PROVED, f"{_MATRIX}: parameters after a step", "use-distributed-optimizer overlap-grad-reduce"
         " overlap-param-gather optimizer"),
-    _of("optimizer", EXPECTED, "of gradients that are those of one rank", "lr min-lr weight-decay adam-beta1 adam-beta2"
+    row("optimizer", EXPECTED, "of gradients that are those of one rank", "lr min-lr weight-decay adam-beta1 adam-beta2"
         " adam-eps clip-grad accumulate-allreduce-grads-in-fp32 grad-reduce-in-bf16 use-precision-aware-optimizer"
         " ddp-average-in-collective ddp-bucket-size ddp-num-buckets num-distributed-optimizer-instances"
         " overlap-param-gather-with-optimizer-step optimizer-cpu-offload no-gradient-accumulation-fusion"
         " no-gradient-reduce-div-fusion"),
-    _of("optimizer", REFUSED, "parameters in shards have not run here over context-parallel ranks;"
+    row("optimizer", REFUSED, "parameters in shards have not run here over context-parallel ranks;"
         " --use-distributed-optimizer", "use-megatron-fsdp use-torch-fsdp2"),
-    _of("optimizer", UNTRIED, "of parameters in shards", "data-parallel-sharding-strategy outer-dp-sharding-strategy"),
-    _of("recompute", PROVED, f"{_MODELS}; {_MATRIX}: full; core_attn, mla_up_proj and gdn_norm_out",
+    row("optimizer", UNTRIED, "of parameters in shards", "data-parallel-sharding-strategy outer-dp-sharding-strategy"),
+    row("recompute", PROVED, f"{_MODELS}; {_MATRIX}: full; core_attn, mla_up_proj and gdn_norm_out",
         "recompute-granularity recompute-method recompute-num-layers recompute-modules recompute-activations"),
-    _of("recompute", UNTRIED, "other ways to keep activations", "distribute-saved-activations"
+    row("recompute", UNTRIED, "other ways to keep activations", "distribute-saved-activations"
         " fine-grained-activation-offloading offload-modules cpu-offloading-num-layers mlp-chunks-for-training"),
-    _of("graphs", REFUSED, "they repeat the rows of one pack; capture a step of your own over GraphTables",
+    row("graphs", REFUSED, "they repeat the rows of one pack; capture a step of your own over GraphTables",
         "enable-cuda-graph external-cuda-graph"),
-    _of("graphs", REFUSED, "likewise, but none", "cuda-graph-impl", depends=True),
-    _of("precision", EXPECTED, "exchanges keep the type; kernels say which they take", "bf16 fp16"
+    row("graphs", REFUSED, "likewise, but none", "cuda-graph-impl", depends=True),
+    row("precision", EXPECTED, "exchanges keep the type; kernels say which they take", "bf16 fp16"
         " fp32-residual-connection"),
-    _of("precision", EXPECTED, "`layout_options(config)` aligns rows, others are refused, as tests show; the products"
+    row("precision", EXPECTED, "`layout_options(config)` aligns rows, others are refused, as tests show; the products"
         " are Transformer Engine's and have not run", "fp8-format fp8-recipe fp8-param-gather fp4-format fp4-recipe"
         " fp4-param-gather first-last-layers-bf16"),
-    _of("checkpoints", PROVED, f"{_EXAMPLE}: saved and loaded", "save load save-interval ckpt-format"),
-    _of("checkpoints", EXPECTED, "parameters and their names are Megatron's", "async-save dist-ckpt-strictness"
+    row("checkpoints", PROVED, f"{_EXAMPLE}: saved and loaded", "save load save-interval ckpt-format"),
+    row("checkpoints", EXPECTED, "parameters and their names are Megatron's", "async-save dist-ckpt-strictness"
         " ckpt-fully-parallel-load no-save-optim no-load-optim no-save-rng no-load-rng finetune pretrained-checkpoint"
         " use-checkpoint-args ckpt-assume-constant-structure"),
-    _of("inference", UNTRIED, "for training; Mamba's inference goes to Megatron's own, on one rank",
+    row("inference", UNTRIED, "for training; Mamba's inference goes to Megatron's own, on one rank",
         "inference-dynamic-batching inference-max-requests flash-decode num-speculative-tokens"),
-    _of("layers", EXPECTED, "of each row alone", "num-layers hidden-size ffn-hidden-size hidden-dropout normalization"
+    row("layers", EXPECTED, "of each row alone", "num-layers hidden-size ffn-hidden-size hidden-dropout normalization"
         " norm-epsilon swiglu squared-relu quick-geglu openai-gelu init-method-std transformer-impl"
         " apply-layernorm-1p use-cpu-initialization no-persist-layer-norm no-bias-swiglu-fusion no-bias-gelu-fusion"
         " no-bias-dropout-fusion glu-linear-offset activation-func-clamp-value"),
-    _of("layers", REFUSED, "all layers alike, of Transformer Engine or local", "heterogeneous-layers-config-path"
+    row("layers", REFUSED, "all layers alike, of Transformer Engine or local", "heterogeneous-layers-config-path"
         " heterogeneous-layers-config-encoded-json"),
 )  # fmt: skip
 
-OF_FLAG = {flag: feature for feature in FEATURES for flag in feature.flags}
+FEATURE_BY_FLAG = {flag: feature for feature in FEATURES for flag in feature.flags}

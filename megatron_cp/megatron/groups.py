@@ -1,4 +1,4 @@
-"""The process groups that a batch needs on its way to the ranks."""
+"""The process groups that are needed to shard a batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from megatron_cp.executor.groups import RankGroup, TorchGroup
 
 @dataclass(frozen=True)
 class BatchGroups:
-    """Megatron's groups, and groups of the same ranks that move host memory where Megatron's own cannot.
+    """Megatron's groups, and groups of the same ranks for host memory where Megatron's own cannot move it.
 
     Attributes:
-        cp: the context-parallel ranks; compares plans on the host.
+        cp: the context-parallel ranks; it can compare plans on the host.
         tp_host: the tensor-parallel ranks, for `broadcast_pack`.
     """
 
@@ -26,21 +26,21 @@ class BatchGroups:
 
     @classmethod
     def make(cls) -> BatchGroups:
-        """From Megatron's model-parallel groups. Every rank of the job calls it, once, before training starts."""
+        """Makes the groups from Megatron's. Every rank of the job calls it once, before training starts."""
         cp, tp = parallel_state.get_context_parallel_group(), parallel_state.get_tensor_model_parallel_group()
         cp_host, tp_host = _host_twin(cp), _host_twin(tp)
         return cls(TorchGroup(cp, cp_host), tp if tp_host is None else tp_host)
 
     def part(self, ranks: range) -> RankGroup:
-        """The group of some of the data- and context-parallel ranks, for batches of a group of their own.
+        """Returns a group of some of the data- and context-parallel ranks, for batches with a group of their own.
 
-        Made when it is first asked for, and kept. All its ranks ask for it, and for their groups in the same order.
+        It is made by the first call and kept. All ranks of the group call it, and make their groups in the same order.
 
         Args:
-            ranks: of `get_data_parallel_group(with_context_parallel=True)`, this rank among them.
+            ranks: ranks of `get_data_parallel_group(with_context_parallel=True)`, with this one.
 
         Raises:
-            ArgumentError: ranks that there are not, or others than this one.
+            ArgumentError: ranks that do not exist, or do not include this one.
         """
         everyone = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if (
@@ -60,7 +60,7 @@ class BatchGroups:
 
 
 def _host_twin(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-    """A gloo group of the same ranks, if `group` itself moves device memory alone."""
+    """Returns a gloo group of the same ranks if `group` moves device memory only, else None."""
     if dist.get_backend(group) != "nccl":
         return None
     everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Megatron's `.bin/.idx` files as a corpus."""
+"""Reads Megatron's `.bin/.idx` files as a corpus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_cp.megatron.patches import silent_destructors
 
 
 class IndexedCorpus:
-    """The documents of a `.bin/.idx` pair, tokenised before; read from disk as they are asked for.
+    """The tokenised documents of a `.bin/.idx` pair, which are read from disk when needed.
 
     Args:
         prefix: the path without `.bin` or `.idx`, or with either.
@@ -31,7 +31,7 @@ class IndexedCorpus:
         for suffix in (".bin", ".idx"):
             if not Path(stem + suffix).is_file():
                 raise ArgumentError("data_path", str(prefix), allowed, f"There is no {stem}{suffix}.")
-        data = _opened(stem)
+        data = _open(stem)
         if isinstance(data, str):
             raise ArgumentError("data_path", str(prefix), allowed, f"Cannot read it: {data}.")
         self._data = data
@@ -58,43 +58,40 @@ class IndexedCorpus:
                 return False
             stem = _stem(path)
             return stem != str(path) or Path(stem + ".idx").is_file() or Path(stem + ".bin").is_file()
-        except OSError:  # in a folder that cannot be searched, say: who reads it as text will say so
+        except OSError:  # such as in a folder that cannot be searched; reading it as text will raise an error
             return False
 
     def tokens(self, document: int, start: int = 0, end: int | None = None) -> IntArray:
-        """`[end - start]` tokens of a document, or all of them."""
+        """Returns `[end - start]` tokens of a document, or all of them."""
         first, last = self._first_sequence[document : document + 2].tolist()
         whole = np.concatenate([self._data[sequence] for sequence in range(first, last)])[start:end].astype(np.int64)
         if whole.size and int(whole.min()) < 0:
             remedy = f"Document {document} holds {int(whole.min())}."
             raise ArgumentError("data_path", self.name, "a corpus of tokens of at least 0", remedy)
         if whole.size and int(whole.max()) >= self.vocab_size:
-            raise ArgumentError(
-                "vocab_size",
-                self.vocab_size,
-                f"more than every token of {self.name}, where {int(whole.max())} occurs",
-            )
+            allowed = f"more than every token of {self.name}, where {int(whole.max())} occurs"
+            raise ArgumentError("vocab_size", self.vocab_size, allowed)
         return whole
 
     def is_learnt(self, document: int, start: int = 0, end: int | None = None) -> None:
-        """None: all tokens are to be predicted."""
+        """Returns None, which means that all tokens are to be predicted."""
 
 
-def _opened(stem: str) -> IndexedDataset | str:
-    """Megatron's reader of the pair, or why it cannot be read."""
-    with silent_destructors():  # the reader's fail where its constructor did
+def _open(stem: str) -> IndexedDataset | str:
+    """Returns Megatron's reader of the pair, or the reason why it cannot be read."""
+    with silent_destructors():  # the reader's destructors fail if its constructor did
         try:
             data = IndexedDataset(stem)
-        except Exception as error:  # whatever a damaged file leads to
+        except Exception as error:  # a damaged file may lead to any error
             return str(error) or type(error).__name__
     return _damage(data, Path(f"{stem}.bin")) or data
 
 
 def _damage(data: IndexedDataset, tokens: Path) -> str | None:
-    """What no tool can have written into the index of the file `tokens`, or None.
+    """Returns the first inconsistency of an index with its file `tokens`, or None.
 
-    The reader checks no more than it needs to map the files; the rest would end a run in the middle, or be trained on.
-    0.15 s for 10 million sequences in the order of their tokens, 4 s in any other.
+    The reader checks only what it needs to map the files. Other damage would end a run in the middle, or be trained on.
+    The check takes 0.15 s for 10 million sequences in the order of their tokens, and 4 s in any other order.
     """
     item, lengths, pointers = data.index.dtype_size, data.sequence_lengths, data.index.sequence_pointers
     there = tokens.stat().st_size
@@ -112,7 +109,7 @@ def _damage(data: IndexedDataset, tokens: Path) -> str | None:
     if pointers.size:
         last = int(pointers.argmax())
         needed, ends = int(pointers[last]) + int(lengths[last]) * item, pointers
-        if needed <= there:  # so that no sum wraps: a length has 31 bits
+        if needed <= there:  # then no sum below overflows, since a length has 31 bits
             ends = pointers + lengths * np.int64(item)
             needed = int(ends.max())
         if needed > there:
@@ -124,12 +121,12 @@ def _damage(data: IndexedDataset, tokens: Path) -> str | None:
 
 
 def _first_overlap(starts: IntArray, ends: IntArray) -> int | None:
-    """The byte at which a sequence starts that begins inside another one, or None.
+    """Returns the first byte of a sequence that begins inside another one, or None.
 
-    The same sequence may come several times, as tools write that sample some documents more often than others.
+    The same sequence may be listed several times, by tools that sample some documents more often than others.
     """
     if (ends[:-1] <= starts[1:]).all():
-        return None  # in the order of their tokens, as Megatron writes them
+        return None  # the sequences are in the order of their tokens, as Megatron writes them
     filled = starts < ends
     order = np.flatnonzero(filled)[np.argsort(starts[filled], kind="stable")]
     starts, ends = starts[order], ends[order]
@@ -139,7 +136,7 @@ def _first_overlap(starts: IntArray, ends: IntArray) -> int | None:
 
 
 def _damaged_documents(indices: IntArray) -> str | None:
-    """What is wrong with the first sequences of the documents; that the last is their number the reader checks."""
+    """Returns the first error in the documents' first sequences, or None. The reader checks the last entry itself."""
     if indices[0] != 0:
         return f"its documents start at sequence {indices[0]}, and should at 0"
     falls = np.flatnonzero(indices[1:] < indices[:-1])

@@ -1,4 +1,4 @@
-"""What a built model is asked: which of our layers are in it."""
+"""Lists our layers in a built model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from megatron_cp.planner.batch import Slot
 
 
 def slots_of(*models: nn.Module) -> list[Slot]:
-    """The kinds of layers in one or several model chunks: what `shard_batch` plans for."""
+    """Returns the kinds of layers in one or several model chunks, for `shard_batch`."""
     return list(dict.fromkeys(layer_slots(*models)))
 
 
 def layer_slots(*models: nn.Module) -> list[Slot]:
-    """The slot of every layer in one or several model chunks, in order: what `choose_layout` chooses a layout for."""
+    """Returns the spec of every layer in one or several model chunks, in order, for `choose_layout`."""
     return [module.slot for model in models for module in model.modules() if isinstance(module, ContextParallelModule)]

@@ -1,4 +1,4 @@
-"""Packs on the host: from Megatron's samples, and over tensor-parallel ranks."""
+"""Makes packs from Megatron's samples, and broadcasts them to tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from megatron_cp.layout import Packing
 
 
 class Pack(HostPack):
-    """A pack that Megatron's samples can be read as: see `megatron_cp.batch.pack.Pack`."""
+    """A `megatron_cp.batch.pack.Pack` that can be made from Megatron's samples."""
 
     @classmethod
     def from_megatron(cls, sample: dict[str, Tensor], pad_token: int | None = None) -> Pack:
-        """A sample of Megatron's packed datasets (such as `SFTDataset`), from a data loader of batch size 1.
+        """Makes a pack from a sample of Megatron's packed datasets (such as `SFTDataset`), with batch size 1.
 
-        Build those datasets with `context_parallel_size=1` in their config: no document needs padding here.
+        Build those datasets with `context_parallel_size=1` in their config, since no document needs padding here.
 
         Args:
             sample: `tokens, labels, loss_mask` `[1, seq_length]` and `cu_seqlens` `[1, n]` on the host, or without
                 their first axis.
-            pad_token: what fills the end of the pack, which is dropped: it would be computed for nothing.
+            pad_token: the token that pads the end of the pack, which is dropped to save its computation.
         """
         if sample["tokens"].ndim > 1 and len(sample["tokens"]) != 1:
             raise ArgumentError("micro_batch_size", len(sample["tokens"]), "1: a pack is a whole microbatch")
         tokens, labels, loss_mask = (sample[name].flatten() for name in ("tokens", "labels", "loss_mask"))
-        offsets = np.unique(sample["cu_seqlens"].numpy())  # filled up with repetitions of its last entry
+        offsets = np.unique(sample["cu_seqlens"].numpy())  # it is padded with copies of its last entry
         total = int(offsets[-1])
         if offsets[0] != 0 or total > tokens.numel():
             raise ArgumentError("cu_seqlens", offsets.tolist(), f"offsets from 0 up to {tokens.numel()}")
@@ -41,11 +41,11 @@ class Pack(HostPack):
 
 
 def broadcast_pack(pack: HostPack | None, host_group: dist.ProcessGroup) -> HostPack:
-    """The pack of the group's first rank, on the host of every rank: lengths never visit a device.
+    """Broadcasts the pack of the group's first rank to all of its ranks, in host memory only.
 
     Args:
-        pack: on the first rank; ignored elsewhere.
-        host_group: tensor-parallel ranks, able to move host memory (`BatchGroups.tp_host`).
+        pack: the pack on the first rank; ignored elsewhere.
+        host_group: the tensor-parallel ranks, as a group that moves host memory (`BatchGroups.tp_host`).
     """
     source = dist.get_process_group_ranks(host_group)[0]
     if pack is None and dist.get_rank() == source:
@@ -61,7 +61,7 @@ def broadcast_pack(pack: HostPack | None, host_group: dist.ProcessGroup) -> Host
     header = torch.tensor([-1 if entry is None else entry.numel() for entry in fields] or [0] * 4)
     dist.broadcast(header, source, group=host_group)
     sizes = header.tolist()
-    # One message of 8-byte words: weights travel in float64, which holds float32 exactly.
+    # One message of 8-byte words, in which weights are float64, which represents float32 exactly.
     words = [
         entry.double().view(torch.int64) if entry.is_floating_point() else entry.long()
         for entry in fields

@@ -1,4 +1,4 @@
-"""Megatron's `PackedSeqParams`: with the plans of a microbatch, and what those without plans say of their batch."""
+"""Megatron's `PackedSeqParams` with the plans of a microbatch, and plans for those that Megatron's pipeline made."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ _SHARD_BATCH = "megatron_cp.megatron.batch.shard_batch"
 
 @dataclass
 class PlannedSeqParams(PackedSeqParams):
-    """Megatron's `PackedSeqParams` with the plans of the microbatch: what every layer reads, and none makes.
+    """Megatron's `PackedSeqParams` with the plans of the microbatch, which every layer reads.
 
-    `cu_seqlens_*` are those of the whole batch, as Megatron has them; `max_seqlen_*` the next power of two.
+    `cu_seqlens_*` are those of the whole batch, as in Megatron; `max_seqlen_*` are rounded up to a power of two.
 
     Attributes:
-        plans: for every kind of layer.
-        positions: `[t]` place of each of this rank's rows in its document, on the device.
-        seed: of dropout in attention: the same on every rank, another one in every batch and step. None for Megatron's
-            own batches, whose layers draw one.
+        plans: the plans of every kind of layer.
+        positions: `[t]`, the position of each of this rank's rows in its document, on the device.
+        seed: seed of dropout in attention, the same on every rank, and another one in every batch and step. None for
+            Megatron's own batches, whose layers draw one.
         stream: the whole batch on the host, for multi-token prediction; None for Megatron's own batches.
-        ranks: that hold the batch, where these are not the model's context-parallel group. Megatron's `cp_group` and
-            `local_cp_size` stay unset: its latent attention refuses batches that have them.
-        has_axes: whether the batch's positions have several axes. `cp_group` is then of one rank, so that Megatron's
-            rotary embedding makes phases of the positions that it is given and cuts no part out of them.
-        mean_is_of_all_ranks: whether the batch's loss is divided by the tokens of all ranks where Megatron takes means,
-            as `loss_of` does; without `--calculate-per-token-loss` the layers refuse other batches on several ranks.
+        ranks: the batch's group if it is not the model's context-parallel group. Megatron's `cp_group` and
+            `local_cp_size` are not set, since its latent attention refuses batches that have them.
+        has_axes: True if the batch's positions have several axes. `cp_group` then has one rank, so that Megatron's
+            rotary embedding computes phases for all positions that it is given.
+        has_global_mean: True if the batch's loss is divided by the tokens of all ranks where Megatron takes means, as
+            `loss_of` does. Without `--calculate-per-token-loss` the layers refuse other batches on several ranks.
     """
 
     plans: BatchPlan | None = None
@@ -52,41 +52,41 @@ class PlannedSeqParams(PackedSeqParams):
     stream: Stream | None = field(default=None, repr=False)
     ranks: RankGroup | None = None
     has_axes: bool = False
-    mean_is_of_all_ranks: bool = False
+    has_global_mean: bool = False
     _remembered: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def remember[T](self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, made for the first layer of the microbatch that asks for `key`, recomputed or not."""
+        """Returns the result of `make`, which is called once a microbatch and `key`, also under recomputation."""
         if key not in self._remembered:
             self._remembered[key] = make()
         found: T = self._remembered[key]
         return found
 
     def ahead(self, places: int) -> RowsAhead:
-        """What lies so many places ahead of this rank's rows, made for the first that asks; each `[1, t]`."""
+        """Returns the tokens, labels and so on `places` ahead of this rank's rows, `[1, t]` each; made once."""
         assert self.stream is not None
         stream = self.stream
         return self.remember(("ahead", places), lambda: stream.ahead(places).as_sequence())
 
-    def has_looked(self, places: int) -> bool:
-        """Whether anyone has asked for that already."""
+    def has_rows_ahead(self, places: int) -> bool:
+        """True if `ahead(places)` has been called."""
         return ("ahead", places) in self._remembered
 
     def rotary_phases(self, table: Tensor) -> Tensor:
-        """`[t, 1, 1, d]`: the rows of a `[max_length, 1, 1, d]` table of rotary angles at this rank's positions.
+        """Gathers the rows `[t, 1, 1, d]` of a table of rotary angles `[max_length, 1, 1, d]` at this rank's positions.
 
-        Gathered once a microbatch and table, whatever the number of layers, recomputed or not.
+        They are gathered once a microbatch and table, for all layers, also under recomputation.
         """
-        assert self.positions is not None  # only where Megatron copies the base class's fields alone
-        # Not by the object: each layer that is recomputed is given a detached one.
+        assert self.positions is not None  # it is None only where Megatron copies the base class's fields
+        # The key is the memory and not the tensor, since a layer that is recomputed is given a detached one.
         memory = (table.data_ptr(), table.shape, table.stride(), table.dtype)
         positions = self.positions
-        # The table is kept too, so that its memory is not given to another one.
+        # The table is kept alive too, so that its memory is not used for another one.
         return self.remember(memory, lambda: (table, table.index_select(0, positions)))[1]
 
 
 class OneRank:
-    """A process group of one rank, as far as Megatron asks it where it would else divide something by the ranks."""
+    """A substitute for a process group of one rank, where Megatron would otherwise divide by the number of ranks."""
 
     def size(self) -> int:
         return 1
@@ -96,15 +96,15 @@ class OneRank:
 
 
 def is_packed(params: PackedSeqParams | None, batch: int) -> bool:
-    """Whether rows are packed documents, and not `batch` sequences side by side.
+    """True if rows are packed documents, False if they are `batch` sequences side by side.
 
     Raises:
-        ArgumentError: lengths of documents in a format that says neither.
+        ArgumentError: lengths of documents in a format that is neither.
     """
     if params is None or params.qkv_format == "thd":
         return params is not None
     offsets = params.cu_seqlens_q
-    # As Megatron has them for multimodal models: one sequence to each of the batch.
+    # Megatron has offsets in "sbhd" for multimodal models, with one sequence for each entry of the batch.
     if offsets is not None and not (params.qkv_format == "sbhd" and offsets.numel() == batch + 1):
         given = f"qkv_format {params.qkv_format!r} with {offsets.numel() - 1} documents in a batch of {batch}"
         _refuse(given, "qkv_format='thd' for packed documents", "Another format would be attended to as one sequence.")
@@ -114,12 +114,12 @@ def is_packed(params: PackedSeqParams | None, batch: int) -> bool:
 def planned_params(
     plans: BatchPlan, rank: int, device: torch.device, own_group: TorchGroup | None = None
 ) -> PlannedSeqParams:
-    """The plans as what Megatron's layers are given, with everything a layer needs on the device already."""
+    """Returns the plans as `PackedSeqParams`, with all tables that a layer needs on the device."""
     prepare_plans(plans, rank, device)
-    return with_plans(plans, local_positions(plans.layout, rank, device), None, own_group=own_group)
+    return build_params(plans, local_positions(plans.layout, rank, device), None, own_group=own_group)
 
 
-def with_plans(
+def build_params(
     plans: BatchPlan,
     positions: Tensor,
     seed: int | None,
@@ -128,10 +128,10 @@ def with_plans(
     *,
     has_axes: bool = False,
 ) -> PlannedSeqParams:
-    """The plans beside what Megatron's own layers read of a packed batch; `positions` are this rank's."""
+    """Returns the plans together with the fields that Megatron's own layers read; `positions` are this rank's."""
     packing = plans.layout.packing
     cu_seqlens = on_device(packing.cu_seqlens, positions.device)
-    # Megatron keeps a table of rotary angles for each of the last 32 of these. Rounded up, packs share a few.
+    # Megatron caches tables of rotary angles for the last 32 lengths. Rounded up, packs have few different lengths.
     max_length = 1 << (max(packing.max_length, 1) - 1).bit_length()
     return PlannedSeqParams(
         qkv_format="thd",
@@ -150,13 +150,12 @@ def with_plans(
 
 
 def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None) -> PlannedSeqParams:
-    """`params` with plans: as they are if `shard_batch` made them, else of the rows that Megatron's sharding left.
+    """Returns `params` with plans: unchanged if `shard_batch` made them, else planned for Megatron's own sharding.
 
-    The lengths in Megatron's own are on the device, so this reads them once a microbatch; every later layer finds the
-    result.
+    The lengths in Megatron's own `params` are on the device. They are read once a microbatch, by the first layer.
 
     Args:
-        params: of a packed batch.
+        params: the `PackedSeqParams` of a packed batch.
         group: the context-parallel ranks, if the batch has no `cp_group` of its own.
         order: how Megatron's own pipeline cut packs: each "document" or the whole "pack"; see `Documents.layout`.
 
@@ -179,7 +178,7 @@ def planned(params: PackedSeqParams, group: RankGroup, order: str | None = None)
     for name in (f.name for f in fields(PackedSeqParams)):
         setattr(found, name, getattr(params, name))
     assert found.positions is not None
-    # Only pads lie further on, where a table of rotary angles that is as long as the longest document has no row.
+    # Only pads have larger positions, for which a table of rotary angles as long as the longest document has no row.
     found.positions = found.positions.clamp(max=max(documents.max_length - 1, 0))
     params.__dict__["_megatron_cp"] = key, found
     return found
@@ -190,8 +189,8 @@ class Documents:
     """The documents of a packed batch.
 
     Attributes:
-        packing: their rows, of which the last ones of a document may be pads.
-        lengths: `[num_documents]` their tokens, which come before the pads; None where there are no pads.
+        packing: the documents' rows, of which the last ones may be pads.
+        lengths: `[num_documents]`, the documents' numbers of tokens without pads; None if there are no pads.
     """
 
     packing: Packing
@@ -199,12 +198,12 @@ class Documents:
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest document."""
+        """The number of tokens of the longest document."""
         return int((self.packing.lengths if self.lengths is None else self.lengths).max())
 
     @classmethod
     def of(cls, params: PackedSeqParams) -> Documents:
-        """Those of the queries, which must be those of the keys. The host waits for the device.
+        """Reads the documents of the queries, which must be those of the keys. The host waits for the device.
 
         Raises:
             ArgumentError: fields that are missing, or that contradict one another.
@@ -221,12 +220,12 @@ class Documents:
         return documents
 
     def layout(self, cp_size: int, order: str | None) -> Layout:
-        """Who holds which rows after Megatron's own sharding.
+        """Returns the layout of Megatron's own sharding.
 
         Args:
             cp_size: the number of ranks.
-            order: what is cut into `2 * cp_size` chunks, of which rank r gets chunks r and `2 * cp_size - 1 - r`: each
-                "document" or the whole "pack". Nothing in `PackedSeqParams` tells.
+            order: the unit that is cut into `2 * cp_size` chunks, of which rank r gets chunks r and
+                `2 * cp_size - 1 - r`: each "document" or the whole "pack". `PackedSeqParams` does not have it.
 
         Raises:
             ArgumentError: several ranks and no order, or lengths that cannot be cut so.
@@ -242,7 +241,7 @@ class Documents:
                 " was cut into chunks. megatron_cp.megatron.config.TransformerConfig takes it from these flags; in"
                 f" another configuration set cp_packed_order, or shard the batch with {_SHARD_BATCH}.",
             )
-        require("packed_order", order, name="--cp-packed-order")  # an attribute may have been set to anything
+        require("packed_order", order, name="--cp-packed-order")  # the attribute may have been set to any value
         whole = self.packing if order == "document" else Packing([self.packing.total])
         bad = whole.lengths[whole.lengths % (2 * cp_size) != 0]
         if bad.size:
@@ -259,10 +258,10 @@ class Documents:
 
 
 def _own_group(params: PackedSeqParams, models: RankGroup) -> TorchGroup | None:
-    """The group that Megatron's own batch brings; None where it brings none, or the model's.
+    """Returns the group of Megatron's own batch; None if it has none, or the model's.
 
     Raises:
-        ArgumentError: a number of ranks without their group, or of another group.
+        ArgumentError: the batch's number of ranks is not that of its group.
     """
     own = None if params.cp_group is None else TorchGroup(params.cp_group)
     size = models.size if own is None else own.size
@@ -272,20 +271,20 @@ def _own_group(params: PackedSeqParams, models: RankGroup) -> TorchGroup | None:
 
 
 def is_same_group(one: TorchGroup, other: RankGroup) -> bool:
-    """Whether both are of the same ranks of the job, in the same order."""
+    """True if both groups have the same ranks of the job in the same order."""
     return isinstance(other, TorchGroup) and (
         one.group is other.group or dist.get_process_group_ranks(one.group) == dist.get_process_group_ranks(other.group)
     )
 
 
 def _version_of(params: PackedSeqParams) -> tuple[tuple[int, int], ...]:
-    """What another tensor of offsets, or another value in one of them, changes."""
+    """Returns a key that changes with the tensors of offsets and with their values."""
     offsets = (getattr(params, name) for name in _OFFSETS)
     return tuple((id(t), 0 if t is None or t.is_inference() else t._version) for t in offsets)
 
 
 def _read(params: PackedSeqParams) -> list[tuple[Packing, Packing]]:
-    """Tokens and rows of the documents, of queries and of keys. A tensor that is given twice is read once."""
+    """Returns tokens and rows of the documents, for queries and for keys. A tensor that is given twice is read once."""
     read: dict[int, Packing] = {}
 
     def packing(*names: str) -> Packing:
@@ -307,12 +306,12 @@ def _read(params: PackedSeqParams) -> list[tuple[Packing, Packing]]:
 
 
 def _check_the_rest(params: PackedSeqParams, documents: Documents) -> None:
-    """Refuses what other fields say against the documents."""
+    """Refuses other fields that contradict the documents."""
     total, longest = documents.packing.total, documents.max_length
     if params.total_tokens not in (None, total):
         remedy = "Rows behind the last document are a document too: add their end to cu_seqlens."
         _refuse(f"total_tokens {params.total_tokens} for cu_seqlens up to {total}", str(total), remedy)
-    if params.seq_idx is not None and params.total_tokens is None:  # else Megatron has just made it
+    if params.seq_idx is not None and params.total_tokens is None:  # with total_tokens, Megatron has made seq_idx
         numbers = params.seq_idx.flatten().cpu().numpy()
         starts = np.unique(documents.packing.cu_seqlens[1:-1])
         inner = starts[(starts > 0) & (starts < total)]
@@ -320,7 +319,7 @@ def _check_the_rest(params: PackedSeqParams, documents: Documents) -> None:
             _refuse("seq_idx of other documents than cu_seqlens", "the same documents", "Leave seq_idx out.")
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         given = getattr(params, name)
-        if given is not None and int(given) < longest:  # tables of rotary angles are as long as it says
+        if given is not None and int(given) < longest:  # tables of rotary angles have this length
             _refuse(f"{name} {int(given)} for a document of {longest} tokens", f"at least {longest}")
 
 

@@ -1,8 +1,8 @@
 """Layer specs for `--spec megatron_cp.megatron.specs NAME`: gpt_layer_spec (GPTModel), hybrid_stack_spec (HybridModel).
 
-Megatron's own specs with three modules exchanged: self-attention with its core attention, Gated DeltaNet, and Mamba's
-mixer. Linear layers and norms are Transformer Engine's where it is installed, Megatron's and torch's elsewhere. Layers
-that would be wrong under another sharding than Megatron's are refused with more than one context-parallel rank.
+They are Megatron's own specs with three modules replaced: self-attention with its core attention, Gated DeltaNet, and
+Mamba's mixer. Linear layers and norms are Transformer Engine's if it is installed, else Megatron's and torch's. Layers
+that are right under Megatron's sharding only are refused with more than one context-parallel rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch import Tensor
 
 from megatron_cp.extras import install
 from megatron_cp.megatron.layers.attention import CoreAttention, SelfAttention
-from megatron_cp.megatron.layers.experts import with_our_router, without_pads
+from megatron_cp.megatron.layers.experts import mask_pads, replace_router
 from megatron_cp.megatron.layers.gated_delta_net import GatedDeltaNet
 from megatron_cp.megatron.layers.mamba_mixer import MambaMixer
 from megatron_cp.megatron.layers.multi_latent_attention import FusedMLASelfAttention, MLASelfAttention
@@ -59,34 +59,34 @@ from megatron_cp.megatron.patches import exchange_mtp_block_spec
 
 
 def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The spec of GPTModel's decoder; what `--spec megatron_cp.megatron.specs gpt_layer_spec` names.
+    """Returns the spec of GPTModel's decoder, for `--spec megatron_cp.megatron.specs gpt_layer_spec`.
 
-    Megatron's block for the configuration, mixtures of experts in `moe_layer_freq` of its layers included.
+    It is Megatron's block for the configuration, with mixtures of experts in `moe_layer_freq` of its layers.
 
     Args:
-        config: Megatron's `TransformerConfig`, or the `GPTModelConfig` that holds one.
+        config: Megatron's `TransformerConfig`, or a `GPTModelConfig` that has one.
         vp_stage: the virtual pipeline stage.
 
     Raises:
-        ArgumentError: a kind of attention that is not built yet, or a block that Megatron builds in other ways.
+        ArgumentError: a kind of attention that is not supported, or a block that Megatron builds in another way.
     """
     config = getattr(config, "transformer", config)
     if config.mtp_num_layers:
         config.mtp_layers_are_ours = True
-        exchange_mtp_block_spec(_mtp_of_ours)
+        exchange_mtp_block_spec(_replace_mtp_block)
     variant, use_te = config.experimental_attention_variant, HAVE_TE and config.transformer_impl != "local"
     for error in unsupported_spec(config):
         raise error
     if use_te and variant:
         block = variants.get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)
-        layers = [_with_ours(layer) for layer in block.layer_specs]
-        return TransformerBlockSubmodules(_in_runs(layers), block.layer_norm)
+        layers = [_replace_modules(layer) for layer in block.layer_specs]
+        return TransformerBlockSubmodules(_mark_runs(layers), block.layer_norm)
     plain = copy.copy(config)
-    plain.experimental_attention_variant = None  # Megatron builds the variant with Transformer Engine alone
+    plain.experimental_attention_variant = None  # Megatron builds the variant with Transformer Engine only
     block = gpt_layer_specs.get_gpt_decoder_block_spec(
         plain, use_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
     )
-    layers = [_with_ours(layer) for layer in block.layer_specs]
+    layers = [_replace_modules(layer) for layer in block.layer_specs]
     if variant:
         pattern = variants.get_linear_attention_pattern(config)
         first = get_transformer_layer_offset(config, vp_stage=vp_stage)
@@ -94,19 +94,19 @@ def gpt_layer_spec(config: Any, vp_stage: int | None = None) -> TransformerBlock
             if is_linear:
                 layer.submodules.self_attention = _local_gated_delta_net()
                 layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
-    # The final norm that Megatron would add without Transformer Engine refuses sequence parallelism.
-    return TransformerBlockSubmodules(_in_runs(layers), block.layer_norm if use_te else Norm)
+    # Megatron's final norm without Transformer Engine refuses sequence parallelism.
+    return TransformerBlockSubmodules(_mark_runs(layers), block.layer_norm if use_te else Norm)
 
 
 def gpt_mtp_block_spec(config: Any, vp_stage: int | None = None) -> MultiTokenPredictionBlockSubmodules | None:
-    """The layers of GPTModel's multi-token prediction, for `mtp_block_spec` of a model of `gpt_layer_spec`.
+    """Returns the spec of GPTModel's multi-token prediction, for `mtp_block_spec` of a model of `gpt_layer_spec`.
 
-    `GPTModelBuilder`, which `pretrain` uses, finds them by itself. None where this pipeline stage has none.
+    `GPTModelBuilder`, which `pretrain` uses, finds it itself. Returns None if this pipeline stage has no such layers.
     """
     config = getattr(config, "transformer", config)
     use_te = HAVE_TE and config.transformer_impl != "local"
     plain = copy.copy(config)
-    plain.experimental_attention_variant = None  # as GPTModelBuilder: the last layer's kind is softmax attention
+    plain.experimental_attention_variant = None  # the last layer is softmax attention, as in GPTModelBuilder
     layers = gpt_layer_specs.get_gpt_decoder_layer_specs(
         plain, use_te, normalization=config.normalization, qk_l2_norm=config.qk_l2_norm, vp_stage=vp_stage
     )
@@ -114,30 +114,30 @@ def gpt_mtp_block_spec(config: Any, vp_stage: int | None = None) -> MultiTokenPr
     return gpt_layer_specs.get_gpt_mtp_block_spec(config, layers[-1], use_te, vp_stage=vp_stage)
 
 
-def _mtp_of_ours(config: Any, block: Any) -> Any:
-    """Megatron's layers of multi-token prediction with ours in them, where the decoder's are."""
+def _replace_mtp_block(config: Any, block: Any) -> Any:
+    """Replaces the modules of multi-token prediction by ours if the decoder's are ours."""
     if block is None or not getattr(config, "mtp_layers_are_ours", False):
         return block
-    return MultiTokenPredictionBlockSubmodules([_with_our_mtp(layer) for layer in block.layer_specs])
+    return MultiTokenPredictionBlockSubmodules([_replace_mtp_layer(layer) for layer in block.layer_specs])
 
 
-def _with_our_mtp(layer: ModuleSpec) -> ModuleSpec:
+def _replace_mtp_layer(layer: ModuleSpec) -> ModuleSpec:
     layer = copy.copy(layer)
     layer.module, layer.submodules = MultiTokenPredictionLayer, copy.copy(layer.submodules)
     for name, value in vars(layer.submodules).items():
         if value is WrappedTorchNorm:
             setattr(layer.submodules, name, Norm)
     if layer.submodules.mtp_model_layer is not None:
-        layer.submodules.mtp_model_layer = _with_ours(layer.submodules.mtp_model_layer)
+        layer.submodules.mtp_model_layer = _replace_modules(layer.submodules.mtp_model_layer)
     return layer
 
 
-def _in_runs(layers: list[ModuleSpec]) -> list[ModuleSpec]:
-    """The layers, those with Gated DeltaNet knowing of the run of such layers that they are in."""
+def _mark_runs(layers: list[ModuleSpec]) -> list[ModuleSpec]:
+    """Tells each Gated DeltaNet layer the run of consecutive such layers that it is in."""
     for is_linear, group in itertools.groupby(layers, lambda layer: _mixer(layer) is GatedDeltaNet):
         run = list(group) if is_linear else []
         for layer in run:
-            layer.module = _in_run(layer.module, len(run), is_first=layer is run[0], is_last=layer is run[-1])
+            layer.module = _run_member(layer.module, len(run), is_first=layer is run[0], is_last=layer is run[-1])
     return layers
 
 
@@ -145,8 +145,8 @@ def _mixer(layer: ModuleSpec) -> Any:
     return getattr(layer.submodules.self_attention, "module", None)
 
 
-def _in_run(layer_class: type, count: int, *, is_first: bool, is_last: bool) -> type:
-    """A class of layers that are part of a run of `count` alike."""
+def _run_member(layer_class: type, count: int, *, is_first: bool, is_last: bool) -> type:
+    """Returns a class of layers that are members of a run of `count` equal layers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         layer_class.__init__(self, config, *args, **kwargs)  # type: ignore[misc]
@@ -164,8 +164,8 @@ _ATTENTION = {
 }
 
 
-def _with_ours(layer: ModuleSpec) -> ModuleSpec:
-    """A transformer layer's spec with our attention or Gated DeltaNet in it, and norms that allow everything."""
+def _replace_modules(layer: ModuleSpec) -> ModuleSpec:
+    """Returns a transformer layer's spec with our attention or Gated DeltaNet, and norms without Megatron's limits."""
     layer = copy.deepcopy(layer)
     mixer = layer.submodules.self_attention
     if mixer.module in _ATTENTION:
@@ -177,13 +177,13 @@ def _with_ours(layer: ModuleSpec) -> ModuleSpec:
         for name, value in vars(owner).items():
             if value is WrappedTorchNorm:
                 setattr(owner, name, Norm)
-    return _with_our_experts(layer)
+    return _replace_experts(layer)
 
 
-def _with_our_experts(layer: ModuleSpec) -> ModuleSpec:
-    mlp = with_our_router(layer.submodules.mlp)
+def _replace_experts(layer: ModuleSpec) -> ModuleSpec:
+    mlp = replace_router(layer.submodules.mlp)
     if mlp is not layer.submodules.mlp:
-        layer.submodules.mlp, layer.module = mlp, without_pads(layer.module)
+        layer.submodules.mlp, layer.module = mlp, mask_pads(layer.module)
     return layer
 
 
@@ -200,7 +200,7 @@ def _local_gated_delta_net() -> ModuleSpec:
 
 
 class TEHybridStack(HybridStack):
-    """Megatron's stack, with our attention also where `--mla-down-proj-fusion` exchanges it."""
+    """Megatron's stack with our attention, also where `--mla-down-proj-fusion` replaces it."""
 
     def __init__(self, config: Any, submodules: Any, **others: Any) -> None:
         super().__init__(config, submodules, **others)
@@ -208,12 +208,12 @@ class TEHybridStack(HybridStack):
 
     def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
         fused: HybridStackSubmodules = super()._fuse_mla_down_proj(submodules)
-        fused.mla_layer = _with_ours(fused.mla_layer)
+        fused.mla_layer = _replace_modules(fused.mla_layer)
         return fused
 
 
 class LocalHybridStack(HybridStack):
-    """Megatron's stack with torch's final norm, where Megatron's needs Transformer Engine."""
+    """Megatron's stack with torch's final norm, since Megatron's needs Transformer Engine."""
 
     def __init__(self, config: Any, submodules: Any, post_layer_norm: bool = True, **others: Any) -> None:
         super().__init__(config, submodules, post_layer_norm=False, **others)
@@ -222,16 +222,15 @@ class LocalHybridStack(HybridStack):
         arrange_runs(self.layers, config)
 
     def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
-        return submodules  # as Megatron's local spec of GPTModel, which has no fused projection either
+        return submodules  # there is no fused projection in Megatron's local spec of GPTModel either
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As Megatron's."""
         hidden_states = super().forward(*args, **kwargs)
         return self.final_norm(hidden_states) if hasattr(self, "final_norm") else hidden_states
 
 
 def _refused_under_cp(layer: type) -> type:
-    """A layer of sparse attention, which refuses to be built with more than one context-parallel rank."""
+    """Returns a layer class that refuses to be built with more than one context-parallel rank."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if config.context_parallel_size > 1:
@@ -242,7 +241,7 @@ def _refused_under_cp(layer: type) -> type:
 
 
 class _NeedsTransformerEngine(MegatronModule):
-    """Stands where Megatron's spec for this layer needs Transformer Engine, which is not installed."""
+    """A layer that refuses to be built, since Megatron's needs Transformer Engine, which is not installed."""
 
     def __init__(self, config: Any, **others: Any) -> None:
         refuse("hybrid_layer_pattern", "another layer", "M, G, *, + and -", _TE_REMEDY)
@@ -256,21 +255,23 @@ def _te_stack() -> ModuleSpec:
     layers = spec.submodules
     spec.module = TEHybridStack
     for field in ("attention_layer", "mla_layer", "gdn_layer"):
-        setattr(layers, field, _with_ours(getattr(layers, field)))
+        setattr(layers, field, _replace_modules(getattr(layers, field)))
     layers.mamba_layer.submodules.mixer.module = MambaMixer
-    layers.moe_layer = _with_our_experts(layers.moe_layer)
+    layers.moe_layer = _replace_experts(layers.moe_layer)
     mtp = layers.mtp_block_spec.submodules
-    mtp.layer_specs = [_with_our_mtp(layer) for layer in mtp.layer_specs]
+    mtp.layer_specs = [_replace_mtp_layer(layer) for layer in mtp.layer_specs]
     layers.dsa_layer.module = _refused_under_cp(layers.dsa_layer.module)
     return spec
 
 
 def _local_stack() -> ModuleSpec:
-    attention = _with_ours(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"))
-    # None for "as the configuration says", as in Megatron's hybrid spec.
+    attention = _replace_modules(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm"))
+    # None takes the configuration's norm, as in Megatron's hybrid spec.
     norms = attention.submodules.self_attention.submodules
     norms.q_layernorm = norms.k_layernorm = None
-    latent = _with_ours(gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True))
+    latent = _replace_modules(
+        gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=True)
+    )
     linear = copy.deepcopy(attention)
     linear.submodules.self_attention = _local_gated_delta_net()
     for layer, projection in ((attention, "linear_qkv"), (linear, "in_proj"), (latent, None)):
@@ -313,12 +314,12 @@ def _local_stack() -> ModuleSpec:
             mamba_layer=mamba_layer,
             mla_layer=latent,
             dsa_layer=_NeedsTransformerEngine,
-            moe_layer=_with_our_experts(
+            moe_layer=_replace_experts(
                 ModuleSpec(
                     module=TransformerLayer,
                     submodules=TransformerLayerSubmodules(
                         pre_mlp_layernorm=Norm,
-                        mlp=get_moe_module_spec(use_te=False, num_experts=1),  # the number is the configuration's
+                        mlp=get_moe_module_spec(use_te=False, num_experts=1),  # the configuration has the real number
                         mlp_bda=get_bias_dropout_add,
                     ),
                 )

@@ -1,5 +1,5 @@
 """Softmax attention over a packed batch whose tokens are spread over ranks.
 
-`attention` is the operation, `kernels/` are the backends that compute
-one rank's share, the reference first.
+`attention` is the operation. `kernels/` has the backends that compute one rank's share; `reference` reads like the
+equations.
 """

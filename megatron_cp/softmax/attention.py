@@ -1,4 +1,4 @@
-"""`attention`: softmax attention of a packed batch, exact for any mask, document lengths, heads and number of ranks."""
+"""Softmax attention of a packed batch, exact for any mask, document lengths, heads and number of ranks."""
 
 from __future__ import annotations
 
@@ -49,31 +49,35 @@ def attention(
     kernel: str | AttentionKernel = "auto",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention within each document, over the ranks of `group`; differentiable.
+    """Computes softmax attention within each document, over the ranks of `group`; differentiable.
 
     Args:
-        q: `[t, heads, head_dim]` this rank's rows of the plan's layout, or `[t, b, heads, head_dim]`.
-        k: `[s, kv_heads, head_dim]`, likewise; s is t, or in cross-attention this rank's rows of the keys' layout.
-        v: `[s, kv_heads, value_head_dim]`, likewise.
+        q: `[t, heads, head_dim]`, or `[t, b, heads, head_dim]`: this rank's rows in the plan's layout.
+        k: `[s, kv_heads, head_dim]`, or with `b` as q: this rank's keys. s is t; in cross-attention it is the number
+            of this rank's rows in the keys' layout.
+        v: `[s, kv_heads, value_head_dim]`, or with `b`: the values of the keys.
         plan: from `plan_attention`, the same on every rank.
         group: the plan's ranks: a torch.distributed group, a `RankGroup`, or None for a plan over one rank.
-        softmax_scale: what scores are multiplied by; `head_dim ** -0.5` if None.
+        softmax_scale: scores are multiplied by it; `head_dim ** -0.5` if None.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2, arXiv 2408.00118); 0 for none.
-        sink: `[heads]` a learned score without a value, one a head, that takes part in every softmax (gpt-oss; all
-            zero is the off-by-one softmax). The same on every rank; its gradient is this rank's share, to be summed.
-            Several sinks a head, `[n, heads]`, are one: `sinks.logsumexp(0)`.
-        dropout: the share of weights that become zero after the softmax, the others growing by `1 / (1 - dropout)`.
-        seed: of the dropout, at least 0: with the entry of the batch, the head and the places of query and key in the
-            packed stream it decides which weights, whatever the number of ranks. The same on every rank; give every
-            layer and step another one, such as `step * num_layers + layer`. None only without dropout.
-        kernel: "auto", a kernel that `megatron-cp doctor` lists, or one of the caller's.
-        return_lse: whether to return the log-sum-exp too. Where heads change places it is one small collective more.
+        sink: `[heads]`, a learned score without a value for every head that takes part in every softmax (gpt-oss; all
+            zero is the off-by-one softmax). It is the same on every rank; its gradient is this rank's share, to be
+            summed. Several sinks a head, `[n, heads]`, equal one sink of `sinks.logsumexp(0)`.
+        dropout: the share of weights that are zeroed after the softmax; the others are multiplied by
+            `1 / (1 - dropout)`.
+        seed: seed of the dropout, at least 0 and the same on every rank. Together with the entry of the batch, the
+            head, and the positions of query and key in the packed stream it decides which weights are dropped,
+            independently of the number of ranks. Use another one in every layer and step, such as
+            `step * num_layers + layer`. None is allowed without dropout only.
+        kernel: "auto", a kernel that `megatron-cp doctor` lists, or an `AttentionKernel`.
+        return_lse: True to return the log-sum-exp too. In a plan with a head exchange this takes one more small
+            collective.
 
     Returns:
-        `[t, heads, value_head_dim]` (or with `b`), zero in pad rows and for queries that see no key; and if asked for,
-        `[t, heads]` (or with `b`) in at least fp32 the natural logarithm of each softmax's denominator: of the scores
-        after scale and soft cap, the sink among them, before dropout; -inf in pad rows, and without a sink for
-        queries that see no key. No gradient flows through it.
+        The output `[t, heads, value_head_dim]` (or with `b`), zero in pad rows and for queries that see no key. With
+        `return_lse` also `[t, heads]` (or with `b`), in at least fp32: the natural logarithm of each softmax's
+        denominator, whose scores are scaled, capped, and include the sink; dropout has no effect on it. It is -inf in
+        pad rows, and without a sink for queries that see no key. No gradient flows through it.
 
     Raises:
         ArgumentError: tensors, group or kernel that do not fit the plan, or dropout without a seed. Raised before
@@ -107,22 +111,23 @@ def projected_attention(
     seed: int | None = None,
     kernel: str | AttentionKernel = "auto",
 ) -> Tensor:
-    """`attention` of queries, keys and values that are made chunk by chunk, while the chunks before travel.
+    """Computes `attention` and calls `project` for each chunk of heads while the previous chunks are exchanged.
 
-    So the projections hide behind the exchange, and in backward theirs do. Without chunks of heads it is one call.
+    The projections, and in backward their gradients, overlap with the exchange. A plan without chunks of heads calls
+    `project` once.
 
     Args:
-        project: takes the numbers of a chunk's query heads and of its key/value heads, each rising, and returns q, k
-            and v of those heads alone, else as `attention` takes them. Called once a chunk, in order, on every rank
-            with the same numbers. A key/value head may come in several chunks.
-        plan, group, softmax_scale, softcap, sink, dropout, seed, kernel: as of `attention`.
+        project: takes the numbers of a chunk's query heads and of its key/value heads, both ascending, and returns q,
+            k and v of those heads only, shaped as for `attention`. It is called once for each chunk, in order, with
+            the same numbers on every rank. A key/value head may be in several chunks.
+        plan, group, softmax_scale, softcap, sink, dropout, seed, kernel: as in `attention`.
 
     Returns:
-        What `attention` does.
+        The output of `attention`.
 
     Raises:
-        ArgumentError: as `attention` does, and for a `project` that returns anything else; of later chunks' tensors
-            when the first has been sent.
+        ArgumentError: as for `attention`, and for a `project` that returns anything but three tensors. Tensors of
+            later chunks are checked after the first chunk has been sent.
 
     Example:
         >>> packing = Packing([3, 1])

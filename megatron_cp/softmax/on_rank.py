@@ -1,4 +1,4 @@
-"""`AttentionOnRank`: what one rank computes of a softmax attention, whichever way the plan spreads it."""
+"""`AttentionOnRank` computes one rank's share of a softmax attention, for any scheme."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from megatron_cp.plan.steps import ToHeads, ToTokens
 from megatron_cp.softmax.kernels import KERNELS, AttentionCall, AttentionKernel
 from megatron_cp.softmax.options import checked_options
 
-_NEXT_ENTRY = 2**31 - 1  # between the seeds of a batch's entries: farther apart than callers number layers and steps
+_ENTRY_STEP = 2**31 - 1  # between the seeds of a batch's entries: more than callers have layers and steps
 
 
 class AttentionOnRank:
@@ -49,14 +49,14 @@ class AttentionOnRank:
     Args:
         plan: from `plan_attention`.
         group: the plan's ranks.
-        q: the rank's queries, or some heads of them: tensors have its type, device and batch.
+        q: the rank's queries, or some of their heads; other tensors must have the same type, device and batch size.
         sink: `[heads]` or None.
         kernel, options: see `attention`.
 
     Attributes:
         ranks: the plan's ranks.
-        kv_rank, head_rank: this rank's place among them.
-        call: what kernels are told.
+        kv_rank, head_rank: this rank's coordinates: the rank is `kv_rank * ulysses_degree + head_rank`.
+        call: the arguments that all kernel calls share.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AttentionOnRank:
         self.kernel_name = kernel_name(kernel)
         check_dense("q", q)
         self.batch, _ = rows_first(q, int(plan.layout.row_counts[self.ranks.rank]), plan.sections.blocks[0].num_heads)
-        self.like = q.new_empty(0)  # its type and device: the graph keeps this object, and must not keep q
+        self.like = q.new_empty(0)  # q's type and device without q, since autograd's graph keeps this object
         self.call = attention_call(plan, q.dtype, q.device, **options)
         if sink is not None:
             check_tensor("sink", sink, (plan.sections.blocks[0].num_heads,), like=q)
@@ -94,24 +94,24 @@ class AttentionOnRank:
         self.comm = Communicator(self.ranks, self.plan.transport, name, self.plan.scheme, self.plan)
 
     def checked(self, *tensors: Tensor, chunk: int | None = None) -> list[Tensor]:
-        """q, k and v, of all heads or of a chunk's, as the plan's first step takes them."""
+        """Checks q, k and v, of all heads or of a chunk's, and returns them shaped for the plan's first step."""
         rank, blocks = self.ranks.rank, self.plan.sections.blocks
         rows = int(self.plan.kv_layout.row_counts[rank])
-        of_each = (int(self.plan.layout.row_counts[rank]), rows, rows)
+        row_counts = (int(self.plan.layout.row_counts[rank]), rows, rows)
         heads, groups = (blocks[0].num_heads, blocks[1].num_heads) if chunk is None else (
             len(numbers) for numbers in self.plan.chunk_heads(chunk)
         )  # fmt: skip
-        for block, tensor, rows_of_it, count in zip(blocks, tensors, of_each, (heads, groups, groups), strict=True):
+        for block, tensor, row_count, count in zip(blocks, tensors, row_counts, (heads, groups, groups), strict=True):
             check_dense(block.name, tensor)
-            shape, remedy = (rows_of_it, *self.batch, count, block.head_dim), rows_first(tensor, rows_of_it, count)[1]
+            shape, remedy = (row_count, *self.batch, count, block.head_dim), rows_first(tensor, row_count, count)[1]
             check_tensor(block.name, tensor, shape, like=self.like, same_dtype=True, remedy=remedy)
         return [tensor.flatten(-2) if self.exchanged else tensor for tensor in tensors]
 
     def run_with_lse(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """`run`, and `[t, (b,) heads]` the log-sum-exp of its queries."""
+        """Returns the result of `run`, and the log-sum-exp of its queries, `[t, (b,) heads]`."""
         parts: list[Tensor] = []
         out = self.run(inputs, parts)
-        # As `[T, (b,) h, 1]`, which goes back to the tokens as the output does, part by part of the heads.
+        # As [T, (b,) h, 1] it is exchanged like the output, one chunk of heads after another.
         parts = [lse.movedim(-1, 0).unsqueeze(-1).clone(memory_format=torch.contiguous_format) for lse in parts]
         if self.exchanged:
             back = ToTokensInParts(_lse_exchange(self.plan), self.comm)
@@ -124,23 +124,23 @@ class AttentionOnRank:
         return out, lse
 
     def run(self, inputs: Inputs, lses: list[Tensor] | None = None) -> Tensor:
-        """The plan's steps. Returns `[t, (b,) heads, value_head_dim]`.
+        """Runs the plan's steps. Returns `[t, (b,) heads, value_head_dim]`.
 
         Args:
-            inputs: as the first step takes them.
-            lses: gets the log-sum-exp of each chunk of heads.
+            inputs: tensors shaped for the first step, or a function that returns those of a chunk of heads.
+            lses: the log-sum-exp of each chunk of heads is appended to it.
         """
         (out,) = run(self.plan, self.comm, inputs, self.work(lses))
         q, _, v = self.plan.sections.blocks
         return out.unflatten(-1, (q.num_heads, v.head_dim)) if self.exchanged else out
 
     def work(self, lses: list[Tensor] | None = None) -> Callable[[int], dict[str, LocalWork]]:
-        """For each chunk of heads, what this rank computes between the exchanges, as the executor's `run` takes it."""
+        """Returns a function that maps a chunk of heads to the work between its exchanges, for the executor's `run`."""
 
-        def of_chunk(chunk: int) -> dict[str, LocalWork]:
+        def chunk_work(chunk: int) -> dict[str, LocalWork]:
             step = self.plan.chunk_attend(chunk)
             sink = self.sink if self.sink is None else self.sink[slice(*step.partition.heads[self.head_rank])]
-            comm = self.along_keys
+            comm = self.key_comm
             if profiling():
                 comm = comm.in_chunk(chunk, self.plan.head_chunks)
 
@@ -152,22 +152,22 @@ class AttentionOnRank:
 
             return {"attend": computed}
 
-        return of_chunk
+        return chunk_work
 
     @cached_property
-    def along_keys(self) -> Communicator:
-        """The ranks of this `head_rank`, between which keys travel."""
+    def key_comm(self) -> Communicator:
+        """The communicator of the ranks with this `head_rank`, which exchange keys and values."""
         return self.comm.part(range(self.head_rank, self.ranks.size, self.plan.ulysses_degree))
 
     @property
     def unrounded_partials(self) -> bool:
-        """Whether the kernel writes, and reads outputs, in wider types than the queries'."""
+        """True if the kernel writes results, and reads outputs, in a wider type than that of the queries."""
         return self.kernel.unrounded_partials
 
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, chunk: HeadChunk
     ) -> None:
-        """Computes the tiles of a chunk's heads: see `TileWork`."""
+        """Computes the tiles for a chunk's heads; see `TileWork`."""
         for entry, heads, groups, call in self._kernel_calls(chunk, q):
             self.kernel.forward(
                 _heads_of(out, entry, heads), _lse_of(lse, entry, heads),
@@ -179,7 +179,7 @@ class AttentionOnRank:
         self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         lse: Tensor, tiles: Tiles, chunk: HeadChunk,
     ) -> None:  # fmt: skip
-        """Likewise their gradients."""
+        """Computes the gradients of the tiles for a chunk's heads; see `TileWork`."""
         for entry, heads, groups, call in self._kernel_calls(chunk, q):
             own_dk, own_dv, own_k, own_v = [_heads_of(x, entry, groups) for x in (dk, dv, k, v)]
             own_dq, own_dout, own_q, own_out = [_heads_of(x, entry, heads) for x in (dq, dout, q, out)]
@@ -189,28 +189,31 @@ class AttentionOnRank:
             )  # fmt: skip
 
     def _kernel_calls(self, chunk: HeadChunk, q: Tensor) -> Iterator[tuple[int | None, slice, slice, AttentionCall]]:
-        """The kernel calls of one stage: each run of heads of each entry of the batch, which has dropout of its own."""
+        """Yields the kernel calls of one stage: one for each run of heads of each entry of the batch.
+
+        Entries differ in the seed of their dropout.
+        """
         for heads, groups in chunk.runs:
             if q.ndim == 3:
                 yield None, heads, groups, self.call
                 continue
             for entry in range(q.shape[1]):
-                call = replace(self.call, seed=self.call.seed + entry * _NEXT_ENTRY) if self.call.dropout else self.call
+                call = replace(self.call, seed=self.call.seed + entry * _ENTRY_STEP) if self.call.dropout else self.call
                 yield entry, heads, groups, call
 
 
 def _heads_of(x: Tensor, entry: int | None, heads: slice) -> Tensor:
-    """Some heads of `[t, (b,) h, d]`, of one entry of the batch."""
+    """Selects heads of one entry of the batch from `[t, (b,) h, d]`."""
     return narrow(x if entry is None else x[:, entry], 1, heads)
 
 
 def _lse_of(lse: Tensor, entry: int | None, heads: slice) -> Tensor:
-    """Likewise of `[(b,) h, t]`."""
+    """Selects heads of one entry of the batch from `[(b,) h, t]`."""
     return narrow(lse if entry is None else lse[entry], 0, heads)
 
 
 def _lse_exchange(plan: Plan) -> Exchange:
-    """The plan's way back to the tokens, of one number a head."""
+    """Returns the plan's exchange from heads to tokens, for one number a head."""
     back = plan.steps[-1]
     assert isinstance(back, ToTokens)
     (out,) = back.exchange.sections.blocks
@@ -220,12 +223,12 @@ def _lse_exchange(plan: Plan) -> Exchange:
 
 
 class _Attention(torch.autograd.Function):
-    """The attention of this rank's heads, of the queries of its `kv_rank`.
+    """Attention for this rank's heads and the queries of its `kv_rank`.
 
-    Saved: the inputs, the output and its log-sum-exp.
+    It saves the inputs, the output and its log-sum-exp for backward.
 
-    A sink is one more key, of score `sink` and of no value: it adds to the denominator alone. So it is added to the
-    result, once, whatever computed that, and backward is the one of any other key.
+    A sink is one more key with score `sink` and a value of zero, so that it adds to the denominator only. It is
+    applied once, to the merged result, and its backward is that of any other key.
 
         lse' = log(exp(lse) + exp(sink))        O' = O exp(lse - lse')
         dsink = -sum over queries of exp(sink - lse') rowsum(dO' * O')
@@ -237,16 +240,16 @@ class _Attention(torch.autograd.Function):
         v: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.call = layer, comm, step
-        q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]  # as kernels may expect
+        q, k, v = [x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)]  # kernels require it
         out, lse = attend(step, layer.kv_rank, layer.head_rank, comm, layer, q, k, v)
         if sink is not None:
             before = row_padded_copy(lse)
             lse = torch.logaddexp(before, sink.to(lse.dtype).unsqueeze(-1), out=row_padded_copy(lse))
-            # Both -inf where a query sees no key and the sink has no weight either.
+            # Both are -inf where a query sees no key and the sink has no weight either.
             out.mul_(_per_query(before.sub_(lse).exp_().nan_to_num_(0.0)).to(out.dtype))
         ctx.save_for_backward(sink, q, k, v, out, lse)
         ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)  # nor one of zeros for the log-sum-exp
+        ctx.set_materialize_grads(False)  # avoids a gradient of zeros for the log-sum-exp
         return out, lse
 
     @staticmethod
@@ -265,14 +268,15 @@ class _Attention(torch.autograd.Function):
 
 
 def _per_query(x: Tensor) -> Tensor:
-    """`[(b,) h, t]` as `[t, (b,) h, 1]`."""
+    """Returns `[(b,) h, t]` as `[t, (b,) h, 1]`."""
     return x.movedim(-1, 0).unsqueeze(-1)
 
 
 def prepare_attention(plan: Plan, rank: int, device: torch.device) -> None:
-    """Makes what the device's first kernel derives from a plan's tiles, so that no layer has to.
+    """Builds the tables that the device's default kernel derives from a plan's tiles, so that no layer has to.
 
-    Call it where the batch is sharded, after `executor.run.prepare`. Another kernel makes its own in its first layer.
+    Call it where the batch is sharded, after `executor.run.prepare`. Another kernel builds its tables in the first
+    layer that uses it.
     """
     step = plan.attend
     assert step is not None
@@ -296,10 +300,10 @@ def attention_call(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> AttentionCall:
-    """What a kernel would be asked to do for a plan, its numbers checked.
+    """Checks the options of an attention and returns the arguments that all its kernel calls share.
 
     Raises:
-        ArgumentError: a scale, cap or share of dropout that is no such thing, or dropout without a seed.
+        ArgumentError: an invalid scale, soft cap or dropout, or dropout without a seed.
     """
     assert plan.mask is not None
     q, _, v = plan.sections.blocks

@@ -1,4 +1,4 @@
-"""The numbers that a softmax attention takes besides its tensors. No torch in here: the command line checks them."""
+"""Checks the numbers that a softmax attention takes besides its tensors. It imports no torch, for the command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SoftmaxOptions(NamedTuple):
         scale: scores are multiplied by it.
         softcap: limit of scores; 0 for none.
         dropout: share of weights that are dropped.
-        seed: of dropout.
+        seed: seed of the dropout.
     """
 
     scale: float
@@ -31,10 +31,10 @@ def checked_options(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> SoftmaxOptions:
-    """The options of `attention` for keys of `head_dim` features.
+    """Checks the options of `attention` for keys of `head_dim` features.
 
     Raises:
-        ArgumentError: a scale, cap, share of dropout or seed that is no such thing, or dropout without a seed.
+        ArgumentError: an invalid scale, soft cap, dropout or seed, or dropout without a seed.
 
     Example:
         >>> checked_options(16, dropout=0.1, seed=7)

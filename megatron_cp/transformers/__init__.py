@@ -1,6 +1,6 @@
 """Hugging Face models over a context-parallel group: `enable_context_parallel`. Needs the extra `transformers`.
 
-An adapter, as `megatron_cp.megatron` is: nothing else here imports it.
+The rest of the package does not import this adapter.
 """
 
 from __future__ import annotations

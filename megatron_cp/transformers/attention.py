@@ -1,4 +1,4 @@
-"""The attention function that transformers' models call in place of their own, for `AttentionInterface`."""
+"""Planned attention for transformers' `AttentionInterface`, which models call in place of their own attention."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _BATCH = "Call the model with a batch from ContextParallel.shard: model(**cp.sha
 
 
 def planned_batch(given: object) -> PlannedBatch:
-    """The batch's plans, which must be among the arguments of every call of the model.
+    """Returns the value of the argument `cp_batch`.
 
     Raises:
-        ArgumentError: they are not.
+        ArgumentError: the model was called without a batch of `ContextParallel.shard`.
     """
     if not isinstance(given, PlannedBatch):
         remedy = f"{_BATCH} To generate, or without context parallelism: with cp.disabled()."
@@ -46,21 +46,21 @@ def planned_attention(
     cp_batch: PlannedBatch | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Softmax attention of this rank's rows by the batch's plan.
+    """Computes softmax attention for this rank's rows by the batch's plan.
 
     Args:
-        module: the layer, with its slot.
-        query, key, value: `[1, heads, t, head_dim]`, as transformers has them.
-        attention_mask: None: documents, windows and chunks are in the plan.
-        scaling, dropout, sliding_window, softcap, s_aux: as transformers' models pass them; the last one is the sinks.
+        module: the attention layer, which `enable_context_parallel` gave an `AttentionSpec`.
+        query, key, value: `[1, heads, t, head_dim]`, transformers' shape.
+        attention_mask: must be None, since documents, windows and chunks are in the plan.
+        scaling, dropout, sliding_window, softcap, s_aux: as transformers' models pass them; `s_aux` is the sinks.
         cp_batch: the batch's plans.
-        others: what other attention functions read.
+        others: arguments that other attention functions read.
 
     Returns:
-        `[1, t, heads, head_dim]`, and no weights.
+        The output `[1, t, heads, head_dim]`, and None for the weights.
 
     Raises:
-        ArgumentError: a call without a planned batch, or with what is not computed here.
+        ArgumentError: a call without a planned batch, or with an argument that the plan does not compute.
     """
     batch, slot = planned_batch(cp_batch), getattr(module, SLOT, None)
     if not isinstance(slot, AttentionSpec):
@@ -88,7 +88,7 @@ def _check_call(
         raise ArgumentError("sliding_window", window, f"{slot.mask}, as the configuration says of this {name}")
     if others.get("is_causal") is False:
         raise ArgumentError("is_causal", False, "causal attention")
-    # A bias changes what is computed; phases and places have been used already, and the loss's divisor is a number.
+    # A bias on the scores would change the result. Rotary phases and positions have been applied already.
     unknown = [
         name for name, value in others.items()
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1 and name != "position_embeddings"

@@ -1,4 +1,4 @@
-"""What a rank's model is called with: its rows of a batch, and the plans of every layer as one argument."""
+"""A rank's batch: its rows, and the plans of every layer as one argument of the model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megatron_cp.planner.batch import BatchPlan
 
 
 class PlannedBatch:
-    """The keyword argument `cp_batch`: which every layer of the model is handed, and reads its plan from.
+    """The keyword argument `cp_batch`, from which every layer of the model reads its plan.
 
-    It is no dataclass: those are taken apart by who moves arguments to a device.
+    It is no dataclass, since functions that move arguments to a device take dataclasses apart.
 
     Attributes:
-        plans: of every kind of layer.
+        plans: the plans of every kind of layer.
         group: the context-parallel ranks.
-        seed: of dropout; None where `shard` was given none.
-        kernel: for attention and linear layers; "auto" for the best one that is installed.
-        num_items: labels that count, on all ranks of the group.
+        seed: the seed of attention dropout; None where `shard` was given none.
+        kernel: the kernel for attention and linear layers; "auto" for the best one that is installed.
+        num_items: number of labels that are not ignored, on all ranks of the group.
     """
 
     def __init__(self, plans: BatchPlan, group: RankGroup, seed: int | None, kernel: str, num_items: int) -> None:
@@ -33,9 +33,10 @@ class ShardedBatch(dict[str, Any]):
     """A rank's batch: `model(**batch)`.
 
     Its tensors are `[1, t]`, this rank's tokens in the layout's order and then its pad rows: `input_ids`,
-    `position_ids`, and if there were labels `labels` and `shift_labels`, both what each token is to predict.
+    `position_ids`, and if there were labels `labels` and `shift_labels`, which both hold the token that each token
+    predicts.
 
-    It holds no more than its arguments: who moves a batch to a device makes another one of them.
+    It has no attributes beside its items, since functions that move a batch to a device build a new one from them.
     """
 
     @property
@@ -45,12 +46,12 @@ class ShardedBatch(dict[str, Any]):
 
     @property
     def layout(self) -> Layout:
-        """Who holds which tokens."""
+        """The layout: the tokens that each rank holds."""
         return self.plans.layout
 
     @property
     def num_items(self) -> int:
-        """Labels that count, on all ranks of the group: `num_items_in_batch`, if other replicas have none."""
+        """The number of labels on all ranks of the group: `num_items_in_batch`, if there are no other replicas."""
         return self._planned.num_items
 
     @property

@@ -1,4 +1,4 @@
-"""Arguments of a model's call that a rank, which has some of the rows, would compute something else from."""
+"""Refuses arguments of a model's call whose meaning changes when a rank has only some of the rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ REFUSED = {
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuses arguments of a batch, or of a call, that are not for training over ranks.
+    """Refuses arguments of a batch, or of a call, that training over ranks does not support.
 
     Raises:
-        ArgumentError: with what to do instead.
+        ArgumentError: an argument of `REFUSED` is set; the message says what to do instead.
     """
     for name, remedy in REFUSED.items():
         value = given.get(name)
@@ -35,15 +35,16 @@ def check_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_call(given: Mapping[str, Any], num_ranks: int, *, has_loss: bool) -> None:
-    """Refuses what a model is called with beside a batch of `ContextParallel.shard`.
+    """Checks the keyword arguments that a model is called with together with a batch of `ContextParallel.shard`.
 
     Args:
         given: the keyword arguments.
-        num_ranks: of the group.
-        has_loss: the model computes a loss of labels.
+        num_ranks: size of the group.
+        has_loss: True if the model computes a loss from labels.
 
     Raises:
-        ArgumentError: labels that are not shifted, or without the number of all ranks' labels; `check_arguments`'s.
+        ArgumentError: labels without shifted labels, or without the number of labels on all ranks; and the errors of
+            `check_arguments`.
     """
     check_arguments(given)
     if not has_loss or given.get("labels") is None:

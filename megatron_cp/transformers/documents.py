@@ -1,4 +1,4 @@
-"""The documents of a Hugging Face batch: where each begins in its one row of tokens."""
+"""Reads the document lengths of a Hugging Face batch, whose documents are one row of tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Packing
 from megatron_cp.layout.packing import IntArray, offsets_remedy
 
-# What collators say of documents, and nothing else: none of it reaches the model.
-OF_DOCUMENTS = (
+# Keys by which collators describe documents. They are not passed to the model.
+DOCUMENT_KEYS = (
     "lengths", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_lengths", "seq_idx",
 )  # fmt: skip
 _HOST = torch.device("cpu")
@@ -26,13 +26,13 @@ _FLATTEN = (
 
 
 def packing_of(batch: Mapping[str, Any]) -> Packing:
-    """The lengths of the documents: from `lengths`, `cu_seq_lens_q`, or `position_ids` that begin again at 0.
+    """Returns the documents' lengths, from `lengths`, `cu_seq_lens_q`, or `position_ids` that begin again at 0.
 
-    Without any of them the row is one document.
+    A batch without any of them is one document.
 
     Raises:
-        ArgumentError: several rows, padding, lengths on a device or of another number of tokens, or positions from
-            which no documents can be told.
+        ArgumentError: several rows, padding, lengths that are on a device or do not sum to the number of tokens, or
+            positions that do not show where documents begin.
     """
     total = _checked_row(batch)
     _check_padding(batch)
@@ -52,20 +52,20 @@ def packing_of(batch: Mapping[str, Any]) -> Packing:
 
 
 def check_on_host(name: str, values: object) -> None:
-    """Refuses a tensor on a device: reading it would wait for all that is queued there.
+    """Refuses a tensor on a device, since reading it would wait for all work that is queued there.
 
     Raises:
-        ArgumentError: with how to move it.
+        ArgumentError: the tensor is on a device; the message says how to move it.
     """
     if isinstance(values, Tensor) and values.device != _HOST:
         raise ArgumentError(name, f"a tensor on {values.device}", "a tensor on the host", _ON_HOST)
 
 
 def on_host(name: str, values: object) -> IntArray:
-    """Integers that are on the host, as an array.
+    """Returns integers on the host as an array.
 
     Raises:
-        ArgumentError: a tensor on a device, or no integers.
+        ArgumentError: a tensor on a device, or values that are not integers.
     """
     check_on_host(name, values)
     try:
@@ -102,7 +102,7 @@ def _check_padding(batch: Mapping[str, Any]) -> None:
 
 
 def _lengths_of(positions: IntArray) -> list[int]:
-    """Of documents whose positions count up from 0."""
+    """Returns the lengths of documents whose positions count up from 0."""
     if positions.ndim != 2 or positions.shape[0] != 1:
         remedy = "With position ids of several axes say lengths, or cu_seq_lens_q, too."
         raise ArgumentError("position_ids", list(positions.shape), "[1, tokens]", remedy)

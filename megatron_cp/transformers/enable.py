@@ -1,4 +1,4 @@
-"""`enable_context_parallel`: a model of transformers, whose layers run over a context-parallel group."""
+"""`enable_context_parallel` runs the layers of a transformers model over a context-parallel group."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from megatron_cp.planner.layouts import layout_by_name
 from megatron_cp.planner.predict.hardware import Machine, Topology
 from megatron_cp.transformers.batch import PlannedBatch, ShardedBatch
 from megatron_cp.transformers.calls import REFUSED, check_arguments
-from megatron_cp.transformers.documents import OF_DOCUMENTS, check_on_host, on_host, packing_of
+from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host, on_host, packing_of
 from megatron_cp.transformers.heads import check_head, check_loss
-from megatron_cp.transformers.swap import NAME, is_swapped, own_configuration, slots_of, swap_in, swap_out, text_modules
+from megatron_cp.transformers.swap import NAME, copy_configs, is_swapped, slots_of, swap_in, swap_out, text_modules
 
-# From which models of images make masks that are not causal.
+# Vision models make masks from these arguments that are not causal.
 _OVERLAYS = ("token_type_ids", "mm_token_type_ids", "block_sequence_ids", "pixel_values", "image_embeds")
 _SKIPS_LAYERS = re.compile("layer_?drop|drop_?path|stochastic_depth")
 _OWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "cp_plans")
@@ -42,13 +42,13 @@ _OWN = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids",
 
 @dataclass(frozen=True)
 class BatchPlanner:
-    """Plans batches from their documents' lengths alone: in a data loader's worker too. Pickles; holds no group.
+    """Plans batches from the lengths of their documents. It holds no group and pickles, so data loader workers use it.
 
     Attributes:
-        slots: of every layer of the model.
-        cp_size: ranks.
-        layout: its name.
-        align: every rank's rows are a multiple of it.
+        slots: the specs of all layers of the model.
+        cp_size: number of ranks.
+        layout: name of the layout.
+        align: every rank's number of rows is a multiple of it.
     """
 
     slots: tuple[Slot, ...]
@@ -57,7 +57,7 @@ class BatchPlanner:
     align: int
 
     def __call__(self, lengths: Packing | Iterable[int] | IntArray) -> BatchPlan:
-        """The plans of a batch, for `batch["cp_plans"]`."""
+        """Returns the plans of a batch, for `batch["cp_plans"]`."""
         packing = lengths if isinstance(lengths, Packing) else Packing(list(lengths))
         # A rank without a row would call the model with empty tensors, which not every layer of transformers takes.
         layout = layout_by_name(
@@ -82,23 +82,24 @@ def enable_context_parallel(
     topology: Topology | None = None,
     kernel: str = "auto",
 ) -> ContextParallel:
-    """Has a model's attention and linear layers run over the ranks of a group. Parameters stay as they are.
+    """Makes a model's attention and linear layers run over the ranks of a group. Parameters are not changed.
 
-    Before `fully_shard`, `torch.compile` and PEFT. Then `batch = cp.shard(batch)` and `model(**batch)`, on every rank.
+    Call it before `fully_shard`, `torch.compile` and PEFT. Then, on every rank, call `batch = cp.shard(batch)` and
+    `model(**batch)`.
 
     Args:
         model: a causal language model of transformers, or the model below its head. It gets a copy of its
-            configuration, so that others built from the same one stay as they are.
+            configuration, so that other models built from the same one do not change.
         group: the context-parallel ranks: a mesh of one dimension such as `mesh["cp"]`, or a group.
         layout: "balanced", "zigzag", "contiguous" or "auto".
-        scheme: of softmax attention, as in `plan_attention`.
-        linear_mode: of linear layers, as in `plan_linear`.
+        scheme: the scheme of softmax attention, as in `plan_attention`.
+        linear_mode: the mode of linear layers, as in `plan_linear`.
         ulysses_degree, head_chunks, transport, codec, hardware, topology: as in `plan_attention`.
         align: every rank's rows are filled up to a multiple of it.
-        kernel: of attention and linear layers: "auto", or one that `megatron-cp doctor` lists.
+        kernel: the kernel of attention and linear layers: "auto", or one that `megatron-cp doctor` lists.
 
     Raises:
-        ArgumentError: a model that is wrapped already, or with layers or outputs that are not computed exactly here.
+        ArgumentError: the model is wrapped already, or has layers or outputs that are not computed exactly here.
     """
     _check_model(model)
     ranks = ranks_of(group)
@@ -106,27 +107,28 @@ def enable_context_parallel(
         "transport": transport, "codec": codec, "head_chunks": head_chunks, "hardware": hardware, "topology": topology,
         "item_size": model.dtype.itemsize,
     }  # fmt: skip
-    of_attention = {"scheme": scheme, "ulysses_degree": ulysses_degree, **options}
-    of_linear = {"mode": linear_mode, **options}
+    attention_args = {"scheme": scheme, "ulysses_degree": ulysses_degree, **options}
+    linear_args = {"mode": linear_mode, **options}
     require("layout", layout)
-    planned = slots_of(model, of_attention, of_linear)
+    planned = slots_of(model, attention_args, linear_args)
     planner = BatchPlanner(tuple(planned.values()), ranks.size, layout, checked_integer("align", align, 1))
     return ContextParallel(model, ranks, planner, kernel, planned)
 
 
 class ContextParallel:
-    """A model's context parallelism: made by `enable_context_parallel`.
+    """The context parallelism of one model, made by `enable_context_parallel`.
 
     Attributes:
-        planner: makes a batch's plans from its lengths; a data loader's workers may.
-        cp_size, rank: of the group.
+        planner: makes a batch's plans from its lengths, also in a data loader's workers.
+        cp_size: size of the group.
+        rank: this rank's place in the group.
     """
 
     def __init__(
         self, model: PreTrainedModel, ranks: RankGroup, planner: BatchPlanner, kernel: str, slots: dict[str, Slot]
     ) -> None:
         self.planner, self._model, self._ranks, self._kernel, self._slots = planner, model, ranks, kernel, slots
-        own_configuration(model)  # else a model of the same configuration would have our attention too
+        copy_configs(model)  # else other models of the same configuration would get our attention too
         self._attention = swap_in(model, slots)
 
     @property
@@ -139,26 +141,28 @@ class ContextParallel:
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Of every layer."""
+        """The specs of all layers."""
         return self.planner.slots
 
     def shard(
         self, batch: Mapping[str, Any], *, seed: int | None = None, device: torch.device | str | None = None,
         agree: bool = True,
     ) -> ShardedBatch:  # fmt: skip
-        """This rank's rows of a batch, and the plans of every layer. Each rank is given the whole batch, on the host.
+        """Returns this rank's rows of a batch and the plans of every layer. Every rank passes the whole batch.
 
-        Labels are as transformers has them, `labels[i]` the token at place i: they are shifted here, once, within
-        each document. The loss of a rank is its share: divide by the labels of all ranks, `num_items_in_batch`.
+        Labels follow transformers' convention, in which `labels[i]` is the token at position i. They are shifted here,
+        within each document, so the model does not shift them again. A rank's loss is its share of the batch's loss:
+        divide by the number of labels on all ranks, `num_items_in_batch`.
 
         Args:
-            batch: `input_ids` `[1, total]`, documents end to end; their `lengths`, `cu_seq_lens_q`, or `position_ids`
-                that begin again at 0; `labels` or `shift_labels` `[1, total]`, -100 where nothing is predicted;
-                `position_ids` `[1, total]` or `[axes, 1, total]` are dealt as they are; so is any other `[1, total,
-                ...]`; `cp_plans` from `planner(lengths)`. What is no tensor goes to the model as it is.
-            seed: of attention dropout: the number of the step, the same on every rank.
-            device: where the rows go; where the model is if None.
-            agree: compare plans, tokens and all other tensors of all ranks (16 bytes on the host).
+            batch: tensors on the host. `input_ids` `[1, total]` has the documents end to end. Their lengths come from
+                `lengths`, `cu_seq_lens_q`, or `position_ids` that begin again at 0. `labels` or `shift_labels`
+                `[1, total]` are -100 where nothing is predicted. `position_ids` `[1, total]` or `[axes, 1, total]` and
+                any other tensor `[1, total, ...]` are sharded by token. `cp_plans` comes from `planner(lengths)`.
+                Items that are no tensors are passed to the model unchanged.
+            seed: the seed of attention dropout, such as the step's number; the same on every rank.
+            device: the device of the returned rows; the model's device if None.
+            agree: compares plans, tokens and all other tensors between ranks (16 bytes on the host).
 
         Raises:
             ArgumentError: several rows, padding, lengths on a device, or an argument that is not for training.
@@ -179,7 +183,7 @@ class ContextParallel:
         values: dict[str, Any] = {
             name: value
             for name, value in batch.items()
-            if not isinstance(value, Tensor) and name not in OF_DOCUMENTS + _OWN
+            if not isinstance(value, Tensor) and name not in DOCUMENT_KEYS + _OWN
         }
         values["input_ids"], values["position_ids"] = self._rows(ids, layout), self._positions(batch, layout)
         num_items = 0
@@ -187,7 +191,7 @@ class ContextParallel:
             values["labels"] = values["shift_labels"] = labels
             num_items = _num_items(batch, layout)
         for name, value in batch.items():
-            if isinstance(value, Tensor) and name not in OF_DOCUMENTS + _OWN:
+            if isinstance(value, Tensor) and name not in DOCUMENT_KEYS + _OWN:
                 values[name] = self._rows(_per_token(name, value, packing), layout)
         moved = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in values.items()}
         moved["use_cache"] = False
@@ -195,13 +199,16 @@ class ContextParallel:
         return ShardedBatch(moved)
 
     def gather(self, rows: Tensor, batch: ShardedBatch, *, same_loss: bool = False) -> Tensor:
-        """`[1, total, ...]` of all ranks' `[1, t, ...]`, such as logits or losses; differentiable, see `cp.gather`."""
+        """Gathers rows `[1, t, ...]` of all ranks, such as logits or losses, into `[1, total, ...]`; differentiable.
+
+        See `cp.gather` for `same_loss`.
+        """
         if rows.ndim < 2 or rows.shape[0] != 1:
             raise ArgumentError("rows", list(rows.shape), "[1, t, ...], as the model returns them")
         return gather(rows[0], batch.layout, self._ranks, same_loss=same_loss)[None]
 
     def explain(self, batch: ShardedBatch | None = None) -> str:
-        """The layers, and of a batch each kind's plan."""
+        """Describes the layers, or, given a batch, the plan of every kind of layer."""
         kinds = [f"{name}: {slot}" for name, slot in self._slots.items()]
         if batch is None:
             return "\n".join(kinds)
@@ -209,7 +216,7 @@ class ContextParallel:
 
     @contextlib.contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model as it was: every rank runs whole batches by itself, as in `generate`. May be nested."""
+        """Restores the stock model inside the context, so that a rank runs whole batches by itself. May be nested."""
         if not is_swapped(self._model):
             yield
             return
@@ -227,7 +234,7 @@ class ContextParallel:
         return given
 
     def _rows(self, stream: Tensor, layout: Layout, fill: float = 0) -> Tensor:
-        """`[1, t, ...]` of a stream `[total, ...]`."""
+        """Returns this rank's rows `[1, t, ...]` of a stream `[total, ...]`."""
         return layout.shard(stream, self.rank, pad_value=fill)[None]
 
     def _positions(self, batch: Mapping[str, Any], layout: Layout) -> Tensor:
@@ -242,7 +249,7 @@ class ContextParallel:
         return rows.movedim(0, -1).contiguous()
 
     def _labels(self, batch: Mapping[str, Any], layout: Layout) -> Tensor | None:
-        """What each of this rank's tokens is to predict."""
+        """Returns `[1, t]`: the token that each of this rank's tokens predicts; None without labels."""
         if (shifted := batch.get("shift_labels")) is not None:
             check_loss(self._model, shifts=False)
             stream = _per_token("shift_labels", shifted, layout.packing)
@@ -280,7 +287,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_layerdrop(model: PreTrainedModel) -> None:
-    """Ranks that draw by themselves which layers to skip would wait for each other, or meet in other layers."""
+    """Refuses layerdrop: ranks that skip different layers would hang, or mix the layers' messages."""
     config = model.config.get_text_config()
     places = {"model.config": config, **{f"model.{name}": module for name, module in text_modules(model)}}
     for place, owner in places.items():
@@ -301,7 +308,6 @@ def _check_batch(batch: Mapping[str, Any]) -> None:
 
 
 def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:
-    """`[total, ...]`"""
     check_on_host(name, value)
     if value.ndim < 2 or value.shape[:2] != (1, packing.total):
         raise ArgumentError(name, list(value.shape), f"[1, {packing.total}, ...], a number or more for each token")
@@ -309,7 +315,7 @@ def _per_token(name: str, value: Tensor, packing: Packing) -> Tensor:
 
 
 def _num_items(batch: Mapping[str, Any], layout: Layout) -> int:
-    """Labels that count, of the whole batch."""
+    """Counts the whole batch's labels that are not ignored."""
     shifted = batch.get("shift_labels")
     labels = batch["labels"] if shifted is None else shifted
     counted = (labels[0] != IGNORE_INDEX).numpy().copy()

@@ -1,4 +1,4 @@
-"""The heads of transformers' models: those that a rank can compute from its own rows, and others."""
+"""Accepts the heads of transformers' models that a rank can compute from its own rows, and refuses others."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _OWN_LOSS = (
 def check_head(model: PreTrainedModel) -> None:
     """Refuses a head that reads other rows than a token's own.
 
-    Causal language models and models without a head are those that transformers lists as such. A class that it does
-    not list is taken where it hands logits of its output embeddings to transformers' causal loss, or returns hidden
-    states and no more.
+    Accepts the classes that transformers lists as causal language models or as models without a head. A class that it
+    does not list is accepted if it passes logits of its output embeddings to transformers' causal loss, or returns
+    hidden states only.
 
     Raises:
-        ArgumentError: pooled rows, several heads, or outputs that are not known.
+        ArgumentError: the model pools rows, has several heads, or has outputs that are not known.
     """
     if _is_listed(model, _LANGUAGE_MODELS if has_head(model) else _BASE_MODELS):
         return
@@ -48,14 +48,14 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 def check_loss(model: PreTrainedModel, *, shifts: bool) -> None:
-    """Refuses labels for a model whose loss would shift them by itself, over the edges of a rank's rows.
+    """Refuses labels for a model whose loss would shift them itself, across the edges of a rank's rows.
 
     Args:
-        model: whose batch has labels.
-        shifts: the loss is handed labels that are not shifted yet, so that it must be transformers' own.
+        model: the model that is called with labels.
+        shifts: True if the batch's labels are not shifted yet, in which case the loss must be transformers' own.
 
     Raises:
-        ArgumentError: a loss that takes no `shift_labels`.
+        ArgumentError: the model's loss takes no `shift_labels`.
     """
     loss: Any = model.loss_function
     own = has_head(model) and not calls_loss_function(model)

@@ -1,4 +1,4 @@
-"""Per-token log-probabilities under context parallelism, as reinforcement learning needs them."""
+"""Per-token log-probabilities under context parallelism, for reinforcement learning."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from megatron_cp.transformers.batch import ShardedBatch
 
 
 def token_log_probs(logits: Tensor, batch: ShardedBatch, *, temperature: float = 1.0) -> Tensor:
-    """The log-probability of each label, in at least fp32; differentiable.
+    """Returns the log-probability of each label, in at least fp32; differentiable.
 
-    A rank computes those of its own rows, exactly as one rank does: `cp.gather(token_log_probs(...), batch)` has them
-    for the whole batch, in the order of its tokens.
+    A rank computes those of its own rows, exactly as one rank does. `cp.gather(token_log_probs(...), batch)` returns
+    them for the whole batch, in the order of its tokens.
 
     Args:
-        logits: `[1, t, vocabulary]` of this rank's rows.
-        batch: that the model was called with, with labels.
-        temperature: logits are divided by it; positive.
+        logits: this rank's logits, `[1, t, vocabulary]`.
+        batch: the batch, with labels, that the model was called with.
+        temperature: the logits are divided by it; positive.
 
     Returns:
-        `[1, t]`: at each token the log-probability of the one that it is to predict; 0 where there is none.
+        `[1, t]`: for each token the log-probability of the token that it predicts; 0 where there is no label.
     """
     labels = batch.get("shift_labels")
     if labels is None:

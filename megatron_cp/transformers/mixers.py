@@ -1,7 +1,7 @@
-"""Linear layers of transformers' models: what stands between their projections, over the context-parallel group.
+"""Linear layers of transformers' models: runs the part between their projections over the context-parallel group.
 
-A family of classes shares a forward. Projections, gated norm and output stay the model's: parameters keep their names,
-and what was put around a projection, such as LoRA, is called as before.
+A family of classes shares a forward. Projections, gated norm and output projection stay the model's own modules:
+parameters keep their names, and wrappers around a projection, such as LoRA, are called as before.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from megatron_cp.transformers.batch import PlannedBatch
 
 
 class MixerFamily(NamedTuple):
-    """Linear layers that are computed alike.
+    """A family of linear layers that share one forward.
 
     Attributes:
         classes: names of transformers' classes.
-        slot: a module's, with options that are the same for all layers.
-        mixed: `[t, hidden]` of a module, this rank's hidden states `[t, hidden]`, and the batch's plans.
+        slot: returns a module's spec, given options that are the same for all layers.
+        mixed: the layer's forward; takes a module, this rank's hidden states `[t, hidden]` and the batch's plans, and
+            returns `[t, hidden]`.
     """
 
     classes: tuple[str, ...]
@@ -38,16 +39,16 @@ class MixerFamily(NamedTuple):
 
 
 def family_of(module: nn.Module) -> MixerFamily | None:
-    """By its class, or one that it derives from."""
+    """Returns the family that lists the module's class or one of its base classes."""
     names = {kind.__name__ for kind in type(module).__mro__}
     return next((family for family in FAMILIES if names & set(family.classes)), None)
 
 
 def check_activation(module: Any) -> None:
-    """Refuses another activation after the convolution than the one that mixers here compute.
+    """Refuses an activation after the convolution other than SiLU, which all mixers here compute.
 
     Raises:
-        ArgumentError: naming the module and what its configuration says.
+        ArgumentError: another activation; the message names the module and its activation.
     """
     activation = getattr(module, "activation", "silu")  # a short convolution has none
     if activation not in ("silu", "swish"):
@@ -61,7 +62,7 @@ def check_activation(module: Any) -> None:
 def _planned(
     mix: Callable[..., Tensor], inputs: tuple[Tensor, ...], module: Any, batch: PlannedBatch, **parameters: Any
 ) -> Tensor:
-    """One of the package's mixers by the batch's plan: what a compiler does not look into."""
+    """Runs a mixer of the package by the batch's plan, outside of compiled graphs."""
     conv = module.conv1d
     return mix(
         *inputs, batch.plans.plan(module.cp_slot), batch.group, conv=conv.weight, conv_bias=conv.bias,

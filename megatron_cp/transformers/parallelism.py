@@ -1,4 +1,4 @@
-"""accelerate's configuration of parallelism, for a trainer whose context parallelism is this package's."""
+"""accelerate's `ParallelismConfig`, for a trainer that uses this package's context parallelism."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _NAME = "args.parallelism_config"
 
 
 class Parallelism(ParallelismConfig):
-    """accelerate's `ParallelismConfig`, without what holds for torch's context parallelism alone.
+    """accelerate's `ParallelismConfig`, without the requirements of torch's own context parallelism.
 
-    While it is hidden, `cp_enabled` is False: accelerate then does not demand FSDP of GPUs, nor TRL that nothing is
-    packed. Several CPUs are ranks as several GPUs are.
+    While `is_hidden`, `cp_enabled` is False, so that accelerate does not require FSDP on GPUs and TRL does not refuse
+    packing. Several processes on CPUs are accepted as ranks.
     """
 
     is_hidden = True
@@ -50,11 +50,11 @@ class Parallelism(ParallelismConfig):
 
 
 def checked_parallelism(args: TrainingArguments, config: ParallelismConfig | None) -> Parallelism | None:
-    """A trainer's configuration, or the one that `accelerate launch` set; None for one process without one.
+    """Returns the trainer's configuration, or the one that `accelerate launch` set; None for one process without one.
 
     Raises:
-        ArgumentError: several processes of which it is not said what they share, sizes that do not multiply to their
-            number, or one process with several GPUs.
+        ArgumentError: several processes without a configuration of their parallelism, sizes that do not multiply to
+            their number, or one process with several GPUs.
     """
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         config = ParallelismConfig()

@@ -1,4 +1,4 @@
-"""Padded rows as one row of documents, for collators that pad: TRL's, and most of transformers'."""
+"""Turns padded rows into one row of documents, for collators that pad: TRL's, and most of transformers'."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.layout import IGNORE_INDEX
-from megatron_cp.transformers.documents import OF_DOCUMENTS, check_on_host
+from megatron_cp.transformers.documents import DOCUMENT_KEYS, check_on_host
 
 
 def flatten_rows(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor | None]:
-    """Puts the rows of a padded batch end to end, each row one document, and leaves the padding out.
+    """Puts the rows of a padded batch end to end without their padding; each row becomes one document.
 
     Args:
-        batch: tensors of `[rows, width, ...]`, filled up on the right where `attention_mask` is 0.
+        batch: tensors `[rows, width, ...]`, padded on the right where `attention_mask` is 0.
 
     Returns:
-        A batch of one row with its `lengths`, and the places that it has, `[rows, width]` of bools. A batch of one row
-        without padding, or one that names its documents, comes back as it is, with None.
+        A batch of one row with its `lengths`, and bools `[rows, width]` that are True where a token was kept. A batch
+        of one row without padding, or one that describes its documents, is returned unchanged, with None.
 
     Raises:
-        ArgumentError: padding elsewhere than on the right, labels in the padding, or documents within rows.
+        ArgumentError: padding elsewhere than on the right, labels in the padding, or several documents in a row.
     """
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or any(batch.get(name) is not None for name in OF_DOCUMENTS):
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or any(batch.get(name) is not None for name in DOCUMENT_KEYS):
         return batch, None
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != ids.shape):
         return batch, None  # sharding refuses it
@@ -42,7 +42,7 @@ def flatten_rows(batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], Tensor | 
 
 
 def restore_rows(rows: Tensor, kept: Tensor | None) -> Tensor:
-    """`[rows, width, ...]` of what `flatten_rows` made one row of `[1, total, ...]`, with zeros in the padding."""
+    """Undoes `flatten_rows`: returns `[rows, width, ...]` from `[1, total, ...]`, with zeros in the padding."""
     if kept is None:
         return rows
     restored = rows.new_zeros((*kept.shape, *rows.shape[2:]))
@@ -55,7 +55,7 @@ def _flattened(value: Any, kept: Tensor) -> Any:
         return value
     if value.shape[:2] == kept.shape:
         return value[kept][None]
-    # Positions of several axes are [axes, rows, width]; sharding refuses what else has no number for each token.
+    # Positions of several axes are [axes, rows, width]. Sharding refuses other tensors without an item for each token.
     return value[:, kept][:, None] if value.ndim == 3 and value.shape[1:] == kept.shape else value
 
 

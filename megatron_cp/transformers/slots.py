@@ -1,4 +1,4 @@
-"""The kind of each softmax attention of a model: sizes and mask, from its module and the model's configuration."""
+"""Reads the spec of a softmax attention, its sizes and mask, from its module and the model's configuration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import nn
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner.batch import AttentionSpec
 
-# What transformers calls layers whose attention sees all that came before. Hybrids name a layer that has attention and
-# a state-space mixer side by side "hybrid".
+# transformers' names of layers whose attention sees all earlier tokens. A layer that has attention and a state-space
+# mixer side by side is "hybrid".
 _CAUSAL_TYPES = ("full_attention", "attention", "hybrid")
 _WINDOWED, _CHUNKED = "sliding_attention", "chunked_attention"
-# Attention that chooses keys by their values.
+# Attention that selects keys by their content.
 _MASKS_BY_CONTENT = ("DogeAttention",)
 _TYPES = (*_CAUSAL_TYPES, _WINDOWED, _CHUNKED)
 
 
 def is_attention(module: nn.Module, config: Any) -> bool:
-    """Whether it is a decoder layer's softmax attention, as all of transformers' models name and build them."""
+    """True if the module is a decoder layer's softmax attention, by transformers' naming conventions."""
     name = type(module).__name__
     if not name.endswith("Attention") or not hasattr(module, "layer_idx"):
         return False
@@ -28,7 +28,7 @@ def is_attention(module: nn.Module, config: Any) -> bool:
 
 
 def mask_of(module: Any, config: Any) -> str:
-    """What a query of this layer sees, as `Mask.named` spells it.
+    """Returns the layer's mask, as `Mask.named` spells it.
 
     Raises:
         ArgumentError: attention in both directions, or a type of layer that is not known.
@@ -45,30 +45,30 @@ def mask_of(module: Any, config: Any) -> str:
     if kind in _CAUSAL_TYPES:
         return "causal"
     window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
-    if window is not None and not _hands_on(module, "sliding_window"):
+    if window is not None and not _passes(module, "sliding_window"):
         remedy = "It leaves the window to the mask, which is not made here. Take it out of the configuration, or cp."
         raise ArgumentError("model.config.sliding_window", window, f"None for {type(module).__name__}", remedy)
     return window_mask(window)
 
 
-def _hands_on(module: nn.Module, argument: str) -> bool:
-    """Whether the module's forward passes an argument of that name on; True where it has no code to read."""
+def _passes(module: nn.Module, argument: str) -> bool:
+    """True if the module's forward passes on an argument of that name, or has no code to read."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is None or any(isinstance(each, tuple) and argument in each for each in code.co_consts)
 
 
 def window_mask(window: int | None) -> str:
-    """transformers counts a window with the query itself; `None` is none."""
+    """Returns the mask's name for transformers' window size, which counts the query itself; None is no window."""
     return "causal" if window is None else f"window:{window - 1},0"
 
 
 def is_mask_of(mask: str, window: int | None) -> bool:
-    """Whether a layer that passes this window is one whose slot has that mask. Of chunks nothing is passed."""
+    """True if a layer with this mask passes this window. Layers with chunks pass no window."""
     return window is None if mask.startswith("chunk:") else window_mask(window) == mask
 
 
 def _layer_type(module: nn.Module, config: Any) -> str | None:
-    """None where the configuration has one window, or none, for all layers."""
+    """Returns the layer's type; None where the configuration is the same for all layers."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return None
@@ -80,16 +80,16 @@ def _layer_type(module: nn.Module, config: Any) -> str | None:
 
 
 def attention_slot(module: Any, config: Any, **options: Any) -> AttentionSpec:
-    """The slot of a softmax attention.
+    """Returns the spec of a softmax attention.
 
     Args:
-        module: the attention.
-        config: of the text model.
-        options: of `AttentionSpec`, the same for all layers.
+        module: the attention module.
+        config: the text model's configuration.
+        options: fields of `AttentionSpec` that are the same for all layers.
     """
     heads = getattr(module, "num_heads", None) or config.num_attention_heads
     latent = getattr(module, "kv_lora_rank", None)
-    if latent is not None:  # keys and values of a head each, from one latent vector
+    if latent is not None:  # one latent vector gives every head its own key and value
         kv_heads, head_dim, value_dim = heads, module.qk_head_dim, module.v_head_dim
     else:
         head_dim = value_dim = getattr(module, "head_dim", None) or config.hidden_size // heads

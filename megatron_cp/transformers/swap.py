@@ -1,4 +1,4 @@
-"""Swaps a model's linear layers for ours and points its attention at ours, and back."""
+"""Swaps a model's linear layers and attention function for ours, and back."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _MIXES = re.compile(
 )
 
 
-_HAS_LOSS = "cp_has_loss"  # an attribute of the model that is enabled
-_DROPS_ARGUMENTS = ("Mamba2ForCausalLM",)  # reads its keyword arguments, and does not hand them to its layers
+_HAS_LOSS = "cp_has_loss"  # an attribute of the enabled model
+_DROPS_ARGUMENTS = ("Mamba2ForCausalLM",)  # reads its keyword arguments, but does not pass them to its layers
 
 
-def slots_of(model: PreTrainedModel, of_attention: dict[str, Any], of_linear: dict[str, Any]) -> dict[str, Slot]:
-    """The slot of every layer that mixes tokens, by its module's name.
+def slots_of(model: PreTrainedModel, attention_args: dict[str, Any], linear_args: dict[str, Any]) -> dict[str, Slot]:
+    """Returns the spec of every layer that mixes tokens, by its module's name.
 
     Raises:
         ArgumentError: a layer that is not computed exactly here.
@@ -44,9 +44,9 @@ def slots_of(model: PreTrainedModel, of_attention: dict[str, Any], of_linear: di
         family = family_of(module)
         if family is not None:
             check_activation(module)
-            found[name] = family.slot(module, **of_linear)
+            found[name] = family.slot(module, **linear_args)
         elif is_attention(module, config):
-            found[name] = attention_slot(module, config, **of_attention)
+            found[name] = attention_slot(module, config, **attention_args)
         elif _MIXES.search(type(module).__name__) or any(isinstance(child, nn.Conv1d) for child in module.children()):
             remedy = "Its state, or its choice of keys, would be lost between ranks. Train it without cp."
             raise ArgumentError("model", f"{type(module).__name__} in {name or 'it'}", "layers that are known", remedy)
@@ -59,7 +59,7 @@ def slots_of(model: PreTrainedModel, of_attention: dict[str, Any], of_linear: di
 
 
 def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """All but vision and audio towers, which every rank runs whole, on their own attention."""
+    """Returns all modules but vision and audio towers, which every rank runs whole, with their own attention."""
     text = model.config.get_text_config()
     towers = [
         f"{name}."
@@ -70,16 +70,16 @@ def text_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
-    """Our layers in place of the model's; returns the name of the attention that it had."""
+    """Replaces the model's layers by ours. Returns the name of the attention implementation that it had."""
     AttentionInterface.register(NAME, planned_attention)
     modules = dict(model.named_modules())
     setattr(model, _HAS_LOSS, has_head(model))
-    if not isinstance(model, _Called):
-        first = _CalledAndHandsDown if _drops_arguments(model) else _Called
-        model.__class__ = _derived(first, type(model), type(model).__name__)  # a name is saved with a model
-    for module in {id(modules[above]): modules[above] for name in slots for above in _above(name)}.values():
-        if _drops_arguments(module) and not isinstance(module, _HandsDown):
-            module.__class__ = _derived(_HandsDown, type(module), type(module).__name__)
+    if not isinstance(model, _CheckedCall):
+        first = _CheckedCallPassesPlans if _drops_arguments(model) else _CheckedCall
+        model.__class__ = _derived(first, type(model), type(model).__name__)  # the name is saved with a model
+    for module in {id(modules[above]): modules[above] for name in slots for above in _parent_names(name)}.values():
+        if _drops_arguments(module) and not isinstance(module, _PassesPlans):
+            module.__class__ = _derived(_PassesPlans, type(module), type(module).__name__)
     for name, slot in slots.items():
         module = modules[name]
         setattr(module, SLOT, slot)
@@ -88,15 +88,15 @@ def swap_in(model: PreTrainedModel, slots: dict[str, Slot]) -> Any:
     return set_attention(model, NAME)
 
 
-def _above(name: str) -> list[str]:
-    """Names of the modules that a module is in, the model's `""` among them."""
+def _parent_names(name: str) -> list[str]:
+    """Returns the names of the modules that contain a module, with the model's name `""`."""
     parts = name.split(".")
     return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
 def _drops_arguments(module: nn.Module) -> bool:
-    """Whether its forward takes no keyword arguments of any name, or never reads those that it takes."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # is not called
+    """True if the module's forward takes no `**kwargs`, or never reads those that it takes."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # containers are never called
         return False
     if any(kind.__name__ in _DROPS_ARGUMENTS for kind in type(module).__mro__):
         return True
@@ -107,23 +107,24 @@ def _drops_arguments(module: nn.Module) -> bool:
 
 
 def swap_out(model: PreTrainedModel, attention: Any) -> None:
-    """The model's own layers again, and the attention that it had."""
+    """Restores the model's own layers and the attention implementation that it had."""
     for module in model.modules():
         for name in (SLOT, _HAS_LOSS):
             if name in vars(module):
                 delattr(module, name)
-        if type(module) in _DERIVED.values():  # else fully_shard made a class of ours, whose forward is the stock one's
+        # fully_shard derives a class from ours, and its forward runs the stock one without SLOT.
+        if type(module) in _DERIVED.values():
             module.__class__ = type(module).__bases__[1]
     set_attention(model, attention)
 
 
 def is_swapped(model: nn.Module) -> bool:
-    """Whether its layers are ours."""
+    """True if the model's layers are ours."""
     return any(SLOT in vars(module) for module in model.modules())
 
 
 def set_attention(model: PreTrainedModel, name: str) -> str:
-    """Has the text model take the attention of that name; returns the one that it had."""
+    """Sets the text model's attention implementation by name. Returns the name of the previous one."""
     text = model.config.get_text_config()
     before = text._attn_implementation
     key = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is text), None)
@@ -131,9 +132,9 @@ def set_attention(model: PreTrainedModel, name: str) -> str:
     return before
 
 
-def own_configuration(model: PreTrainedModel) -> None:
-    """Gives a model, and all of its modules, copies of their configurations: other models may be built from them."""
-    copies: dict[int, Any] = {}  # a text configuration stays that of the whole
+def copy_configs(model: PreTrainedModel) -> None:
+    """Gives a model and its modules copies of their configurations, which other models may share."""
+    copies: dict[int, Any] = {}  # deepcopy's memo keeps a text configuration the same object as the whole one's
     copy.deepcopy(model.config, copies)
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -142,23 +143,22 @@ def own_configuration(model: PreTrainedModel) -> None:
 
 
 class _Derived:
-    """The base of the classes below, which are made in a process and so pickled by what they are made of."""
+    """The base of classes that are made at run time, and so are pickled by the classes they are made from."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         kind = type(self)
         if kind not in _DERIVED.values():
             return super().__reduce_ex__(protocol)
-        return _made_again, (*kind.__bases__, kind.__name__), vars(self).copy()
+        return _unpickled, (*kind.__bases__, kind.__name__), vars(self).copy()
 
 
 class _Planned(_Derived):
-    """Goes before a class of transformers' mixers."""
+    """A mixin before a class of transformers' mixers: runs the layer by the batch's plan."""
 
     def forward(
         self, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None,
         cp_batch: Any = None, **others: Any,
     ) -> Tensor:  # fmt: skip
-        """This rank's rows `[1, t, hidden]` through the layer, by the batch's plan."""
         if SLOT not in vars(self):  # disabled
             stock = super().forward  # type: ignore[misc]
             return stock(hidden_states, cache_params=cache_params, attention_mask=attention_mask, **others)
@@ -174,11 +174,10 @@ class _Planned(_Derived):
         return family.mixed(module, hidden_states[0], planned_batch(cp_batch))[None]
 
 
-class _HandsDown(_Derived):
-    """Goes before a class whose forward keeps keyword arguments to itself."""
+class _PassesPlans(_Derived):
+    """A mixin before a class whose forward drops keyword arguments: passes the batch's plans to the layers by hooks."""
 
     def forward(self, *args: Any, cp_batch: Any = None, **others: Any) -> Any:
-        """The model's, with the batch's plans for every layer."""
         model: Any = self
         if cp_batch is None:
             return super().forward(*args, **others)  # type: ignore[misc]
@@ -195,22 +194,21 @@ class _HandsDown(_Derived):
                 hook.remove()
 
 
-class _Called(_Derived):
-    """Goes before the class of the model that is enabled."""
+class _CheckedCall(_Derived):
+    """A mixin before the enabled model's class: checks the arguments of a call."""
 
     def forward(self, *args: Any, **given: Any) -> Any:
-        """The model's, once what it is called with has been checked."""
         if _HAS_LOSS in vars(self) and isinstance(batch := given.get("cp_batch"), PlannedBatch):
             check_call(given, batch.group.size, has_loss=vars(self)[_HAS_LOSS])
         return super().forward(*args, **given)  # type: ignore[misc]
 
 
-class _CalledAndHandsDown(_Called, _HandsDown):
-    """Checks the call of a model whose forward keeps keyword arguments to itself, and hands the plans down."""
+class _CheckedCallPassesPlans(_CheckedCall, _PassesPlans):
+    """Both mixins, for an enabled model whose forward drops keyword arguments."""
 
 
 def _with_slots(module: nn.Module) -> list[nn.Module]:
-    """The modules that it calls and that have, or hold, a slot."""
+    """Returns the modules that `module` calls and that have a spec or contain a module with one."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
@@ -220,20 +218,20 @@ def _with_slots(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-_DERIVED: dict[tuple[type, type], type] = {}  # by classes: equal modules have one
+_DERIVED: dict[tuple[type, type], type] = {}  # by (mixin, stock class), so that modules of a class share one
 
 
-def _made_again(first: type, kind: type, name: str) -> Any:
-    """An instance without its state, of the class that a pickle names."""
+def _unpickled(first: type, kind: type, name: str) -> Any:
+    """Returns an instance, without its state, of the class that a pickle names."""
     AttentionInterface.register(NAME, planned_attention)
     return object.__new__(_derived(first, kind, name))
 
 
 def _derived(first: type, kind: type, name: str) -> type:
-    """The class with another forward. Its instances are those of `kind`: the same parameters, of the same names."""
+    """Returns the class `kind` with the mixin `first` before it; parameters and their names are the same."""
     if (first, kind) not in _DERIVED:
         contents: dict[str, Any] = {"__module__": __name__}
-        if issubclass(first, _Called):  # trainers read from its signature what a model takes
+        if issubclass(first, _CheckedCall):  # trainers read from the signature which arguments a model takes
             contents["forward"] = _with_signature(first, kind)
         _DERIVED[first, kind] = type(name, (first, kind), contents)
     return _DERIVED[first, kind]

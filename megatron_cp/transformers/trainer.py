@@ -1,9 +1,9 @@
-"""transformers' Trainer, and what derives from it such as TRL's SFTTrainer, with context parallelism.
+"""Context parallelism for transformers' Trainer and classes that derive from it, such as TRL's SFTTrainer.
 
     trainer = ContextParallelTrainer(model=model, args=args, train_dataset=..., data_collator=flattening)
 
 with `args.parallelism_config = ParallelismConfig(cp_size=4)` of accelerate, or `accelerate launch` with
-`--use_parallelism_config`. All that is changed is this trainer's own: transformers, accelerate and TRL stay.
+`--use_parallelism_config`. Only this trainer's own methods are changed; nothing in transformers, accelerate or TRL is.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ _SHIFTS = "It would shift labels that are shifted already. The model's own loss 
 
 
 class ContextParallelMixin:
-    """Before a class of transformers' trainers: `class Mine(ContextParallelMixin, SFTTrainer)`, packing included.
+    """A mixin for transformers' trainers: `class Mine(ContextParallelMixin, SFTTrainer)`. It supports packing.
 
     Batches are one row of documents, as `DataCollatorWithFlattening` and TRL's packing make them, or rows that are
-    padded on the right, which are put end to end. Losses, gradients and their norm are those of one rank on each
-    document alone, and so are the losses of evaluations, weighed as the trainer weighs its batches. The model may be
-    of any class that `enable_context_parallel` takes, with LoRA or without.
+    padded on the right, which are put end to end. Losses, gradients and their norm equal those of one rank on each
+    document alone, and so do the losses of evaluations, weighted as the trainer weights its batches. The model may be
+    of any class that `enable_context_parallel` takes, with or without LoRA.
 
     Args:
-        args, named: of the trainer.
-        layout, scheme, linear_mode: see `enable_context_parallel`.
-        cp_options: other arguments of it.
+        args, named: arguments of the trainer.
+        layout, scheme, linear_mode: arguments of `enable_context_parallel`.
+        cp_options: other arguments of `enable_context_parallel`.
 
     Attributes:
-        context_parallel: what it returned.
+        context_parallel: the `ContextParallel` that `enable_context_parallel` returned.
 
     Raises:
-        ArgumentError: a model that cannot be run so, an argument of the trainer that would train something else,
-            a trainer of TRL that computes more than a model's own loss, or several processes of which it is not said
-            what they share.
+        ArgumentError: a model that is not supported, an argument of the trainer that would give another loss, a TRL
+            trainer that computes more than a model's own loss, or several processes without a configuration of their
+            parallelism.
     """
 
     accelerator: Any
@@ -72,14 +72,14 @@ class ContextParallelMixin:
         self._check_arguments()
         model = self.accelerator.unwrap_model(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
-        # A group of its own where each rank is a replica: None would be every rank.
+        # Where each rank is a replica, the group has one rank: None would mean all ranks.
         self._group = self._mesh["cp"].get_group() if self._mesh is not None else None
         self.context_parallel = enable_context_parallel(
             model, self._group or ThreadGroup.create(1)[0], layout=layout, scheme=scheme, linear_mode=linear_mode,
             **(cp_options or {}),
         )  # fmt: skip
         self._sharded: ShardedBatch | None = None
-        self._kept: Tensor | None = None  # the places of padded rows that the sharded batch has
+        self._kept: Tensor | None = None  # bools [rows, width]: tokens of padded rows that are in the sharded batch
 
     # -- accelerate -------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ class ContextParallelMixin:
         return args
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Has accelerate leave the model alone, TRL not refuse to pack, and metrics see each batch once."""
+        """Stops accelerate from changing the model and TRL from refusing packing; metrics see each batch once."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         # accelerate would refuse windows and linear layers here, or exchange the attention.
         self.accelerator._prepare_cp = lambda *prepared: prepared
@@ -97,7 +97,7 @@ class ContextParallelMixin:
         if (None if config is None else config._sizes) != (None if asked is None else asked._sizes):
             remedy = "accelerate keeps the configuration of a process's first Accelerator: make this trainer before it."
             raise ArgumentError("args.parallelism_config", asked, f"{config}", remedy)
-        if config is not None:  # perhaps of an earlier trainer, or Accelerator
+        if config is not None:  # an earlier trainer, or Accelerator, may have made it
             config.__class__, config.is_hidden = Parallelism, True
         self._mesh = self.accelerator.torch_device_mesh if config is not None and config.cp_size > 1 else None
         if self._mesh is not None:
@@ -107,37 +107,37 @@ class ContextParallelMixin:
             self.gather_function = functools.partial(self._gather_for_metrics, use_gather_object=objects)
 
     def _gather_for_metrics(self, data: Any, use_gather_object: bool = False) -> Any:
-        """accelerate's, of replicas: what all ranks of a group have comes once, and a loss's counts are summed."""
+        """Gathers as accelerate does, but once for each group of ranks; a loss's counts are summed over the group."""
         assert self._mesh is not None
         if use_gather_object:
             return self._gather_of_all(data if self.context_parallel.rank == 0 else data[:0], True)
         axis, state = self._mesh.mesh_dim_names.index("cp"), self.accelerator.gradient_state
         ranks = self._mesh.mesh.movedim(axis, -1).reshape(-1, self.context_parallel.cp_size)  # [replicas, cp]
-        remainder = state.remainder if state.end_of_dataloader else 0  # of the last batch, which was filled up
+        remainder = state.remainder if state.end_of_dataloader else 0  # items of the last batch before it was filled up
 
-        def of_replicas(values: Tensor) -> Tensor:
+        def gather_replicas(values: Tensor) -> Tensor:
             gathered = self.accelerator.gather(values)
             rows = gathered.unflatten(0, (ranks.numel(), -1))[ranks.to(gathered.device)]
             found = (rows.sum(1) if self._sums_shares else rows[:, 0]).flatten(0, 1)
             return found[:remainder] if remainder > 0 else found
 
-        return recursively_apply(of_replicas, data, error_on_other_type=True)
+        return recursively_apply(gather_replicas, data, error_on_other_type=True)
 
     # -- batches and evaluation -------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        return self._on_host(super().get_train_dataloader)  # type: ignore[misc]
+        return self._batches_on_host(super().get_train_dataloader)  # type: ignore[misc]
 
     def get_eval_dataloader(self, *args: Any, **named: Any) -> Any:
-        return self._on_host(super().get_eval_dataloader, *args, **named)  # type: ignore[misc]
+        return self._batches_on_host(super().get_eval_dataloader, *args, **named)  # type: ignore[misc]
 
     def get_test_dataloader(self, *args: Any, **named: Any) -> Any:
-        return self._on_host(super().get_test_dataloader, *args, **named)  # type: ignore[misc]
+        return self._batches_on_host(super().get_test_dataloader, *args, **named)  # type: ignore[misc]
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Returns the trainer's own, with the whole batch's loss, and its logits in the order of its tokens."""
+        """Returns the trainer's own result, with the whole batch's loss and logits in the order of its tokens."""
         if inputs.get("labels") is None:
             remedy = "Evaluate with labels, or on whole batches: with trainer.context_parallel.disabled()."
             raise ArgumentError("inputs", "no labels", "a batch with labels", remedy)
@@ -151,22 +151,22 @@ class ContextParallelMixin:
         return loss, logits, labels.to(self.args.device) if isinstance(labels, Tensor) else labels
 
     def _whole(self, rows: Tensor) -> Tensor:
-        """A model's output of all ranks, in the shape of the batch."""
+        """Gathers a model's output from all ranks, in the shape of the batch."""
         assert self._sharded is not None
         if rows.shape[:2] != self._sharded["input_ids"].shape:
             remedy = "Leave it out: ignore_keys=[...], or the model's keys_to_ignore_at_inference."
             raise ArgumentError("outputs", list(rows.shape), "tensors with a row for each token", remedy)
         return restore_rows(self.context_parallel.gather(rows, self._sharded), self._kept)
 
-    # -- what the trainer calls with a batch, in this order ---------------------------------------------------------
+    # -- methods that the trainer calls with a batch, in this order -------------------------------------------------
 
     def _get_num_items_in_batch(self, batch_samples: Sequence[Mapping[str, Any]], device: torch.device) -> Any:
-        """Labels that a token predicts: not those of documents' first tokens, which some collators leave in."""
+        """Counts labels without those of documents' first tokens, which some collators leave in."""
         counted = [_without_first_tokens(flatten_rows(batch)[0]) for batch in batch_samples]
         return super()._get_num_items_in_batch(counted, device)  # type: ignore[misc]
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Batches stay on the host until they are sharded."""
+        """Leaves batches on the host until they are sharded."""
         return super()._prepare_inputs(inputs) if "cp_batch" in inputs else inputs  # type: ignore[misc]
 
     def _prepare_context_parallel_inputs(
@@ -179,13 +179,13 @@ class ContextParallelMixin:
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """This rank's share of the loss, times the ranks whose gradients are averaged."""
+        """Returns this rank's share of the loss, times the number of ranks whose gradients are averaged."""
         if "cp_batch" not in inputs:  # TRL's evaluation shards nothing
             inputs = self._prepare_context_parallel_inputs(model, inputs)[1]
         assert self._sharded is not None
         if num_items_in_batch is None:
-            # TRL's evaluation, and models that take no such number, divide a batch by its own labels, of which a rank
-            # has a part or none. The loss is then multiplied by all ranks, replicas included.
+            # TRL's evaluation, and models that take no such number, divide by the labels that are at hand, of which a
+            # rank has a part or none. The loss is multiplied later by the number of all ranks, replicas included.
             replicas = self.accelerator.num_processes // self.context_parallel.cp_size // self.get_tp_size()
             num_items_in_batch = torch.tensor(self._sharded.num_items * replicas, device=self.args.device)
         with self._loss_of_shares():
@@ -202,19 +202,19 @@ class ContextParallelMixin:
             self.model_accepts_loss_kwargs, self._sums_shares = accepts, False
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Every rank is given the whole batch: the sum over all counts it once for each rank of the group."""
+        """Divides the count by the group's size, since the sum over ranks counts a batch once for every rank."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)  # type: ignore[misc]
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self.context_parallel.cp_size
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """This rank's part of the batch's."""
+        """Returns this rank's part of the batch's operations."""
         whole: float = super().floating_point_ops(inputs)  # type: ignore[misc]
         return whole / self.context_parallel.cp_size
 
-    def _on_host(self, make: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        """A data loader of accelerate's that leaves batches on the host."""
+    def _batches_on_host(self, make: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        """Makes a data loader of accelerate's that leaves batches on the host."""
         places, self.accelerator.device_placement = self.accelerator.device_placement, False
         try:
             return make(*args, **named)

@@ -19,7 +19,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.linear.kernels import choose_conv, choose_rule
 from megatron_cp.linear.on_rank import LinearOnRank
 from megatron_cp.softmax.kernels import KERNELS
-from megatron_cp.softmax.kernels.common.varlen_calls import on_one_device
+from megatron_cp.softmax.kernels.common.varlen_calls import device_calls
 from megatron_cp.softmax.on_rank import attention_call
 from tests.slots_problem import CAPACITY, KINDS, errors_of, packs_drawn, run_on_rank
 from tools.gpu_check.one_rank import StillGroup
@@ -123,7 +123,7 @@ def test_a_graph_reads_the_tables_of_the_pack_that_was_loaded():
         plan = batch.plan(KINDS["a2a"])
         order, offsets = (
             plan.layout.memo(("order", DEVICE), None),
-            on_one_device(plan.attend.call_tiles(0, plan.attend.stages[0]), DEVICE).calls[0].queries.offsets,
+            device_calls(plan.attend.call_tiles(0, plan.attend.stages[0]), DEVICE).calls[0].queries.offsets,
         )
         sizes = [-(-length // 6) * 6 for length in lengths]
         assert order.tolist() == plan.layout.order.tolist()

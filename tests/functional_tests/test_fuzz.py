@@ -133,9 +133,9 @@ def break_fold(patch):
 
 
 def break_hosts(patch):
-    bundle = hierarchical._TwoHops._bundle
+    bundle = hierarchical._TwoHopAllToAll._bundle
     turned = lambda self, pieces, ranks=(): bundle(self, pieces if ranks else pieces[::-1], ranks)  # noqa: E731
-    patch.setattr(hierarchical._TwoHops, "_bundle", turned)
+    patch.setattr(hierarchical._TwoHopAllToAll, "_bundle", turned)
 
 
 def break_pool(patch):

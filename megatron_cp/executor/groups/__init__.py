@@ -1,8 +1,8 @@
-"""The ranks that talk, and how: `RankGroup` and its implementations.
+"""Groups of ranks and their communication: `RankGroup` and its implementations.
 
-`TorchGroup` goes over any torch.distributed backend. Over gloo its messages are tagged (`tagged`), and a rank that
-waits in vain learns why (`stalls`). `ThreadGroup` has threads of one process as ranks; most tests use it because it
-starts in microseconds. `Part` is some ranks of either.
+`TorchGroup` uses any torch.distributed backend. Over gloo its messages are tagged (`tagged`), and a rank whose wait can
+never end is told why (`stalls`). `ThreadGroup` has threads of one process as ranks; most tests use it because it starts
+in microseconds. `Part` is a subset of the ranks of either.
 """
 
 from megatron_cp.executor.groups.base import Agreed, Message, Part, Pending, RankGroup, keep_own

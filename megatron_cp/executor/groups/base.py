@@ -1,7 +1,7 @@
-"""`RankGroup`: the ranks of one context-parallel group, and the few ways in which they talk.
+"""`RankGroup`: the ranks of one context-parallel group and their few operations.
 
-What moves data is started, and waited for later: `start_all_to_all(...).wait()`. What two ranks send each other arrives
-in the order of starting, whatever is waited for first.
+Operations that move data are started, and waited for later: `start_all_to_all(...).wait()`. The messages between two
+ranks arrive in the order in which they were started, in any order of waits.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ class Message(NamedTuple):
 
 
 class Pending(ABC):
-    """A transfer under way. Neither what is sent nor what is received may be touched before `wait` returns."""
+    """A transfer that was started. Its tensors may be neither read nor written before `wait` returns."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Returns when everything has arrived (on CUDA: when it will have, for work that is queued from now on).
+        """Waits until all messages have arrived (on CUDA it orders later work on the stream after them).
 
         Raises:
-            PeerError: another rank does not answer, has ended, or does something else.
+            PeerError: another rank does not answer, has ended, or calls another operation.
         """
 
 
 class Done(Pending):
-    """A transfer of nothing."""
+    """A transfer without messages."""
 
     def wait(self) -> None:
         pass
 
 
 class Agreed:
-    """What the ranks of a group have compared already: it is not compared again.
+    """The calls and plans that the ranks of a group have compared, which are not compared again.
 
-    Every rank adds the same at the same time, so that all forget the same, oldest first. Calls and plans are forgotten
-    apart: a job has few kinds of calls for all of its time, and new plans for every batch.
+    All ranks add the same entries at the same time, so that all drop the same ones, the oldest first. Calls and plans
+    are dropped separately, since a job has few kinds of calls but new plans for every batch.
 
     Attributes:
-        compares_calls: calls are compared.
-        num_calls: how many this rank has made.
+        compares_calls: True if calls are compared.
+        num_calls: number of calls that this rank has made.
     """
 
-    _MOST = 4096  # of each
+    _MOST = 4096  # calls, and plans
 
     def __init__(self) -> None:
         self.compares_calls = True
@@ -68,15 +68,15 @@ class Agreed:
         self._lines: dict[str, tuple[str, ...]] = {}
 
     def call(self, key: object) -> str | None:
-        """The mark of a kind of call, or None if it is not known."""
+        """Returns the mark of a kind of call, or None if it is not known."""
         return self._calls.get(key)
 
     def plan(self, key: bytes) -> str | None:
-        """The mark of a plan or a layout, or None if it is not known."""
+        """Returns the mark of a plan or a layout, or None if it is not known."""
         return self._plans.get(key)
 
     def add_call(self, key: object, digest: bytes, lines: Sequence[str]) -> str:
-        """Remembers a kind of call that is equal on all ranks. Returns its mark, 8 letters that stand for it."""
+        """Remembers a kind of call that is equal on all ranks. Returns its mark, an identifier of 8 letters."""
         return self._add(self._calls, key, digest, lines)
 
     def add_plan(self, key: bytes, lines: Sequence[str]) -> str:
@@ -91,14 +91,14 @@ class Agreed:
         return mark
 
     def lines(self, activity: str) -> tuple[str, ...]:
-        """What was compared of the call and the plan whose marks an activity bears, as in `attention [0a1b2c3d...]`."""
+        """Returns the compared lines of the call and plan whose marks an activity has, `attention [0a1b2c3d...]`."""
         found = re.search(r"\[((?:[0-9a-f]{8})+)\]", activity)
         marks = re.findall(".{8}", found[1]) if found else []
         return tuple(line for mark in marks for line in self._lines.get(mark, ()))
 
 
 def differences(lines: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Of the lines of several ranks, for each those that not all have: all of them, where the first is not the same."""
+    """Returns, for each rank, the lines that not all ranks have, or all of its lines if the first lines differ."""
     if len({tuple(of_rank[:1]) for of_rank in lines}) > 1:
         return [list(of_rank) for of_rank in lines]
     shared = set(lines[0]).intersection(*lines[1:])
@@ -108,14 +108,14 @@ def differences(lines: Sequence[Sequence[str]]) -> list[list[str]]:
 class RankGroup(ABC):
     """The ranks of one group. Every method is collective: all ranks of the group call it in the same order.
 
-    From one thread at a time: who waits for what is one thing of a rank.
+    A rank must call its methods from one thread at a time.
 
     Attributes:
         rank: this rank's place in the group.
         size: the number of ranks.
-        activity: what this rank does with the group now, in words that are the same on every rank. Errors of waits
-            show it, and where the backend allows it, messages arrive in the activity that they were sent in, or not.
-        details: what is compared now, line by line, for errors alone; may differ from rank to rank.
+        activity: description of the current operation, the same on every rank. Errors of waits show it, and where the
+            backend allows it, a message is received only in the activity in which it was sent.
+        details: the lines that are being compared, for errors only; they may differ from rank to rank.
     """
 
     rank: int
@@ -125,12 +125,12 @@ class RankGroup(ABC):
 
     @cached_property
     def buffers(self) -> Buffers:
-        """What this rank sends from, and receives what is read once in."""
+        """The pool of this rank's send buffers and of receive buffers that are read once."""
         return Buffers()
 
     @cached_property
     def agreed(self) -> Agreed:
-        """What the ranks have compared."""
+        """The calls and plans that the ranks have compared."""
         return Agreed()
 
     @abstractmethod
@@ -139,8 +139,8 @@ class RankGroup(ABC):
     ) -> Pending:
         """Sends piece r of `sent` to rank r and fills piece r of `received` from it.
 
-        Both tensors are contiguous and flat; splits count elements and may be zero. Where a rank sends itself nothing
-        and receives something from itself, that is left alone: see `keep_own`.
+        Both tensors are contiguous and flat; splits count elements and may be zero. If a rank's piece for itself is
+        left out of `sent` but not out of `received`, that piece is not written: see `keep_own`.
         """
 
     @abstractmethod
@@ -149,57 +149,57 @@ class RankGroup(ABC):
 
     @abstractmethod
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Starts all messages together. Messages of one pair stay in order.
+        """Starts all messages together. Messages of one pair of ranks stay in order.
 
-        A rank that has none while others have some sends itself an empty one, and receives that: backends that number
-        what ranks start, such as NCCL, want each operation on every rank, and its tensor says on which device.
+        A rank without messages, while others have some, sends itself an empty one and receives it, because backends
+        that number operations, such as NCCL, need each operation on every rank. The empty tensor sets the device.
         """
 
     @abstractmethod
     def barrier(self) -> None:
-        """Returns once every rank has come this far."""
+        """Waits until every rank has called it."""
 
     def all_to_all(self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]) -> None:
-        """`start_all_to_all`, waited for."""
+        """Starts `start_all_to_all` and waits for it."""
         self.start_all_to_all(received, sent, received_splits, sent_splits).wait()
 
     def all_gather(self, received: Tensor, sent: Tensor) -> None:
-        """`start_all_gather`, waited for."""
+        """Starts `start_all_gather` and waits for it."""
         self.start_all_gather(received, sent).wait()
 
     def send_and_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        """`start_messages`, waited for."""
+        """Starts `start_messages` and waits for it."""
         self.start_messages(sends, receives).wait()
 
     def part(self, ranks: range) -> RankGroup:
-        """This group, or the part of it that `ranks` are, this rank among them."""
+        """Returns the group of `ranks`, which include this rank."""
         return self if len(ranks) == self.size else Part(self, ranks)
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
-        """Every rank's `value`, in rank order; all ranks send equally many. For set-up: it synchronises."""
-        # On the host whatever torch's default device is: layers are built under others, such as meta.
+        """Returns every rank's `value`, of equal lengths, in rank order. It synchronises, and is meant for set-up."""
+        # The device is given because layers are built under other default devices, such as meta.
         everyone = torch.empty(self.size * len(value), dtype=torch.uint8, device="cpu")
         self.host_all_gather(everyone, torch.frombuffer(bytearray(value), dtype=torch.uint8))
         return [piece.numpy().tobytes() for piece in everyone.split(len(value))]
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order. For set-up: it pickles and it synchronises."""
+        """Returns every rank's `value`, in rank order. It pickles and synchronises, and is meant for set-up."""
         data = pickle.dumps(value)
         sizes = [int.from_bytes(size, "little") for size in self.all_gather_bytes(len(data).to_bytes(8, "little"))]
         padded = self.all_gather_bytes(data.ljust(max(sizes), b"\0"))
         return [pickle.loads(piece[:size]) for piece, size in zip(padded, sizes, strict=True)]
 
     def host_all_gather(self, received: Tensor, sent: Tensor) -> None:
-        """`all_gather` of host tensors, also where the group itself only moves device tensors."""
+        """Runs `all_gather` on host tensors, also where the group itself moves device tensors only."""
         self.all_gather(received, sent)
 
 
 class Part(RankGroup):
-    """Some ranks of a group, talking through it: what they start, all other parts of the group start too.
+    """A subset of a group's ranks. Operations go through the group, and all its other parts start them too.
 
     Args:
         parent: the group.
-        ranks: of the parent, this rank among them; rank n of the part is `ranks[n]`.
+        ranks: ranks of the parent, with this one; rank n of the part is `ranks[n]`.
     """
 
     def __init__(self, parent: RankGroup, ranks: range) -> None:
@@ -243,19 +243,19 @@ class Part(RankGroup):
 
 
 def keep_own(received: Tensor, sent: Tensor) -> None:
-    """Copies what a rank sends itself, unless that is left out: then who sends writes it to `received`."""
+    """Copies a rank's piece for itself, unless it was left out of `sent`; then the caller writes it to `received`."""
     if sent.numel():
-        with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
+        with _disable_current_modes():  # counters of copied activations must not count the transfer itself
             received.copy_(sent)
 
 
 def check_peers(messages: Sequence[Message], rank: int) -> None:
-    """Refuses messages to oneself, but for the empty ones of a rank that is idle."""
+    """Refuses messages to this rank itself, except the empty ones of an idle rank."""
     if any(message.peer == rank and message.tensor.numel() for message in messages):
         raise ArgumentError("peer", rank, "another rank of the group")
 
 
 def check_splits(tensor: Tensor, splits: list[int], name: str, size: int) -> None:
-    """Refuses splits that are not the tensor's."""
+    """Refuses splits that do not add up to the tensor's elements."""
     if len(splits) != size or sum(splits) != tensor.numel():
         raise ArgumentError(name, splits, f"{size} counts that add up to the tensor's {tensor.numel()} elements")

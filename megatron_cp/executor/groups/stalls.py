@@ -1,14 +1,14 @@
-"""Why a rank waits in vain: ranks that wait long tell one another for what, and find out whether it can still come.
+"""Detects waits that can never end: ranks that wait long publish their waits and check whether they can still end.
 
-Ranks that do different things with their group wait for each other for ever. A wait of a few seconds may as well be for
-a rank that is late, or for a large message. So a rank that has waited for `PATIENCE` seconds writes onto a board (the
-key-value store by which the group met) which message it waits for and which it has started. Another rank that reads
-this knows for certain whether its own message is on its way:
+Ranks that call different operations of their group wait for each other for ever. A wait of a few seconds may also be
+for a rank that is late, or for a large message. So a rank that has waited for `PATIENCE` seconds writes to a board (the
+key-value store by which the group was set up) which message it waits for and which messages it has started. Another
+rank that reads this knows for certain whether its own message is on its way:
 
-    the peer has started it                     it travels: wait
-    the peer has started another one instead    it will never come
-    the peer has not started it, and waits      follow what the peer waits for; in a circle it will never come
-    the peer is not on the board                it computes, or is stopped: wait, until the time limit
+    the peer has started it                     it is on its way: wait
+    the peer has started another one instead    it will never arrive
+    the peer has not started it, and waits      check the message that the peer waits for; a cycle never ends
+    the peer is not on the board                it computes, or is stopped: wait until the time limit
 
 Nothing is written while messages arrive in time.
 """
@@ -27,15 +27,15 @@ import torch.distributed as dist
 
 from megatron_cp.executor.groups.base import differences
 
-PATIENCE = 3.0  # seconds of waiting before others are told
-_PAUSE = 1.0  # seconds between two looks
-_LAST_WORDS = 2.0  # seconds for the board, which may be gone, to take and give what ranks ended with
-_FOR_READERS = 1.0  # of them, for the others to read
-_OTHER_WAY = {"send": "recv", "recv": "send"}
+PATIENCE = 3.0  # seconds of waiting before a wait is published
+_PAUSE = 1.0  # seconds between two checks
+_EXCHANGE_TIME = 2.0  # seconds for the exchange of exit reports by the board, which may be gone
+_READING_TIME = 1.0  # seconds of these for the other ranks to read
+_OPPOSITE = {"send": "recv", "recv": "send"}
 
 
 class Started(NamedTuple):
-    """A message that was started: its number between the two ranks, counted from 0, and what it is."""
+    """A message that was started, with its number between the two ranks, from 0."""
 
     number: int
     tag: int
@@ -45,34 +45,34 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True)
 class Stall:
-    """What a rank waits for.
+    """A wait of a rank.
 
     Attributes:
         wait: number of the wait on this rank.
-        way: "send" or "recv".
-        peer: the rank waited for.
-        message: of those with this peer.
-        details: what is compared, if this is in a comparison.
-        since: of this rank's monotonic clock.
+        direction: "send" or "recv".
+        peer: the rank that is waited for.
+        message: the message that is waited for.
+        details: the lines that are being compared, if the wait is in a comparison.
+        since: time at which it began, by this rank's monotonic clock.
     """
 
     wait: int
-    way: str
+    direction: str
     peer: int
     message: Started
     details: tuple[str, ...]
     since: float
 
     def describe(self, lines: Sequence[str] = ()) -> str:
-        """What the rank does and waits for, with lines that say more about the former."""
-        what = f"{self.message.nbytes:,} bytes {'to' if self.way == 'send' else 'from'} rank {self.peer}"
+        """Returns a text about the activity, with `lines` as its details, and about the message that is waited for."""
+        what = f"{self.message.nbytes:,} bytes {'to' if self.direction == 'send' else 'from'} rank {self.peer}"
         doing = self.message.activity or "a transfer of the caller"
         return f"in {doing}{f' ({"; ".join(lines)})' if lines else ''}, waiting for {what}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank that waits tells the others: for what, what it has started with each, and of which call."""
+    """The report of a rank that waits: its wait, the messages that it has started, and the lines of its call."""
 
     stall: Stall
     started: Mapping[str, list[tuple[int, list[Started]]]]
@@ -80,13 +80,14 @@ class Report:
 
 
 def verdict(rank: int, report: Report, look: Callable[[int], Report | None]) -> str | None:
-    """Why the wait of `rank` never ends, or None where it may still end.
+    """Returns why the wait of `rank` can never end, or None if it may still end.
 
     Args:
-        rank: the rank that asks.
-        own: what it waits for at this moment.
-        look: another rank's report, if it has waited long. It may be old. It is true all the same if that rank still
-            waits, and it does if what it waits for was never sent: so a circle counts if it leads back to `rank`.
+        rank: this rank.
+        report: its current report.
+        look: returns another rank's report if it has waited long. The report may be old, but holds if that rank still
+            waits, which it does if the message that it waits for was never sent. So only a cycle that leads back to
+            `rank` counts.
     """
     reports = {rank: report}
     path = [rank]
@@ -96,57 +97,57 @@ def verdict(rank: int, report: Report, look: Callable[[int], Report | None]) -> 
         if there is None:
             return None
         reports[here.peer] = there
-        count, latest = there.started[_OTHER_WAY[here.way]][path[-1]]
+        count, latest = there.started[_OPPOSITE[here.direction]][path[-1]]
         if here.message.number < count:
             found = next((one for one in latest if one.number == here.message.number), None)
             if found is None or found.tag == here.message.tag:
                 return None
-            return _explained([*path, here.peer], reports)
+            return _explain([*path, here.peer], reports)
         if here.peer == rank:
-            return _explained(path, reports)
+            return _explain(path, reports)
         if here.peer in path:
             return None
         path.append(here.peer)
 
 
-def _explained(path: list[int], reports: Mapping[int, Report]) -> str:
+def _explain(path: list[int], reports: Mapping[int, Report]) -> str:
     ranks = sorted(set(path))
-    told: dict[int, Sequence[str]] = {}
+    shown: dict[int, Sequence[str]] = {}
     for first in {reports[rank].lines[:1] for rank in ranks}:
         alike = [rank for rank in ranks if reports[rank].lines[:1] == first]
         if len(alike) > 1:
-            told |= dict(zip(alike, differences([reports[rank].lines for rank in alike]), strict=True))
-        else:  # nothing to set it against: only what is new says something, which is what is compared
-            told[alike[0]] = reports[alike[0]].stall.details
-    lines_of_ranks = [f"  rank {rank} is {reports[rank].stall.describe(told[rank])}" for rank in ranks]
+            shown |= dict(zip(alike, differences([reports[rank].lines for rank in alike]), strict=True))
+        else:  # there is no other rank to compare its lines with, so that only the details are of use
+            shown[alike[0]] = reports[alike[0]].stall.details
+    lines_of_ranks = [f"  rank {rank} is {reports[rank].stall.describe(shown[rank])}" for rank in ranks]
     return (
         "ranks do different things with the same group, so it never arrives; every rank must make the same calls in "
         "the same order, forward and backward:\n" + "\n".join(lines_of_ranks)
     )
 
 
-class LastWords(NamedTuple):
-    """What a rank ended with: for whom it waited, and why in vain if it knows."""
+class ExitReport(NamedTuple):
+    """The last report of a rank that fails: its wait, and the reason why it can never end, if known."""
 
     waiting: str
     verdict: str | None
 
 
 class Board:
-    """The key-value store of a process group, as a place for reports. All of it may fail without harm.
+    """Reports in the key-value store of a process group. Failures of the store are ignored.
 
-    A job may make its groups anew with the same store, and torch then gives them the same names. So each rank counts
-    how often it has come to this board, and reads only what the others wrote the same time. Where a rank left a group
-    unused in between, the counts differ, and waits are ended by their time limit alone.
+    A job may make its groups again with the same store, and torch then gives them the same names. So each rank counts
+    the boards that it has made, and reads only reports with the same count. If a rank did not use a group in between,
+    the counts differ, and waits are ended by their time limit only.
     """
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self._store, self._rank, self._others = store, rank, [other for other in range(size) if other != rank]
-        self._visit = 0
-        self._safely(self._count_visit)
+        self._generation = 0
+        self._safely(self._count_generation)
 
-    def _count_visit(self) -> None:
-        self._visit = self._store.add(f"megatron_cp/visits/{self._rank}", 1)
+    def _count_generation(self) -> None:
+        self._generation = self._store.add(f"megatron_cp/generation/{self._rank}", 1)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, rank: int, size: int) -> Board:
@@ -156,38 +157,37 @@ class Board:
         self._set("stall", report)
 
     def report(self, rank: int) -> Report | None:
-        """Of another rank that has waited; it may have gone on since."""
+        """Returns the report of another rank that has waited, which may have continued since."""
         return self._get("stall", [rank]).get(rank)
 
-    def leave(self, words: LastWords) -> None:
-        """Leaves what this rank ends with."""
-        self._set("end", words)
+    def publish_exit(self, report: ExitReport) -> None:
+        self._set("end", report)
 
-    def exchange_last_words(self, words: LastWords) -> list[LastWords]:
-        """Leaves what this rank ends with, and returns what others ended with. Takes 2 seconds at most.
+    def exchange_exit_reports(self, report: ExitReport) -> list[ExitReport]:
+        """Publishes this rank's exit report and returns those of others, within 2 seconds.
 
-        The board may end with this rank. So, where the reason is known, this rank stays until all have read it, or for
-        a second: some may never come to look.
+        The store may end with this rank's process. So if the reason is known, this rank waits until all others have
+        read it, but for at most a second, since some may never read it.
         """
-        found: list[LastWords] = []
+        found: list[ExitReport] = []
 
         def exchange() -> None:
-            self.leave(words)
+            self.publish_exit(report)
             found.extend(self._get("end", self._others).values())
             self._set("read", True)
-            if any(said.verdict is not None for said in (words, *found)):
-                end = time.monotonic() + _FOR_READERS
+            if any(each.verdict is not None for each in (report, *found)):
+                end = time.monotonic() + _READING_TIME
                 while len(self._get("read", self._others)) < len(self._others) and time.monotonic() < end:
                     time.sleep(0.02)
 
-        # The store may be on a rank that is stopped.
+        # The store may be on a rank that is stopped and does not answer.
         thread = threading.Thread(target=exchange, daemon=True)
         thread.start()
-        thread.join(_LAST_WORDS)
+        thread.join(_EXCHANGE_TIME)
         return list(found)
 
     def _key(self, kind: str, rank: int) -> str:
-        return f"megatron_cp/{kind}/{self._visit}/{rank}"
+        return f"megatron_cp/{kind}/{self._generation}/{rank}"
 
     def _set(self, kind: str, value: Any) -> None:
         self._safely(lambda: self._store.set(self._key(kind, self._rank), pickle.dumps(value)))
@@ -214,30 +214,30 @@ class Board:
 
 
 class Messages(Protocol):
-    """What a rank sends and receives, as far as its watch knows it; see `TaggedMessages`."""
+    """The part of `TaggedMessages` that its watch uses."""
 
     rank: int
     board: Board
     stall: Stall | None
     verdict: str | None
-    told: int
+    published: int
 
     def report(self, stall: Stall) -> Report:
-        """What the others may know of a wait."""
+        """Returns the report of a wait for the other ranks."""
 
-    def break_off(self, peer: int) -> None:
-        """Makes every wait for this group fail."""
+    def abort_waits(self, peer: int) -> None:
+        """Fails all waits of this group."""
 
 
 class Watch:
-    """A thread that looks once a second whether this rank has waited long, and then whether in vain."""
+    """A thread that checks every second whether this rank has waited long, and if so whether the wait can end."""
 
     def __init__(self, messages: Messages) -> None:
         self._messages = ref(messages)
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Starts the thread, unless it runs."""
+        """Starts the thread if it does not run."""
         if self._thread is None:
             self._thread = threading.Thread(target=_watch, args=(self._messages,), name="stalls", daemon=True)
             self._thread.start()
@@ -258,11 +258,11 @@ def _look(messages: Messages) -> None:
     if stall is None or time.monotonic() - stall.since < PATIENCE:
         return
     report = messages.report(stall)
-    if messages.told != stall.wait:  # while one waits nothing changes
+    if messages.published != stall.wait:  # a report does not change during a wait
         messages.board.publish(report)
-        messages.told = stall.wait
+        messages.published = stall.wait
     found = verdict(messages.rank, report, messages.board.report)
     if found is not None and messages.stall is stall:
         messages.verdict = found
-        messages.board.leave(LastWords(f"rank {messages.rank} was {stall.describe()}", found))
-        messages.break_off(stall.peer)
+        messages.board.publish_exit(ExitReport(f"rank {messages.rank} was {stall.describe()}", found))
+        messages.abort_waits(stall.peer)

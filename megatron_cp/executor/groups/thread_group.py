@@ -1,4 +1,4 @@
-"""`ThreadGroup`: ranks as threads of one process."""
+"""`ThreadGroup`: a group whose ranks are threads of one process."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megatron_cp.executor.groups.base import (
 
 
 class ThreadGroup(RankGroup):
-    """Ranks as threads of one process. `ThreadGroup.create(size)` makes the whole group, one member a thread.
+    """A group whose ranks are threads of one process. `ThreadGroup.create(size)` makes all members, one a thread.
 
-    Sent tensors are copied, as a wire would. A rank that waits longer than `timeout` seconds, or whose group was
-    aborted because another rank failed, raises `PeerError` instead of hanging; so does a rank that is sent what it did
-    not ask for.
+    Sent tensors are copied, as by a network. A rank raises `PeerError` and does not hang if it waits longer than
+    `timeout` seconds, if its group was aborted because another rank failed, or if it is sent another message than it
+    expects.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ThreadGroup(RankGroup):
         return [cls(rank, size, mailboxes, aborted, timeout) for rank in range(size)]
 
     def abort(self) -> None:
-        """Makes every rank that waits, now or later, fail."""
+        """Fails all current and later waits of all ranks."""
         self._aborted.set()
         for row in self._mailboxes:
             for mailbox in row:
@@ -86,7 +86,7 @@ class ThreadGroup(RankGroup):
         self.all_to_all(torch.empty_like(token), token, [1] * self.size, [1] * self.size)
 
     def _put(self, piece: Tensor, peer: int) -> None:
-        with _disable_current_modes():  # the wire is no copy of an activation: counters must not see it
+        with _disable_current_modes():  # counters of copied activations must not count the transfer itself
             sent = _Sent(piece.detach().clone(), self.activity, self.details, self.agreed)
         self._mailboxes[self.rank][peer].put(sent)
 
@@ -97,15 +97,15 @@ class ThreadGroup(RankGroup):
             self._awaited[peer].append(expected[-1][1])
         return _Arrivals(self, expected)
 
-    def bring(self, piece: _Awaited, peer: int) -> None:
-        """Waits for a piece, and for those from the same rank that were started before it."""
-        while not piece.is_here:
+    def receive(self, piece: _Awaited, peer: int) -> None:
+        """Receives a piece, after those from the same rank that were started before it."""
+        while not piece.has_arrived:
             first = self._awaited[peer].popleft()
             self._take(first, peer)
-            first.is_here = True
+            first.has_arrived = True
 
     def _take(self, awaited: _Awaited, peer: int) -> None:
-        here = f"rank {self.rank} of {self.size}, in {_words(awaited.activity)}"
+        here = f"rank {self.rank} of {self.size}, in {_describe(awaited.activity)}"
         try:
             arrived = None if self._aborted.is_set() else self._mailboxes[peer][self.rank].get(timeout=self._timeout)
         except Empty:
@@ -116,8 +116,9 @@ class ThreadGroup(RankGroup):
         if found.shape != piece.shape or found.dtype != piece.dtype or arrived.activity != awaited.activity:
             own, theirs = differences([awaited.lines(), arrived.lines()])
             raise PeerError(
-                f"rank {self.rank} of {self.size}, in {_words(awaited.activity, own)}: expects {_shown(piece)} from "
-                f"rank {peer}, which sent {_shown(found)} in {_words(arrived.activity, theirs)}",
+                f"rank {self.rank} of {self.size}, in {_describe(awaited.activity, own)}: expects "
+                f"{_describe_tensor(piece)} from rank {peer}, which sent {_describe_tensor(found)} in "
+                f"{_describe(arrived.activity, theirs)}",
                 rank=self.rank, peer=peer,
             )  # fmt: skip
         with _disable_current_modes():
@@ -126,7 +127,7 @@ class ThreadGroup(RankGroup):
 
 @dataclass
 class _Sent:
-    """A piece in a mailbox, and what it was sent in."""
+    """A piece in a mailbox, and the activity in which it was sent."""
 
     tensor: Tensor
     activity: str
@@ -134,32 +135,32 @@ class _Sent:
     agreed: Agreed
 
     def lines(self) -> tuple[str, ...]:
-        """What is known of it."""
+        """Returns the lines that describe the activity."""
         return self.details or self.agreed.lines(self.activity)
 
 
 @dataclass
 class _Awaited(_Sent):
-    """A piece that will come through a mailbox, and what it is waited for in."""
+    """A piece that is expected in a mailbox, and the activity that waits for it."""
 
-    is_here: bool = False
+    has_arrived: bool = False
 
 
-def _words(activity: str, lines: Sequence[str] = ()) -> str:
+def _describe(activity: str, lines: Sequence[str] = ()) -> str:
     return f"{activity or 'a transfer of the caller'}{f' ({"; ".join(lines)})' if lines else ''}"
 
 
-def _shown(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype}"
 
 
 class _Arrivals(Pending):
-    """What the other threads of a group will have put into their mailboxes."""
+    """Pieces that the other ranks put into their mailboxes for this rank."""
 
     def __init__(self, group: ThreadGroup, expected: list[tuple[int, _Awaited]]) -> None:
         self._group, self._expected = group, expected
 
     def wait(self) -> None:
         for peer, piece in self._expected:
-            self._group.bring(piece, peer)
+            self._group.receive(piece, peer)
         self._expected = []

@@ -26,53 +26,53 @@ from megatron_cp.executor.groups.base import (
     check_splits,
     keep_own,
 )
-from megatron_cp.executor.groups.tagged import TaggedMessages, says_lost
+from megatron_cp.executor.groups.tagged import TaggedMessages, is_peer_failure
 from megatron_cp.executor.groups.thread_group import ThreadGroup
 
-Group = RankGroup | dist.ProcessGroup | DeviceMesh  # what a caller may name ranks by; a mesh has one axis
+Group = RankGroup | dist.ProcessGroup | DeviceMesh  # the types that operations accept; a mesh must have one axis
 
 
-class _Kept:
-    """What belongs to a process group for as long as it lives: an operation that is given one wraps it anew."""
+class _GroupState:
+    """State that lives as long as a process group, while every operation wraps the group in a new `TorchGroup`."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.buffers, self.agreed = Buffers(), Agreed()
-        # Of host tensors, where gloo moves them.
+        # Host tensors are sent by tagged messages where gloo moves them.
         self.tagged = TaggedMessages(group, self.agreed) if "cpu:gloo" in dist.get_backend_config(group) else None
 
 
-_kept: WeakKeyDictionary[dist.ProcessGroup, _Kept] = WeakKeyDictionary()
+_states: WeakKeyDictionary[dist.ProcessGroup, _GroupState] = WeakKeyDictionary()
 
 
-def _kept_of(group: dist.ProcessGroup) -> _Kept:
-    found = _kept.get(group)
+def _state_of(group: dist.ProcessGroup) -> _GroupState:
+    found = _states.get(group)
     if found is None:
-        found = _kept[group] = _Kept(group)
+        found = _states[group] = _GroupState(group)
     return found
 
 
 def set_timeout(seconds: float) -> None:
-    """Limits how long this process waits for another rank, in every process group that it has.
+    """Limits the time that this process waits for another rank, in all of its process groups.
 
-    For after the first step of a job, in which ranks import and compile at different speeds.
+    Call it after the first step of a job, in which ranks import and compile at different speeds.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-        tagged = _kept_of(group).tagged
+        tagged = _state_of(group).tagged
         if tagged is not None:
-            tagged.timeout = seconds  # messages from rank to rank keep the limit that the group was made with
+            tagged.timeout = seconds  # torch keeps a group's first limit for messages from rank to rank
 
 
 @contextlib.contextmanager
 def naming_lost_ranks(doing: str) -> Iterator[None]:
-    """Within it, gloo's and NCCL's errors of collectives that are not ours say what was done, as ours do."""
+    """Turns errors of gloo and NCCL about other ranks inside the context into a `PeerError` that says what was done."""
     since = time.monotonic()
     try:
         yield
     except PeerError:
         raise
     except RuntimeError as error:
-        if not says_lost(error):
+        if not is_peer_failure(error):
             raise
         seconds, rank = time.monotonic() - since, dist.get_rank()
         text = (
@@ -86,8 +86,8 @@ class TorchGroup(RankGroup):
 
     Args:
         group: the process group.
-        host_group: a group of the same ranks that can move host tensors (gloo), for what happens outside a step.
-            None where `group` can do it itself.
+        host_group: a group of the same ranks that can move host tensors (gloo), for work outside of steps. None if
+            `group` can do so itself.
     """
 
     def __init__(self, group: dist.ProcessGroup, host_group: dist.ProcessGroup | None = None) -> None:
@@ -96,8 +96,8 @@ class TorchGroup(RankGroup):
             raise ArgumentError("group", group, allowed)
         self.group = group
         self.host_group = host_group
-        kept = _kept_of(group)
-        self.buffers, self.agreed, self._tagged = kept.buffers, kept.agreed, kept.tagged
+        state = _state_of(group)
+        self.buffers, self.agreed, self._tagged = state.buffers, state.agreed, state.tagged
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
 
@@ -108,7 +108,7 @@ class TorchGroup(RankGroup):
         check_splits(sent, sent_splits, "sent_splits", self.size)
         if self._tagged is not None and not sent.is_cuda:
             return self._start_pieces(received.split(received_splits), sent.split(sent_splits))
-        if received_splits[self.rank] and not sent_splits[self.rank]:  # left out, which one tensor cannot say
+        if received_splits[self.rank] and not sent_splits[self.rank]:  # the own piece is left out: needs lists
             incoming, outgoing = list(received.split(received_splits)), list(sent.split(sent_splits))
             incoming[self.rank] = incoming[self.rank][:0]
             work = dist.all_to_all(incoming, outgoing, group=self.group, async_op=True)
@@ -123,7 +123,7 @@ class TorchGroup(RankGroup):
         return _Works(work, (received, sent), self)
 
     def _start_pieces(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> Pending:
-        """A collective over gloo as what it is made of: a message to each rank, the next one's first, and from it."""
+        """Starts a collective over gloo as messages to and from each rank, beginning with the next rank."""
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         pending = self._start_plain_messages(
             [Message(sent[peer], peer) for peer in others], [Message(received[peer], peer) for peer in others]
@@ -137,8 +137,8 @@ class TorchGroup(RankGroup):
             return Done()
         if any(message.tensor.is_cuda for message in (*sends, *receives)):
             if "cuda:gloo" in dist.get_backend_config(self.group):
-                return self._start_messages_by_host(sends, receives)
-            return self._start_messages_together(sends, receives)
+                return self._start_staged_messages(sends, receives)
+            return self._start_fused_messages(sends, receives)
         return self._start_plain_messages(sends, receives)
 
     def _start_plain_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
@@ -149,24 +149,24 @@ class TorchGroup(RankGroup):
             )
         return self._tagged.start(sends, receives, self.activity, self.details)
 
-    def _start_messages_together(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """By one collective of bytes, for NCCL.
+    def _start_fused_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Starts messages as one all-to-all of bytes, for NCCL.
 
-        It sends nothing for splits of zero, and wants every rank in its first operation. Every rank numbers the
-        collectives that it starts, and torch's debugging tools (TORCH_DISTRIBUTED_DEBUG=DETAIL, the flight recorder)
-        compare the numbers: so a rank that is idle starts one too, of nothing.
+        NCCL sends nothing for splits of zero, and needs every rank in its first operation. torch's debugging tools
+        (TORCH_DISTRIBUTED_DEBUG=DETAIL, the flight recorder) compare the numbers of the collectives that ranks have
+        started, so an idle rank starts an empty one too.
         """
         sent, received = (sorted(messages, key=lambda message: message.peer) for messages in (sends, receives))
         device = (*sends, *receives)[0].tensor.device
         taken: list[Tensor] = []
 
-        def together(messages: list[Message]) -> Tensor:
-            if len(messages) == 1:  # as in a ring: it leaves, or arrives, where it belongs
+        def fused(messages: list[Message]) -> Tensor:
+            if len(messages) == 1:  # in a ring: the message's own tensor is used
                 return _bytes_of(messages[0].tensor)
             taken.append(self.buffers.acquire(sum(message.tensor.nbytes for message in messages), device))
             return taken[-1]
 
-        arrived, outgoing = together(received), together(sent)
+        arrived, outgoing = fused(received), fused(sent)
         if len(sent) > 1:
             torch.cat([_bytes_of(message.tensor) for message in sent], out=outgoing)
         splits = ([sum(m.tensor.nbytes for m in messages if m.peer == peer) for peer in range(self.size)]
@@ -174,10 +174,10 @@ class TorchGroup(RankGroup):
         pending = self.start_all_to_all(arrived, outgoing, *splits)
         return _Unpacked(pending, arrived, received if len(received) > 1 else [], taken, self.buffers)
 
-    def _start_messages_by_host(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Through memory of the host that the device reaches by itself: gloo sends nothing else from rank to rank.
+    def _start_staged_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Starts messages of device tensors through pinned host memory, since gloo sends host tensors only.
 
-        Empty messages do not travel.
+        Empty messages are not sent.
         """
         sends, receives = ([message for message in both if message.tensor.numel()] for both in (sends, receives))
         staged = [
@@ -189,7 +189,7 @@ class TorchGroup(RankGroup):
         if any(message.tensor.is_cuda for message in sends):
             torch.cuda.current_stream(sends[0].tensor.device).synchronize()  # gloo reads at once
         pending = self._start_plain_messages(*staged)
-        return _FromHost(pending, receives, staged, self.buffers)
+        return _StagedOnHost(pending, receives, staged, self.buffers)
 
     def _staged(self, tensor: Tensor) -> Tensor:
         return self.buffers.acquire(tensor.nbytes, tensor.device, pinned=tensor.is_cuda)
@@ -209,9 +209,9 @@ class TorchGroup(RankGroup):
             host.all_gather(received, sent)
         elif dist.get_backend(self.group) == "nccl":
             device = torch.device("cuda", torch.cuda.current_device())
-            on_device = received.to(device)
-            dist.all_gather_into_tensor(on_device, sent.to(device), group=self.group)
-            received.copy_(on_device)
+            gathered = received.to(device)
+            dist.all_gather_into_tensor(gathered, sent.to(device), group=self.group)
+            received.copy_(gathered)
         else:
             self.all_gather(received, sent)
 
@@ -221,7 +221,7 @@ class _Works(Pending):
 
     def __init__(self, work: Any, tensors: tuple[Tensor, ...], group: TorchGroup) -> None:
         self._work, self._tensors = work, tensors
-        self._of = f"rank {group.rank} of {group.size}, in {group.activity or 'a collective of the caller'}"
+        self._description = f"rank {group.rank} of {group.size}, in {group.activity or 'a collective of the caller'}"
 
     def wait(self) -> None:
         if self._work is None:
@@ -231,12 +231,12 @@ class _Works(Pending):
             self._work.wait()
         except RuntimeError as error:
             seconds = time.monotonic() - since
-            raise PeerError(f"{self._of}: other ranks did not answer in {seconds:.0f} s. {error}") from error
+            raise PeerError(f"{self._description}: other ranks did not answer in {seconds:.0f} s. {error}") from error
         self._work, self._tensors = None, ()
 
 
 class _Unpacked(Pending):
-    """Bytes that belong into the tensors of messages once they have arrived, and the buffers that they take."""
+    """Copies the bytes of an all-to-all to the tensors of messages, and releases the buffers."""
 
     def __init__(
         self, pending: Pending, arrived: Tensor, messages: list[Message], taken: list[Tensor], buffers: Buffers
@@ -251,11 +251,11 @@ class _Unpacked(Pending):
             for message, piece in zip(self._messages, pieces, strict=True):
                 _bytes_of(message.tensor).copy_(piece)
         self._buffers.release(*self._taken)
-        self._messages, self._taken = [], []  # they are others' from now on, whoever waits again
+        self._messages, self._taken = [], []  # a second wait must not touch the released buffers
 
 
-class _FromHost(Pending):
-    """Messages that arrive on the host, and go on to the device."""
+class _StagedOnHost(Pending):
+    """Copies messages that arrive on the host to the device, and releases the buffers."""
 
     def __init__(
         self, pending: Pending, receives: Sequence[Message], staged: list[list[Message]], buffers: Buffers
@@ -265,7 +265,7 @@ class _FromHost(Pending):
     def wait(self) -> None:
         self._pending.wait()
         for message, arrived in zip(self._receives, self._staged[1], strict=True):
-            _bytes_of(message.tensor).copy_(arrived.tensor)  # waited for: the buffer is someone else's next
+            _bytes_of(message.tensor).copy_(arrived.tensor)  # blocking, since the buffer is released below
         self._buffers.release(*(message.tensor for messages in self._staged for message in messages))
         self._receives, self._staged = (), [[], []]
 
@@ -275,10 +275,10 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def rank_group(group: Group) -> RankGroup:
-    """A `RankGroup` as it is; a process group, or that of a mesh of one axis, wrapped.
+    """Returns a `RankGroup` unchanged, and wraps a process group, or that of a mesh of one axis.
 
     Raises:
-        ArgumentError: it is no group, or a mesh of several axes, none of which is named.
+        ArgumentError: it is no group, or a mesh of several axes.
     """
     if isinstance(group, RankGroup):
         return group
@@ -293,10 +293,10 @@ def rank_group(group: Group) -> RankGroup:
 
 
 def as_rank_group(group: Group | None, cp_size: int) -> RankGroup:
-    """A group to run a plan over `cp_size` ranks on, see `rank_group`. None is this rank alone, where `cp_size` is 1.
+    """Returns the `RankGroup` for a plan over `cp_size` ranks; see `rank_group`. None means this rank only.
 
     Raises:
-        ArgumentError: it is no group, has another number of ranks, or is None for several.
+        ArgumentError: it is no group, has another number of ranks, or is None for several ranks.
     """
     if group is None:
         if cp_size > 1:

@@ -1,6 +1,6 @@
-"""How messages travel between ranks, and the memory in which they land: one transport a file, all made to `base.py`.
+"""Transports: they move messages between ranks and provide the memory that receives them. `base.py` has the interface.
 
-`plan/transport.py` has the names, which are data of a plan; only a `Communicator` calls what is here.
+`plan/transport.py` has the names, which are data of a plan. Only a `Communicator` calls transports.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TRANSPORTS: dict[str, type[GroupTransport]] = {
 
 
 def transport_over(group: RankGroup, transport: Transport) -> GroupTransport:
-    """The transport that a plan names, between the ranks of a group.
+    """Returns the transport that a plan names, for the ranks of a group.
 
     Raises:
-        ArgumentError: it has the hosts of another number of ranks.
+        ArgumentError: the transport has the hosts of another number of ranks.
     """
     if transport.hosts and len(transport.hosts) != group.size:
         raise ArgumentError("hosts", transport.hosts, f"the host of each of the {group.size} ranks")

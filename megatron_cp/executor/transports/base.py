@@ -1,4 +1,4 @@
-"""`GroupTransport`: what a transport must do and promise."""
+"""`GroupTransport`: the interface and the contract of transports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megatron_cp.plan.transport import Transport
 
 
 class GroupTransport(ABC):
-    """How messages travel between the ranks of one group, seen from one rank, and the memory in which they land.
+    """Moves messages between one rank and the other ranks of its group, and provides the memory that receives them.
 
-    All transports bring the same bytes to the same places. They differ in the messages that they make of an operation,
-    in when these travel, and in whose memory they land.
+    All transports deliver the same bytes to the same places. They differ in the messages that an operation consists of,
+    in when these are sent, and in the memory that receives them.
 
     A caller acquires memory, starts an operation that fills it, waits, reads, and releases:
 
@@ -28,72 +28,72 @@ class GroupTransport(ABC):
         ...                        # reads `received`
         transport.release(received)
 
-    Callers promise:
+    The contract for callers:
 
     - Every rank makes the same calls of `acquire` and `start_*` in the same order, and waits in the same order. Sizes
       differ from rank to rank and may be zero. The order of releases may differ, too.
-    - What is received lands in memory of `acquire`: in all of it, or in a contiguous part of it. What is sent lies in
-      any memory. Both are contiguous and flat, and from start to wait the caller touches neither.
-    - One thread of a rank calls at a time.
+    - `received` is memory from `acquire`, all of it or a contiguous part. `sent` may be any memory. Both are contiguous
+      and flat, and the caller accesses neither between start and wait.
+    - A rank calls from one thread at a time.
 
-    A transport promises:
+    The contract for transports:
 
-    - `start_*` does not wait for other ranks; callers rely on it to compute while messages travel. `wait` of what was
-      started returns when all of `received` is written, and `sent` is the caller's again. On CUDA both are true for
-      work that is queued from then on.
-    - Memory that was acquired is nobody else's until it is released, or, if `kept`, for as long as a tensor refers to
+    - `start_*` does not wait for other ranks, so that callers compute while messages are sent. `wait` returns when all
+      of `received` is written and `sent` may be used again. On CUDA both hold for work that is queued after it.
+    - Acquired memory is used for nothing else until it is released, or, if `kept`, for as long as a tensor refers to
       it.
-    - Every rank starts equally many operations of the group, in the same order. A rank that is idle in one sends
-      `nothing`: backends number what they start, and debugging tools compare the numbers of the ranks.
+    - Every rank starts equally many operations of the group, in the same order. A rank that is idle in one sends an
+      `empty_message`, since backends number operations, and debugging tools compare the numbers of the ranks.
     - Errors show `group.activity`, which the caller has set before `start_*`. A transport that starts operations of the
-      group in `wait` sets it again before, since other operations may have been started meanwhile.
+      group in `wait` sets it again first, since other operations may have been started meanwhile.
 
-    A transport over symmetric memory, whose ranks write into each other's, overrides `acquire`, `release` and all three
-    `start_*`. It may write into another rank's memory from the time on when that rank has started the same operation:
-    the rank has acquired the memory by then, and it reads none of it before its wait. As sizes differ, the n-th
-    memory of each rank lies elsewhere in its heap: a rank tells the others where with a signal of its start. `wait`
-    returns when all who write here have signalled that they have, and when the own writes have left. Memory that is
-    `kept` may outlive the step: it is taken from the heap until no tensor refers to it, or it is ordinary memory into
-    which `wait` copies. Transports are made anew for every call and for every part of a group, so a heap belongs to the
-    group, as `RankGroup.buffers` do. `tests/unit_tests/executor/test_one_sided_transport.py` has one over threads.
+    A transport over symmetric memory, whose ranks write into each other's memory, overrides `acquire`, `release` and
+    all three `start_*`. It may write into another rank's memory once that rank has started the same operation: the rank
+    has acquired the memory by then, and does not read it before its wait. As sizes differ, the n-th buffer of each rank
+    has another offset in its heap, which a rank sends to the others with the signal of its start. `wait` returns when
+    all writers have signalled that they are done, and when this rank's own writes have completed. Memory that is `kept`
+    may outlive the step: it is taken from the heap until no tensor refers to it, or is ordinary memory into which
+    `wait` copies. A new transport is made for every call and every part of a group, so a heap belongs to the group, as
+    `RankGroup.buffers` do. `tests/unit_tests/executor/test_one_sided_transport.py` has such a transport over threads.
 
     Args:
         group: the ranks.
-        transport: its name, and the hosts of the ranks where the name asks for them.
+        transport: the plan's record: the name, and the hosts of the ranks if the name requires them.
     """
 
     def __init__(self, group: RankGroup, transport: Transport) -> None:
         self.group, self.transport = group, transport
 
     def acquire(self, size: int, device: torch.device, *, kept: bool = False) -> Tensor:
-        """`[size]` unwritten bytes in which a message lands.
+        """Returns `[size]` uninitialised bytes to receive a message in.
 
         Args:
-            size: in bytes.
-            device: of the message.
-            kept: False: the caller reads the message and gives the memory to `release`. True: the memory is the
-                caller's for as long as it refers to it, such as what autograd keeps for backward.
+            size: number of bytes.
+            device: device of the message.
+            kept: False if the caller reads the message and then calls `release`. True if the memory must stay valid
+                for as long as a tensor refers to it, for example because autograd saves it for backward.
         """
         if kept:
             return torch.empty(size, dtype=torch.uint8, device=device)
         return self.group.buffers.acquire(size, device)
 
     def release(self, *tensors: Tensor) -> None:
-        """Takes back what `acquire` returned, or views of it, and buffers of the group that were sent from.
+        """Takes back memory that `acquire` returned, or views of it, and send buffers of the group.
 
-        Other tensors are left alone, those that were acquired as `kept` among them.
+        It ignores other tensors, also those that were acquired as `kept`.
         """
         self.group.buffers.release(*tensors)
 
     @abstractmethod
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
-        """Piece r of `sent` goes to rank r, and piece r of `received` comes from it; the own piece is copied.
+        """Sends piece r of `sent` to rank r, and receives piece r of `received` from it.
 
-        Or it is left out of `sent`, and is the caller's, who writes it to `received`, also while messages travel.
+        The rank's piece for itself is copied. If it is left out of `sent`, the caller writes it to `received`, which it
+        may do while messages are sent.
 
         Args:
-            received, sent: of one type.
-            split_counts: of all ranks: who passes messages on knows how much others send each other.
+            received, sent: tensors of the same type.
+            split_counts: the counts of all ranks, which a transport needs to pass on messages of others.
         """
 
     @abstractmethod
@@ -101,16 +101,16 @@ class GroupTransport(ABC):
         """Fills `received` with every rank's `sent`, in rank order; all ranks send equally much."""
 
     def start_messages(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Starts all messages together; those of one pair of ranks stay in order. The steps of a ring.
+        """Starts all messages together, such as a step of a ring; those of one pair of ranks stay in order.
 
-        Every rank sends some, if empty ones, and receives some.
+        Every rank sends and receives at least one message, which may be empty.
         """
         return self.group.start_messages(sends, receives)
 
-    def nothing(self, like: Tensor) -> Message:
-        """The message by which a rank that is idle takes part in an operation: to itself, without elements.
+    def empty_message(self, like: Tensor) -> Message:
+        """Returns the message without elements to itself by which an idle rank takes part in an operation.
 
         Args:
-            like: a flat tensor where those of the other ranks are.
+            like: a flat tensor of the type and on the device of the other ranks' tensors.
         """
         return Message(like[:0], self.group.rank)

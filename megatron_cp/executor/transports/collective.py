@@ -10,7 +10,7 @@ from megatron_cp.executor.transports.base import GroupTransport
 
 
 class Collective(GroupTransport):
-    """Leaves everything to the group."""
+    """Calls the group's own operations."""
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
         rank = self.group.rank

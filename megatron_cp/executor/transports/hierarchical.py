@@ -1,10 +1,10 @@
-"""`Hierarchical`: one message from each rank to each other host, and from there to the ranks that it is for.
+"""`Hierarchical`: sends one message from each rank to each other host, and passes its parts on to ranks there.
 
-    start   one message to each other host, and direct ones within the own host
-    wait    what came here for other ranks of the host goes on to them
+    start   sends one message to each other host, and direct ones within the host
+    wait    passes on the parts of received messages that are for other ranks of the host
 
-Between hosts comes first, since those links are slow: they are busy while the ranks compute, and only the hop within
-the host is left for the wait.
+The hop between hosts is first, since those links are slow: it overlaps with computation, and only the hop within the
+host remains for the wait.
 """
 
 from __future__ import annotations
@@ -20,62 +20,67 @@ from megatron_cp.executor.transports.base import GroupTransport
 
 
 class Hierarchical(GroupTransport):
-    """Knows which ranks share a host."""
+    """Sends one message to each other host, where a rank passes its parts on."""
 
     def start_all_to_all(self, received: Tensor, sent: Tensor, split_counts: SplitCounts) -> Pending:
         rank = self.group.rank
         incoming = received.split(split_counts.received_by(rank))
         outgoing = sent.split(split_counts.sent_by(rank, sent.numel()))
-        return _TwoHops(self, incoming, outgoing, split_counts, sent)
+        return _TwoHopAllToAll(self, incoming, outgoing, split_counts, sent)
 
     def start_all_gather(self, received: Tensor, sent: Tensor) -> Pending:
-        return _SharesByTwoHops(self, received.split([sent.numel()] * self.group.size), sent)
+        return _TwoHopAllGather(self, received.split([sent.numel()] * self.group.size), sent)
 
     @property
     def hosts(self) -> Hosts:
         return _hosts_of(self.group.rank, self.transport.hosts)
 
     def start_hop(self, sends: list[Message], receives: list[Message], like: Tensor) -> Pending:
-        """Starts the messages of a hop, also where this rank has none.
+        """Starts the messages of a hop, also if this rank has none.
 
-        No hop is left out, not even one in which no rank of the group has a message: the group may be a part of a
-        larger one whose other parts have some.
+        A hop is never skipped, even if no rank of the group has a message, since the group may be a part of a larger
+        one whose other parts have messages.
         """
         if not sends and not receives:
-            sends, receives = [self.nothing(like)], [self.nothing(like)]
+            sends, receives = [self.empty_message(like)], [self.empty_message(like)]
         return self.group.start_messages(sends, receives)
 
 
 class Hosts:
-    """Who shares a host with whom, seen from one rank."""
+    """The ranks of each host, seen from one rank.
+
+    Attributes:
+        members: the ranks of each host.
+        local_host, local_ranks: the number and the ranks of this rank's host.
+        other_hosts: the numbers of the other hosts.
+    """
 
     def __init__(self, rank: int, hosts: tuple[int, ...]) -> None:
         self.members = [[r for r, host in enumerate(hosts) if host == number] for number in range(max(hosts) + 1)]
         self.local_host, self._hosts = hosts[rank], hosts
-        self.home = self.members[self.local_host]
-        self.others = [number for number in range(len(self.members)) if number != self.local_host]
-        self._senders: dict[int, list[int]] = {proxy_rank: [] for proxy_rank in self.home}
-        for sender in (rank for number in self.others for rank in self.members[number]):
+        self.local_ranks = self.members[self.local_host]
+        self.other_hosts = [number for number in range(len(self.members)) if number != self.local_host]
+        self._senders: dict[int, list[int]] = {proxy_rank: [] for proxy_rank in self.local_ranks}
+        for sender in (rank for number in self.other_hosts for rank in self.members[number]):
             self._senders[self.proxy_rank(sender, self.local_host)].append(sender)
 
     def proxy_rank(self, sender: int, host: int) -> int:
-        """The rank of another host that takes in what a rank sends there: its counterpart, counted round."""
+        """Returns the rank of `host` that receives the messages of `sender`: its counterpart modulo the host's size."""
         place = self.members[self._hosts[sender]].index(sender)
         return self.members[host][place % len(self.members[host])]
 
     def senders_to(self, proxy_rank: int) -> list[int]:
-        """The ranks of other hosts whose messages a rank of this host takes in."""
+        """Returns the ranks of other hosts whose messages a rank of this host receives."""
         return self._senders[proxy_rank]
 
 
-@lru_cache(maxsize=1024)  # ranks that are threads have one each
+@lru_cache(maxsize=1024)  # large enough for ranks that are threads, which have an entry each
 def _hosts_of(rank: int, hosts: tuple[int, ...]) -> Hosts:
-    """The same for every exchange of a transport."""
     return Hosts(rank, hosts)
 
 
-class _TwoHops(Pending):
-    """An all-to-all: one message to each other host, which there goes on to the ranks that it is for."""
+class _TwoHopAllToAll(Pending):
+    """An all-to-all with one message to each other host, whose parts are passed on there."""
 
     def __init__(
         self, transport: Hierarchical, incoming: Sequence[Tensor], outgoing: Sequence[Tensor],
@@ -87,14 +92,14 @@ class _TwoHops(Pending):
         self._acquired: list[Tensor] = []
         rank = self._group.rank
         keep_own(incoming[rank], outgoing[rank])
-        peers = [peer for peer in hosts.home if peer != rank]
+        peers = [peer for peer in hosts.local_ranks if peer != rank]
         sends = [Message(outgoing[peer], peer) for peer in peers]
-        for number in hosts.others:
+        for number in hosts.other_hosts:
             ranks = hosts.members[number]
             bundle = self._bundle([outgoing[member] for member in ranks], ranks)
             sends.append(Message(bundle, hosts.proxy_rank(rank, number)))
         self._senders = hosts.senders_to(rank)
-        sizes = [int(self._counts[sender, hosts.home].sum()) for sender in self._senders]
+        sizes = [int(self._counts[sender, hosts.local_ranks].sum()) for sender in self._senders]
         self._bundles = self._acquire(sum(sizes)).split(sizes)
         receives = [Message(incoming[peer], peer) for peer in peers]
         receives += [Message(bundle, sender) for bundle, sender in zip(self._bundles, self._senders, strict=True)]
@@ -102,19 +107,19 @@ class _TwoHops(Pending):
 
     def wait(self) -> None:
         self._pending.wait()
-        rank, home = self._group.rank, self._hosts.home
-        # What came through here, by the rank of this host that it is for.
+        rank, local_ranks = self._group.rank, self._hosts.local_ranks
+        # The parts of the messages of other hosts, by their destination among the ranks of this host.
         pieces = [
-            dict(zip(home, bundle.split(self._counts[source, home].tolist()), strict=True))
+            dict(zip(local_ranks, bundle.split(self._counts[source, local_ranks].tolist()), strict=True))
             for source, bundle in zip(self._senders, self._bundles, strict=True)
         ]
-        for source, of_source in zip(self._senders, pieces, strict=True):
-            self._incoming[source].copy_(of_source[rank])
+        for source, source_pieces in zip(self._senders, pieces, strict=True):
+            self._incoming[source].copy_(source_pieces[rank])
         sends, receives, arrived = [], [], []
-        for peer in home:
+        for peer in local_ranks:
             if peer == rank:
                 continue
-            sends.append(Message(self._bundle([of_source[peer] for of_source in pieces]), peer))
+            sends.append(Message(self._bundle([source_pieces[peer] for source_pieces in pieces]), peer))
             sources = self._hosts.senders_to(peer)
             sizes = self._counts[sources, rank].tolist()
             bundle = self._acquire(sum(sizes))
@@ -128,7 +133,7 @@ class _TwoHops(Pending):
         del self._bundles, self._incoming, self._like
 
     def _bundle(self, pieces: Sequence[Tensor], ranks: Sequence[int] = ()) -> Tensor:
-        """Pieces in one message: as they lie, where they are those of neighbouring ranks."""
+        """Returns pieces as one message, without a copy if they are those of consecutive ranks."""
         if len(pieces) == 1:
             return pieces[0]
         size = sum(piece.numel() for piece in pieces)
@@ -145,8 +150,8 @@ class _TwoHops(Pending):
         return self._acquired[-1]
 
 
-class _SharesByTwoHops(Pending):
-    """An all-gather likewise: each share goes to each other host once."""
+class _TwoHopAllGather(Pending):
+    """An all-gather that sends each share to each other host once."""
 
     def __init__(self, transport: Hierarchical, incoming: Sequence[Tensor], sent: Tensor) -> None:
         self._transport, self._group, self._activity = transport, transport.group, transport.group.activity
@@ -154,8 +159,8 @@ class _SharesByTwoHops(Pending):
         self._hosts = hosts = transport.hosts
         rank = self._group.rank
         incoming[rank].copy_(sent)
-        self._peers = [peer for peer in hosts.home if peer != rank]
-        targets = [*self._peers, *(hosts.proxy_rank(rank, number) for number in hosts.others)]
+        self._peers = [peer for peer in hosts.local_ranks if peer != rank]
+        targets = [*self._peers, *(hosts.proxy_rank(rank, number) for number in hosts.other_hosts)]
         self._senders = hosts.senders_to(rank)
         self._pending = transport.start_hop(
             [Message(sent, target) for target in targets],

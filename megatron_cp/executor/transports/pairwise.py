@@ -1,9 +1,9 @@
-"""`Pairwise`: disjoint pairs of ranks talk both ways, round by round.
+"""`Pairwise`: disjoint pairs of ranks exchange messages, round by round.
 
-    start   the own piece is copied, the messages of the first rounds are under way
-    wait    the other rounds, each started when the oldest is done
+    start   copies the rank's piece for itself, and starts the first rounds
+    wait    starts each further round when the oldest is done
 
-Nobody is called by all others at once, and in a round nobody by two.
+In each round a rank receives from one other rank, so that no rank receives from all others at once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megatron_cp.executor.groups import Message, Pending, RankGroup, keep_own
 from megatron_cp.executor.transports.base import GroupTransport
 from megatron_cp.plan.transport import Transport, num_rounds, round_robin_peer
 
-ROUNDS_IN_FLIGHT = 4  # so that a slow pair holds nobody up; more would be a crowd on one link again
+ROUNDS_IN_FLIGHT = 4  # enough that a slow pair does not delay others; more would congest one link again
 
 
 class Pairwise(GroupTransport):
-    """A round robin: in each round a rank talks to one other, and all ranks meet once.
+    """A round robin: in each round a rank exchanges messages with one other rank, and with each rank once.
 
     Args:
-        rounds_in_flight: how many rounds are under way at a time.
+        rounds_in_flight: number of rounds that are started before the first is waited for.
     """
 
     def __init__(self, group: RankGroup, transport: Transport, *, rounds_in_flight: int = ROUNDS_IN_FLIGHT) -> None:
@@ -48,14 +48,14 @@ class Pairwise(GroupTransport):
         for number in range(num_rounds(size)):
             peer = round_robin_peer(rank, size, number)
             if peer is None:
-                rounds.append((self.nothing(outgoing[rank]), self.nothing(incoming[rank])))
+                rounds.append((self.empty_message(outgoing[rank]), self.empty_message(incoming[rank])))
             else:
                 rounds.append((Message(outgoing[peer], peer), Message(incoming[peer], peer)))
         return _Rounds(self.group, rounds, self._rounds_in_flight)
 
 
 class _Rounds(Pending):
-    """One message each way in each round, some rounds at a time."""
+    """Rounds of one message in each direction, several rounds at a time."""
 
     def __init__(self, group: RankGroup, rounds: Sequence[tuple[Message, Message]], in_flight: int) -> None:
         self._group, self._ahead, self._activity = group, deque(rounds), group.activity
@@ -65,7 +65,7 @@ class _Rounds(Pending):
 
     def _start_next(self) -> None:
         sent, received = self._ahead.popleft()
-        self._group.activity = self._activity  # others may have been started meanwhile
+        self._group.activity = self._activity  # other operations may have been started meanwhile
         self._under_way.append(self._group.start_messages([sent], [received]))
 
     def wait(self) -> None:

@@ -1,6 +1,7 @@
-"""What stands between a layer's convolution and its rule: norms of queries and keys, decays, write strengths, steps.
+"""The work between a layer's convolution and its rule: norms of queries and keys, decays, write strengths, steps.
 
-Each layer's are one autograd function: `delta` of Gated DeltaNet and KDA, `steps` of Mamba-2. On CUDA it is one Triton
-kernel each way (`triton_kernels`, launched by `triton`), since as operators they would be dozens of launches of a few
-microseconds; elsewhere, and for float64, a few operators of torch, whose bits depend on no shape.
+A layer's gates are one autograd function: `delta` for Gated DeltaNet and KDA, `steps` for Mamba-2. On CUDA it is one
+Triton kernel for each direction (`triton_kernels`, launched by `triton`), since torch's operators would be dozens of
+launches of a few microseconds. Elsewhere, and for float64, it uses operators of torch whose bits do not depend on
+shapes.
 """

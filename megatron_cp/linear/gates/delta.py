@@ -1,4 +1,4 @@
-"""What stands before a delta rule: `q / |q|`, `k / |k|`, the decays' logarithms g, and `sigmoid(beta)`."""
+"""The gates of a delta rule: `q / |q|`, `k / |k|`, the logarithms g of the decays, and `sigmoid(beta)`."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ def delta_gates(
     A_log: Tensor, dt_bias: Tensor,  # noqa: N803 - the parameter's name everywhere
     lower_bound: float | None = None, per_feature: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gates of a mixer, for own heads; differentiable once.
+    """Computes the gates of a mixer for this rank's heads; differentiable once.
 
         g = -exp(A_log) softplus(x + dt_bias), or lower_bound sigmoid(exp(A_log) (x + dt_bias))
 
     Args:
         q, k: `[T, g, d]`
         beta: `[T, h, 1]`
-        x: `[T, h, c]`, c being 1 or, if there is a decay for each feature, the features.
-        heads: which of all heads the h are.
+        x: `[T, h, c]`, where c is 1, or the number of features if each has a decay.
+        heads: slice of the h heads among all heads.
         A_log: `[all heads]`
         dt_bias: `[all heads * c]`
-        lower_bound: of g; None for none.
-        per_feature: whether g keeps x's last axis.
+        lower_bound: limit of g; None for no limit.
+        per_feature: True if g keeps x's last axis.
 
     Returns:
         q and k in their types, g `[T, h]` or `[T, h, c]` and beta `[T, h]` in float32 at least.
     """
-    function = _Fused if has_kernels(q, k, beta, x, A_log, dt_bias) else _OnTorch
+    function = _Fused if has_kernels(q, k, beta, x, A_log, dt_bias) else _Eager
     gates: tuple[Tensor, Tensor, Tensor, Tensor]
     gates = function.apply(q, k, beta, x, A_log, dt_bias, heads, lower_bound, per_feature)
     return gates
 
 
 def normalised(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Both `[T, g, d]` divided by their norms; differentiable once."""
-    both: tuple[Tensor, Tensor] = (_FusedNorms if has_kernels(q, k) else _NormsOnTorch).apply(q, k)
+    """Divides q and k, `[T, g, d]` each, by the norms of their rows; differentiable once."""
+    both: tuple[Tensor, Tensor] = (_FusedNorms if has_kernels(q, k) else _EagerNorms).apply(q, k)
     return both
 
 
 class _Fused(torch.autograd.Function):
-    """By the kernels, which need nothing but what came in."""
+    """The gates by Triton kernels, which save their inputs only."""
 
     @staticmethod
     def forward(
@@ -72,8 +72,8 @@ class _Fused(torch.autograd.Function):
         return *delta_gradients(ctx.saved_tensors, dense(gradients, ctx.units), *ctx.options), None, None, None
 
 
-class _OnTorch(torch.autograd.Function):
-    """By torch's operators, in place wherever a tensor is this function's own."""
+class _Eager(torch.autograd.Function):
+    """The gates by torch's operators, in place on tensors that this function made."""
 
     @staticmethod
     def forward(
@@ -106,24 +106,24 @@ class _OnTorch(torch.autograd.Function):
         q, k, q_scale, k_scale, strength, rate, shifted, activated = ctx.saved_tensors
         dq_out, dk_out, dg, dstrength = gradients
         shape, dtype, beta_dtype, heads, lower_bound = ctx.options
-        of_rates, of_bias = ctx.parameters
+        rates_meta, bias_meta = ctx.parameters
         if lower_bound is None:
-            of_rate = dg * activated
-            of_shifted = (dg * rate.neg()).mul_(sigmoid_value(shifted))
+            drate = dg * activated
+            dshifted = (dg * rate.neg()).mul_(sigmoid_value(shifted))
         else:
             inner = dg * lower_bound
             inner *= torch.rsub(activated, 1).mul_(activated)
-            of_rate, of_shifted = inner * shifted, inner * rate
-        if of_rate.ndim == 3:
-            of_rate = of_rate.sum(-1) if shape[2] > 1 else of_rate.squeeze(-1)
+            drate, dshifted = inner * shifted, inner * rate
+        if drate.ndim == 3:
+            drate = drate.sum(-1) if shape[2] > 1 else drate.squeeze(-1)
         if lower_bound is None:
-            of_rate.neg_()
-        dA_log = sum_over_tokens(of_rate).mul_(rate.view(-1))  # noqa: N806
+            drate.neg_()
+        dA_log = sum_over_tokens(drate).mul_(rate.view(-1))  # noqa: N806
         dbeta = torch.rsub(strength, 1).mul_(strength).mul_(dstrength)
         return (
             l2_gradient(q, q_scale, dq_out), l2_gradient(k, k_scale, dk_out), dbeta.to(beta_dtype).unsqueeze(-1),
-            of_shifted.to(dtype).view(shape), whole(dA_log, of_rates, heads),
-            whole(sum_over_tokens(of_shifted.flatten(1)), of_bias, heads, shape[2]), None, None, None,
+            dshifted.to(dtype).view(shape), whole(dA_log, rates_meta, heads),
+            whole(sum_over_tokens(dshifted.flatten(1)), bias_meta, heads, shape[2]), None, None, None,
         )  # fmt: skip
 
 
@@ -145,7 +145,7 @@ class _FusedNorms(torch.autograd.Function):
         return norm_gradients(ctx.saved_tensors, dense(gradients, ctx.units), ctx.units[0])
 
 
-class _NormsOnTorch(torch.autograd.Function):
+class _EagerNorms(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor) -> Any:
         (q_out, q_scale), (k_out, k_scale) = l2_normalised_and_scale(q), l2_normalised_and_scale(k)

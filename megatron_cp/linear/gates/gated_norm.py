@@ -1,4 +1,4 @@
-"""The gated norm behind a state-space rule, `weight * y / rms(y)` with `y = x silu(z)`: kernels for CUDA."""
+"""The gated norm after a state-space rule, `weight * y / rms(y)` with `y = x silu(z)`, by kernels for CUDA."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 from megatron_cp.executor.opaque import opaque_backward
 
-ELEMENTS = 1024  # of a tile, or one token's group of features: 8 for each of 128 threads
-STEPS = 4  # tiles of a program, for each of which the weight's sums are kept
-BLOCKS, FEATURES = 32, 64  # of a tile of sums
-EXACT = {"enable_fp_fusion": False}  # products are rounded before they are added, as torch's are
+ELEMENTS = 1024  # elements of a tile, at least one token's group of features: 8 for each of 128 threads
+STEPS = 4  # tiles of a program, which adds the weight's sums of all of them
+BLOCKS, FEATURES = 32, 64  # shape of a tile of sums
+EXACT = {"enable_fp_fusion": False}  # rounds products before they are added, as torch does
 
 
 def gated_norm(x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_size: int) -> Tensor:
-    """One kernel each way, and a second one backward for the weight; differentiable once.
+    """Computes the gated norm by one kernel forward and two backward; differentiable once.
 
     Args:
-        x: `[..., features]` of a type and on a device of which `has_kernels` is true, as of the other tensors.
-        z: like x, or None for no gate.
+        x: `[..., features]`; `has_kernels` must be True for it and the other tensors.
+        z: the gate, shaped like x, or None for no gate.
         weight: `[features]`
         eps: added to the mean of a group's squares.
-        group_size: the features of a group.
+        group_size: number of features of a group.
 
     Returns:
         A tensor like x.
@@ -71,12 +71,12 @@ class _GatedNorm(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """`[tokens, features]` with dense features."""
+    """Returns x as `[tokens, features]` with dense features."""
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _tile(size: int) -> dict[str, int]:
-    """Tokens and features of a tile, and the warps for it."""
+    """Returns the tokens, the features and the warps of a tile."""
     padded = 1 << (size - 1).bit_length()
     return {"TOKENS": max(ELEMENTS // padded, 1), "SIZE": padded, "num_warps": min(max(padded // 256, 4), 16)}

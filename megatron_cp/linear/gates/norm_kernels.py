@@ -1,6 +1,6 @@
-"""The kernels behind `gated_norm.py`. A program has some tokens of one group of features, and a token is its own.
+"""The kernels of `gated_norm.py`. A program computes some tokens of one group of features.
 
-How many tokens there are is all that differs from rank to rank, and a kernel is compiled for none in particular.
+Tokens are independent of each other. Ranks differ in the number of tokens only, for which kernels are not specialized.
 """
 
 # ruff: noqa: N803 - constants of a kernel are in capitals, as in Triton's own
@@ -19,7 +19,7 @@ def norm_forward(
     eps: tl.float32, tokens: tl.int64, groups: tl.tensor, size: tl.tensor,
     TOKENS: tl.constexpr, SIZE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`weight * y / rms(y)` with `y = x silu(z)`, or x where there is no z; features `[groups * size]`."""
+    """Computes `weight * y / rms(y)` with `y = x silu(z)`, or x if z is None; there are `groups * size` features."""
     block, feature, is_feature = _place(tl.program_id(0), groups, size, SIZE)
     token, there = _rows(block, 0, tokens, is_feature, TOKENS, 1)
     y = tl.load(x + token * x_stride + feature, there, 0.0).to(tl.float32)
@@ -37,7 +37,7 @@ def norm_backward(
     dout_stride: tl.tensor, dx: tl.tensor, dz: tl.tensor, sums: tl.tensor, eps: tl.float32, tokens: tl.int64,
     groups: tl.tensor, size: tl.tensor, TOKENS: tl.constexpr, SIZE: tl.constexpr, STEPS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradients of x and z, and of the weight sums `[programs along the tokens, groups * size]`."""
+    """Computes the gradients of x and z, and the weight's sums `[programs along the tokens, groups * size]`."""
     block, feature, is_feature = _place(tl.program_id(0), groups, size, SIZE)
     width = groups * size
     weight_sum = tl.zeros([1, SIZE], tl.float32)
@@ -52,15 +52,15 @@ def norm_backward(
         scale = tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / size + eps)
         gradient = tl.load(dout + token * dout_stride + feature, there, 0.0).to(tl.float32)
         weight_sum += tl.sum(tl.where(there, gradient * (y * scale), 0.0), 0, keep_dims=True)
-        gradient *= tl.load(weight + feature, is_feature, 0.0).to(tl.float32)  # anew, as registers are few
+        gradient *= tl.load(weight + feature, is_feature, 0.0).to(tl.float32)  # loaded again to save registers
         along = tl.sum(gradient * y, 1, keep_dims=True) / size * (scale * scale * scale)
-        of_y = gradient * scale - along * y
+        dy = gradient * scale - along * y
         if z is None:
-            tl.store(dx + token * width + feature, of_y.to(dx.dtype.element_ty), there)
+            tl.store(dx + token * width + feature, dy.to(dx.dtype.element_ty), there)
         else:
-            of_z = of_y * values * (opened * (1 + logits * (1 - opened)))
-            tl.store(dx + token * width + feature, (of_y * (logits * opened)).to(dx.dtype.element_ty), there)
-            tl.store(dz + token * width + feature, of_z.to(dz.dtype.element_ty), there)
+            dz_values = dy * values * (opened * (1 + logits * (1 - opened)))
+            tl.store(dx + token * width + feature, (dy * (logits * opened)).to(dx.dtype.element_ty), there)
+            tl.store(dz + token * width + feature, dz_values.to(dz.dtype.element_ty), there)
     tl.store(sums + block * width + feature, weight_sum, is_feature)
 
 
@@ -68,7 +68,7 @@ def norm_backward(
 def norm_weight(
     sums: tl.tensor, dweight: tl.tensor, blocks: tl.int64, width: tl.tensor, BLOCKS: tl.constexpr, SIZE: tl.constexpr
 ) -> None:
-    """The weight's gradient: the sums added up in their order."""
+    """Computes the weight's gradient by adding the sums in order."""
     feature = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     total = tl.zeros([SIZE], tl.float32)
     for begin in range(0, blocks, BLOCKS):
@@ -80,7 +80,7 @@ def norm_weight(
 
 @triton.jit
 def _place(program: tl.tensor, groups: tl.tensor, size: tl.tensor, SIZE: tl.constexpr) -> tl.tuple:
-    """A program's block of tokens, its features `[1, SIZE]`, and which of them there are."""
+    """Returns a program's block of tokens, its features `[1, SIZE]`, and True for those that exist."""
     lane = tl.arange(0, SIZE)[None, :]
     return (program // groups).to(tl.int64), (program % groups) * size + lane, lane < size
 

@@ -17,27 +17,27 @@ def step_gates(
     x: Tensor, *, heads: slice, A_log: Tensor | None, bias: Tensor | None,  # noqa: N803 - the parameter's name
     limit: tuple[float, float] | None, softplus: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Steps and decays as the recurrence takes them, for own heads; differentiable once.
+    """Computes the steps and decays of the recurrence for this rank's heads; differentiable once.
 
     Args:
         x: `[T, h, 1]`
-        heads: which of all heads the h are.
-        A_log: `[all heads]`; None if no decays are wanted.
+        heads: slice of the h heads among all heads.
+        A_log: `[all heads]`; None to compute no decays.
         bias: `[all heads]`, added to x.
-        limit: what steps are clamped to in the end.
-        softplus: whether steps are the softplus of the sum.
+        limit: lower and upper limit to which steps are clamped at the end.
+        softplus: True if steps are the softplus of the sum.
 
     Returns:
-        `[T, h]` and `[h]` or None, in float32 at least.
+        The steps `[T, h]` and the decays `[h]` or None, in at least float32.
     """
     given = [each for each in (x, A_log, bias) if each is not None]
-    function = _Fused if has_kernels(*given) else _OnTorch
+    function = _Fused if has_kernels(*given) else _Eager
     steps, decays = function.apply(x, A_log, bias, heads, limit, softplus)
     return steps, decays
 
 
 class _Fused(torch.autograd.Function):
-    """By the kernels, which need nothing but what came in."""
+    """The steps by Triton kernels, which save their inputs only."""
 
     @staticmethod
     def forward(
@@ -62,8 +62,8 @@ class _Fused(torch.autograd.Function):
         return *found, None, None, None
 
 
-class _OnTorch(torch.autograd.Function):
-    """By torch's operators, in place wherever a tensor is this function's own."""
+class _Eager(torch.autograd.Function):
+    """The steps by torch's operators, in place on tensors that this function made."""
 
     @staticmethod
     def forward(
@@ -86,14 +86,14 @@ class _OnTorch(torch.autograd.Function):
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         shifted, unlimited, decays = ctx.saved_tensors
-        (of_shifted, ddecays), (of_rates, of_bias) = gradients, ctx.parameters
+        (dshifted, ddecays), (rates_meta, bias_meta) = gradients, ctx.parameters
         dtype, heads, limit, softplus = ctx.options
         if limit is not None:
             least, most = limit
             is_within = (unlimited >= least).logical_and_(unlimited <= most)
-            of_shifted = torch.where(is_within, of_shifted, 0)
+            dshifted = torch.where(is_within, dshifted, 0)
         if softplus:
-            of_shifted = of_shifted * sigmoid_value(shifted)
-        dA_log = None if of_rates is None else whole(ddecays * decays, of_rates, heads)  # noqa: N806
-        dbias = None if of_bias is None else whole(sum_over_tokens(of_shifted), of_bias, heads)
-        return of_shifted.to(dtype).unsqueeze(-1), dA_log, dbias, None, None, None
+            dshifted = dshifted * sigmoid_value(shifted)
+        dA_log = None if rates_meta is None else whole(ddecays * decays, rates_meta, heads)  # noqa: N806
+        dbias = None if bias_meta is None else whole(sum_over_tokens(dshifted), bias_meta, heads)
+        return dshifted.to(dtype).unsqueeze(-1), dA_log, dbias, None, None, None

@@ -1,4 +1,4 @@
-"""Launches of the gates' kernels: one each way, and backward a second one for the parameters' gradients."""
+"""Launches the gates' kernels: one forward, and two backward, of which one is for the parameters' gradients."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from megatron_cp.linear.gates.triton_kernels import (
 )
 from megatron_cp.linear.reductions import L2_EPS
 
-ELEMENTS = 2048  # of a tile: 16 for each of 128 threads
-# These numbers fix the order of sums, and must not depend on how many heads a rank has.
-TOKENS, COLUMNS = 64, 16  # of a tile where heads have one channel
-STEPS = 4  # tiles of a program where they have more
-SUMMED = 64  # programs' sums at a time
-EXACT = {"enable_fp_fusion": False}  # products are rounded before they are added, as torch's are
+ELEMENTS = 2048  # elements of a tile: 16 for each of 128 threads
+# These numbers fix the order of sums, and must not depend on the number of heads of a rank.
+TOKENS, COLUMNS = 64, 16  # shape of a tile where heads have one channel
+STEPS = 4  # tiles of a program where heads have more channels
+SUMMED = 64  # sums of programs that are added at a time
+EXACT = {"enable_fp_fusion": False}  # rounds products before they are added, as torch does
 
 
-class _Delta(NamedTuple):
-    """What a launch for a delta rule's gates is told, and the number of blocks of tokens whose sums are kept."""
+class _DeltaLaunch(NamedTuple):
+    """The sizes of a launch for a delta rule's gates, and the number of blocks of tokens with sums of their own."""
 
     programs: int
-    numbers: tuple[int, ...]  # tokens, key heads, their units, heads, their units, programs of norms and of strengths
+    # Tokens, key heads, units of a key head, heads, units of a head, programs for norms, programs for write strengths.
+    numbers: tuple[int, ...]
     constants: dict[str, int | float]
     blocks: int
 
 
 @lru_cache(maxsize=256)
-def _delta(
+def _delta_launch(
     tokens: int, key_heads: int, head_dim: int, unit: int, heads: int = 0, channels: int = 1, x_unit: int = 1, *,
     bounded: bool = False,
-) -> _Delta:  # fmt: skip
+) -> _DeltaLaunch:  # fmt: skip
     dim, per_feature = _power_of_2(head_dim), channels > 1
     norm_tokens = max(ELEMENTS // dim, 1)
     norms = _blocks(tokens, norm_tokens) * key_heads
@@ -55,37 +56,37 @@ def _delta(
     }  # fmt: skip
     numbers = (tokens, key_heads, head_dim // unit, heads, channels // x_unit, norms, betas)
     programs = norms + betas + blocks * (heads if per_feature else _blocks(heads, columns))
-    return _Delta(programs, numbers, constants, blocks)
+    return _DeltaLaunch(programs, numbers, constants, blocks)
 
 
 Tensors = Sequence[Tensor]
 
 
 def norms(inputs: Tensors, unit: int) -> tuple[Tensor, Tensor]:
-    """q and k divided by their norms. Tensors are as `dense` makes them for these units, here and below."""
+    """Divides q and k by their norms. Here and below, tensors have been made dense for their units by `dense`."""
     q, k = inputs
-    told = _delta(*q.shape, unit)
+    launch = _delta_launch(*q.shape, unit)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
-    if told.programs:
+    if launch.programs:
         with torch.cuda.device_of(q):
-            delta_forward[(told.programs,)](
+            delta_forward[(launch.programs,)](
                 q, k, None, None, q.stride(0), k.stride(0), 0, 0, None, None, 0, 0.0,
-                *told.numbers, q_out, k_out, None, None, **told.constants,
+                *launch.numbers, q_out, k_out, None, None, **launch.constants,
             )  # fmt: skip
     return q_out, k_out
 
 
 def norm_gradients(inputs: Tensors, gradients: Tensors, unit: int) -> tuple[Tensor, Tensor]:
-    """The gradients of q and k, from those of what `norms` returned."""
+    """Returns the gradients of q and k, given those of the results of `norms`."""
     (q, k), (dq_out, dk_out) = inputs, gradients
-    told = _delta(*q.shape, unit)
+    launch = _delta_launch(*q.shape, unit)
     dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
-    if told.programs:
+    if launch.programs:
         with torch.cuda.device_of(q):
-            delta_backward[(told.programs,)](
+            delta_backward[(launch.programs,)](
                 q, k, None, None, q.stride(0), k.stride(0), 0, 0, None, None, 0, 0.0,
-                *told.numbers, dq_out, dk_out, None, None, dq_out.stride(0), dk_out.stride(0), 0, 0,
-                dq, dk, None, None, None, **told.constants,
+                *launch.numbers, dq_out, dk_out, None, None, dq_out.stride(0), dk_out.stride(0), 0, 0,
+                dq, dk, None, None, None, **launch.constants,
             )  # fmt: skip
     return dq, dk
 
@@ -93,24 +94,24 @@ def norm_gradients(inputs: Tensors, gradients: Tensors, unit: int) -> tuple[Tens
 def delta(
     inputs: Tensors, first: int, lower_bound: float | None, units: tuple[int, int], g_shape: torch.Size
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q and k normalised, g and beta as the rule takes them.
+    """Returns normalised q and k, g, and `sigmoid(beta)`.
 
     Args:
-        inputs: q, k, beta, x, rates and bias, as `delta_gates` has them.
-        first: of the own heads.
-        lower_bound: of g, or None.
-        units: of q and k, and of x.
-        g_shape: g's.
+        inputs: q, k, beta, x, rates and bias, as in `delta_gates`.
+        first: number of this rank's first head.
+        lower_bound: limit of g, or None.
+        units: the unit of q and k, and that of x.
+        g_shape: shape of g.
     """
     (q, k, beta, x, rates, bias), (unit, x_unit) = inputs, units
-    told = _delta(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
+    launch = _delta_launch(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     g, beta_out = x.new_empty(g_shape, dtype=torch.float32), x.new_empty(beta.shape[:2], dtype=torch.float32)
-    if told.programs:
+    if launch.programs:
         with torch.cuda.device_of(x):
-            delta_forward[(told.programs,)](
+            delta_forward[(launch.programs,)](
                 q, k, beta, x, q.stride(0), k.stride(0), beta.stride(0), x.stride(0), rates,
-                bias, first, lower_bound or 0.0, *told.numbers, q_out, k_out, beta_out, g, **told.constants,
+                bias, first, lower_bound or 0.0, *launch.numbers, q_out, k_out, beta_out, g, **launch.constants,
             )  # fmt: skip
     return q_out, k_out, g, beta_out
 
@@ -118,38 +119,38 @@ def delta(
 def delta_gradients(
     inputs: Tensors, gradients: Tensors, first: int, lower_bound: float | None, units: tuple[int, int]
 ) -> tuple[Tensor, ...]:
-    """The gradients of all inputs, from those of what `delta` returned."""
+    """Returns the gradients of all inputs, given those of the results of `delta`."""
     (q, k, beta, x, rates, bias), (unit, x_unit) = inputs, units
     dq_out, dk_out, dg, dbeta_out = gradients
-    told = _delta(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
-    dq, dk, dbeta, dx, drates, dbias = of_inputs = tuple([each.new_empty(each.shape) for each in inputs])
+    launch = _delta_launch(*q.shape, unit, *x.shape[1:], x_unit, bounded=lower_bound is not None)
+    dq, dk, dbeta, dx, drates, dbias = dinputs = tuple([each.new_empty(each.shape) for each in inputs])
     heads, channels = x.shape[1:]
-    sums = x.new_empty((told.blocks, 2, heads * channels), dtype=torch.float32)
+    sums = x.new_empty((launch.blocks, 2, heads * channels), dtype=torch.float32)
     with torch.cuda.device_of(x):
-        if told.programs:
-            delta_backward[(told.programs,)](
+        if launch.programs:
+            delta_backward[(launch.programs,)](
                 q, k, beta, x, q.stride(0), k.stride(0), beta.stride(0), x.stride(0), rates,
-                bias, first, lower_bound or 0.0, *told.numbers, dq_out, dk_out, dbeta_out, dg,
+                bias, first, lower_bound or 0.0, *launch.numbers, dq_out, dk_out, dbeta_out, dg,
                 dq_out.stride(0), dk_out.stride(0), dbeta_out.stride(0), dg.stride(0),
-                dq, dk, dbeta, dx, sums, **told.constants,
+                dq, dk, dbeta, dx, sums, **launch.constants,
             )  # fmt: skip
         delta_parameters[(rates.shape[0],)](
-            sums, rates, drates, dbias, told.blocks, first, heads, channels,
+            sums, rates, drates, dbias, launch.blocks, first, heads, channels,
             BLOCKS=max(SUMMED // _power_of_2(channels), 4), CHANNELS=_power_of_2(channels), **EXACT,
         )  # fmt: skip
-    return of_inputs
+    return dinputs
 
 
 def steps(
     inputs: Sequence[Tensor | None], heads: slice, limit: tuple[float, float] | None, *, softplus: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Steps `[T, h]` of x `[T, h, 1]`, and `-exp(rates)` `[h]` of own heads; inputs are x, rates and bias."""
+    """Returns the steps `[T, h]` of x `[T, h, 1]`, and `-exp(rates)` `[h]`; `inputs` are x, rates and bias."""
     x, rates, bias = inputs
     assert x is not None
     tokens, own, _ = x.shape
     out = x.new_empty((tokens, own), dtype=torch.float32)
     decays = None if rates is None else x.new_empty(own, dtype=torch.float32)
-    if own:  # without tokens too, for the decays
+    if own:  # decays are needed without tokens too
         with torch.cuda.device_of(x):
             step_forward[(max(_blocks(tokens, TOKENS), 1) * _blocks(own, COLUMNS),)](
                 x, x.stride(0), rates, bias, heads.start, *(limit or (0.0, 0.0)), tokens, own, out, decays,
@@ -162,7 +163,7 @@ def step_gradients(
     inputs: Sequence[Tensor | None], gradients: Sequence[Tensor | None], heads: slice,
     limit: tuple[float, float] | None, *, softplus: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """The gradients of x, rates and bias, from those of what `steps` returned."""
+    """Returns the gradients of x, rates and bias, given those of the results of `steps`."""
     (x, rates, bias), (dout, ddecays) = inputs, gradients
     assert x is not None
     assert dout is not None
@@ -191,5 +192,5 @@ def _blocks(length: int, size: int) -> int:
 
 
 def _power_of_2(number: int) -> int:
-    """The least one that is no less."""
+    """Returns the smallest power of 2 that is at least `number`."""
     return 1 << (number - 1).bit_length()

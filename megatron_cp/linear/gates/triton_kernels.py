@@ -1,13 +1,13 @@
 """The kernels behind `triton.py`: norms of keys and queries, write strengths, decays, step sizes, and their gradients.
 
-Each token and head is computed by itself, in float32. What is added up is added in the same order on every rank: the
-squares of a norm, and the sums over tokens for the parameters, which every program keeps for its tokens and a second
-kernel adds up. That order follows from a tile's size and from how wide its accesses are, so neither may depend on how
-many heads a rank has or where its rows begin: rows of whole units of 16 bytes are told to begin on one, which `dense`
-sees to, and of nothing else is Triton told what it is aligned to.
+Tokens and heads are independent, and computed in float32. Sums are added in the same order on every rank: the squares
+of a norm, and the parameters' sums over tokens, of which every program adds those of its tokens and a second kernel the
+rest. The order follows from the size of a tile and the width of its accesses, so neither may depend on the number of
+heads of a rank or on the address of its rows. Where rows are whole units of 16 bytes, Triton is told that they begin on
+one, which `dense` ensures; it is told no other alignment.
 
-`x` is what a decay or a step is made of, `[T, h, c]`, with one channel a head (Gated DeltaNet, Mamba-2) or one for each
-feature (KDA). Columns are those of `[T, h * c]`; a tile has some of all heads, or those of one.
+`x` `[T, h, c]` is the input of a decay or a step, with one channel a head (Gated DeltaNet, Mamba-2) or one for each
+feature (KDA). Columns are those of `[T, h * c]`; a tile has columns of several heads, or of one head.
 """
 
 # ruff: noqa: N803 - constants of a kernel are in capitals, as in Triton's own
@@ -32,7 +32,7 @@ def delta_forward(
     BETA_COLUMNS: tl.constexpr, X_UNIT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     STEPS: tl.constexpr, PER_FEATURE: tl.constexpr, BOUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`q / |q|`, `k / |k|`, and if there is an x `sigmoid(beta)` and, of x and heads' `rates`, decays' logarithms."""
+    """Computes `q / |q|` and `k / |k|`, and unless x is None `sigmoid(beta)` and the logarithms of the decays."""
     program = tl.program_id(0)
     if program < norm_programs:
         head_dim = head_units * UNIT
@@ -62,9 +62,10 @@ def delta_backward(
     BETA_COLUMNS: tl.constexpr, X_UNIT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
     STEPS: tl.constexpr, PER_FEATURE: tl.constexpr, BOUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradients of what `delta_forward` takes, from those of what it wrote (`dq_out` and so on, and `dg`).
+    """Computes the gradients of the inputs of `delta_forward`, given those of its results (`dq_out`, ..., `dg`).
 
-    `sums` `[blocks, 2, h * c]` become the rates' logarithms' gradients, divided by the rates, and the bias's.
+    It writes to `sums` `[blocks, 2, h * c]` the gradients of the rates' logarithms, divided by the rates, and those of
+    the bias.
     """
     program = tl.program_id(0)
     if program < norm_programs:
@@ -97,7 +98,7 @@ def delta_parameters(
     blocks: tl.int64, first: tl.int64, heads: tl.int64, channels: tl.int64,
     BLOCKS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """From `sums` the gradients of all heads' parameters, zero for those of other ranks; a program for each head."""
+    """Adds `sums` to the gradients of all heads' parameters, zero for other ranks' heads; one program a head."""
     head = tl.program_id(0).to(tl.int64)
     rate_sum = _added(sums, 0, 2, head - first, blocks, heads, channels, BLOCKS, CHANNELS)
     shift_sum = _added(sums, 1, 2, head - first, blocks, heads, channels, BLOCKS, CHANNELS)
@@ -116,13 +117,13 @@ def step_forward(
     out: tl.tensor, decays: tl.tensor,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, CLAMPED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """`x + bias`, through softplus and limits if told so; and `decays`, `-exp(rates)` of own heads."""
+    """Computes steps from `x + bias`, with softplus and limits if asked for, and `decays`, `-exp(rates)`."""
     token, column, there = _tile(tl.program_id(0), tokens, heads, TOKENS, COLUMNS)
     y = _unlimited(x, x_stride, bias, first, token, column, there, heads, SOFTPLUS)
     if CLAMPED:
         y = tl.where(y < least, least, y)
         y = tl.where(y > most, most, y)
-    tl.store(_at(out, heads, token, column, 1), y, there)
+    tl.store(_addresses(out, heads, token, column, 1), y, there)
     if rates is not None:  # noqa: SIM102 - the one is asked when this is compiled
         if tl.program_id(0) < tl.cdiv(heads, COLUMNS):  # those of the first tokens
             decay = -tl.exp(tl.load(rates + first + column, column < heads, 0.0).to(tl.float32))
@@ -136,15 +137,15 @@ def step_backward(
     dout: tl.tensor, dout_stride: tl.int64, dx: tl.tensor, sums: tl.tensor,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, SOFTPLUS: tl.constexpr, CLAMPED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradient of x, and of the bias sums `[blocks, h]`."""
+    """Computes the gradient of x, and the bias's sums `[blocks, h]`."""
     token, column, there = _tile(tl.program_id(0), tokens, heads, TOKENS, COLUMNS)
-    gradient = tl.load(_at(dout, dout_stride, token, column, 1), there, 0.0).to(tl.float32)
+    gradient = tl.load(_addresses(dout, dout_stride, token, column, 1), there, 0.0).to(tl.float32)
     if CLAMPED:
         y = _unlimited(x, x_stride, bias, first, token, column, there, heads, SOFTPLUS)
         gradient = tl.where((y >= least) & (y <= most), gradient, 0.0)
     if SOFTPLUS:
         gradient *= sigmoid(_unlimited(x, x_stride, bias, first, token, column, there, heads, False))
-    tl.store(_at(dx, heads, token, column, 1), gradient.to(dx.dtype.element_ty), there)
+    tl.store(_addresses(dx, heads, token, column, 1), gradient.to(dx.dtype.element_ty), there)
     if bias is not None:
         block = tl.program_id(0) // tl.cdiv(heads, COLUMNS)
         bias_sum = tl.sum(tl.where(there, gradient, 0.0), 0, keep_dims=True)
@@ -157,7 +158,7 @@ def step_parameters(
     blocks: tl.int64, first: tl.int64, heads: tl.int64,
     BLOCKS: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The gradients of all heads' parameters, zero for those of other ranks; a program for each head."""
+    """Computes the gradients of all heads' parameters, zero for other ranks' heads; one program a head."""
     head = tl.program_id(0).to(tl.int64)
     if rates is not None:
         is_own = (head >= first) & (head < first + heads)
@@ -177,11 +178,11 @@ def _normalise(
     x: tl.tensor, out: tl.tensor, stride: tl.tensor, program: tl.tensor, tokens: tl.tensor, heads: tl.tensor,
     head_dim: tl.tensor, EPS: tl.constexpr, UNIT: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some tokens of one head."""
+    """Normalises some tokens of one head."""
     token, column, there = _rows_of_head(program, tokens, heads, head_dim, TOKENS, DIM)
-    full = tl.load(_at(x, stride, token, column, UNIT), there, 0.0).to(tl.float32)
+    full = tl.load(_addresses(x, stride, token, column, UNIT), there, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(full * full, 1, keep_dims=True) + EPS)
-    tl.store(_at(out, heads * head_dim, token, column, UNIT), (full * scale).to(out.dtype.element_ty), there)
+    tl.store(_addresses(out, heads * head_dim, token, column, UNIT), (full * scale).to(out.dtype.element_ty), there)
 
 
 @triton.jit
@@ -191,12 +192,12 @@ def _normalise_backward(
     TOKENS: tl.constexpr, DIM: tl.constexpr,
 ) -> None:  # fmt: skip
     token, column, there = _rows_of_head(program, tokens, heads, head_dim, TOKENS, DIM)
-    full = tl.load(_at(x, stride, token, column, UNIT), there, 0.0).to(tl.float32)
-    gradient = tl.load(_at(dout, dout_stride, token, column, UNIT), there, 0.0).to(tl.float32)
+    full = tl.load(_addresses(x, stride, token, column, UNIT), there, 0.0).to(tl.float32)
+    gradient = tl.load(_addresses(dout, dout_stride, token, column, UNIT), there, 0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(full * full, 1, keep_dims=True) + EPS)
     along = tl.sum(gradient * full, 1, keep_dims=True) * (scale * scale * scale)
-    of_x = gradient * scale - along * full
-    tl.store(_at(dx, heads * head_dim, token, column, UNIT), of_x.to(dx.dtype.element_ty), there)
+    dx_values = gradient * scale - along * full
+    tl.store(_addresses(dx, heads * head_dim, token, column, UNIT), dx_values.to(dx.dtype.element_ty), there)
 
 
 @triton.jit
@@ -205,8 +206,8 @@ def _strengths(
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     token, column, there = _tile(block, tokens, heads, TOKENS, COLUMNS)
-    logits = tl.load(_at(beta, stride, token, column, 1), there, 0.0).to(tl.float32)
-    tl.store(_at(out, heads, token, column, 1), sigmoid(logits), there)
+    logits = tl.load(_addresses(beta, stride, token, column, 1), there, 0.0).to(tl.float32)
+    tl.store(_addresses(out, heads, token, column, 1), sigmoid(logits), there)
 
 
 @triton.jit
@@ -215,9 +216,9 @@ def _strengths_backward(
     tokens: tl.tensor, heads: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     token, column, there = _tile(block, tokens, heads, TOKENS, COLUMNS)
-    y = sigmoid(tl.load(_at(beta, stride, token, column, 1), there, 0.0).to(tl.float32))
-    gradient = tl.load(_at(dout, dout_stride, token, column, 1), there, 0.0).to(tl.float32) * (y * (1 - y))
-    tl.store(_at(dbeta, heads, token, column, 1), gradient.to(dbeta.dtype.element_ty), there)
+    y = sigmoid(tl.load(_addresses(beta, stride, token, column, 1), there, 0.0).to(tl.float32))
+    gradient = tl.load(_addresses(dout, dout_stride, token, column, 1), there, 0.0).to(tl.float32) * (y * (1 - y))
+    tl.store(_addresses(dbeta, heads, token, column, 1), gradient.to(dbeta.dtype.element_ty), there)
 
 
 @triton.jit
@@ -228,12 +229,12 @@ def _decays(
     BOUNDED: tl.constexpr,
 ) -> None:  # fmt: skip
     across, head, column, is_column = _columns(block, heads, channels, COLUMNS, PER_FEATURE)
-    rate, shift = _of_columns(rates, bias, first, head, column, is_column, heads, channels)
+    rate, shift = _column_parameters(rates, bias, first, head, column, is_column, heads, channels)
     for step in range(STEPS):
         token, there = _tokens(block // across, step, tokens, is_column, TOKENS, STEPS)
-        shifted = tl.load(_at(x, stride, token, column, UNIT), there, 0.0).to(tl.float32) + shift
+        shifted = tl.load(_addresses(x, stride, token, column, UNIT), there, 0.0).to(tl.float32) + shift
         activated = lower_bound * sigmoid(rate * shifted) if BOUNDED else -rate * _softplus(shifted)
-        tl.store(_at(g, heads * channels, token, column, UNIT), activated, there)
+        tl.store(_addresses(g, heads * channels, token, column, UNIT), activated, there)
 
 
 @triton.jit
@@ -245,21 +246,21 @@ def _decays_backward(
 ) -> None:  # fmt: skip
     columns = heads * channels
     across, head, column, is_column = _columns(block, heads, channels, COLUMNS, PER_FEATURE)
-    rate, shift = _of_columns(rates, bias, first, head, column, is_column, heads, channels)
+    rate, shift = _column_parameters(rates, bias, first, head, column, is_column, heads, channels)
     rate_sum, shift_sum = tl.zeros([1, COLUMNS], tl.float32), tl.zeros([1, COLUMNS], tl.float32)
     for step in range(STEPS):
         token, there = _tokens(block // across, step, tokens, is_column, TOKENS, STEPS)
-        shifted = tl.load(_at(x, stride, token, column, UNIT), there, 0.0).to(tl.float32) + shift
-        gradient = tl.load(_at(dg, dg_stride, token, column, UNIT), there, 0.0).to(tl.float32)
+        shifted = tl.load(_addresses(x, stride, token, column, UNIT), there, 0.0).to(tl.float32) + shift
+        gradient = tl.load(_addresses(dg, dg_stride, token, column, UNIT), there, 0.0).to(tl.float32)
         if BOUNDED:
             y = sigmoid(rate * shifted)
             gradient = gradient * lower_bound * (y * (1 - y))
-            of_rate, of_shifted = gradient * shifted, gradient * rate
+            drate, dshifted = gradient * shifted, gradient * rate
         else:
-            of_rate, of_shifted = -(gradient * _softplus(shifted)), gradient * -rate * sigmoid(shifted)
-        tl.store(_at(dx, columns, token, column, UNIT), of_shifted.to(dx.dtype.element_ty), there)
-        rate_sum += tl.sum(tl.where(there, of_rate, 0.0), 0, keep_dims=True)
-        shift_sum += tl.sum(tl.where(there, of_shifted, 0.0), 0, keep_dims=True)
+            drate, dshifted = -(gradient * _softplus(shifted)), gradient * -rate * sigmoid(shifted)
+        tl.store(_addresses(dx, columns, token, column, UNIT), dshifted.to(dx.dtype.element_ty), there)
+        rate_sum += tl.sum(tl.where(there, drate, 0.0), 0, keep_dims=True)
+        shift_sum += tl.sum(tl.where(there, dshifted, 0.0), 0, keep_dims=True)
     kept = sums + (block // across) * 2 * columns + column
     tl.store(kept, rate_sum, is_column)
     tl.store(kept + columns, shift_sum, is_column)
@@ -270,7 +271,7 @@ def _rows_of_head(
     program: tl.tensor, tokens: tl.tensor, heads: tl.tensor, head_dim: tl.tensor, TOKENS: tl.constexpr,
     DIM: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """Tokens `[TOKENS, 1]`, the columns of a head `[1, DIM]`, and which of `[TOKENS, DIM]` there are."""
+    """Returns tokens `[TOKENS, 1]`, the columns of a head `[1, DIM]`, and a mask `[TOKENS, DIM]`."""
     head, block = program % heads, (program // heads).to(tl.int64)
     token, dim = block * TOKENS + tl.arange(0, TOKENS)[:, None], tl.arange(0, DIM)[None, :]
     return token, head * head_dim + dim, (token < tokens) & (dim < head_dim)
@@ -280,7 +281,7 @@ def _rows_of_head(
 def _tile(
     block: tl.tensor, tokens: tl.tensor, heads: tl.tensor, TOKENS: tl.constexpr, COLUMNS: tl.constexpr
 ) -> tl.tuple:
-    """Tokens `[TOKENS, 1]`, heads `[1, COLUMNS]`, and which of both there are; blocks go along the heads first."""
+    """Returns tokens `[TOKENS, 1]`, heads `[1, COLUMNS]`, and a mask; consecutive blocks are along the heads."""
     across, _, column, is_column = _columns(block, heads, 1, COLUMNS, False)
     token, there = _tokens(block // across, 0, tokens, is_column, TOKENS, 1)
     return token, column, there
@@ -290,7 +291,7 @@ def _tile(
 def _columns(
     block: tl.tensor, heads: tl.tensor, channels: tl.tensor, COLUMNS: tl.constexpr, PER_FEATURE: tl.constexpr
 ) -> tl.tuple:
-    """How many blocks there are side by side; of one its heads, its columns `[1, COLUMNS]`, and which there are."""
+    """Returns the number of blocks along the columns, and a block's heads, its columns `[1, COLUMNS]` and a mask."""
     lane = tl.arange(0, COLUMNS)[None, :]
     if PER_FEATURE:
         across, head = heads, block % heads
@@ -307,24 +308,26 @@ def _tokens(
     block: tl.tensor, step: tl.tensor, tokens: tl.tensor, is_column: tl.tensor, TOKENS: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> tl.tuple:  # fmt: skip
-    """The tokens `[TOKENS, 1]` of a step of a block, and where in `[TOKENS, COLUMNS]` there is something."""
+    """Returns the tokens `[TOKENS, 1]` of a step of a block, and a mask `[TOKENS, COLUMNS]`."""
     token = (block.to(tl.int64) * STEPS + step) * TOKENS + tl.arange(0, TOKENS)[:, None]
     return token, (token < tokens) & is_column
 
 
 @triton.jit
-def _at(table: tl.tensor, stride: tl.tensor, token: tl.tensor, column: tl.tensor, UNIT: tl.constexpr) -> tl.tensor:
-    """Addresses, of which those of a unit are told to lie side by side from a multiple of its size on."""
+def _addresses(
+    table: tl.tensor, stride: tl.tensor, token: tl.tensor, column: tl.tensor, UNIT: tl.constexpr
+) -> tl.tensor:
+    """Returns addresses, with a hint that those of a unit are consecutive and begin on a multiple of its size."""
     places = table + token * stride + column
     return tl.multiple_of(places, [1, _WIDEST]) if UNIT > 1 else places
 
 
 @triton.jit
-def _of_columns(
+def _column_parameters(
     rates: tl.tensor, bias: tl.tensor, first: tl.tensor, head: tl.tensor, column: tl.tensor, is_column: tl.tensor,
     heads: tl.tensor, channels: tl.tensor,
 ) -> tl.tuple:  # fmt: skip
-    """The rates of heads and the bias of columns."""
+    """Loads the rates of heads and the bias of columns."""
     rate = tl.exp(tl.load(rates + first + head, head < heads, 0.0).to(tl.float32))
     return rate, tl.load(bias + first * channels + column, is_column, 0.0).to(tl.float32)
 
@@ -334,8 +337,8 @@ def _unlimited(
     x: tl.tensor, x_stride: tl.tensor, bias: tl.tensor, first: tl.tensor, token: tl.tensor, column: tl.tensor,
     there: tl.tensor, heads: tl.tensor, SOFTPLUS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A step before its limits."""
-    y = tl.load(_at(x, x_stride, token, column, 1), there, 0.0).to(tl.float32)
+    """Returns steps before they are clamped."""
+    y = tl.load(_addresses(x, x_stride, token, column, 1), there, 0.0).to(tl.float32)
     if bias is not None:
         y += tl.load(bias + first + column, column < heads, 0.0).to(tl.float32)
     return _softplus(y) if SOFTPLUS else y
@@ -346,27 +349,27 @@ def _added(
     sums: tl.tensor, which: tl.constexpr, kinds: tl.constexpr, head: tl.tensor, blocks: tl.tensor, heads: tl.tensor,
     channels: tl.tensor, BLOCKS: tl.constexpr, CHANNELS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The sums of a head over all blocks, `[CHANNELS]`: zero if the head is not there."""
+    """Adds the sums of a head over all blocks, `[CHANNELS]`; zero for another rank's head."""
     channel = tl.arange(0, CHANNELS)
     end = tl.where((head >= 0) & (head < heads), blocks, 0)
     total = tl.zeros([CHANNELS], tl.float32)
     for begin in range(0, end, BLOCKS):
         block = begin + tl.arange(0, BLOCKS)[:, None]
         there = (block < end) & (channel < channels)[None, :]
-        of_block = sums + (block * kinds + which) * (heads * channels) + head * channels + channel[None, :]
-        total += tl.sum(tl.load(of_block, there, 0.0), 0)
+        addresses = sums + (block * kinds + which) * (heads * channels) + head * channels + channel[None, :]
+        total += tl.sum(tl.load(addresses, there, 0.0), 0)
     return total
 
 
 @triton.jit
 def sigmoid(x: tl.tensor) -> tl.tensor:
-    """`1 / (1 + exp(-x))`."""
-    return 1 / (1 + tl.exp(-x))  # exp overflows to inf, whose reciprocal is right: 0
+    """Computes `1 / (1 + exp(-x))`."""
+    return 1 / (1 + tl.exp(-x))  # exp overflows to inf, whose reciprocal 0 is right
 
 
 @triton.jit
 def _softplus(x: tl.tensor) -> tl.tensor:
-    """`log(1 + exp(x))`, without overflow and with a logarithm of one plus something that may be very small."""
+    """Computes `log(1 + exp(x))` without overflow, and precisely where exp(x) is very small."""
     small = tl.exp(-tl.abs(x))
-    one = 1 + small  # what was lost here is given back by the quotient
+    one = 1 + small  # the quotient below corrects this sum's rounding
     return tl.maximum(x, 0.0) + tl.where(one == 1, small, tl.log(one) * (small / (one - 1)))

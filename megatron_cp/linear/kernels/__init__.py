@@ -1,8 +1,8 @@
 """Backends that compute a linear layer for one rank: whole documents on its heads, or all heads of its tokens.
 
-`reference` reads like the equation, token by token; `chunked` is plain torch with matrix products, the CPU default;
-`fla` calls flash-linear-attention, `mamba_ssm` and `causal_conv1d` the packages of those names, on CUDA. `base` fixes
-what a kernel is given and what it returns.
+`reference` reads like the equations, token by token. `chunked` is plain torch with matrix products, the CPU default.
+On CUDA, `fla` calls flash-linear-attention, and `mamba_ssm` and `causal_conv1d` call the packages of those names.
+`base` defines a kernel's interface.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ CONVS: tuple[ConvKernel, ...] = (FlaConv(), CausalConv1dConv(), TorchConv(), Ref
 
 
 def choose_rule(name: str | RuleKernel, call: LinearCall) -> RuleKernel:
-    """The recurrence's kernel for a call; see `choose_kernel`."""
+    """Returns the recurrence's kernel for a call; see `choose_kernel`."""
     return choose_kernel([kernel for kernel in RULES if call.kind in kernel.kinds], name, call)
 
 
 def choose_conv(name: str | ConvKernel, call: LinearCall) -> ConvKernel:
-    """The convolution's kernel beside a recurrence's of this name: that of the same name, else the fastest."""
+    """Returns the convolution's kernel, given the recurrence's: that of the same name, else the fastest."""
     names = {kernel.name for kernel in RULES} - {kernel.name for kernel in CONVS}
     return choose_kernel(CONVS, "auto" if isinstance(name, str) and name in names else name, call)

@@ -1,8 +1,8 @@
-"""What a linear-layer kernel is given and what it returns.
+"""The interface of linear-layer kernels: their arguments and results.
 
 Shapes, everywhere in these folders: `T` tokens, `h` heads, `g` key heads or groups, each read by consecutive heads,
-`dk` and `dv` features of a key and of a value head, `c` channels. State-space duality (Mamba-2, arXiv 2405.21060) makes
-one vocabulary of both families: C is a query, B a key and x a value; a head's state is `[dk, dv]`.
+`dk` and `dv` features of a key and of a value head, `c` channels. By state-space duality (Mamba-2, arXiv 2405.21060)
+both families share names: C is a query, B a key and x a value; a head's state is `[dk, dv]`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,19 @@ from megatron_cp.layout.segments import LocalSegments
 
 @dataclass(frozen=True)
 class LinearCall:
-    """Everything about a call but the tensors.
+    """Arguments of a kernel call other than its tensors.
 
     Attributes:
-        kind: of layer whose recurrence is computed: "gdn", "kda" or "mamba"; "conv1d" where there is none.
-        packing: the pieces of documents in this rank's rows, whole documents headwise; states start anew with each.
-        dtype, device: of the values.
-        head_dim: of a key head.
+        kind: kind of the recurrence: "gdn", "kda" or "mamba"; "conv1d" for a layer without one.
+        packing: the pieces of documents in this rank's rows, which are whole documents headwise. States start at zero
+            in each piece.
+        dtype, device: type and device of the values.
+        head_dim: features of a key head.
         conv_width: taps of the convolution.
-        channels: that it is given at a time, here or on any other rank, so that all ranks refuse or none.
-        segments: chunkwise, which of the pieces continue a document or are continued; None headwise.
-        for_graphs: kernels that serve no CUDA graph are passed over.
+        channels: all numbers of channels that the convolution is called with on any rank, so that all ranks refuse or
+            none does.
+        segments: chunkwise, the pieces that continue a document or are continued; None headwise.
+        for_graphs: True to exclude kernels that do not support CUDA graphs.
     """
 
     kind: str
@@ -47,14 +49,14 @@ class LinearCall:
     for_graphs: bool = False
 
     def segments_table[T](self, key: Any, make: Callable[[], T]) -> T:
-        """What a kernel derives from the segments, made once for all layers of a batch."""
+        """Returns a table that a kernel derives from the segments, made once for all layers of a batch."""
         assert self.segments is not None
         found: T = self.segments.packing.memo((key, self.device), make)
         return found
 
 
 class Delta(NamedTuple):
-    """What a gated delta rule reads: q, k `[T, g, dk]`, v `[T, h, dv]`, beta `[T, h]`; decays in logarithms, <= 0.
+    """The inputs of a gated delta rule: q, k `[T, g, dk]`, v `[T, h, dv]`, beta `[T, h]`, and log decays g, <= 0.
 
     `g` is `[T, h]` (Gated DeltaNet) or `[T, h, dk]` (KDA).
     """
@@ -74,12 +76,12 @@ class Delta(NamedTuple):
         return self.v
 
     def piece(self, start: int, end: int) -> Delta:
-        """Of some tokens."""
+        """Selects tokens."""
         return Delta(*(x[start:end] for x in self))
 
 
 class StateSpace(NamedTuple):
-    """What Mamba-2 reads: x `[T, h, dv]`, dt `[T, h]` (positive), A `[h]` (negative), B and C `[T, g, dk]`."""
+    """The inputs of Mamba-2: x `[T, h, dv]`, dt `[T, h]` (positive), A `[h]` (negative), B and C `[T, g, dk]`."""
 
     x: Tensor
     dt: Tensor
@@ -96,7 +98,7 @@ class StateSpace(NamedTuple):
         return self.x
 
     def piece(self, start: int, end: int) -> StateSpace:
-        """Of some tokens; decays are the heads'."""
+        """Selects tokens; A belongs to the heads."""
         return StateSpace(self.x[start:end], self.dt[start:end], self.A, self.B[start:end], self.C[start:end])
 
 
@@ -105,12 +107,12 @@ Inputs = Delta | StateSpace
 
 @dataclass(frozen=True)
 class ScanWork:
-    """A rule in three parts, for segments: what is differentiable and local, the scan, and the way out.
+    """A rule for segments in three parts: differentiable local work, the scan, and the conversion of its output.
 
     Attributes:
-        tensors: what the scan computes on.
+        tensors: the results of the local work, on which the scan computes.
         local: the scan.
-        finish: from the scan's output to `[T, h, dv]`.
+        finish: converts the scan's output to `[T, h, dv]`.
     """
 
     tensors: list[Tensor]
@@ -119,22 +121,22 @@ class ScanWork:
 
 
 class RuleKernel(Kernel):
-    """The recurrence of one rank's heads over its tokens. T, h and g are at least 1. Differentiable.
+    """A differentiable kernel for the recurrence of one rank's heads over its tokens. T, h and g are at least 1.
 
     Attributes:
-        kinds: of layers whose recurrence it computes.
+        kinds: the kinds of layers whose recurrence it computes.
     """
 
     kinds: tuple[str, ...]
 
     @abstractmethod
     def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
-        """Each piece of `call.packing` from a state of zero.
+        """Computes the recurrence over each piece of `call.packing` from a state of zero.
 
         Args:
-            inputs: of the recurrence.
-            groups: the key head or group that each head reads.
-            scale: what queries are multiplied by.
+            inputs: the inputs of the recurrence.
+            groups: for each head, the number of its key head or group.
+            scale: queries are multiplied by it.
 
         Returns:
             `[T, h, dv]` in the type of the values.
@@ -142,34 +144,29 @@ class RuleKernel(Kernel):
 
     @abstractmethod
     def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
-        """The same for segments, whose states come from elsewhere and go on."""
+        """Returns the work for segments, whose states come from other segments and are passed on."""
 
 
 class ConvKernel(Kernel):
-    """The causal depthwise convolution of one rank's channels over its tokens. Differentiable."""
+    """A differentiable kernel for the causal depthwise convolution of one rank's channels over its tokens."""
 
     @abstractmethod
     def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: LinearCall,
-        *,
-        silu: bool,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, *, silu: bool,
         history: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
-        """`[T, c]` in the type of x or a wider one: the caller rounds.
+    ) -> Tensor:  # fmt: skip
+        """Computes the convolution, `[T, c]`, in the type of x or a wider one, which the caller rounds.
 
         Args:
             x: `[T, c]`
-            weight: `[c, width]`, whose last column meets the current token.
+            weight: `[c, width]`; its last column multiplies the current token.
             bias: `[c]`
-            silu: whether to apply SiLU.
-            history: chunkwise, waits for and returns `[n, width - 1, c]`, what stands before each of the segments that
-                continue a document, in the order of the rows, zero before the document. To be called exactly once.
+            silu: True to apply SiLU.
+            history: chunkwise, a function that waits for and returns `[n, width - 1, c]`: the inputs before each of the
+                segments that continue a document, in the order of the rows, zero before the document. It must be
+                called exactly once.
         """
 
 
 class LinearKernel(RuleKernel, ConvKernel):
-    """Both in one: what an operation takes for its `kernel` instead of a name."""
+    """A kernel for both recurrence and convolution, which an operation accepts as its `kernel` in place of a name."""

@@ -15,16 +15,16 @@ from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
 from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
 from megatron_cp.linear.kernels.conv import add_history
 
-OLDEST = (1, 2)  # the first whose `causal_conv1d_fn` reads as here
+OLDEST = (1, 2)  # the first version whose `causal_conv1d_fn` has these arguments
 WIDTHS = range(2, 5)
 ALIGN = 8  # channels
 
 
 class CausalConv1dConv(ConvKernel):
-    """`causal_conv1d_fn`, with documents told apart by `seq_idx`.
+    """`causal_conv1d_fn`, which separates documents by `seq_idx`.
 
-    Chunkwise without its activation, because before version 1.7 it takes no history beside `seq_idx`, and since then
-    only that of the first document; what the history adds is added before the activation, when it is there.
+    Before version 1.7 it takes no history together with `seq_idx`, and since then only that of the first document. So
+    chunkwise it is called without its activation, which is applied after the history's contribution has been added.
     """
 
     name = "causal_conv1d"
@@ -49,19 +49,13 @@ class CausalConv1dConv(ConvKernel):
         return None if failure is None else f"causal-conv1d cannot be imported ({failure}); {install('mamba')}"
 
     def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: LinearCall,
-        *,
-        silu: bool,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, *, silu: bool,
         history: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         from causal_conv1d import causal_conv1d_fn
 
         activation = "silu" if silu and history is None else None
-        # Channel-last, as `[1, c, T]`, and whole rows: strides too must be multiples of 8.
+        # Channel-last, as `[1, c, T]`, and contiguous, since strides too must be multiples of 8.
         y = causal_conv1d_fn(x.contiguous().t()[None], weight, bias, seq_idx=_documents(call), activation=activation)
         y = y.squeeze(0).t()
         if history is None:
@@ -71,7 +65,7 @@ class CausalConv1dConv(ConvKernel):
 
 
 def _documents(call: LinearCall) -> Tensor:
-    """`seq_idx` `[1, T]`."""
+    """Returns `seq_idx`, `[1, T]`."""
     lengths = call.packing.lengths
     return call.packing.memo(
         ("causal_conv1d documents", call.device),

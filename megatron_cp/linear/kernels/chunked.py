@@ -1,4 +1,4 @@
-"""The recurrences in chunks of `CHUNK` tokens, with matrix products: the CPU default, in plain torch.
+"""The recurrences in chunks of `CHUNK` tokens by matrix products, in plain torch: the CPU default.
 
 Within a chunk, with G_i the sum of the log decays up to token i and S the state before it (arXiv 2412.06464, sec. 3.3):
 
@@ -6,15 +6,16 @@ Within a chunk, with G_i the sum of the log decays up to token i and S the state
     o_i = scale (exp(G_i) S^T q_i + sum_{j <= i} exp(G_i - G_j) (q_i.k_j) u_j)
     S_next = exp(G_C) S + sum_j exp(G_C - G_j) k_j u_j^T
 
-KDA has a decay for each feature, so that exp(G_i - G_j) stands inside the products over features; Mamba-2 has no delta,
-so that U = dt X. With everything that does not need S made for all chunks at once, all three are one recurrence,
+KDA has a decay for each feature, so that exp(G_i - G_j) is inside the products over features. Mamba-2 has no delta, so
+that U = dt X. The terms that do not depend on S are computed for all chunks at once. All three are then one recurrence,
 
     U = updates - reads S       o = queries S + attention U       S_next = carry S + keys U
 
-whose states `_ChunkScan` walks, and whose outputs and gradients are again products for all chunks at once.
+whose states `_ChunkScan` computes step by step, and whose outputs and gradients are again products for all chunks at
+once.
 
-A head's bits do not depend on the heads beside it, except with one feature a head, where torch turns the products of
-a single head, but not those of several, into products with vectors.
+A head's bits do not depend on the other heads of a rank, except with one feature a head, where torch turns the products
+of a single head, but not those of several, into products with vectors.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, Scan
 from megatron_cp.linear.kernels.common.chunks import CHUNK, Chunks, PieceClass
 from megatron_cp.linear.kernels.common.decayed import decayed_products
 from megatron_cp.linear.kernels.common.products import product
-from megatron_cp.linear.reductions import for_each_token
+from megatron_cp.linear.reductions import expand_to_tokens
 
 CACHE_LINE = 64  # bytes
 
 
 class ChunkedRule(RuleKernel):
-    """The equations above, for all chunks at once but for the walk of the state."""
+    """The equations above, for all chunks at once except for the recurrence of the state."""
 
     name = "chunked"
     package = "torch"
@@ -49,20 +50,21 @@ class ChunkedRule(RuleKernel):
         return None
 
     def rule(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> Tensor:
-        chunks, inputs, size = Chunks.of(call), *_padded(inputs)
-        out = chunks.join(_Alone.apply(_ChunkScan(chunks), *_prepared(inputs, groups, scale, chunks)))
+        chunks, inputs, size = Chunks.from_call(call), *_padded(inputs)
+        out = chunks.join(_WholeDocuments.apply(_ChunkScan(chunks), *_prepared(inputs, groups, scale, chunks)))
         return out[..., :size].to(call.dtype)
 
     def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
-        chunks = Chunks.of(call)
+        chunks = Chunks.from_call(call)
         tensors = list(_prepared(inputs, groups, scale, chunks))
         return ScanWork(tensors, _ChunkScan(chunks), lambda out: chunks.join(out).to(call.dtype))
 
 
 def _padded(inputs: Inputs) -> tuple[Inputs, int]:
-    """The inputs with values of as many features as fill cache lines, and how many they had.
+    """Pads the features of the values to whole cache lines. Returns the inputs and the number of features before.
 
-    The bits of a product on the CPU depend on where its matrices begin, and so on the heads beside them otherwise.
+    The bits of a product on the CPU depend on the alignment of its matrices, and would depend on the other heads of a
+    rank without the padding.
     """
     field = "x" if isinstance(inputs, StateSpace) else "v"
     values: Tensor = getattr(inputs, field)
@@ -72,10 +74,10 @@ def _padded(inputs: Inputs) -> tuple[Inputs, int]:
 
 
 class _Prepared(NamedTuple):
-    """All that a chunk contributes, whatever the state before it. `reads` has no column where there is no delta.
+    """The terms of the recurrence that do not depend on the state. `reads` has no columns in a rule without a delta.
 
-    updates `[n, h, C, dv]`, reads and queries `[n, h, C, dk]`, attention `[n, h, C, C]`, keys `[n, h, dk, C]`, carry
-    `[n, h, 1 or dk, 1]`.
+    Shapes: updates `[n, h, C, dv]`, reads and queries `[n, h, C, dk]`, attention `[n, h, C, C]`, keys `[n, h, dk, C]`,
+    carry `[n, h, 1 or dk, 1]`.
     """
 
     updates: Tensor
@@ -95,11 +97,11 @@ def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -
     if isinstance(inputs, StateSpace):
         return _state_space(inputs, groups, scale, chunks, acc_dtype)
     q, k, v, beta = (chunks.split(x.to(acc_dtype)) for x in (inputs.q, inputs.k, inputs.v, inputs.beta[..., None]))
-    q, k = (_for_heads(x, groups) for x in (q, k))
-    by_feature = inputs.g.ndim == 3
-    each = chunks.split(inputs.g.to(acc_dtype) if by_feature else inputs.g.to(acc_dtype)[..., None])
+    q, k = (_expand_groups(x, groups) for x in (q, k))
+    per_feature = inputs.g.ndim == 3
+    each = chunks.split(inputs.g.to(acc_dtype) if per_feature else inputs.g.to(acc_dtype)[..., None])
     g = each.cumsum(2)  # G
-    if by_feature:
+    if per_feature:
         overlap, weights = decayed_products(q, k, g)
     else:
         decay = _decay(g)
@@ -112,7 +114,7 @@ def _prepared(inputs: Inputs, groups: list[int], scale: float, chunks: Chunks) -
         reads=reads,
         attention=scale * weights,
         queries=scale * grown * q,
-        keys=(_following(each).exp() * k).transpose(2, 3),
+        keys=(_suffix_sums(each).exp() * k).transpose(2, 3),
         carry=g[:, :, -1:].exp().transpose(2, 3),
     )
 
@@ -121,47 +123,47 @@ def _state_space(
     inputs: StateSpace, groups: list[int], scale: float, chunks: Chunks, acc_dtype: torch.dtype
 ) -> _Prepared:
     dt = inputs.dt.to(acc_dtype)
-    each = chunks.split((dt * for_each_token(inputs.A.to(acc_dtype), len(dt)))[..., None])
+    each = chunks.split((dt * expand_to_tokens(inputs.A.to(acc_dtype), len(dt)))[..., None])
     g = each.cumsum(2)
     b, c = (chunks.split(x.to(acc_dtype)) for x in (inputs.B, inputs.C))
-    weights = _for_heads(product(c, b.transpose(2, 3)), groups)
-    b, c = (_for_heads(x, groups) for x in (b, c))
+    weights = _expand_groups(product(c, b.transpose(2, 3)), groups)
+    b, c = (_expand_groups(x, groups) for x in (b, c))
     return _Prepared(
         updates=chunks.split(inputs.x.to(acc_dtype) * dt[..., None]),
         reads=b[..., :0],
         attention=scale * (_decay(g) * weights),
         queries=scale * g.exp() * c,
-        keys=(_following(each).exp() * b).transpose(2, 3),
+        keys=(_suffix_sums(each).exp() * b).transpose(2, 3),
         carry=g[:, :, -1:].exp(),
     )
 
 
-def _for_heads(x: Tensor, groups: list[int]) -> Tensor:
-    """`[n, g, ...]` to one entry a head."""
+def _expand_groups(x: Tensor, groups: list[int]) -> Tensor:
+    """Expands `[n, g, ...]` to `[n, h, ...]`."""
     if groups == list(range(x.shape[1])):
         return x
     return torch.cat([x[:, group : group + 1] for group in groups], 1)
 
 
-# A token's own decay is 1 whatever g is. Were it written as exp(G_i - G_i), the gradient of g would be a difference of
-# large numbers: noise, where a strong decay makes the true gradient small, and most of it in the gradient of A_log.
+# A token's own decay is 1 for any g. If it were computed as exp(G_i - G_i), the gradient of g would be a difference of
+# large numbers: noise where a strong decay makes the true gradient small, most of it in the gradient of A_log.
 
 
 def _decay(g: Tensor) -> Tensor:
-    """`exp(G_i - G_j)` for j <= i, else 0; `[n, h, C, C]` from `[n, h, C, 1]`."""
+    """Returns `exp(G_i - G_j)` for j <= i, else 0, as `[n, h, C, C]` from `[n, h, C, 1]`."""
     not_earlier = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu()
     # Masked before exp: above the diagonal G_i - G_j is positive and could overflow.
     earlier = (g - g.transpose(2, 3)).masked_fill(not_earlier, -torch.inf).exp()
     return earlier + torch.eye(CHUNK, dtype=g.dtype, device=g.device)
 
 
-def _following(each: Tensor) -> Tensor:
-    """The sum of the decays after each token of a chunk, G_C - G_i, without a difference."""
+def _suffix_sums(each: Tensor) -> Tensor:
+    """Returns the sum of the decays after each token of a chunk, G_C - G_i, without a difference."""
     return F.pad(each[:, :, 1:].flip(2).cumsum(2).flip(2), (0, 0, 0, 1))
 
 
 class _Solved(torch.autograd.Function):
-    """`(I + A)^-1 B`, A strictly lower triangular; the inverse is kept, so that backward is two products."""
+    """`(I + A)^-1 B` for a strictly lower triangular A. It saves the inverse, so that backward is two products."""
 
     @staticmethod
     def forward(ctx: Any, lower: Tensor, right: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ class _Solved(torch.autograd.Function):
         return -(d_right @ solved.transpose(2, 3)), d_right
 
 
-class _Alone(torch.autograd.Function):
+class _WholeDocuments(torch.autograd.Function):
     """A scan whose pieces are whole documents."""
 
     @staticmethod
@@ -200,15 +202,15 @@ class _Alone(torch.autograd.Function):
         return None, *ctx.local.finish_backward(tensors, kept, begun, gradients[0], wanted[:0])
 
 
-class _After(NamedTuple):
-    """The gradients of the state after each chunk, and, where the walk has made them, what they say of U."""
+class _StateGradients(NamedTuple):
+    """The gradients of the state after each chunk, and in a rule with a delta their contribution to that of U."""
 
     states: Tensor
     through_keys: Tensor | None
 
 
 class _ChunkScan(LocalScan):
-    """The walk of the states, of the maps, and of the states' gradients."""
+    """The recurrences of the states, of the segments' maps, and of the states' gradients."""
 
     def __init__(self, chunks: Chunks) -> None:
         self.chunks = chunks
@@ -216,33 +218,36 @@ class _ChunkScan(LocalScan):
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
-        at, chunks = _Prepared(*tensors), self.chunks
-        states = at.updates.new_empty(*at.keys.shape[:3], at.updates.shape[-1])
-        updates = torch.empty_like(at.updates) if at.has_delta else at.updates
-        self._walk(at, chunks.single, None, states, updates)
-        first = self._walk(at, chunks.first, None, states, updates)
-        middle, transitions = self._maps(at, chunks.middle)
-        constants = _in_row_order([(chunks.first, first), (chunks.middle, middle)])
-        return constants, _in_row_order([(chunks.middle, transitions)]), (states, updates)
+        terms, chunks = _Prepared(*tensors), self.chunks
+        states = terms.updates.new_empty(*terms.keys.shape[:3], terms.updates.shape[-1])
+        updates = torch.empty_like(terms.updates) if terms.has_delta else terms.updates
+        self._walk(terms, chunks.single, None, states, updates)
+        first = self._walk(terms, chunks.first, None, states, updates)
+        middle, transitions = self._maps(terms, chunks.middle)
+        constants = _join_classes([(chunks.first, first), (chunks.middle, middle)])
+        return constants, _join_classes([(chunks.middle, transitions)]), (states, updates)
 
     def meanwhile(self, tensors: Sequence[Tensor], begun: Any) -> Any:
-        at, (states, updates) = _Prepared(*tensors), begun
-        out = torch.empty_like(at.updates)
-        self._outputs(at, slice(0, self.chunks.num_known), states, updates, out)
+        terms, (states, updates) = _Prepared(*tensors), begun
+        out = torch.empty_like(terms.updates)
+        self._outputs(terms, slice(0, self.chunks.num_known), states, updates, out)
         return states, updates, out
 
     def finish(self, tensors: Sequence[Tensor], begun: Any, states: Tensor) -> tuple[Tensor, list[Tensor]]:
-        at, chunks = _Prepared(*tensors), self.chunks
+        terms, chunks = _Prepared(*tensors), self.chunks
         all_states, updates, out = begun
-        for pieces, given in _of_classes(states, chunks.middle, chunks.last):
-            self._walk(at, pieces, given, all_states, updates)
-        self._outputs(at, slice(chunks.num_known, None), all_states, updates, out)
+        for pieces, given in _split_by_class(states, chunks.middle, chunks.last):
+            self._walk(terms, pieces, given, all_states, updates)
+        self._outputs(terms, slice(chunks.num_known, None), all_states, updates, out)
         return out, [all_states, updates]
 
-    def _walk(self, at: _Prepared, pieces: PieceClass, given: Tensor | None, states: Tensor, updates: Tensor) -> Tensor:
-        """Writes the state before each chunk to `states` and, with a delta, U to `updates`.
+    def _walk(
+        self, terms: _Prepared, pieces: PieceClass, given: Tensor | None, states: Tensor, updates: Tensor
+    ) -> Tensor:
+        """Writes the state before each chunk to `states` and, in a rule with a delta, U to `updates`.
 
-        Returns the state after each piece.
+        Returns:
+            The state after each piece.
         """
         _, heads, dk, dv = states.shape
         state = states.new_zeros(len(pieces.pieces), heads, dk, dv) if given is None else given.clone()
@@ -250,56 +255,58 @@ class _ChunkScan(LocalScan):
             now, here = slice(start, start + active), state[:active]
             self._begin(start, here)
             states[now] = here
-            if at.has_delta:
-                torch.sub(at.updates[now], at.reads[now] @ here, out=updates[now])
-            torch.add(at.carry[now] * here, at.keys[now] @ updates[now], out=here)
+            if terms.has_delta:
+                torch.sub(terms.updates[now], terms.reads[now] @ here, out=updates[now])
+            torch.add(terms.carry[now] * here, terms.keys[now] @ updates[now], out=here)
         return state
 
-    def _maps(self, at: _Prepared, pieces: PieceClass) -> tuple[Tensor, Tensor]:
-        """E and M of each piece."""
-        heads, dk, dv = at.keys.shape[1], at.keys.shape[2], at.updates.shape[-1]
-        if not at.has_delta:
-            return self._walk_ends(at, pieces), self._carried(at, pieces)
-        # One walk of the state that starts at zero and of the unit matrix that no update is added to.
-        padded = at.updates.new_zeros(len(pieces.pieces), heads, dk, dv + dk)
+    def _maps(self, terms: _Prepared, pieces: PieceClass) -> tuple[Tensor, Tensor]:
+        """Returns E and M of each piece."""
+        heads, dk, dv = terms.keys.shape[1], terms.keys.shape[2], terms.updates.shape[-1]
+        if not terms.has_delta:
+            return self._walk_ends(terms, pieces), self._carried(terms, pieces)
+        # One recurrence computes both E, from a state of zero, and M, from the unit matrix without updates.
+        padded = terms.updates.new_zeros(len(pieces.pieces), heads, dk, dv + dk)
         padded[..., dv:] = torch.eye(dk, dtype=padded.dtype, device=padded.device)
         for start, active in pieces.steps:
             now, here = slice(start, start + active), padded[:active]
-            update = at.reads[now] @ here
-            update.neg_()[..., :dv] += at.updates[now]
-            torch.add(at.carry[now] * here, at.keys[now] @ update, out=here)
+            update = terms.reads[now] @ here
+            update.neg_()[..., :dv] += terms.updates[now]
+            torch.add(terms.carry[now] * here, terms.keys[now] @ update, out=here)
         return padded[..., :dv], padded[..., dv:]
 
-    def _walk_ends(self, at: _Prepared, pieces: PieceClass) -> Tensor:
-        state = at.updates.new_zeros(len(pieces.pieces), at.keys.shape[1], at.keys.shape[2], at.updates.shape[-1])
+    def _walk_ends(self, terms: _Prepared, pieces: PieceClass) -> Tensor:
+        state = terms.updates.new_zeros(
+            len(pieces.pieces), terms.keys.shape[1], terms.keys.shape[2], terms.updates.shape[-1]
+        )
         for start, active in pieces.steps:
             now, here = slice(start, start + active), state[:active]
-            torch.add(at.carry[now] * here, at.keys[now] @ at.updates[now], out=here)
+            torch.add(terms.carry[now] * here, terms.keys[now] @ terms.updates[now], out=here)
         return state
 
-    def _carried(self, at: _Prepared, pieces: PieceClass) -> Tensor:
-        kept = at.carry.new_ones(len(pieces.pieces), *at.carry.shape[1:])
+    def _carried(self, terms: _Prepared, pieces: PieceClass) -> Tensor:
+        kept = terms.carry.new_ones(len(pieces.pieces), *terms.carry.shape[1:])
         for start, active in pieces.steps:
-            kept[:active] *= at.carry[start : start + active]
+            kept[:active] *= terms.carry[start : start + active]
         return kept
 
-    def _outputs(self, at: _Prepared, chunks: slice, states: Tensor, updates: Tensor, out: Tensor) -> None:
-        """`o` of some chunks whose states are known."""
-        torch.add(at.queries[chunks] @ states[chunks], at.attention[chunks] @ updates[chunks], out=out[chunks])
+    def _outputs(self, terms: _Prepared, chunks: slice, states: Tensor, updates: Tensor, out: Tensor) -> None:
+        """Writes the outputs of chunks whose states are known."""
+        torch.add(terms.queries[chunks] @ states[chunks], terms.attention[chunks] @ updates[chunks], out=out[chunks])
 
     # -- backward ----------------------------------------------------------------------------------------------------
 
     def leave_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], gradient: Tensor) -> tuple[Tensor, Any]:
-        at, chunks = _Prepared(*tensors), self.chunks
-        d_updates = at.attention.transpose(2, 3) @ gradient  # from the own outputs; the state's share comes later
-        wanted = at.queries.transpose(2, 3) @ gradient
-        if at.has_delta:
-            wanted -= at.reads.transpose(2, 3) @ d_updates
-        after = _After(torch.empty_like(kept[0]), torch.empty_like(d_updates) if at.has_delta else None)
-        self._walk_back(at, chunks.single, None, wanted, after)
-        last = self._walk_back(at, chunks.last, None, wanted, after)
-        middle = self._walk_back(at, chunks.middle, None, wanted, None)
-        before = _in_row_order([(chunks.middle, middle), (chunks.last, last)])
+        terms, chunks = _Prepared(*tensors), self.chunks
+        d_updates = terms.attention.transpose(2, 3) @ gradient  # by the chunk's outputs; the state adds to it later
+        wanted = terms.queries.transpose(2, 3) @ gradient
+        if terms.has_delta:
+            wanted -= terms.reads.transpose(2, 3) @ d_updates
+        after = _StateGradients(torch.empty_like(kept[0]), torch.empty_like(d_updates) if terms.has_delta else None)
+        self._walk_back(terms, chunks.single, None, wanted, after)
+        last = self._walk_back(terms, chunks.last, None, wanted, after)
+        middle = self._walk_back(terms, chunks.middle, None, wanted, None)
+        before = _join_classes([(chunks.middle, middle), (chunks.last, last)])
         return before, (d_updates, wanted, after)
 
     def meanwhile_backward(self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor) -> Any:
@@ -309,63 +316,64 @@ class _ChunkScan(LocalScan):
     def finish_backward(
         self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor, states: Tensor
     ) -> list[Tensor]:
-        at, chunks = _Prepared(*tensors), self.chunks
+        terms, chunks = _Prepared(*tensors), self.chunks
         before, updates = kept
         d_updates, wanted, after, d_attention, d_queries = begun
-        for pieces, given in _of_classes(states, chunks.first, chunks.middle):
-            self._walk_back(at, pieces, given, wanted, after)
+        for pieces, given in _split_by_class(states, chunks.first, chunks.middle):
+            self._walk_back(terms, pieces, given, wanted, after)
         after, through_keys = after
-        d_updates = d_updates + (at.keys.transpose(2, 3) @ after if through_keys is None else through_keys)
-        d_reads = -(d_updates @ before.transpose(2, 3)) if at.has_delta else torch.zeros_like(at.reads)
+        d_updates = d_updates + (terms.keys.transpose(2, 3) @ after if through_keys is None else through_keys)
+        d_reads = -(d_updates @ before.transpose(2, 3)) if terms.has_delta else torch.zeros_like(terms.reads)
         d_carry = (after * before).sum(-1, keepdim=True)
-        if at.carry.shape[2] == 1:
+        if terms.carry.shape[2] == 1:
             d_carry = d_carry.sum(2, keepdim=True)
-        return [
-            d_updates,
-            d_reads,
-            d_attention,
-            d_queries,
-            after @ updates.transpose(2, 3),
-            d_carry,
-        ]
+        return [d_updates, d_reads, d_attention, d_queries, after @ updates.transpose(2, 3), d_carry]
 
     def _walk_back(
-        self, at: _Prepared, pieces: PieceClass, given: Tensor | None, wanted: Tensor, after: _After | None
+        self, terms: _Prepared, pieces: PieceClass, given: Tensor | None, wanted: Tensor, after: _StateGradients | None
     ) -> Tensor:
-        """Writes to `after`; returns the gradient of the state before each piece.
+        """Writes the gradients of the states to `after`.
 
-        `given` is that of the states after the pieces, `wanted` what each chunk's outputs want of the state before it.
+        Args:
+            terms: the terms of the recurrence.
+            pieces: the pieces of one class.
+            given: the gradients of the states after the pieces; None for zero.
+            wanted: the gradients of the states before the chunks, by the chunks' own outputs.
+            after: the gradients of the states after the chunks; None to write none.
+
+        Returns:
+            The gradient of the state before each piece.
         """
         state = wanted.new_zeros(len(pieces.pieces), *wanted.shape[1:]) if given is None else given.clone()
         for start, active in reversed(pieces.steps):
             now, here = slice(start, start + active), state[:active]
             if after is not None:
                 after.states[now] = here
-            before = wanted[now] + at.carry[now] * here
-            if at.has_delta:
-                through_keys = at.keys[now].transpose(2, 3) @ here
+            before = wanted[now] + terms.carry[now] * here
+            if terms.has_delta:
+                through_keys = terms.keys[now].transpose(2, 3) @ here
                 if after is not None and after.through_keys is not None:
                     after.through_keys[now] = through_keys
-                before -= at.reads[now].transpose(2, 3) @ through_keys
+                before -= terms.reads[now].transpose(2, 3) @ through_keys
             here.copy_(before)
             self._begin(start, here)
         return state
 
     def _begin(self, chunk: int, state: Tensor) -> None:
-        """Where pieces are walked through one after another, forgets the one before, or its gradient."""
+        """Resets the state, or its gradient, at the first chunk of a piece where pieces follow each other."""
         if self.chunks.begins is not None:
             state.masked_fill_(self.chunks.begins[chunk], 0)
 
 
-def _in_row_order(classes: list[tuple[PieceClass, Tensor]]) -> Tensor:
-    """What belongs to the pieces of several classes, in the order of the rows."""
+def _join_classes(classes: list[tuple[PieceClass, Tensor]]) -> Tensor:
+    """Puts values for the pieces of several classes into the order of the rows."""
     found = {piece: value for members, values in classes for piece, value in zip(members.pieces, values, strict=True)}
-    # Stacked, because an index made of a list would make the host wait for the device.
+    # An index made of a list would make the host wait for the device.
     return torch.stack([found[piece] for piece in sorted(found)]) if found else classes[0][1]
 
 
-def _of_classes(values: Tensor, *classes: PieceClass) -> list[tuple[PieceClass, Tensor]]:
-    """The inverse: from the order of the rows to that of each class."""
+def _split_by_class(values: Tensor, *classes: PieceClass) -> list[tuple[PieceClass, Tensor]]:
+    """Undoes `_join_classes`: returns, for each class, the values of its pieces."""
     pieces = sorted(piece for members in classes for piece in members.pieces)
     own = dict(zip(pieces, values, strict=True))
     return [

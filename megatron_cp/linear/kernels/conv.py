@@ -15,11 +15,11 @@ from megatron_cp.executor.opaque import opaque_backward
 from megatron_cp.layout import Packing
 from megatron_cp.linear.activations import silu as apply_silu
 from megatron_cp.linear.kernels.base import ConvKernel, LinearCall
-from megatron_cp.linear.reductions import for_each_token, sum_over_tokens
+from megatron_cp.linear.reductions import expand_to_tokens, sum_over_tokens
 
 
 class TorchConv(ConvKernel):
-    """A multiply and an add a tap. The taps that reach before a segment are added when its history is there."""
+    """A multiply and an add a tap. Taps that reach before a segment are added after its history has arrived."""
 
     name = "chunked"
     package = "torch"
@@ -29,28 +29,22 @@ class TorchConv(ConvKernel):
         return None
 
     def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: LinearCall,
-        *,
-        silu: bool,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, *, silu: bool,
         history: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         acc_dtype = torch.promote_types(x.dtype, torch.float32)  # so that the sum of the taps is rounded once
         y = _CausalConv.apply(x.to(acc_dtype), weight.to(acc_dtype), _piece_heads(call, weight.shape[1]))
         if history is not None:
             y = add_history(y, history().to(acc_dtype), weight.to(acc_dtype), call)
         if bias is not None:
-            y = y + for_each_token(bias.to(acc_dtype), len(y))
+            y = y + expand_to_tokens(bias.to(acc_dtype), len(y))
         return apply_silu(y) if silu else y
 
 
 def add_history(y: Tensor, history: Tensor, weight: Tensor, call: LinearCall) -> Tensor:
-    """Adds what stands before the waiting segments to a convolution that has not seen it, in place.
+    """Adds, in place, the contribution of the inputs before segments with a past to their convolution.
 
-    Linear, so before the activation: `y[i] += sum_{s > i} weight[:, -1 - s] history[i - s]` for a segment's i-th row.
+    `y[i] += sum_{s > i} weight[:, -1 - s] history[i - s]` for a segment's i-th row; y is before the activation.
 
     Args:
         y: `[T, c]`
@@ -61,7 +55,7 @@ def add_history(y: Tensor, history: Tensor, weight: Tensor, call: LinearCall) ->
     reach = weight.shape[1] - 1
     rows, places = call.segments_table(("history rows", reach), lambda: _history_rows(call, reach))
     terms = []
-    for row in range(reach):  # of a segment: the taps s > row meet history[reach + row - s]
+    for row in range(reach):  # at a segment's row, taps s > row multiply history[reach + row - s]
         taps = weight[:, : reach - row]  # the last is s = row + 1, the first s = reach
         terms.append((history[:, row:] * taps.t()).sum(1))
     added = torch.stack(terms, 1).flatten(0, 1) if terms else history.flatten(0, 1)
@@ -69,7 +63,7 @@ def add_history(y: Tensor, history: Tensor, weight: Tensor, call: LinearCall) ->
 
 
 def _history_rows(call: LinearCall, reach: int) -> tuple[Tensor, Tensor]:
-    """The first rows of the waiting segments, and which of `[n * reach]` belongs to each."""
+    """Returns the first rows of segments with a past, and the place of each in `[n * reach]`."""
     assert call.segments is not None
     waiting = np.flatnonzero(call.segments.past)
     first, lengths = call.packing.cu_seqlens[:-1][waiting], call.packing.lengths[waiting]
@@ -80,9 +74,9 @@ def _history_rows(call: LinearCall, reach: int) -> tuple[Tensor, Tensor]:
 
 
 class _CausalConv(torch.autograd.Function):
-    """`y[t] = sum_s weight[:, -1 - s] x[t - s]` over the `s` for which t - s is in t's piece.
+    """`y[t] = sum_s weight[:, -1 - s] x[t - s]` over all `s` for which token t - s is in the piece of token t.
 
-    `heads[s]` lists the tokens whose piece has no token s places earlier, or is `[T]` bool, true for them.
+    `heads[s]` has the tokens whose piece has no token s positions earlier, as an index or as bools `[T]`.
     """
 
     @staticmethod
@@ -116,12 +110,12 @@ def _cut(rows: Tensor, heads: Tensor, back: int) -> Tensor:
 
 
 def heads_key(width: int, device: torch.device) -> tuple[Any, ...]:
-    """Under which a packing keeps the heads of its pieces."""
+    """Returns the key of the memo in which a packing keeps the heads of its pieces."""
     return "piece heads", width, device
 
 
 def fixed_heads(packing: Packing, width: int) -> dict[str, NDArray]:
-    """The heads of pieces as tables of one shape for all packings of as many tokens, for CUDA graphs."""
+    """Returns the heads of pieces as tables whose shapes depend on the number of tokens only, for CUDA graphs."""
     positions = packing.positions()
     return {f"heads {back}": positions < back for back in range(width)}
 

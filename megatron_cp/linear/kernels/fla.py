@@ -1,6 +1,6 @@
 """flash-linear-attention's Triton kernels on CUDA (package fla-core).
 
-Headwise, its public operations. Chunkwise, the pieces that they are made of (`fla_scan`).
+Headwise it calls the public operations, chunkwise the internal functions that these are made of (`fla_scan`).
 
 Shapes: fla has a leading axis of 1, `[1, T, h, d]`.
 """
@@ -22,15 +22,15 @@ from megatron_cp.linear.kernels.common.fla_scan import CHUNK, GdnScan, KdaScan, 
 from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
 from megatron_cp.plan.kinds import GDN
 
-SERIES = (0, 6)  # what is called and read here of fla's inside, no other version promises
+SERIES = (0, 6)  # other versions may have other internal functions
 MAX_HEAD_DIM = 256
 
 
 class FlaRule(RuleKernel):
-    """`chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention, and for segments their pieces.
+    """`chunk_gated_delta_rule` and `chunk_kda` of flash-linear-attention, and for segments their internal functions.
 
-    Strided tensors will do. On CUDA, float32 is multiplied as TF32. With heads of 128 features, a rank whose tokens
-    all lie in segments that wait and leave computes a third more than one without any, counted in multiplications.
+    Tensors may be strided. On CUDA, float32 is multiplied as TF32. With heads of 128 features, a rank whose segments
+    all receive and pass on a state computes a third more multiplications than a rank with whole documents.
     """
 
     name = "fla"
@@ -45,8 +45,8 @@ class FlaRule(RuleKernel):
             return reason
         if call.head_dim > MAX_HEAD_DIM:
             return f"has key heads of at most {MAX_HEAD_DIM}, not {call.head_dim}; use chunked or reference"
-        # Whether or not gradients are wanted now, so that evaluation runs the kernel that training runs. KDA has a
-        # backward of its own, which does not have the fault.
+        # It is refused without gradients too, so that evaluation runs the kernel of training. KDA has a backward of its
+        # own without the fault.
         if call.kind == GDN.name and _gradients_are_wrong():
             return (
                 "this Triton's gradients are wrong on Hopper (flash-linear-attention issue 640); pip install tilelang, "
@@ -68,14 +68,14 @@ class FlaRule(RuleKernel):
 
     def work(self, inputs: Inputs, groups: list[int], scale: float, call: LinearCall) -> ScanWork:
         assert isinstance(inputs, Delta)
-        # The pieces, unlike the operations, take tensors to be contiguous.
+        # The internal functions, unlike the operations, require contiguous tensors.
         tensors = [x.contiguous() for x in _evenly_grouped(inputs, groups)]
         local = GdnScan(scale, call) if inputs.g.ndim == 2 else KdaScan(scale, call)
         return ScanWork(tensors, local, lambda out: out)
 
 
 class FlaConv(ConvKernel):
-    """`causal_conv1d` of flash-linear-attention, in Triton. Strided tensors and any width will do."""
+    """`causal_conv1d` of flash-linear-attention, in Triton. It supports strided tensors and any width."""
 
     name = "fla"
     package = "fla-core"
@@ -85,15 +85,9 @@ class FlaConv(ConvKernel):
         return _unusable(call)
 
     def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: LinearCall,
-        *,
-        silu: bool,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, *, silu: bool,
         history: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         from fla.modules.causal_conv1d import causal_conv1d
 
         states = None
@@ -101,7 +95,7 @@ class FlaConv(ConvKernel):
             before = history()
             if before.numel():
                 states = conv_states(before, call)
-            else:  # nothing waits here, but others wait in backward until the gradient of the history is asked for
+            else:  # no segment has a past here, but other ranks wait in backward for the gradient of the history
                 weight = weight + before.sum().to(weight.dtype)
         activation = "silu" if silu else None
         y, _ = causal_conv1d(x[None], weight, bias, initial_state=states, activation=activation, **documents(call))
@@ -109,14 +103,14 @@ class FlaConv(ConvKernel):
 
 
 def documents_key(device: torch.device) -> tuple[Any, ...]:
-    """Under which a packing keeps what `fixed_documents` made."""
+    """Returns the key of the memo in which a packing keeps the tables of `fixed_documents`."""
     return "fla's documents", device
 
 
 def fixed_documents(packing: Packing) -> dict[str, NDArray]:
-    """Where documents and their chunks are, in tables of one shape for all packings of as many tokens and documents.
+    """Returns tables of documents and their chunks, whose shapes depend on the numbers of tokens and documents only.
 
-    A document without tokens is the last. Chunks that a packing does not have are its: they read and write nothing.
+    The last document has no tokens. Chunks that a packing does not have belong to it, and read and write nothing.
     """
     counts = -(-packing.lengths // CHUNK)
     document = np.repeat(np.arange(packing.num_documents), counts)
@@ -128,13 +122,14 @@ def fixed_documents(packing: Packing) -> dict[str, NDArray]:
 
 
 def _fixed(call: LinearCall, key: tuple[Any, ...]) -> dict[str, Any]:
-    """`documents`, for a CUDA graph."""
+    """Returns the arguments of `documents` for a CUDA graph."""
     tables: dict[str, Tensor] = call.packing.memo(key, dict)
-    # Another object for each call: fla remembers by the tensor what it made of it, and here another pack's may stand.
+    # fla caches its tables by the identity of a tensor, which may hold another pack's offsets here, so that every call
+    # passes another view.
     offsets = tables["offsets"][:]
     if call.kind == GDN.name:
         return {"cu_seqlens": offsets, "chunk_indices": tables["chunks"]}
-    return {"cu_seqlens": offsets, "use_graph": True}  # makes its own chunks on the device
+    return {"cu_seqlens": offsets, "use_graph": True}  # fla makes the chunks on the device
 
 
 def _unusable(call: LinearCall) -> str | None:
@@ -151,17 +146,17 @@ def _unusable(call: LinearCall) -> str | None:
 
 
 def _evenly_grouped(inputs: Delta, groups: list[int]) -> Delta:
-    """The inputs with key heads that fla can share: each is read by equally many consecutive heads."""
+    """Expands the key heads unless each is shared by equally many consecutive heads, as fla requires."""
     heads_per_group, rest = divmod(inputs.v.shape[1], inputs.q.shape[1])
     if not rest and groups == [head // heads_per_group for head in range(inputs.v.shape[1])]:
         return inputs
-    # Unbound, because the gradient of indexing is a zero-filled copy of all.
+    # The gradient of indexing would be a zero-filled copy of all heads for each index; that of unbind is not.
     q, k = (torch.stack([heads[group] for group in groups], 1) for heads in (inputs.q.unbind(1), inputs.k.unbind(1)))
     return inputs._replace(q=q, k=k)
 
 
 def _gradients_are_wrong() -> bool:
-    """Whether fla's backward would raise here: its own condition, `chunk_bwd_dqkwg` in fla/ops/common/chunk_o.py."""
+    """True if fla's backward would raise, by its own condition in `chunk_bwd_dqkwg` of fla/ops/common/chunk_o.py."""
     from fla.ops.common.backends import CommonTileLangBackend
     from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 

@@ -1,11 +1,12 @@
 """mamba_ssm's Triton kernels of the Mamba-2 recurrence on CUDA (package mamba-ssm).
 
-Its operation takes a state in for the first document of a row only, and gives out that of the last only. Chunkwise we
-call it once up to the end of each segment that leaves a state, always from zero, and add what the state before a
-segment contributes when it is there, `exp(sum_{i <= t} dt_i A) C_t S`: the recurrence is linear in the state, so
-nothing is computed twice, and backward knows what a segment wants of the state before it without a pass over it.
+Its operation takes an initial state for the first document of a row only, and returns the final state of the last only.
+So chunkwise it is called once for each stretch of rows that ends with a segment that passes a state on, always from a
+state of zero. The contribution of the state before a segment, `exp(sum_{i <= t} dt_i A) C_t S`, is added after that
+state has arrived. The recurrence is linear in the state, so nothing is computed twice, and backward gets the gradient
+of the state before a segment without another recurrence.
 
-Its states are `[h, dv, dk]`, ours transposed.
+The package's states are `[h, dv, dk]`, ours transposed.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.linear.kernels.base import Inputs, LinearCall, RuleKernel, ScanWork, StateSpace
 from megatron_cp.linear.kernels.common.installed import import_failure, installed_version
 
-OLDEST = (2, 2)  # 2.2.4, 2.2.6, 2.3.0 and 2.3.2 were run, all in Triton's interpreter
+OLDEST = (2, 2)  # versions 2.2.4, 2.2.6, 2.3.0 and 2.3.2 have been tested, all in Triton's interpreter
 
 
 class MambaSsmRule(RuleKernel):
-    """`mamba_chunk_scan_combined`.
+    """`mamba_chunk_scan_combined` of mamba_ssm.
 
-    Chunkwise, with one call for each segment whose document goes on and one for what follows. Few pieces of documents
-    a rank are therefore fast, as in a contiguous layout, and two of each document, as in zigzag, are not.
+    Chunkwise there is one call for each segment whose document continues elsewhere, and one for the rows after them.
+    So it is fast with few segments a rank, as in a contiguous layout, and slow with two of each document, as in zigzag.
 
     Args:
-        chunk_size: tokens that are multiplied as one matrix, a power of 2 from 16; 256 is the default of its layer.
+        chunk_size: tokens that are multiplied as one matrix, a power of 2 from 16; mamba_ssm's layer has 256.
     """
 
     name = "mamba_ssm"
@@ -75,7 +76,7 @@ class MambaSsmRule(RuleKernel):
             out, state = self._scanned(StateSpace(rows[0], rows[1], A, rows[2], rows[3]), documents)
             outputs.append(out)
             states.append(state)
-        leaving = int(call.segments.future.sum())  # each ends a call, and after the last one there may be another
+        leaving = int(call.segments.future.sum())  # each ends a call, and one more call may follow the last
         decays = [(dt[start:end].float() * A.float()).cumsum(0) for start, end in spans]
         passing = call.segments.future[call.segments.past]
         transitions = [decay[-1].exp() for decay, goes_on in zip(decays, passing, strict=True) if goes_on]
@@ -91,7 +92,7 @@ class MambaSsmRule(RuleKernel):
         return ScanWork(tensors, _Contributions(spans, call), lambda out: out)
 
     def _scanned(self, inputs: StateSpace, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """Documents from zero: outputs `[T, h, dv]` and the state after the last document, `[1, h, dk, dv]`."""
+        """Returns the outputs `[T, h, dv]` from states of zero, and the last document's state `[1, h, dk, dv]`."""
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
         x, dt, A, B, C = inputs  # noqa: N806
@@ -102,20 +103,21 @@ class MambaSsmRule(RuleKernel):
 
 
 class _Contributions(LocalScan):
-    """What the states before segments contribute to outputs that were computed without them.
+    """The scan that adds the contributions of the states before segments to outputs computed without them.
 
-    Of the outputs `[T, h, dv]`, E, M, and of the waiting segments' tokens C `[.., g, dk]` and the decays since the
-    beginning of the segment, in logarithms, `[.., h]`. Products are of C's type, as in the package, sums of float32.
+    Its tensors are the outputs `[T, h, dv]`, E, M, and for the tokens of segments with a past C `[.., g, dk]` and the
+    log decays since the beginning of the segment, `[.., h]`. As in the package, products have C's type and sums are
+    float32.
 
     Args:
-        spans: the rows of the waiting segments.
-        call: whose segments.
+        spans: the rows of the segments with a past.
+        call: the kernel call.
     """
 
     def __init__(self, spans: list[tuple[int, int]], call: LinearCall) -> None:
         assert call.segments is not None
         self.spans, past, future = spans, call.segments.past, call.segments.future
-        # Those with a past and a future, among those with a future and among those with a past.
+        # The places of segments with a past and a future among those with a future, and among those with a past.
         self.passing = call.segments_table(
             "mamba_ssm passing",
             lambda: tuple(
@@ -140,72 +142,75 @@ class _Contributions(LocalScan):
         wanted, begun = torch.empty_like(kept[0]), []
         for slot, ((start, end), query, decay) in enumerate(zip(self.spans, *self._rows(tensors), strict=True)):
             decayed = (decay.exp()[..., None] * gradient[start:end]).to(query.dtype)
-            by_group = _by_group(decayed.transpose(0, 1), query.shape[1])
-            wanted[slot] = _by_head(_product(query.permute(1, 2, 0), by_group), wanted.shape[1])
-            begun.append(by_group)
+            grouped = _group_heads(decayed.transpose(0, 1), query.shape[1])
+            wanted[slot] = _ungroup_heads(_product(query.permute(1, 2, 0), grouped), wanted.shape[1])
+            begun.append(grouped)
         return wanted, begun
 
     def finish_backward(
         self, tensors: Sequence[Tensor], kept: list[Tensor], begun: Any, gradient: Tensor, states: Tensor
     ) -> list[Tensor]:
         (before,) = kept
-        among_leaving, among_waiting = self.passing
-        products = states.index_select(0, among_leaving) * before.index_select(0, among_waiting)
+        leaving_places, waiting_places = self.passing
+        products = states.index_select(0, leaving_places) * before.index_select(0, waiting_places)
         dqueries, ddecays = [tensors[3][:0]], [tensors[4][:0]]
         rows = zip(self.spans, begun, before, *self._rows(tensors), strict=True)
-        for (start, end), by_group, state, query, decay in rows:
+        for (start, end), grouped, state, query, decay in rows:
             ddecays.append(decay.exp() * (gradient[start:end] * _read(query, state)).sum(-1))
-            keys = _by_group(state, query.shape[1]).to(query.dtype).transpose(1, 2)
-            dqueries.append(_product(by_group, keys).transpose(0, 1).to(query.dtype))
+            keys = _group_heads(state, query.shape[1]).to(query.dtype).transpose(1, 2)
+            dqueries.append(_product(grouped, keys).transpose(0, 1).to(query.dtype))
         return [gradient, states, products.sum((2, 3), keepdim=True), torch.cat(dqueries), torch.cat(ddecays)]
 
     def _rows(self, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """C and the decays of each waiting segment."""
+        """Returns C and the decays of each segment with a past."""
         sizes = [end - start for start, end in self.spans]
         return tensors[3].split(sizes), tensors[4].split(sizes)
 
 
 def _read(query: Tensor, state: Tensor) -> Tensor:
-    """`C_t S`, `[t, h, dv]` in float32, by C `[t, g, dk]` and S `[h, dk, dv]`."""
-    keys = _by_group(state, query.shape[1]).to(query.dtype)
-    return _by_head(_product(query.transpose(0, 1), keys), state.shape[0]).transpose(0, 1)
+    """Returns `C_t S`, `[t, h, dv]` in float32, for C `[t, g, dk]` and S `[h, dk, dv]`."""
+    keys = _group_heads(state, query.shape[1]).to(query.dtype)
+    return _ungroup_heads(_product(query.transpose(0, 1), keys), state.shape[0]).transpose(0, 1)
 
 
-def _by_group(x: Tensor, groups: int) -> Tensor:
-    """`[h, n, dv]` to `[g, n, h / g * dv]`: heads that share a key, side by side."""
+def _group_heads(x: Tensor, groups: int) -> Tensor:
+    """Puts heads that share a key side by side: `[h, n, dv]` becomes `[g, n, h / g * dv]`."""
     return x.unflatten(0, (groups, -1)).transpose(1, 2).flatten(2)
 
 
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """The way back."""
+def _ungroup_heads(x: Tensor, heads: int) -> Tensor:
+    """Undoes `_group_heads`."""
     return x.unflatten(2, (heads // x.shape[0], -1)).transpose(1, 2).flatten(0, 1)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Batched, in float32."""
+    """Computes a batched product in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.bmm(a, b, out_dtype=torch.float32)
     return torch.bmm(a.float(), b.float())
 
 
 def _prepared(inputs: StateSpace, groups: list[int], scale: float) -> StateSpace:
-    """The inputs with groups that the package can share, each read by equally many consecutive heads, and scaled C."""
+    """Scales C, and expands groups unless each is shared by equally many consecutive heads, as the package requires."""
     B, C = inputs.B, inputs.C  # noqa: N806
     heads_per_group, rest = divmod(inputs.x.shape[1], B.shape[1])
     if rest or groups != [head // heads_per_group for head in range(inputs.x.shape[1])]:
-        # Unbound, because the gradient of indexing is a zero-filled copy of all.
+        # The gradient of indexing would be a zero-filled copy of all groups for each index; that of unbind is not.
         B, C = (torch.stack([keys[group] for group in groups], 1) for keys in (B.unbind(1), C.unbind(1)))  # noqa: N806
     return inputs._replace(B=B, C=C if scale == 1 else C * scale)
 
 
 def _numbers(lengths: IntArray, device: torch.device) -> Tensor:
-    """`seq_idx` `[1, T]`, from 0: with states, the package takes the first document of a row to be number 0."""
+    """Returns `seq_idx`, `[1, T]`; it begins with 0, since the package gives the initial state to document 0."""
     lengths = lengths[lengths > 0]
     return on_device(np.repeat(np.arange(lengths.size), lengths), device)[None]
 
 
 def _calls(call: LinearCall) -> tuple[list[tuple[int, int]], list[Tensor]]:
-    """The rows of the waiting segments, and for each call, up to the end of each that leaves a state, `seq_idx`."""
+    """Returns the rows of the segments with a past, and `seq_idx` of each call.
+
+    A call ends with a segment that passes a state on, or with the last segment.
+    """
     assert call.segments is not None
     past, future = call.segments.past, call.segments.future
     starts, lengths = call.packing.cu_seqlens[:-1], call.packing.lengths

@@ -1,4 +1,4 @@
-"""The recurrences as the equations say, token by token, and the convolution tap by tap.
+"""The recurrences by the equations, token by token, and the convolution tap by tap.
 
     gdn    S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T   (Gated DeltaNet, arXiv 2412.06464, eq. 10)
     kda    the same with a decay for each feature of the key, Diag(exp(g_t))     (Kimi Linear, arXiv 2510.26692, eq. 1)
@@ -45,7 +45,11 @@ class ReferenceRule(RuleKernel):
 
 
 def recurrence(inputs: Inputs, groups: list[int], scale: float, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One piece of a document, from a state `[h, dk, dv]`: its outputs `[T, h, dv]` and the state after it."""
+    """Computes a piece of a document from a state `[h, dk, dv]`.
+
+    Returns:
+        The outputs `[T, h, dv]` and the state after the piece.
+    """
     acc_dtype = state.dtype
     if isinstance(inputs, StateSpace):
         q, k, v = inputs.C, inputs.B, inputs.x.to(acc_dtype) * inputs.dt.to(acc_dtype)[..., None]
@@ -70,9 +74,9 @@ def recurrence(inputs: Inputs, groups: list[int], scale: float, state: Tensor) -
 
 
 class _Replay(LocalScan):
-    """Segments by the recurrence, which is run again wherever something of it is wanted.
+    """The scan by the recurrence, which is computed again wherever one of its results is needed.
 
-    M is what the recurrence makes of the unit matrix when values are zero.
+    M is the result of the recurrence from the unit matrix with values of zero.
     """
 
     def __init__(self, kind: type[Inputs], groups: list[int], scale: float, call: LinearCall) -> None:
@@ -122,7 +126,7 @@ class _Replay(LocalScan):
         return [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, found, strict=True)]
 
     def _all(self, inputs: Inputs, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The outputs of all segments, and the states after those with a future."""
+        """Returns the outputs of all segments, and the states after those with a future."""
         zero = _no_state(inputs, self.groups)
         waiting = iter(states)
         outputs, after = [], [zero[None][:0]]
@@ -143,7 +147,7 @@ def _no_state(inputs: Inputs, groups: list[int]) -> Tensor:
 
 
 class ReferenceConv(ConvKernel):
-    """The sum over the taps, piece by piece."""
+    """The convolution as a sum over the taps, piece by piece."""
 
     name = "reference"
     package = "torch"
@@ -152,15 +156,9 @@ class ReferenceConv(ConvKernel):
         return None
 
     def conv(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        call: LinearCall,
-        *,
-        silu: bool,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall, *, silu: bool,
         history: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         acc_dtype, width = torch.promote_types(x.dtype, torch.float32), weight.shape[1]
         before = None if history is None else history().to(acc_dtype)
         past = [False] * call.packing.num_documents if call.segments is None else call.segments.past.tolist()
@@ -174,6 +172,6 @@ class ReferenceConv(ConvKernel):
             pieces.append(sum(padded[tap : tap + end - start] * weight[:, tap].to(acc_dtype) for tap in range(width)))  # type: ignore[arg-type]
         y = torch.cat(pieces)
         if before is not None and not slot:
-            y = y + before.sum()  # of no element; its gradient must be asked for all the same: other ranks wait for it
+            y = y + before.sum()  # of no elements, so that backward computes its gradient, for which other ranks wait
         y = y if bias is None else y + bias.to(acc_dtype)
         return apply_silu(y) if silu else y

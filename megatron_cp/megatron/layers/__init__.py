@@ -1,6 +1,6 @@
-"""What stands in for Megatron's layers, by subclass or by spec, under its parameters' names.
+"""The modules that replace Megatron's layers, by subclass or by spec, with the same parameter names.
 
-Owns the modules that a layer spec names, what they have in common (`base`), what they refuse (`refusals`), and the runs
-of linear layers in a stack (`redistribution`). It must not know how a model is trained, nor exchange anything inside
-Megatron: that is `megatron/patches.py`.
+It has the modules that a layer spec names, their base classes (`base`), their refusals (`refusals`), and the runs of
+linear layers in a stack (`redistribution`). It must not depend on how a model is trained, and patches nothing inside
+Megatron; `megatron/patches.py` does.
 """

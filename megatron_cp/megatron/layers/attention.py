@@ -17,9 +17,9 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.trace import of_layer
+from megatron_cp.executor.trace import layer_operation
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.megatron.config import spelled
+from megatron_cp.megatron.config import scheme_name
 from megatron_cp.megatron.layers.base import ContextParallelModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
 from megatron_cp.megatron.layers.norms import Norm
@@ -42,17 +42,17 @@ _CAUSAL = {AttnMaskType.causal: True, AttnMaskType.padding_causal: True, AttnMas
 class CoreAttention(MegatronModule, ContextParallelModule):
     """Megatron's `core_attention` over the context-parallel group, by the scheme that `--cp-comm-type` names.
 
-    Packed batches in any layout whose plan they carry; without packing, Megatron's zigzag of each sequence. Windows
-    (`--window-size`, `--window-attn-skip-freq`), sinks (`--softmax-type`) and dropout are Megatron's, in global
+    Packed batches may have any layout, whose plan they carry; other batches have Megatron's zigzag of each sequence.
+    Windows (`--window-size`, `--window-attn-skip-freq`), sinks (`--softmax-type`) and dropout are Megatron's, in global
     positions and the same for every scheme and number of ranks. Arguments are those that Megatron's `SelfAttention` and
-    `MLASelfAttention` pass; the latter's keys and values have sizes of their own, and a head each for every query head.
+    `MLASelfAttention` pass; the latter's keys and values have different sizes, and as many heads as the queries.
 
     Attributes:
-        softmax_offset: `[heads]` the sinks of this tensor-parallel rank: a parameter if learnable, zeros for
+        softmax_offset: `[heads]`, the sinks of this tensor-parallel rank: a parameter if learnable, zeros for
             off-by-one, None for the plain softmax.
 
     Raises:
-        ArgumentError: what this cannot compute exactly, named as Megatron's flag; raised while the model is built.
+        ArgumentError: an option that is not supported exactly, by Megatron's flag, while the model is built.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         self._add_sinks(config)
         sinks = config.softmax_type
         self.agree(softmax_scale=softmax_scale, dropout=self.dropout, sinks=sinks, mask=attn_mask_type)
-        self._unpacked: BatchPlan | None = None  # of the latest length of unpacked batches, which rarely changes
+        self._unpacked: BatchPlan | None = None  # for the latest length of unpacked batches, which rarely changes
 
     def forward(
         self,
@@ -111,12 +111,14 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attention of this rank's rows.
+        """Computes attention for this rank's rows.
 
         Args:
-            query: `[t, h, d]` packed, or `[s, b, h, d]`.
-            key, value: `[t, g, d]` or `[s, b, g, d]`, of which d may differ.
-            attention_mask: ignored, as Transformer Engine does: `attn_mask_type` and the documents say what is visible.
+            query: `[t, h, d]` if packed, else `[s, b, h, d]`.
+            key, value: `[t, g, d]` or `[s, b, g, d]`; their d may differ.
+            attention_mask: ignored, as in Transformer Engine; `attn_mask_type` and the documents define the mask.
+            attn_mask_type: None, or the mask type that the layer was built with.
+            attention_bias: must be None.
             packed_seq_params: from `shard_batch`, or Megatron's own after its zigzag sharding.
 
         Returns:
@@ -135,11 +137,11 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             assert packed.plans is not None
             plans, seed, ranks = packed.plans, packed.seed, self.ranks_of(packed)
             self.check_rows(query.shape[0], plans.layout, ranks)
-            if isinstance(packed_seq_params, _Rotating):
+            if isinstance(packed_seq_params, _RotaryParams):
                 query, key = packed_seq_params.rotate(query, key, self.config, self.cp_group)
         refuse_other_means(self.config, packed_seq_params, plans.layout.cp_size)
         plan = plans.plan(self.slot)
-        out: Tensor = of_layer(self.layer_number, attention)(
+        out: Tensor = layer_operation(self.layer_number, attention)(
             query, key, value, plan, ranks,
             softmax_scale=self.softmax_scale, sink=self.softmax_offset,
             dropout=dropout, seed=self._seed(seed) if dropout else 0,
@@ -147,7 +149,7 @@ class CoreAttention(MegatronModule, ContextParallelModule):
         return out.flatten(-2)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """The sinks, where they are learnt, as Megatron saves those of its own core attention."""
+        """Returns the sinks, if they are learnable, in the format of Megatron's own core attention."""
         learnt = self.config.softmax_type == "learnable"
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True) if learnt else {},
@@ -173,63 +175,63 @@ class CoreAttention(MegatronModule, ContextParallelModule):
             config.init_method(self.softmax_offset)
 
     def _seed(self, seed: int | None) -> int:
-        """The microbatch's seed, made this layer's and this tensor-parallel rank's."""
+        """Mixes the microbatch's seed with the numbers of this layer and this tensor-parallel rank."""
         if seed is None:
-            # Of the host: reading a device's generator would make the host wait. Recomputing restores both.
+            # The host's generator is used since reading a device's would make the host wait. Recomputation restores it.
             seed = int(torch.randint(2**31, ()))
         return ((seed * 1_000_003 + self.layer_number) * 1_000_003 + self.tp_group.rank()) % 2**62
 
     def _sequence_plans(self, rows: int) -> BatchPlan:
-        """Megatron's zigzag of one sequence, which is every sequence of an unpacked batch."""
+        """Returns the plans for Megatron's zigzag of one sequence, which all sequences of an unpacked batch share."""
         packing = Packing([rows * self.ranks.size])
         if self._unpacked is None or self._unpacked.layout.packing != packing:
             self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [self.slot])
         return self._unpacked
 
 
-class _Rotating(PlannedSeqParams):
-    """`PlannedSeqParams` for one attention layer: with the rotary phases of its queries and keys."""
+class _RotaryParams(PlannedSeqParams):
+    """`PlannedSeqParams` with the rotary phases of one attention layer's queries and keys."""
 
     phases: tuple[Tensor | None, Tensor | None]
     mscale: float
 
     @classmethod
-    def of(cls, params: PlannedSeqParams, tables: Any, mscale: float) -> _Rotating:
+    def from_params(cls, params: PlannedSeqParams, tables: Any, mscale: float) -> _RotaryParams:
         one = cls.__new__(cls)
         one.__dict__.update(params.__dict__)
         pair = tables if isinstance(tables, tuple) else (tables, tables)
-        gather = _same if params.has_axes else params.rotary_phases
+        gather = _identity if params.has_axes else params.rotary_phases
         one.phases = tuple(None if table is None else gather(table) for table in pair)  # type: ignore
         one.mscale = mscale
         return one
 
     def rotate(self, query: Tensor, key: Tensor, config: Any, cp_group: Any) -> tuple[Tensor, Tensor]:
-        """`[t, h, d]` queries and keys, turned to their positions by Megatron's own function."""
+        """Applies rotary positions to queries and keys, `[t, h, d]` each, by Megatron's own function."""
         turned = [
             x
             if phases is None
-            # As a batch of one sequence, whose n-th row has the n-th phase: no document boundaries are looked for.
+            # As a batch of one sequence, so that row n has phase n, and document boundaries are ignored.
             else apply_rotary_pos_emb(x.unsqueeze(1), phases, config, mscale=self.mscale, cp_group=cp_group).squeeze(1)
             for x, phases in zip((query, key), self.phases, strict=True)
         ]
         return turned[0], turned[1]
 
 
-def _same(table: Tensor) -> Tensor:
-    """Of positions of several axes, whose table Megatron makes anew for each batch, a row for each of its rows."""
+def _identity(table: Tensor) -> Tensor:
+    """Returns a table for positions of several axes, which Megatron makes for every batch with a row for each row."""
     return table
 
 
 class SelfAttention(megatron_attention.SelfAttention):
-    """Megatron's self-attention, whose rotary positions are those of the layout.
+    """Megatron's self-attention with the rotary positions of the layout.
 
-    Megatron finds positions in packed batches layer by layer, from lengths that it copies to the host, and for its own
-    zigzag only. Here the core attention turns queries and keys, by phases that were gathered once for the batch.
+    Megatron computes positions in packed batches in each layer, from lengths that it copies to the host, and for its
+    own zigzag only. Here the core attention rotates queries and keys, by phases that are gathered once for the batch.
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
         if config.qk_layernorm and not config.qk_l2_norm and submodules.q_layernorm is None and not HAVE_TE:
-            # Where the spec names none, Megatron takes Transformer Engine's.
+            # If the spec has no norm, Megatron takes Transformer Engine's.
             submodules = replace(submodules, q_layernorm=Norm, k_layernorm=Norm)
         super().__init__(config, submodules, *args, **kwargs)
 
@@ -243,15 +245,15 @@ class SelfAttention(megatron_attention.SelfAttention):
         inference_context: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """As Megatron's, with packed batches in any layout."""
+        """Calls Megatron's, with packed batches in any layout."""
         if packed_seq_params is not None and inference_context is None and packed_seq_params.qkv_format == "thd":
             packed = self.core_attention.planned(packed_seq_params)
             if self.config.mrope_section is not None and not packed.has_axes:
                 remedy = "Give megatron_cp.megatron.batch.shard_batch the batch's position_ids."
                 refuse("mrope_section", self.config.mrope_section, "batches with positions of several axes", remedy)
-            without = self.config.no_rope_freq  # layers whose positions Megatron leaves alone
+            without = self.config.no_rope_freq  # layers without rotary positions
             if rotary_pos_emb is not None and not (without and without[self.layer_number - 1]):
-                packed = _Rotating.of(packed, rotary_pos_emb, self._yarn_concentration_factor)
+                packed = _RotaryParams.from_params(packed, rotary_pos_emb, self._yarn_concentration_factor)
             packed_seq_params, rotary_pos_emb = packed, None
         return super().forward(
             hidden_states,
@@ -267,11 +269,11 @@ class SelfAttention(megatron_attention.SelfAttention):
 def _scheme(cp_comm_type: str | None, cp_size: int) -> str:
     if cp_comm_type is None or cp_size == 1:
         return "auto"
-    return require("scheme", spelled(cp_comm_type), name="--cp-comm-type")
+    return require("scheme", scheme_name(cp_comm_type), name="--cp-comm-type")
 
 
 def _search(config: Any, scheme: str) -> dict[str, Any]:
-    """How this layer's tiles are searched for; layers that assign none stand beside others that do."""
+    """Returns the options of the search for tiles, or none for a scheme without tiles, since other layers may have."""
     if not may_assign_tiles(scheme):
         return {}
     found = {"search_seconds": "cp_search", "search_cache": "cp_search_cache"}
@@ -279,7 +281,7 @@ def _search(config: Any, scheme: str) -> dict[str, Any]:
 
 
 def _refuse_unplannable(slot: AttentionSpec, cp_size: int) -> None:
-    """Refuses while the model is built what would be refused when the first batch is planned."""
+    """Plans a batch of one token, so that refusals are raised while the model is built."""
     flags = {
         "scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes", "mask": "window_size",
         "search_seconds": "cp_search", "search_cache": "cp_search_cache",
@@ -292,13 +294,13 @@ def _refuse_unplannable(slot: AttentionSpec, cp_size: int) -> None:
 
 
 def _ulysses_degree(config: Any, scheme: str) -> int | None:
-    """The ranks of one head exchange, the first of Megatron's hierarchical sizes; None for schemes that fix it."""
+    """Returns the number of ranks of a head exchange, the first hierarchical size; None if the scheme fixes it."""
     sizes = config.hierarchical_context_parallel_sizes
     return sizes[0] if sizes and scheme_named(scheme).is_product else None
 
 
 def _mask(config: Any, attn_mask_type: AttnMaskType, layer_number: int) -> str:
-    """The layer's mask as `Mask.named` spells it."""
+    """Returns the layer's mask, as `Mask.named` spells it."""
     is_causal = _CAUSAL[attn_mask_type]
     if not is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
         return "causal" if is_causal else "full"

@@ -1,4 +1,4 @@
-"""What our layers are: modules with a slot and a group, which find the plan of their batch and check its rows."""
+"""Base classes of our layers: modules with a spec and a group, which find their batch's plan and check its rows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class ContextParallelModule:
     """A module that runs its tokens over the ranks of the context-parallel group.
 
     Attributes:
-        config: Megatron's configuration, with our options or without.
-        slot: its kind of layer.
-        ranks: its context-parallel group.
+        config: Megatron's configuration, with or without our options.
+        slot: the module's kind of layer.
+        ranks: the module's context-parallel group.
     """
 
     config: Any
@@ -34,23 +34,23 @@ class ContextParallelModule:
     ranks: RankGroup
 
     def planned(self, packed_seq_params: PackedSeqParams) -> PlannedSeqParams:
-        """The packed batch with its plans, in the order that the configuration states for Megatron's own batches."""
+        """Returns the packed batch with its plans; the configuration has the order of Megatron's own batches."""
         return planned(packed_seq_params, self.ranks, getattr(self.config, "cp_packed_order", None))
 
     def agree(self, **settings: Any) -> None:
-        """Compares what the module fixes while it is built with the other ranks', so that no step has to.
+        """Compares the module's settings between ranks while it is built, so that no step has to.
 
         Raises:
-            CallMismatchError: another rank builds it in another way.
+            CallMismatchError: another rank builds it with other settings.
         """
         name = f"{type(self).__name__} {getattr(self, 'layer_number', '')}".rstrip()
         agree_on_layer(self.ranks, name, {"kind": self.slot, "type": self.config.params_dtype, **settings})
 
     def ranks_of(self, packed_seq_params: PackedSeqParams | None) -> RankGroup:
-        """The ranks that hold a batch: those of its own group, where it has one, or the layer's.
+        """Returns the ranks of a batch: its own group if it has one, else the layer's.
 
         Raises:
-            ArgumentError: a group of its own, with what the layer has to know of its group before there is a batch.
+            ArgumentError: the batch has its own group, and an option needs the group before there is a batch.
         """
         if not isinstance(packed_seq_params, PlannedSeqParams) or packed_seq_params.ranks is None:
             return self.ranks
@@ -63,10 +63,10 @@ class ContextParallelModule:
         return packed_seq_params.ranks
 
     def check_rows(self, rows: int, layout: Layout, ranks: RankGroup) -> None:
-        """Refuses tensors of other rows than those that this rank has of the batch.
+        """Refuses tensors whose number of rows is not that of this rank's share of the batch.
 
         Raises:
-            ArgumentError: which, by the name of what Megatron is given.
+            ArgumentError: the numbers differ, or quantized matrix products do not support them.
         """
         local = int(layout.row_counts[ranks.rank])
         if rows != local:
@@ -83,15 +83,15 @@ class LinearModule(ContextParallelModule):
     """A linear layer, whose rows are those of a packed batch or of whole sequences.
 
     Attributes:
-        kernel: what computes it, as the operations of `megatron_cp.linear` take it.
+        kernel: the `kernel` argument of the operations of `megatron_cp.linear`.
     """
 
     slot: LinearSpec
     kernel: str | LinearKernel = "auto"
-    _unpacked: BatchPlan | None = None  # of the latest shape of unpacked batches, which rarely changes
+    _unpacked: BatchPlan | None = None  # for the latest shape of unpacked batches, which rarely changes
 
     def packed_plan(self, packed_seq_params: PackedSeqParams | None, batch: int = 1) -> Plan | None:
-        """The plan for the packed documents; None for `batch` sequences side by side."""
+        """Returns the plan for packed documents, or None for `batch` sequences side by side."""
         if not is_packed(packed_seq_params, batch):
             return None
         assert packed_seq_params is not None
@@ -100,10 +100,10 @@ class LinearModule(ContextParallelModule):
         return plans.plan(self.slot)
 
     def plan_of(self, rows: int, batch: int, packed_seq_params: PackedSeqParams | None) -> Plan:
-        """The plan for `[rows, batch, ...]`: of the packed documents, or else of `batch` sequences in zigzag order.
+        """Returns the plan for `[rows, batch, ...]`: packed documents, or else `batch` sequences in zigzag order.
 
         Raises:
-            ArgumentError: a packed batch of several rows, or documents of another number of tokens.
+            ArgumentError: a packed batch with several sequences, or documents with another number of tokens.
         """
         plan = self.packed_plan(packed_seq_params, batch)
         refuse_other_means(self.config, packed_seq_params, self.ranks.size if plan is None else plan.layout.cp_size)
@@ -114,7 +114,7 @@ class LinearModule(ContextParallelModule):
             return plan
         if self.slot.mode == REDISTRIBUTE.name:
             refuse("linear_cp_mode", self.slot.mode, "headwise, chunkwise or auto for batches that are not packed", "")
-        slot = replace(self.slot, hidden_size=None, run=())  # a layer of its own: only packed batches are redistributed
+        slot = replace(self.slot, hidden_size=None, run=())  # no run: only packed batches are redistributed
         packing = Packing([rows * self.ranks.size] * batch)
         if self._unpacked is None or self._unpacked.layout.packing != packing:
             self._unpacked = BatchPlan(Layout.zigzag(packing, self.ranks.size), [slot])

@@ -1,4 +1,4 @@
-"""A layer's group, transport and codec, out of Megatron's process groups and configuration."""
+"""Reads a layer's group, transport and codec from Megatron's process groups and configuration."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron_cp.plan.transport import Transport, knows_hosts
 
 
 def cp_ranks(group: dist.ProcessGroup | None) -> RankGroup:
-    """Megatron's context-parallel group, which is None or of one rank where there is no context parallelism."""
+    """Returns Megatron's context-parallel group, or this rank only without context parallelism."""
     return as_rank_group(None, 1) if group is None or group.size() == 1 else TorchGroup(group)
 
 
 def transport_of(config: Any, ranks: RankGroup) -> Transport:
-    """The transport that the configuration names. Collective: once a layer, while the model is built."""
+    """Returns the transport that the configuration names. It is collective; call it while the model is built."""
     name = getattr(config, "cp_transport", "collective")
     return Transport(name, hosts_of(ranks)) if knows_hosts(name) else Transport.named(name)
 
 
 def codec_of(config: Any, ranks: RankGroup, *, exchanges: bool, how: str) -> str:
-    """The codec that the configuration names, for a layer that exchanges heads; else none, and a word about it."""
+    """Returns the configuration's codec if the layer exchanges heads; else "none", with a warning."""
     name: str = getattr(config, "cp_codec", "none")
     if exchanges or name == "none":
         return name

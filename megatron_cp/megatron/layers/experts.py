@@ -1,4 +1,4 @@
-"""Mixtures of experts over ranks that hold different numbers of tokens: routers that count all of them, and no pads."""
+"""Mixtures of experts over ranks with different numbers of tokens: routers that count all tokens, but no pads."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from megatron_cp.megatron.packed_seq_params import PlannedSeqParams
 
 
 class TopKRouter(megatron_router.TopKRouter):
-    """Megatron's router, whose auxiliary losses are those of one rank, however many tokens each rank has.
+    """Megatron's router with the auxiliary losses of one rank, for any numbers of tokens on the ranks.
 
-    Megatron takes the number of its own tokens for that of every rank of the tensor- and context-parallel group. Here
-    these are counted, which is one number to sum up for a layer; pad rows have no part in any loss or count.
+    Megatron assumes that every rank of the tensor- and context-parallel group has as many tokens as this one. Here the
+    tokens are counted, by one reduction of a number in each layer. Pad rows are in no loss and no count.
     """
 
-    _tokens: Tensor | None = None  # of all ranks, which the losses of this call are means over
+    _tokens: Tensor | None = None  # number of tokens on all ranks, over which the losses of this call are means
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """As Megatron's; with a mask, which has Megatron count the tokens that experts got, and not its rows."""
+        """Calls Megatron's with a mask, with which it counts the tokens of experts and not the rows."""
         if self.tp_cp_group.size() > 1:
             if padding_mask is None:
                 padding_mask = torch.zeros(logits.shape[:2], dtype=torch.bool, device=logits.device)
@@ -38,18 +38,18 @@ class TopKRouter(megatron_router.TopKRouter):
         return super().routing(logits, padding_mask)
 
     def has_losses(self) -> bool:
-        """Whether anything is trained beside the model's own loss."""
+        """True if there is a loss beside the model's own."""
         return self.config.moe_z_loss_coeff is not None or self.is_aux_loss_enabled()
 
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, reduce_group: Any,
         needs_dp_avg: bool = True, valid_token_count: Any = None,
     ) -> Tensor:  # fmt: skip
-        """As Megatron's, which multiplies by this number and the ranks: their product is the tokens of all ranks."""
+        """Calls Megatron's, which multiplies by the count and by the ranks, with the mean count of the ranks."""
         size = self.tp_cp_group.size()
         if size > 1:
             assert self._tokens is not None
-            # What Megatron passes here is its own tokens without a mask, and with one those of all ranks.
+            # Megatron passes the number of this rank's tokens without a mask, and that of all ranks with one.
             valid_token_count = self._tokens / size
         attached: Tensor = super().attach_and_log_load_balancing_loss(
             activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group, needs_dp_avg, valid_token_count
@@ -57,7 +57,7 @@ class TopKRouter(megatron_router.TopKRouter):
         return attached
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """As Megatron's: a mean over the tokens of all ranks, and not of the ranks' means."""
+        """Applies the z-loss as a mean over the tokens of all ranks, where Megatron takes the mean of ranks' means."""
         size, config = self.tp_cp_group.size(), self.config
         if size == 1 or not self.training or not torch.is_grad_enabled() or config.moe_z_loss_coeff is None:
             masked: Tensor = super().apply_z_loss(logits, padding_mask)
@@ -67,26 +67,26 @@ class TopKRouter(megatron_router.TopKRouter):
         if padding_mask is not None:
             squares = squares.masked_fill(padding_mask, 0)
         count = self._tokens.to(squares.dtype).clamp(min=1)
-        share = squares.sum() / count  # these add up to the mean
+        share = squares.sum() / count  # the shares of all ranks add up to the mean
         depths = config.mtp_num_layers or 0
         repeats = depths if self.is_mtp_layer and config.mtp_use_repeated_layer else 1
         get_moe_metrics_tracker().record(
             "z_loss", share.detach() * (size / repeats), self.layer_number + config.num_layers * self.is_mtp_layer,
             config.num_layers + depths, avg_group=self.tp_dp_cp_group,
         )  # fmt: skip
-        weight = count if self.calculate_per_token_loss else 1.0  # what Megatron divides gradients by, later
+        weight = count if self.calculate_per_token_loss else 1.0  # Megatron divides gradients by it later
         attached: Tensor = MoEAuxLossAutoScaler.apply(logits, share * config.moe_z_loss_coeff * weight)
         return attached
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         if padding_mask is not None:
-            # Megatron's would set a token's mask against an expert.
+            # Megatron's code would apply a token's mask to an expert.
             routing_map, padding_mask = routing_map & ~padding_mask[:, None], None
         super()._apply_expert_bias(routing_map, padding_mask)
 
 
-def with_our_router(mlp: Any) -> Any:
-    """What builds a layer's MLP, with our router where that is Megatron's layer of experts."""
+def replace_router(mlp: Any) -> Any:
+    """Returns the builder of a layer's MLP, with our router if it builds Megatron's layer of experts."""
     if not (isinstance(mlp, partial) and mlp.func is MoELayer):
         return mlp
     submodules = copy.copy(mlp.keywords["submodules"])
@@ -95,8 +95,8 @@ def with_our_router(mlp: Any) -> Any:
     return partial(mlp.func, *mlp.args, **{**mlp.keywords, "submodules": submodules})
 
 
-def without_pads(layer_class: type) -> type:
-    """A class of transformer layers that tells its experts which rows of a planned batch are pads."""
+def mask_pads(layer_class: type) -> type:
+    """Returns a class of transformer layers that passes a mask of pad rows to their experts."""
 
     def _forward_mlp(
         self: Any, hidden_states: Tensor, inference_context: Any = None, padding_mask: Any = None,
@@ -118,7 +118,7 @@ def without_pads(layer_class: type) -> type:
 
 
 def _pads(params: PlannedSeqParams, layer: Any, rows: int) -> Tensor | None:
-    """`[1, rows]`: which of this rank's rows are no token; None where no rank has such rows."""
+    """Returns bools `[1, rows]`, True for pad rows of this rank; None if no rank has any."""
     assert params.plans is not None
     assert params.positions is not None
     layout = params.plans.layout

@@ -1,4 +1,4 @@
-"""Gated DeltaNet for Megatron: its parameters and projections, our exchange and rule between them."""
+"""Gated DeltaNet for Megatron: Megatron's parameters and projections, with our exchange and rule between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet as MegatronGatedDelt
 from megatron.core.tensor_parallel import CheckpointWithoutOutput
 from torch import Tensor
 
-from megatron_cp.executor.trace import of_layer
+from megatron_cp.executor.trace import layer_operation
 from megatron_cp.linear.gated_delta_net import gated_delta_net
 from megatron_cp.megatron.layers.base import LinearModule
 from megatron_cp.megatron.layers.communication import codec_of, cp_ranks, transport_of
@@ -21,20 +21,20 @@ from megatron_cp.planner.capabilities import require
 
 
 class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
-    """Megatron's Gated DeltaNet with its context parallelism replaced.
+    """Megatron's Gated DeltaNet with our context parallelism.
 
-    The same parameters, names and checkpoints. Between the projections there is one collective in and one out, without
-    the gate, for any document lengths and any number of heads; nothing is read back to the host. Deterministic where
-    the kernel is, packed or not.
+    It has the same parameters, names and checkpoints. Between the projections it takes one collective before the rule
+    and one after, without the gate, for any document lengths and any number of heads. It never waits for the device,
+    and is deterministic if the kernel is, packed or not.
 
     Raises:
-        ArgumentError: what this cannot compute exactly, named as Megatron's flag; raised while the model is built.
+        ArgumentError: an option that is not supported exactly, by Megatron's flag, while the model is built.
     """
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         refuse_unsupported(config)
         check_comm_type(config, kwargs.get("cp_comm_type"), "Gated DeltaNet")
-        with gated_delta_net_without_fla():  # its kernels are not what runs here
+        with gated_delta_net_without_fla():  # fla's kernels are not called by Megatron's code here
             super().__init__(config, *args, **kwargs)
         if self.activation not in ("silu", "swish"):
             refuse("activation_func", self.activation, "silu", "The convolution's activation is silu.")
@@ -71,28 +71,20 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
         inference_params: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """`[t, b, hidden]` rows of this rank to `[t, b, hidden]` and a bias; b is 1 for packed batches."""
+        """Returns `[t, b, hidden]` and a bias for this rank's rows `[t, b, hidden]`; b is 1 for packed batches."""
         if inference_context is not None or inference_params is not None:
             raise NotImplementedError("Gated DeltaNet has no inference in Megatron-Core 0.19")
         projected, _ = self.in_proj(hidden_states)
         rows, batch, _ = projected.shape
         plan = self.plan_of(rows, batch, packed_seq_params)
-        # One document after another: the same memory for a batch of one.
+        # Sequences are put end to end, which is a view for a batch of one.
         flat = projected.transpose(0, 1).reshape(rows * batch, -1)
         qk, v, heads = self.qk_dim_local_tp, self.v_dim_local_tp, self.num_v_heads_local_tp
         qkv, gate, beta, alpha = flat.split([2 * qk + v, v, heads, heads], dim=-1)
-        out: Tensor = of_layer(self.layer_number, gated_delta_net)(
-            qkv,
-            beta,
-            alpha,
-            plan,
-            self.ranks_of(packed_seq_params),
-            conv=self.conv1d.weight,
-            conv_bias=self.conv1d.bias,
-            A_log=self.A_log,
-            dt_bias=self.dt_bias,
-            kernel=self.kernel,
-        )
+        out: Tensor = layer_operation(self.layer_number, gated_delta_net)(
+            qkv, beta, alpha, plan, self.ranks_of(packed_seq_params), conv=self.conv1d.weight,
+            conv_bias=self.conv1d.bias, A_log=self.A_log, dt_bias=self.dt_bias, kernel=self.kernel,
+        )  # fmt: skip
         checkpoint = CheckpointWithoutOutput(fp8=None) if self.recompute_norm_out else None
 
         def gated_norm(out: Tensor, gate: Tensor) -> Tensor:
@@ -106,10 +98,10 @@ class GatedDeltaNet(MegatronGatedDeltaNet, LinearModule):
         return out, bias
 
     def _sum_norm_gradients_over_tp(self) -> None:
-        """The norm's weight is one for all heads, and a tensor-parallel rank sees its own heads only.
+        """Sums the gradients of the norm's weight, which all heads share, over the tensor-parallel ranks.
 
-        Megatron sums such gradients over the tensor-parallel group with sequence parallelism alone; elsewhere its ranks
-        drift apart. Its `finalize_model_grads` averages what is marked, so each rank gives its share times their count.
+        Megatron sums such gradients with sequence parallelism only; otherwise its ranks' weights diverge. Its
+        `finalize_model_grads` averages marked gradients, so each rank's share is multiplied by the number of ranks.
         """
         for weight in self.out_norm.parameters():
             weight.average_gradients_across_tp_domain = True

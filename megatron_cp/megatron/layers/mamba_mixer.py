@@ -1,4 +1,4 @@
-"""Mamba-2's mixer for Megatron: its parameters and projections, our exchange and scan between them."""
+"""Mamba-2's mixer for Megatron: Megatron's parameters and projections, with our exchange and scan between them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm import mamba_mixer
 from torch import Tensor
 
-from megatron_cp.executor.trace import of_layer
+from megatron_cp.executor.trace import layer_operation
 from megatron_cp.extras import install
 from megatron_cp.linear.mamba2 import mamba2_mixer
 from megatron_cp.megatron.layers.base import LinearModule
@@ -24,14 +24,14 @@ from megatron_cp.planner.capabilities import require
 
 
 class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
-    """Megatron's Mamba-2 mixer with its context parallelism replaced.
+    """Megatron's Mamba-2 mixer with our context parallelism.
 
-    The same parameters, names and checkpoints. Between the projections there is one collective in and one out, without
-    the gate, for any document lengths and any number of heads and groups. Documents are told apart by the plan, so a
-    packed batch needs no `total_tokens`. Neither mamba_ssm nor causal_conv1d is needed to train.
+    It has the same parameters, names and checkpoints. Between the projections it takes one collective before the scan
+    and one after, without the gate, for any document lengths and any number of heads and groups. The plan has the
+    documents, so a packed batch needs no `total_tokens`. Training needs neither mamba_ssm nor causal_conv1d.
 
     Raises:
-        ArgumentError: what this cannot compute exactly, named as Megatron's flag; raised while the model is built.
+        ArgumentError: an option that is not supported exactly, by Megatron's flag, while the model is built.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
         check_comm_type(config, _scheme(config, layer_number), "Mamba")
         for error in unsupported_mamba(config):
             raise error
-        # Megatron's own exchange, which this replaces, asserts what its ranks can divide.
+        # Megatron's own exchange, which is not used here, asserts that sizes are multiples of the number of ranks.
         alone = copy.copy(pg_collection)
         alone.cp = OneRank()
-        with mamba_mixer_without_its_kernels():  # nor are those what runs here
+        with mamba_mixer_without_its_kernels():  # Megatron's kernels are not called here
             super().__init__(config, *args, layer_number=layer_number, pg_collection=alone, **kwargs)
         self.pg_collection = pg_collection
         self.ranks = cp_ranks(pg_collection.cp)
@@ -73,28 +73,20 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
         inference_params: Any = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """`[t, b, hidden]` rows of this rank to `[t, b, hidden]` and a bias; b is 1 for packed batches."""
+        """Returns `[t, b, hidden]` and a bias for this rank's rows `[t, b, hidden]`; b is 1 for packed batches."""
         if inference_context is not None or inference_params is not None:
             return self._infer(hidden_states, inference_context, inference_params, packed_seq_params)
         projected, _ = self.in_proj(hidden_states)
         rows, batch, _ = projected.shape
         plan = self.plan_of(rows, batch, packed_seq_params)
-        # One document after another: the same memory for a batch of one.
+        # Sequences are put end to end, which is a view for a batch of one.
         flat = projected.transpose(0, 1).reshape(rows * batch, -1)
         inner, heads = self.d_inner_local_tp, self.nheads_local_tp
         z, xBC, dt = flat.split([inner, flat.shape[1] - inner - heads, heads], dim=-1)  # noqa: N806 - Mamba's names
-        out: Tensor = of_layer(self.layer_number, mamba2_mixer)(
-            xBC,
-            dt,
-            plan,
-            self.ranks_of(packed_seq_params),
-            conv=self.conv1d_weight,
-            conv_bias=self.conv1d_bias,
-            A_log=self.A_log,
-            D=self.D,
-            dt_bias=self.dt_bias,
-            kernel=self.kernel,
-        ).flatten(1)
+        out: Tensor = layer_operation(self.layer_number, mamba2_mixer)(
+            xBC, dt, plan, self.ranks_of(packed_seq_params), conv=self.conv1d_weight, conv_bias=self.conv1d_bias,
+            A_log=self.A_log, D=self.D, dt_bias=self.dt_bias, kernel=self.kernel,
+        ).flatten(1)  # fmt: skip
         gated = self.norm(out, z) if self.rmsnorm else silu_gated(out, z).to(out.dtype)
         out, bias = self.out_proj(gated.view(batch, rows, -1).transpose(0, 1).contiguous())
         return out, bias
@@ -102,7 +94,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
     def _infer(
         self, hidden_states: Tensor, context: Any, params: Any, packed_seq_params: PackedSeqParams | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Megatron's inference, which is of one context-parallel rank and needs mamba_ssm."""
+        """Runs Megatron's inference, which needs one context-parallel rank and mamba_ssm."""
         if self.ranks.size > 1:
             raise NotImplementedError("Mamba has inference at --context-parallel-size 1 alone")
         if not mamba_mixer.HAVE_MAMBA_SSM:
@@ -114,7 +106,7 @@ class MambaMixer(mamba_mixer.MambaMixer, LinearModule):
 
 
 def _scheme(config: Any, layer_number: int | None) -> str | None:
-    """The layer's `--cp-comm-type`, as Megatron's transformer layers choose it."""
+    """Returns the layer's `--cp-comm-type`, chosen as in Megatron's transformer layers."""
     given: Any = config.cp_comm_type
     chosen: str | None = given[(layer_number or 1) - 1] if isinstance(given, list) else given
     return chosen

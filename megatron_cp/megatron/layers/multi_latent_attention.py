@@ -1,7 +1,7 @@
-"""Multi-latent attention for Megatron: its layers, with rotary positions under any layout and values of their own size.
+"""Multi-latent attention for Megatron, with rotary positions under any layout and values of a size of their own.
 
-Keys and values are made from a latent of each token (DeepSeek-V2, arXiv 2405.04434). Rotary positions are turned inside
-Megatron's layer, into a part of each head, so they are given to it here, where `SelfAttention` turns afterwards.
+Keys and values are made from a latent of each token (DeepSeek-V2, arXiv 2405.04434). Megatron's layer applies rotary
+positions itself, to a part of each head, so that the phases are passed to it; `SelfAttention` applies them later.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _ROTARY_SETTINGS = (
 
 
 class _Rotary(nn.Module):
-    """Megatron's rotary embedding, which has a length for its argument; here that may be a microbatch with plans.
+    """Megatron's rotary embedding, called with a length, or with the `PlannedSeqParams` of a microbatch.
 
-    Then its rows are those of this rank's positions, found once a microbatch for all layers, although Megatron gives
-    every layer an embedding of its own. It has no state in checkpoints.
+    With a microbatch its rows are those of this rank's positions, gathered once for all layers, although every layer
+    has an embedding of its own in Megatron. It has no state in checkpoints.
     """
 
     def __init__(self, embedding: Any, config: Any) -> None:
@@ -46,19 +46,19 @@ class _Rotary(nn.Module):
         self.settings = ("rotary", *(getattr(config, name) for name in _ROTARY_SETTINGS))
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden_states: Tensor, config: Any, params: Any) -> Any:
-        """What `forward` is called with: `params` where they are planned, else Megatron's length."""
+        """Returns the argument of `forward`: `params` if they are planned, else Megatron's length."""
         if isinstance(params, PlannedSeqParams):
             return params
         return self.embedding.get_rotary_seq_len(context, block, hidden_states, config, params)
 
     def forward(self, length: int | PlannedSeqParams, packed_seq: bool = False) -> Any:
-        """`[t, 1, d]` angles of the rows of a microbatch, or Megatron's of a length; for yarn with its factor."""
+        """Returns angles `[t, 1, d]` for a microbatch's rows, or Megatron's for a length; for YaRN with its factor."""
         if isinstance(length, PlannedSeqParams):
             params = length
-            return params.remember(self.settings, lambda: self._of(params))
+            return params.remember(self.settings, lambda: self._gather(params))
         return self.embedding(length, packed_seq=packed_seq)
 
-    def _of(self, params: PlannedSeqParams) -> Any:
+    def _gather(self, params: PlannedSeqParams) -> Any:
         assert params.positions is not None
         found = self.embedding(max(params.max_seqlen_q, params.max_seqlen_kv), packed_seq=True)
         if isinstance(found, tuple):
@@ -67,12 +67,13 @@ class _Rotary(nn.Module):
         return found.index_select(0, params.positions).squeeze(1)
 
 
-class _OverRanks(megatron_mla.MLASelfAttention):
-    """What our two classes change in Megatron's two.
+class _ParallelMLA(megatron_mla.MLASelfAttention):
+    """The changes that our two classes share.
 
     Attributes:
-        core_attention: gets the heads' keys and values, which Megatron's layer makes before it: with h heads of sizes
-            k and v, `h * (k + v)` elements travel where `kv_lora_rank + qk_pos_emb_head_dim` of the latent would do.
+        core_attention: the core attention, which gets the heads' keys and values from Megatron's layer: with h heads of
+            sizes k and v, `h * (k + v)` elements a token are sent, where `kv_lora_rank + qk_pos_emb_head_dim` elements
+            of the latent would suffice.
     """
 
     def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
@@ -83,11 +84,11 @@ class _OverRanks(megatron_mla.MLASelfAttention):
         self.rotary_pos_emb = _Rotary(own, config)
         if config.q_lora_rank is not None and not config.sequence_parallel:
             for weight in self.q_layernorm.parameters():
-                # Every tensor-parallel rank has its whole gradient, which Megatron would sum, as of norms of heads.
+                # Every tensor-parallel rank has the whole gradient, which Megatron would sum as for norms of heads.
                 weight.average_gradients_across_tp_domain = True
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Megatron's linear layers and norms; torch's norms where it would take Transformer Engine's without asking."""
+        """Returns Megatron's linear layers and norms, with torch's norms where it would take Transformer Engine's."""
         if HAVE_TE:
             found: dict[str, Any] = super()._resolve_qk_norm_config(submodules)
             return found
@@ -98,18 +99,18 @@ class _OverRanks(megatron_mla.MLASelfAttention):
         return dict(QKNormConfigResolver(config, submodules).resolve())
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """The latents, of which the keys' rotary part gets the gradients of the heads of all tensor-parallel ranks.
+        """Returns the latents; the keys' rotary part gets the gradients of all tensor-parallel ranks' heads.
 
-        In Megatron's layer a rank has its own heads' alone, but for Transformer Engine's layers with sequence
-        parallelism; elsewhere ranks drift apart, or learn from a part of the heads.
+        In Megatron's layer a rank has the gradients of its own heads only, except for Transformer Engine's layers with
+        sequence parallelism. Otherwise its ranks' weights diverge, or learn from a part of the heads.
         """
         queries, keys = super()._qkv_down_projection(hidden_states)
         if self.world_size == 1:
             return queries, keys
         latent_size, rotary_size = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
-        if keys.size(-1) != latent_size + rotary_size:  # Megatron's own linear layers have a share of the columns
+        if keys.size(-1) != latent_size + rotary_size:  # Megatron's own linear layers return a share of the columns
             keys = gather_from_tensor_model_parallel_region(keys, group=self.tp_group)
-            if self.config.sequence_parallel:  # gathered again by Megatron's layer, which then sums the gradients
+            if self.config.sequence_parallel:  # Megatron's layer gathers them again, and then sums the gradients
                 keys = scatter_to_sequence_parallel_region(keys, group=self.tp_group)
         if not self.config.sequence_parallel:
             latent, rotary = keys.split([latent_size, rotary_size], dim=-1)
@@ -125,9 +126,9 @@ class _OverRanks(megatron_mla.MLASelfAttention):
         inference_context: Any = None,
         **others: Any,
     ) -> tuple[Tensor, ...]:
-        """As Megatron's, with packed batches in any layout: `[t, h, k]`, `[t, h, k]`, `[t, h, v]` and the latents."""
+        """Returns `[t, h, k]`, `[t, h, k]`, `[t, h, v]` and the latents, for packed batches in any layout."""
         if packed_seq_params is not None and inference_context is None and packed_seq_params.qkv_format == "thd":
-            # One row after another, each with its own angles: no document boundaries are looked for.
+            # In this format Megatron ignores document boundaries, and every row has its own angles.
             packed = self.core_attention.planned(packed_seq_params)
             shares = self.tp_group.size() if self.config.sequence_parallel else 1
             self.core_attention.check_rows(
@@ -155,22 +156,17 @@ class _OverRanks(megatron_mla.MLASelfAttention):
         attn_mask_type: AttnMaskType | None = None,
         **others: Any,
     ) -> Tensor:
-        """The core attention, without Megatron's padding of the values of packed batches to the size of keys."""
+        """Runs the core attention without Megatron's padding of packed batches' values to the size of keys."""
         out: Tensor = self.core_attention(
-            query,
-            key,
-            value,
-            attention_mask,
-            packed_seq_params=packed_seq_params,
-            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type,
-            **others,
-        )
+            query, key, value, attention_mask, packed_seq_params=packed_seq_params,
+            attn_mask_type=self.attn_mask_type if attn_mask_type is None else attn_mask_type, **others,
+        )  # fmt: skip
         return out
 
 
-class MLASelfAttention(_OverRanks):
-    """Megatron's multi-latent self-attention, whose rotary positions are those of the layout."""
+class MLASelfAttention(_ParallelMLA):
+    """Megatron's multi-latent self-attention with the rotary positions of the layout."""
 
 
-class FusedMLASelfAttention(_OverRanks, megatron_mla.FusedMLASelfAttention):
-    """Megatron's, likewise, with one projection down to both latents (`--mla-down-proj-fusion`)."""
+class FusedMLASelfAttention(_ParallelMLA, megatron_mla.FusedMLASelfAttention):
+    """Megatron's multi-latent self-attention with one projection to both latents (`--mla-down-proj-fusion`)."""

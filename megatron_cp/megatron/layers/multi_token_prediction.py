@@ -1,4 +1,4 @@
-"""Multi-token prediction over the ranks: what is ahead of a token comes from the batch, whoever holds it."""
+"""Multi-token prediction over ranks: the tokens ahead of a token come from the batch, on whichever rank they are."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _REMEDY = "Shard the batch with megatron_cp.megatron.batch.shard_batch, which ha
 
 
 class MultiTokenPredictionLayer(megatron_mtp.MultiTokenPredictionLayer):
-    """Megatron's layer of one depth, whose tokens ahead come from the batch that `shard_batch` made.
+    """Megatron's layer of one depth, with the tokens ahead from the batch that `shard_batch` made.
 
-    No rank is asked for them, none is taken from another document, and the layout may be any.
+    It takes no communication, never reads tokens of another document, and supports any layout.
 
     Raises:
-        ArgumentError: in `forward`, on several ranks, a batch that `shard_batch` did not make.
+        ArgumentError: in `forward`, on several ranks, for a batch that `shard_batch` did not make.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        exchange_multi_token_prediction(process_mtp_loss, refused_roll)
+        exchange_multi_token_prediction(process_mtp_loss, roll_tensor_checked)
         super().__init__(*args, **kwargs)
 
     def _get_embeddings(
@@ -48,15 +48,15 @@ class MultiTokenPredictionLayer(megatron_mtp.MultiTokenPredictionLayer):
         if self.config.mtp_detach_heads:
             decoder_input = decoder_input.detach()
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
-        hidden_states.requires_grad_(True)  # what is recomputed needs one input that does
+        hidden_states.requires_grad_(True)  # recomputation needs one input that requires gradients
         return ahead.tokens, ahead.position_ids, padding_mask, decoder_input, hidden_states
 
 
 def _has_stream(params: Any, cp_group: Any) -> bool:
-    """Whether the batch knows what is ahead.
+    """True if the batch has the tokens ahead.
 
     Raises:
-        ArgumentError: it does not, and some of it is on other ranks.
+        ArgumentError: it does not, and there are several ranks.
     """
     if isinstance(params, PlannedSeqParams) and params.stream is not None:
         return True
@@ -66,8 +66,8 @@ def _has_stream(params: Any, cp_group: Any) -> bool:
 
 
 def _depth(input_ids: Tensor, params: PlannedSeqParams, deepest: int) -> int:
-    """How many places ahead these tokens are: the batch's own, or what a layer before returned."""
-    known = (places for places in range(1, deepest) if params.has_looked(places))
+    """Returns how many places ahead `input_ids` are: 0 for the batch's own, more for those that a layer returned."""
+    known = (places for places in range(1, deepest) if params.has_rows_ahead(places))
     return next((places for places in known if params.ahead(places).tokens.data_ptr() == input_ids.data_ptr()), 0)
 
 
@@ -87,17 +87,17 @@ def process_mtp_loss(
     scale_logits_fn: Callable[[Tensor], Tensor] | None = None,
     input_ids: Tensor | None = None,
 ) -> Tensor:
-    """The decoder's hidden states, with the losses of all depths hung on to their gradient.
+    """Returns the decoder's hidden states, to whose gradient the losses of all depths are attached.
 
-    In place of Megatron's function. For batches of `shard_batch` labels and weights are the batch's, whatever the model
-    was called with, and a depth's loss is divided by the weight of its labels on all ranks of the group: its mean on
-    one rank.
+    It replaces Megatron's function, and calls it for other batches. For batches of `shard_batch` the labels and weights
+    are the batch's, and the arguments of the model are ignored. A depth's loss is divided by the weight of its labels
+    on all ranks of the group, so that it is the mean of one rank.
 
     Args:
-        hidden_states: `[(1 + depths) * t, 1, h]`, the decoder's and then each depth's.
+        hidden_states: `[(1 + depths) * t, 1, h]`, the decoder's hidden states and then those of each depth.
     """
     if not _has_stream(packed_seq_params, cp_group):
-        return _theirs(
+        return _megatron_loss(
             hidden_states, labels, loss_mask, output_layer, output_weight, runtime_gather_output, is_training,
             compute_language_model_loss, config, cp_group, tp_group, packed_seq_params, scale_logits_fn, input_ids,
         )  # fmt: skip
@@ -118,7 +118,7 @@ def process_mtp_loss(
                 logits, ahead.labels, ahead.loss_weights, output_layer, runtime_gather_output, tp_group
             )
             _log(losses.sum() * (cp_size / count), guessed, depth, depths)
-        # Megatron divides the sum of all gradients by the batch's tokens, or takes the mean over the ranks.
+        # Megatron later divides the sum of all gradients by the batch's tokens, or takes the mean over the ranks.
         share = whole / count if config.calculate_per_token_loss else cp_size / count
         scale = config.mtp_loss_scaling_factor / depths * share
         hidden_states = megatron_mtp.MTPLossAutoScaler.apply(hidden_states, losses * scale)
@@ -126,25 +126,25 @@ def process_mtp_loss(
 
 
 def _log(loss: Tensor, guessed: tuple[Tensor, Tensor], depth: int, depths: int) -> None:
-    """Notes a depth's loss, which Megatron averages over the ranks, and how many labels were the likeliest, of all."""
+    """Logs a depth's loss, which Megatron averages over the ranks, and the counts of right guesses and of labels."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     megatron_mtp.MTPLossLoggingHelper.save_metrics_to_tracker(loss, *guessed, depth, depths, avg_group=group)
 
 
-def refused_roll(
+def roll_tensor_checked(
     tensor: Tensor | None, shifts: int = -1, dims: int = -1, cp_group: Any = None, packed_seq_params: Any = None
 ) -> Any:
-    """Megatron's `roll_tensor`, which on several ranks knows its own order of tokens alone.
+    """Calls Megatron's `roll_tensor`, which on several ranks supports its own order of tokens only.
 
     Raises:
-        ArgumentError: on several ranks, a batch with plans.
+        ArgumentError: the batch has plans for several ranks.
     """
     plans = packed_seq_params.plans if isinstance(packed_seq_params, PlannedSeqParams) else None
     if plans is not None and plans.layout.cp_size > 1:
         remedy = "Build them by megatron_cp.megatron.specs.gpt_mtp_block_spec."
         raise ArgumentError("mtp_block_spec", "layers of Megatron's own", "layers of ours under a plan", remedy)
-    return _their_roll(tensor, shifts, dims, cp_group, packed_seq_params)
+    return _megatron_roll(tensor, shifts, dims, cp_group, packed_seq_params)
 
 
-_theirs: Callable[..., Tensor] = megatron_mtp.process_mtp_loss
-_their_roll: Callable[..., tuple[Tensor, Tensor]] = megatron_mtp.roll_tensor
+_megatron_loss: Callable[..., Tensor] = megatron_mtp.process_mtp_loss
+_megatron_roll: Callable[..., tuple[Tensor, Tensor]] = megatron_mtp.roll_tensor

@@ -1,4 +1,4 @@
-"""Norms where Megatron's own refuse to be built, or are mamba_ssm's."""
+"""Norms for the cases in which Megatron's own refuse to be built, or are mamba_ssm's."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megatron_cp.linear.gates.tensors import has_kernels
 
 
 class Norm:
-    """torch's norm as Megatron wraps it, also under sequence parallelism and for any spec that asks."""
+    """torch's norm as Megatron wraps it, also under sequence parallelism and for any spec."""
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **others: Any) -> Any:
         plain = copy.copy(config)
-        plain.sequence_parallel = False  # the wrapper refuses it, although marking the weights is all that it takes
+        plain.sequence_parallel = False  # the wrapper refuses it, although it only requires marking the weights
         norm = WrappedTorchNorm(plain, hidden_size, eps, **others)
         for weight in norm.parameters():
             weight.sequence_parallel = config.sequence_parallel
@@ -31,9 +31,9 @@ class Norm:
 
 
 class GatedRMSNorm(nn.Module):
-    """`weight * y / rms(y)` in groups of features, with y = x silu(z): Megatron's `ExtendedRMSNorm`.
+    """Megatron's `ExtendedRMSNorm`: `weight * y / rms(y)` in groups of features, with y = x silu(z).
 
-    On CUDA with mamba_ssm's kernel where that is installed, else with ours; elsewhere with torch.
+    On CUDA it uses mamba_ssm's kernel if that is installed, else ours; elsewhere it uses torch.
     """
 
     tp_group: Any
@@ -66,7 +66,7 @@ class GatedRMSNorm(nn.Module):
         return (groups.flatten(-2) * self.weight).to(x.dtype)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The weight, of which every tensor-parallel rank has its share."""
+        """Returns the weight, of which every tensor-parallel rank has a share."""
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -79,7 +79,7 @@ class GatedRMSNorm(nn.Module):
 
 
 def silu_gated(x: Tensor, z: Tensor) -> Tensor:
-    """`x silu(z)`, in float32 at least."""
+    """Computes `x silu(z)` in at least float32."""
     return x.to(_acc_dtype(x)) * silu(z.to(_acc_dtype(x)))
 
 

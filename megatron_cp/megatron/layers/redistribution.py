@@ -1,8 +1,8 @@
-"""Runs of linear layers, and the redistribution of hidden states around them.
+"""Redistributes hidden states around runs of linear layers.
 
-A run is a stretch of a stack's layers in which no token sees another but through linear layers: those and the MLPs
-between them. Where the plan says so, hidden states are moved to contiguous ranges where a run begins and back where it
-ends. A stack is that of one pipeline stage, so no run crosses stages.
+A run is a sequence of a stack's layers that mix tokens by linear layers only: linear layers and the MLPs between them.
+If the plan requires it, hidden states are moved to contiguous ranges before a run and back after it. A stack belongs to
+one pipeline stage, so runs do not cross stages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.relayout import relayout
-from megatron_cp.executor.trace import of_layer
+from megatron_cp.executor.trace import layer_operation
 from megatron_cp.layout import Layout
 from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
 from megatron_cp.megatron.layers.refusals import refuse
@@ -26,7 +26,7 @@ from megatron_cp.planner.batch import LinearSpec
 
 
 def arrange_runs(layers: Iterable[nn.Module], config: Any) -> None:
-    """Tells the linear layers of a built stack their runs, and redistributes hidden states at the runs' edges."""
+    """Tells the linear layers of a built stack their runs, and adds the hooks that redistribute hidden states."""
     for has_linear, run in itertools.groupby(layers, key=lambda layer: not _attends(layer)):
         if has_linear:
             members = list(run)
@@ -43,13 +43,13 @@ def arrange_run(
     slots: Sequence[LinearSpec],
     config: Any,
 ) -> None:
-    """Arranges one run, or what is built of it so far.
+    """Arranges one run, or the part of it that is built so far.
 
     Args:
-        first, last: its first and its last layer; None where that is built elsewhere.
+        first, last: the run's first and last layer; None for a layer that is built elsewhere.
         linear: the linear layers' modules.
-        slots: of all linear layers of the run.
-        config: of the model.
+        slots: the specs of all linear layers of the run.
+        config: the model's configuration.
     """
     if config.context_parallel_size == 1:
         return
@@ -60,20 +60,20 @@ def arrange_run(
         return
     for module in linear:
         module.slot = replace(module.slot, hidden_size=config.hidden_size, run=tuple(slots))
-    edges = _Edges(linear[0])
+    hooks = _RunHooks(linear[0])
     if first is not None:
-        first.register_forward_pre_hook(edges.enter, with_kwargs=True)
+        first.register_forward_pre_hook(hooks.redistribute, with_kwargs=True)
     if last is not None:
-        last.register_forward_hook(edges.leave, with_kwargs=True)
+        last.register_forward_hook(hooks.restore, with_kwargs=True)
 
 
-class _Edges:
+class _RunHooks:
     """The hooks of a run's first and last layer."""
 
     def __init__(self, linear: LinearModule) -> None:
         self.linear = linear
 
-    def enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def redistribute(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Moves the hidden states to the run's layout."""
         hidden = args[0] if args else kwargs["hidden_states"]
         plan = self._plan(kwargs, hidden)
@@ -91,8 +91,8 @@ class _Edges:
         hidden = self._moved(layer, hidden, plan, plan.hidden_layout, plan.layout, ranks)
         return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
-    def leave(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
-        """Moves them back."""
+    def restore(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        """Moves the hidden states back to the layout outside of the run."""
         hidden, *rest = (out,) if isinstance(out, Tensor) else out
         plan = self._plan(kwargs, hidden)
         if plan is None or plan.hidden_layout is None:
@@ -104,17 +104,17 @@ class _Edges:
     def _moved(
         self, layer: nn.Module, hidden: Tensor, plan: Plan, source: Layout, target: Layout, ranks: RankGroup
     ) -> Tensor:
-        move = of_layer(getattr(layer, "layer_number", None), relayout)
+        move = layer_operation(getattr(layer, "layer_number", None), relayout)
         moved: Tensor = move(hidden, source, target, ranks, transport=plan.transport)
         return moved
 
     def _plan(self, kwargs: dict[str, Any], hidden: Tensor) -> Plan | None:
-        """Of the run's linear layers; None for batches that are not packed, which are never redistributed."""
+        """Returns the plan of the run's linear layers; None for unpacked batches, which are never redistributed."""
         return self.linear.packed_plan(kwargs.get("packed_seq_params"), hidden.shape[1])
 
 
 def _attends(layer: nn.Module) -> bool:
-    """Whether tokens see one another in other ways than through a linear layer."""
+    """True if the layer mixes tokens by other modules than linear layers."""
     return any(
         isinstance(module, ContextParallelModule) and not isinstance(module, LinearModule) for module in layer.modules()
     )

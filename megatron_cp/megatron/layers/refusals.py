@@ -1,4 +1,4 @@
-"""What our layers refuse while a model is built, by the names of Megatron's flags."""
+"""Refusals of our layers while a model is built, by the names of Megatron's flags."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def refuse(argument: str, given: object, allowed: str, remedy: str) -> None:
 
 
 def refuse_feature(feature: str, given: object, allowed: str, *, flag: str | None = None) -> None:
-    """`refuse` with what the capability table says about the feature; the flag is called like it, or `flag`."""
-    raise _of_feature(feature, given, allowed, flag=flag)
+    """Raises an `ArgumentError` with the capability table's remark on a feature; the flag is its name, or `flag`."""
+    raise _feature_error(feature, given, allowed, flag=flag)
 
 
 def check_comm_type(config: Any, cp_comm_type: str | None, layer: str) -> None:
-    """Says that keys do not travel between linear layers: an error where a list asks it of one, else a warning."""
+    """Refuses a scheme that sends keys for a linear layer: an error if a list names it, else a warning."""
     if config.context_parallel_size == 1 or cp_comm_type in (None, DEFAULT.name, AUTO):
         return
     remedy = f"{layer} has no keys to pass on: --linear-cp-mode says how it is spread"
@@ -38,8 +38,8 @@ def check_comm_type(config: Any, cp_comm_type: str | None, layer: str) -> None:
 
 
 def refuse_other_means(config: Any, params: PackedSeqParams | None, cp_size: int) -> None:
-    """A mean of the ranks' means, where nobody says that the batch's loss is the mean of one rank."""
-    if cp_size == 1 or config.calculate_per_token_loss or getattr(params, "mean_is_of_all_ranks", False):
+    """Refuses Megatron's mean of the ranks' means, unless the batch's loss is known to be the mean of one rank."""
+    if cp_size == 1 or config.calculate_per_token_loss or getattr(params, "has_global_mean", False):
         return
     remedy = (
         "Ranks hold different numbers of tokens and of labels: a mean of their means is another loss. Without the flag"
@@ -49,7 +49,7 @@ def refuse_other_means(config: Any, params: PackedSeqParams | None, cp_size: int
 
 
 def alignment_of(config: Any) -> int:
-    """What a rank's number of rows has to be a multiple of, by the flags."""
+    """Returns the number of which every rank's number of rows must be a multiple, by the flags."""
     tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     if config.fp8:
         return tensor_ranks * get_fp8_align_size(config.fp8_recipe)
@@ -57,7 +57,7 @@ def alignment_of(config: Any) -> int:
 
 
 def refuse_unaligned(config: Any, rows: int) -> None:
-    """Rows that quantized matrix products cannot take: Transformer Engine would stop at the first linear layer."""
+    """Refuses numbers of rows that quantized matrix products do not support, at which Transformer Engine would fail."""
     if not (config.fp8 or config.fp4) or rows % alignment_of(config) == 0:
         return
     flag, given = ("--fp8-format", config.fp8) if config.fp8 else ("--fp4-format", config.fp4)
@@ -67,13 +67,13 @@ def refuse_unaligned(config: Any, rows: int) -> None:
 
 
 def refuse_unsupported(config: Any) -> None:
-    """What no layer here can do: under context parallelism, or where batches and ranks differ in numbers of tokens."""
+    """Refuses options that no layer supports under context parallelism, or with varying numbers of tokens."""
     for error in unsupported(config):
         raise error
 
 
 def unsupported(config: Any) -> Iterator[ArgumentError]:
-    """All that `refuse_unsupported` raises the first of; of a configuration, or what has its names."""
+    """Yields the errors for a configuration, or an object with its names; `refuse_unsupported` raises the first."""
     if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
         yield ArgumentError(
             "variable_seq_lengths",
@@ -83,18 +83,18 @@ def unsupported(config: Any) -> Iterator[ArgumentError]:
             " megatron_cp.megatron.config.TransformerConfig does.",
         )
     if getattr(config, "cuda_graph_impl", "none") != "none":
-        yield _of_feature("cuda_graph_impl", config.cuda_graph_impl, "none")
+        yield _feature_error("cuda_graph_impl", config.cuda_graph_impl, "none")
     if getattr(config, "hybrid_context_parallel", False):
-        yield _of_feature("hybrid_context_parallel", True, "off")
+        yield _feature_error("hybrid_context_parallel", True, "off")
     if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
-        # It gathers as many rows from every rank as there are here.
-        yield _of_feature("moe_token_dispatcher_type", "allgather", "alltoall or flex with expert parallelism")
+        # It assumes that every rank has as many rows as this one.
+        yield _feature_error("moe_token_dispatcher_type", "allgather", "alltoall or flex with expert parallelism")
     if config.context_parallel_size > 1 and config.num_moe_experts:
         yield from _coupling_experts(config, "with --context-parallel-size above 1")
 
 
 def unsupported_spec(config: Any) -> Iterator[ArgumentError]:
-    """What GPTModel's spec here has no layers for."""
+    """Yields the errors for options for which GPTModel's spec here has no layers."""
     variant = config.experimental_attention_variant
     if variant not in (None, "gated_delta_net"):
         remedy = "No layers here are of that kind: leave --spec out to keep Megatron's own, with its own limits."
@@ -107,27 +107,27 @@ def unsupported_spec(config: Any) -> Iterator[ArgumentError]:
 
 
 def unsupported_attention(config: Any) -> Iterator[ArgumentError]:
-    """What softmax attention here cannot do, beside `unsupported`."""
+    """Yields the errors for options that softmax attention does not support, beside `unsupported`."""
     if config.qk_clip or config.log_max_attention_logit:
         flag = "qk_clip" if config.qk_clip else "log_max_attention_logit"
-        yield _of_feature("largest_score", True, "off", flag=flag)
-    if getattr(config, "reset_attention_mask", False):  # known where our configuration was made from Megatron's flags
-        yield _of_feature("reset_attention_mask", True, "off")
+        yield _feature_error("largest_score", True, "off", flag=flag)
+    if getattr(config, "reset_attention_mask", False):  # only our configuration has it
+        yield _feature_error("reset_attention_mask", True, "off")
 
 
 def unsupported_latent_attention(config: Any) -> Iterator[ArgumentError]:
-    """What multi-latent attention here cannot do, beside `unsupported`."""
+    """Yields the errors for options that multi-latent attention does not support, beside `unsupported`."""
     if config.apply_rope_fusion:
-        yield _of_feature("apply_rope_fusion", True, "off with --multi-latent-attention")
+        yield _feature_error("apply_rope_fusion", True, "off with --multi-latent-attention")
     if config.cache_mla_latents:
-        yield _of_feature("cache_mla_latents", True, "off")
+        yield _feature_error("cache_mla_latents", True, "off")
     if config.qk_layernorm and config.q_lora_rank is None and not (HAVE_TE and config.transformer_impl != "local"):
         remedy = "Without --q-lora-rank the norm of queries is inside a linear layer of Transformer Engine."
         yield ArgumentError("--qk-layernorm", True, "off, or with --q-lora-rank", remedy)
 
 
 def unsupported_mamba(config: Any) -> Iterator[ArgumentError]:
-    """What Mamba-2 layers here cannot do, beside `unsupported`."""
+    """Yields the errors for options that Mamba-2 layers do not support, beside `unsupported`."""
     given = config.mamba_training_ssm_states_dtype
     if given not in (None, torch.float32):
         flag = "--mamba-training-ssm-states-dtype"
@@ -135,20 +135,20 @@ def unsupported_mamba(config: Any) -> Iterator[ArgumentError]:
 
 
 def sparse_attention_over_ranks(pattern: str) -> ArgumentError:
-    """What a layer of sparse attention is refused with on several ranks."""
+    """Returns the error for a layer of sparse attention on several ranks."""
     allowed = "layers M, G, *, +, - and E with --context-parallel-size above 1"
-    return _of_feature("sparse_attention", pattern, allowed, flag="hybrid_layer_pattern")
+    return _feature_error("sparse_attention", pattern, allowed, flag="hybrid_layer_pattern")
 
 
 def _coupling_experts(config: Any, several: str) -> Iterator[ArgumentError]:
-    """What makes experts' results depend on which tokens share a rank."""
+    """Yields the errors for options with which experts' results depend on the tokens that share a rank."""
     balancing = config.moe_router_load_balancing_type
     if balancing in ("sinkhorn", "quantile_balancing"):
-        yield _of_feature("moe_router_load_balancing_type", balancing, f"none or auxiliary losses {several}")
+        yield _feature_error("moe_router_load_balancing_type", balancing, f"none or auxiliary losses {several}")
     if config.moe_expert_capacity_factor is not None:
-        yield _of_feature("moe_expert_capacity_factor", config.moe_expert_capacity_factor, f"None {several}")
+        yield _feature_error("moe_expert_capacity_factor", config.moe_expert_capacity_factor, f"None {several}")
 
 
-def _of_feature(feature: str, given: object, allowed: str, *, flag: str | None = None) -> ArgumentError:
+def _feature_error(feature: str, given: object, allowed: str, *, flag: str | None = None) -> ArgumentError:
     remedy = f"{feature.replace('_', ' ')}: {remark('megatron', feature)}."
     return ArgumentError(f"--{(flag or feature).replace('_', '-')}", given, allowed, remedy)

@@ -1,8 +1,9 @@
-"""torch's flash attention for CPUs, one call for each piece of the mask that the operator can express.
+"""torch's flash attention for CPUs, with one call for each piece of the mask that the operator can express.
 
-full      one call                       causal, square      one call that skips what is not visible
-causal, more keys than queries           a full rectangle and a causal square, merged
-window, or an edge on the left           blocks of query rows over the keys that they see, with an additive mask
+full                                 one call
+causal, square                       one call that skips hidden pairs
+causal, more keys than queries       a full rectangle and a causal square, merged
+window, or a limit on the left       blocks of query rows over the keys that they see, with an additive mask
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from megatron_cp.layout.bands import UNBOUNDED
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
 from megatron_cp.softmax.kernels.common.partials import Cover, GradientSum, OutputSum, acc_dtype_of
 
-# The operator behind scaled_dot_product_attention, called by name because only it returns the log-sum-exp. It takes
-# grouped key/value heads as they are. It must not see an empty tensor: it divides by the sizes, and the process dies.
-# Nor a row whose keys are all masked: it makes up an lse of 0.
+# The operator behind scaled_dot_product_attention, called by name because only it returns the log-sum-exp. It accepts
+# grouped key/value heads. It must not be given an empty tensor, since it divides by the sizes and the process dies, nor
+# a row whose keys are all masked, for which it returns an lse of 0.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-# Rows of a masked block, which computes rows + width keys a row where width are visible. Of 32 to 256 the fastest or
-# within a tenth of it, forward and backward, at widths of 16 to 2,048 and 1 or 4 heads of 64 on two cores of an EPYC.
+# Rows of a masked block, which computes rows + width keys a row where width are visible. 128 is the fastest of 32 to
+# 256, or within a tenth of it, forward and backward, at widths of 16 to 2,048 and 1 or 4 heads of 64 on two cores of an
+# EPYC.
 _BLOCK_ROWS = 128
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class CpuFlashAttention(AttentionKernel):
-    """torch's flash kernel on pieces of the mask; parts of one result are computed and added in at least fp32."""
+    """torch's flash kernel on pieces of the mask. Partial results are computed and added in at least fp32."""
 
     name = "cpu"
     package = "torch"
@@ -80,13 +82,13 @@ class CpuFlashAttention(AttentionKernel):
         dout, queries, keys, values, out = (_heads_first(x, dtype, size) for x in (dout, q, k, v, out))
         lse = lse[None].to(torch.promote_types(dtype, torch.float32))
         sets = _head_sets(queries, keys)
-        of_queries = [GradientSum(dq[:, heads], work.queries) for heads in sets]
+        query_sums = [GradientSum(dq[:, heads], work.queries) for heads in sets]
         covered = work.keys.repeated(len(sets))
-        of_keys = [GradientSum(x, covered) for x in (dk, dv)]
+        key_sums = [GradientSum(x, covered) for x in (dk, dv)]
         is_first = iter(covered.is_first)
         for number, piece in enumerate(work.pieces):
             rows, columns = piece.queries, piece.keys
-            for heads, total in zip(sets, of_queries, strict=True):
+            for heads, total in zip(sets, query_sums, strict=True):
                 at = slice(None), heads, rows
                 part, *parts = _flash_backward(
                     dout[at], queries[at], keys[:, :, columns], values[:, :, columns], out[at],
@@ -95,17 +97,17 @@ class CpuFlashAttention(AttentionKernel):
                 )  # fmt: skip
                 total.add(rows, _rows_first(part, total.target), is_first=work.queries.is_first[number])
                 begins = next(is_first)
-                for of_key, gradient in zip(of_keys, parts, strict=True):
-                    of_key.add(columns, _rows_first(gradient, of_key.target), is_first=begins)
-        for total in (*of_queries, *of_keys):
+                for key_sum, gradient in zip(key_sums, parts, strict=True):
+                    key_sum.add(columns, _rows_first(gradient, key_sum.target), is_first=begins)
+        for total in (*query_sums, *key_sums):
             total.finish()
 
 
 def _head_sets(queries: Tensor, keys: Tensor) -> list[slice]:
-    """The query heads of each call backward: all, or one of each group where the operator would add them in 16 bits.
+    """Returns the query heads of each backward call: all, or one of each group where the operator adds in 16 bits.
 
-    It adds what the heads of a group leave at a key in the type of q: eight of them in bfloat16 err twice as far as
-    each alone. So what comes from one head of each group is added to the next one's here, in fp32.
+    The operator adds the gradients that a group's heads contribute to a key in the type of q, and the sum of eight of
+    them in bfloat16 has twice the error of each. With one head of each group a call, the sum is made here, in fp32.
     """
     ratio = queries.shape[1] // keys.shape[1]
     is_acc_dtype = acc_dtype_of(queries) == queries.dtype
@@ -114,12 +116,12 @@ def _head_sets(queries: Tensor, keys: Tensor) -> list[slice]:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One call of the operator.
+    """A call of the operator.
 
     Attributes:
         queries, keys: rows of q and of k.
-        is_causal: as many keys as queries, and query i sees keys up to i.
-        width: query i sees keys i to i + width; UNBOUNDED for all from i on; None for all.
+        is_causal: True if there are as many keys as queries, and query i sees keys up to i.
+        width: query i sees keys i to i + width, or all keys from i on if it is UNBOUNDED; None if it sees all.
     """
 
     queries: slice
@@ -130,7 +132,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Work:
-    """The pieces of a mask, how they cover queries and keys, and for each width the largest mask that it needs."""
+    """The pieces of a mask, their covers of queries and keys, and for each width the shape of its largest mask."""
 
     pieces: list[_Piece]
     queries: Cover
@@ -138,7 +140,7 @@ class _Work:
     mask_shapes: dict[int, tuple[int, int]]
 
     def mask(self, piece: _Piece, tiles: Tiles, dtype: torch.dtype) -> Tensor | None:
-        """What is added to a piece's scores: a corner of the mask that all pieces of its width share."""
+        """Returns the additive mask of a piece: a corner of the mask that all pieces of its width share."""
         width = piece.width
         if width is None:
             return None
@@ -159,14 +161,14 @@ def _planned(tiles: Tiles) -> _Work:
             shapes[piece.width] = max(rows, _size(piece.queries)), max(columns, _size(piece.keys))
     return _Work(
         pieces,
-        Cover.of([piece.queries for piece in pieces], len(tiles.q_tokens)),
-        Cover.of([piece.keys for piece in pieces], len(tiles.k_tokens)),
+        Cover.from_parts([piece.queries for piece in pieces], len(tiles.q_tokens)),
+        Cover.from_parts([piece.keys for piece in pieces], len(tiles.k_tokens)),
         shapes,
     )
 
 
 def _pieces(q_start: int, q_end: int, k_start: int, k_end: int, lo: int, hi: int) -> list[_Piece]:
-    """The pieces of a band whose edges are straight."""
+    """Returns the pieces of a canonical band."""
     queries = slice(q_start, q_end)
     if lo <= -UNBOUNDED and hi >= UNBOUNDED:
         return [_Piece(queries, slice(k_start, k_end))]
@@ -190,11 +192,11 @@ def _size(rows: slice) -> int:
 
 
 def _heads_first(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:
-    """`[L, h, d]` as `[1, h, L, size]` with every row on a 16-byte boundary, copied where that is not so.
+    """Returns `[L, h, d]` as `[1, h, L, size]` with every row on a 16-byte boundary; copies where it is not.
 
     The operator ignores the stride of the last axis, and its products round differently with the alignment of rows,
-    which must not depend on which other heads a rank has. It also wants values of the size of keys: zeros make up the
-    difference, and change no score and no other feature of the output.
+    which must not depend on the other heads of a rank. It also requires values of the size of keys: padding with zeros
+    changes no score and no other feature of the output.
     """
     length, heads, dim = x.shape
     item = dtype.itemsize
@@ -208,5 +210,5 @@ def _heads_first(x: Tensor, dtype: torch.dtype, size: int) -> Tensor:
 
 
 def _rows_first(x: Tensor, target: Tensor) -> Tensor:
-    """`[1, h, L, size]` as `[L, h, d]`, without the features that the target does not have."""
+    """Returns `[1, h, L, size]` as `[L, h, d]`, without the padding of the last axis."""
     return x[0].transpose(0, 1)[..., : target.shape[-1]]

@@ -18,7 +18,7 @@ from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention,
 
 
 class FlashAttention2(SegmentedAttention):
-    """flash-attn 2's variable-length forward and backward, which its public functions wrap."""
+    """flash-attn 2, by the variable-length forward and backward that its public functions wrap."""
 
     name = "flash_attn"
     package = "flash-attn"
@@ -32,20 +32,9 @@ class FlashAttention2(SegmentedAttention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _flash_attn_2()._flash_attn_varlen_forward(
-            q=q,
-            k=k,
-            v=v,
-            cu_seqlens_q=segments.queries.offsets,
-            cu_seqlens_k=segments.keys.offsets,
-            max_seqlen_q=segments.queries.longest,
-            max_seqlen_k=segments.keys.longest,
-            dropout_p=0.0,
-            softmax_scale=call.scale,
-            causal=segments.is_causal,
-            window_size_left=segments.window[0],
-            window_size_right=segments.window[1],
-            softcap=call.softcap,
-        )
+            q=q, k=k, v=v, dropout_p=0.0, softmax_scale=call.scale, causal=segments.is_causal, softcap=call.softcap,
+            **segments.keywords,
+        )  # fmt: skip
         return out, lse
 
     def attend_backward(
@@ -54,35 +43,18 @@ class FlashAttention2(SegmentedAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         _flash_attn_2()._flash_attn_varlen_backward(
-            dout=dout,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            softmax_lse=lse,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            cu_seqlens_q=segments.queries.offsets,
-            cu_seqlens_k=segments.keys.offsets,
-            max_seqlen_q=segments.queries.longest,
-            max_seqlen_k=segments.keys.longest,
-            dropout_p=0.0,
-            softmax_scale=call.scale,
-            causal=segments.is_causal,
-            window_size_left=segments.window[0],
-            window_size_right=segments.window[1],
-            softcap=call.softcap,
-            alibi_slopes=None,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+            dout=dout, q=q, k=k, v=v, out=out, softmax_lse=lse, dq=dq, dk=dk, dv=dv, dropout_p=0.0,
+            softmax_scale=call.scale, causal=segments.is_causal, softcap=call.softcap, alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(), **segments.keywords,
+        )  # fmt: skip
         return dq, dk, dv
 
 
 class FlashAttention3(SegmentedAttention):
     """flash-attn 3 on Hopper.
 
-    Its internal functions changed from build to build: those whose windows are two arguments are supported.
+    Its internal functions changed from build to build. Builds whose functions take the window as two arguments are
+    supported.
     """
 
     name = "flash_attn_3"
@@ -99,25 +71,14 @@ class FlashAttention3(SegmentedAttention):
         return refusal
 
     def head_sizes(self, call: AttentionCall) -> tuple[int, int]:
-        """As MLA has them, 192 and 128, or equal: what it was built for."""
+        """Returns 192 and 128, the sizes of MLA, or equal sizes: the kernel was built for these."""
         if 128 < call.head_dim <= 192 and call.value_head_dim <= 128:
             return 192, 128
         return super().head_sizes(call)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
         out, lse, *_ = _flash_attn_3()._flash_attn_forward(
-            q,
-            k,
-            v,
-            cu_seqlens_q=segments.queries.offsets,
-            cu_seqlens_k=segments.keys.offsets,
-            max_seqlen_q=segments.queries.longest,
-            max_seqlen_k=segments.keys.longest,
-            softmax_scale=call.scale,
-            causal=segments.is_causal,
-            window_size_left=segments.window[0],
-            window_size_right=segments.window[1],
-            softcap=call.softcap,
+            q, k, v, softmax_scale=call.scale, causal=segments.is_causal, softcap=call.softcap, **segments.keywords
         )
         return out, lse
 
@@ -127,26 +88,9 @@ class FlashAttention3(SegmentedAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         _flash_attn_3()._flash_attn_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            cu_seqlens_q=segments.queries.offsets,
-            cu_seqlens_k=segments.keys.offsets,
-            max_seqlen_q=segments.queries.longest,
-            max_seqlen_k=segments.keys.longest,
-            dq=dq,
-            dk=dk,
-            dv=dv,
-            softmax_scale=call.scale,
-            is_causal=segments.is_causal,
-            window_size_left=segments.window[0],
-            window_size_right=segments.window[1],
-            softcap=call.softcap,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        )
+            dout, q, k, v, out, lse, dq=dq, dk=dk, dv=dv, softmax_scale=call.scale, is_causal=segments.is_causal,
+            softcap=call.softcap, deterministic=torch.are_deterministic_algorithms_enabled(), **segments.keywords,
+        )  # fmt: skip
         return dq, dk, dv
 
 

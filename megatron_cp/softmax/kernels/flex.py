@@ -1,4 +1,4 @@
-"""torch's FlexAttention: any bands, head sizes and a soft cap in one compiled kernel, for what fused kernels refuse."""
+"""torch's FlexAttention, one compiled kernel for bands, head sizes and soft caps that fused kernels refuse."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from megatron_cp.layout import bands as band
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
 
-BLOCK = 128  # rows and keys of a block, as FlexAttention's kernels have them
+BLOCK = 128  # rows and keys of a block in FlexAttention's kernels
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Left to itself, FlexAttention takes another kernel below 128 queries, which puts those of all heads of a key head into
+# By default FlexAttention uses another kernel below 128 queries, which puts the queries of all heads of a key head into
 # one block, and does not compile where that is more than 128 rows.
-_ONE_AT_A_TIME = threading.Lock()  # torch traces for a process, and ranks may be its threads
 _ONE_KERNEL = {"BACKEND": "TRITON"}
+_TRACING = threading.Lock()  # torch traces once for a process, whose threads may be ranks
 
 
 class FlexAttention(AttentionKernel):
-    """`torch.nn.attention.flex_attention`, whose mask asks for each query's ranges of keys.
+    """`torch.nn.attention.flex_attention` with a mask that looks up each query's ranges of keys.
 
-    Its public function has a backward of its own softmax, not of a larger one. So a part's gradients are those of the
-    part and of its log-sum-exp, of which the whole is made:
+    The public function's backward is that of its own softmax, which may be a part of a larger one. So gradients are
+    computed for the part's output and log-sum-exp, of which the whole output is made:
 
         O = sum over parts of w O_p, w = exp(lse_p - lse)        dO_p = w dO        dlse_p = w (dO . O_p - dO . O)
 
-    The price is one more forward in backward.
+    This costs one more forward in backward.
     """
 
     name = "flex"
@@ -55,7 +55,7 @@ class FlexAttention(AttentionKernel):
         return None
 
     def prepare(self, tiles: Tiles, device: torch.device) -> None:
-        _sight(tiles, device)
+        _visibility(tiles, device)
 
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall,
@@ -82,30 +82,30 @@ class FlexAttention(AttentionKernel):
             target.copy_(gradient)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """`out` `[T, h, d]`, 0 where a query sees nothing, and `lse` `[h, T]`, there -inf."""
-        sight = _sight(tiles, q.device)
-        heads, several = (q.shape[1] // k.shape[1], q.shape[2], v.shape[2]), sight.blocks.kv_indices.shape[-1] > 1
-        operator = _operator(q.device.type, q.dtype, call.softcap, heads, sight.num_ranges, several)
-        with _ONE_AT_A_TIME:
+        """Returns `out` `[T, h, d]` and `lse` `[h, T]`, which are 0 and -inf where a query sees no key."""
+        visibility = _visibility(tiles, q.device)
+        heads, several = (q.shape[1] // k.shape[1], q.shape[2], v.shape[2]), visibility.blocks.kv_indices.shape[-1] > 1
+        operator = _operator(q.device.type, q.dtype, call.softcap, heads, visibility.num_ranges, several)
+        with _TRACING:
             out, aux = operator(
                 *(x.transpose(0, 1)[None] for x in (q, k, v)),
-                score_mod=_capped(call.softcap) if call.softcap else None,
-                block_mask=sight.blocks,
+                score_mod=_soft_cap(call.softcap) if call.softcap else None,
+                block_mask=visibility.blocks,
                 scale=call.scale,
                 enable_gqa=q.shape[1] != k.shape[1],
                 return_aux=flex.AuxRequest(lse=True),
                 kernel_options=_ONE_KERNEL,
             )
-        seen = sight.seen
+        seen = visibility.seen
         return torch.where(seen[:, None, None], out[0].transpose(0, 1), 0), torch.where(seen, aux.lse[0], -torch.inf)
 
 
 @cache
 def _operator(device: str, *kind: object) -> Callable[..., Any]:
-    """FlexAttention, compiled where it has kernels: eagerly it holds all scores in memory.
+    """Returns FlexAttention, compiled on CUDA, since the eager one keeps all scores in memory.
 
-    One for each kind of what a compilation is made for, whatever the lengths. Dynamo counts the compilations of a piece
-    of code and after some compiles no more, which would be those of all kinds: so each has code of its own.
+    There is one function for every `kind`, the properties that a compilation depends on. Each has a code object of its
+    own, because Dynamo limits the number of compilations of a code object.
     """
     if device != "cuda":
         return flex.flex_attention
@@ -113,15 +113,15 @@ def _operator(device: str, *kind: object) -> Callable[..., Any]:
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         return flex.flex_attention(q, k, v, **options)
 
-    of_kind = FunctionType(attend.__code__.replace(), attend.__globals__, f"flex_attention of {kind}")
-    return torch.compile(of_kind, dynamic=True)
+    own_code = FunctionType(attend.__code__.replace(), attend.__globals__, f"flex_attention of {kind}")
+    return torch.compile(own_code, dynamic=True)
 
 
 @cache
-def _capped(softcap: float) -> Callable[..., Tensor]:
-    """One function for each cap, so that it is compiled once."""
-    # A float from outside would be an input of what is compiled for any shapes, which Inductor refuses in a score_mod.
-    # Text is a constant.
+def _soft_cap(softcap: float) -> Callable[..., Tensor]:
+    """Returns a `score_mod`; the same function for equal caps, so that it is compiled once."""
+    # A captured float would be an input of the code that is compiled for dynamic shapes, which Inductor refuses in a
+    # score_mod. A captured string is a constant.
     text = repr(softcap)
 
     def score_mod(score: Tensor, *_places: Tensor) -> Tensor:
@@ -132,19 +132,19 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 
 @dataclass(frozen=True)
-class _Sight:
-    """What each query sees, on a device."""
+class _Visibility:
+    """The keys that each query sees, on a device."""
 
     blocks: flex.BlockMask
-    seen: Tensor  # [T] whether a query sees any key
-    num_ranges: int  # of keys of a query, at most
+    seen: Tensor  # [T] bools: the query sees a key
+    num_ranges: int  # the largest number of ranges of keys of a query
 
 
-def _sight(tiles: Tiles, device: torch.device) -> _Sight:
-    return tiles.memo(("flex", device), lambda: _placed(tiles, device))
+def _visibility(tiles: Tiles, device: torch.device) -> _Visibility:
+    return tiles.memo(("flex", device), lambda: _make_visibility(tiles, device))
 
 
-def _placed(tiles: Tiles, device: torch.device) -> _Sight:
+def _make_visibility(tiles: Tiles, device: torch.device) -> _Visibility:
     queries, keys = len(tiles.q_tokens), len(tiles.k_tokens)
     starts, ends = ranges_of_queries(tiles.bands, queries)
     some, whole = block_tables(tiles.bands, queries, keys)
@@ -157,29 +157,23 @@ def _placed(tiles: Tiles, device: torch.device) -> _Sight:
         return seen
 
     counts, indices, full_counts, full_indices = (
-        on_device(table, device) for table in (*_listed(some & ~whole), *_listed(whole))
+        on_device(table, device) for table in (*_block_lists(some & ~whole), *_block_lists(whole))
     )
     blocks = flex.BlockMask.from_kv_blocks(
-        counts,
-        indices,
-        full_counts,
-        full_indices,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=mask_mod,
-        seq_lengths=(queries, keys),
+        counts, indices, full_counts, full_indices, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(queries, keys)
     )
-    return _Sight(blocks, on_device((ends > starts).any(0), device, torch.bool), len(starts))
+    return _Visibility(blocks, on_device((ends > starts).any(0), device, torch.bool), len(starts))
 
 
 def ranges_of_queries(bands: IntArray, queries: int) -> tuple[IntArray, IntArray]:
-    """`[m, queries]` where each of a query's at most m ranges of keys starts and ends; 0 and 0 for none."""
+    """Returns the starts and the ends of each query's m ranges of keys, `[m, queries]` each; 0 and 0 for no range."""
     rows = np.repeat(np.arange(len(bands)), bands[:, 1] - bands[:, 0])
     query = np.arange(rows.size) - np.repeat(
         np.cumsum(bands[:, 1] - bands[:, 0]) - bands[:, 1], bands[:, 1] - bands[:, 0]
     )
     order = np.argsort(query, kind="stable")
     rows, query = rows[order], query[order]
-    slot = np.arange(query.size) - np.searchsorted(query, query)  # the how-manieth band of its query
+    slot = np.arange(query.size) - np.searchsorted(query, query)  # number of the band among those of its query
     starts, ends = np.zeros((2, max(int(slot.max(initial=0)) + 1, 1), queries), dtype=np.int64)
     _, _, k_start, k_end, lo, hi = bands[rows].T
     starts[slot, query] = np.maximum(k_start, query + lo)
@@ -188,7 +182,7 @@ def ranges_of_queries(bands: IntArray, queries: int) -> tuple[IntArray, IntArray
 
 
 def block_tables(bands: IntArray, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
-    """`[query blocks, key blocks]` where some pair is visible, and where every pair is, by one band."""
+    """Returns bools `[query blocks, key blocks]`: some pair is visible; one band makes every pair visible."""
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
     begins = np.arange(rows) * BLOCK
     pieces, number = band.cut(bands, begins, np.minimum(begins + BLOCK, queries), queries=True)
@@ -203,7 +197,7 @@ def block_tables(bands: IntArray, queries: int, keys: int) -> tuple[np.ndarray, 
     return tuple(np.cumsum(steps, axis=1)[:, :-1] > 0 for steps in (some, whole))  # type: ignore[return-value]
 
 
-def _listed(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`[1, 1, rows]` how many blocks of keys each block of queries has, `[1, 1, rows, all]` which, those first."""
+def _block_lists(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns `[1, 1, rows]`, the number of key blocks of each query block, and `[1, 1, rows, all]`, those first."""
     order = np.argsort(~table, axis=1, kind="stable")
     return table.sum(1)[None, None], order[None, None]

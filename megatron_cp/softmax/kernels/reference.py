@@ -1,6 +1,6 @@
-"""Softmax attention as the equations say, one head and one block of queries at a time.
+"""Softmax attention by the equations, one head and one block of queries at a time.
 
-Any type, head size, scale and device.
+It supports any type, head size, scale and device.
 
 X = scale * Q K^T        S = cap * tanh(X / cap), or X        lse = log sum exp S over the visible keys
 P = exp(S - lse), 0 where not visible        D = 1 / (1 - dropout) where a weight is kept, else 0        O = (P * D) V
@@ -24,12 +24,12 @@ from megatron_cp.layout.packing import IntArray
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
 from megatron_cp.softmax.kernels.common import dropout
 
-# The most scores in memory at a time: a document of 2,048 tokens is one block, and a block 32 MiB in float64.
+# The largest number of scores in memory: a document of 2,048 tokens is one block, of 32 MiB in float64.
 _MAX_SCORES = 1 << 22
 
 
 class ReferenceAttention(AttentionKernel):
-    """The equations above, with the scores of one head of one block of queries in memory."""
+    """The equations above; the scores of one head and one block of queries are in memory at a time."""
 
     name = "reference"
     package = "torch"
@@ -90,9 +90,9 @@ class _Block:
 
     Attributes:
         queries: rows of q.
-        keys: for each band, rows of k. Their concatenation is the columns of the block's scores.
-        visible: `[rows, columns]` bool.
-        q_tokens, k_tokens: `[rows]`, `[columns]` places in the packed stream.
+        keys: for each band, rows of k. Concatenated they are the columns of the block's scores.
+        visible: `[rows, columns]` bools.
+        q_tokens, k_tokens: `[rows]` and `[columns]` positions in the packed stream.
     """
 
     queries: slice
@@ -102,7 +102,7 @@ class _Block:
     k_tokens: Tensor
 
     def scores(self, queries: Tensor, keys: Tensor, call: AttentionCall) -> tuple[Tensor, Tensor | None]:
-        """S, -inf where not visible; and the soft cap's `1 - (S / cap)^2`, None without one."""
+        """Returns S, -inf where not visible, and the soft cap's `1 - (S / cap)^2`, or None without a cap."""
         scores, slopes = queries @ keys.T * call.scale, None
         if call.softcap:
             shares = (scores / call.softcap).tanh()
@@ -110,18 +110,18 @@ class _Block:
         return scores.masked_fill_(~self.visible, -torch.inf), slopes
 
     def dropout_factors(self, head: int, call: AttentionCall, dtype: torch.dtype) -> Tensor:
-        """D, for the query head of this number in the whole layer."""
+        """Returns D for query head `head` of the whole layer."""
         kept = dropout.kept(self.q_tokens, self.k_tokens, head=head, seed=call.seed, dropout=call.dropout)
         return kept.to(dtype) / (1 - call.dropout)
 
     def add_to_keys(self, total: Tensor, columns: Tensor) -> None:
-        """Adds what belongs to each column to the row of its key."""
+        """Adds the rows of `columns`, one for each column of the scores, to the rows of their keys."""
         for rows, part in zip(self.keys, columns.split([rows.stop - rows.start for rows in self.keys]), strict=True):
             total[rows] += part
 
 
 def _heads_of_blocks(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[_Block, int, int]]:
-    """The block, the query head and the key/value head that it reads, for each head of each block."""
+    """Yields a block, a query head, and the key/value head that it reads, for each head of each block."""
     ratio = q.shape[1] // k.shape[1]
     for bands in tiles.memo("reference", lambda: _blocks(tiles.bands)):
         block = _block(bands, tiles, q.device)
@@ -130,9 +130,9 @@ def _heads_of_blocks(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[_Bloc
 
 
 def _blocks(bands: IntArray) -> list[IntArray]:
-    """For each block, the bands of its queries, cut to them, in the order of their keys.
+    """Returns, for each block, the bands of its queries, cut to them, in the order of their keys.
 
-    Blocks are cut where a band begins or ends, hence between documents: no row's result depends on another document.
+    Blocks are cut where a band begins or ends, and so between documents: no row's result depends on another document.
     """
     edges = np.unique(bands[:, :2])
     pieces, number = band.cut(bands, edges[:-1], edges[1:], queries=True)
@@ -167,10 +167,10 @@ def _block(bands: IntArray, tiles: Tiles, device: torch.device) -> _Block:
 
 
 def _acc_rows(x: Tensor, rows: slice | tuple[slice, ...], head: int, dtype: torch.dtype) -> Tensor:
-    """Some rows of one head as `[L, d]`.
+    """Copies rows of one head to a dense `[L, d]`.
 
-    A dense copy: matrix products round differently with the stride and alignment of their operands, and those must
-    not depend on which other heads a rank has.
+    Matrix products round differently with the stride and alignment of their operands, which must not depend on the
+    other heads of a rank.
     """
     parts = [x[part, head] for part in ((rows,) if isinstance(rows, slice) else rows)]
     return torch.cat(parts).to(dtype)

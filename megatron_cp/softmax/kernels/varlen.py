@@ -13,10 +13,10 @@ from megatron_cp.softmax.kernels.common.varlen_kernel import SegmentedAttention,
 
 
 class VarlenAttention(SegmentedAttention):
-    """`torch.nn.attention.varlen`, through the two operators behind it.
+    """`torch.nn.attention.varlen`, by the two operators behind it.
 
-    The public function differentiates neither through its lse nor from another call's, so forward and backward are
-    called as the operators that it registers.
+    The public function's backward cannot use the output and lse of a larger softmax, so the forward and backward
+    operators that it registers are called.
     """
 
     name = "varlen"

@@ -89,7 +89,7 @@ def test_fixed_calls_see_what_bands_see(size, scheme):
                 tiles = plan.attend.tiles(rank, stage)
                 expected = without.attend.tiles(rank, without.attend.stages[stage.number])
                 queries, keys = len(tiles.q_tokens), len(tiles.k_tokens)
-                pattern = Pattern.of(one.tiles(rank, one.stages[stage.number]).bands, queries, keys)
+                pattern = Pattern.from_bands(one.tiles(rank, one.stages[stage.number]).bands, queries, keys)
                 fixed = FixedCalls(tiles.bands, pattern, len(lengths), DOCUMENTS, queries, keys)
                 tables = fixed.tables()
                 shape = {name: (table.shape, table.dtype) for name, table in tables.items()}
@@ -139,11 +139,11 @@ def test_bands_must_be_those_of_each_document():
     tiles = plan.attend.tiles(0, plan.attend.stages[0])
     tokens = (plan.packing.documents_of, tiles.q_tokens, tiles.k_tokens)
     sizes = (2, DOCUMENTS, CAPACITY, CAPACITY)
-    calls = FixedCalls(tiles.bands, Pattern.of(tiles.bands[:1], CAPACITY, CAPACITY), *sizes)
+    calls = FixedCalls(tiles.bands, Pattern.from_bands(tiles.bands[:1], CAPACITY, CAPACITY), *sizes)
     calls.check_documents(tiles.bands, np.array([0, 1]), *tokens)
     with pytest.raises(cp.ArgumentError, match="not each document's own"):
         calls.check_documents(tiles.bands, np.array([1, 0]), *tokens)
-    longer = FixedCalls(tiles.bands, Pattern.of(tiles.bands[1:2], CAPACITY, CAPACITY), *sizes)
+    longer = FixedCalls(tiles.bands, Pattern.from_bands(tiles.bands[1:2], CAPACITY, CAPACITY), *sizes)
     with pytest.raises(cp.ArgumentError, match="sees more in some documents"):
         longer.check_documents(tiles.bands, np.array([0, 1]), *tokens)
 

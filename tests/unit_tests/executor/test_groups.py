@@ -14,7 +14,7 @@ from megatron_cp.errors import ArgumentError, PeerError
 from megatron_cp.exchange.buffers import Buffers
 from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup, TorchGroup, as_rank_group
 from megatron_cp.executor.groups.base import Done
-from megatron_cp.executor.groups.tagged import says_lost
+from megatron_cp.executor.groups.tagged import is_peer_failure
 from megatron_cp.executor.groups.torch_group import _Unpacked, _Works
 from megatron_cp.executor.launch import RANK_KINDS, run_ranks
 from tests.limits import limit
@@ -92,7 +92,7 @@ def _barrier(group: RankGroup) -> bool:
 def _by_host(group: RankGroup) -> list[Any]:
     """`_messages` as device tensors would go over gloo, twice; and the buffers that the second time allocates."""
     if isinstance(group, TorchGroup):
-        group.start_messages = group._start_messages_by_host
+        group.start_messages = group._start_staged_messages
     heard, before = _messages(group), group.buffers.allocations
     again = _messages(group)
     if isinstance(group, TorchGroup):
@@ -104,7 +104,7 @@ def _by_host(group: RankGroup) -> list[Any]:
 def _together(group: RankGroup) -> list[Any]:
     """`_messages` as NCCL would send them, twice; what the second time allocates; and one a rank, as in a ring."""
     if isinstance(group, TorchGroup):
-        group.start_messages = group._start_messages_together
+        group.start_messages = group._start_fused_messages
     heard, before = _messages(group), group.buffers.allocations
     again = _messages(group)
     made = group.buffers.allocations - before
@@ -214,7 +214,7 @@ def test_host_bytes_are_on_the_host_whatever_the_default_device(answers):
     ],
 )
 def test_only_errors_of_the_transport_are_taken_for_lost_ranks(error, is_lost):
-    assert says_lost(error) is is_lost
+    assert is_peer_failure(error) is is_lost
 
 
 def test_threads_send_copies():

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_cp.executor.groups.base import differences
-from megatron_cp.executor.groups.stalls import Board, LastWords, Report, Stall, Started, verdict
+from megatron_cp.executor.groups.stalls import Board, ExitReport, Report, Stall, Started, verdict
 
 
 def message(number: int, activity: str = "forward") -> Started:
@@ -83,10 +83,10 @@ def test_a_circle_with_a_rank_that_computes_is_none():
 def test_what_was_written_on_a_board_is_not_read_by_the_groups_that_are_made_anew():
     store = dist.HashStore()
     first = [Board(store, rank, 2) for rank in range(2)]
-    first[1].leave(LastWords("of the first", None))
-    assert [words.waiting for words in first[0].exchange_last_words(LastWords("", None))] == ["of the first"]
+    first[1].publish_exit(ExitReport("of the first", None))
+    assert [words.waiting for words in first[0].exchange_exit_reports(ExitReport("", None))] == ["of the first"]
     again = [Board(store, rank, 2) for rank in range(2)]
-    assert again[0].exchange_last_words(LastWords("", None)) == []
+    assert again[0].exchange_exit_reports(ExitReport("", None)) == []
 
 
 def test_a_board_that_is_gone_is_no_error():
@@ -95,5 +95,5 @@ def test_a_board_that_is_gone_is_no_error():
             raise RuntimeError("connection closed")
 
     board = Board(Gone(), 0, 2)
-    assert board.exchange_last_words(LastWords("", None)) == []
+    assert board.exchange_exit_reports(ExitReport("", None)) == []
     assert board.report(1) is None

@@ -12,7 +12,7 @@ from megatron_cp.executor import communicator, run
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.executor.opaque import opaque
-from megatron_cp.executor.trace import NO_RANGE, in_layer, of_layer, profiling, range_name, traced_work
+from megatron_cp.executor.trace import NO_RANGE, layer_operation, layer_scope, profiling, range_name, traced_work
 from megatron_cp.testing.parity import Case, draw, run_linear
 
 SMALL = {"heads": 8, "groups": 4, "head_dim": 4, "value_head_dim": 4}
@@ -79,7 +79,7 @@ def seen(group, cases):
         expected = backward(forward())
         group.barrier()
         with profiled() as record:
-            with in_layer(12):
+            with layer_scope(12):
                 out = forward()
             results = backward(out)
         with nullcontext() if group.rank else profiled():
@@ -286,7 +286,7 @@ def test_gather_has_a_range_forward_and_backward():
     layout, group = cp.Layout.contiguous(cp.Packing([5]), 1), one_rank()
     rows = torch.ones(5, 2, requires_grad=True)
     with profiled() as record:
-        with in_layer(3):
+        with layer_scope(3):
             stream = cp.gather(rows, layout, group)
         stream.sum().backward()
     names = ["cp gather", "cp gather wait"]
@@ -352,15 +352,15 @@ def test_a_name_leaves_out_what_is_not_known_and_what_there_is_one_of(given, nam
 
 def test_layers_may_lie_in_layers():
     group = one_rank()
-    with in_layer(1):
-        with in_layer(None):
+    with layer_scope(1):
+        with layer_scope(None):
             assert communicator.Communicator(group).layer is None
         assert communicator.Communicator(group).layer == 1
     assert communicator.Communicator(group).layer is None
 
 
 def test_a_part_of_the_ranks_is_of_the_same_layer_and_chunk():
-    with in_layer(4):
+    with layer_scope(4):
         comm = communicator.Communicator(ThreadGroup.create(4)[0], scheme="p2p")
     part = comm.in_chunk(1, 2).part(range(0, 4, 2))
     assert (part.layer, part.chunk, part.scheme) == (4, (1, 2), "p2p")
@@ -372,7 +372,7 @@ def test_torch_compile_compiles_what_stands_around_an_operation_of_a_layer():
     operation = opaque(lambda x: x * 3)
 
     def layer(x):
-        return of_layer(12, operation)(x + 1) - 1
+        return layer_operation(12, operation)(x + 1) - 1
 
     with torch.no_grad():
         found = torch._dynamo.explain(layer)(torch.ones(2))

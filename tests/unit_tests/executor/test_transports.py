@@ -246,7 +246,7 @@ class Together(TorchGroup):
 
     def start_messages(self, sends, receives):
         check_peers((*sends, *receives), self.rank)
-        return self._start_messages_together(sends, receives) if sends or receives else Done()
+        return self._start_fused_messages(sends, receives) if sends or receives else Done()
 
     def start_all_to_all(self, received, sent, received_splits, sent_splits):
         self.collectives.append((received_splits, sent_splits))

@@ -22,7 +22,7 @@ from megatron_cp.linear.activations import sigmoid_value, softplus
 from megatron_cp.linear.gates import delta, steps
 from megatron_cp.linear.gates.gated_norm import gated_norm
 from megatron_cp.linear.gates.tensors import dense
-from megatron_cp.linear.reductions import L2_EPS, for_each_token
+from megatron_cp.linear.reductions import L2_EPS, expand_to_tokens
 from tests.gates_host_work import host_work
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -107,9 +107,9 @@ def delta_by_autograd(sizes: Sizes) -> Callable[..., Any]:
     def gates(q, k, beta, x, rates, bias):
         dtype, (tokens, heads, channels) = torch.promote_types(x.dtype, FP32), x.shape
         own = slice(sizes.before, sizes.before + heads)
-        rate = for_each_token(rates[own].to(dtype).exp(), tokens)[..., None]
+        rate = expand_to_tokens(rates[own].to(dtype).exp(), tokens)[..., None]
         own_bias = bias.unflatten(0, (-1, channels))[own].flatten().to(dtype)
-        shifted = x.to(dtype) + for_each_token(own_bias, tokens).view(x.shape)
+        shifted = x.to(dtype) + expand_to_tokens(own_bias, tokens).view(x.shape)
         bound = sizes.lower_bound
         g = -rate * softplus(shifted) if bound is None else bound * Sigmoid.apply(rate * shifted)
         strength = Sigmoid.apply(beta.squeeze(-1).to(dtype))
@@ -128,7 +128,7 @@ def steps_by_autograd(heads: slice, limit: Any, softplus_too: bool) -> Callable[
         dtype = torch.promote_types(x.dtype, FP32)
         step = x.squeeze(-1).to(dtype)
         if bias is not None:
-            step = step + for_each_token(bias[heads].to(dtype), len(step))
+            step = step + expand_to_tokens(bias[heads].to(dtype), len(step))
         if softplus_too:
             step = softplus(step)
         return step if limit is None else step.clamp(*limit), None if rates is None else -rates[heads].to(dtype).exp()
@@ -159,7 +159,7 @@ def same_bits(found: list[Tensor], expected: list[Tensor]) -> bool:
 def test_gates_of_delta_rules_have_autograds_bits(sizes: Sizes, dtype: torch.dtype):
     inputs = delta_inputs(sizes, dtype)
     expected = with_gradients(delta_by_autograd(sizes), *inputs)
-    assert same_bits(with_gradients(delta_by(delta._OnTorch, sizes), *inputs), expected)
+    assert same_bits(with_gradients(delta_by(delta._Eager, sizes), *inputs), expected)
     norms = with_gradients(lambda *both: map(l2_by_autograd, both), *inputs[:2])
     assert same_bits(with_gradients(delta.normalised, *inputs[:2]), norms)
 
@@ -172,7 +172,7 @@ def test_steps_have_autograds_bits(tokens: int, heads: int, limit: Any, softplus
     options, (x, rates, bias) = (slice(1, 1 + heads), limit, softplus_too), step_inputs(tokens, heads, dtype)
     for inputs in [(x, rates, bias), (x, None, bias), (x, rates, None), (x, None, None)]:
         expected = with_gradients(steps_by_autograd(*options), *inputs)
-        assert same_bits(with_gradients(steps_by(steps._OnTorch, *options), *inputs), expected)
+        assert same_bits(with_gradients(steps_by(steps._Eager, *options), *inputs), expected)
 
 
 @pytest.mark.any_cpu
@@ -181,7 +181,7 @@ def test_parameters_may_have_a_type_of_their_own():
     inputs = delta_inputs(sizes, FP32)
     inputs[2], inputs[4], inputs[5] = inputs[2].double(), inputs[4].bfloat16(), inputs[5].double()
     expected = with_gradients(delta_by_autograd(sizes), *inputs)
-    assert same_bits(with_gradients(delta_by(delta._OnTorch, sizes), *inputs), expected)
+    assert same_bits(with_gradients(delta_by(delta._Eager, sizes), *inputs), expected)
 
 
 # Python calls and operators, forward and backward. Of autograd as it was: (39, 37), (87, 48) of Gated DeltaNet,
@@ -247,13 +247,13 @@ def delta_rules(device: str = "cpu") -> None:
             for width in (3, 8):
                 inputs = delta_inputs(sizes, dtype, width, device)
                 found, expected = (
-                    with_gradients(delta_by(function, sizes), *inputs) for function in (delta._Fused, delta._OnTorch)
+                    with_gradients(delta_by(function, sizes), *inputs) for function in (delta._Fused, delta._Eager)
                 )
                 assert_equal_but_for_rounding(found, expected)
                 again = with_gradients(delta_by(delta._Fused, sizes), *inputs)
                 assert same_bits(again, found)
                 found, expected = (
-                    with_gradients(function.apply, *inputs[:2]) for function in (delta._FusedNorms, delta._NormsOnTorch)
+                    with_gradients(function.apply, *inputs[:2]) for function in (delta._FusedNorms, delta._EagerNorms)
                 )
                 assert_equal_but_for_rounding(found, expected)
 
@@ -299,13 +299,13 @@ def extremes(device: str = "cpu") -> None:
         x[:, 0, 0] = beta[:, 0, 0] = values
         q[:6, 0, 0] = torch.tensor([float("nan"), float("inf"), 0.0, 1e19, 1e30, 1e-30], device=device)
         bias[:] = 0
-        outputs = [delta_by(function, sizes)(q, k, beta, x, rates, bias) for function in (delta._Fused, delta._OnTorch)]
+        outputs = [delta_by(function, sizes)(q, k, beta, x, rates, bias) for function in (delta._Fused, delta._Eager)]
         for found, expected in zip(*outputs, strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
         some = slice(3, 9)  # without infinities and NaN
         found, expected = (
             with_gradients(delta_by(function, sizes), k[some], k[some], beta[some], x[some], rates, bias)
-            for function in (delta._Fused, delta._OnTorch)
+            for function in (delta._Fused, delta._Eager)
         )
         assert_equal_but_for_rounding(found, expected)
         assert all(y.isfinite().all() for y in found)
@@ -313,7 +313,7 @@ def extremes(device: str = "cpu") -> None:
         inputs = values[:, None, None], torch.zeros(1, device=device), torch.zeros(1, device=device)
         found, expected = (
             with_gradients(steps_by(function, slice(0, 1), limit, True), *inputs)[0]
-            for function in (steps._Fused, steps._OnTorch)
+            for function in (steps._Fused, steps._Eager)
         )
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
@@ -327,7 +327,7 @@ def steps_and_norms(device: str = "cpu") -> None:
             )
             for inputs in [(x, rates, bias), (x, None, bias), (x, rates, None), (x, None, None)]:
                 found, expected = (
-                    with_gradients(steps_by(function, *options), *inputs) for function in (steps._Fused, steps._OnTorch)
+                    with_gradients(steps_by(function, *options), *inputs) for function in (steps._Fused, steps._Eager)
                 )
                 assert_equal_but_for_rounding(found, expected)
     for dtype, (tokens, groups, size, has_gate) in itertools.product((FP32, BF16), NORMS):

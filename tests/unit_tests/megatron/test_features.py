@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron_cp.megatron.features import EXPECTED, FEATURES, OF_FLAG, PROVED, REFUSED, UNTRIED
+from megatron_cp.megatron.features import EXPECTED, FEATURE_BY_FLAG, FEATURES, PROVED, REFUSED, UNTRIED
 from tools import megatron_features
 
 ROOT = Path(__file__).parents[3]
@@ -26,8 +26,8 @@ def test_every_flag_is_megatrons_and_is_in_one_row(flags):
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     add_megatron_arguments(parser)
     first = {action.option_strings[0] for action in parser._actions}
-    assert set(OF_FLAG) - first == set()
-    assert sum(len(feature.flags) for feature in FEATURES) == len(OF_FLAG)
+    assert set(FEATURE_BY_FLAG) - first == set()
+    assert sum(len(feature.flags) for feature in FEATURES) == len(FEATURE_BY_FLAG)
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.flags[0])

@@ -1,1 +1,1 @@
-"""What kernels of linear layers have in common: chunks of tokens, decays by feature, what is installed."""
+"""Code that kernels of linear layers share: chunks of tokens, decays by feature, checks of installed packages."""

@@ -1,8 +1,8 @@
-"""Where the tokens of a rank stand in chunks, and in which order a state walks through them.
+"""Cuts the tokens of a rank into chunks, and orders the chunks for the recurrence of the state.
 
-Every piece of a document is cut into chunks of `CHUNK` tokens, its last one filled up with tokens that do nothing. All
-pieces of one class take their steps together: chunk i of every piece that has one, longest pieces first, so that a step
-is one slice of the chunks. The classes differ in when a state is known (see `LocalScan`):
+Every piece of a document is cut into chunks of `CHUNK` tokens; the last one is padded with tokens that change nothing.
+All pieces of one class take their steps together: step i computes chunk i of every piece that has one, longest pieces
+first, so that a step is one slice of the chunks. The classes differ in when a state is known (see `LocalScan`):
 
     single   no past and no future        first    no past, a future
     middle   a past and a future          last     a past, no future
@@ -32,8 +32,8 @@ class PieceClass:
     """Pieces of documents that step through their chunks together.
 
     Attributes:
-        pieces: which, the longest first.
-        steps: the slice of the chunks that each step computes: its start, and how many pieces go on so far.
+        pieces: numbers of the pieces, the longest first.
+        steps: the slice of the chunks that each step computes: its start and its number of pieces.
     """
 
     pieces: list[int]
@@ -44,11 +44,11 @@ class Chunks:
     """The chunks of one rank's tokens, class after class.
 
     Attributes:
-        num_chunks: of all classes.
-        num_known: of single and first, whose pieces begin with a state of zero.
-        slots, sources: of each token the slot, and of each slot the token.
-        begins: `[num_chunks]` bool, where pieces are walked through one after another, which chunk is the first of one:
-            the state before it is zero. None where pieces have states of their own.
+        num_chunks: number of chunks of all classes.
+        num_known: number of chunks of the classes single and first, whose pieces begin with a state of zero.
+        slots, sources: the slot of each token, and the token of each slot.
+        begins: where pieces follow each other in one recurrence, `[num_chunks]` bools, True for the first chunk of a
+            piece, before which the state is zero. None where pieces have states of their own.
     """
 
     single: PieceClass
@@ -62,7 +62,7 @@ class Chunks:
         none = np.zeros(lengths.size, dtype=bool)
         past, future = (none, none) if call.segments is None else (call.segments.past, call.segments.future)
         counts = -(-lengths // CHUNK)
-        chunk_of: list[IntArray] = []  # of (piece, step), for pieces in the order of their classes
+        chunk_of: list[IntArray] = []  # for each piece, in the order of the classes, the chunk of each step
         order: list[IntArray] = []
         start = 0
         for name, has_past, has_future in (
@@ -83,29 +83,29 @@ class Chunks:
         self.slots, self.sources = _slots(call, np.concatenate(order), counts, chunk_of, start)
 
     @classmethod
-    def of(cls, call: LinearCall) -> Chunks:
-        """Those of a call, made once for all layers of a batch."""
+    def from_call(cls, call: LinearCall) -> Chunks:
+        """Returns the chunks of a call, which are made once for all layers of a batch."""
         key = chunks_key(call.device, whole=call.segments is None)
         found: Chunks = call.packing.memo(key, lambda: cls(call))
         return found
 
     def split(self, x: Tensor) -> Tensor:
-        """`[T, h, d]` to `[n, h, C, d]`, zero where a chunk has no token: a zero key and decay change nothing."""
+        """Splits `[T, h, d]` into `[n, h, C, d]`, padded with zeros: a key and a log decay of zero change nothing."""
         filled = _Rechunk.apply(x, self.slots, self.sources, True)
         return filled.unflatten(0, (self.num_chunks, CHUNK)).transpose(1, 2).contiguous()
 
     def join(self, x: Tensor) -> Tensor:
-        """The inverse of `split`."""
+        """Undoes `split`."""
         return _Rechunk.apply(x.transpose(1, 2).flatten(0, 1), self.slots, self.sources, False)
 
 
 def chunks_key(device: torch.device, *, whole: bool = True) -> tuple[Any, ...]:
-    """Under which a packing keeps its chunks, of whole documents or of segments."""
+    """Returns the key of the memo in which a packing keeps its chunks, of whole documents or of segments."""
     return "chunks", CHUNK, device, whole
 
 
 def fixed_chunks(packing: Packing) -> dict[str, NDArray]:
-    """The tables of `FixedChunks`, by name: of one shape for all packings of as many tokens and documents."""
+    """Returns the tables of `FixedChunks` by name; shapes depend on the numbers of tokens and documents only."""
     counts = -(-packing.lengths // CHUNK)
     num_chunks = packing.total // CHUNK + packing.num_documents
     first = np.cumsum(counts) - counts
@@ -114,15 +114,15 @@ def fixed_chunks(packing: Packing) -> dict[str, NDArray]:
     sources = np.full(num_chunks * CHUNK, packing.total)
     sources[slots] = np.arange(packing.total)
     begins = np.zeros(num_chunks + 1, dtype=bool)
-    begins[first] = True  # of a document without tokens that of the next, or of nothing
+    begins[first] = True  # for a document without tokens, the next one's first chunk, or the one after all
     return {"slots": slots.astype(np.int32), "sources": sources.astype(np.int32), "begins": begins[:-1]}
 
 
 class FixedChunks(Chunks):
-    """The chunks of whole documents, one after another, each a step: as many for every pack, for CUDA graphs.
+    """The chunks of whole documents one after another, a step each, as many for every pack, for CUDA graphs.
 
     Args:
-        tables: of `fixed_chunks`, on a device.
+        tables: the tables of `fixed_chunks`, on a device.
     """
 
     def __init__(self, tables: Mapping[str, Tensor]) -> None:
@@ -135,7 +135,7 @@ class FixedChunks(Chunks):
 def _slots(
     call: LinearCall, order: IntArray, counts: IntArray, chunk_of: list[IntArray], num_chunks: int
 ) -> tuple[Tensor, Tensor]:
-    """The slot of each token, and the token of each slot; the slot after the last token is of none."""
+    """Returns the slot of each token, and the token of each slot, which is the number of tokens for empty slots."""
     packing = call.packing
     offset = np.zeros(counts.size, dtype=np.int64)  # where each piece's chunks are in the table
     offset[order] = np.cumsum(counts[order]) - counts[order]
@@ -149,7 +149,7 @@ def _slots(
 
 
 class _Rechunk(torch.autograd.Function):
-    """Tokens to chunk slots or back; the gradient of one is the other, so that both are gathers."""
+    """Moves tokens to chunk slots or back. The gradient of one is the other, so that both are gathers."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slots: Tensor, sources: Tensor, split: bool) -> Tensor:

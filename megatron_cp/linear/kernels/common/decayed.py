@@ -1,10 +1,10 @@
-"""KDA's products within a chunk, where every feature decays by itself.
+"""KDA's products within a chunk, where every feature has a decay of its own.
 
     scores(x)_ij = sum_d x_id exp(G_id - G_jd) k_jd  for j <= i, else 0        x is k for the delta rule, q for outputs
 
 Between blocks of `SUB` tokens the decay is split where the later block begins, exp(G_i - G_e) exp(G_e - G_j), so that
-neither factor can overflow, and the rest is a matrix product. Within a block it is multiplied out, `[SUB, SUB, d]` a
-block: too much to keep, so backward makes it again.
+neither factor can overflow, and the rest is a matrix product. Within a block the decays are computed explicitly,
+`[SUB, SUB, d]` a block, which is too large to save, so backward computes them again.
 
 Shapes: `[n, h, C, d]` q, k and G; `[n, h, C, C]` scores.
 """
@@ -23,7 +23,7 @@ SUB = 16
 
 
 def decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """`scores(k)` and `scores(q)`, with g for G. Differentiable."""
+    """Computes `scores(k)` and `scores(q)`, where g is G; differentiable."""
     return _DecayedProducts.apply(q, k, g)
 
 
@@ -43,35 +43,36 @@ class _DecayedProducts(torch.autograd.Function):
                 for x, found in zip((k, q), scores, strict=True):
                     found[:, :, own, : own.start] = (since * x[:, :, own]) @ earlier
         for x, found in zip((k, q), scores, strict=True):
-            found.diagonal(dim1=2, dim2=3).copy_((x * k).sum(-1))  # a token's own decay is 1 whatever g is
+            found.diagonal(dim1=2, dim2=3).copy_((x * k).sum(-1))  # a token's own decay is 1 for any g
         return scores
 
     @staticmethod
     @opaque_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, g = ctx.saved_tensors
-        of_rows = torch.zeros_like(k), torch.zeros_like(q)  # the gradients of k and q where they are x
-        of_columns = torch.zeros_like(k)
+        row_gradients = torch.zeros_like(k), torch.zeros_like(q)  # the gradients of k and q in the place of x
+        column_gradients = torch.zeros_like(k)
         for own in _blocks(k.shape[2]):
             decay = _decay_within(g, own)
             within = torch.stack([gradient[:, :, own, own] for gradient in gradients], -2)  # [n, h, i, 2, j]
-            for row, found in zip((within @ (decay * k[:, :, None, own])).unbind(-2), of_rows, strict=True):
+            for row, found in zip((within @ (decay * k[:, :, None, own])).unbind(-2), row_gradients, strict=True):
                 found[:, :, own] += row
             weighted = gradients[0][:, :, own, own, None] * k[:, :, own, None]
             weighted += gradients[1][:, :, own, own, None] * q[:, :, own, None]
-            of_columns[:, :, own] += weighted.mul_(decay).sum(2)
+            column_gradients[:, :, own] += weighted.mul_(decay).sum(2)
             if own.start:
                 since, until = _decay_between(g, own)
                 earlier = until * k[:, :, : own.start]
-                for x, gradient, found in zip((k, q), gradients, of_rows, strict=True):
+                for x, gradient, found in zip((k, q), gradients, row_gradients, strict=True):
                     between = gradient[:, :, own, : own.start]
                     found[:, :, own] += since * (between @ earlier)
-                    of_columns[:, :, : own.start] += until * (between.transpose(2, 3) @ (since * x[:, :, own]))
-        # A score depends on G_i as on x_i, and on -G_j as on k_j. Not a token's own: the difference would be noise.
-        dk, dq = of_rows
-        dg = q * dq + k * (dk - of_columns)
-        of_k, of_q = (gradient.diagonal(dim1=2, dim2=3)[..., None] for gradient in gradients)
-        return dq + of_q * k, dk + of_columns + 2 * of_k * k + of_q * q, dg
+                    column_gradients[:, :, : own.start] += until * (between.transpose(2, 3) @ (since * x[:, :, own]))
+        # A score depends on G_i as on x_i, and on -G_j as on k_j. A token's own score is left out of the gradient of G,
+        # since the difference would be noise.
+        dk, dq = row_gradients
+        dg = q * dq + k * (dk - column_gradients)
+        k_diagonal, q_diagonal = (gradient.diagonal(dim1=2, dim2=3)[..., None] for gradient in gradients)
+        return dq + q_diagonal * k, dk + column_gradients + 2 * k_diagonal * k + q_diagonal * q, dg
 
 
 def _blocks(size: int) -> Iterator[slice]:
@@ -79,13 +80,13 @@ def _blocks(size: int) -> Iterator[slice]:
 
 
 def _decay_within(g: Tensor, own: slice) -> Tensor:
-    """`exp(G_i - G_j)` `[n, h, SUB, SUB, d]` for j < i, else 0."""
+    """Returns `exp(G_i - G_j)` for j < i, else 0, as `[n, h, SUB, SUB, d]`."""
     later = torch.ones(SUB, SUB, dtype=torch.bool, device=g.device).triu()
     # Masked before exp: above the diagonal the difference is positive and could overflow.
     return (g[:, :, own, None] - g[:, :, None, own]).masked_fill_(later[..., None], -torch.inf).exp_()
 
 
 def _decay_between(g: Tensor, own: slice) -> tuple[Tensor, Tensor]:
-    """From the token before a block to its tokens, and from all earlier tokens to that one."""
+    """Returns the decays from the token before a block to the block's tokens, and from all earlier tokens to it."""
     edge = g[:, :, own.start - 1 : own.start]
     return (g[:, :, own] - edge).exp(), (edge - g[:, :, : own.start]).exp()

@@ -1,9 +1,9 @@
-"""The rules over segments by the pieces of flash-linear-attention's kernels, and where it is told that those lie.
+"""The rules over segments by the internal functions of flash-linear-attention, and the tables that these need.
 
-A segment's map costs less by the pieces: E and M are passes over the states alone, without outputs, and only over the
-segments that leave one.
+The internal functions compute a segment's map at less cost than the public operations: E and M are recurrences of the
+states without outputs, over the segments that pass a state on only.
 
-Shapes: fla has a leading axis of 1, `[1, T, h, d]`; `n` pieces of documents, in chunks of `CHUNK` tokens.
+Shapes: fla has a leading axis of 1, `[1, T, h, d]`; there are `n` segments in chunks of `CHUNK` tokens.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ from megatron_cp.layout import Packing
 from megatron_cp.layout.segments import BoolArray
 from megatron_cp.linear.kernels.base import LinearCall
 
-CHUNK = 64  # tokens; fla's default for all that is called here
+CHUNK = 64  # tokens; the default of all functions of fla that are called here
 
 
 # -- where pieces of documents start and end -------------------------------------------------------------------------
 
 
 def documents(call: LinearCall) -> dict[str, Tensor]:
-    """As fla's operations ask; on the host too, where they count chunks without waiting for the device."""
+    """Returns fla's arguments for documents; those on the host let it count chunks without waiting for the device."""
     host = torch.device("cpu")
     return {"cu_seqlens": _offsets(call.packing, call.device), "cu_seqlens_cpu": _offsets(call.packing, host)}
 
 
 def _offsets(packing: Packing, device: torch.device) -> Tensor:
-    """`cu_seqlens` without empty documents. Always the same tensor for a packing: fla caches by tensor identity."""
+    """Returns `cu_seqlens` without empty documents, the same tensor for a packing, since fla caches by identity."""
     return packing.memo(("fla offsets", device), lambda: on_device(np.unique(packing.cu_seqlens), device))
 
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Some of a rank's segments laid end to end, in the order of the rows, as fla's pieces of operations ask.
+    """A selection of n of a rank's segments, end to end in the order of the rows, for fla's internal functions.
 
     Attributes:
         count: n.
-        places: `[n]` which of the segments they are.
-        runs: the ranges of rows to lay end to end.
-        tables: `cu_seqlens` `[n + 1]`, and `chunk_indices` `[chunks, 2]`: of which of these each chunk is which chunk.
-        chunk_offsets: `[n + 1]` chunks before each.
+        places: `[n]`, the numbers of the segments among all.
+        runs: the ranges of rows to put end to end.
+        tables: `cu_seqlens` `[n + 1]`, and `chunk_indices` `[chunks, 2]`, the segment of each chunk and its number
+            there.
+        chunk_offsets: `[n + 1]`, the number of chunks before each segment.
     """
 
     count: int
@@ -60,16 +61,16 @@ class _Pieces:
 
     @property
     def state_tables(self) -> dict[str, Tensor]:
-        """What passes over states ask for."""
+        """Arguments of functions that compute states."""
         return {**self.tables, "chunk_offsets": self.chunk_offsets}
 
     def rows(self, x: Tensor) -> Tensor:
-        """`[1, T, ...]` to `[1, tokens of these, ...]`, without a copy if they are neighbours."""
+        """Selects the segments' rows of `[1, T, ...]`, without a copy if they are one range."""
         parts = [x[:, start:end] for start, end in self.runs]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     def spread(self, states: Tensor, count: int) -> Tensor | None:
-        """States `[n, ...]` of these to `[count, ...]` of all segments, zero for others; None for none."""
+        """Expands states `[n, ...]` to `[count, ...]` of all segments, zero for the others; None if n is 0."""
         if len(states) in (0, count):
             return states if len(states) else None
         return states.new_zeros(count, *states.shape[1:]).index_copy_(0, self.places, states)
@@ -104,9 +105,9 @@ def _make_pieces(call: LinearCall, numbers: np.ndarray) -> _Pieces:
 
 
 def conv_states(history: Tensor, call: LinearCall) -> Tensor:
-    """`[n, width - 1, c]` of the waiting segments as fla's cache of all pieces, `[N, c, width]`.
+    """Converts the history `[n, width - 1, c]` of segments with a past to fla's cache of all segments, `[N, c, width]`.
 
-    The cache ends with the inputs before a piece, and the first of its places is never read.
+    The cache ends with the inputs before a segment, and its first position is never read.
     """
     assert call.segments is not None
     states = torch.nn.functional.pad(history.transpose(1, 2), (1, 0))
@@ -120,16 +121,16 @@ def conv_states(history: Tensor, call: LinearCall) -> Tensor:
 # -- the rules in pieces ---------------------------------------------------------------------------------------------
 
 
-class _Chunks(NamedTuple):
-    """What is made of each chunk by itself, after which a rule is a recurrence over chunks.
+class _ChunkTerms(NamedTuple):
+    """The terms of each chunk that do not depend on the state, with which a rule is a recurrence over chunks.
 
-    `S' = decay S + k^T (u - w S)`, and outputs are linear in q and S.
+    The recurrence is `S' = decay S + k^T (u - w S)`, and outputs are linear in q and S.
 
     Attributes:
         q, k: `[1, T, h or g, dk]`; q in backward only.
         w, u: `[1, T, h, dk]` and `[1, T, h, dv]`
-        decay: summed within chunks, by fla's name: `g` `[1, T, h]` or `gk` `[1, T, h, dk]`.
-        kept: the decay and the matrices of chunks, of which backward makes the rest again.
+        decay: log decays summed within chunks, by fla's name: `g` `[1, T, h]` or `gk` `[1, T, h, dk]`.
+        kept: the decays and the chunks' matrices, from which backward computes the rest again.
     """
 
     q: Tensor | None
@@ -141,9 +142,9 @@ class _Chunks(NamedTuple):
 
 
 class _Backward(NamedTuple):
-    """What backward has computed when it learns the gradients of the states."""
+    """The results of backward up to the arrival of the states' gradients."""
 
-    chunks: _Chunks
+    chunks: _ChunkTerms
     do: Tensor
     h: Tensor
     v_new: Tensor
@@ -152,10 +153,10 @@ class _Backward(NamedTuple):
 
 
 class DeltaScan(LocalScan):
-    """The recurrence over chunks of both rules; what is within chunks, each has of its own.
+    """The recurrence over chunks, which both rules share; subclasses compute the terms of chunks.
 
-    A segment's E is the state that a pass from zero ends with; its M is the same of the unit matrix without values.
-    As in fla itself, w and u are computed again in backward.
+    A segment's E is the last state of the recurrence from zero; its M is that from the unit matrix without values. As
+    in fla itself, w and u are computed again in backward.
     """
 
     def __init__(self, scale: float, call: LinearCall) -> None:
@@ -167,11 +168,11 @@ class DeltaScan(LocalScan):
         self.passing = _pieces(call, past & future)
 
     def leave(self, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Any]:
-        chunks = self._within(tensors)
+        chunks = self._chunk_terms(tensors)
         heads, dk = chunks.w.shape[2:]
         unit = torch.eye(dk, device=chunks.w.device).repeat(self.passing.count, heads, 1, 1)
         silent = chunks._replace(u=torch.zeros_like(chunks.w) if self.passing.count else chunks.w)
-        return self._after(self.leaving, chunks, None), self._after(self.passing, silent, unit), chunks
+        return self._final_states(self.leaving, chunks, None), self._final_states(self.passing, silent, unit), chunks
 
     def finish(self, tensors: Sequence[Tensor], begun: Any, states: Tensor) -> tuple[Tensor, list[Tensor]]:
         h, v_new = self._states(begun, states)
@@ -181,10 +182,10 @@ class DeltaScan(LocalScan):
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_bwd_dhu
 
         *kept, states = kept
-        chunks = self._within_again(tensors, kept)
+        chunks = self._recompute_chunk_terms(tensors, kept)
         do = gradient.contiguous()[None]
         h, v_new = self._states(chunks, states)
-        dv, dmatrix = self._gradient_within(tensors, chunks, do, v_new)
+        dv, dmatrix = self._chunk_gradients(tensors, chunks, do, v_new)
         begun = _Backward(chunks, do, h, v_new, dv, dmatrix)
         wanted = torch.empty_like(states)
         if self.waiting.count:
@@ -205,8 +206,8 @@ class DeltaScan(LocalScan):
         found = self._gradients(tensors, begun, dh, dv)
         return [gradient.squeeze(0).to(x.dtype) for gradient, x in zip(found, tensors, strict=True)]
 
-    def _after(self, pieces: _Pieces, chunks: _Chunks, states: Tensor | None) -> Tensor:
-        """The states `[n, h, dk, dv]` after some segments, from `states` or zero; dv that of u."""
+    def _final_states(self, pieces: _Pieces, chunks: _ChunkTerms, states: Tensor | None) -> Tensor:
+        """Returns the states `[n, h, dk, dv]` after segments, starting from `states` or zero; dv is that of u."""
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
         heads, dk, dv = chunks.w.shape[2], chunks.w.shape[3], chunks.u.shape[3]
@@ -215,19 +216,16 @@ class DeltaScan(LocalScan):
         k, w, u = (pieces.rows(x) for x in (chunks.k, chunks.w, chunks.u))
         decay = {name: pieces.rows(x) for name, x in chunks.decay.items()}
         after: Tensor = chunk_gated_delta_rule_fwd_h(
-            k=k,
-            w=w,
-            u=u,
-            **decay,
-            initial_state=states,
-            output_final_state=True,
-            save_new_value=False,
+            k=k, w=w, u=u, **decay, initial_state=states, output_final_state=True, save_new_value=False,
             **pieces.state_tables,
-        )[2]
+        )[2]  # fmt: skip
         return after
 
-    def _states(self, chunks: _Chunks, states: Tensor) -> tuple[Tensor, Tensor]:
-        """The state before each chunk, `[1, chunks, h, dk, dv]`, and `u - w S`; `states` of the waiting segments."""
+    def _states(self, chunks: _ChunkTerms, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the state before each chunk, `[1, chunks, h, dk, dv]`, and `u - w S`.
+
+        `states` are those before the segments with a past.
+        """
         from fla.ops.common.chunk_delta_h import chunk_gated_delta_rule_fwd_h
 
         before = self.waiting.spread(states, self.all.count)
@@ -243,29 +241,29 @@ class DeltaScan(LocalScan):
         return {"scale": self.scale, **{name: pieces.rows(x) for name, x in rows.items()}}
 
     @abstractmethod
-    def _within(self, tensors: Sequence[Tensor]) -> _Chunks:
-        """Forward, within chunks."""
+    def _chunk_terms(self, tensors: Sequence[Tensor]) -> _ChunkTerms:
+        """Computes the terms of chunks in forward."""
 
     @abstractmethod
-    def _within_again(self, tensors: Sequence[Tensor], kept: list[Tensor]) -> _Chunks:
-        """The same in backward, of what was kept."""
+    def _recompute_chunk_terms(self, tensors: Sequence[Tensor], kept: list[Tensor]) -> _ChunkTerms:
+        """Computes the terms of chunks in backward from `kept`."""
 
     @abstractmethod
-    def _outputs(self, tensors: Sequence[Tensor], chunks: _Chunks, h: Tensor, v_new: Tensor) -> Tensor:
-        """`[1, T, h, dv]`"""
+    def _outputs(self, tensors: Sequence[Tensor], chunks: _ChunkTerms, h: Tensor, v_new: Tensor) -> Tensor:
+        """Returns the outputs, `[1, T, h, dv]`."""
 
     @abstractmethod
-    def _gradient_within(
-        self, tensors: Sequence[Tensor], chunks: _Chunks, do: Tensor, v_new: Tensor
+    def _chunk_gradients(
+        self, tensors: Sequence[Tensor], chunks: _ChunkTerms, do: Tensor, v_new: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Of v_new by the outputs of its chunk alone, and of the chunks' matrices if they were kept."""
+        """Returns the gradient of v_new by the outputs of its chunk, and that of the chunks' matrices if saved."""
 
     @abstractmethod
     def _gradients(self, tensors: Sequence[Tensor], begun: _Backward, dh: Tensor, dv: Tensor) -> list[Tensor]:
-        """Of the inputs, by the gradients of the states after each chunk and of v_new."""
+        """Returns the gradients of the inputs, given those of the states after each chunk and of v_new."""
 
     def _summed_gradient(self, dg: Tensor) -> Tensor:
-        """The gradient of decays by that of their sums."""
+        """Returns the gradient of the decays, given that of their sums."""
         from fla.ops.utils import chunk_local_cumsum
 
         summed: Tensor = chunk_local_cumsum(dg, chunk_size=CHUNK, reverse=True, **self.all.tables)
@@ -273,9 +271,9 @@ class DeltaScan(LocalScan):
 
 
 class GdnScan(DeltaScan):
-    """Gated DeltaNet: one decay a head."""
+    """The scan of Gated DeltaNet, which has one decay a head."""
 
-    def _within(self, tensors: Sequence[Tensor]) -> _Chunks:
+    def _chunk_terms(self, tensors: Sequence[Tensor]) -> _ChunkTerms:
         from fla.ops.gated_delta_rule.chunk_fwd import chunk_gated_delta_rule_fwd_intra
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
@@ -283,17 +281,17 @@ class GdnScan(DeltaScan):
         _, k, v, g, beta = (x[None] for x in tensors)
         g = chunk_local_cumsum(g, chunk_size=CHUNK, scale=RCP_LN2, **self.all.tables)
         w, u, matrix = chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=g, beta=beta, **self.all.tables)
-        return _Chunks(None, k, w, u, {"g": g}, [g, matrix])
+        return _ChunkTerms(None, k, w, u, {"g": g}, [g, matrix])
 
-    def _within_again(self, tensors: Sequence[Tensor], kept: list[Tensor]) -> _Chunks:
+    def _recompute_chunk_terms(self, tensors: Sequence[Tensor], kept: list[Tensor]) -> _ChunkTerms:
         from fla.ops.gated_delta_rule.wy_fast import recompute_w_u_fwd
 
         q, k, v, _, beta = (x[None] for x in tensors)
         g, matrix = kept
         w, u = recompute_w_u_fwd(k=k, v=v, beta=beta, A=matrix, g=g, **self.all.tables)
-        return _Chunks(q, k, w, u, {"g": g}, kept)
+        return _ChunkTerms(q, k, w, u, {"g": g}, kept)
 
-    def _outputs(self, tensors: Sequence[Tensor], chunks: _Chunks, h: Tensor, v_new: Tensor) -> Tensor:
+    def _outputs(self, tensors: Sequence[Tensor], chunks: _ChunkTerms, h: Tensor, v_new: Tensor) -> Tensor:
         from fla.ops.common.chunk_o import chunk_fwd_o
 
         out: Tensor = chunk_fwd_o(
@@ -301,8 +299,8 @@ class GdnScan(DeltaScan):
         )
         return out
 
-    def _gradient_within(
-        self, tensors: Sequence[Tensor], chunks: _Chunks, do: Tensor, v_new: Tensor
+    def _chunk_gradients(
+        self, tensors: Sequence[Tensor], chunks: _ChunkTerms, do: Tensor, v_new: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         from fla.ops.common.chunk_o import chunk_bwd_dv_local
 
@@ -317,27 +315,18 @@ class GdnScan(DeltaScan):
         chunks, tables = begun.chunks, self.all.tables
         g, matrix = chunks.kept
         dq, dk, dw, dg = chunk_bwd_dqkwg(
-            q=chunks.q,
-            k=chunks.k,
-            v=begun.v_new,
-            w=chunks.w,
-            g=g,
-            h=begun.h,
-            dv=dv,
-            do=begun.do,
-            dh=dh,
-            scale=self.scale,
-            **tables,
-        )
+            q=chunks.q, k=chunks.k, v=begun.v_new, w=chunks.w, g=g, h=begun.h, dv=dv, do=begun.do, dh=dh,
+            scale=self.scale, **tables,
+        )  # fmt: skip
         v, beta = tensors[2][None], tensors[4][None]
         dk2, dv, dbeta, dg2 = prepare_wy_repr_bwd(k=chunks.k, v=v, beta=beta, g=g, A=matrix, dw=dw, du=dv, **tables)
         return [dq, dk.add_(dk2), dv, self._summed_gradient(dg.add_(dg2)), dbeta]
 
 
 class KdaScan(DeltaScan):
-    """KDA: one decay a feature of the key. Its passes over states read q and k with the decays in them."""
+    """The scan of KDA, which has one decay a feature of the key. Its states are computed from decayed q and k."""
 
-    def _within(self, tensors: Sequence[Tensor]) -> _Chunks:
+    def _chunk_terms(self, tensors: Sequence[Tensor]) -> _ChunkTerms:
         from fla.ops.kda.chunk_intra import chunk_kda_fwd_intra
         from fla.ops.utils import chunk_local_cumsum
         from fla.ops.utils.constant import RCP_LN2
@@ -347,17 +336,17 @@ class KdaScan(DeltaScan):
         w, u, _, decayed_k, scores, matrix = chunk_kda_fwd_intra(
             q=q, k=k, v=v, gk=g, beta=beta, scale=self.scale, **self.all.tables
         )
-        return _Chunks(None, decayed_k, w, u, {"gk": g}, [g, scores, matrix])
+        return _ChunkTerms(None, decayed_k, w, u, {"gk": g}, [g, scores, matrix])
 
-    def _within_again(self, tensors: Sequence[Tensor], kept: list[Tensor]) -> _Chunks:
+    def _recompute_chunk_terms(self, tensors: Sequence[Tensor], kept: list[Tensor]) -> _ChunkTerms:
         from fla.ops.kda.wy_fast import recompute_w_u_fwd
 
         q, k, v, _, beta = (x[None] for x in tensors)
         g, _, matrix = kept
         w, u, decayed_q, decayed_k = recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=matrix, gk=g, **self.all.tables)
-        return _Chunks(decayed_q, decayed_k, w, u, {"gk": g}, kept)
+        return _ChunkTerms(decayed_q, decayed_k, w, u, {"gk": g}, kept)
 
-    def _outputs(self, tensors: Sequence[Tensor], chunks: _Chunks, h: Tensor, v_new: Tensor) -> Tensor:
+    def _outputs(self, tensors: Sequence[Tensor], chunks: _ChunkTerms, h: Tensor, v_new: Tensor) -> Tensor:
         from fla.ops.gla.chunk import chunk_gla_fwd_o_gk
 
         g, scores, _ = chunks.kept
@@ -366,8 +355,8 @@ class KdaScan(DeltaScan):
         )
         return out
 
-    def _gradient_within(
-        self, tensors: Sequence[Tensor], chunks: _Chunks, do: Tensor, v_new: Tensor
+    def _chunk_gradients(
+        self, tensors: Sequence[Tensor], chunks: _ChunkTerms, do: Tensor, v_new: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv
 
@@ -382,33 +371,12 @@ class KdaScan(DeltaScan):
         q, k, v, _, beta = (x[None] for x in tensors)
         g, _, matrix = begun.chunks.kept
         dq, dk, dv, dbeta, dg, dmatrix = chunk_kda_bwd_wy_dqkg_fused(
-            q=q,
-            k=k,
-            v=v,
-            v_new=begun.v_new,
-            g=g,
-            beta=beta,
-            A=matrix,
-            h=begun.h,
-            do=begun.do,
-            dh=dh,
-            dv=dv,
-            scale=self.scale,
-            **self.all.tables,
-        )
+            q=q, k=k, v=v, v_new=begun.v_new, g=g, beta=beta, A=matrix, h=begun.h, do=begun.do, dh=dh, dv=dv,
+            scale=self.scale, **self.all.tables,
+        )  # fmt: skip
         dq, dk, dbeta, dg = chunk_kda_bwd_intra(
-            q=q,
-            k=k,
-            g=g,
-            beta=beta,
-            dAqk=begun.dmatrix,
-            dAkk=dmatrix,
-            dq=dq,
-            dk=dk,
-            db=dbeta,
-            dg=dg,
-            **self.all.tables,
+            q=q, k=k, g=g, beta=beta, dAqk=begun.dmatrix, dAkk=dmatrix, dq=dq, dk=dk, db=dbeta, dg=dg, **self.all.tables
         )
-        # Of every head; heads that share a key head add up.
+        # These are the gradients of every head; those of heads that share a key head are added.
         dq, dk = (x.unflatten(2, (k.shape[2], -1)).sum(3) for x in (dq, dk))
         return [dq, dk, dv, self._summed_gradient(dg), dbeta]

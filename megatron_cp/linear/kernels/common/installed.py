@@ -1,4 +1,4 @@
-"""What is known of an optional package before one of its kernels is called."""
+"""Checks of an optional package before one of its kernels is called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 @cache
 def installed_version(package: str) -> tuple[int, ...] | None:
-    """Major and minor, or None where it is not installed."""
+    """Returns the major and the minor version of a package, or None if it is not installed."""
     try:
         return tuple(int(part) for part in version(package).split(".")[:2])
     except PackageNotFoundError:
@@ -18,9 +18,9 @@ def installed_version(package: str) -> tuple[int, ...] | None:
 
 @cache
 def import_failure(*modules: str) -> str | None:
-    """What importing them says, or None if nothing.
+    """Returns the error of importing modules, or None if there is none.
 
-    A package may be there and fail: without what it needs, or with a CUDA extension that was built for another torch.
+    An installed package may fail because a dependency is missing or its CUDA extension was built for another torch.
     """
     try:
         for module in modules:

@@ -1,4 +1,4 @@
-"""Matrix products whose gradients are computed in the type that they are given, under autocast too."""
+"""Matrix products whose gradients are computed in the type of their operands, also under autocast."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from megatron_cp.executor.opaque import opaque_backward
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` of as many axes each; differentiable once.
+    """Computes `a @ b` of tensors with as many axes each; differentiable once.
 
-    Autograd's own backward is a product like any other, which autocast lowers where `backward()` is called under it.
+    Autograd's own backward is a product that autocast would lower if `backward()` is called under it.
     """
     return _Product.apply(a, b)
 

@@ -1,1 +1,1 @@
-"""What kernels of softmax attention have in common: dropout, sums of parts, calls over variable lengths."""
+"""Code that kernels of softmax attention share: dropout, sums of partial results, variable-length calls."""

@@ -1,7 +1,7 @@
-"""Which attention weights dropout keeps: a hash of seed, head, query token and key token, and of nothing else.
+"""Dropout masks that are a hash of seed, head, query token and key token only.
 
-A generator's mask depends on the order in which numbers are drawn, so on which rank computes what. This one is the same
-on every number of ranks, on every device, in the backward pass and under recomputation, and nothing is stored.
+A generator's mask depends on the order in which numbers are drawn, and so on which rank computes what. This mask is
+the same for any number of ranks, on any device, in the backward pass and under recomputation, and is never stored.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _LAST_SHIFT = 31
 
 
 def kept(q_tokens: Tensor, k_tokens: Tensor, *, head: int, seed: int, dropout: float) -> Tensor:
-    """`[T, S]` bool: the weights that stay, each with probability `1 - dropout`.
+    """Returns `[T, S]` bools: True for weights that are kept, each with probability `1 - dropout`.
 
     Args:
-        q_tokens, k_tokens: `[T]`, `[S]` int64 place of each row in its packed stream.
+        q_tokens, k_tokens: int64 `[T]` and `[S]`: the position of each row in its packed stream.
         head: number of the query head in the whole layer.
         seed: any integer.
         dropout: in [0, 1).
     """
-    stream = torch.tensor(_signed(seed))  # on the host while it is one number: no copy to wait for
+    stream = torch.tensor(_signed(seed))  # a number on the host needs no copy that the device waits for
     for counter in (torch.tensor(head), q_tokens[:, None], k_tokens):
-        # A level's hash starts the next level's counter: two streams overlap as seldom as two hashes are close.
+        # A level's hash starts the next level's counter, so two streams overlap as seldom as two hashes are close.
         stream = _mixed(stream + counter * _signed(_STEP))
     return stream >= int(dropout * 2**64) - 2**63
 
@@ -39,10 +39,10 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """`x >> by` of the unsigned number with these bits."""
+    """Shifts right as an unsigned number with the same bits."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(number: int) -> int:
-    """The number modulo 2^64 as an int64 has it."""
+    """Returns the int64 that is congruent to the number modulo 2^64."""
     return (number + 2**63) % 2**64 - 2**63

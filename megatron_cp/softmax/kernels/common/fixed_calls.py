@@ -1,8 +1,8 @@
-"""Bands as calls of the same shapes for every pack, for CUDA graphs: a pack changes what stands in tables, and no more.
+"""Turns bands into calls whose shapes are the same for every pack, for CUDA graphs: packs differ in tables only.
 
-Every document has the same bands in the same order, those of a pack of one document: its *pattern*. So one call serves
-the bands of one window of all documents, by as many segments as there may be documents, of which some are empty. The
-last document only fills up the pack: its rows are in every call, where rows are counted, and in no segment.
+Every document has the same bands in the same order, the *pattern*: the bands of a pack of one document. So one call
+computes the bands of one window of all documents. It has as many segments as a pack may have documents, of which some
+are empty. The last document only pads the pack: its rows are counted in every call, but are in no segment.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _REMEDY = "Plan this layer eagerly, outside of GraphTables."
 
 @dataclass(frozen=True)
 class Pattern:
-    """The bands of each document.
+    """The bands that every document has.
 
     Attributes:
-        windows: of each band.
-        rounds: for each window, of each of its bands the round of its queries, and of its keys.
-        longest: for each window, tokens of the longest segment of queries, and of keys.
-        covers: how the rounds of all calls cover queries, and keys.
+        windows: the window of each band.
+        rounds: for each window, the rounds of its bands' queries and of their keys, `[bands of the window]` each.
+        longest: for each window, the number of tokens in the longest segment of queries and of keys.
+        covers: the cover of queries and that of keys by the rounds of all calls.
     """
 
     windows: tuple[Window, ...]
@@ -49,11 +49,11 @@ class Pattern:
     covers: tuple[Cover, Cover]
 
     @classmethod
-    def of(cls, bands: IntArray, num_queries: int, num_keys: int) -> Pattern:
-        """The pattern of the one document of a pack.
+    def from_bands(cls, bands: IntArray, num_queries: int, num_keys: int) -> Pattern:
+        """Returns the pattern of a pack of one document.
 
         Raises:
-            ArgumentError: a mask that one window a band cannot say.
+            ArgumentError: a mask with a band that one window cannot express.
         """
         left, right = limits_of(bands)
         if (is_tall(bands) & ((left >= 0) | (right >= 0))).any():
@@ -66,9 +66,9 @@ class Pattern:
             axes = (own[:, 0], own[:, 1]), (own[:, 2], own[:, 3])
             rounds[window] = (rounds_of(*axes[0]), rounds_of(*axes[1]))
             longest[window] = (int((axes[0][1] - axes[0][0]).max()), int((axes[1][1] - axes[1][0]).max()))
-            for found, axis in zip(parts, (Axis.of(*axis) for axis in axes), strict=True):
+            for found, axis in zip(parts, (Axis.from_ranges(*axis) for axis in axes), strict=True):
                 found += [axis.rows[places] for places in axis.rounds]
-        covers = Cover.of(parts[0], num_queries), Cover.of(parts[1], num_keys)
+        covers = Cover.from_parts(parts[0], num_queries), Cover.from_parts(parts[1], num_keys)
         return cls(windows, rounds, longest, covers)
 
 
@@ -76,14 +76,14 @@ class FixedCalls:
     """The calls of one pack.
 
     Args:
-        bands: of the pack, those of the document that fills it up last.
-        pattern: of its documents.
-        num_documents: those that have tokens, the one that fills up left out.
-        capacity: documents of any pack.
-        num_queries, num_keys: rows.
+        bands: the bands of the pack; those of the padding document are last.
+        pattern: the pattern of its documents.
+        num_documents: number of documents that have tokens, without the padding document.
+        capacity: the largest number of documents in any pack.
+        num_queries, num_keys: numbers of rows.
 
     Raises:
-        ArgumentError: bands of another pattern.
+        ArgumentError: the bands do not follow the pattern.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class FixedCalls:
         _check_windows(bands[: num_documents * each], windows[: num_documents * each])
         self._axes: dict[Window, tuple[_FixedAxis, _FixedAxis]] = {}
         hidden = np.ones(num_queries, dtype=bool), np.ones(num_keys, dtype=bool)
-        for window, (of_queries, of_keys) in pattern.rounds.items():
+        for window, (query_rounds, key_rounds) in pattern.rounds.items():
             own = bands[[w == window for w in windows]]
             count = pattern.windows.count(window)
             sizes = (num_documents * count, capacity * count)
             axes = (
-                _FixedAxis(own[:, 0], own[:, 1], of_queries, *sizes, num_queries),
-                _FixedAxis(own[:, 2], own[:, 3], of_keys, *sizes, num_keys),
+                _FixedAxis(own[:, 0], own[:, 1], query_rounds, *sizes, num_queries),
+                _FixedAxis(own[:, 2], own[:, 3], key_rounds, *sizes, num_keys),
             )
             for unseen, axis in zip(hidden, axes, strict=True):
                 unseen[axis.rows[: axis.offsets[-1]]] = False
@@ -114,7 +114,7 @@ class FixedCalls:
         self, bands: IntArray, documents: IntArray, documents_of: Callable[[IntArray], IntArray], q_tokens: IntArray,
         k_tokens: IntArray,
     ) -> None:  # fmt: skip
-        """Refuses bands that are not, document after document, of that document alone.
+        """Refuses bands that reach over the edges of their document.
 
         Raises:
             ArgumentError: the mask is not the same in every document.
@@ -130,7 +130,7 @@ class FixedCalls:
                     raise ArgumentError("mask", "one that sees more in some documents", _REFUSED, _REMEDY)
 
     def tables(self) -> dict[str, NDArray]:
-        """What stands on the device, by name; the same names, shapes and types for every pack."""
+        """Returns the tables for the device by name, with the same names, shapes and types for every pack."""
         found: dict[str, NDArray] = {"hidden queries": self._hidden[0], "hidden keys": self._hidden[1]}
         for number, axes in enumerate(self._axes.values()):
             for name, axis in zip(("queries", "keys"), axes, strict=True):
@@ -138,11 +138,11 @@ class FixedCalls:
         return found
 
     def on_device(self, tables: Mapping[str, Tensor]) -> DeviceCalls:
-        """The calls, with the tables that `tables` named."""
+        """Returns the calls, given the device's copies of `tables()`."""
         firsts = [iter(cover.is_first) for cover in self._pattern.covers]
         calls = []
         for number, (window, axes) in enumerate(self._axes.items()):
-            of_device = [
+            device_axes = [
                 axis.on_device(
                     {what: tables[f"{name} {number} {what}"] for what in axis.tables()}, longest,
                     [next(first) for _ in range(axis.num_rounds)],
@@ -151,32 +151,32 @@ class FixedCalls:
                     ("queries", "keys"), axes, self._pattern.longest[window], firsts, strict=True
                 )
             ]  # fmt: skip
-            calls.append(Segments(window, *of_device))
+            calls.append(Segments(window, *device_axes))
         return DeviceCalls(calls, *self._pattern.covers, (tables["hidden queries"], tables["hidden keys"]))
 
 
 class _FixedAxis:
-    """One axis of a call: see `Axis`, with as many segments as any pack has.
+    """An `Axis` of a call with `capacity` segments.
 
     Args:
-        starts, ends: of the segments, document after document.
-        rounds: of the segments of one document.
-        num_segments: those that are not the last document's.
-        capacity: segments of any pack.
-        num_rows: of the axis.
+        starts, ends: rows at which the segments start and end, document after document.
+        rounds: the rounds of the segments of one document.
+        num_segments: number of segments without those of the last document.
+        capacity: the largest number of segments in any pack.
+        num_rows: number of rows of the axis.
     """
 
     def __init__(
         self, starts: IntArray, ends: IntArray, rounds: IntArray, num_segments: int, capacity: int, num_rows: int
     ) -> None:
-        axis = Axis.of(starts, ends) if len(starts) else None
+        axis = Axis.from_ranges(starts, ends) if len(starts) else None
         self.rows = axis.rows if axis is not None else np.zeros(0, dtype=np.int64)
         filled = axis.offsets[: num_segments + 1] if axis is not None else np.zeros(1, dtype=np.int64)
         self.offsets = np.concatenate([filled, np.full(capacity - num_segments, filled[-1])])
         self.num_rounds = int(rounds.max()) + 1
         number = np.repeat(np.tile(rounds, len(starts) // len(rounds)), ends - starts)
         self._places = [np.flatnonzero(number == n) for n in range(self.num_rounds)]
-        # Of every pack, or of none: rows lie in the order of documents, and all of them are there or some are left out.
+        # This is the same for every pack: rows are in the order of documents, and the pattern has all of them or not.
         self._whole = len(self.rows) == num_rows and np.array_equal(self.rows, np.arange(num_rows))
 
     def tables(self) -> dict[str, NDArray]:
@@ -203,7 +203,7 @@ class _FixedAxis:
 
 
 def _check_windows(bands: IntArray, windows: tuple[Window, ...]) -> None:
-    """Refuses bands that do not say what their window says."""
+    """Refuses bands whose limits differ from those of their window."""
     reach = np.stack([bands[:, 3] - bands[:, 2], bands[:, 1] - bands[:, 0]]) - 1  # limits that hide nothing
     limits, wanted = np.stack(limits_of(bands)), np.array(windows).T
     suits = (limits == wanted) | ((limits < 0) & ((wanted < 0) | (wanted >= reach)))

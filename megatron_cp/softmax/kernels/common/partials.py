@@ -1,4 +1,4 @@
-"""Results that are computed in parts: a row's keys, or a row's queries, in several calls of a kernel."""
+"""Sums of partial results, for rows whose keys or queries are in several calls of a kernel."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 from megatron_cp.executor.partials import merge
 from megatron_cp.layout.packing import IntArray
 
-Rows = slice | Tensor  # a range, or an index of rows of which none is there twice
+Rows = slice | Tensor  # a range, or an index without duplicates
 
 
 @dataclass(frozen=True)
 class Cover:
-    """How parts cover the rows of one axis, in the order in which they are added.
+    """The coverage of one axis by parts, in the order in which they are added.
 
     Attributes:
-        is_first: for each part, whether no part before it has any of its rows: it is written, not added.
-        is_whole: every row is written before anything is added to it, so that nothing has to be filled beforehand.
+        is_first: for each part, True if no earlier part has any of its rows, so that it is written and not added.
+        is_whole: True if every row is written before anything is added to it, so that no row needs to be zeroed first.
     """
 
     is_first: tuple[bool, ...]
     is_whole: bool
 
     @classmethod
-    def of(cls, parts: Sequence[slice | IntArray], num_rows: int) -> Cover:
-        """The cover of `num_rows` rows by `parts`."""
+    def from_parts(cls, parts: Sequence[slice | IntArray], num_rows: int) -> Cover:
+        """Returns the cover of `num_rows` rows by `parts`."""
         covered, is_first, is_whole = np.zeros(num_rows, dtype=bool), [], True
         for rows in parts:
             before = covered[rows]
@@ -39,7 +39,7 @@ class Cover:
         return cls(tuple(is_first), is_whole and bool(covered.all()))
 
     def repeated(self, times: int) -> Cover:
-        """The cover in which each part comes so many times in a row."""
+        """Returns the cover in which each part is repeated `times` times in a row."""
         if times == 1:
             return self
         return Cover(tuple(first and n == 0 for first in self.is_first for n in range(times)), self.is_whole)
@@ -50,12 +50,12 @@ class Cover:
 
 
 def acc_dtype_of(x: Tensor) -> torch.dtype:
-    """What parts of results of this type are added up in."""
+    """Returns the type in which partial results for `x` are added: at least fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 class OutputSum:
-    """`out` and `lse` from parts over some of the keys each, merged in at least fp32 and rounded once."""
+    """Merges `out` and `lse` of parts of the keys, in at least fp32, and rounds once."""
 
     def __init__(self, out: Tensor, lse: Tensor, cover: Cover) -> None:
         self.out, self.lse = out, lse
@@ -65,7 +65,7 @@ class OutputSum:
             lse.fill_(-torch.inf)
 
     def add(self, rows: Rows, part: Tensor, part_lse: Tensor, *, is_first: bool) -> None:
-        """`part` `[t, h, d]` and `part_lse` `[h, t]`: what the queries in `rows` get from keys not added yet."""
+        """Merges the result of further keys for the queries in `rows`: `part` `[t, h, d]` and `part_lse` `[h, t]`."""
         if is_first:
             put(self.sum, rows, part)
             put(self.lse.T, rows, part_lse.T)
@@ -82,7 +82,7 @@ class OutputSum:
 
 
 class GradientSum:
-    """A gradient from parts, added in order in at least fp32 and rounded once."""
+    """Adds parts of a gradient in order, in at least fp32, and rounds once."""
 
     def __init__(self, target: Tensor, cover: Cover) -> None:
         self.target = target
@@ -91,13 +91,13 @@ class GradientSum:
             self.sum.zero_()
 
     def add(self, rows: Rows, part: Tensor, *, is_first: bool) -> None:
-        """`part` `[t, h, d]`: a share of the gradient of the rows `rows`."""
+        """Adds `part` `[t, h, d]` to the gradient of `rows`."""
         if is_first:
             put(self.sum, rows, part)
         elif isinstance(rows, slice):
             self.sum[rows].add_(part)
         else:
-            self.sum.index_add_(0, rows, part.to(self.sum.dtype))  # no row is there twice: no order to depend on
+            self.sum.index_add_(0, rows, part.to(self.sum.dtype))  # deterministic, since no row is repeated
 
     def finish(self) -> None:
         if self.sum is not self.target:
@@ -105,7 +105,7 @@ class GradientSum:
 
 
 def put(target: Tensor, rows: Rows, values: Tensor) -> None:
-    """Writes `values` into rows of `target`, whatever their types."""
+    """Writes `values` into rows of `target`, converting their type."""
     if isinstance(rows, slice):
         target[rows].copy_(values)
     else:

@@ -1,17 +1,20 @@
-"""Bands as calls of a variable-length flash attention: segments of rows under one window, and the rounds they add in.
+"""Turns bands into calls of a variable-length flash attention: segments of rows under one window.
 
-Segment s of a call has queries `q_offsets[s]` to `q_offsets[s + 1]` and keys likewise. Windows are counted from a
-segment's last corner, as in flash-attn: of `q` queries and `k` keys, query i sees key j where
+Segment s of a call has queries `q_offsets[s]` to `q_offsets[s + 1]` and keys `k_offsets[s]` to `k_offsets[s + 1]`.
+Windows are aligned to a segment's last query and key, as in flash-attn: of `q` queries and `k` keys, query i sees key
+j where
 
     i + (k - q) - left <= j <= i + (k - q) + right
 
-so that all documents of a self-attention, cut anywhere, have the window of their mask. -1 is no limit.
+so that all documents of a self-attention, wherever they are cut, have the window of their mask. -1 is no limit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,12 +30,13 @@ Window = tuple[int, int]  # left, right
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of a call.
+    """The queries or the keys of a call.
 
     Attributes:
-        rows: `[n]` the row of q (or of k and v) in each place of the call.
-        offsets: where each segment begins, and the end of the last.
-        rounds: places, split so that no row is twice in a round: what each round yields can be written in any order.
+        rows: `[n]`, the row of q (or of k and v) at each position of the call.
+        offsets: `[segments + 1]`, the position where each segment begins, and the end of the last.
+        rounds: the positions, split so that no row is repeated within a round, whose results can then be written in
+            any order.
     """
 
     rows: IntArray
@@ -40,7 +44,7 @@ class Axis:
     rounds: tuple[IntArray, ...]
 
     @classmethod
-    def of(cls, starts: IntArray, ends: IntArray) -> Axis:
+    def from_ranges(cls, starts: IntArray, ends: IntArray) -> Axis:
         lengths = ends - starts
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         rows = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
@@ -54,7 +58,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class SegmentCall:
-    """One call: segments under one window."""
+    """A call: segments under one window."""
 
     window: Window
     queries: Axis
@@ -62,22 +66,22 @@ class SegmentCall:
 
 
 def segment_calls(bands: IntArray) -> list[SegmentCall]:
-    """The calls that together see what tight bands see; no query of a segment sees nothing."""
+    """Returns calls that together cover tight bands. Every query of a segment sees a key."""
     bands = _windowed(bands)
     windows = _windows(bands)
     calls = []
     for window in dict.fromkeys(windows):
         q0, q1, k0, k1 = bands[[w == window for w in windows]].T[:4]
-        calls.append(SegmentCall(window, Axis.of(q0, q1), Axis.of(k0, k1)))
+        calls.append(SegmentCall(window, Axis.from_ranges(q0, q1), Axis.from_ranges(k0, k1)))
     return calls
 
 
 def _windowed(bands: IntArray) -> IntArray:
-    """The same pairs in bands that a window can say.
+    """Returns bands with the same pairs, each of which a window can express.
 
-    flash-attn takes a limit of at least the longest segment's keys for none, and none on the right for a limit of so
-    many: right only where a segment with a limit has not many more queries than keys. Other bands are cut at their
-    bends, which leaves no limit or enough keys.
+    flash-attn treats a limit of at least the longest segment's keys as none, which is right only if a segment with a
+    limit has not many more queries than keys. Bands that have are cut where their edges bend; the pieces have no
+    limit, or enough keys.
     """
     left, right = limits_of(bands)
     tall = is_tall(bands) & ((left >= 0) | (right >= 0))
@@ -85,25 +89,25 @@ def _windowed(bands: IntArray) -> IntArray:
 
 
 def is_tall(bands: IntArray) -> IntArray:
-    """`[n]` bool: bands with many more queries than keys."""
+    """Returns `[n]` bools: True for bands with many more queries than keys."""
     q0, q1, k0, k1 = bands.T[:4]
     return q1 - q0 - 1 > k1 - k0
 
 
 def limits_of(bands: IntArray) -> tuple[IntArray, IntArray]:
-    """`[n]` the left and the right limit of each band, -1 where it hides nothing."""
+    """Returns the left and the right limits of the bands, `[n]` each; -1 where a limit hides no pair."""
     q0, q1, k0, k1, lo, hi = bands.T
     left, right = k1 - q1 - lo, hi - (k1 - q1)
     return np.where(left < k1 - k0 - 1, left, -1), np.where(right < q1 - q0 - 1, right, -1)
 
 
 def _windows(bands: IntArray) -> list[Window]:
-    """A window for each band, as few different ones as a greedy choice finds.
+    """Chooses a window for each band, greedily so that few windows differ.
 
-    A limit that hides nothing of a band suits it: documents shorter than a window run with those that are longer.
+    A limit that hides no pair of a band fits it, so documents shorter than a window share a call with longer ones.
     """
     limits = np.stack(limits_of(bands), axis=1)
-    reach = np.stack([bands[:, 3] - bands[:, 2], bands[:, 1] - bands[:, 0]], axis=1) - 1  # limits that hide nothing
+    reach = np.stack([bands[:, 3] - bands[:, 2], bands[:, 1] - bands[:, 0]], axis=1) - 1  # limits that hide no pair
     tall = is_tall(bands)
     windows: list[Window] = [(-1, -1)] * len(bands)
     found: dict[Window, None] = {}
@@ -122,10 +126,10 @@ def _suits(limit: int, own: int, reach: int) -> bool:
 
 
 def rounds_of(starts: IntArray, ends: IntArray) -> IntArray:
-    """`[n]` the round of each range, so that ranges of one round are disjoint; as few rounds as that takes."""
+    """Returns `[n]`, the round of each range: ranges of a round are disjoint, and rounds are as few as possible."""
     rounds, order = np.zeros(len(starts), dtype=np.int64), np.argsort(starts, kind="stable")
     if (starts[order][1:] >= ends[order][:-1]).all():
-        return rounds  # as in any mask with one band a document
+        return rounds  # true of every mask with one band a document
     free_from: list[int] = []  # for each round, the end of its last range
     for number in order.tolist():
         start, end = int(starts[number]), int(ends[number])
@@ -140,10 +144,10 @@ class DeviceAxis:
     """An `Axis` on a device.
 
     Attributes:
-        rows: what to gather; a slice, hence a view, where the rows lie as the call wants them.
-        offsets: int32.
-        longest: of the segments.
-        rounds: for each round, its places in the call, the rows that they are, and whether no part before has any.
+        rows: the rows to gather; a slice, and so a view, where they are in the call's order already.
+        offsets: int32 `[segments + 1]`.
+        longest: rows of the longest segment.
+        rounds: for each round, its positions in the call, their rows, and True if no earlier part has any of them.
     """
 
     rows: Rows
@@ -154,7 +158,7 @@ class DeviceAxis:
 
 @dataclass(frozen=True)
 class Segments:
-    """A `SegmentCall` on a device: what an operator is called with."""
+    """A `SegmentCall` on a device: the arguments of an operator."""
 
     window: Window
     queries: DeviceAxis
@@ -164,14 +168,23 @@ class Segments:
     def is_causal(self) -> bool:
         return self.window == (-1, 0)
 
+    @cached_property
+    def keywords(self) -> dict[str, Any]:
+        """Arguments for the segments and their window, by flash-attn's names."""
+        return {
+            "cu_seqlens_q": self.queries.offsets, "cu_seqlens_k": self.keys.offsets,
+            "max_seqlen_q": self.queries.longest, "max_seqlen_k": self.keys.longest,
+            "window_size_left": self.window[0], "window_size_right": self.window[1],
+        }  # fmt: skip
+
 
 @dataclass(frozen=True)
 class DeviceCalls:
-    """All calls of some tiles on a device, and how their rounds cover the axes.
+    """All calls for tiles on a device, and the cover of each axis by their rounds.
 
     Attributes:
-        hidden: where calls take rows that no segment has, whose results are whatever stood there: `[num_queries]` and
-            `[num_keys]` bool, true for those.
+        hidden: bools `[num_queries]` and `[num_keys]`, True for rows that are in a call but in no segment, whose
+            results are undefined; None where there are none.
     """
 
     calls: list[Segments]
@@ -180,20 +193,20 @@ class DeviceCalls:
     hidden: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def on_one_device(tiles: Tiles, device: torch.device) -> DeviceCalls:
-    """The calls of `tiles` with their tables on `device`, made once."""
-    return tiles.memo(calls_key(device), lambda: _placed(tiles, device))
+def device_calls(tiles: Tiles, device: torch.device) -> DeviceCalls:
+    """Returns the calls of `tiles` with their tables on `device`, which are made once."""
+    return tiles.memo(calls_key(device), lambda: _make_calls(tiles, device))
 
 
 def calls_key(device: torch.device) -> tuple[str, torch.device]:
-    """Under which tiles keep their calls."""
+    """Returns the key of the memo in which tiles keep their calls."""
     return "segments", device
 
 
-def _placed(tiles: Tiles, device: torch.device) -> DeviceCalls:
+def _make_calls(tiles: Tiles, device: torch.device) -> DeviceCalls:
     calls = segment_calls(tiles.bands)
     covers = [
-        Cover.of([axis.rows[places] for axis in axes for places in axis.rounds], num_rows)
+        Cover.from_parts([axis.rows[places] for axis in axes for places in axis.rounds], num_rows)
         for axes, num_rows in (
             ([call.queries for call in calls], len(tiles.q_tokens)),
             ([call.keys for call in calls], len(tiles.k_tokens)),
@@ -216,7 +229,7 @@ def _axis(axis: Axis, is_first: Iterator[bool], device: torch.device) -> DeviceA
 
 
 def _rows(rows: IntArray, device: torch.device) -> Rows:
-    """Rows that follow each other as a slice, others as an index."""
+    """Returns consecutive rows as a slice, other rows as an index."""
     first, last = int(rows[0]), int(rows[-1])
     if np.array_equal(rows, np.arange(first, last + 1)):
         return slice(first, last + 1)

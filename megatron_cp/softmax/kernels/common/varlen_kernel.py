@@ -1,4 +1,4 @@
-"""What kernels over variable-length flash attention have in common: bands become calls, calls' results add up."""
+"""The base of kernels over variable-length flash attention: turns bands into calls and sums the calls' results."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch.nn.functional import pad
 
 from megatron_cp.softmax.kernels.base import AttentionCall, AttentionKernel, Tiles
 from megatron_cp.softmax.kernels.common.partials import GradientSum, OutputSum, Rows
-from megatron_cp.softmax.kernels.common.varlen_calls import Segments, on_one_device
+from megatron_cp.softmax.kernels.common.varlen_calls import Segments, device_calls
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_UNIT = 8
 
 
 class SegmentedAttention(AttentionKernel):
-    """Attention by an operator that takes `cu_seqlens`, one window for all segments, and returns results of q's type.
+    """Attention by an operator that takes `cu_seqlens` and one window for all segments, with results of q's type.
 
-    Rows that lie as a call wants them are used where they lie, as in all self-attention over whole documents; others
-    are gathered. Queries in several calls, or several times in one, have their parts merged in fp32.
+    Rows that are in a call's order already are used in place, as in all self-attention over whole documents; others
+    are gathered. The results of queries that are in several calls, or several times in one, are merged in fp32.
 
-    Heads of a size that the operator does not have get features of zeros, which change no score and no other feature.
+    Heads of a size that the operator does not support are padded with zeros, which change no score and no other
+    feature.
     """
 
     devices = ("cuda",)
@@ -31,40 +32,40 @@ class SegmentedAttention(AttentionKernel):
     serves_graphs = True
 
     def head_sizes(self, call: AttentionCall) -> tuple[int, int]:
-        """The sizes of key and value heads that the operator is given."""
+        """Returns the sizes to which key and value heads are padded for the operator."""
         size = -(-max(call.head_dim, call.value_head_dim) // HEAD_DIM_UNIT) * HEAD_DIM_UNIT
         return size, size
 
     @abstractmethod
     def attend(self, q: Tensor, k: Tensor, v: Tensor, segments: Segments, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        """`out` `[n, h, d]` and `lse` `[h, n]` of one call."""
+        """Returns `out` `[n, h, d]` and `lse` `[h, n]` of one call."""
 
     @abstractmethod
     def attend_backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Segments,
         call: AttentionCall,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """dq, dk and dv of one call, from `out` and `lse` of the whole softmax."""
+        """Returns dq, dk and dv of one call, given `out` and `lse` of the whole softmax."""
 
     def prepare(self, tiles: Tiles, device: torch.device) -> None:
-        on_one_device(tiles, device)
+        device_calls(tiles, device)
 
     def forward(
         self, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, tiles: Tiles, call: AttentionCall,
         first_head: int,
     ) -> None:  # fmt: skip
-        work = on_one_device(tiles, q.device)
+        work = device_calls(tiles, q.device)
         key_size, value_size = self.head_sizes(call)
         q, k, v = _padded(q, key_size), _padded(k, key_size), _padded(v, value_size)
         result = OutputSum(out, lse, work.queries)
         for segments in work.calls:
             rows, columns = segments.queries, segments.keys
             part, part_lse = self.attend(
-                _taken(q, rows.rows), _taken(k, columns.rows), _taken(v, columns.rows), segments, call
+                _take(q, rows.rows), _take(k, columns.rows), _take(v, columns.rows), segments, call
             )
             for places, targets, is_first in rows.rounds:
                 result.add(
-                    targets, _taken(part, places)[..., : out.shape[-1]], _taken(part_lse.T, places).T, is_first=is_first
+                    targets, _take(part, places)[..., : out.shape[-1]], _take(part_lse.T, places).T, is_first=is_first
                 )
         result.finish()
         if work.hidden is not None:
@@ -75,7 +76,7 @@ class SegmentedAttention(AttentionKernel):
         self, dq: Tensor, dk: Tensor, dv: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
         lse: Tensor, tiles: Tiles, call: AttentionCall, first_head: int,
     ) -> None:  # fmt: skip
-        work = on_one_device(tiles, q.device)
+        work = device_calls(tiles, q.device)
         key_size, value_size = self.head_sizes(call)
         q, k = _padded(q, key_size), _padded(k, key_size)
         v, dout, out = _padded(v, value_size), _padded(dout, value_size), _padded(out, value_size)
@@ -84,13 +85,13 @@ class SegmentedAttention(AttentionKernel):
         for segments in work.calls:
             rows, columns = segments.queries, segments.keys
             parts = self.attend_backward(
-                _taken(dout, rows.rows).to(q.dtype), _taken(q, rows.rows),
-                _taken(k, columns.rows), _taken(v, columns.rows),
-                _taken(out, rows.rows).to(q.dtype), _taken(lse.T, rows.rows).T.float().contiguous(), segments, call,
+                _take(dout, rows.rows).to(q.dtype), _take(q, rows.rows),
+                _take(k, columns.rows), _take(v, columns.rows),
+                _take(out, rows.rows).to(q.dtype), _take(lse.T, rows.rows).T.float().contiguous(), segments, call,
             )  # fmt: skip
             for total, part, axis in zip(sums, parts, (rows, columns, columns), strict=True):
                 for places, targets, is_first in axis.rounds:
-                    total.add(targets, _taken(part, places)[..., : total.target.shape[-1]], is_first=is_first)
+                    total.add(targets, _take(part, places)[..., : total.target.shape[-1]], is_first=is_first)
         for total in sums:
             total.finish()
         if work.hidden is not None:
@@ -98,7 +99,7 @@ class SegmentedAttention(AttentionKernel):
                 gradient.masked_fill_(hidden[:, None, None], 0)
 
 
-def _taken(x: Tensor, rows: Rows) -> Tensor:
+def _take(x: Tensor, rows: Rows) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
@@ -107,7 +108,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def common_refusal(call: AttentionCall) -> str | None:
-    """What no flash attention on CUDA can run."""
+    """Returns why no flash attention on CUDA supports a call; None if it may."""
     if call.device.type != "cuda":
         return f"runs on CUDA, the tensors are on {call.device.type}; use cpu or reference"
     if call.dtype not in (torch.bfloat16, torch.float16):
@@ -123,7 +124,7 @@ def common_refusal(call: AttentionCall) -> str | None:
 
 
 def major_version(package: str) -> int | None:
-    """The first number of an installed package's version, None if it is not installed."""
+    """Returns the first number of an installed package's version, or None if it is not installed."""
     try:
         return int(version(package).split(".")[0])
     except PackageNotFoundError:

@@ -13,7 +13,7 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
 from megatron_cp.megatron.layers.base import ContextParallelModule, LinearModule
-from megatron_cp.megatron.layers.redistribution import _Edges, arrange_runs
+from megatron_cp.megatron.layers.redistribution import _RunHooks, arrange_runs
 from megatron_cp.planner.batch import LinearSpec
 from tests.counting_group import CountingGroup
 
@@ -142,9 +142,9 @@ def test_hidden_states_move_by_the_plans_transport(transport, calls):
         group, linear = CountingGroup(inner), Linear(slot)
         linear.ranks, linear.packed_plan = group, lambda params, batch: plan
         hidden = torch.randn(int(plan.hidden_layout.row_counts[inner.rank]), 1, 64)
-        (inside,), _ = _Edges(linear).enter(linear, (hidden,), {})
+        (inside,), _ = _RunHooks(linear).redistribute(linear, (hidden,), {})
         assert len(inside) == plan.layout.row_counts[inner.rank]
-        assert torch.equal(_Edges(linear).leave(linear, (), {}, inside), hidden)
+        assert torch.equal(_RunHooks(linear).restore(linear, (), {}, inside), hidden)
         return dict(group.calls)
 
     assert run_ranks(rank_main, 4) == [calls] * 4

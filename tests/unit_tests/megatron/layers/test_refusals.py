@@ -198,7 +198,7 @@ def test_rejects_reporting_the_largest_score(flag):
 def test_latent_attention_is_exchanged_for_ours_fused_or_not(name):
     layer = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=True)
     layer.submodules.self_attention.module = getattr(multi_latent_attention, name)
-    ours = specs._with_ours(layer).submodules.self_attention
+    ours = specs._replace_modules(layer).submodules.self_attention
     assert ours.module is getattr(specs, name)
     assert ours.submodules.core_attention is CoreAttention
 
@@ -228,7 +228,7 @@ def test_rejects_a_mean_of_the_ranks_means():
             refuse_other_means(means, params, 2)
         refuse_other_means(means, params, 1)
         refuse_other_means(per_token, params, 2)
-    refuse_other_means(means, PlannedSeqParams(mean_is_of_all_ranks=True), 2)
+    refuse_other_means(means, PlannedSeqParams(has_global_mean=True), 2)
 
 
 @pytest.mark.parametrize(
