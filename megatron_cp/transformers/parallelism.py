@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,11 @@ from transformers import TrainingArguments
 from megatron_cp.errors import ArgumentError
 
 _NAME = "args.parallelism_config"
+_ALONE = (
+    f"one process, and no {_NAME}: this trainer runs without context parallelism. For N ranks say "
+    "ParallelismConfig(cp_size=N) and start N processes, as torchrun --nproc-per-node N does (without GPUs accelerate "
+    "launch --num_processes N starts one). ParallelismConfig() says that one rank is meant."
+)
 
 
 class Parallelism(ParallelismConfig):
@@ -75,6 +81,7 @@ def checked_parallelism(args: TrainingArguments, config: ParallelismConfig | Non
         )
         raise ArgumentError(_NAME, "no parallelism", f"sizes of the {ranks} processes", remedy)
     if config is None:
+        warnings.warn(_ALONE, stacklevel=2)
         return None
     if asked != ranks:
         raise ArgumentError(_NAME, _sizes(config), f"sizes that multiply to the {ranks} processes", _fit(config, ranks))

@@ -1,5 +1,6 @@
 """What the trainers' mixin is made of, without a trainer: padded rows, and parallelism that has to be said."""
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -94,8 +95,15 @@ def test_rejects_several_gpus_of_one_process():
         checked_parallelism(arguments(1, gpus=4), None)
 
 
+def test_one_process_is_warned_unless_one_is_meant():
+    with pytest.warns(UserWarning, match=r"without context parallelism.*torchrun --nproc-per-node N"):
+        assert checked_parallelism(arguments(1), None) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checked_parallelism(arguments(1), ParallelismConfig()).cp_size == 1
+
+
 def test_parallelism_is_what_was_said(monkeypatch):
-    assert checked_parallelism(arguments(1), None) is None
     assert checked_parallelism(arguments(2), ParallelismConfig(dp_replicate_size=2)).cp_size == 1
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")

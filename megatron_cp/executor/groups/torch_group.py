@@ -300,7 +300,8 @@ def as_rank_group(group: Group | None, cp_size: int) -> RankGroup:
     """
     if group is None:
         if cp_size > 1:
-            raise ArgumentError("group", None, f"a group of the plan's {cp_size} ranks")
+            remedy = 'Pass the ranks that share a batch, such as mesh["cp"] or dist.group.WORLD.'
+            raise ArgumentError("group", None, f"a group of the plan's {cp_size} ranks", remedy)
         return ThreadGroup.create(1)[0]
     ranks = rank_group(group)
     if ranks.size != cp_size:

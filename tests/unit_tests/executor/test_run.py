@@ -116,3 +116,22 @@ def test_an_exchange_starts_as_early_as_its_inputs_allow():
     q, k, v = streams()
     assert torch.allclose(LAYOUT.unshard([rank[0] for rank in ranks]), q * (k + 1) + v + 1, atol=1e-14)
     assert ranks[0][1][:3] == ["start", "shift", "start"]
+
+
+@pytest.mark.parametrize("turned", ["queries", "keys", "both"])
+def test_one_rank_has_the_same_bits_in_whatever_order_its_rows_are(turned):
+    packing = Packing([37, 30])
+    straight, other = Layout.contiguous(packing, 1), Layout.from_fragments(packing, [[(20, 67), (0, 20)]])
+    random = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(packing.total, 2, 8, generator=random) for _ in "qkv")
+
+    def attended(layout, kv_layout):
+        plan = cp.plan_attention(
+            packing, layout, heads=2, head_dim=8, mask=cp.Mask.full(packing, packing), scheme="a2a",
+            kv_packing=packing, kv_layout=kv_layout,
+        )  # fmt: skip
+        rows = [layout.shard(q, 0), kv_layout.shard(k, 0), kv_layout.shard(v, 0)]
+        return layout.unshard([cp.attention(*rows, plan, None)])
+
+    layouts = [other if turned in (name, "both") else straight for name in ("queries", "keys")]
+    assert torch.equal(attended(*layouts), attended(straight, straight))
