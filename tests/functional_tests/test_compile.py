@@ -76,6 +76,7 @@ def test_an_operation_is_one_break_of_the_graph(case):
 
 
 @pytest.mark.parametrize("case", ON_RANKS[2], ids=str)
+@pytest.mark.thorough
 def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ranks):
     for of_rank in on_two_ranks:
         assert_as_uncompiled(of_rank[case])
@@ -295,6 +296,7 @@ def trained_compiled_first(group, cases, backends):
     return found
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_is_trained_to_the_same_losses():
     cases = [("a2a, 2 chunks", "chunkwise"), ("p2p", "headwise")]
     for of_rank in run_ranks(trained_compiled_first, 2, cases, BACKENDS[::-1], kind="processes", timeout=240):

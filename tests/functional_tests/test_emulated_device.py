@@ -125,7 +125,12 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+AGAIN = ("over gloo", "kernels")  # what tests of the CPU guard too
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.thorough if part in AGAIN else ()) for part in PARTS]
+)
 def test_tests_of_cuda_pass(device, part, record_property):
     """The same code and the same tests as on a GPU. What ran of how many is said at the end of the run."""
     chosen = [f"tests/functional_tests/{name}" for name in PARTS[part]]

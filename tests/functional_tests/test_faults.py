@@ -361,6 +361,7 @@ def test_sees_what_hangs_and_what_is_left(tmp_path):
 
 
 @pytest.mark.timeout(600)  # on a busy machine, and with hangs to wait for
+@pytest.mark.thorough
 def test_some_faults_come_to_a_good_end(tmp_path):
     # Stopped ranks, a kill within a save, and twice the process that started the ranks is killed, once `train`.
     command = [sys.executable, "-m", "tools.faults", "--seed", "18", "--count", "16", "--timeout", "12"]

@@ -149,9 +149,14 @@ def one_rank(documents, checkpoint):
     ("run", "num_ranks", "flags"),
     [
         (under_torchrun, 2, "--context-parallel-size 2 --cp-layout contiguous"),
-        (forked, 4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --cp-layout auto"),
-        (forked, 4, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-"),
-        (forked, 4, "--context-parallel-size 2 --cp-even-packs"),
+        *(
+            pytest.param(forked, 4, f"--context-parallel-size 2 {more}", marks=pytest.mark.thorough)
+            for more in (
+                "--tensor-model-parallel-size 2 --sequence-parallel --cp-layout auto",
+                "--pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-",
+                "--cp-even-packs",
+            )
+        ),
     ],
     ids=["cp2", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs"],
 )
@@ -179,6 +184,7 @@ def conversations(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.thorough
 def test_sft_is_the_same_over_ranks(conversations, checkpoint):
     """Evaluation too, which Megatron does otherwise with `--sft`: a mean over the ranks of each rank's own quotient."""
     flags = ["--data-path", conversations, "--sft", "--split", "1,1,0", "--eval-interval", 2, "--train-iters", 4]
@@ -193,6 +199,7 @@ def test_sft_is_the_same_over_ranks(conversations, checkpoint):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.thorough
 def test_a_blend_is_the_same_over_ranks(documents, others, checkpoint):
     """`--data-path` of two prefixes with weights, or one for each split."""
     flags = ["--train-iters", 4, "--load", checkpoint, "--eval-interval", 2]

@@ -269,6 +269,7 @@ def steps_in(folder):
     return path.read_text().count("\n") if path.exists() else 0
 
 
+@pytest.mark.thorough
 def test_goes_on_after_ctrl_c_and_kills(data, tmp_path, capsys):
     folder, log, run_dir = tmp_path / "run", tmp_path / "log", ["--run-dir", str(tmp_path / "run")]
     new = [*HYBRID, *STEPS, "--data-path", str(data), "--context-parallel-size", "2", *run_dir]

@@ -93,6 +93,7 @@ CASES = covering(list(MODELS), SIZES, LAYOUTS, SCHEMES, MODES, allowed=lambda *c
 
 
 @pytest.mark.parametrize(("name", "size", "layout", "scheme", "mode"), CASES)
+@pytest.mark.few(of=lambda name, size, layout, scheme, mode: (name, size, layout, scheme, mode))
 def test_equals_the_stock_class_on_each_document_alone(name, size, layout, scheme, mode):
     loss, logits, (gradient, parameter) = errors(name, PACKS["four documents"], size, layout, scheme, mode)
     assert loss < CLOSE

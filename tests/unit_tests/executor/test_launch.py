@@ -22,8 +22,6 @@ from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, _first_cause, run_ranks
 from tests.limits import limit
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def spawned(monkeypatch: pytest.MonkeyPatch) -> None:

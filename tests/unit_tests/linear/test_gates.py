@@ -214,7 +214,6 @@ def test_what_kernels_take_is_copied_only_where_it_must_be():
 CHECKS = ["delta_rules", "alone", "extremes", "steps_and_norms"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS)
 def test_interpreted(check: str):
     subprocess.run(

@@ -99,6 +99,7 @@ def test_rejects_what_flex_cannot_run(changes, says):
     )
 
 
+@pytest.mark.thorough
 def test_no_kind_of_call_is_one_too_many_to_compile(monkeypatch):
     """Dynamo compiles a piece of code 8 times; the next would run eagerly, with all scores in memory."""
     graphs, compiled, operator = [], torch.compile, flex._operator

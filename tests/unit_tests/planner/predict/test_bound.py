@@ -50,7 +50,10 @@ def transport_of(random, hosts):
     return cp.Transport(name, hosts) if name == "hierarchical" else name
 
 
-@pytest.mark.parametrize("seed", range(60))
+SEEDS = [pytest.param(seed, marks=pytest.mark.thorough if seed >= 20 else ()) for seed in range(60)]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_bound_is_no_more_than_the_price(seed, monkeypatch):
     """Of every way, tiles assigned at random among them; those that a search finds are in the last tests of bounds."""
     assign_at_random(monkeypatch, seed)
@@ -116,7 +119,7 @@ def test_the_bound_of_one_tile_is_its_way_there_and_back(monkeypatch):
     assert forward == pytest.approx(1e3 * max(path, 4 * work))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", SEEDS[:4] + [pytest.param(seed, marks=pytest.mark.thorough) for seed in range(4, 8)])
 def test_what_any_tiles_take_at_least_is_known_before_they_are_assigned(seed):
     random = np.random.default_rng(seed)
     size, hosts = [(2, 1), (3, 1), (4, 2), (6, 3)][seed % 4]
