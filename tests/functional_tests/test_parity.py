@@ -78,6 +78,7 @@ SHAPES = [
     ],
     ids=str,
 )
+@pytest.mark.few(of=lambda layer, shape, cp: (layer, str(shape), cp))
 def test_any_shape_equals_one_rank(layer, shape, cp):
     assert_parity(case_of(layer, cp, **{"lengths": RAGGED, **shape}), run=poisoned_layer)
 

@@ -148,7 +148,8 @@ def one_rank(documents, checkpoint):
 @pytest.mark.parametrize(
     ("run", "num_ranks", "flags"),
     [
-        (under_torchrun, 2, "--context-parallel-size 2 --cp-layout contiguous"),
+        (forked, 2, "--context-parallel-size 2 --cp-layout contiguous"),
+        pytest.param(under_torchrun, 2, "--context-parallel-size 2", marks=pytest.mark.thorough),
         *(
             pytest.param(forked, 4, f"--context-parallel-size 2 {more}", marks=pytest.mark.thorough)
             for more in (
@@ -158,7 +159,7 @@ def one_rank(documents, checkpoint):
             )
         ),
     ],
-    ids=["cp2", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs"],
+    ids=["cp2", "cp2-under-torchrun", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs"],
 )
 def test_the_example_continues_a_one_rank_checkpoint(run, num_ranks, flags, documents, checkpoint, one_rank):
     steps = pretrain(num_ranks, documents, "--train-iters", 4, "--load", checkpoint, *flags.split(), run=run)

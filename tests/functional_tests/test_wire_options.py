@@ -90,8 +90,14 @@ CASES = {
 }
 
 
+def features(case):
+    """What few cases of all have each of."""
+    return case.layer, case.scheme, case.layout, case.num_hosts, case.learned_sink
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("group_by_group")
+@pytest.mark.few(of=lambda name: features(CASES[name]))
 def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(name):
     case = CASES[name]
     expected = bits(case)
