@@ -125,7 +125,7 @@ PARTS = {
 }
 
 
-AGAIN = ("over gloo", "kernels")  # what tests of the CPU guard too
+AGAIN = ("streams and faults", "over gloo", "kernels")  # what tests of the CPU guard too
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,7 @@ def test_tests_of_cuda_pass(device, part, record_property):
     record_property("cuda_tests", int(re.search(r"(\d+) passed", last)[1]))
 
 
+@pytest.mark.thorough
 def test_all_tests_of_cuda_are_known_by_name(device, record_property):
     """Parts name tests that are there, and how many there are is said as well."""
     done = run(device, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *FILES)

@@ -81,6 +81,7 @@ def test_every_fault_transport_scheme_and_launch_is_drawn():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of ranks without heads
+@pytest.mark.thorough
 def test_every_case_can_be_planned_with_and_without_its_fault():
     for number in range(400):
         case = draw(1, number)
@@ -315,6 +316,7 @@ print(problem())
 """
 
 
+@pytest.mark.thorough
 def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SAVED, str(tmp_path)],

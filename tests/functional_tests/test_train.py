@@ -124,6 +124,7 @@ def test_replicas_are_one_rank_with_the_same_batch(even, data, uninterrupted, tm
         assert ours["loss_tokens"] == theirs["loss_tokens"]
 
 
+@pytest.mark.thorough
 def test_runs_under_torchrun_and_prints_once(data, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     arguments = [*HYBRID, *STEPS, *BATCH, "--train-iters", "4", "--context-parallel-size", "2", "--compare", "--json"]

@@ -187,7 +187,7 @@ def test_trains_and_evaluates_as_the_stock_trainer(name, replicas, found):
     assert not differ
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_goes_on_from_what_was_saved(ranks, found):
     resumed, whole = found[ranks]["ours", "resumed"], found[ranks]["ours", "SFTTrainer"]
     assert "loss 2" in resumed

@@ -257,7 +257,7 @@ def on_rank(world, kind, name, folder):
     ("kind", "name"),
     [
         pytest.param(ContextParallelTrainer, "Llama", marks=pytest.mark.thorough),
-        (ContextParallelTrainer, "Qwen3Next"),
+        pytest.param(ContextParallelTrainer, "Qwen3Next", marks=pytest.mark.thorough),
         (PackingTrainer, "Qwen3Next"),
     ],
 )
