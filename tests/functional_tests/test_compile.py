@@ -82,12 +82,10 @@ def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ra
         assert_as_uncompiled(of_rank[case])
 
 
-INDUCTOR = [("attention", "a2a"), pytest.param(("gated_delta_net", "chunkwise"), marks=pytest.mark.thorough)]
-
-
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", INDUCTOR, ids=str)
+@pytest.mark.parametrize("case", [("attention", "a2a"), ("gated_delta_net", "chunkwise")], ids=str)
+@pytest.mark.thorough
 def test_inductor_compiles_around_an_operation(case):
     """On one rank: it takes 30 s of the first graph, and processes would take them together."""
     with torch._inductor.config.patch(compile_threads=1):  # no processes of its own

@@ -37,6 +37,7 @@ def assert_parity(case, **how):
 @pytest.mark.parametrize(
     ("layer", "cp", "layout"), covering(LAYERS, (1, 2, 3, 4, 5, 8), ("contiguous", "zigzag", "random"))
 )
+@pytest.mark.few(of=lambda layer, cp, layout: (layer, cp, layout))
 def test_layer_equals_one_rank(layer, cp, layout):
     assert_parity(case_of(layer, cp, RAGGED, layout), run=poisoned_layer)
 

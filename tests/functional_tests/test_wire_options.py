@@ -92,7 +92,7 @@ CASES = {
 
 def features(case):
     """What few cases of all have each of."""
-    return case.layer, case.scheme, case.layout, case.num_hosts, case.learned_sink
+    return case.layer, case.scheme, case.num_hosts, case.learned_sink
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -30,7 +30,7 @@ CHECKS = [  # each list in one process
     ["copies"],
     pytest.param(["any_pieces"], marks=pytest.mark.thorough),
     ["sums", "far_apart", "refusals"],
-    ["coded"],
+    pytest.param(["coded"], marks=pytest.mark.thorough),
 ]
 
 
