@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
 
-.PHONY: help setup lint test test-fast test-cpus test-cuda cuda-table train train-hf check fuzz faults clean
+.PHONY: help setup lint test test-all test-fast test-cpus test-cuda cuda-table train train-hf check fuzz faults clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,13 +25,16 @@ lint: setup ## ruff and mypy
 	$(RUN)/mypy --scripts-are-modules tools/cluster
 
 # Hundreds of processes import this package: its bytecode is kept for them, whatever the environment says.
-test test-fast test-cpus test-cuda cuda-table: export PYTHONDONTWRITEBYTECODE =
+test test-all test-fast test-cpus test-cuda cuda-table: export PYTHONDONTWRITEBYTECODE =
 
-test: setup ## all tests, on 2 processes
-	$(RUN)/python -m pytest -n 2 --dist worksteal
+test: setup ## the tests that guard each feature, on 2 processes: eight minutes
+	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not thorough"
 
-test-fast: setup ## unit tests and one parity case a scheme, layer and transport: two minutes
-	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not slow" tests/unit_tests
+test-all: test ## all tests: those, and then the thorough ones
+	$(RUN)/python -m pytest -n 2 --dist worksteal -m thorough
+
+test-fast: setup ## the unit tests of `make test` alone
+	$(RUN)/python -m pytest -n 2 --dist worksteal -m "not thorough" tests/unit_tests
 
 test-cpus: setup ## the tests that compare what a CPU rounds, as CPUs with fewer and more instructions compute it
 	$(RUN)/python -m tools.cpus -n 2 --dist worksteal

@@ -1,15 +1,39 @@
 """One thread a rank: ranks are threads or processes already, and the machine has few cores."""
 
 import multiprocessing
+from collections.abc import Hashable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_cp.executor import launch
+from tests.covering import few_of
 from tests.forked_ranks import forking_context
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marks
+def pytest_collection_modifyitems(items):
+    """Marks `thorough` those cases of a test marked `few` whose values `make test` has in its other cases."""
+    cases = {}
+    for item in items:
+        few = item.get_closest_marker("few")
+        if few is not None and item.get_closest_marker("thorough") is None:
+            values = few.kwargs["of"](**item.callspec.params) if "of" in few.kwargs else _values(item.callspec)
+            test = (item.parent.nodeid, item.originalname)
+            cases.setdefault(test, (few.kwargs.get("together", 1), {}))[1].setdefault(values, []).append(item)
+    for together, with_values in cases.values():
+        chosen = few_of(list(with_values), together, spread=True)
+        for values, those in with_values.items():
+            for item in those[values in chosen :]:
+                item.add_marker("thorough")
+
+
+def _values(callspec):
+    """Returns a case's parameters; cases share the object of one that cannot be hashed."""
+    return tuple(value if isinstance(value, Hashable) else id(value) for value in callspec.params.values())
 
 
 def pytest_terminal_summary(terminalreporter):

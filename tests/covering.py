@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,25 +11,37 @@ from typing import Any
 def covering(*axes: Sequence[Any], allowed: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
     """Cases, one value of each axis, so that every pair of values that can meet does in one of them.
 
-    Greedy: of all cases the one with most pairs that have not met, the first where several have as many. What only
-    three values together would show is for the fuzz.
+    What only three values together would show is for the fuzz.
 
     Args:
         allowed: whether a case can be run.
     """
     cases = [case for case in itertools.product(*map(range, map(len, axes))) if allowed(*_values(axes, case))]
-    left = {pair for case in cases for pair in _pairs(case)}
-    chosen = []
+    return [_values(axes, case) for case in few_of(cases)]
+
+
+def few_of(cases: Sequence[tuple[Any, ...]], together: int = 2, spread: bool = False) -> list[tuple[Any, ...]]:
+    """Selects few of the cases, so that any `together` values at different places that meet in a case do in those.
+
+    Greedy: takes the case with most combinations that have not met, the first where several have as many.
+
+    Args:
+        spread: of several with as many, takes the one whose values are rarest in the cases taken before.
+    """
+    combinations = {case: set(itertools.combinations(enumerate(case), together)) for case in cases}
+    left = set().union(*combinations.values())
+    chosen: list[tuple[Any, ...]] = []
+    taken: Counter[tuple[int, Any]] = Counter()
     while left:
-        best = max(cases, key=lambda case: len(left & _pairs(case)))
-        left -= _pairs(best)
-        chosen.append(_values(axes, best))
+        best = max(
+            cases, key=lambda case: (len(left & combinations[case]), -sum(taken[each] for each in enumerate(case)))
+        )
+        left -= combinations[best]
+        chosen.append(best)
+        if spread:
+            taken.update(enumerate(best))
     return chosen
 
 
 def _values(axes: Sequence[Sequence[Any]], case: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(axis[place] for axis, place in zip(axes, case, strict=True))
-
-
-def _pairs(case: tuple[int, ...]) -> set[tuple[tuple[int, int], ...]]:
-    return set(itertools.combinations(enumerate(case), 2))

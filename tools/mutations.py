@@ -5,6 +5,7 @@
     python tools/mutations.py --map                                 notes which tests run which lines: a quarter hour
     python tools/mutations.py --count 30 --seed 1 --run             breaks each in a copy, and runs its tests there
 
+The tests are those of `make test`, or with `--thorough`, given to `--map` and `--run` alike, those of `make test-all`.
 `--run` runs the tests that run the line, quick ones first, until one fails or their time is up. Of a line that only
 runs when a module is imported, and where the map says that no test runs it, all tests count. `--run --all` takes all
 the time that they need and goes on with the tests that are not in the map: what starts other processes.
@@ -180,25 +181,29 @@ class Map:
         return [test for test, taken in zip(found, sums, strict=True) if taken <= seconds or test == found[0]]
 
 
-def write_map(folder: Path, processes: int) -> int:
+def write_map(folder: Path, processes: int, chosen: list[str]) -> int:
     """Runs the tests once, and notes what they run."""
     shutil.rmtree(folder, ignore_errors=True)
     left_out = itertools.chain(*(("--ignore", name) for name in STARTS_PROCESSES))
-    command = [*PYTEST, "--lines-to", str(folder), "-n", str(processes), "--dist", "worksteal", *left_out]
+    command = [*PYTEST, "--lines-to", str(folder), "-n", str(processes), "--dist", "worksteal", *chosen, *left_out]
     return subprocess.run(command, cwd=HERE, env=os.environ | {"PYTHONPATH": str(HERE)}, check=False).returncode
 
 
-def seen_by(mutation: Mutation, tests: Map, seconds: float, others: bool) -> str | None:
-    """The first test that fails with the line broken; None if none does."""
+def seen_by(mutation: Mutation, tests: Map, seconds: float, others: list[str] | None) -> str | None:
+    """Returns the first test that fails with the line broken; None if none does.
+
+    Args:
+        others: arguments of pytest that choose among the tests which start processes, and are run last; or None.
+    """
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
-        root, chosen = Path(folder) / "copy", Path(folder) / "tests"
+        root, only = Path(folder) / "copy", Path(folder) / "tests"
         shutil.copytree(HERE, root, ignore=shutil.ignore_patterns(".git", ".venv", ".mypy_cache", "__pycache__"))
         mutation.apply(root)
         names = tests.tests_of(mutation, seconds)
-        chosen.write_text("\n".join(names))
-        runs = [["--only", str(chosen), *sorted({name.partition("::")[0] for name in names})]]
-        if others:
-            runs.append([name for name in STARTS_PROCESSES if (root / name).exists()])
+        only.write_text("\n".join(names))
+        runs = [["--only", str(only), *sorted({name.partition("::")[0] for name in names})]]
+        if others is not None:
+            runs.append([*others, *(name for name in STARTS_PROCESSES if (root / name).exists())])
         for number, arguments in enumerate(runs):
             limit = ["-o", f"timeout={HANG}"] if number == 0 else []
             done = subprocess.run(
@@ -226,6 +231,7 @@ def main() -> int:
     parser.add_argument(
         "--all", action="store_true", help="all of them, and those that start processes: half an hour each"
     )
+    parser.add_argument("--thorough", action="store_true", help="the thorough tests as well as those of make test")
     parser.add_argument("--lines", type=Path, default=HERE / "build" / "lines", metavar="FOLDER", help="of --map")
     way = parser.add_mutually_exclusive_group(required=True)
     way.add_argument("--list", action="store_true")
@@ -233,8 +239,9 @@ def main() -> int:
     way.add_argument("--map", action="store_true")
     way.add_argument("--run", action="store_true")
     options = parser.parse_args()
+    chosen_tests = [] if options.thorough else ["-m", "not thorough"]
     if options.map:
-        return write_map(options.lines, options.processes)
+        return write_map(options.lines, options.processes, chosen_tests)
     drawn = mutations(options.count, options.seed)
     if options.apply is not None:
         drawn[options.apply].apply(HERE)
@@ -249,7 +256,8 @@ def main() -> int:
     def run(numbered: tuple[int, Mutation]) -> bool:
         number, mutation = numbered
         start = time.monotonic()
-        test = seen_by(mutation, tests, math.inf if options.all else options.seconds, options.all)
+        others = chosen_tests if options.all else None
+        test = seen_by(mutation, tests, math.inf if options.all else options.seconds, others)
         print(f"{number}: {mutation}\n    {test or 'NO TEST SEES IT'} ({time.monotonic() - start:.0f} s)", flush=True)
         return test is not None
 

@@ -73,6 +73,7 @@ def test_every_scheme_that_runs_is_measured_and_the_others_say_why(capsys):
     assert "the share of the busiest" in text
 
 
+@pytest.mark.thorough
 def test_processes_are_the_default_and_four_ranks_run_everything(capsys):
     assert main(["bench", "attention", "--cp", "4", *QUICK]) == 0
     report = last_json(capsys.readouterr().out)
@@ -89,6 +90,7 @@ def test_one_scheme_with_its_options(capsys):
     assert (report["cp"], report["kernel"]) == (2, "reference")
 
 
+@pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
     run = subprocess.run(
         [
@@ -108,6 +110,7 @@ def test_rejects_a_benchmark_that_there_is_not(capsys):
     assert f"benchmark: got 'planets'; allowed: {known}" in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_planner_puts_predictions_beside_measurements(capsys, tmp_path):
     """Every way of a layer on two batches; and the machine's rates as a file that predictions read."""
     path = tmp_path / "mine.toml"

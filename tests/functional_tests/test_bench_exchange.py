@@ -55,6 +55,7 @@ def is_spread(value):
 # -- what is reported --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_ratios_come_first_and_every_cell_is_printed(printed, report):
     assert list(report)[:4] == list(RATIOS)
     for words in ("2 ranks, 64 tokens in 3 documents:", "2 ranks, 96 tokens in 5 documents:", "Geometric means"):
@@ -145,6 +146,7 @@ def test_runs_ours_alone_by_every_road(options, capsys, monkeypatch):
     assert report["cp"] == 4  # of the local part
 
 
+@pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
     pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
     options = [*SHAPE, "--tokens-per-rank", "40", "--documents", "3", "--cells", "2x64/3", "--json"]

@@ -102,6 +102,7 @@ def test_processes_are_the_default(capsys):
     assert (report["cp"], report["device"]) == (2, "cpu")
 
 
+@pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
     run = subprocess.run(
         [
@@ -115,6 +116,7 @@ def test_torchrun_brings_its_ranks():
     assert run.stdout.count("chunkwise_over_plain") == 1  # one rank prints
 
 
+@pytest.mark.thorough
 def test_a_middle_segment_costs_little_more_than_a_document(capsys):
     options = ["--device", "cpu", "--tokens-per-rank", "512", "--head-dim", "64", "--repeats", "3", "--json"]
     assert main(["bench", "linear", "--ranks", "threads", *options]) == 0

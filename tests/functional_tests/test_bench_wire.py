@@ -151,6 +151,7 @@ def test_heads_of_128_go_in_half_the_bytes(capsys):
     assert report["int8_byte_ratio"] == report["fp8_byte_ratio"]
 
 
+@pytest.mark.thorough
 def test_torchrun_brings_its_ranks():
     run = subprocess.run(
         [
@@ -167,6 +168,7 @@ def test_torchrun_brings_its_ranks():
     assert run.stdout.count("collective_over_pairwise") == 1  # one rank prints
 
 
+@pytest.mark.thorough
 def test_hosts_are_those_of_the_cluster():
     check = subprocess.run([sys.executable, CLUSTER, "check"], capture_output=True, text=True, timeout=limit(30))
     if check.returncode == 2:

@@ -35,7 +35,9 @@ def run_batches(group, cases):
     return [run_layer(group, case) for case in cases]
 
 
-@pytest.mark.parametrize(("size", "scheme"), [(3, "tiled"), (4, "tiled"), (4, "a2a+tiled")])
+@pytest.mark.parametrize(
+    ("size", "scheme"), [(3, "tiled"), pytest.param(4, "tiled", marks=pytest.mark.thorough), (4, "a2a+tiled")]
+)
 def test_a_new_table_for_each_batch_is_dense_attention(size, scheme):
     cases = [
         Case("attention", size, LENGTHS, scheme=scheme, mask=("from_blocks", top_k(batch), BLOCK), seed=batch, **SHAPE)

@@ -80,6 +80,7 @@ def test_check_passes_bitwise_forward(layer, layout, capsys):
     assert max(report["max_rel_err"].values()) <= 1e-12
 
 
+@pytest.mark.thorough
 def test_check_all_varies_what_is_not_given(capsys):
     assert main(["check", "--all", "--cp", "2,4", "--lengths", "5,1,12", "--layout", "random", "--json"]) == 0
     out = everything(capsys)
@@ -404,7 +405,7 @@ def test_rejects_bad_usage_with_status_2_and_one_line(arguments, says, capsys):
     assert printed.err.startswith(f"megatron-cp {arguments[0]}: " if arguments[1:] else "megatron-cp: ")
 
 
-@pytest.mark.parametrize("layer", ["attention", "gdn"])
+@pytest.mark.parametrize("layer", ["attention", pytest.param("gdn", marks=pytest.mark.thorough)])
 def test_check_runs_under_torchrun(layer):
     run = subprocess.run(
         [

@@ -136,7 +136,10 @@ def test_links_carry_what_is_set_each_way_and_nothing_limits_a_host_itself(run):
 
 @pytest.mark.parametrize(
     ("arguments", "hosts"),
-    [(["--hosts", "2", "--ranks-per-host", "2"], [2, 2]), (["--ranks-per-host", "2,1"], [2, 1])],
+    [
+        pytest.param(["--hosts", "2", "--ranks-per-host", "2"], [2, 2], marks=pytest.mark.thorough),
+        (["--ranks-per-host", "2,1"], [2, 1]),
+    ],
     ids=["even", "uneven"],
 )
 def test_ranks_exchange_as_under_torchrun(run, tmp_path, arguments, hosts):

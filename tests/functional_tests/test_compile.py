@@ -76,6 +76,7 @@ def test_an_operation_is_one_break_of_the_graph(case):
 
 
 @pytest.mark.parametrize("case", ON_RANKS[2], ids=str)
+@pytest.mark.thorough
 def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ranks):
     for of_rank in on_two_ranks:
         assert_as_uncompiled(of_rank[case])
@@ -84,6 +85,7 @@ def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ra
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", [("attention", "a2a"), ("gated_delta_net", "chunkwise")], ids=str)
+@pytest.mark.thorough
 def test_inductor_compiles_around_an_operation(case):
     """On one rank: it takes 30 s of the first graph, and processes would take them together."""
     with torch._inductor.config.patch(compile_threads=1):  # no processes of its own
@@ -295,6 +297,7 @@ def trained_compiled_first(group, cases, backends):
     return found
 
 
+@pytest.mark.thorough
 def test_a_compiled_model_is_trained_to_the_same_losses():
     cases = [("a2a, 2 chunks", "chunkwise"), ("p2p", "headwise")]
     for of_rank in run_ranks(trained_compiled_first, 2, cases, BACKENDS[::-1], kind="processes", timeout=240):

@@ -44,6 +44,7 @@ def watched(group, forward, backward):
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("layer", OPERATIONS)
+@pytest.mark.few
 def test_a_layer_is_two_collectives_each_way_and_never_waits(layer, layout, kind):
     scheme = "a2a" if layer == "attention" else "headwise"
     for counted in run_ranks(count_layer, 3, Case(layer, 3, RAGGED, layout, scheme=scheme), kind=kind):
@@ -52,6 +53,7 @@ def test_a_layer_is_two_collectives_each_way_and_never_waits(layer, layout, kind
 
 @pytest.mark.parametrize("layout", ["contiguous", "balanced", "random"])
 @pytest.mark.parametrize("layer", ["gdn", "kda", "mamba"])
+@pytest.mark.few
 def test_a_chunkwise_layer_is_a_halo_and_a_scan_each_way_and_never_waits(layer, layout):
     case = Case(layer, 3, RAGGED, layout, scheme="chunkwise")
     for counted in run_ranks(count_layer, 3, case):
@@ -81,6 +83,7 @@ def bytes_of_layer(group, case):
 
 @pytest.mark.parametrize("layout", ["contiguous", "balanced", "random", "zigzag"])
 @pytest.mark.parametrize("layer", ["gdn", "kda", "mamba"])
+@pytest.mark.few
 def test_a_chunkwise_plan_says_what_is_sent(layer, layout):
     case = Case(layer, 5, RAGGED, layout, scheme="chunkwise")
     plan = case.plan()

@@ -125,7 +125,12 @@ PARTS = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+AGAIN = ("streams and faults", "over gloo", "kernels")  # what tests of the CPU guard too
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.thorough if part in AGAIN else ()) for part in PARTS]
+)
 def test_tests_of_cuda_pass(device, part, record_property):
     """The same code and the same tests as on a GPU. What ran of how many is said at the end of the run."""
     chosen = [f"tests/functional_tests/{name}" for name in PARTS[part]]
@@ -136,6 +141,7 @@ def test_tests_of_cuda_pass(device, part, record_property):
     record_property("cuda_tests", int(re.search(r"(\d+) passed", last)[1]))
 
 
+@pytest.mark.thorough
 def test_all_tests_of_cuda_are_known_by_name(device, record_property):
     """Parts name tests that are there, and how many there are is said as well."""
     done = run(device, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *FILES)

@@ -22,8 +22,9 @@ COMPARED = {
 ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["threads", pytest.param("torchrun", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.few
 def test_example(example, launcher):
     command = [*LAUNCHERS[launcher], example]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=limit(120))

@@ -81,6 +81,7 @@ def test_every_fault_transport_scheme_and_launch_is_drawn():
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of ranks without heads
+@pytest.mark.thorough
 def test_every_case_can_be_planned_with_and_without_its_fault():
     for number in range(400):
         case = draw(1, number)
@@ -315,6 +316,7 @@ print(problem())
 """
 
 
+@pytest.mark.thorough
 def test_checkpoint_that_is_damaged_or_older_than_promised_is_a_problem(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", SAVED, str(tmp_path)],
@@ -361,6 +363,7 @@ def test_sees_what_hangs_and_what_is_left(tmp_path):
 
 
 @pytest.mark.timeout(600)  # on a busy machine, and with hangs to wait for
+@pytest.mark.thorough
 def test_some_faults_come_to_a_good_end(tmp_path):
     # Stopped ranks, a kill within a save, and twice the process that started the ranks is killed, once `train`.
     command = [sys.executable, "-m", "tools.faults", "--seed", "18", "--count", "16", "--timeout", "12"]

@@ -24,8 +24,6 @@ from megatron_cp.softmax.kernels import AttentionCall
 from megatron_cp.softmax.kernels.flex import FlexAttention
 from tools.nullgpu.device import HERE, UnavailableError, environment
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 PACKS = ((7, 1, 300, 64, 2), (5, 200), (130, 400, 3, 90), (1000,))
 SHORT = (33, 34, 35)  # of one block, with fewer queries than that has rows, and twice as many query heads as key heads
@@ -57,6 +55,7 @@ def made() -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_forward_and_backward_compile(made):
     """Two kernels of a template, and what Inductor fuses beside them."""
     templates = {name: target for name, target in made["kernels"].items() if name.startswith("triton_tem_")}

@@ -7,8 +7,6 @@ import pytest
 from tools.host_counts import CASES, counts
 from tools.nullgpu.device import UnavailableError
 
-pytestmark = pytest.mark.slow
-
 MARGIN = 1.05  # of calls of Python, which torch's own code has a share in
 # Of forward and backward: calls of Python, operators of torch, launches of kernels. What a goal was set for:
 GOALS = {

@@ -80,6 +80,7 @@ def assert_same_bits(found, expected):
 @pytest.mark.any_cpu
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("layer", CASES)
+@pytest.mark.few
 def test_recomputed_activations_give_the_same_bits(layer, use_reentrant):
     case = CASES[layer][0]
     assert_same_bits(run_ranks(recomputed, 3, case, use_reentrant), run_ranks(alone, 3, case))
@@ -93,6 +94,7 @@ def left_under_way(group, case, use_reentrant):
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("layer", CASES)
+@pytest.mark.few
 def test_recomputing_waits_for_all_that_it_starts(layer, use_reentrant):
     """A non-reentrant checkpoint stops once it has what was saved: that may be before the last part has arrived."""
     for started, under_way in run_ranks(left_under_way, 3, CASES[layer][0], use_reentrant):
@@ -146,6 +148,7 @@ def test_ranks_with_work_recompute_for_a_bias_alone(mode):
 @pytest.mark.any_cpu
 @pytest.mark.parametrize("backward_order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
 @pytest.mark.parametrize("layer", CASES)
+@pytest.mark.few
 def test_two_microbatches_in_flight_do_not_mix(layer, backward_order):
     found = run_ranks(together, 3, CASES[layer], backward_order)
     for number, case in enumerate(CASES[layer]):

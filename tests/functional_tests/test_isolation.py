@@ -14,6 +14,7 @@ from tests.random_tiles import TILED, assign_at_random
     ("layer", "scheme"),
     [("attention", "a2a"), *((layer, way) for layer in ("gdn", "kda", "mamba") for way in ("headwise", "chunkwise"))],
 )
+@pytest.mark.few(of=lambda layer, scheme, layout, document: ((layer, scheme), layout, document))
 def test_documents_are_isolated(layer, scheme, layout, document):
     found = leaks(Case(layer, 3, (7, 1, 66, 64, 2), layout, scheme=scheme), document)
     assert found["out"] == []
@@ -22,6 +23,7 @@ def test_documents_are_isolated(layer, scheme, layout, document):
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("scheme", TILED)
+@pytest.mark.few
 def test_documents_are_isolated_whoever_computes_which_tile(scheme, seed, monkeypatch):
     assign_at_random(monkeypatch, seed)
     for document in (1, 2):

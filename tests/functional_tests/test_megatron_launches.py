@@ -232,7 +232,6 @@ SHAPES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_model_is_built_where_doctor_refuses_nothing_and_refused_by_the_same_flag_elsewhere():
     (built,) = run_ranks(build_all, 1, kind="processes", timeout=180)
     for name, refused_by in built.items():

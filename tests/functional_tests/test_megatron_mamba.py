@@ -7,6 +7,7 @@ resets where `seq_idx` says so; ours is never told of it.
 import importlib.machinery
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.forked_ranks import run_ranks_after
 from tests.functional_tests import test_megatron_stock as stock
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
+from tests.shared import once, selected
 
 pytest.importorskip("megatron.core")
 
@@ -42,17 +44,23 @@ PLACES = [
     (4, "contiguous", "chunkwise"),
     (4, "random", "chunkwise"),
 ]
+FEW = (PLACES[0], PLACES[1], PLACES[-1])
+each_place = pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=() if place in FEW else pytest.mark.thorough) for place in PLACES], ids=str
+)
 ALIGNED = (24, 8, 64, 16)  # what Megatron can shard over 4 ranks
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def ranks():
+def ranks(request, tmp_path_factory):
     """Forks of a process in which Megatron found a stand-in for mamba_ssm when it was imported."""
-    return run_ranks_after(import_megatron, compare, 4, timeout=limit(200))
+    places = [case["place"] for case in selected(request, test_a_document_changes_no_bit_of_another)]
+    run = partial(run_ranks_after, import_megatron, partial(compare, places=places), 4, timeout=limit(200))
+    return once(tmp_path_factory, "megatron_mamba", run)
 
 
-def compare(group):
+def compare(group, places):
     tiny.start()
     found, alone, packed = {}, {}, {}
     for name in LAYERS:
@@ -64,7 +72,7 @@ def compare(group):
     aligned = on_each_document(stock_layer("mamba"), ALIGNED)
     found["leak"] = worst(megatrons_packed(stock_layer("mamba"), ALIGNED, total_tokens=None), aligned)
     found["inference"] = [attempt(infer)]
-    for place in PLACES:
+    for place in places:
         tiny.start(cp=place[0])
         for name in LAYERS:
             ours = packed_layer(name, *place)
@@ -301,14 +309,14 @@ def test_megatrons_mixer_agrees_with_itself(ranks, name):
         assert found["two ways", name] <= TOLERANCE
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@each_place
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_packed_batch_is_megatrons_mixer(ranks, name, place):
     for found in ranks:
         assert max(found[place, name]) <= TOLERANCE
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@each_place
 def test_documents_are_apart_without_total_tokens(ranks, place):
     """Where Megatron's mixer mixes them."""
     for found in ranks:
@@ -316,7 +324,7 @@ def test_documents_are_apart_without_total_tokens(ranks, place):
         assert found["megatron's sharding", place] <= TOLERANCE
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@each_place
 def test_a_document_changes_no_bit_of_another(ranks, place):
     for found in ranks:
         assert found["isolation", place] == [0, 2, 4]  # of six

@@ -13,8 +13,8 @@ import torch
 from megatron_cp.executor.launch import run_ranks
 from tests.functional_tests import tiny_megatron as tiny
 from tests.functional_tests import whole_megatron as whole
+from tests.shared import once, selected
 
-pytestmark = pytest.mark.slow
 TIMEOUT = 300
 PACKS = ((7, 1, 130, 2), (5, 67, 16), (33, 0, 1), (40, 3, 3, 21))
 EXPERTS = {
@@ -121,12 +121,16 @@ def models_in(place):
 
 
 def run(group, places):
-    """By place and model, loss, gradients and drift; all places have as many ranks."""
+    """By place and model, loss, gradients and drift; all places have as many ranks.
+
+    Args:
+        places: each with its sizes of groups and the models to run there.
+    """
     found = {}
-    for name, sizes in places.items():
+    for name, (sizes, models) in places.items():
         place = PLACES[name]
         tiny.start(**sizes)
-        for model in models_in(name):
+        for model in models:
             kind, config, pattern = configured(model, place, sizes)
             if "pp" not in sizes and pattern is not None:
                 pattern = pattern.replace("|", "")
@@ -141,25 +145,30 @@ def launched(world, places):
 
 
 @pytest.fixture(scope="module")
-def alone():
-    places = {name: {} for name in PLACES}
-    return launched(1, places)[0]
+def steps(request, tmp_path_factory):
+    """By place and model that are selected, what is alone and what ranks have."""
+    models = {}
+    for case in selected(request, test_equals_one_rank):
+        models.setdefault(case["place"], []).append(case["model"])
+
+    def compute():
+        (alone,) = launched(1, {name: ({}, models[name]) for name in models})
+        spread = {}
+        for world in sorted({PLACES[name].world for name in models}):
+            places = {name: (PLACES[name].sizes, models[name]) for name in models if PLACES[name].world == world}
+            for found in launched(world, places):
+                for key, value in found.items():
+                    spread.setdefault(key, []).append(value)
+        return {key: (alone[key], spread[key]) for key in alone}
+
+    return once(tmp_path_factory, "megatron_matrix", compute)
 
 
-@pytest.fixture(scope="module")
-def spread():
-    found = {}
-    for world in sorted({place.world for place in PLACES.values()}):
-        for rank, steps in enumerate(launched(world, {n: p.sizes for n, p in PLACES.items() if p.world == world})):
-            for key, value in steps.items():
-                found.setdefault(key, {})[rank] = value
-    return found
-
-
+@pytest.mark.few(of=lambda place, model: (place, model))
 @pytest.mark.parametrize(("place", "model"), [(place, model) for place in PLACES for model in models_in(place)])
-def test_equals_one_rank(place, model, alone, spread):
-    expected_loss, expected, _ = alone[place, model]
-    for loss, gradients, drift in spread[place, model].values():
+def test_equals_one_rank(place, model, steps):
+    (expected_loss, expected, _), spread = steps[place, model]
+    for loss, gradients, drift in spread:
         assert abs(loss - expected_loss) <= 1e-5
         errors = tiny.distances(gradients, expected)
         assert max(errors.values()) <= 1e-5, list(errors.items())[:4]

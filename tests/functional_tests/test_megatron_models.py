@@ -15,6 +15,7 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.counters import Counters
 from tests.covering import covering
 from tests.functional_tests import tiny_megatron as tiny
+from tests.shared import once, selected
 
 pytest.importorskip("megatron.core")
 
@@ -292,7 +293,6 @@ PLACES = {
 }
 PLACES = {name: (tp, cp, list(dict.fromkeys(cases))) for name, (tp, cp, cases) in PLACES.items()}
 EQUAL = [(place, case) for place, (_, _, cases) in PLACES.items() for case in cases]
-ALONE = list(dict.fromkeys(case.on_one_rank for _, case in EQUAL))
 
 
 def run_cases(group, places):
@@ -331,40 +331,57 @@ def run_case(case):
     return dataclasses.replace(step, collectives=counters.collectives) if counters else step
 
 
-def launch(size, *names, **more):
-    places = {name: PLACES[name] for name in names} | more
-    return run_ranks(run_cases, size, places, kind="processes", timeout=TIMEOUT)
+RANKS = {"cp2": 2, "cp3": 3, "tp2cp2": 4, "dp2cp2": 4, "cp4": 4}
 
 
 @pytest.fixture(scope="module")
-def alone():
-    (steps,) = launch(1, cp1=(1, 1, ALONE))
-    return {case: step for (_, case), step in steps.items()}
+def steps(request, tmp_path_factory):
+    """By place and case, the step that each rank saw, of the cases that the selected tests ask for."""
+    needed = {place: {} for place in (*PLACES, "broken")}  # in place of sets, whose order ranks would not share
+
+    def need(place, *cases):
+        needed[place].update(dict.fromkeys(cases))
+
+    for chosen in selected(request, test_equals_one_rank):
+        need(chosen["place"], chosen["case"])
+    for chosen in selected(request, test_hidden_states_are_redistributed_once_around_a_run):
+        need("cp2", *redistributed_and_not(chosen["kind"]))
+    for chosen in selected(request, test_recomputation_changes_no_bit):
+        need("cp2", chosen["case"], dataclasses.replace(chosen["case"], recompute=""))
+    for chosen in selected(request, test_chunks_and_transports_change_no_bit):
+        need("cp2", chosen["case"], WHOLE)
+    for chosen in selected(request, test_recomputing_a_norm_repeats_no_collective):
+        need("cp2", *recomputed(chosen["mode"]))
+    need("cp4", BY_HOSTS, WHOLE)
+    need("broken", WITHOUT_NORM_SUM)
+    alone = list(dict.fromkeys(case.on_one_rank for cases in needed.values() for case in cases))
+
+    def launch(size, places):
+        return run_ranks(run_cases, size, places, kind="processes", timeout=TIMEOUT)
+
+    def run():
+        found = {}
+        for size in (2, 3, 4):
+            places = {name: (*PLACES[name][:2], list(needed[name])) for name, ranks in RANKS.items() if ranks == size}
+            if size == 4:
+                places["broken"] = (2, 2, [WITHOUT_NORM_SUM])
+            ranks = launch(size, places)
+            found |= {key: [steps[key] for steps in ranks] for key in ranks[0]}
+        return found | launch(1, {"alone": (1, 1, alone)})[0]
+
+    return once(tmp_path_factory, "megatron_models", run)
 
 
-@pytest.fixture(scope="module")
-def two():
-    return launch(2, "cp2")
+def features(place, case):
+    """What few cases of all have each of."""
+    return place, *dataclasses.astuple(dataclasses.replace(case, changes=())), case.changes
 
 
-@pytest.fixture(scope="module")
-def three():
-    return launch(3, "cp3")
-
-
-@pytest.fixture(scope="module")
-def four():
-    return launch(4, "tp2cp2", "dp2cp2", "cp4", broken=(2, 2, [WITHOUT_NORM_SUM]))
-
-
-RANKS = {"cp2": "two", "cp3": "three", "tp2cp2": "four", "dp2cp2": "four", "cp4": "four"}
-
-
+@pytest.mark.few(of=features)
 @pytest.mark.parametrize(("place", "case"), EQUAL, ids=str)
-def test_equals_one_rank(place, case, alone, request):
-    expected = alone[case.on_one_rank]
-    for rank, steps in enumerate(request.getfixturevalue(RANKS[place])):
-        step = steps[place, case]
+def test_equals_one_rank(place, case, steps):
+    expected = steps["alone", case.on_one_rank]
+    for rank, step in enumerate(steps[place, case]):
         assert step.tokens == expected.tokens
         assert abs(step.loss - expected.loss) <= 1e-5, rank
         errors = tiny.distances(step.gradients, expected.gradients)
@@ -372,58 +389,57 @@ def test_equals_one_rank(place, case, alone, request):
         assert max(step.drift.values()) == 0, rank
 
 
+def redistributed_and_not(kind):
+    return spread("redistribute", kind), spread("chunkwise", kind, "contiguous")
+
+
 @pytest.mark.parametrize("kind", ["hybrid", "hybrid_both"])
-def test_hidden_states_are_redistributed_once_around_a_run(kind, two):
+def test_hidden_states_are_redistributed_once_around_a_run(kind, steps):
     """Of two layers: in and out, forward and backward, for each of two microbatches."""
-    for steps in two:
-        redistributed, at_home = (
-            steps["cp2", case].collectives
-            for case in (spread("redistribute", kind), spread("chunkwise", kind, "contiguous"))
-        )
-        assert redistributed - at_home == 4 * 2
+    for redistributed, at_home in zip(*(steps["cp2", case] for case in redistributed_and_not(kind)), strict=True):
+        assert redistributed.collectives - at_home.collectives == 4 * 2
 
 
-def test_tensor_parallel_ranks_would_drift_apart_without_the_sum_for_the_norm(alone, four):
-    for steps in four:
-        step = steps["broken", WITHOUT_NORM_SUM]
-        errors = tiny.distances(step.gradients, alone[WITHOUT_NORM_SUM.on_one_rank].gradients)
+def test_tensor_parallel_ranks_would_drift_apart_without_the_sum_for_the_norm(steps):
+    for step in steps["broken", WITHOUT_NORM_SUM]:
+        errors = tiny.distances(step.gradients, steps["alone", WITHOUT_NORM_SUM.on_one_rank].gradients)
         assert {name for name, error in errors.items() if error > WITHOUT_NORM_SUM.bound(tp=2)} == {
             f"decoder.layers.{layer}.self_attention.out_norm.weight" for layer in (0, 1)
         }
         assert max(step.drift.values()) > 0.01
 
 
+def other_bits(steps, place, case, as_in):
+    """Yields the parameters whose gradients differ."""
+    for found, expected in zip(steps[place, case], steps[place, as_in], strict=True):
+        names = expected.gradients
+        yield from (name for name in names if not torch.equal(found.gradients[name], expected.gradients[name]))
+
+
+@pytest.mark.few(of=lambda case: (case.kind, case.recompute))
 @pytest.mark.parametrize("case", RECOMPUTED, ids=str)
-def test_recomputation_changes_no_bit(case, two):
-    plain = dataclasses.replace(case, recompute="")
-    for steps in two:
-        again, once = steps["cp2", case].gradients, steps["cp2", plain].gradients
-        assert [name for name in once if not torch.equal(again[name], once[name])] == []
+def test_recomputation_changes_no_bit(case, steps):
+    assert list(other_bits(steps, "cp2", case, dataclasses.replace(case, recompute=""))) == []
 
 
 @pytest.mark.parametrize("case", IN_CHUNKS, ids=str)
-def test_chunks_and_transports_change_no_bit(case, two):
-    for steps in two:
-        chunked, whole = steps["cp2", case], steps["cp2", WHOLE]
-        assert [
-            name for name in whole.gradients if not torch.equal(chunked.gradients[name], whole.gradients[name])
-        ] == []
+def test_chunks_and_transports_change_no_bit(case, steps):
+    assert list(other_bits(steps, "cp2", case, WHOLE)) == []
 
 
-def test_two_hosts_change_no_bit_and_send_by_messages(four):
-    for steps in four:
-        by_hosts, whole = steps["cp4", BY_HOSTS], steps["cp4", WHOLE]
-        assert [
-            name for name in whole.gradients if not torch.equal(by_hosts.gradients[name], whole.gradients[name])
-        ] == []
+def test_two_hosts_change_no_bit_and_send_by_messages(steps):
+    assert list(other_bits(steps, "cp4", BY_HOSTS, WHOLE)) == []
+    for by_hosts, whole in zip(steps["cp4", BY_HOSTS], steps["cp4", WHOLE], strict=True):
         assert by_hosts.collectives != whole.collectives
 
 
+def recomputed(mode):
+    return [spread(mode, "gpt_gdn", recompute=what) for what in ("", "gdn_norm_out", "full")]
+
+
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-def test_recomputing_a_norm_repeats_no_collective(mode, two):
+def test_recomputing_a_norm_repeats_no_collective(mode, steps):
     """As recomputing the whole layer does."""
-    for steps in two:
-        plain, norm, full = (
-            steps["cp2", spread(mode, "gpt_gdn", recompute=what)].collectives for what in ("", "gdn_norm_out", "full")
-        )
+    for ranks in zip(*(steps["cp2", case] for case in recomputed(mode)), strict=True):
+        plain, norm, full = (step.collectives for step in ranks)
         assert plain == norm < full

@@ -8,7 +8,6 @@ from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
 
 pytest.importorskip("megatron.core")
-pytestmark = pytest.mark.slow
 
 COMMON = (
     "--hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 --ffn-hidden-size 64 "

@@ -83,7 +83,6 @@ def expected():
     return run_ranks(alone, 1, kind="processes", timeout=120)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cp", [2, 3])
 def test_positions_of_three_axes_are_those_of_each_document_alone(cp, expected):
     for found in run_ranks(spread, cp, cp, kind="processes", timeout=180):

@@ -181,8 +181,15 @@ CASES = {
 }  # fmt: skip
 
 
+def features(case):
+    """What few cases of all have each of."""
+    changes = case.head_chunks, case.codec, case.lengths
+    return case.layer, case.scheme, case.layout, case.dtype, case.transport, changes
+
+
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(of=lambda name: features(CASES[name]))
 def test_layers_send_from_buffers_that_the_first_step_made(name, lying, monkeypatch):
     assign_at_random(monkeypatch)  # each rank plans in each step: a search for tiles would take most of the time
     assert_steady(CASES[name].cp, lambda group: run_layer(group, CASES[name]), lying)
@@ -190,6 +197,7 @@ def test_layers_send_from_buffers_that_the_first_step_made(name, lying, monkeypa
 
 @pytest.mark.parametrize("transport", ["collective", "pairwise", "hierarchical"])
 @pytest.mark.parametrize("scheme", TILED)
+@pytest.mark.few
 def test_assigned_tiles_send_head_chunks_from_buffers(scheme, transport, lying, monkeypatch):
     assign_at_random(monkeypatch)
     case = replace(ATTENTION, cp=4, scheme=scheme, head_chunks=3, transport=transport, dtype=torch.bfloat16)
@@ -207,6 +215,7 @@ BY = ["collective", "pairwise", "hierarchical"]
 @pytest.mark.parametrize("transport", BY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.few
 def test_a_relayout_sends_from_buffers(shape, dtype, transport, lying):
     source, target = cp.Layout.zigzag(PACKING, 4, align=4), cp.Layout.contiguous(PACKING, 4)
 
@@ -224,6 +233,7 @@ def test_a_relayout_sends_from_buffers(shape, dtype, transport, lying):
 @pytest.mark.parametrize("transport", BY)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.few
 def test_a_gather_sends_from_buffers(shape, dtype, transport, lying):
     layout = cp.Layout.zigzag(PACKING, 3, align=4)
 

@@ -150,6 +150,7 @@ def test_layers_ignore_pad_rows(case):
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
 @pytest.mark.parametrize("scheme", TILED)
+@pytest.mark.few
 def test_assigned_tiles_ignore_pad_rows(scheme, kernel, monkeypatch):
     assign_at_random(monkeypatch)
     more = {"learned_sink": True, "kernel": kernel, "head_chunks": 2, "heads": 12, "groups": 6}

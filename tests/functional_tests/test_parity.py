@@ -37,6 +37,7 @@ def assert_parity(case, **how):
 @pytest.mark.parametrize(
     ("layer", "cp", "layout"), covering(LAYERS, (1, 2, 3, 4, 5, 8), ("contiguous", "zigzag", "random"))
 )
+@pytest.mark.few(of=lambda layer, cp, layout: (layer, cp, layout))
 def test_layer_equals_one_rank(layer, cp, layout):
     assert_parity(case_of(layer, cp, RAGGED, layout), run=poisoned_layer)
 
@@ -49,6 +50,7 @@ def test_lengths_that_break_megatrons_permutation_are_exact(layer, lengths):
 
 @pytest.mark.parametrize("groups", [2, 4])
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.few
 def test_backward_is_bitwise_where_no_head_is_shared(layer, groups):
     assert assert_parity(case_of(layer, 2, RAGGED, heads=8, groups=groups, value_head_dim=24)).bitwise_backward
 
@@ -77,12 +79,14 @@ SHAPES = [
     ],
     ids=str,
 )
+@pytest.mark.few(of=lambda layer, shape, cp: (layer, str(shape), cp))
 def test_any_shape_equals_one_rank(layer, shape, cp):
     assert_parity(case_of(layer, cp, **{"lengths": RAGGED, **shape}), run=poisoned_layer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.few
 def test_short_types_stay_bitwise_forward(layer, dtype):
     assert_parity(case_of(layer, 3, RAGGED, "random", dtype=dtype))
 
@@ -135,12 +139,14 @@ def assert_close(case, **how):
 
 
 @pytest.mark.parametrize(("layer", "cp", "layout"), covering(LINEAR, (1, 2, 3, 5, 8), LAYOUTS))
+@pytest.mark.few(of=lambda layer, cp, layout: (layer, cp, layout))
 def test_segments_continue_one_another(layer, cp, layout):
     assert_close(segments_case(layer, cp, RAGGED, layout, scheme="chunkwise"))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "random"])
 @pytest.mark.parametrize("layer", LINEAR)
+@pytest.mark.few
 def test_redistributed_layers_equal_one_rank(layer, layout):
     assert_close(segments_case(layer, 3, RAGGED, layout, scheme="redistribute"))
 
@@ -161,6 +167,7 @@ SEGMENTS = [
 
 @pytest.mark.parametrize("shape", SEGMENTS, ids=str)
 @pytest.mark.parametrize("layer", LINEAR)
+@pytest.mark.few
 def test_any_shape_of_segments_equals_one_rank(layer, shape):
     for layout in ("contiguous", "random"):
         given = {"lengths": RAGGED, "layout": layout, "scheme": "chunkwise", **shape}
@@ -169,6 +176,7 @@ def test_any_shape_of_segments_equals_one_rank(layer, shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layer", LINEAR)
+@pytest.mark.few
 def test_segments_of_short_types_stay_close(layer, dtype):
     assert_close(segments_case(layer, 3, RAGGED, "contiguous", scheme="chunkwise", dtype=dtype))
 

@@ -51,6 +51,7 @@ def test_a_mask_is_that_of_every_attention(capsys):
     assert times["strided"] == pytest.approx(112 / 256 * times["causal"], rel=0.02)
 
 
+@pytest.mark.thorough
 def test_a_search_lets_auto_weigh_tiles_of_a_whole_model(capsys, tmp_path):
     one_head = (
         "--num-layers 2 --hidden-size 128 --num-attention-heads 1 --ffn-hidden-size 256 --swiglu --vocab-size 512 "

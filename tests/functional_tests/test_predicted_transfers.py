@@ -106,6 +106,9 @@ def predicted(case: Case, rank: int) -> Log:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.few(
+    of=lambda case: (case.layer, case.scheme, case.layout, case.head_chunks, case.codec, case.dtype, case.transport)
+)
 def test_walks_over_the_transfers_of_a_real_run(case):
     for rank, log in enumerate(run_ranks(logged, case.cp, case)):
         assert log == predicted(case, rank), f"rank {rank}"

@@ -148,12 +148,18 @@ def one_rank(documents, checkpoint):
 @pytest.mark.parametrize(
     ("run", "num_ranks", "flags"),
     [
-        (under_torchrun, 2, "--context-parallel-size 2 --cp-layout contiguous"),
-        (forked, 4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel --cp-layout auto"),
-        (forked, 4, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-"),
-        (forked, 4, "--context-parallel-size 2 --cp-even-packs"),
+        (forked, 2, "--context-parallel-size 2 --cp-layout contiguous"),
+        pytest.param(under_torchrun, 2, "--context-parallel-size 2", marks=pytest.mark.thorough),
+        *(
+            pytest.param(forked, 4, f"--context-parallel-size 2 {more}", marks=pytest.mark.thorough)
+            for more in (
+                "--tensor-model-parallel-size 2 --sequence-parallel --cp-layout auto",
+                "--pipeline-model-parallel-size 2 --hybrid-layer-pattern GG|*-",
+                "--cp-even-packs",
+            )
+        ),
     ],
-    ids=["cp2", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs"],
+    ids=["cp2", "cp2-under-torchrun", "tp2-cp2-sequence-parallel", "pp2-cp2", "dp2-cp2-even-packs"],
 )
 def test_the_example_continues_a_one_rank_checkpoint(run, num_ranks, flags, documents, checkpoint, one_rank):
     steps = pretrain(num_ranks, documents, "--train-iters", 4, "--load", checkpoint, *flags.split(), run=run)
@@ -179,6 +185,7 @@ def conversations(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.thorough
 def test_sft_is_the_same_over_ranks(conversations, checkpoint):
     """Evaluation too, which Megatron does otherwise with `--sft`: a mean over the ranks of each rank's own quotient."""
     flags = ["--data-path", conversations, "--sft", "--split", "1,1,0", "--eval-interval", 2, "--train-iters", 4]
@@ -193,6 +200,7 @@ def test_sft_is_the_same_over_ranks(conversations, checkpoint):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.thorough
 def test_a_blend_is_the_same_over_ranks(documents, others, checkpoint):
     """`--data-path` of two prefixes with weights, or one for each split."""
     flags = ["--train-iters", 4, "--load", checkpoint, "--eval-interval", 2]

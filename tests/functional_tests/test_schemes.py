@@ -33,6 +33,7 @@ def case_of(scheme, **changes):
 
 @pytest.mark.parametrize("mask", ["causal", "full", "window:4,1", "first:2+window:3,0"])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.few
 def test_cross_attention_with_keys_of_other_lengths_in_another_layout(scheme, mask):
     keys = {"kv_lengths": (3, 5, 17, 2, 0, 1, 30), "kv_layout": "random"}
     check(case_of(scheme, mask=mask, layout="contiguous", heads=4, groups=2, **keys))
@@ -43,6 +44,7 @@ def test_cross_attention_with_keys_of_other_lengths_in_another_layout(scheme, ma
 
 @pytest.mark.parametrize("sink", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.few
 def test_a_query_that_sees_no_key_is_zero_and_passes_no_gradient(scheme, sink):
     slices = ((8, 30, 8, 20, "causal"), (50, 60, 48, 55, "full"))
     case = case_of(scheme, mask=("from_slices", slices), layout="random", learned_sink=sink)
@@ -81,6 +83,7 @@ def bytes_of_rank(inner, case, plan):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.filterwarnings("ignore:.*compute nothing here.*:UserWarning")
+@pytest.mark.few
 def test_bytes_sent_are_those_that_the_plan_says(scheme, layout, dtype):
     case = case_of(scheme, layout=layout, mask="window:5,0", dtype=dtype)
     plan = case.plan()
@@ -101,6 +104,7 @@ def needed_rows(plan, pairs):
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
+@pytest.mark.few
 def test_exact_sends_what_the_mask_needs_and_nothing_else(layout, mask):
     case = case_of("exact", layout=layout, mask=mask)
     plan, pairs = case.plan(), mask_oracle.pairs_of_case(case)
@@ -113,6 +117,7 @@ def test_exact_sends_what_the_mask_needs_and_nothing_else(layout, mask):
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+@pytest.mark.few
 def test_exact_never_sends_more_than_a_ring_or_an_all_gather(layout, mask):
     case = case_of("exact", layout=layout, mask=mask, cp=5)
     for scheme, forward in itertools.product(("p2p", "all_gather"), (True, False)):
@@ -128,6 +133,7 @@ def test_exact_never_sends_more_than_a_ring_or_an_all_gather(layout, mask):
 
 @pytest.mark.parametrize("mask", ["causal", "first:2+window:4,0"])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.few
 def test_a_change_in_one_document_changes_no_bit_of_any_other(scheme, mask):
     case = Case("attention", 4, (7, 1, 40, 13, 2), "zigzag", mask=mask, scheme=scheme, learned_sink=True)
     for document in (1, 2):
@@ -180,6 +186,7 @@ def same_bits(found, expected):
 
 @pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "non-reentrant"])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.few
 def test_recomputed_activations_give_the_same_bits(scheme, use_reentrant):
     case = dataclasses.replace(FLIGHT[0], scheme=scheme, dropout=0.2)
     assert same_bits(run_ranks(recomputed, 4, case, use_reentrant), run_ranks(alone, 4, case))
@@ -187,6 +194,7 @@ def test_recomputed_activations_give_the_same_bits(scheme, use_reentrant):
 
 @pytest.mark.parametrize("backward_order", [(0, 1), (1, 0)], ids=["first in first out", "last in first out"])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.few
 def test_two_microbatches_in_flight_do_not_mix(scheme, backward_order):
     cases = [dataclasses.replace(case, scheme=scheme) for case in FLIGHT]
     found = run_ranks(together, 4, cases, backward_order)
@@ -203,6 +211,7 @@ def test_the_same_run_twice_gives_the_same_bits(scheme):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag", "random"])
 @pytest.mark.parametrize("mask", ["causal", "window:5,2", "prefix:9", "first:2+window:4,0"])
+@pytest.mark.few
 def test_a_head_exchange_is_bitwise_equal_to_one_rank(mask, layout):
     torch.set_num_threads(1)
     for heads, groups, sink in ((6, 2, True), (7, 7, False), (7, 1, False)):

@@ -9,8 +9,8 @@ pytest.importorskip("megatron.training")
 from tools import stock_job
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.thorough
 def test_losses_of_a_stock_job_are_the_same_over_ranks(monkeypatch):
     """Without --calculate-per-token-loss, as Megatron's own launches have it."""
     monkeypatch.setattr(stock_job, "RUNS", {"stock": (stock_job.STOCK, 1), "ours": (stock_job.OURS, 3)})

@@ -38,6 +38,7 @@ def case_of(mask, shape, size, lengths, **changes):
 
 
 @pytest.mark.parametrize(("mask", "shape", "size", "lengths"), CASES, ids=lambda value: str(value))
+@pytest.mark.few(of=lambda mask, shape, size, lengths: (mask, shape, size, lengths))
 def test_planned_tiles_are_dense_attention(mask, shape, size, lengths):
     check(case_of(mask, shape, size, lengths))
 
@@ -119,7 +120,7 @@ def test_auto_takes_tiles_where_they_pay_and_a_search_is_allowed():
         assert plan_of("causal", heads=32, kv_heads=32, search_seconds=0.01).scheme == "a2a"
 
 
-@pytest.mark.parametrize("scheme", ["tiled", "auto"])
+@pytest.mark.parametrize("scheme", [pytest.param("tiled", marks=pytest.mark.thorough), "auto"])
 def test_a_plan_says_that_a_search_was_too_large_for_the_solver(monkeypatch, scheme):
     """Also where auto weighed tiles and took others."""
     monkeypatch.setattr("megatron_cp.planner.tiles.exact.MOST_CHOICES", 0)

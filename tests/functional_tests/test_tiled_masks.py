@@ -135,6 +135,7 @@ def ran():
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.few
 def test_planned_tiles_are_dense_attention_in_the_planned_bytes(mask, size, ran):
     (given,) = (given for given in itertools.product([mask], PACKS, SHAPES, [size]) if is_usual(*given))
     check_case(case_of(*given))

@@ -38,23 +38,22 @@ def test_there_are_as_many_as_orders_and_splits():
     assert len(set(ON_TWO)) == len(ON_TWO) == 24 * 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask[0])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.few
 def test_attention(scheme, mask):
     # Tiles take 30 ms to assign, and rows travel alike whatever the mask: each layout has one of the masks.
     held = ON_TWO[MASKS.index(mask) :: len(MASKS)] if scheme == "tiled" else ON_TWO
     check_all(2, held, "attention", scheme=scheme, mask=mask)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("operation", LINEAR)
+@pytest.mark.few
 def test_linear_layers(operation, mode):
     check_all(2, ON_TWO, operation, scheme=mode, width=3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["gather", "relayout"])
 def test_rows_that_only_move(operation):
     for number, scheme in enumerate(("same_loss", "own_loss")):

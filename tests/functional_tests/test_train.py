@@ -124,6 +124,7 @@ def test_replicas_are_one_rank_with_the_same_batch(even, data, uninterrupted, tm
         assert ours["loss_tokens"] == theirs["loss_tokens"]
 
 
+@pytest.mark.thorough
 def test_runs_under_torchrun_and_prints_once(data, uninterrupted, tmp_path):
     folder = tmp_path / "run"
     arguments = [*HYBRID, *STEPS, *BATCH, "--train-iters", "4", "--context-parallel-size", "2", "--compare", "--json"]
@@ -269,6 +270,7 @@ def steps_in(folder):
     return path.read_text().count("\n") if path.exists() else 0
 
 
+@pytest.mark.thorough
 def test_goes_on_after_ctrl_c_and_kills(data, tmp_path, capsys):
     folder, log, run_dir = tmp_path / "run", tmp_path / "log", ["--run-dir", str(tmp_path / "run")]
     new = [*HYBRID, *STEPS, "--data-path", str(data), "--context-parallel-size", "2", *run_dir]

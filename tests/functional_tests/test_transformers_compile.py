@@ -81,9 +81,12 @@ def compared(group, name, backend, changed, nested=False):
     return Compared(worst, graphs, breaks, operations, reasons, complaints)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "changed", "more"), [("Qwen3Next", SMALL, []), ("StableLm", {}, ["Failed to trace builtin operator"])]
+    ("name", "changed", "more"),
+    [
+        ("Qwen3Next", SMALL, []),
+        pytest.param("StableLm", {}, ["Failed to trace builtin operator"], marks=pytest.mark.thorough),
+    ],
 )
 def test_a_compiled_model_has_the_same_losses(name, changed, more):
     """A hybrid, and a class whose layers are made to hand the batch down."""

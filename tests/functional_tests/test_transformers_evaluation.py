@@ -5,17 +5,19 @@ Data sets that the batch does not divide, packed batches and padded ones, TRL's 
 
 import importlib.util
 import os
+from collections import defaultdict
+from functools import partial
 
 import pytest
 
 # Nothing of transformers may be imported here: one process does, and all ranks are forks of it.
 from tests.forked_ranks import run_worlds_after
 from tests.limits import limit
+from tests.shared import once, selected
 
 if not all(importlib.util.find_spec(name) for name in ("accelerate", "datasets", "transformers", "trl")):
     pytest.skip("the trainers are not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.slow
 KINDS = {
     "Trainer": {"sft": False},
     "Trainer, flattened": {"sft": False, "flatten": True},
@@ -128,18 +130,18 @@ def numbers_of(trainer, **how):
     return {name: value for name, value in found.items() if not any(word in name for word in timed)}
 
 
-def all_numbers(world, folder):
-    """Of the stock trainers on 1 and 2 ranks, and of ours on 2 and 4."""
+def all_numbers(world, folder, kinds):
+    """Of the stock trainers on 1 and 2 ranks, and of ours on 2 and 4: of the kinds that are named for this many."""
     # accelerate finds its ranks in the environment.
     os.environ |= {"RANK": str(world.rank), "LOCAL_RANK": str(world.rank), "WORLD_SIZE": str(world.size),
                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29998"}  # fmt: skip
     found, folder = {}, folder / str(world.size)
-    for name, options in KINDS.items():
-        if world.size < 4:
-            found["stock", name] = numbers_of(trainer_of(folder, None, **options))
-        if world.size > 1:
-            found["ours", name] = numbers_of(trainer_of(folder, 2, **options))
-    if world.size > 1:
+    for name in kinds["stock", world.size]:
+        found["stock", name] = numbers_of(trainer_of(folder, None, **KINDS[name]))
+    for name in kinds["ours", world.size]:
+        if name != "resumed":
+            found["ours", name] = numbers_of(trainer_of(folder, 2, **KINDS[name]))
+    if "resumed" in kinds["ours", world.size]:
         trainer_of(folder, 2, sft=True, save_strategy="steps", save_steps=1).train()
         first = {"resume_from_checkpoint": str(folder / "checkpoint-1")}
         found["ours", "resumed"] = numbers_of(trainer_of(folder, 2, sft=True, seed=3), **first)
@@ -147,16 +149,35 @@ def all_numbers(world, folder):
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    from functools import partial
+def found(request, tmp_path_factory):
+    """Numbers by how many ranks, and by trainer, of the kinds that are selected."""
+    kinds = defaultdict(dict)  # in place of sets, whose order ranks would not share
+    for case in selected(request, test_trains_and_evaluates_as_the_stock_trainer):
+        kinds["stock", case["replicas"]][case["name"]] = kinds["ours", 2 * case["replicas"]][case["name"]] = True
+    for case in selected(request, test_goes_on_from_what_was_saved):
+        kinds["ours", case["ranks"]]["SFTTrainer"] = kinds["ours", case["ranks"]]["resumed"] = True
+    sizes = sorted({size for (_, size), names in kinds.items() if names})
+    numbers = partial(all_numbers, folder=tmp_path_factory.mktemp("trainer"), kinds=kinds)
 
-    folder = tmp_path_factory.mktemp("trainer")
-    worlds = run_worlds_after(prepare, partial(all_numbers, folder=folder), (1, 2, 4), timeout=limit(240))
-    return {size: ranks[0] for size, ranks in worlds.items()}
+    def run():
+        worlds = run_worlds_after(prepare, numbers, sizes, timeout=limit(240))
+        return {size: ranks[0] for size, ranks in worlds.items()}
+
+    return once(tmp_path_factory, "trainers", run)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("name", KINDS)
+# One replica of the kinds that lay out a batch in ways of their own, and two of TRL's defaults.
+FIRST = {("Trainer", 1), ("Trainer, flattened", 1), ("SFTTrainer, packing", 1), ("SFTTrainer", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "replicas"),
+    [
+        pytest.param(name, replicas, marks=() if (name, replicas) in FIRST else pytest.mark.thorough)
+        for replicas in (1, 2)
+        for name in KINDS
+    ],
+)
 def test_trains_and_evaluates_as_the_stock_trainer(name, replicas, found):
     ours, stock = found[2 * replicas]["ours", name], found[replicas]["stock", name]
     assert set(ours) == set(stock)
@@ -166,7 +187,7 @@ def test_trains_and_evaluates_as_the_stock_trainer(name, replicas, found):
     assert not differ
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_goes_on_from_what_was_saved(ranks, found):
     resumed, whole = found[ranks]["ours", "resumed"], found[ranks]["ours", "SFTTrainer"]
     assert "loss 2" in resumed

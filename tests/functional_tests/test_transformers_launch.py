@@ -14,7 +14,6 @@ from tests.limits import limit
 if not all(importlib.util.find_spec(name) for name in ("accelerate", "transformers")):
     pytest.skip("the trainers are not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/transformers.md").read_text().partition("## Trainer and TRL")[2]
 LINES = re.findall(r"^(?:torchrun|accelerate launch) .*$", PAGE, re.MULTILINE)
@@ -31,7 +30,9 @@ def test_the_page_has_these_lines():
     assert len(SAID.findall(block("python"))) == 1
 
 
-@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=() if line.startswith("torchrun") else pytest.mark.thorough) for line in LINES]
+)
 def test_launch_lines_run_as_printed(line, tmp_path):
     script = block("python")
     (tmp_path / "train.py").write_text(script if line.startswith("torchrun") else SAID.sub("", script))

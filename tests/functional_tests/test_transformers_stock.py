@@ -254,6 +254,7 @@ def answer(ask):
 
 
 @pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.thorough
 def test_stock_refuses(name):
     refusal = REFUSALS[name]
     error, source = answer(refusal.ask)

@@ -29,7 +29,6 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.transformers import ContextParallelMixin, ContextParallelTrainer, enable_context_parallel
 from tests.transformers_cases import build, class_of, stock, tokenizer, wide, worst_gradient
 
-pytestmark = pytest.mark.slow
 STEPS, RATE = 6, 1e-2
 LOGGED, FLOAT64 = 2e-6, 1e-9  # a trainer adds up the losses that it logs in fp32
 HYBRID = {
@@ -100,6 +99,7 @@ def all_with_fsdp(world):
     return {(name, recompute): with_fsdp(world, name, changed, recompute) for name, changed, recompute in cases}
 
 
+@pytest.mark.thorough
 def test_fsdp_and_both_kinds_of_checkpointing_train_as_one_rank():
     found = run_ranks(all_with_fsdp, 4, kind="processes", timeout=240)[0]
     assert len(found) == 4
@@ -255,7 +255,11 @@ def on_rank(world, kind, name, folder):
 @pytest.mark.any_cpu
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(ContextParallelTrainer, "Llama"), (ContextParallelTrainer, "Qwen3Next"), (PackingTrainer, "Qwen3Next")],
+    [
+        pytest.param(ContextParallelTrainer, "Llama", marks=pytest.mark.thorough),
+        pytest.param(ContextParallelTrainer, "Qwen3Next", marks=pytest.mark.thorough),
+        (PackingTrainer, "Qwen3Next"),
+    ],
 )
 def test_trainers_train_as_one_rank(kind, name, tmp_path):
     logged, expected, steps, evaluated = run_ranks(on_rank, 2, kind, name, tmp_path, kind="processes", timeout=200)[0]

@@ -18,7 +18,6 @@ from tests.limits import limit
 if not all(importlib.util.find_spec(name) for name in ("accelerate", "peft", "transformers", "trl")):
     pytest.skip("the trainers are not installed", allow_module_level=True)
 
-pytestmark = pytest.mark.slow
 PAGE = (Path(__file__).parents[2] / "docs/transformers-upstream.md").read_text()
 STEPS = 6
 LOGGED, FLOAT64 = 2e-6, 1e-9  # as in test_transformers_training
@@ -100,6 +99,7 @@ def on_rank(world, folder):
 
 
 @pytest.mark.any_cpu
+@pytest.mark.thorough
 def test_stock_trainers_train_with_the_patch(site, tmp_path):
     found = run_ranks_after(partial(use, site), partial(on_rank, folder=tmp_path), 2, timeout=limit(200))[0]
     for logged, expected, steps, evaluated in found.values():

@@ -90,8 +90,14 @@ CASES = {
 }
 
 
+def features(case):
+    """What few cases of all have each of."""
+    return case.layer, case.scheme, case.num_hosts, case.learned_sink
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.usefixtures("group_by_group")
+@pytest.mark.few(of=lambda name: features(CASES[name]))
 def test_every_transport_and_chunk_count_gives_the_bits_of_one_collective(name):
     case = CASES[name]
     expected = bits(case)
@@ -121,6 +127,7 @@ SCHEMES = {
 
 @pytest.mark.parametrize("transport", TRANSPORTS[1:])
 @pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.few
 def test_every_schedule_goes_by_every_transport(name, transport):
     case = SCHEMES[name]
     assert_same(bits(case, transport=transport), bits(case))
@@ -144,6 +151,7 @@ def test_heads_that_ranks_share_are_summed_in_the_order_of_ranks_in_any_chunks()
 @pytest.mark.parametrize("layer", ["attention", "gdn", "mamba"])
 @pytest.mark.parametrize("codec", ["none", "fp8"])
 @pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.few
 def test_the_plan_says_what_is_started_and_sent(layer, codec, chunks):
     case = Case(
         layer, 3, LENGTHS, scheme="a2a" if layer == "attention" else "headwise", heads=18, groups=9, head_dim=32,
@@ -322,6 +330,7 @@ def test_messages_are_allocated_in_the_first_step_alone(name):
 @pytest.mark.parametrize(
     ("scheme", "size", "chunks"), [("tiled", 3, 1), ("tiled", 3, 3), ("a2a+tiled", 4, 1), ("a2a+tiled", 4, 3)]
 )
+@pytest.mark.few
 def test_messages_of_assigned_tiles_are_allocated_in_the_first_step_alone(scheme, size, chunks, dtype, monkeypatch):
     assign_at_random(monkeypatch)
     shape = {"heads": 12, "groups": 6, "head_chunks": chunks, "dtype": dtype}
@@ -474,6 +483,7 @@ def test_chunks_copy_no_more_than_the_whole():
 
 @pytest.mark.parametrize("codec", CODEC_TOLERANCES)
 @pytest.mark.parametrize("layer", ["attention", "gdn", "kda", "mamba"])
+@pytest.mark.few
 def test_errors_of_codecs_are_stated_and_no_smaller_than_they_must_be(layer, codec):
     case = Case(
         layer, 3, (7, 1, 130, 64, 2, 200), scheme="a2a" if layer == "attention" else "headwise", heads=6, groups=6,

@@ -2,10 +2,7 @@
 
 from pathlib import Path
 
-import pytest
 from setuptools.dist import Distribution
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 

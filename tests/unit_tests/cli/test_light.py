@@ -12,8 +12,6 @@ from megatron_cp.cli import options
 from megatron_cp.executor import launch
 from tests.limits import limit
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[3]
 HEAVY = ("torch", "megatron.core", "matplotlib", "tokenizers", "triton")
 
@@ -118,6 +116,7 @@ def quickest(*command):
     return min(taken)
 
 
+@pytest.mark.thorough
 def test_help_takes_a_share_of_importing_torch():
     assert quickest("-m", "megatron_cp.cli.main", "train", "--help") < 0.5 * quickest("-c", "import torch")
 

@@ -26,9 +26,8 @@ from torch import Tensor
 from megatron_cp.exchange.codec import CODECS, E4M3, E5M2, INT8
 from megatron_cp.exchange.kernels import copies
 from megatron_cp.exchange.kernels.pieces import MOST, Piece, alignment_of, copy_table
+from tests.shared import once
 from tests.unit_tests.exchange.test_copies import geometry
-
-pytestmark = pytest.mark.slow
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CPU = torch.device("cpu")
@@ -82,10 +81,23 @@ FP8_CASES = {"encode": "fp8", "decode": "fp8", "encode_e5m2": "fp8_e5m2", "decod
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, Any]:
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process that compiles has to say."""
+    module = "tests.unit_tests.exchange.test_triton_compiled"
+    return once(tmp_path_factory, "triton_compiled", lambda: compiled_by(module, *asked_for(request)))
+
+
+def asked_for(request: pytest.FixtureRequest) -> list[str]:
+    """Returns the architectures of the selected tests of the module: H100, or all if one of them is thorough."""
+    own = [item for item in request.session.items if item.module is request.module]
+    thorough = any(item.get_closest_marker("thorough") for item in own)
+    return list(map(str, ARCHITECTURES if thorough else [SM_90]))
+
+
+def compiled_by(module: str, *architectures: str) -> dict[str, Any]:
+    """Runs a module that compiles, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.unit_tests.exchange.test_triton_compiled"],
+        [sys.executable, "-m", module, *architectures],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "0"},
         stdout=subprocess.PIPE,  # stderr is left to pytest, which shows it on failure
@@ -100,8 +112,13 @@ def compiled_on(architecture: int, *cases: str) -> list[str]:
 
 
 PAIRS = [(architecture, case) for architecture in ARCHITECTURES for case in compiled_on(architecture)]
-each_kernel = pytest.mark.parametrize(("architecture", "case"), PAIRS, ids=lambda value: str(value))
-each_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+AGAIN = {architecture: () if architecture == SM_90 else pytest.mark.thorough for architecture in ARCHITECTURES}
+each_kernel = pytest.mark.parametrize(
+    ("architecture", "case"), [pytest.param(*pair, marks=AGAIN[pair[0]]) for pair in PAIRS], ids=str
+)
+each_architecture = pytest.mark.parametrize(
+    "architecture", [pytest.param(architecture, marks=AGAIN[architecture]) for architecture in ARCHITECTURES]
+)
 
 
 def kernel_of(made: dict[str, Any], architecture: int, case: str) -> dict[str, Any]:
@@ -183,6 +200,7 @@ def test_coding_rounds_as_torch_does(made, architecture: int):
         assert not kernels[case]["fused"]  # a product is rounded before it is added
 
 
+@pytest.mark.thorough
 def test_triton_has_no_e4m3_on_sm_80(made):
     assert set(made["refused"]["80"]) == {"encode", "decode"}
     assert made["refused"]["90"] == made["refused"]["100"] == {}
@@ -199,6 +217,7 @@ def test_what_is_not_compiled_is_left_to_torch(architecture: int, codec: str, mo
     assert copies._fits(tensors, [], geometry(codec, "cuda")) == (codec not in absent)
 
 
+@pytest.mark.thorough
 def test_a_call_is_one_launch_and_no_number_makes_another_kernel(made):
     drawn = made["drawn"]
     assert drawn["launches"] == drawn["calls"] == 200
@@ -404,8 +423,9 @@ def main() -> None:
     import triton
 
     options = argparse.ArgumentParser()
+    options.add_argument("architectures", nargs="*", type=int, default=ARCHITECTURES, choices=ARCHITECTURES)
     options.add_argument("--table", action="store_true", help="prints registers and instructions as Markdown")
-    wants_table = options.parse_args().table
+    asked = options.parse_args()
     driver, compiled = Driver(), []
     triton.runtime.driver.set_active(driver)
 
@@ -416,15 +436,16 @@ def main() -> None:
     found, refused = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         triton.knobs.cache.dir = folder
-        for architecture in ARCHITECTURES:
+        for architecture in asked.architectures:
             driver.architecture = architecture
             forget()
             found[architecture], refused[architecture] = compile_cases(architecture, compiled, Path(folder))
-        if wants_table:
+        if asked.table:
             print(table_of(found))
             return
         driver.architecture = SM_90
-        print(json.dumps({"kernels": found, "refused": refused, "drawn": draw_calls(driver, compiled)}))
+        drawn = draw_calls(driver, compiled) if list(asked.architectures) == list(ARCHITECTURES) else None
+        print(json.dumps({"kernels": found, "refused": refused, "drawn": drawn}))
 
 
 if __name__ == "__main__":

@@ -24,11 +24,14 @@ from megatron_cp.exchange.coding import decode, encode
 from megatron_cp.exchange.kernels.pieces import FEW, KIND, TENSOR, UNITS, Piece, Pieces, alignment_of, copy_table
 from megatron_cp.exchange.sections import partition_heads
 
-pytestmark = pytest.mark.slow
-
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 CPU = torch.device("cpu")
-CHECKS = [["copies", "any_pieces"], ["sums", "far_apart", "refusals"], ["coded"]]  # each list in one process
+CHECKS = [  # each list in one process
+    ["copies"],
+    pytest.param(["any_pieces"], marks=pytest.mark.thorough),
+    ["sums", "far_apart", "refusals"],
+    pytest.param(["coded"], marks=pytest.mark.thorough),
+]
 
 
 @pytest.mark.parametrize("checks", CHECKS, ids=" ".join)

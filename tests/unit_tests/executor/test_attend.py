@@ -87,6 +87,7 @@ def run_bf16(group, plan):
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.few
 def test_sums_over_ranks_are_kept_in_fp32_and_rounded_once(scheme, layout):
     made = layout_by_name(layout, PACKING, 4, align=3)
     plan = cp.plan_attention(PACKING, made, heads=HEADS, kv_heads=GROUPS, head_dim=SIZE, scheme=scheme)
@@ -184,6 +185,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scheme", TILED)
+@pytest.mark.few
 def test_attention_is_dense_whoever_computes_which_tile(scheme, way, monkeypatch):
     for seed in range(2):
         assign_at_random(monkeypatch, seed)

@@ -85,7 +85,6 @@ def cases_in_processes(group: RankGroup) -> list[tuple[Tensor, Tensor]]:
     return [gathered(group, layout, (2,), dtype, same) for dtype in DTYPES.values() for same in (False, True)]
 
 
-@pytest.mark.slow
 def test_gather_over_processes():
     answers = run_ranks(cases_in_processes, 3, kind="processes", timeout=limit(60))
     cases = [(dtype, same) for dtype in DTYPES.values() for same in (False, True)]

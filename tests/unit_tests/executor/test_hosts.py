@@ -15,8 +15,6 @@ from megatron_cp.executor.launch import run_ranks
 from megatron_cp.testing.parity import Case
 from tests.limits import limit
 
-pytestmark = pytest.mark.slow
-
 # Ranks that are processes import these functions by name; what they change is of their process alone.
 
 

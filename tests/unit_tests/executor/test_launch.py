@@ -22,8 +22,6 @@ from megatron_cp.executor.groups import RankGroup, ThreadGroup
 from megatron_cp.executor.launch import RankError, _first_cause, run_ranks
 from tests.limits import limit
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def spawned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +310,7 @@ class CtrlC:
 
 
 @pytest.mark.usefixtures("spawned")
-@pytest.mark.parametrize("ignored", [False, True], ids=["heeded", "ignored"])
+@pytest.mark.parametrize("ignored", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["heeded", "ignored"])
 def test_ctrl_c_while_ranks_are_started_is_not_lost(ignored: bool):
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)

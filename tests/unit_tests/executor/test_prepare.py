@@ -19,6 +19,7 @@ CASES += [(1, ("attention", "a2a"), "random", 1), (1, ("gdn", "headwise"), "rand
 
 
 @pytest.mark.parametrize(("cp_size", "way", "layout", "align"), CASES, ids=str)
+@pytest.mark.few(of=lambda cp_size, way, layout, align: (cp_size, way, layout, align))
 def test_no_layer_copies_a_table_after_it(cp_size, way, layout, align, monkeypatch):
     layer, scheme = way
     case = Case(layer, cp_size, (7, 1, 40, 0, 13), layout, scheme=scheme, align=align, hidden_size=32)

@@ -50,6 +50,7 @@ def check_shares(layout):
 
 @pytest.mark.parametrize("cp_size", [8, 16, 32, 64])
 @pytest.mark.parametrize("spec", ["causal", "window:500,0", "prefix:300"])
+@pytest.mark.few
 def test_64_heavy_tailed_documents(spec, cp_size):
     for seed in range(3):
         mask = Mask.named(heavy_tailed(seed), spec)

@@ -381,7 +381,6 @@ def test_labels_of_an_empty_stream_are_all_ignored():
 # -- cost ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_ten_thousand_documents_over_64_ranks_take_under_50_ms():
     weights = np.random.default_rng(0).lognormal(0, 1.2, 10_000)
     lengths = np.diff(np.round(np.cumsum(weights) / weights.sum() * 1_000_000).astype(np.int64), prepend=0)

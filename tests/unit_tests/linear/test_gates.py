@@ -212,13 +212,15 @@ def test_what_kernels_take_is_copied_only_where_it_must_be():
 # -- the kernels -----------------------------------------------------------------------------------------------------
 
 CHECKS = ["delta_rules", "alone", "extremes", "steps_and_norms"]
+EVERY = {"delta_rules": 5, "steps_and_norms": 5}  # of their cases, in `make test`
+INTERPRETED = [(check, EVERY.get(check, 1)) for check in CHECKS]
+INTERPRETED += [pytest.param(check, 1, marks=pytest.mark.thorough) for check in EVERY]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS)
-def test_interpreted(check: str):
+@pytest.mark.parametrize(("check", "every"), INTERPRETED)
+def test_interpreted(check: str, every: int):
     subprocess.run(
-        [sys.executable, "-m", "tests.unit_tests.linear.test_gates", check],
+        [sys.executable, "-m", "tests.unit_tests.linear.test_gates", check, str(every)],
         cwd=Path(__file__).parents[3],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         timeout=240,
@@ -241,21 +243,19 @@ def assert_equal_but_for_rounding(found: list[Tensor], expected: list[Tensor]) -
         )  # fmt: skip
 
 
-def delta_rules(device: str = "cpu") -> None:
-    for dtype in (FP32, BF16, FP16):
-        for sizes in DELTA:
-            for width in (3, 8):
-                inputs = delta_inputs(sizes, dtype, width, device)
-                found, expected = (
-                    with_gradients(delta_by(function, sizes), *inputs) for function in (delta._Fused, delta._Eager)
-                )
-                assert_equal_but_for_rounding(found, expected)
-                again = with_gradients(delta_by(delta._Fused, sizes), *inputs)
-                assert same_bits(again, found)
-                found, expected = (
-                    with_gradients(function.apply, *inputs[:2]) for function in (delta._FusedNorms, delta._EagerNorms)
-                )
-                assert_equal_but_for_rounding(found, expected)
+def delta_rules(device: str = "cpu", every: int = 1) -> None:
+    for dtype, sizes, width in [*itertools.product((FP32, BF16, FP16), DELTA, (3, 8))][::every]:
+        inputs = delta_inputs(sizes, dtype, width, device)
+        found, expected = (
+            with_gradients(delta_by(function, sizes), *inputs) for function in (delta._Fused, delta._Eager)
+        )
+        assert_equal_but_for_rounding(found, expected)
+        again = with_gradients(delta_by(delta._Fused, sizes), *inputs)
+        assert same_bits(again, found)
+        found, expected = (
+            with_gradients(function.apply, *inputs[:2]) for function in (delta._FusedNorms, delta._EagerNorms)
+        )
+        assert_equal_but_for_rounding(found, expected)
 
 
 def alone(device: str = "cpu") -> None:
@@ -318,19 +318,19 @@ def extremes(device: str = "cpu") -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
-def steps_and_norms(device: str = "cpu") -> None:
-    for dtype in (FP32, BF16, FP16):
-        for (tokens, heads), (limit, softplus_too) in itertools.product(STEPS, LIMITS):
-            options, (x, rates, bias) = (
-                (slice(1, 1 + heads), limit, softplus_too),
-                step_inputs(tokens, heads, dtype, device),
+def steps_and_norms(device: str = "cpu", every: int = 1) -> None:
+    drawn = [*itertools.product((FP32, BF16, FP16), STEPS, LIMITS)]
+    for dtype, (tokens, heads), (limit, softplus_too) in drawn[::every]:
+        options, (x, rates, bias) = (
+            (slice(1, 1 + heads), limit, softplus_too),
+            step_inputs(tokens, heads, dtype, device),
+        )
+        for inputs in [(x, rates, bias), (x, None, bias), (x, rates, None), (x, None, None)]:
+            found, expected = (
+                with_gradients(steps_by(function, *options), *inputs) for function in (steps._Fused, steps._Eager)
             )
-            for inputs in [(x, rates, bias), (x, None, bias), (x, rates, None), (x, None, None)]:
-                found, expected = (
-                    with_gradients(steps_by(function, *options), *inputs) for function in (steps._Fused, steps._Eager)
-                )
-                assert_equal_but_for_rounding(found, expected)
-    for dtype, (tokens, groups, size, has_gate) in itertools.product((FP32, BF16), NORMS):
+            assert_equal_but_for_rounding(found, expected)
+    for dtype, (tokens, groups, size, has_gate) in [*itertools.product((FP32, BF16), NORMS)][:: min(every, 2)]:
         draw, width = torch.Generator().manual_seed(tokens), groups * size
         table = torch.randn(tokens, 2 * width + 3, generator=draw).to(dtype).to(device)
         z = table[:, width + 1 : 2 * width + 1] if has_gate else None
@@ -363,5 +363,5 @@ if __name__ == "__main__":
 
     interpret_triton()
     round_as_hardware_does()
-    for name in sys.argv[1:]:
-        globals()[name]()
+    name, every = sys.argv[1:]
+    globals()[name](**({} if every == "1" else {"every": int(every)}))

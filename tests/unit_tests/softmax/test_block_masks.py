@@ -27,6 +27,7 @@ def case_of(mask, scheme, cp_size):
 
 @pytest.mark.parametrize(("scheme", "cp_size"), [(scheme, size) for scheme in SCHEMES for size in sizes_of(scheme)])
 @pytest.mark.parametrize("mask", [*BLOCK_TABLES, "strided:8"])
+@pytest.mark.few
 def test_a_table_is_dense_attention_in_every_scheme(mask, scheme, cp_size):
     check(case_of(mask, scheme, cp_size))
 
@@ -34,6 +35,7 @@ def test_a_table_is_dense_attention_in_every_scheme(mask, scheme, cp_size):
 @pytest.mark.parametrize("scheme", ["a2a", "exact"])
 @pytest.mark.parametrize("cp_size", [3, 5])
 @pytest.mark.parametrize("mask", BLOCK_TABLES)
+@pytest.mark.few
 def test_a_table_over_ranks_is_the_one_of_one_rank(mask, scheme, cp_size):
     case = case_of(mask, scheme, cp_size)
     found, expected = over_ranks(case), over_ranks(dataclasses.replace(case, cp=1))

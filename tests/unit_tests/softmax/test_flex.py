@@ -51,6 +51,7 @@ def run(kernel, tiles, call, whole=None):
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("name", MASKS)
+@pytest.mark.few
 def test_flex_equals_the_reference_whole_and_as_a_part(name, softcap):
     call = AttentionCall(0.2, 16, 24, torch.float32, torch.device("cpu"), softcap=softcap)
     tiles = tiles_of(MASKS[name].bands)
@@ -99,6 +100,7 @@ def test_rejects_what_flex_cannot_run(changes, says):
     )
 
 
+@pytest.mark.thorough
 def test_no_kind_of_call_is_one_too_many_to_compile(monkeypatch):
     """Dynamo compiles a piece of code 8 times; the next would run eagerly, with all scores in memory."""
     graphs, compiled, operator = [], torch.compile, flex._operator

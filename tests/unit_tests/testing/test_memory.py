@@ -16,8 +16,6 @@ from tests.covering import covering
 from tests.random_tiles import TILED, assign_all_to, assign_at_random
 from tests.scheme_in_halves import add_halves
 
-pytestmark = pytest.mark.slow
-
 RAGGED = (700, 1, 301, 60, 2)
 SHAPES = {
     "6:2": {"heads": 6, "kv_heads": 2, "head_dim": 16},
@@ -95,6 +93,7 @@ def grids(schemes, sizes):
     ),
     ids=str,
 )
+@pytest.mark.few(of=lambda **values: tuple(values.values()))
 def test_the_peak_is_the_formula(scheme, cp, layout, dtype, shape):
     check(planned(scheme, cp, layout, shape=shape), dtype)
 
@@ -111,18 +110,21 @@ def test_the_peak_is_the_formula(scheme, cp, layout, dtype, shape):
     ],
     ids=str,
 )
+@pytest.mark.few
 def test_the_peak_is_the_formula_where_ranks_differ(scheme, cp, options):
     check(planned(scheme, cp, **options))
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 7])
 @pytest.mark.parametrize("scheme", [name for name, s in SCHEMES.items() if s.chunks_keys and not s.is_product])
+@pytest.mark.few
 def test_the_peak_is_the_formula_in_any_number_of_head_chunks(scheme, chunks):
     check(planned(scheme, 3, shape="7 heads", head_chunks=chunks), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.few
 def test_the_peak_is_the_formula_where_keys_are_fetched_twice(chunks, dtype, monkeypatch):
     add_halves(monkeypatch)
     check(planned("halves", 4, shape="7 heads", head_chunks=chunks), dtype)
@@ -143,6 +145,7 @@ def test_the_peak_is_the_formula_where_keys_are_fetched_twice(chunks, dtype, mon
     ),
     ids=str,
 )
+@pytest.mark.few(of=lambda **values: tuple(values.values()))
 def test_the_peak_is_the_formula_whoever_computes_which_tile(scheme, cp, dtype, shape, chunks, mask, monkeypatch):
     for seed in range(2):
         assign_at_random(monkeypatch, seed)
@@ -154,6 +157,7 @@ def test_the_peak_is_the_formula_whoever_computes_which_tile(scheme, cp, dtype, 
 
 @pytest.mark.parametrize("shape", ["4:1 small", "24/16"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.few
 def test_the_peak_is_the_formula_where_one_rank_computes_all(dtype, shape, monkeypatch):
     assign_all_to(monkeypatch, 1)
     check(planned("tiled", 3, shape=shape, head_chunks=1), dtype)
@@ -163,6 +167,7 @@ def test_the_peak_is_the_formula_where_one_rank_computes_all(dtype, shape, monke
 @pytest.mark.parametrize(
     ("scheme", "cp", "chunks"), [("a2a", 3, 2), ("a2a", 2, 3), ("a2a+p2p", 4, 2), ("a2a+p2p", 4, 3)]
 )
+@pytest.mark.few
 def test_the_peak_is_the_formula_where_heads_change_places_in_chunks(scheme, cp, chunks, layout):
     check(planned(scheme, cp, layout, shape="7 heads", head_chunks=chunks), torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""One parity case for each scheme, each layer and mode, and each transport: what `make test-fast` runs of parity."""
+"""One parity case for each scheme, each layer and mode, and each transport, in seconds."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ from tests.page_sample import sample
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium"),
 ]
 SECTIONS = ["choice", "sizes", "memory", "ownership", "tiles", "work", "timeline", "traffic", "ranks", "notes"]

@@ -226,6 +226,7 @@ def solved(name, weights):
 
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("way", [0, 1], ids=["forward", "backward"])
+@pytest.mark.few
 def test_the_fast_stage_is_near_the_optimum(name, way):
     problem, found = solved(name, (FORWARD, BACKWARD)[way])
     best = OPTIMA[name][way]
