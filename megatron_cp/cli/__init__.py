@@ -1,1 +1,1 @@
-"""The command line: `megatron-cp train | check | plan | bench | doctor`, one module a command, `main` finds them."""
+"""The command line: `megatron-cp check | plan | doctor`, one module a command; `main` starts those of `apps` too."""

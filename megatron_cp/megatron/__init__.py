@@ -1,7 +1,7 @@
-"""The adapter to Megatron-Core, and the only room that imports it.
+"""The adapter to Megatron-Core, and the only room of the library that imports it.
 
 On top is what a job of Megatron's own imports: specs, configuration, batches and packs, the loss, the groups, a model's
-slots, and the reader of `.bin/.idx` files. `layers/` has the modules that specs name, `train/` what `megatron-cp train`
-runs on a rank. What is exchanged inside Megatron is in `patches.py`, and for the CPU in `cpu.py`. Parameters, their
-names and their checkpoints are Megatron's. Nothing else in the package may import this room but `cli`.
+slots, and the reader of `.bin/.idx` files. `layers/` has the modules that specs name. What is exchanged inside Megatron
+is in `patches.py`, and for the CPU in `cpu.py`. Parameters, their names and their checkpoints are Megatron's. Nothing
+else in the package may import this room but `cli` and `apps`.
 """
