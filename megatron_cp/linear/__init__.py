@@ -5,3 +5,7 @@ against `on_rank`: what one rank computes, whole documents on its heads or all h
 the nonlinearities whose bits do not depend on how many heads a rank has, `reductions` the sums; `gates/` is what stands
 before a rule; `kernels/` are the backends, the reference first. docs/linear-layers.md has the derivation.
 """
+
+from megatron_cp.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -5,3 +5,7 @@ slots, and the reader of `.bin/.idx` files. `layers/` has the modules that specs
 is in `patches.py`, and for the CPU in `cpu.py`. Parameters, their names and their checkpoints are Megatron's. Nothing
 else in the package may import this room but `cli` and `apps`.
 """
+
+from megatron_cp.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -3,3 +3,7 @@
 `attention` is the operation, `kernels/` are the backends that compute
 one rank's share, the reference first.
 """
+
+from megatron_cp.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -1,6 +1,7 @@
 """Dependencies point one way, in rooms and in modules; sizes; who imports what; who replaces what."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,78 @@ def test_imports_point_downward():
             if other != room and floor_of(other) >= floor_of(room):
                 upward.append(f"{path.relative_to(HOUSE)} imports {name}")
     assert upward == []
+
+
+# -- applications use public names -------------------------------------------------------------------------------------
+
+
+def private_imports(source, app, is_public):
+    """What an application's source imports of the library beside public names, anywhere in it.
+
+    Args:
+        source: of a module of the application.
+        app: the application's package.
+        is_public: says of a package of the library and a name whether the package exports it.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [("." * node.level + (node.module or ""), alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in found:
+            parts = module.split(".")
+            if parts[0] not in ("", "megatron_cp") or f"{module}.".startswith(f"{app}."):
+                continue
+            if len(parts) > 2 or not parts[0] or not name or parts[1:] == ["apps"] or not is_public(module, name):
+                yield f"{module} {name}".strip()
+
+
+def exports(package, name):
+    """Whether a package names it in `__all__`, or a module has it where it has no such list."""
+    module = importlib.import_module(package)
+    return name in getattr(module, "__all__", vars(module)) or (package, name) == ("megatron_cp", "__version__")
+
+
+APPLICATIONS = sorted(path.parent.name for path in (HOUSE / "apps").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_applications_import_public_names_alone(name):
+    found = [
+        f"{path.relative_to(HOUSE)}: {imported}"
+        for path in (HOUSE / "apps" / name).rglob("*.py")
+        for imported in private_imports(path.read_text(), f"megatron_cp.apps.{name}", exports)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from megatron_cp import attention\nimport torch\nfrom megatron.core import x", []),
+        ("from megatron_cp.layout import Layout\nfrom megatron_cp.apps.a import b\nimport megatron_cp.apps.a.b", []),
+        ("from megatron_cp import hidden", ["megatron_cp hidden"]),
+        ("from megatron_cp.layout.layout import Layout", ["megatron_cp.layout.layout Layout"]),
+        ("def f():\n    from megatron_cp.apps.ab import x", ["megatron_cp.apps.ab x"]),
+        ("from megatron_cp import apps", ["megatron_cp apps"]),
+        ("from megatron_cp.apps import b", ["megatron_cp.apps b"]),
+        ("import megatron_cp", ["megatron_cp"]),
+        ("from ..b import x", ["..b x"]),
+    ],
+)
+def test_a_private_import_is_seen(source, found):
+    assert list(private_imports(source, "megatron_cp.apps.a", lambda _, name: name in ("attention", "Layout"))) == found
+
+
+def test_applications_are_named_in_one_place_of_the_library():
+    naming = {
+        path.relative_to(HOUSE).as_posix()
+        for path in HOUSE.rglob("*.py")
+        if not path.is_relative_to(HOUSE / "apps") and "megatron_cp.apps" in path.read_text()
+    }
+    assert naming == {"cli/applications.py"}
 
 
 # -- no circle of modules ----------------------------------------------------------------------------------------------

@@ -12,27 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_cp import attention
 from megatron_cp.apps.bench.defaults import with_defaults
 from megatron_cp.apps.bench.on_ranks import measured_on_ranks
 from megatron_cp.apps.bench.spread import formatted, spread
 from megatron_cp.apps.bench.timing import DIRECTIONS, Measure, Timing, Watch, WatchedGroup, interleaved_order
 from megatron_cp.apps.bench.watched_kernels import WatchedAttentionKernel
-from megatron_cp.cli.options import case_of, hosts_of_job
-from megatron_cp.cli.report import Report
+from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
-from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
-from megatron_cp.executor.kernels import choose_kernel
-from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.words import counted
-from megatron_cp.planner.capabilities import working
-from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
-from megatron_cp.planner.tiled import checked_search
-from megatron_cp.softmax.attention import attention
-from megatron_cp.softmax.kernels import KERNELS, AttentionKernel
-from megatron_cp.softmax.on_rank import attention_call
-from megatron_cp.testing.memory import PeakMemory
-from megatron_cp.testing.parity import Case, Problem, draw
+from megatron_cp.exchange import Buffers
+from megatron_cp.executor import RankGroup, ThreadGroup, TorchGroup, choose_kernel
+from megatron_cp.plan import Plan, counted
+from megatron_cp.planner import buffer_bytes, checked_search, peak_bytes, working
+from megatron_cp.softmax import KERNELS, AttentionKernel, attention_call
+from megatron_cp.testing import Case, PeakMemory, Problem, draw
 
 SHAPES = {"attention": {"heads": 8, "kv_heads": 2, "head_dim": 64}}
 

@@ -21,14 +21,10 @@ import numpy as np
 import torch
 
 from megatron_cp.apps.bench.layer_step import LayerStep
-from megatron_cp.executor.groups import Message, RankGroup, ThreadGroup
-from megatron_cp.executor.hosts import hosts_of
-from megatron_cp.plan.kinds import CONV1D, GDN, KINDS
-from megatron_cp.plan.schemes import MODES
-from megatron_cp.planner.predict import Hardware, Link, Machine, machine
-from megatron_cp.planner.predict.kernels import rule_products, stage_shapes
-from megatron_cp.planner.predict.price import priced, timelines
-from megatron_cp.testing.parity import Case
+from megatron_cp.executor import Message, RankGroup, ThreadGroup, hosts_of
+from megatron_cp.plan import CONV1D, GDN, KINDS, MODES
+from megatron_cp.planner import Hardware, Link, Machine, machine, priced, rule_products, stage_shapes, timelines
+from megatron_cp.testing import Case
 
 HEAD_DIMS = (64, 128)
 _TOKENS, _FEW, _CHUNK = 2048, 8, 64

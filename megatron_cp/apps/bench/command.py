@@ -11,14 +11,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megatron_cp.apps.bench.defaults import EXCHANGE_RANKS, PACK_RANKS, RANKS, WIRE_RANKS
-from megatron_cp.cli.options import RANK_KINDS, add_batch_arguments, add_layer_arguments
-from megatron_cp.cli.parser import positive, seconds
-from megatron_cp.cli.paths import check_paths
-from megatron_cp.cli.report import Report
+from megatron_cp.cli import RANK_KINDS, Report, add_batch_arguments, add_layer_arguments, check_paths, positive, seconds
 from megatron_cp.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from megatron_cp.executor.groups import TorchGroup
+    from megatron_cp.executor import TorchGroup
 
 HELP = "measure a layer: local work, waits, memory and bytes, over what each could be"
 BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire", "packs", "planner")
@@ -93,7 +90,7 @@ def run(args: argparse.Namespace) -> Report:
     import torch.distributed as dist
 
     from megatron_cp.apps.bench import attention, exchange, layer, linear, packs, planner, wire
-    from megatron_cp.executor.launch import in_torchrun, start_torchrun_rank
+    from megatron_cp.executor import in_torchrun, start_torchrun_rank
 
     reports: dict[str, Callable[[argparse.Namespace, TorchGroup | None], Report]] = {
         "attention": attention.report,

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL, GATES, SENT, Batch, compare, in_place, leaf
-from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import TorchGroup
-from megatron_cp.executor.head_exchange import ToTokensInParts, start_to_heads
-from megatron_cp.testing.parity import Case
+from megatron_cp.exchange import Exchange
+from megatron_cp.executor import Communicator, TorchGroup, ToTokensInParts, start_to_heads
+from megatron_cp.testing import Case
 
 LOOP = "loop"
 PROJECTION = (("q", "k", "v"), ("z",), ("beta",), ("alpha",))

@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_cp.cli.options import MAX_LOCAL_RANKS
+from megatron_cp.cli import MAX_LOCAL_RANKS
 from megatron_cp.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from megatron_cp.executor.groups import TorchGroup
+    from megatron_cp.executor import TorchGroup
 
 # Of local runs that name no number. Of exchange, its local part: between processes it has sizes of its own.
 RANKS, EXCHANGE_RANKS, WIRE_RANKS, PACK_RANKS = 2, 4, (3, 4, 5, 8), (1, 2, 4, 8)

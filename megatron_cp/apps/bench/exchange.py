@@ -32,15 +32,11 @@ from megatron_cp.apps.bench.peer_limits import (
 from megatron_cp.apps.bench.peers.distributed import watched_wire
 from megatron_cp.apps.bench.section_batch import LAYOUTS, Batch
 from megatron_cp.apps.bench.timing import Watch, interleaved_order
-from megatron_cp.cli.options import case_of, hosts_of_job, known_shapes
-from megatron_cp.cli.report import Report
+from megatron_cp.cli import Report, case_of, hosts_of_job, known_shapes
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import TorchGroup
-from megatron_cp.executor.launch import run_ranks
-from megatron_cp.plan.schemes import HEADWISE
-from megatron_cp.testing.counters import Counters, host_work
-from megatron_cp.testing.parity import Case
+from megatron_cp.executor import Communicator, TorchGroup, run_ranks
+from megatron_cp.plan import HEADWISE
+from megatron_cp.testing import Case, Counters, host_work
 
 _SHAPE = known_shapes("qwen3-next")["gdn"]
 _SHAPES = {"gdn": {"heads": _SHAPE.heads, "key_heads": _SHAPE.groups, "head_dim": _SHAPE.head_dim}}

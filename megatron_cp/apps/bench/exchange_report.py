@@ -15,9 +15,8 @@ from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL_SECTIONS, LAYOUTS
 from megatron_cp.apps.bench.spread import formatted, spread
 from megatron_cp.apps.bench.timing import BOTH, Timing
-from megatron_cp.plan.words import counted
-from megatron_cp.testing.counters import HostWork
-from megatron_cp.testing.parity import Case
+from megatron_cp.plan import counted
+from megatron_cp.testing import Case, HostWork
 
 STAGES = ("inbound forward", "inbound backward", "outbound forward", "outbound backward")
 TARGETS = {LOOP: 5.0, MEGATRON: 3.0}  # over ours, at least, as geometric means

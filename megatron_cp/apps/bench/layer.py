@@ -25,16 +25,12 @@ from megatron_cp.apps.bench.profile import trace_files, write_trace
 from megatron_cp.apps.bench.spread import formatted, spread
 from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS, Timing, Watch, interleaved_order
 from megatron_cp.apps.bench.watched_kernels import WatchedLinearKernel, watched
-from megatron_cp.cli.options import case_of, hidden_size_of, known_shapes
-from megatron_cp.cli.report import Report
+from megatron_cp.cli import Report, case_of, hidden_size_of, known_shapes
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import TorchGroup
-from megatron_cp.executor.launch import run_ranks
+from megatron_cp.executor import TorchGroup, run_ranks
 from megatron_cp.layout import Layout
-from megatron_cp.plan.kinds import KINDS, MAMBA
-from megatron_cp.plan.words import counted
-from megatron_cp.testing.counters import HostWork, host_work
-from megatron_cp.testing.parity import FLOOR_SHARE, Case, relative_error
+from megatron_cp.plan import KINDS, MAMBA, counted
+from megatron_cp.testing import FLOOR_SHARE, Case, HostWork, host_work, relative_error
 
 LAYERS = ("gdn", "mamba")
 OURS = "ours"

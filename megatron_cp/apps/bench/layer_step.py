@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.relayout import relayout
-from megatron_cp.softmax.attention import attention
-from megatron_cp.testing.layers import run_mixer
-from megatron_cp.testing.parity import Case, draw
+from megatron_cp import attention, relayout
+from megatron_cp.executor import RankGroup
+from megatron_cp.testing import Case, draw, run_mixer
 
 
 class LayerStep:

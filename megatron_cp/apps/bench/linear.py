@@ -19,14 +19,12 @@ from megatron_cp.apps.bench.saved_bytes import saved_bytes
 from megatron_cp.apps.bench.segments import megatron_rule, segments
 from megatron_cp.apps.bench.timing import DIRECTIONS, Timing, Watch, interleaved_order
 from megatron_cp.apps.bench.work import Work, mixer
-from megatron_cp.cli.options import case_of, hosts_of_job
-from megatron_cp.cli.report import Report
+from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import RankGroup, ThreadGroup, TorchGroup
-from megatron_cp.linear.kernels import choose_conv, choose_rule
-from megatron_cp.linear.on_rank import LinearOnRank
-from megatron_cp.plan.kinds import KINDS
-from megatron_cp.testing.parity import Case, draw
+from megatron_cp.executor import RankGroup, ThreadGroup, TorchGroup
+from megatron_cp.linear import LinearOnRank, choose_conv, choose_rule
+from megatron_cp.plan import KINDS
+from megatron_cp.testing import Case, draw
 
 SHAPES = {
     "gdn": {"heads": 4, "key_heads": 2, "head_dim": 128},

@@ -13,8 +13,8 @@ from megatron_cp.apps.bench.saved_bytes import Saved
 from megatron_cp.apps.bench.segments import NUM_PIECES, PLACES, RANKS
 from megatron_cp.apps.bench.spread import formatted, spread
 from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS, Timing
-from megatron_cp.plan.kinds import KINDS, MAMBA
-from megatron_cp.testing.parity import Case
+from megatron_cp.plan import KINDS, MAMBA
+from megatron_cp.testing import Case
 
 LAYERS = ("gdn", "kda", "mamba", "conv1d")
 MODES = ("headwise", "chunkwise")

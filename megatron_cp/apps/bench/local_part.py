@@ -16,12 +16,9 @@ from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL, ALL_SECTIONS, GATES, LAYOUTS, Batch, compare, in_place, leaf
 from megatron_cp.apps.bench.spread import formatted, spread
 from megatron_cp.apps.bench.timing import Watch, interleaved_order
-from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.head_side import pack_heads, unpack_heads
-from megatron_cp.exchange.token_side import pack_tokens, unpack_tokens
-from megatron_cp.executor.groups import TorchGroup
-from megatron_cp.testing.parity import Case
+from megatron_cp.exchange import Buffers, Geometry, pack_heads, pack_tokens, unpack_heads, unpack_tokens
+from megatron_cp.executor import TorchGroup
+from megatron_cp.testing import Case
 
 WAYS = ("to heads", "to tokens", "to tokens, in place")
 LOCAL_TARGETS = {"pack": 1.5, "unpack": 1.2}  # of a warm copy, at most

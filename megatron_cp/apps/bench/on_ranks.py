@@ -9,10 +9,8 @@ from functools import partial
 from typing import Any
 
 from megatron_cp.apps.bench.allocator import kept_blocks
-from megatron_cp.executor.agreement import check_agreement
-from megatron_cp.executor.groups import RankGroup, TorchGroup
-from megatron_cp.executor.launch import run_ranks
-from megatron_cp.plan.plan import Plan
+from megatron_cp.executor import RankGroup, TorchGroup, check_agreement, run_ranks
+from megatron_cp.plan import Plan
 
 
 def measured_on_ranks(

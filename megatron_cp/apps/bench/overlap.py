@@ -8,21 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_cp import attention
 from megatron_cp.apps.bench.timing import Measure
 from megatron_cp.errors import checked_scale
-from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.executor.head_exchange import start_to_heads
-from megatron_cp.executor.run import LocalWork
-from megatron_cp.executor.run import run as run_plan
-from megatron_cp.linear.gated_delta_net import mixer_stages
-from megatron_cp.linear.on_rank import LinearOnRank
-from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.steps import Compute, ToHeads
-from megatron_cp.softmax.attention import attention
-from megatron_cp.softmax.on_rank import AttentionOnRank
-from megatron_cp.testing.parity import Case, Problem, run_linear
+from megatron_cp.exchange import Exchange
+from megatron_cp.executor import Communicator, LocalWork, RankGroup, run, start_to_heads
+from megatron_cp.linear import LinearOnRank, mixer_stages
+from megatron_cp.plan import Compute, Plan, ToHeads
+from megatron_cp.softmax import AttentionOnRank
+from megatron_cp.testing import Case, Problem, run_linear
 
 
 def inbound(plan: Plan) -> Exchange:
@@ -71,7 +65,7 @@ class Overlapped:
 
     def transfer(self, measure: Measure) -> None:
         """Its exchanges, with nothing computed in between."""
-        (out,) = measure("forward", lambda: run_plan(self._plan, self._comm, self._sent, self._nothing))
+        (out,) = measure("forward", lambda: run.run(self._plan, self._comm, self._sent, self._nothing))
         measure("backward", lambda: _gradients([out], self._sent, [self._gradient.view(out.shape)]))
 
     def _forward(self) -> Tensor:

@@ -14,15 +14,14 @@ import numpy as np
 
 from megatron_cp.apps.bench.defaults import PACK_RANKS
 from megatron_cp.apps.bench.peer_limits import MEGATRON, megatron_missing
-from megatron_cp.cli.report import Report
-from megatron_cp.data import GlobalBatch, PackedStream, read_corpus, read_tokenizer
-from megatron_cp.data.even import evened
+from megatron_cp.cli import Report
+from megatron_cp.data import GlobalBatch, PackedStream, evened, read_corpus, read_tokenizer
 from megatron_cp.errors import ArgumentError
-from megatron_cp.layout.packing import IntArray
-from megatron_cp.planner.predict.pack_cost import PackCost
+from megatron_cp.layout import IntArray
+from megatron_cp.planner import PackCost
 
 if TYPE_CHECKING:
-    from megatron_cp.executor.groups import TorchGroup
+    from megatron_cp.executor import TorchGroup
 
 REPLICAS, MICROBATCHES = (2, 4, 8), 4
 TOKENS_PER_RANK, BATCHES = 16384, 100

@@ -6,9 +6,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 
-from megatron_cp.cli.installed import INSTALL_MEGATRON
+from megatron_cp.cli import INSTALL_MEGATRON
 from megatron_cp.errors import ArgumentError
-from megatron_cp.testing.parity import Case
+from megatron_cp.testing import Case
 
 MEGATRON = "megatron-core"
 

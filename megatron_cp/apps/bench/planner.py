@@ -18,19 +18,13 @@ from megatron_cp.apps.bench.defaults import with_defaults
 from megatron_cp.apps.bench.layer_step import LayerStep
 from megatron_cp.apps.bench.on_ranks import measured_on_ranks
 from megatron_cp.apps.bench.timing import DIRECTIONS, interleaved_order
-from megatron_cp.cli.options import case_of, hosts_of_job
-from megatron_cp.cli.report import Report
+from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
-from megatron_cp.exchange.buffers import Buffers
-from megatron_cp.executor.groups import RankGroup, TorchGroup
-from megatron_cp.executor.hosts import hosts_of
-from megatron_cp.plan.kinds import GDN, MAMBA
-from megatron_cp.plan.schemes import MODES, SCHEMES
-from megatron_cp.plan.words import counted
-from megatron_cp.planner.predict import Machine, machine
-from megatron_cp.planner.predict.hardware import written
-from megatron_cp.planner.predict.price import priced
-from megatron_cp.testing.parity import Case
+from megatron_cp.exchange import Buffers
+from megatron_cp.executor import RankGroup, TorchGroup, hosts_of
+from megatron_cp.plan import GDN, MAMBA, MODES, SCHEMES, counted
+from megatron_cp.planner import Machine, machine, priced, written
+from megatron_cp.testing import Case
 
 _SHAPES = {
     "attention": {"heads": 8, "kv_heads": 4, "head_dim": 64},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_cp.executor.groups import RankGroup
+from megatron_cp.executor import RankGroup
 
 
 def trace_files(path: str, layers: list[str]) -> dict[str, str]:

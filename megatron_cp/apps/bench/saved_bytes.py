@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from megatron_cp.apps.bench.work import Work
-from megatron_cp.testing.memory import PeakMemory
+from megatron_cp.testing import PeakMemory
 
 
 @dataclass

@@ -11,12 +11,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.exchange.messages import like_rows
-from megatron_cp.exchange.sections import Section, Sections
-from megatron_cp.planner.attention import exchange_of
-from megatron_cp.testing.parity import Case, relative_error
-from megatron_cp.testing.tolerances import CODEC_TOLERANCES
+from megatron_cp.exchange import Exchange, Section, Sections, like_rows
+from megatron_cp.planner import exchange_of
+from megatron_cp.testing import CODEC_TOLERANCES, Case, relative_error
 
 LAYOUTS = ("zigzag", "contiguous")
 ALL = ("q", "k", "v", "z", "beta", "alpha")  # Megatron's order

@@ -11,13 +11,10 @@ from torch import Tensor
 
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.work import Work
-from megatron_cp.executor.groups import Message, Pending, RankGroup, ThreadGroup
-from megatron_cp.linear.activations import softplus
-from megatron_cp.linear.kernels import Delta, Inputs, StateSpace
-from megatron_cp.linear.on_rank import LinearOnRank
-from megatron_cp.linear.reductions import l2_normalised
-from megatron_cp.plan.kinds import GDN, KINDS, MAMBA
-from megatron_cp.testing.parity import TOLERANCES, Case, draw, relative_error
+from megatron_cp.executor import Message, Pending, RankGroup, ThreadGroup
+from megatron_cp.linear import Delta, Inputs, LinearOnRank, StateSpace, l2_normalised, softplus
+from megatron_cp.plan import GDN, KINDS, MAMBA
+from megatron_cp.testing import TOLERANCES, Case, draw, relative_error
 
 PLACES = ("first", "middle", "last", "few")
 RANKS, NUM_PIECES = 3, 32  # ranks that share a document, and at most so many pieces of it

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_cp.executor.groups import Message, Pending, RankGroup
+from megatron_cp.executor import Message, Pending, RankGroup
 
 DIRECTIONS = ("forward", "backward")
 BOTH = (*DIRECTIONS, "both")

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_cp.apps.bench.wire_job import Job, split_counts_of
-from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import Message, Pending, RankGroup
-from megatron_cp.executor.transports.pairwise import ROUNDS_IN_FLIGHT, Pairwise
-from megatron_cp.plan.transport import TRANSPORTS, Transport, knows_hosts, num_rounds
-from megatron_cp.testing.parity import Case
+from megatron_cp.exchange import SplitCounts
+from megatron_cp.executor import ROUNDS_IN_FLIGHT, Communicator, Message, Pairwise, Pending, RankGroup
+from megatron_cp.plan import TRANSPORTS, Transport, knows_hosts, num_rounds
+from megatron_cp.testing import Case
 
 EXCHANGES = ("all_to_all", "all_gather")
 NAIVE, AT_ONCE = "naive loop", "all at once"

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from megatron_cp.apps.bench.timing import Watch
-from megatron_cp.linear.kernels import Inputs, LinearCall, LinearKernel, ScanWork, choose_conv, choose_rule
-from megatron_cp.softmax.kernels import AttentionCall, AttentionKernel, Tiles
+from megatron_cp.linear import Inputs, LinearCall, LinearKernel, ScanWork, choose_conv, choose_rule
+from megatron_cp.softmax import AttentionCall, AttentionKernel, Tiles
 
 
 class WatchedAttentionKernel(AttentionKernel):

@@ -20,17 +20,12 @@ from megatron_cp.apps.bench.timing import Measure
 from megatron_cp.apps.bench.transports import count_bytes, transports
 from megatron_cp.apps.bench.wire_job import HALVES, PARTS, Job, Key, Seen
 from megatron_cp.apps.bench.wire_report import of_codecs, of_overlap, of_transports, text
-from megatron_cp.cli.options import case_of
-from megatron_cp.cli.report import Report
+from megatron_cp.cli import Report, case_of
 from megatron_cp.errors import ArgumentError
-from megatron_cp.exchange.exchange import Exchange
-from megatron_cp.executor.communicator import Communicator
-from megatron_cp.executor.groups import RankGroup, TorchGroup
-from megatron_cp.executor.head_exchange import start_to_heads
-from megatron_cp.executor.hosts import hosts_of
-from megatron_cp.plan.schemes import DEFAULT, HEADWISE
-from megatron_cp.plan.transport import Transport, knows_hosts
-from megatron_cp.testing.parity import Case, draw
+from megatron_cp.exchange import Exchange
+from megatron_cp.executor import Communicator, RankGroup, TorchGroup, hosts_of, start_to_heads
+from megatron_cp.plan import DEFAULT, HEADWISE, Transport, knows_hosts
+from megatron_cp.testing import Case, draw
 
 LAYERS = ("attention", "gdn")
 CHUNKS = (1, 2, 4, 8)  # where heads allow

@@ -10,11 +10,9 @@ import numpy as np
 import torch
 
 from megatron_cp.apps.bench.overlap import inbound
-from megatron_cp.exchange.geometry import Geometry
-from megatron_cp.exchange.split_counts import SplitCounts
-from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.transport import Transport
-from megatron_cp.testing.parity import Case
+from megatron_cp.exchange import Geometry, SplitCounts
+from megatron_cp.plan import Plan, Transport
+from megatron_cp.testing import Case
 
 PARTS = ("transports", "codecs", "overlap")
 HALVES = ("transfer", "compute", "together")

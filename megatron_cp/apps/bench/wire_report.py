@@ -11,10 +11,9 @@ from megatron_cp.apps.bench.spread import formatted, spread
 from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS
 from megatron_cp.apps.bench.transports import AT_ONCE, EXCHANGES, NAIVE, in_flight_of, pairwise
 from megatron_cp.apps.bench.wire_job import HALVES, Job, Seen, between_hosts, coded_bytes, split_counts_of
-from megatron_cp.executor.transports.pairwise import ROUNDS_IN_FLIGHT
-from megatron_cp.plan.transport import TRANSPORTS, num_rounds
-from megatron_cp.plan.words import counted
-from megatron_cp.testing.parity import Case
+from megatron_cp.executor import ROUNDS_IN_FLIGHT
+from megatron_cp.plan import TRANSPORTS, counted, num_rounds
+from megatron_cp.testing import Case
 
 LEGEND = f"""\
 All ranks start together and the slowest counts; medians [quartiles] over the repeats, of ratios within each. The order

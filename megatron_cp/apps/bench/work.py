@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_cp.apps.bench.timing import Measure, Watch, WatchedGroup
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.testing.parity import Case, Problem, run_linear
+from megatron_cp.executor import RankGroup
+from megatron_cp.testing import Case, Problem, run_linear
 
 
 @dataclass

@@ -19,21 +19,22 @@ from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.apps.estimate.page.page import check_page, save_page
 from megatron_cp.apps.estimate.step import RUNTIME_BYTES, SHARDINGS, StepChoice, StepPrice, predict_step, way_of
 from megatron_cp.apps.estimate.together import chunks_of
-from megatron_cp.cli.options import document_lengths
-from megatron_cp.cli.parser import MAX_TOKENS, memory_size, positive
-from megatron_cp.cli.report import Report
+from megatron_cp.cli import MAX_TOKENS, Report, document_lengths, memory_size, positive
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Mask, Packing
-from megatron_cp.plan import words
-from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import AUTO, MODES
-from megatron_cp.plan.words import size
-from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.layouts import CHOICES, layout_by_name
-from megatron_cp.planner.picture import shapes_by_rank
-from megatron_cp.planner.predict import Machine, Topology, machine
-from megatron_cp.planner.predict.price import described, timelines
-from megatron_cp.planner.predict.simulate import Span
+from megatron_cp.plan import AUTO, MODES, Plan, counted, size
+from megatron_cp.planner import (
+    CHOICES,
+    Machine,
+    Span,
+    Topology,
+    described,
+    layout_by_name,
+    machine,
+    require,
+    shapes_by_rank,
+    timelines,
+)
 
 _MOST_TRIES, _ROUNDED = 5, 1024  # to find a length that fits; tokens to which it is rounded down
 _MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
@@ -217,10 +218,10 @@ def _text(
     lines = [
         f"{model.name}: {model.parameters / 1e9:.2f}e9 parameters, of which a token meets "
         f"{model.active_parameters / 1e9:.2f}e9 in products; {model.source}",
-        f"a step of one context-parallel group: {words.counted(sum(lengths), 'token')} in "
-        f"{words.counted(len(lengths), 'document')}, {drawn}; median {middle}, longest {max(lengths)}",
+        f"a step of one context-parallel group: {counted(sum(lengths), 'token')} in "
+        f"{counted(len(lengths), 'document')}, {drawn}; median {middle}, longest {max(lengths)}",
         f"predicted for {data['machine']}; attention: {on.hardware.sources.get('attention', 'given')}",
-        f"sharding {choice.sharding} over {words.counted(choice.replicas, 'replica')} of the group's ranks",
+        f"sharding {choice.sharding} over {counted(choice.replicas, 'replica')} of the group's ranks",
         "",
         *_table(rows, best, on),
         "",
@@ -239,7 +240,7 @@ def _text(
     about = "about " if args.search else ""
     return [
         *lines,
-        f"up to {about}{words.counted(data['longest'], 'token')} fit {size(int(limit))} this way",
+        f"up to {about}{counted(data['longest'], 'token')} fit {size(int(limit))} this way",
         f"take this: {best.flags}",
     ]
 
@@ -258,7 +259,7 @@ def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data
         text += f", {size(int(fixed))} of it weights, gradients and optimizer"
     else:
         about = "about " if args.search else ""
-        text += f"; {about}{words.counted(data['longest'], 'token')} would fit"
+        text += f"; {about}{counted(data['longest'], 'token')} would fit"
     return f"{text}. Use {' or '.join(ways)}."
 
 
@@ -318,7 +319,7 @@ def report_of(
         "facts": [
             ["machine", described(on, topology)],
             ["documents", f"{packing.num_documents}, longest {packing.lengths.max()}"],
-            ["sharding", f"{chosen.choice.sharding}, {words.counted(chosen.choice.replicas, 'replica')}"],
+            ["sharding", f"{chosen.choice.sharding}, {counted(chosen.choice.replicas, 'replica')}"],
             ["recomputation", chosen.choice.recompute],
             ["work by rank", "of kernels, in one forward and one backward of all layers"],
             ["not priced", "pipelines, tensor parallelism, experts' exchanges, the host's own time"],

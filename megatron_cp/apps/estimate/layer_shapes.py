@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron_cp.apps.estimate.model_layers import AttentionMixer, LinearMixer
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.models import ModelSpec
-from megatron_cp.cli.options import LayerShape
-from megatron_cp.plan.kinds import CONV1D
+from megatron_cp.cli import LayerShape
+from megatron_cp.plan import CONV1D
 
 
 def layer_shapes(model: ModelSpec) -> dict[str, LayerShape]:

@@ -11,7 +11,7 @@ from megatron_cp.apps.estimate.model_fields import Fields, chosen_blocks
 from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, Block, LinearMixer, gated_delta_net, mamba2
 from megatron_cp.apps.estimate.models import MAX_LAYERS, ModelSpec
 from megatron_cp.errors import ArgumentError
-from megatron_cp.planner.capabilities import did_you_mean
+from megatron_cp.planner import did_you_mean
 
 _SIZES = (
     "--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--num-query-groups",

@@ -8,7 +8,7 @@ from typing import Any
 from megatron_cp.apps.estimate.model_layers import Block
 from megatron_cp.apps.estimate.models import MAX_LAYERS
 from megatron_cp.errors import ArgumentError, checked_integer
-from megatron_cp.planner.capabilities import did_you_mean
+from megatron_cp.planner import did_you_mean
 
 
 class Fields:

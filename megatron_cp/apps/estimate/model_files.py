@@ -13,7 +13,7 @@ from megatron_cp.apps.estimate.model_fields import Fields
 from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.errors import ArgumentError
-from megatron_cp.planner.capabilities import did_you_mean
+from megatron_cp.planner import did_you_mean
 
 _MAX_BYTES = 10_000_000  # of a config.json, so that a checkpoint that is given instead is not read
 

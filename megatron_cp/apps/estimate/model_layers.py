@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
-from megatron_cp.plan.kinds import KINDS, Dim, Per, SectionKind
-from megatron_cp.planner.batch import AttentionSpec, LinearSpec
+from megatron_cp.plan import KINDS, Dim, Per, SectionKind
+from megatron_cp.planner import AttentionSpec, LinearSpec
 
 RECOMPUTATION = NONE, SELECTIVE, FULL = "none", "selective", "full"
 BF16, FP32 = 2, 4  # bytes

@@ -22,9 +22,8 @@ from megatron_cp.apps.estimate.model_layers import (
     check_recompute,
 )
 from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
-from megatron_cp.plan.transport import COLLECTIVE, Transport
-from megatron_cp.planner.batch import Slot
-from megatron_cp.planner.tiled import checked_search
+from megatron_cp.plan import COLLECTIVE, Transport
+from megatron_cp.planner import Slot, checked_search
 
 MAX_LAYERS = 10_000  # of a model: a slip of the pen must not take all memory
 

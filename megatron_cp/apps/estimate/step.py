@@ -18,15 +18,8 @@ from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.apps.estimate.together import plan_together
 from megatron_cp.errors import ArgumentError, checked_integer
 from megatron_cp.layout import Layout
-from megatron_cp.plan.kinds import KINDS
-from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import DEFAULT, SCHEMES
-from megatron_cp.plan.transport import Transport
-from megatron_cp.planner.batch import Slot
-from megatron_cp.planner.predict.hardware import Machine, Topology
-from megatron_cp.planner.predict.kernels import stage_shapes
-from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
-from megatron_cp.planner.predict.price import priced, timelines
+from megatron_cp.plan import DEFAULT, KINDS, SCHEMES, Plan, Transport
+from megatron_cp.planner import Machine, Slot, Topology, buffer_bytes, peak_bytes, priced, stage_shapes, timelines
 
 SHARDINGS = ("none", "zero1", "zero3")
 _PARAMETER, _GRADIENT, _OPTIMIZER = 2, 4, 12  # bytes: bf16, fp32 sums, fp32 weights and two moments of Adam

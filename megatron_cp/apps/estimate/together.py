@@ -14,11 +14,8 @@ from typing import Any, NamedTuple
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout
-from megatron_cp.plan.plan import Plan
-from megatron_cp.plan.schemes import SCHEMES
-from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
-from megatron_cp.planner.predict.hardware import Machine, Topology
-from megatron_cp.planner.predict.price import priced
+from megatron_cp.plan import SCHEMES, Plan
+from megatron_cp.planner import AttentionSpec, LinearSpec, Machine, Slot, Topology, priced
 
 
 class Together(NamedTuple):

@@ -25,9 +25,9 @@ from megatron_cp.apps.train.pickles import names_of_checkpoints_alone
 from megatron_cp.apps.train.run_folder import TRACKER, sync, write_whole, writing
 from megatron_cp.apps.train.setup import Training
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import naming_lost_ranks
-from megatron_cp.megatron.patches import checkpoint_results_in_this_process
-from megatron_cp.testing.parity import FLOOR_SHARE, relative_error
+from megatron_cp.executor import naming_lost_ranks
+from megatron_cp.megatron import checkpoint_results_in_this_process
+from megatron_cp.testing import FLOOR_SHARE, relative_error
 
 _ANY_ERROR = (Exception, CheckpointException)  # torch's is no Exception
 

@@ -21,17 +21,23 @@ import numpy as np
 
 from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.apps.train.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
-from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
-from megatron_cp.cli.options import MAX_LOCAL_RANKS
-from megatron_cp.cli.parser import MAX_TOKENS, UsageError, number, whole
-from megatron_cp.cli.paths import check_paths
-from megatron_cp.cli.report import Report
+from megatron_cp.cli import (
+    INSTALL_MEGATRON,
+    MAX_LOCAL_RANKS,
+    MAX_TOKENS,
+    Report,
+    UsageError,
+    check_paths,
+    megatron_is_installed,
+    number,
+    whole,
+)
 from megatron_cp.errors import ArgumentError
-from megatron_cp.plan.words import plural
-from megatron_cp.testing.tolerances import CODEC_TOLERANCES
+from megatron_cp.plan import plural
+from megatron_cp.testing import CODEC_TOLERANCES
 
 if TYPE_CHECKING:
-    from megatron_cp.executor.groups import TorchGroup
+    from megatron_cp.executor import TorchGroup
 
 HELP = "train a Megatron model with context parallelism on packed documents"
 OPTIONS_FILE, REFERENCE, LOSS_PICTURE = "options.json", "reference", "loss.png"
@@ -104,7 +110,7 @@ def run(args: argparse.Namespace) -> Report:
     _quiet_imports()
     import torch.distributed as dist
 
-    from megatron_cp.executor.launch import in_torchrun, start_torchrun_rank
+    from megatron_cp.executor import in_torchrun, start_torchrun_rank
 
     world = start_torchrun_rank() if in_torchrun() else None
     try:
@@ -188,7 +194,7 @@ def _train(run: Run, device: str, world: TorchGroup | None) -> dict[str, Any]:
 
     if world is not None:
         return train(world, run, device)
-    from megatron_cp.executor.launch import run_ranks
+    from megatron_cp.executor import run_ranks
 
     size = run.options.model_parallel_size * run.options.data_parallel_size
     return run_ranks(_local_rank, size, run, device, kind="processes", timeout=None)[0]

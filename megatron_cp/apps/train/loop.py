@@ -21,25 +21,22 @@ from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
 from megatron_cp.apps.train.pack_cost import pack_cost_of
 from megatron_cp.apps.train.run_folder import CHECKPOINTS, write_whole, writing
 from megatron_cp.apps.train.setup import Training, build_training, layers_of, start_model_parallel
-from megatron_cp.data.corpus import Corpus, read_corpus
-from megatron_cp.data.even import GlobalBatch
-from megatron_cp.data.stream import PackedStream
-from megatron_cp.data.tokenizer import read_tokenizer
+from megatron_cp.data import Corpus, GlobalBatch, PackedStream, read_corpus, read_tokenizer
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor import launch
-from megatron_cp.executor.groups import TorchGroup, naming_lost_ranks, set_timeout
+from megatron_cp.executor import TorchGroup, launch, naming_lost_ranks, set_timeout
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.megatron.batch import ShardedBatch, layout_options, shard_batch
-from megatron_cp.megatron.cpu import run_megatron_on_cpu
-from megatron_cp.megatron.indexed import IndexedCorpus
-from megatron_cp.megatron.loss import forward_step
-from megatron_cp.megatron.modules import layer_slots
-from megatron_cp.megatron.patches import gradients_reduced_one_by_one
-from megatron_cp.plan.schemes import AUTO
-from megatron_cp.planner.batch import BatchPlan
-from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
-from megatron_cp.planner.picture import save_picture
-from megatron_cp.planner.predict.hardware import machine
+from megatron_cp.megatron import (
+    IndexedCorpus,
+    ShardedBatch,
+    forward_step,
+    gradients_reduced_one_by_one,
+    layer_slots,
+    layout_options,
+    run_megatron_on_cpu,
+    shard_batch,
+)
+from megatron_cp.plan import AUTO
+from megatron_cp.planner import CHOICES, BatchPlan, choose_layout, layout_by_name, machine, save_picture
 
 FIRST_GRADIENTS, PLAN_PICTURE = "first_gradients", "plan.png"
 

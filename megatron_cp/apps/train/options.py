@@ -14,12 +14,8 @@ from numpy.typing import NDArray
 
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
-from megatron_cp.plan.schemes import AUTO, REDISTRIBUTE, may_exchange_heads, scheme_named
-from megatron_cp.planner.batch import AttentionSpec
-from megatron_cp.planner.capabilities import require
-from megatron_cp.planner.linear import MAX_CONV_WIDTH
-from megatron_cp.planner.predict import machine
-from megatron_cp.planner.tiled import checked_search
+from megatron_cp.plan import AUTO, REDISTRIBUTE, may_exchange_heads, scheme_named
+from megatron_cp.planner import MAX_CONV_WIDTH, AttentionSpec, checked_search, machine, require
 
 METRICS = "metrics.jsonl"  # of a run, in its folder: a line a step
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.errors import ArgumentError
-from megatron_cp.planner.predict.pack_cost import PackCost
+from megatron_cp.planner import PackCost
 
 _PASSES = 3  # of each product: forward, and one backward for each of its factors
 _FLOPS = 2 * _PASSES  # of a multiply-add

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 import torch
 
-from megatron_cp.megatron.patches import checkpoints_unpickled_by
+from megatron_cp.megatron import checkpoints_unpickled_by
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 # What torch 2.11 writes into `.metadata`: plain data classes, and a function that looks up a layout by its name.

@@ -28,9 +28,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.errors import ArgumentError
-from megatron_cp.executor.groups import RankGroup
-from megatron_cp.megatron.config import TransformerConfig
-from megatron_cp.megatron.groups import BatchGroups
+from megatron_cp.executor import RankGroup
+from megatron_cp.megatron import BatchGroups, TransformerConfig
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_cp.apps.bench.timing import Watch
-from megatron_cp.megatron.patches import exchanged
+from megatron_cp.megatron import exchanged
 
 
 @contextlib.contextmanager

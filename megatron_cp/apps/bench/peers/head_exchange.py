@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
 from megatron_cp.layout import Packing
-from megatron_cp.megatron.patches import exchanged
+from megatron_cp.megatron import exchanged
 
 
 class StockExchange:

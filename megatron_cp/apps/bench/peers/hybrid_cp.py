@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
-from megatron_cp.data.even import Cost
+from megatron_cp.data import Cost
 
 
 def hybrid_step(

@@ -21,17 +21,28 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from megatron_cp.layout import Layout
-from megatron_cp.linear.activations import softplus
-from megatron_cp.linear.kernels import Delta, LinearCall, LinearKernel, StateSpace, choose_conv, choose_rule
-from megatron_cp.linear.kernels.fla import FlaRule
-from megatron_cp.linear.reductions import l2_normalised
-from megatron_cp.megatron import specs
-from megatron_cp.megatron.config import TransformerConfig
-from megatron_cp.megatron.cpu import run_megatron_on_cpu
-from megatron_cp.megatron.layers.base import LinearModule
-from megatron_cp.megatron.patches import exchanged, gated_delta_net_without_fla, mamba_mixer_without_its_kernels
-from megatron_cp.plan.kinds import KINDS, MAMBA
-from megatron_cp.testing.parity import Case
+from megatron_cp.linear import (
+    Delta,
+    FlaRule,
+    LinearCall,
+    LinearKernel,
+    StateSpace,
+    choose_conv,
+    choose_rule,
+    l2_normalised,
+    softplus,
+)
+from megatron_cp.megatron import (
+    LinearModule,
+    TransformerConfig,
+    exchanged,
+    gated_delta_net_without_fla,
+    mamba_mixer_without_its_kernels,
+    run_megatron_on_cpu,
+    specs,
+)
+from megatron_cp.plan import KINDS, MAMBA
+from megatron_cp.testing import Case
 
 Function = Callable[..., Any]
 Exchange = Callable[[], AbstractContextManager[None]]
