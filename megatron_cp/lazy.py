@@ -1,43 +1,51 @@
-"""Names that a package imports when they are first used, for the `__init__` of a package."""
+"""Public names that a package imports when they are first used, listed in its `__init__.pyi`.
+
+`lazy_loader` reads the stub, which type checkers read as well, so that a name is written once.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping
-from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import lazy_loader
 
-def lazy_names(
-    package: str, homes: Mapping[str, str], modules: Collection[str] = ()
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns the `__getattr__` and the `__dir__` of a package whose public names are imported when they are used.
+
+def attach_stub(
+    package: str, file: str, renamed: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Returns `__getattr__`, `__dir__` and `__all__` of a package, whose names stand in the stub beside its `__init__`.
+
+    A name that is neither public nor a module is answered with the public name that it resembles.
 
     Args:
-        package: its `__name__`.
-        homes: the module that has each name.
-        modules: names that are modules of the package.
+        package: the package's `__name__`.
+        file: the package's `__file__`.
+        renamed: public names by those that they had before, with which a use of an old one is answered.
     """
+    load, _, names = lazy_loader.attach_stub(package, file)
+    public, folder, old = frozenset(names), Path(file).parent, dict(renamed or {})
 
     def get(name: str) -> Any:
-        if name in modules:
-            return import_module(f"{package}.{name}")
-        if name not in homes:
-            # With its name, so that Python adds no hint of its own to this one.
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{_hint(name, public)}", name=name)
-        value = vars(sys.modules[package])[name] = getattr(import_module(homes[name]), name)
-        return value
+        if name in public:
+            return load(name)
+        # With its name, so that Python adds no hint of its own to this one.
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint(name)}", name=name)
 
-    def list_names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *public})
+    def hint(name: str) -> str:
+        if name in old:
+            return f". It is {old[name]} now"
+        # Inspection asks for the former; an import statement asks for a module before it imports it.
+        if name.startswith("__") or (folder / f"{name}.py").exists() or (folder / name).is_dir():
+            return ""
+        return _resembling(name, names)
 
-    public = [*homes, *modules]
-    return get, list_names
+    return get, lambda: sorted(public.union(vars(sys.modules[package]))), names
 
 
-def _hint(name: str, known: Collection[str]) -> str:
-    if name.startswith("__"):  # asked by inspection, not misspelt
-        return ""
+def _resembling(name: str, known: Collection[str]) -> str:
     from difflib import get_close_matches
 
     plain = {_plain(each): each for each in known}

@@ -30,7 +30,7 @@ _PRELOADED = (
     "megatron_cp.cli.main",
     "megatron_cp.executor.launch",
     "megatron_cp.megatron.specs",
-    "megatron_cp.megatron.train.loop",
+    "megatron_cp.apps.train.loop",
     "megatron_cp.testing.parity",
     "numpy",
     "pytest",

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.plan.schemes import MODES, SCHEMES
 from megatron_cp.planner.batch import AttentionSpec, LinearSpec, Slot
 from megatron_cp.planner.predict import Machine, machine
-from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.planner.predict.price import priced
 
 MODELS = ("llama3-8b", "qwen3-next", "kimi-linear", "nemotron-h")

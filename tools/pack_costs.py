@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from megatron_cp.apps.estimate.model_files import read_model
+from megatron_cp.apps.estimate.models import ModelSpec
+from megatron_cp.apps.estimate.step import StepChoice, predict_step
 from megatron_cp.data.even import GlobalBatch, even_packs
 from megatron_cp.layout import Layout, Packing
 from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.planner.predict import Machine, machine
-from megatron_cp.planner.predict.model_files import read_model
-from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.planner.predict.pack_cost import PackCost
-from megatron_cp.planner.predict.step import StepChoice, predict_step
 
 MODELS, SIZES = ("llama3-8b", "qwen3-next", "nemotron-h"), (1, 4, 8)
 REPLICAS, MICROBATCHES, TOKENS_PER_RANK = 8, 4, 16384

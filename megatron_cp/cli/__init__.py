@@ -1,1 +1,5 @@
-"""The command line: `megatron-cp train | check | plan | bench | doctor`, one module a command, `main` finds them."""
+"""The command line: `megatron-cp check | plan | doctor`, one module a command; `main` starts those of `apps` too."""
+
+from megatron_cp.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -11,16 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_cp import __version__
-from megatron_cp.cli import check, doctor, plan, train
-from megatron_cp.cli.bench import command as bench
+from megatron_cp.cli import check, doctor, plan
+from megatron_cp.cli.applications import application
 from megatron_cp.cli.parser import Parser, UsageError, as_flag
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError, PlanMismatchError
 
-# Light, all of them: what they measure, check or train with is imported when they run.
-COMMANDS: dict[str, Any] = {"train": train, "check": check, "plan": plan, "bench": bench, "doctor": doctor}
+COMMANDS = ("train", "check", "plan", "bench", "doctor")
 
 _JSON = "one JSON object on the last line of standard output, and the text on standard error"
+
+
+def command(name: str) -> Any:
+    """Returns a command's module. All are light: what they measure, check or train with is imported when they run."""
+    library = {"check": check, "plan": plan, "doctor": doctor}
+    return library[name] if name in library else application(f"{name}.command")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,11 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"megatron-cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.HELP, description=command.HELP)
+    for name in COMMANDS:
+        module = command(name)
+        sub = commands.add_parser(name, help=module.HELP, description=module.HELP)
         sub.add_argument("--json", action="store_true", help=_JSON)
-        command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
     try:
         args, unknown = parser.parse_known_args(arguments)
         if unknown:

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_cp.cli.applications import application
 from megatron_cp.cli.parser import MAX_TOKENS, integers, natural, number, positive, rows, size
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.packing import IntArray
-from megatron_cp.plan.kinds import CONV1D, KINDS
+from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.schemes import REDISTRIBUTE
 from megatron_cp.plan.transport import knows_hosts
 from megatron_cp.planner.capabilities import require, working
-from megatron_cp.planner.predict.model_files import read_model
-from megatron_cp.planner.predict.model_layers import AttentionMixer, LinearMixer
-from megatron_cp.planner.predict.model_presets import PRESETS
-from megatron_cp.planner.predict.models import ModelSpec
 from megatron_cp.testing.case import DTYPES, LayerCase
 
 if TYPE_CHECKING:
@@ -40,29 +37,24 @@ class LayerShape:
     conv_width: int = 4
 
 
-def _layer_shapes(model: ModelSpec) -> dict[str, LayerShape]:
-    """The shape of the first layer of each kind."""
-    shapes: dict[str, LayerShape] = {}
-    for mixer in dict.fromkeys(block.mixer for block in model.blocks):
-        match mixer:
-            case AttentionMixer(heads=heads, kv_heads=groups):
-                shape = LayerShape(heads, groups, mixer.head_dim, mixer.value_head_dim)
-            case LinearMixer(heads=heads, key_heads=groups):
-                shape = LayerShape(heads, groups, mixer.head_dim, mixer.value_head_dim, mixer.conv_width)
-            case _:
-                continue
-        shapes.setdefault(mixer.layer, shape)
+def known_shapes(model: str) -> dict[str, LayerShape]:
+    """Returns the shape of the first layer of each kind of a model.
+
+    Args:
+        model: a preset's name, a `config.json`, or Megatron's flags in one string.
+
+    Raises:
+        ArgumentError: an unknown model, or one that cannot be read.
+    """
+    estimate = application("estimate")
+    shapes: dict[str, LayerShape] = estimate.MODELS.get(model) or estimate.layer_shapes(estimate.read_model(model))
     return shapes
 
 
-# Shapes of single layers of the known models. Of mamba the groups are those of B and C, and the second number is the
-# size of the state. A convolution alone is a layer of no model: Qwen3-Next's is the one within Gated DeltaNet.
-_CONVOLUTIONS = {"qwen3-next": LayerShape(64, 64, 128, 128), "tiny": LayerShape(6, 2, 16, 16)}
-MODELS = {
-    name: _layer_shapes(model) | ({CONV1D.name: _CONVOLUTIONS[name]} if name in _CONVOLUTIONS else {})
-    for name, model in PRESETS.items()
-}
-HIDDEN_SIZES = {name: model.hidden_size for name, model in PRESETS.items()}
+def hidden_size_of(model: str) -> int:
+    """Returns the features of a token in a model, by whatever describes it."""
+    size: int = application("estimate").read_model(model).hidden_size
+    return size
 
 
 def _with(argument: str) -> str:
@@ -74,12 +66,13 @@ def _with(argument: str) -> str:
 def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     """`--layer` and what shapes it, in `dtype` unless told otherwise."""
     group = parser.add_argument_group("layer")
+    models = ", ".join(sorted(application("estimate").MODELS))
     group.add_argument("--layer", default="attention", metavar="|".join(working("layer")), help="default: attention")
     group.add_argument(
         "--model",
         metavar="NAME|FILE|FLAGS",
-        help=f"the layer's shape in a model: {', '.join(sorted(MODELS))}, a Hugging Face config.json, or Megatron's "
-        "flags in one string (default: tiny)",
+        help=f"the layer's shape in a model: {models}, a Hugging Face config.json, or Megatron's flags in one string "
+        "(default: tiny)",
     )
     group.add_argument("--heads", type=size, help="query heads, value heads, or heads of x of mamba")
     group.add_argument("--kv-heads", type=size, help="key/value heads of attention")
@@ -243,7 +236,7 @@ def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
     """Of the model; None where nobody says, or where nothing of it can be redistributed."""
     if args.layer == "attention":
         return None
-    known = read_model(args.model).hidden_size if args.model else None
+    known = hidden_size_of(args.model) if args.model else None
     return args.hidden_size or known or (shape.heads * shape.value_dim if args.scheme == REDISTRIBUTE.name else None)
 
 
@@ -260,11 +253,11 @@ def given_axes(args: argparse.Namespace) -> list[str]:
 def _layer_shape(args: argparse.Namespace) -> LayerShape:
     """The layer's shape: the model's, with what was given instead."""
     model = args.model or "tiny"
-    shapes = MODELS.get(model) or _layer_shapes(read_model(model))
+    shapes = known_shapes(model)
     if args.layer not in shapes:
-        raise ArgumentError(
-            "--model", model, " or ".join(sorted(name for name, layers in MODELS.items() if args.layer in layers))
-        )
+        models = application("estimate").MODELS
+        with_one = sorted(name for name, layers in models.items() if args.layer in layers)
+        raise ArgumentError("--model", model, " or ".join(with_one))
     known, groups = shapes[args.layer], _shared_by_heads(args.layer)
     for name in _not_of(args.layer):
         if getattr(args, name):

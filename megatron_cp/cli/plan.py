@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_cp.cli.applications import application
 from megatron_cp.cli.options import add_batch_arguments, add_layer_arguments, layer_case_of
-from megatron_cp.cli.parser import cp_sizes, memory_size, positive
+from megatron_cp.cli.parser import cp_sizes
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 from megatron_cp.errors import ArgumentError
@@ -26,9 +27,7 @@ from megatron_cp.planner.picture import save_picture
 from megatron_cp.planner.predict import machine, presets
 from megatron_cp.planner.predict.hardware import SAFE
 from megatron_cp.planner.predict.memory import buffer_bytes, peak_bytes
-from megatron_cp.planner.predict.model_layers import RECOMPUTATION
 from megatron_cp.planner.predict.price import priced
-from megatron_cp.planner.predict.step import SHARDINGS
 from megatron_cp.planner.weigh import detail_of
 from megatron_cp.softmax.options import checked_options
 from megatron_cp.testing.case import LayerCase
@@ -50,25 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME-OR-FILE",
         help=f"the machine: {', '.join(presets())}, or a file of bench planner --calibrate (default: {SAFE})",
     )
-    group.add_argument("--whole", action="store_true", help="price a step of the whole --model (default: qwen3-next)")
-    group.add_argument(
-        "--fit",
-        type=memory_size,
-        metavar="SIZE",
-        help="of --whole: memory of a rank with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9 (default: "
-        "--gpu's); where nothing fits the exit status is 1",
-    )
+    application("estimate").add_arguments(group)
     for action in parser._actions:
         if action.dest == "hosts":
             action.help = (
                 "hosts that the ranks are on, as many on each (default: full hosts; of --transport hierarchical 2)"
             )
-    group.add_argument("--sharding", choices=SHARDINGS, help="of --whole: of weights and optimizer (default: zero3)")
-    group.add_argument("--replicas", type=positive, help="of --whole: data-parallel groups (default: 1)")
-    group.add_argument(
-        "--recompute", choices=RECOMPUTATION, help="of --whole (default: selective, or full where that does not fit)"
-    )
-    group.add_argument("--report", metavar="FILE.html", help="of --whole: save a page that shows the step")
 
 
 def run(args: argparse.Namespace) -> Report:
@@ -78,9 +64,8 @@ def run(args: argparse.Namespace) -> Report:
     _announce_search(args)
     if args.whole:
         _refuse(args, ("plot",), "without --whole")
-        from megatron_cp.cli.plan_whole import run_whole
-
-        return run_whole(args)
+        report: Report = application("estimate").run_whole(args)
+        return report
     _refuse(args, ("fit", "sharding", "replicas", "recompute", "report"), "with --whole")
     if len(args.cp) == 1:
         return _explained(args, args.cp[0])

@@ -8,7 +8,7 @@ host and a function of its arguments: no torch, no groups, no padding, no labels
 
 from megatron_cp.data.blend import BlendedStream
 from megatron_cp.data.corpus import Corpus, TokenCorpus, read_corpus
-from megatron_cp.data.even import GlobalBatch, even_packs
+from megatron_cp.data.even import Cost, GlobalBatch, balance_packs, even_packs
 from megatron_cp.data.groups import GroupBatch, GroupSchedule, group_batches
 from megatron_cp.data.pieces import Piece, best_fit
 from megatron_cp.data.stream import PackedStream
@@ -18,6 +18,7 @@ __all__ = [
     "BlendedStream",
     "ByteTokenizer",
     "Corpus",
+    "Cost",
     "FileTokenizer",
     "GlobalBatch",
     "GroupBatch",
@@ -26,6 +27,7 @@ __all__ = [
     "Piece",
     "TokenCorpus",
     "Tokenizer",
+    "balance_packs",
     "best_fit",
     "even_packs",
     "group_batches",

@@ -5,3 +5,7 @@ messages travel between them and where they land, `communicator` what starts the
 checks and tests. `head_exchange`, `gather` and `relayout` are the differentiable moves, `attend`, `halo` and `scan`
 those with local work between them, `kernels` what local work has in common.
 """
+
+from megatron_cp.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

@@ -7,7 +7,7 @@ the host: no torch, no communication, no heads.
 
 from megatron_cp.layout.layout import Fragment, Layout
 from megatron_cp.layout.mask import Mask
-from megatron_cp.layout.packing import Packing
+from megatron_cp.layout.packing import IntArray, Packing
 from megatron_cp.layout.route import Route
 
-__all__ = ["Fragment", "Layout", "Mask", "Packing", "Route"]
+__all__ = ["Fragment", "IntArray", "Layout", "Mask", "Packing", "Route"]

@@ -6,3 +6,7 @@ tokens. `activations` and `reductions` have nonlinearities and sums whose bits d
 rank. `gates/` computes the inputs of a rule, and `kernels/` has the backends, of which `reference` reads like the
 equations. docs/linear-layers.md has the derivation.
 """
+
+from megatron_cp.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

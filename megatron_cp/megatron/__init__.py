@@ -1,7 +1,11 @@
-"""The adapter to Megatron-Core, and the only package here that imports it.
+"""The adapter to Megatron-Core, and the only room of the library that imports it.
 
-The modules at the top are for jobs of Megatron's own: specs, configuration, batches and packs, the loss, the groups, a
-model's slots, and the reader of `.bin/.idx` files. `layers/` has the modules that specs name, and `train/` the code
-that `megatron-cp train` runs on a rank. All patches of Megatron are in `patches.py`, and those for the CPU in `cpu.py`.
-Parameters, their names and their checkpoints are Megatron's. Only `cli` may import this package.
+On top is what a job of Megatron's own imports: specs, configuration, batches and packs, the loss, the groups, a model's
+slots, and the reader of `.bin/.idx` files. `layers/` has the modules that specs name. What is exchanged inside Megatron
+is in `patches.py`, and for the CPU in `cpu.py`. Parameters, their names and their checkpoints are Megatron's. Nothing
+else in the package may import this room but `cli` and `apps`.
 """
+
+from megatron_cp.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

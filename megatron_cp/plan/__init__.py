@@ -4,3 +4,7 @@
 queries and how they get there, `recurrence` how segments of a linear layer continue one another, `transport` how
 messages travel, and `describe` prints all of it. `planner/` makes plans, `executor/` runs them.
 """
+
+from megatron_cp.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

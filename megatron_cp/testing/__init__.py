@@ -3,3 +3,7 @@
 `parity` compares N ranks with one, `isolation` perturbs one document, `oracles` are independent code, `poison` makes
 uninitialised memory NaN, `counters` count collectives, copies and waits of the host.
 """
+
+from megatron_cp.lazy import attach_stub
+
+__getattr__, __dir__, __all__ = attach_stub(__name__, __file__)

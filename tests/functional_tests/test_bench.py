@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import megatron_cp as cp
+from megatron_cp.apps.bench import on_ranks
+from megatron_cp.apps.bench.timing import interleaved_order
 from megatron_cp.cli import options
-from megatron_cp.cli.bench import on_ranks
-from megatron_cp.cli.bench.timing import interleaved_order
 from megatron_cp.cli.main import main
 from megatron_cp.executor.launch import RankError
 from megatron_cp.plan import schemes
@@ -238,7 +238,7 @@ def test_as_many_ranks_as_the_help_says_are_measured(what, ranks, capsys, monkey
     said = " ".join(capsys.readouterr().out.split())
     assert "context-parallel size (default: 2; of exchange 4, of wire 3, 4, 5 and 8, of packs 1, 2, 4 and 8)" in said
     assert "default: float32; of exchange, layer and wire bfloat16" in said
-    module = importlib.import_module(f"megatron_cp.cli.bench.{what}")
+    module = importlib.import_module(f"megatron_cp.apps.bench.{what}")
     made = []
 
     def case_of(args, size, **rest):

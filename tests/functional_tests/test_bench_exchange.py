@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp.cli.bench import contenders, exchange, local_part
-from megatron_cp.cli.bench.contenders import LOOP, ours
-from megatron_cp.cli.bench.local_part import WAYS, local_work
-from megatron_cp.cli.bench.peer_limits import MEGATRON, aligned_lengths
-from megatron_cp.cli.bench.section_batch import ALL_SECTIONS, GATES, LAYOUTS, SENT, Batch
+from megatron_cp.apps.bench import contenders, exchange, local_part
+from megatron_cp.apps.bench.contenders import LOOP, ours
+from megatron_cp.apps.bench.local_part import WAYS, local_work
+from megatron_cp.apps.bench.peer_limits import MEGATRON, aligned_lengths
+from megatron_cp.apps.bench.section_batch import ALL_SECTIONS, GATES, LAYOUTS, SENT, Batch
 from megatron_cp.cli.main import main
 from megatron_cp.executor.communicator import Communicator
 from megatron_cp.executor.launch import RankError, run_ranks
@@ -217,7 +217,7 @@ def test_sees_an_exchange_that_delivers_something_else(monkeypatch):
 
 
 def test_sees_a_peer_that_delivers_something_else(monkeypatch):
-    peers = pytest.importorskip("megatron_cp.cli.bench.peers.head_exchange")
+    peers = pytest.importorskip("megatron_cp.apps.bench.peers.head_exchange")
     local_part.megatrons_local_work(Batch(CASE))
     monkeypatch.setattr(peers.StockExchange, "unpack", lambda self, arrived: arrived.clone())
     with pytest.raises(RuntimeError, match="megatron-core: to heads delivers something else"):

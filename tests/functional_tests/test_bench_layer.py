@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp.cli.bench import layer as benchmark
-from megatron_cp.cli.bench.layer import LAYERS, OURS
-from megatron_cp.cli.bench.peer_limits import MEGATRON
-from megatron_cp.cli.bench.profile import trace_files
-from megatron_cp.cli.bench.timing import DIRECTIONS, Watch
-from megatron_cp.cli.bench.watched_kernels import WatchedLinearKernel, watched
+from megatron_cp.apps.bench import layer as benchmark
+from megatron_cp.apps.bench.layer import LAYERS, OURS
+from megatron_cp.apps.bench.peer_limits import MEGATRON
+from megatron_cp.apps.bench.profile import trace_files
+from megatron_cp.apps.bench.timing import DIRECTIONS, Watch
+from megatron_cp.apps.bench.watched_kernels import WatchedLinearKernel, watched
 from megatron_cp.cli.main import main
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import RankError, run_ranks
@@ -179,7 +179,7 @@ def test_our_kernels_are_watched_forward_and_backward(kind):
 
 
 def seconds_in_handed_kernel(group, kind):
-    from megatron_cp.cli.bench.peers import layers
+    from megatron_cp.apps.bench.peers import layers
 
     layers.start(group.size, on_cpu=True)
     case, watch = Case(kind, 2, (24, 12), "zigzag", heads=4, scheme="headwise", dtype=torch.float32), Watch()

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_cp.cli.bench.linear_report import LAYERS, MODES
-from megatron_cp.cli.bench.saved_bytes import saved_bytes
-from megatron_cp.cli.bench.segments import PLACES, piece_lengths, segments
-from megatron_cp.cli.bench.timing import Watch
-from megatron_cp.cli.bench.work import Work, mixer
+from megatron_cp.apps.bench.linear_report import LAYERS, MODES
+from megatron_cp.apps.bench.saved_bytes import saved_bytes
+from megatron_cp.apps.bench.segments import PLACES, piece_lengths, segments
+from megatron_cp.apps.bench.timing import Watch
+from megatron_cp.apps.bench.work import Work, mixer
 from megatron_cp.cli.main import main
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
@@ -130,7 +130,7 @@ def test_a_middle_segment_costs_little_more_than_a_document(capsys):
 
 
 def test_runs_without_megatron(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "megatron_cp.cli.bench.peers.delta_rule", None)
+    monkeypatch.setitem(sys.modules, "megatron_cp.apps.bench.peers.delta_rule", None)
     assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 0
     report = last_json(capsys.readouterr().out)
     assert report["megatron_over_ours"] is None
@@ -138,7 +138,7 @@ def test_runs_without_megatron(capsys, monkeypatch):
 
 
 def test_a_peer_that_computes_something_else_is_no_peer(capsys, monkeypatch):
-    monkeypatch.setattr("megatron_cp.cli.bench.peers.delta_rule.gated_delta_rule", lambda q, k, v, g, beta: 1.01 * v)
+    monkeypatch.setattr("megatron_cp.apps.bench.peers.delta_rule.gated_delta_rule", lambda q, k, v, g, beta: 1.01 * v)
     assert main(["bench", "linear", *HEADS["gdn"], "--ranks", "threads", *QUICK]) == 1
     assert "megatron-core's gated delta rule is" in capsys.readouterr().err
 

@@ -38,7 +38,7 @@ def test_reports_every_way_in_every_cell(corpus, capsys):
 
 def test_a_step_of_megatron_core_is_its_groups_one_after_another():
     pytest.importorskip("megatron.core", reason="pip install 'megatron_cp[megatron]'")
-    from megatron_cp.cli.bench.peers.hybrid_cp import hybrid_step
+    from megatron_cp.apps.bench.peers.hybrid_cp import hybrid_step
 
     tokens = PackCost(0, 1, 0)
     # Four samples of equal length, each on a rank of its own, side by side; then one that needs all four.

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_cp.cli.bench.overlap import Overlapped
-from megatron_cp.cli.bench.transports import AllToAll, Counting
-from megatron_cp.cli.bench.wire import LAYERS
-from megatron_cp.cli.bench.wire_job import HALVES, Job, between_hosts, split_counts_of
+from megatron_cp.apps.bench.overlap import Overlapped
+from megatron_cp.apps.bench.transports import AllToAll, Counting
+from megatron_cp.apps.bench.wire import LAYERS
+from megatron_cp.apps.bench.wire_job import HALVES, Job, between_hosts, split_counts_of
 from megatron_cp.cli.main import main
 from megatron_cp.exchange.split_counts import SplitCounts
 from megatron_cp.executor.launch import run_ranks

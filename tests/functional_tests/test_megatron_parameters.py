@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_cp.apps.estimate.model_files import read_model
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.planner.predict.model_files import read_model
 from tests.functional_tests import tiny_megatron as tiny
 from tests.limits import limit
 

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("megatron.core")
 
 
-from megatron_cp.cli import train
+from megatron_cp.apps.train import command as train
 from megatron_cp.cli.main import main
 from tests.forked_commands import forked, run_forked
 from tests.functional_tests.train_runs import (

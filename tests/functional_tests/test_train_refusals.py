@@ -14,11 +14,11 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.dist_checkpointing.validation import save_integrity_manifest
 
-from megatron_cp.cli import train
+from megatron_cp.apps.train import command as train
+from megatron_cp.apps.train.checkpoint import latest_checkpoint
+from megatron_cp.apps.train.digests import check_digests
+from megatron_cp.apps.train.run_folder import locked
 from megatron_cp.cli.main import main
-from megatron_cp.megatron.train.checkpoint import latest_checkpoint
-from megatron_cp.megatron.train.digests import check_digests
-from megatron_cp.megatron.train.run_folder import locked
 from tests.forked_commands import run_forked
 from tests.functional_tests.train_runs import (
     AS_COMMAND,
@@ -31,8 +31,8 @@ from tests.functional_tests.train_runs import (
     tokenized,
     write_documents,
 )
+from tests.unit_tests.apps.train.evil import Evil
 from tests.unit_tests.megatron.indexed_files import write_indexed
-from tests.unit_tests.megatron.train.evil import Evil
 
 pytestmark = pytest.mark.timeout(600)  # every rank imports Megatron, which takes a busy machine its time
 

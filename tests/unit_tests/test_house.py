@@ -1,6 +1,7 @@
 """Dependencies point one way, in rooms and in modules; sizes; who imports what; who replaces what."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ FLOORS = [
     {"testing"},
     {"megatron", "transformers"},
     {"cli"},
+    {"apps"},
 ]
 
 
@@ -55,6 +57,78 @@ def test_imports_point_downward():
             if other != room and floor_of(other) >= floor_of(room):
                 upward.append(f"{path.relative_to(HOUSE)} imports {name}")
     assert upward == []
+
+
+# -- applications use public names -------------------------------------------------------------------------------------
+
+
+def private_imports(source, app, is_public):
+    """What an application's source imports of the library beside public names, anywhere in it.
+
+    Args:
+        source: of a module of the application.
+        app: the application's package.
+        is_public: says of a package of the library and a name whether the package exports it.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found = [(alias.name, "") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [("." * node.level + (node.module or ""), alias.name) for alias in node.names]
+        else:
+            continue
+        for module, name in found:
+            parts = module.split(".")
+            if parts[0] not in ("", "megatron_cp") or f"{module}.".startswith(f"{app}."):
+                continue
+            if len(parts) > 2 or not parts[0] or not name or parts[1:] == ["apps"] or not is_public(module, name):
+                yield f"{module} {name}".strip()
+
+
+def exports(package, name):
+    """Whether a package names it in `__all__`, or a module has it where it has no such list."""
+    module = importlib.import_module(package)
+    return name in getattr(module, "__all__", vars(module)) or (package, name) == ("megatron_cp", "__version__")
+
+
+APPLICATIONS = sorted(path.parent.name for path in (HOUSE / "apps").glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_applications_import_public_names_alone(name):
+    found = [
+        f"{path.relative_to(HOUSE)}: {imported}"
+        for path in (HOUSE / "apps" / name).rglob("*.py")
+        for imported in private_imports(path.read_text(), f"megatron_cp.apps.{name}", exports)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from megatron_cp import attention\nimport torch\nfrom megatron.core import x", []),
+        ("from megatron_cp.layout import Layout\nfrom megatron_cp.apps.a import b\nimport megatron_cp.apps.a.b", []),
+        ("from megatron_cp import hidden", ["megatron_cp hidden"]),
+        ("from megatron_cp.layout.layout import Layout", ["megatron_cp.layout.layout Layout"]),
+        ("def f():\n    from megatron_cp.apps.ab import x", ["megatron_cp.apps.ab x"]),
+        ("from megatron_cp import apps", ["megatron_cp apps"]),
+        ("from megatron_cp.apps import b", ["megatron_cp.apps b"]),
+        ("import megatron_cp", ["megatron_cp"]),
+        ("from ..b import x", ["..b x"]),
+    ],
+)
+def test_a_private_import_is_seen(source, found):
+    assert list(private_imports(source, "megatron_cp.apps.a", lambda _, name: name in ("attention", "Layout"))) == found
+
+
+def test_applications_are_named_in_one_place_of_the_library():
+    naming = {
+        path.relative_to(HOUSE).as_posix()
+        for path in HOUSE.rglob("*.py")
+        if not path.is_relative_to(HOUSE / "apps") and "megatron_cp.apps" in path.read_text()
+    }
+    assert naming == {"cli/applications.py"}
 
 
 # -- no circle of modules ----------------------------------------------------------------------------------------------
@@ -117,7 +191,9 @@ def test_a_circle_is_seen(sources, expected):
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 MOST_LINES, LONGEST_FUNCTION = 450, 60
-SHORT_FUNCTIONS = ("plan", "planner", "executor", "exchange", "layout", "softmax", "linear", "batch", "nn")
+SHORT_FUNCTIONS = (
+    "plan", "planner", "executor", "exchange", "layout", "softmax", "linear", "batch", "nn", "apps/estimate",
+)  # fmt: skip
 
 
 def test_modules_fit_a_sitting():
@@ -125,7 +201,7 @@ def test_modules_fit_a_sitting():
     lines = {
         str(path.relative_to(HOUSE)): len(path.read_text().splitlines())
         for path in HOUSE.rglob("*.py")
-        if not path.is_relative_to(HOUSE / "cli" / "bench")
+        if not path.is_relative_to(HOUSE / "apps" / "bench")
     }
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
@@ -233,9 +309,9 @@ def test_only_its_adapter_imports_transformers():
     assert [path for path in importing if not path.is_relative_to("transformers")] == []
 
 
-def test_only_the_adapter_and_the_peers_of_benchmarks_import_megatron():
+def test_only_the_adapter_the_trainer_and_the_peers_of_benchmarks_import_megatron():
     importing = importers_of("megatron")
-    rooms = (Path("megatron"), Path("cli/bench/peers"))
+    rooms = (Path("megatron"), Path("apps/bench/peers"), Path("apps/train"))
     assert {room for room in rooms for path in importing if path.is_relative_to(room)} == set(rooms)
     assert [path for path in importing if not any(path.is_relative_to(room) for room in rooms)] == []
 
@@ -319,7 +395,7 @@ def flat(targets):
             yield target
 
 
-@pytest.mark.parametrize("room", ["cli", "testing"])
+@pytest.mark.parametrize("room", ["apps", "cli", "testing"])
 def test_nothing_of_the_library_is_replaced(room):
     paths = sorted((HOUSE / room).rglob("*.py"))
     found = [

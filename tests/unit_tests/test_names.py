@@ -1,17 +1,21 @@
 """The public names of the packages that import them lazily: listed, completed, and hinted at."""
 
 import importlib
+import pickle
 import rlcompleter
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import megatron_cp
-import tests.covering  # noqa: F401
-from megatron_cp.lazy import lazy_names
 
-PACKAGES = ("megatron_cp", "megatron_cp.transformers")
+HOUSE = Path(megatron_cp.__file__).parent
+PACKAGES = sorted(
+    ".".join(("megatron_cp", *stub.parent.relative_to(HOUSE).parts)) for stub in HOUSE.rglob("__init__.pyi")
+)
+NEEDS = {"megatron_cp.megatron": "megatron.core", "megatron_cp.transformers": "transformers"}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -39,6 +43,7 @@ def test_tab_completion_knows_them():
         ("megatron_cp", "packing", ". Did you mean Packing?"),
         ("megatron_cp", "frobnicate", ""),
         ("megatron_cp", "__wrapped__", ""),
+        ("megatron_cp.planner", "PackCosts", ". Did you mean PackCost?"),
         ("megatron_cp.transformers", "enable_contextparallel", ". Did you mean enable_context_parallel?"),
     ],
 )
@@ -49,11 +54,32 @@ def test_rejects_a_misspelt_name_with_a_hint(package, name, hint):
     assert error.value.obj is None  # else Python would print a hint of its own behind this one
 
 
-def test_a_name_is_kept_once_it_is_used():
-    get, names = lazy_names("tests.covering", {"sqrt": "math"})
-    try:
-        assert get("sqrt")(9) == 3
-        assert vars(sys.modules["tests.covering"])["sqrt"] is get("sqrt")
-        assert "sqrt" in names()
-    finally:
-        vars(sys.modules["tests.covering"]).pop("sqrt", None)
+@pytest.mark.parametrize(
+    ("old", "new"), [("AttentionSlot", "AttentionSpec"), ("LinearSlot", "LinearSpec"), ("PlanSlots", "GraphTables")]
+)
+def test_rejects_a_former_name_with_that_of_today(old, new):
+    with pytest.raises(AttributeError, match=f"attribute '{old}'. It is {new} now$"):
+        getattr(megatron_cp, old)
+    assert new in megatron_cp.__all__
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_there(package):
+    if package in NEEDS:
+        pytest.importorskip(NEEDS[package])
+    module = importlib.import_module(package)
+    assert module.__all__
+    for name in module.__all__:
+        assert getattr(module, name) is vars(module)[name]  # kept once it is used
+
+
+def test_a_module_of_a_package_is_imported_without_a_hint(monkeypatch):
+    """An import statement asks the package before it imports the module."""
+    monkeypatch.setattr("difflib.get_close_matches", None)
+    with pytest.raises(AttributeError, match=r"no attribute 'transport'$"):
+        importlib.import_module("megatron_cp.plan").__getattr__("transport")
+
+
+def test_public_names_are_pickled_by_their_own_modules():
+    assert pickle.loads(pickle.dumps(megatron_cp.shard_batch)) is megatron_cp.shard_batch
+    assert pickle.loads(pickle.dumps(megatron_cp.AttentionSpec)) is megatron_cp.AttentionSpec

@@ -20,5 +20,8 @@ def test_the_wheel_holds_every_module_and_says_that_it_is_typed(monkeypatch):
     modules = {path.relative_to(ROOT) for path in (ROOT / "megatron_cp").rglob("*.py")}
     assert {path for path in held if path.suffix == ".py"} == modules
     assert (ROOT / "megatron_cp" / "py.typed").read_bytes() == b""
-    page = ROOT / "megatron_cp" / "planner" / "page"
+    stubs = {path.relative_to(ROOT) for path in (ROOT / "megatron_cp").rglob("*.pyi")}
+    assert Path("megatron_cp/__init__.pyi") in stubs
+    assert {path for path in held if path.suffix == ".pyi"} == stubs  # without one its package cannot be imported
+    page = ROOT / "megatron_cp" / "apps" / "estimate" / "page"
     assert {path.relative_to(ROOT) for kind in ("html", "css", "js") for path in page.glob(f"*.{kind}")} <= held

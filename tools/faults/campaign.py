@@ -106,7 +106,7 @@ def warm_up() -> None:
     """Whatever is imported or made at an operation's first use: forks have it then. Starts no thread."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    importlib.import_module("megatron_cp.megatron.train.checkpoint")  # Megatron's, by which all jobs save
+    importlib.import_module("megatron_cp.apps.train.checkpoint")  # Megatron's, by which all jobs save
     cases = [case for case in (draw(0, number) for number in range(60)) if case.cp_size == 2][:20]
     for case in cases:
         (group,) = ThreadGroup.create(1)

@@ -16,8 +16,8 @@ def save(folder: Path, state: dict[str, Tensor], step: int) -> None:
     """By what `megatron-cp train` saves with. Collective."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
+    from megatron_cp.apps.train.checkpoint import save_checkpoint
     from megatron_cp.megatron.cpu import run_megatron_on_cpu
-    from megatron_cp.megatron.train.checkpoint import save_checkpoint
 
     run_megatron_on_cpu()
 
@@ -54,7 +54,7 @@ def problem(folder: Path) -> str:
 def _loaded_step(folder: Path) -> int:
     from megatron.core import dist_checkpointing
 
-    from megatron_cp.megatron.train.checkpoint import latest_checkpoint
+    from megatron_cp.apps.train.checkpoint import latest_checkpoint
 
     dist.init_process_group("gloo", init_method=f"file://{folder}/loading", rank=0, world_size=1)
     found = latest_checkpoint(folder / CHECKPOINTS)

@@ -59,8 +59,8 @@ def _run(case: Case, folder: Path) -> int:
 
 
 def _put_faults_in(case: Case, folder: Path) -> None:
+    from megatron_cp.apps.train import checkpoint, loop
     from megatron_cp.executor import launch
-    from megatron_cp.megatron.train import checkpoint, loop
 
     step, forward_step, save_checkpoint = [0], loop.forward_step, checkpoint.save_checkpoint
     made: list[Faulty] = []

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_cp.cli.options import MODELS
+from megatron_cp.apps.estimate import MODELS
 from megatron_cp.errors import ArgumentError
 from megatron_cp.executor.groups import Message, Pending, RankGroup
 from megatron_cp.executor.run import prepare

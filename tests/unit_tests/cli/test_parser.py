@@ -21,8 +21,8 @@ def commands(monkeypatch):
 
     parsed = []
     monkeypatch.setattr(command_line, "Parser", Kept)
-    for command in command_line.COMMANDS.values():
-        monkeypatch.setattr(command, "run", lambda args: parsed.append(args) or Report(""))
+    for name in command_line.COMMANDS:
+        monkeypatch.setattr(command_line.command(name), "run", lambda args: parsed.append(args) or Report(""))
     assert command_line.main([]) == 2
     return {name: made[name] for name in command_line.COMMANDS}, parsed
 

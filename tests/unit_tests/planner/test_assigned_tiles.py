@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from megatron_cp.apps.estimate.model_presets import PRESETS
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import Layout, Mask, Packing
 from megatron_cp.plan.schemes import SCHEMES
@@ -15,7 +16,6 @@ from megatron_cp.planner.attention import plan_attention
 from megatron_cp.planner.batch import AttentionSpec
 from megatron_cp.planner.predict import machine
 from megatron_cp.planner.predict.hardware import Link, Topology
-from megatron_cp.planner.predict.model_presets import PRESETS
 from megatron_cp.planner.predict.price import priced
 from megatron_cp.planner.rounds import plan_in_rounds
 from megatron_cp.planner.tiles import TileWeights, tiles_of

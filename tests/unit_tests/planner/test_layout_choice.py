@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 
 import megatron_cp as cp
+from megatron_cp.apps.estimate.model_files import read_model
+from megatron_cp.apps.estimate.step import StepChoice, predict_step
 from megatron_cp.planner import layouts
 from megatron_cp.planner.layouts import CHOICES, choose_layout, layout_by_name
 from megatron_cp.planner.predict import machine
-from megatron_cp.planner.predict.model_files import read_model
 from megatron_cp.planner.predict.price import priced
-from megatron_cp.planner.predict.step import StepChoice, predict_step
 
 H100 = machine("h100")
 LONG, MANY = cp.Packing([60000, 5000]), cp.Packing([1000] * 65)

@@ -1,0 +1,112 @@
+"""`megatron-cp bench`: how far an operation is from its limits, in ratios that were taken in one run.
+
+Its options, and which benchmark is asked for. What measures is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatron_cp.apps.bench.defaults import EXCHANGE_RANKS, PACK_RANKS, RANKS, WIRE_RANKS
+from megatron_cp.cli import RANK_KINDS, Report, add_batch_arguments, add_layer_arguments, check_paths, positive, seconds
+from megatron_cp.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from megatron_cp.executor import TorchGroup
+
+HELP = "measure a layer: local work, waits, memory and bytes, over what each could be"
+BENCHMARKS = ("attention", "linear", "exchange", "layer", "wire", "packs", "planner")
+DEVICES = ("cpu", "cuda")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("what", metavar="|".join(BENCHMARKS), help="what to measure")
+    wire, packs = (f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" for sizes in (WIRE_RANKS, PACK_RANKS))
+    parser.add_argument(
+        "--cp",
+        type=positive,
+        metavar="N",
+        help=f"context-parallel size (default: {RANKS}; of exchange {EXCHANGE_RANKS}, of wire {wire}, of packs "
+        f"{packs})",
+    )
+    parser.add_argument("--repeats", type=positive, default=5, metavar="N", help="timed rounds (default: 5)")
+    add_layer_arguments(parser, dtype="float32")
+    add_batch_arguments(parser)
+    ours = {
+        "layer": "of linear: gdn, kda, mamba or conv1d (default: gdn)",
+        "scheme": "of attention: one scheme; all that the ranks can run if left out",
+        "model": "the layer's shape in a known model (default: a few heads)",
+        "layout": "default: zigzag; of linear: contiguous",
+        "dtype": "default: float32; of exchange, layer and wire bfloat16, as of all on cuda",
+    }
+    for action in parser._actions:
+        action.help = ours.get(action.dest, action.help)
+    parser.set_defaults(layer=None, dtype=None)  # depend on what is measured, and on the device
+    parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
+    parser.add_argument("--device", choices=DEVICES, help="default: cuda where there is one")
+    parser.add_argument("--ranks", choices=RANK_KINDS, default="processes", help="local ranks; torchrun brings its own")
+    cells = "RANKSxTOKENS/DOCUMENTS,..."
+    parser.add_argument(
+        "--cells",
+        metavar=cells,
+        help="of exchange: what is timed between processes, beside the local part, whose size --tokens-per-rank sets",
+    )
+    parser.add_argument("--only", metavar="PART,...", help="of wire: transports, codecs or overlap (default: all)")
+    parser.add_argument(
+        "--profile",
+        metavar="FILE.json",
+        help="of layer: a Chrome trace of one forward and backward of our layer on rank 0, made once all is measured; "
+        "of two layers FILE.gdn.json and FILE.mamba.json",
+    )
+    parser.add_argument(
+        "--batches", type=positive, metavar="N", help="of packs: global batches for each number of ranks (default: 100)"
+    )
+    parser.add_argument(
+        "--calibrate", metavar="FILE.toml", help="of planner: where to write the rates of this machine, as a preset"
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME-OR-FILE", help="of planner: the machine to predict for (default: measured beforehand)"
+    )
+    parser.add_argument("--timeout", type=seconds, default=600.0, help="seconds the run may take (default: 600)")
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Measures, on local ranks or on those of torchrun."""
+    if args.what not in BENCHMARKS:
+        raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS))
+    of_one = {
+        "only": "wire", "cells": "exchange", "profile": "layer", "batches": "packs", "calibrate": "planner",
+        "gpu": "planner",
+    }  # fmt: skip
+    for option, benchmark in of_one.items():
+        if getattr(args, option) is not None and args.what != benchmark:
+            raise ArgumentError(f"--{option}", getattr(args, option), f"nothing but with bench {benchmark}")
+    check_paths(args)
+    import torch
+    import torch.distributed as dist
+
+    from megatron_cp.apps.bench import attention, exchange, layer, linear, packs, planner, wire
+    from megatron_cp.executor import in_torchrun, start_torchrun_rank
+
+    reports: dict[str, Callable[[argparse.Namespace, TorchGroup | None], Report]] = {
+        "attention": attention.report,
+        "linear": linear.report,
+        "exchange": exchange.report,
+        "layer": layer.report,
+        "wire": wire.report,
+        "planner": planner.report,
+        "packs": packs.report,
+    }
+    torch.set_num_threads(1)
+    world = start_torchrun_rank(args.timeout) if in_torchrun() else None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # ranks without heads are part of what is measured
+            return reports[args.what](args, world)
+    finally:
+        if world is not None:
+            dist.destroy_process_group()

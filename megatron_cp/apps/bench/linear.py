@@ -1,0 +1,112 @@
+"""`megatron-cp bench linear`: what segments cost beside whole documents, what a mixer saves, headwise and chunkwise."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from megatron_cp.apps.bench.defaults import with_defaults
+from megatron_cp.apps.bench.linear_report import LAYERS, MODES, Seen, ratios, text
+from megatron_cp.apps.bench.on_ranks import measured_on_ranks
+from megatron_cp.apps.bench.peer_limits import MEGATRON
+from megatron_cp.apps.bench.saved_bytes import saved_bytes
+from megatron_cp.apps.bench.segments import megatron_rule, segments
+from megatron_cp.apps.bench.timing import DIRECTIONS, Timing, Watch, interleaved_order
+from megatron_cp.apps.bench.work import Work, mixer
+from megatron_cp.cli import Report, case_of, hosts_of_job
+from megatron_cp.errors import ArgumentError
+from megatron_cp.executor import RankGroup, ThreadGroup, TorchGroup
+from megatron_cp.linear import LinearOnRank, choose_conv, choose_rule
+from megatron_cp.plan import KINDS
+from megatron_cp.testing import Case, draw
+
+SHAPES = {
+    "gdn": {"heads": 4, "key_heads": 2, "head_dim": 128},
+    "kda": {"heads": 4, "key_heads": 4, "head_dim": 128},
+    "mamba": {"heads": 8, "groups": 1, "head_dim": 64, "state": 128},
+    "conv1d": {"heads": 8, "head_dim": 128},
+}
+
+
+def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
+    """What the command prints."""
+    args = with_defaults(args, world, LAYERS, SHAPES)
+    if args.scheme is not None:
+        raise ArgumentError("--scheme", args.scheme, "nothing", f"This benchmark measures {' and '.join(MODES)}.")
+    args.layout = args.layout or "contiguous"
+    hosts = hosts_of_job(args, world, args.cp)
+    cases = {mode: case_of(args, args.cp, kernel=args.kernel, device=args.device, hosts=hosts) for mode in MODES}
+    cases = {mode: replace(case, scheme=mode) for mode, case in cases.items()}
+    for case in cases.values():
+        case.refuse_early()
+    compared = (case.plan() for case in cases.values())
+    ranks: list[Seen] = measured_on_ranks(
+        measure, cases, args.repeats, plans=compared, cp=args.cp, args=args, world=world
+    )
+    data = {
+        **ratios(cases, ranks),
+        "cp": args.cp,
+        "layer": args.layer,
+        "lengths": list(cases["chunkwise"].lengths),
+        "repeats": args.repeats,
+        "device": args.device,
+        "kernel": ranks[0].kernel,
+        "torch": torch.__version__,
+        "megatron_core": None if MEGATRON in ranks[0].not_run else version(MEGATRON),
+        "cores": os.cpu_count(),
+        "not_run": ranks[0].not_run,
+    }
+    return Report(text(cases["chunkwise"], data), data, quiet=world is not None and world.rank != 0)
+
+
+def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
+    """Everything on one rank: whole mixers, then, on the first rank alone, what it does with its tokens."""
+    case = cases["chunkwise"]
+    watch = Watch(torch.device(case.device).type)
+    problem = draw(case)
+    seen = Seen(_kernel_of(case))
+    mixers = {mode: mixer(one, problem, group) for mode, one in cases.items()}
+    seen.saved = {mode: saved_bytes(work, work.inputs[len(problem.inputs) :]) for mode, work in mixers.items()}
+    seen.spent = _interleaved(mixers, repeats, watch, group.barrier)
+    if group.rank == 0:
+        works = segments(case, int(case.plan().layout.token_counts.max()))
+        try:
+            works |= megatron_rule(case, works["plain"])
+        except ImportError as error:
+            seen.not_run[MEGATRON] = str(error)
+        seen.local = _interleaved(works, repeats, watch)
+    group.barrier()
+    return seen
+
+
+def _interleaved(
+    works: Mapping[str, Work], repeats: int, watch: Watch, barrier: Callable[[], None] = lambda: None
+) -> dict[tuple[str, str], list[Timing]]:
+    """What each work took in each direction, one after the other within every repeat."""
+    spent: dict[tuple[str, str], list[Timing]] = {(name, way): [] for name in works for way in DIRECTIONS}
+    for work in works.values():
+        work.step(lambda _, call: call(), watch)
+    for name in interleaved_order(list(works), repeats):
+
+        def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
+            barrier()
+            result, took = watch.timed(call)
+            spent[name, way].append(took)
+            return result
+
+        works[name].step(timed, watch)
+    return spent
+
+
+def _kernel_of(case: Case) -> str:
+    group = ThreadGroup.create(case.cp)[0]
+    share = LinearOnRank(
+        case.plan(), group, case.kernel, "values", torch.empty(0, dtype=case.dtype, device=case.device)
+    )
+    return (choose_rule if KINDS[case.layer].has_state else choose_conv)(case.kernel, share.call).name

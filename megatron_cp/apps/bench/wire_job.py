@@ -1,0 +1,93 @@
+"""What some ranks measure together in `megatron-cp bench wire`, what they found, and the bytes that a plan sends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_cp.apps.bench.overlap import inbound
+from megatron_cp.exchange import Geometry, SplitCounts
+from megatron_cp.plan import Plan, Transport
+from megatron_cp.testing import Case
+
+PARTS = ("transports", "codecs", "overlap")
+HALVES = ("transfer", "compute", "together")
+Key = tuple[str | int, ...]  # what was measured, and its direction
+
+
+@dataclass(frozen=True)
+class Job:
+    """What some ranks measure together.
+
+    Attributes:
+        parts: of `PARTS`.
+        repeats: of transports and codecs.
+        hosts: of each rank.
+        transport: by which codecs and overlap are measured.
+        sent: the attention whose way to heads every transport takes.
+        coded: the same for every codec.
+        codecs: "none" first.
+        layers: of overlap.
+        chunks: of codecs and overlap, where heads allow.
+    """
+
+    parts: tuple[str, ...]
+    repeats: int
+    hosts: tuple[int, ...]
+    transport: Transport
+    sent: Case
+    coded: Case
+    codecs: tuple[str, ...]
+    layers: tuple[Case, ...]
+    chunks: tuple[int, ...]
+
+    def plan(self, case: Case, **changes: Any) -> Plan:
+        """A case's plan, by the job's transport."""
+        return replace(replace(case, **changes).plan(), transport=self.transport)
+
+    def chunks_of(self, case: Case) -> list[int]:
+        """The counts into which heads can be cut."""
+        most = case.plan().partition.most_groups
+        return [count for count in self.chunks if count <= most]
+
+    @property
+    def ends(self) -> list[int]:
+        """The least and the most chunks of what is coded."""
+        counts = self.chunks_of(self.coded)
+        return sorted({counts[0], counts[-1]})
+
+
+@dataclass
+class Seen:
+    """What one rank measured.
+
+    Attributes:
+        times: seconds of every repeat, by what was measured and its direction, "" where it has but one.
+        counted: bytes that it sent to other hosts, by kind of exchange and transport.
+    """
+
+    times: dict[Key, list[float]] = field(default_factory=dict)
+    counted: dict[tuple[str, str], int] = field(default_factory=dict)
+
+
+def split_counts_of(plan: Plan, case: Case, part: int = 0) -> SplitCounts:
+    """Bytes from rank to rank of one part of attention's way to heads."""
+    exchange = inbound(plan)
+    dtypes = (case.dtype,) * len(exchange.sections.blocks)
+    return Geometry(exchange, 0, dtypes, None, torch.device(case.device), part).split_counts(to_heads=True)
+
+
+def between_hosts(split_counts: SplitCounts, hosts: Sequence[int]) -> int:
+    """Of all that is moved, what crosses hosts."""
+    host = np.array(hosts)
+    return int(split_counts.counts[host[:, None] != host].sum())
+
+
+def coded_bytes(job: Job, codec: str, chunks: int = 1) -> int:
+    """That cross hosts on the way to heads."""
+    plan = job.plan(job.coded, codec=codec, head_chunks=chunks)
+    return sum(between_hosts(split_counts_of(plan, job.coded, part), job.hosts) for part in range(chunks))

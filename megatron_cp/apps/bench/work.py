@@ -1,0 +1,46 @@
+"""What `megatron-cp bench linear` runs again and again: a layer, or a part of one, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_cp.apps.bench.timing import Measure, Watch, WatchedGroup
+from megatron_cp.executor import RankGroup
+from megatron_cp.testing import Case, Problem, run_linear
+
+
+@dataclass
+class Work:
+    """A differentiable computation that may be run again and again."""
+
+    forward: Callable[[RankGroup], Tensor]
+    inputs: list[Tensor]
+    gradient: Tensor
+    group: RankGroup
+
+    def step(self, measure: Measure, watch: Watch) -> None:
+        """Forward and backward, each through `measure(direction, call)`."""
+        group = WatchedGroup(self.group, watch)
+        out = measure("forward", lambda: self.forward(group))
+        # Engine threads of its own would not be on this thread's clock.
+        with torch.autograd.set_multithreading_enabled(False):
+            measure("backward", lambda: torch.autograd.grad(out, self.inputs, self.gradient))
+
+
+def mixer(case: Case, problem: Problem, group: RankGroup) -> Work:
+    """A case's layer on one rank; the parameters are the last inputs."""
+    plan = case.plan()
+
+    def own(stream: Tensor) -> Tensor:
+        return plan.layout.shard(stream, group.rank).detach().clone()
+
+    inputs = {name: own(x).requires_grad_() for name, x in problem.inputs.items()}
+    parameters = {name: x.detach().clone().requires_grad_() for name, x in problem.parameters.items()}
+    return Work(
+        lambda ranks: run_linear(ranks, case, plan, inputs, parameters),
+        [*inputs.values(), *parameters.values()], own(problem.output_gradient), group,
+    )  # fmt: skip

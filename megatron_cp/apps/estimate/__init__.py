@@ -1,0 +1,12 @@
+"""A whole model's training step, predicted: `megatron-cp plan --whole`. No torch in here.
+
+`model_files` reads a model from a preset (`model_presets`), a Hugging Face configuration (`hub_configs`) or Megatron's
+flags (`megatron_flags`) into a `ModelSpec` (`models`) of layers (`model_layers`). `step` predicts what a step of it
+takes, with the layouts and schemes that `together` plans; `command` compares ways and `page/` shows one as a web page.
+"""
+
+from megatron_cp.apps.estimate.command import add_arguments, run_whole
+from megatron_cp.apps.estimate.layer_shapes import MODELS, layer_shapes
+from megatron_cp.apps.estimate.model_files import read_model
+
+__all__ = ["MODELS", "add_arguments", "layer_shapes", "read_model", "run_whole"]

@@ -1,0 +1,325 @@
+"""`MODEL_TYPES`: how the `config.json` of each type of Hugging Face model is read. No torch in here.
+
+Keys and what holds without them are those of the model types' configuration classes in `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from megatron_cp.apps.estimate.model_fields import Fields, chosen_blocks
+from megatron_cp.apps.estimate.model_layers import (
+    MLP,
+    AttentionMixer,
+    Block,
+    LinearMixer,
+    gated_delta_net,
+    kimi_delta_attention,
+    mamba2,
+)
+from megatron_cp.errors import ArgumentError
+
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+Blocks = tuple[Block, ...]
+
+
+def _attention(config: Fields, *, head_dim: int | None = None, bias: bool = False) -> AttentionMixer:
+    """Attention with causal mask.
+
+    Args:
+        config: of the model.
+        head_dim: where it is not given; if None, hidden_size / num_attention_heads.
+        bias: whether projections have one, where it is not given.
+    """
+    heads = config.size("num_attention_heads")
+    if head_dim is None:
+        head_dim = config.quotient("head_dim", config.size("hidden_size"), "num_attention_heads", heads)
+    else:
+        head_dim = config.size("head_dim", head_dim)
+    has_bias = config.flag("attention_bias", bias)
+    kv_heads = config.size("num_key_value_heads", heads)
+    return AttentionMixer(heads, kv_heads, head_dim, head_dim, bias=has_bias, output_bias=has_bias)
+
+
+def _sliding(mixer: AttentionMixer, config: Fields, default: int | None = None) -> AttentionMixer:
+    """The same that sees `sliding_window` tokens, itself among them."""
+    return replace(mixer, mask=f"window:{config.size('sliding_window', default) - 1},0")
+
+
+def _alternating(config: Fields, full: Block, sliding: Block, interval: int) -> Blocks:
+    """Every `interval`-th layer is full, the others are sliding, unless `layer_types` says otherwise."""
+    layers = config.layers("num_hidden_layers")
+    types = [SLIDING if number % interval else FULL for number in range(1, layers + 1)]
+    return config.blocks("layer_types", {FULL: full, SLIDING: sliding}, types, layers)
+
+
+def _mlp(config: Fields, *, gated: bool = True) -> MLP:
+    return MLP(config.size("intermediate_size"), gated, config.flag("mlp_bias"))
+
+
+def _llama(config: Fields) -> Blocks:
+    return (Block(_attention(config), _mlp(config)),) * config.layers("num_hidden_layers")
+
+
+def _mistral(config: Fields, mlp: MLP | None = None) -> Blocks:
+    mixer = _attention(config)
+    if "sliding_window" in config:
+        mixer = _sliding(mixer, config)
+    return (Block(mixer, mlp or _mlp(config)),) * config.layers("num_hidden_layers")
+
+
+def _mixtral(config: Fields) -> Blocks:
+    experts = config.size("num_local_experts", 8)
+    chosen = config.size("num_experts_per_tok", 2)
+    return _mistral(config, MLP(config.size("intermediate_size"), experts=experts, experts_per_token=chosen))
+
+
+def _qwen(config: Fields, mixer: AttentionMixer) -> Blocks:
+    """The last layers slide, after `max_window_layers`, where `use_sliding_window` says so."""
+    layers, mlp = config.layers("num_hidden_layers"), _mlp(config)
+    first = layers
+    types = {FULL: Block(mixer, mlp)}
+    if config.flag("use_sliding_window"):
+        first = config.size("max_window_layers", 28, least=0)
+        types[SLIDING] = Block(_sliding(mixer, config, 4096), mlp)
+    default = [FULL if number < first else SLIDING for number in range(layers)]
+    return config.blocks("layer_types", types, default, layers)
+
+
+def _qwen2(config: Fields) -> Blocks:
+    return _qwen(config, replace(_attention(config), bias=True, output_bias=False))
+
+
+def _qwen3(config: Fields) -> Blocks:
+    return _qwen(config, replace(_attention(config, head_dim=128), qk_norm=True))
+
+
+def _qwen_mixture(config: Fields, number: int, experts: MLP) -> MLP:
+    """The MLP of a layer, counted from 0: a mixture unless `mlp_only_layers` or `decoder_sparse_step` leaves it out."""
+    is_sparse = (number + 1) % config.size("decoder_sparse_step", 1) == 0
+    return experts if is_sparse and number not in config.indices("mlp_only_layers") else _mlp(config)
+
+
+def _qwen_experts(config: Fields, *, shared_size: int = 0) -> MLP:
+    return MLP(
+        config.size("moe_intermediate_size"),
+        experts=config.size("num_local_experts" if "num_local_experts" in config else "num_experts"),
+        experts_per_token=config.size("num_experts_per_tok"),
+        shared_size=shared_size,
+        shared_gate=shared_size > 0,
+    )
+
+
+def _qwen3_moe(config: Fields) -> Blocks:
+    mixer = replace(_attention(config), qk_norm=True)
+    if config.flag("use_sliding_window"):
+        mixer = _sliding(mixer, config, 4096)
+    experts, layers = _qwen_experts(config), range(config.layers("num_hidden_layers"))
+    return tuple(Block(mixer, _qwen_mixture(config, number, experts)) for number in layers)
+
+
+def _qwen3_next(config: Fields) -> Blocks:
+    linear = gated_delta_net(
+        config.size("linear_num_value_heads"),
+        config.size("linear_num_key_heads"),
+        config.size("linear_key_head_dim"),
+        config.size("linear_value_head_dim"),
+        config.size("linear_conv_kernel_dim", 4),
+    )
+    full = replace(_attention(config, head_dim=256), output_gate=True, qk_norm=True)
+    layers = config.layers("num_hidden_layers")
+    interval = config.size("full_attention_interval", 4)
+    types = [LINEAR if number % interval else FULL for number in range(1, layers + 1)]
+    mixers = config.blocks("layer_types", {LINEAR: Block(linear), FULL: Block(full)}, types, layers)
+    experts = _qwen_experts(config, shared_size=config.size("shared_expert_intermediate_size", 0, least=0))
+    return tuple(replace(block, mlp=_qwen_mixture(config, n, experts)) for n, block in enumerate(mixers))
+
+
+def _gemma(config: Fields, mixer: AttentionMixer, interval: int) -> Blocks:
+    config.refuse("use_bidirectional_attention")
+    full = Block(mixer, _mlp(config), post_norms=True)
+    return _alternating(config, full, replace(full, mixer=_sliding(mixer, config, 4096)), interval)
+
+
+def _gemma2(config: Fields) -> Blocks:
+    return _gemma(config, _attention(config, head_dim=256), 2)
+
+
+def _gemma3(config: Fields) -> Blocks:
+    name = "_sliding_window_pattern" if "_sliding_window_pattern" in config else "sliding_window_pattern"
+    return _gemma(config, replace(_attention(config, head_dim=256), qk_norm=True), config.size(name, 6))
+
+
+def _gpt_oss(config: Fields) -> Blocks:
+    mixer = replace(_attention(config, head_dim=64, bias=True), sink=True)
+    experts = MLP(
+        config.size("intermediate_size"),
+        bias=True,
+        experts=config.size("num_local_experts"),
+        experts_per_token=config.size("num_experts_per_tok", 4),
+    )
+    full = Block(mixer, experts)
+    return _alternating(config, full, replace(full, mixer=_sliding(mixer, config, 128)), 2)
+
+
+# The types of layers of Nemotron-H: the letters of hybrid_override_pattern, and the words of layers_block_type, some of
+# which older files spell otherwise.
+_HYBRID_WORDS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
+_OLDER_WORDS = {"mamba": LINEAR, "attention": FULL}
+
+
+def _nemotron_h(config: Fields) -> Blocks:
+    config.refuse("moe_latent_size", "num_nextn_predict_layers", "use_bias", "mamba_proj_bias")
+    types = {
+        LINEAR: Block(_mamba(config, "mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim", "conv_kernel")),
+        FULL: Block(_attention(config, head_dim=128)),
+        "mlp": Block(mlp=_mlp(config, gated=False)),
+    }
+    if "n_routed_experts" in config:
+        types["moe"] = Block(mlp=_nemotron_experts(config))
+    name, words = "hybrid_override_pattern", config.get("hybrid_override_pattern")
+    if isinstance(words, str):
+        types = {letter: types[word] for letter, word in _HYBRID_WORDS.items() if word in types}
+    else:
+        name, words = "layers_block_type", config.get("layers_block_type")
+        if not isinstance(words, list):
+            allowed = "a list of the types of all layers, or hybrid_override_pattern with a letter for each"
+            raise ArgumentError(name, words, allowed)
+        types |= {older: types[word] for older, word in _OLDER_WORDS.items()}
+    return chosen_blocks(name, words, types, config.size("num_hidden_layers", len(words)))
+
+
+def _nemotron_experts(config: Fields) -> MLP:
+    return MLP(
+        config.size("moe_intermediate_size"),
+        gated=False,
+        experts=config.size("n_routed_experts"),
+        experts_per_token=config.size("num_experts_per_tok"),
+        shared_size=config.size("moe_shared_expert_intermediate_size", 0, least=0),
+    )
+
+
+def _mamba(config: Fields, heads: str, groups: str, state: str, head_dim: str, width: str) -> LinearMixer:
+    """A Mamba-2 layer whose sizes have these names."""
+    bias_name = "mamba_conv_bias" if "mamba_conv_bias" in config else "use_conv_bias"
+    return mamba2(
+        config.size(heads),
+        config.size(groups, 8),
+        config.size(state),
+        config.size(head_dim),
+        config.size(width, 4),
+        conv_bias=config.flag(bias_name, True),
+    )
+
+
+def _mamba2(config: Fields) -> Blocks:
+    config.refuse("use_bias")
+    layer = Block(_mamba(config, "num_heads", "n_groups", "state_size", "head_dim", "conv_kernel"))
+    return (layer,) * config.layers("num_hidden_layers")
+
+
+def _mamba_of_bamba(config: Fields) -> LinearMixer:
+    config.refuse("mamba_proj_bias")
+    heads, inner = config.size("mamba_n_heads"), config.size("mamba_expand", 2) * config.size("hidden_size")
+    is_given = not isinstance(config.get("mamba_d_head"), str | None)  # else it is "auto"
+    own = config if is_given else Fields({})
+    return mamba2(
+        heads,
+        config.size("mamba_n_groups", 1),
+        config.size("mamba_d_state"),
+        own.quotient("mamba_d_head", inner, "mamba_n_heads", heads),
+        config.size("mamba_d_conv", 4),
+        conv_bias=config.flag("mamba_conv_bias", True),
+    )
+
+
+def _bamba(config: Fields) -> Blocks:
+    mlp, full = _mlp(config), config.indices("attn_layer_indices")
+    linear, attention = Block(_mamba_of_bamba(config), mlp), Block(_attention(config), mlp)
+    return tuple(attention if number in full else linear for number in range(config.layers("num_hidden_layers")))
+
+
+def _granite_hybrid(config: Fields) -> Blocks:
+    shared = config.size("shared_intermediate_size", 1024)
+    experts = config.size("num_local_experts", 8, least=0)
+    mlp = MLP(shared)
+    if experts:
+        chosen = config.size("num_experts_per_tok", 2)
+        mlp = MLP(config.size("intermediate_size"), experts=experts, experts_per_token=chosen, shared_size=shared)
+    layers = config.layers("num_hidden_layers")
+    linear, attention = Block(_mamba_of_bamba(config), mlp), Block(_attention(config), mlp)
+    types = {"mamba": linear, "attention": attention, LINEAR: linear, FULL: attention}
+    return config.blocks("layer_types", types, ["mamba"] * layers, layers)
+
+
+def _latent(config: Fields) -> AttentionMixer:
+    """Multi-head latent attention."""
+    shared_key, heads = config.size("qk_rope_head_dim", 64, least=0), config.size("num_attention_heads")
+    return AttentionMixer(
+        heads,
+        heads,
+        config.size("qk_nope_head_dim", 128) + shared_key,
+        config.size("v_head_dim", 128),
+        qk_norm=True,
+        kv_rank=config.size("kv_lora_rank"),
+        query_rank=config.optional("q_lora_rank"),
+        shared_key_dim=shared_key,
+    )
+
+
+def _deepseek_v3(config: Fields) -> Blocks:
+    config.refuse("attention_bias")
+    size = config.size("moe_intermediate_size")
+    experts = MLP(
+        size,
+        experts=config.size("n_routed_experts"),
+        experts_per_token=config.size("num_experts_per_tok"),
+        shared_size=size * config.size("n_shared_experts", 0, least=0),
+        router_bias=True,
+    )
+    layers, dense = config.layers("num_hidden_layers"), config.size("first_k_dense_replace", 0, least=0)
+    mixer, step = _latent(config), config.size("moe_layer_freq", 1)
+    first = Block(mixer, MLP(config.size("intermediate_size")))
+    return tuple(first if number < dense or number % step else Block(mixer, experts) for number in range(layers))
+
+
+def _kimi_linear(config: Fields) -> Blocks:
+    config.refuse("routed_expert_hidden_size", "attn_res_block_size", "num_nextn_predict_layers")
+    linear_config = config.get("linear_attn_config")
+    if not isinstance(linear_config, dict):
+        raise ArgumentError("linear_attn_config", linear_config, "the sizes of the linear layers, by name")
+    own = Fields(linear_config)
+    rank = own.size("head_dim")
+    gate_rank = None if own.flag("use_full_rank_gate") else rank
+    heads, width = own.size("num_heads"), own.size("short_conv_kernel_size", 4)
+    linear = kimi_delta_attention(heads, heads, rank, width, decay_rank=rank, gate_rank=gate_rank)
+    latent = replace(_latent(config), output_gate=config.flag("mla_use_output_gate"))
+    size = config.size("moe_intermediate_size")
+    experts = MLP(
+        size,
+        experts=config.size("num_experts"),
+        experts_per_token=config.size("num_experts_per_token"),
+        shared_size=size * config.size("num_shared_experts", 0, least=0),
+        router_bias=True,
+    )
+    full, dense = own.indices("full_attn_layers"), config.size("first_k_dense_replace", 0, least=0)
+    step = config.size("moe_layer_freq", 1)
+    blocks = []
+    for number in range(config.layers("num_hidden_layers")):
+        is_dense = number < dense or number % step
+        mixer = latent if number + 1 in full else linear
+        blocks.append(Block(mixer, MLP(config.size("intermediate_size")) if is_dense else experts))
+    return tuple(blocks)
+
+
+MODEL_TYPES: dict[str, Callable[[Fields], Blocks]] = {
+    "llama": _llama, "mistral": _mistral, "mixtral": _mixtral, "qwen2": _qwen2, "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe, "qwen3_next": _qwen3_next, "gemma2": _gemma2, "gemma3_text": _gemma3,
+    "gpt_oss": _gpt_oss, "nemotron_h": _nemotron_h, "kimi_linear": _kimi_linear, "mamba2": _mamba2, "bamba": _bamba,
+    "granitemoehybrid": _granite_hybrid, "deepseek_v3": _deepseek_v3,
+}  # fmt: skip
+
+# What a file may ask for beside the layers, and the model's own code in `transformers` does not build either.
+LEFT_OUT = {"deepseek_v3": {"num_nextn_predict_layers": "layers of multi-token prediction"}}
+TIED = ("gemma2", "gemma3_text")  # whose output head has the embedding's weights where the file does not say

@@ -1,0 +1,127 @@
+"""`Fields`: what a model file or a command line gives, by name, looked up with checks. No torch in here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_cp.apps.estimate.model_layers import Block
+from megatron_cp.apps.estimate.models import MAX_LAYERS
+from megatron_cp.errors import ArgumentError, checked_integer
+from megatron_cp.planner import did_you_mean
+
+
+class Fields:
+    """Values by name; None counts as not given.
+
+    Args:
+        values: integers, truth values, strings, lists of them.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def get(self, name: str) -> Any:
+        """The value, unchecked; None where it is missing."""
+        return self._values.get(name)
+
+    def size(self, name: str, default: int | None = None, *, least: int = 1, most: int | None = None) -> int:
+        """An integer.
+
+        Raises:
+            ArgumentError: it is none, or is missing without a default.
+        """
+        if name not in self._values:
+            if default is None:
+                allowed = f"an integer of at least {least}"
+                raise ArgumentError(name, None, allowed, f"Add {name}: the model's size depends on it.")
+            return default
+        return checked_integer(name, self._values[name], least, most)
+
+    def optional(self, name: str) -> int | None:
+        """An integer of at least 1, or None where it is missing.
+
+        Raises:
+            ArgumentError: it is something else.
+        """
+        return self.size(name) if name in self._values else None
+
+    def layers(self, name: str) -> int:
+        """How many layers there are.
+
+        Raises:
+            ArgumentError: none, or more than a model can have.
+        """
+        return self.size(name, most=MAX_LAYERS)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """A truth value.
+
+        Raises:
+            ArgumentError: it is something else.
+        """
+        value = self._values.get(name, default)
+        if not isinstance(value, bool):
+            raise ArgumentError(name, value, "true or false")
+        return value
+
+    def quotient(self, name: str, number: int, over: str, divisor: int) -> int:
+        """`number / divisor`, where `name` is not given and follows from the two.
+
+        Raises:
+            ArgumentError: the division leaves a remainder.
+        """
+        if name in self._values:
+            return self.size(name)
+        if number % divisor:
+            raise ArgumentError(over, divisor, f"a divisor of {number}", f"Or give {name}.")
+        return number // divisor
+
+    def blocks(self, name: str, types: Mapping[str, Block], default: Sequence[str], layers: int) -> tuple[Block, ...]:
+        """The blocks of a list of their types.
+
+        Args:
+            name: of the list.
+            types: the block of each type.
+            default: the list where none is given.
+            layers: its length.
+
+        Raises:
+            ArgumentError: a type that there is not, or another length.
+        """
+        return chosen_blocks(name, self._values.get(name, default), types, layers)
+
+    def indices(self, name: str) -> set[int]:
+        """A list of layers, counted from 0; empty where it is missing.
+
+        Raises:
+            ArgumentError: it is something else.
+        """
+        numbers = self._values.get(name, [])
+        if not isinstance(numbers, list):
+            raise ArgumentError(name, numbers, "a list of layers")
+        return {checked_integer(f"{name}[{place}]", number, 0) for place, number in enumerate(numbers)}
+
+    def refuse(self, *names: str) -> None:
+        """Refuses what changes a model's shape in a way that is not known here.
+
+        Raises:
+            ArgumentError: one of them is given, and is not 0, False or empty.
+        """
+        for name in names:
+            if self._values.get(name):
+                raise ArgumentError(name, self._values[name], "nothing, 0 or false", "Such models cannot be read.")
+
+
+def chosen_blocks(name: str, words: object, types: Mapping[str, Block], layers: int) -> tuple[Block, ...]:
+    """The block of each of the words: see `Fields.blocks`; of a string, of each letter."""
+    if not isinstance(words, list | tuple | str) or len(words) != layers:
+        given = f"{len(words)} types" if isinstance(words, list | tuple | str) else words
+        raise ArgumentError(name, given, f"the types of all {layers} layers")
+    for place, word in enumerate(words):
+        if not isinstance(word, str) or word not in types:
+            raise ArgumentError(f"{name}[{place}]", word, " or ".join(types), did_you_mean(word, types))
+    return tuple(types[word] for word in words)

@@ -1,0 +1,100 @@
+"""`read_model`: a model by a preset's name, a Hugging Face `config.json`, or Megatron's flags. No torch in here."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from megatron_cp.apps.estimate.hub_configs import LEFT_OUT, MODEL_TYPES, TIED
+from megatron_cp.apps.estimate.megatron_flags import read_flags
+from megatron_cp.apps.estimate.model_fields import Fields
+from megatron_cp.apps.estimate.model_presets import PRESETS
+from megatron_cp.apps.estimate.models import ModelSpec
+from megatron_cp.errors import ArgumentError
+from megatron_cp.planner import did_you_mean
+
+_MAX_BYTES = 10_000_000  # of a config.json, so that a checkpoint that is given instead is not read
+
+
+def read_model(text: str) -> ModelSpec:
+    """A whole model, by whatever describes it.
+
+    Args:
+        text: the name of a preset, such as "llama3-8b"; the path of a Hugging Face `config.json`, or of the folder that
+            has one; or Megatron's flags in one string, which begins with "--".
+
+    Raises:
+        ArgumentError: an unknown name, a file that cannot be read, a type of model that is not known, or sizes that
+            cannot be.
+
+    Example:
+        >>> round(read_model("llama3-8b").parameters / 1e9, 2)
+        8.03
+        >>> flags = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 128 --disable-bias-linear"
+        >>> read_model(flags).parameters
+        106816
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise ArgumentError("model", text, _allowed())
+    text = text.strip()
+    if text.startswith("--"):
+        return read_flags(text)
+    if text in PRESETS:
+        return PRESETS[text]
+    if not (text.endswith(".json") or os.sep in text or _exists(text)):
+        raise ArgumentError("model", text, _allowed(), did_you_mean(text, PRESETS))
+    return _read_config(text)
+
+
+def _allowed() -> str:
+    return f"{' or '.join(PRESETS)}, the path of a config.json, or Megatron's flags in one string"
+
+
+def _exists(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # too long for a path, or with a zero byte
+        return False
+
+
+def _read_config(text: str) -> ModelSpec:
+    path, values = _loaded(text)
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
+        allowed = f"the model types {', '.join(MODEL_TYPES)}"
+        remedy = did_you_mean(model_type, MODEL_TYPES, alike=0.85)
+        raise ArgumentError(f"{text}: model_type", model_type, allowed, remedy or "Or describe it by Megatron's flags.")
+    config = Fields(values)
+    try:
+        sizes = config.size("hidden_size"), config.size("vocab_size")
+        tied = config.flag("tie_word_embeddings", model_type in TIED)
+        left_out = [
+            f"{words} ({config.get(name)})" for name, words in LEFT_OUT.get(model_type, {}).items() if config.get(name)
+        ]
+        source = ", without ".join([f"{text}, model type {model_type}", *left_out])
+        name = path.absolute().parent.name or model_type
+        return ModelSpec(name, *sizes, tied, MODEL_TYPES[model_type](config), source)
+    except ArgumentError as error:
+        raise ArgumentError(f"{text}: {error.argument}", error.given, error.allowed, error.remedy) from None
+
+
+def _loaded(text: str) -> tuple[Path, dict[str, Any]]:
+    """The file's path and its JSON object."""
+    try:
+        path = Path(text)
+        path = path / "config.json" if path.is_dir() else path
+        if path.stat().st_size > _MAX_BYTES:
+            raise ArgumentError("model", text, f"a config.json of at most {_MAX_BYTES} bytes")
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        remedy = did_you_mean(text, PRESETS)
+        raise ArgumentError("model", text, f"a file that can be read ({error.strerror})", remedy) from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, ArgumentError):
+            raise
+        raise ArgumentError("model", text, f"a file of JSON ({str(error)[:100]})") from None
+    if not isinstance(values, dict):
+        raise ArgumentError("model", text, "a file with one JSON object")
+    return path, values

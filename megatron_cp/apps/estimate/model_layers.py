@@ -1,0 +1,391 @@
+"""`Block`: a layer of a model as data, with its mixer (attention or a linear layer) and its MLP. No torch in here."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
+from megatron_cp.plan import KINDS, Dim, Per, SectionKind
+from megatron_cp.planner import AttentionSpec, LinearSpec
+
+RECOMPUTATION = NONE, SELECTIVE, FULL = "none", "selective", "full"
+BF16, FP32 = 2, 4  # bytes
+
+
+class Gemm(NamedTuple):
+    """A product of activations with a weight matrix.
+
+    Attributes:
+        count: how many such products one token takes part in.
+        in_features, out_features: of the weight: `2 * count * in_features * out_features` operations a token forward.
+    """
+
+    count: int  # type: ignore[assignment]  # a tuple's own `count` is of no use here
+    in_features: int
+    out_features: int
+
+    @property
+    def multiply_adds(self) -> int:
+        """Of one token, forward; as many as weights that the token meets."""
+        return self.count * self.in_features * self.out_features
+
+
+@dataclass(frozen=True)
+class AttentionMixer:
+    """Softmax attention with its projections.
+
+    Attributes:
+        heads, kv_heads: query heads, and key/value heads, which divide them.
+        head_dim, value_head_dim: features of a query or key head, and of a value head.
+        mask: a spelling of `Mask.named`, such as "causal" or "window:4095,0".
+        output_gate: the query projection also makes a gate for each feature of the output.
+        qk_norm: queries and keys are normalised head by head; of latent attention, the latents are.
+        bias, output_bias: of the projections of queries, keys and values, and of the output projection.
+        sink: a learned score a head.
+        kv_rank: of multi-head latent attention: features of the latent that keys and values are made from; None for
+            keys and values that are projected from the hidden states.
+        query_rank: likewise of queries.
+        shared_key_dim: of latent attention: features of a key, of its `head_dim`, that all heads share.
+
+    Raises:
+        ArgumentError: sizes that do not fit each other, or a mask that does not exist.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    mask: str = "causal"
+    output_gate: bool = False
+    qk_norm: bool = False
+    bias: bool = False
+    output_bias: bool = False
+    sink: bool = False
+    kv_rank: int | None = None
+    query_rank: int | None = None
+    shared_key_dim: int = 0
+
+    def __post_init__(self) -> None:
+        self.slot()
+        _check_divides("kv_heads", self.kv_heads, "heads", self.heads)
+        for name in ("output_gate", "qk_norm", "bias", "output_bias", "sink"):
+            checked_flag(name, getattr(self, name))
+        for name in ("kv_rank", "query_rank"):
+            if getattr(self, name) is not None:
+                checked_integer(name, getattr(self, name), 1)
+        checked_integer("shared_key_dim", self.shared_key_dim, 0, self.head_dim - 1 if self.kv_rank else 0)
+
+    @property
+    def layer(self) -> str:
+        """The name of such a layer for `--layer`."""
+        return "attention"
+
+    def slot(self) -> AttentionSpec:
+        """The layer without choices of a scheme."""
+        return AttentionSpec(self.heads, self.kv_heads, self.head_dim, self.value_head_dim, self.mask)
+
+    def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
+        """The products of one layer."""
+        queries = self._queries * 2 if self.output_gate else self._queries
+        first, more = queries, []
+        if self.query_rank:
+            first, more = self.query_rank, [Gemm(1, self.query_rank, queries)]
+        if self.kv_rank:
+            first += self.kv_rank + self.shared_key_dim
+            own_keys = self.kv_heads * (self.head_dim - self.shared_key_dim)
+            more.append(Gemm(1, self.kv_rank, own_keys + self._values))
+        else:
+            first += self._keys + self._values
+        return Gemm(1, hidden_size, first), *more, Gemm(1, self._outputs, hidden_size)
+
+    def vectors(self, hidden_size: int) -> int:
+        """Parameters that are in no product: norms, biases and sinks."""
+        norms = self._latents or 2 * self.head_dim
+        count = norms if self.qk_norm else 0
+        count += self._queries + self._keys + self._values if self.bias else 0
+        return count + (hidden_size if self.output_bias else 0) + (self.heads if self.sink else 0)
+
+    def saved(self, *, selective: bool) -> int:
+        """Bytes that a token saves between the input norm and the output projection: see `activation_bytes`."""
+        features = self._queries + self._keys + self._values + self._latents
+        features += (self._latents or self._queries + self._keys) if self.qk_norm else 0
+        features += 2 * self._outputs if self.output_gate else 0
+        return BF16 * features
+
+    @property
+    def _latents(self) -> int:
+        """Features of the latents; 0 without latent attention."""
+        return (self.query_rank or 0) + (self.kv_rank or 0)
+
+    @property
+    def _queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def _keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def _values(self) -> int:
+        return self.kv_heads * self.value_head_dim
+
+    @property
+    def _outputs(self) -> int:
+        return self.heads * self.value_head_dim
+
+
+@dataclass(frozen=True)
+class LinearMixer:
+    """A linear layer with its projections; `LinearSpec` says what heads and sizes are of each kind.
+
+    Attributes:
+        kind: a name of `KINDS`, of one with a state.
+        heads, key_heads, head_dim, value_head_dim, conv_width: as of `LinearSpec`.
+        vectors_per_layer: parameters that are in no product: convolution, decays, step sizes and the output norm.
+        decay_rank: features between the two projections of a decay that has several features a head (KDA).
+        gate_rank: likewise of the output gate; None for one projection.
+
+    Raises:
+        ArgumentError: a kind that does not exist, or sizes that do not fit each other.
+    """
+
+    kind: str
+    heads: int
+    key_heads: int
+    head_dim: int
+    value_head_dim: int
+    conv_width: int = 4
+    vectors_per_layer: int = 0
+    decay_rank: int | None = None
+    gate_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        self.slot()
+        if not KINDS[self.kind].has_state:
+            raise ArgumentError("kind", self.kind, " or ".join(kind.name for kind in KINDS.values() if kind.has_state))
+        _check_divides("key_heads", self.key_heads, "heads", self.heads)
+        checked_integer("vectors_per_layer", self.vectors_per_layer, 0)
+        for name in ("decay_rank", "gate_rank"):
+            if getattr(self, name) is not None:
+                checked_integer(name, getattr(self, name), 1)
+
+    @property
+    def layer(self) -> str:
+        """The name of such a layer for `--layer`."""
+        return self.kind
+
+    def slot(self) -> LinearSpec:
+        """The layer without choices of a mode."""
+        sizes = (self.heads, self.key_heads, self.head_dim, self.value_head_dim, self.conv_width)
+        return LinearSpec(self.kind, *sizes)
+
+    def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
+        """The products of one layer."""
+        direct = sum(self._widths.values()) + self._outputs + sum(rank - width for rank, width in self._low_rank)
+        first, last = Gemm(1, hidden_size, direct), Gemm(1, self._outputs, hidden_size)
+        return first, *(Gemm(1, rank, width) for rank, width in self._low_rank), last
+
+    def vectors(self, hidden_size: int) -> int:
+        """Parameters that are in no product."""
+        return self.vectors_per_layer
+
+    def saved(self, *, selective: bool) -> int:
+        """Bytes that a token saves between the input norm and the output projection: see `activation_bytes`."""
+        norm_is_made_again = selective and KINDS[self.kind].is_dense
+        features = sum(self._widths.values()) + self._outputs * (1 if norm_is_made_again else 2)
+        return BF16 * (features + sum(rank for rank, _ in self._low_rank))
+
+    @property
+    def _widths(self) -> dict[SectionKind, int]:
+        """Features of each section that travels in a head exchange; the output gate is none of them."""
+        counts = {Per.GROUP: self.key_heads, Per.HEAD: self.heads}
+        dims = {Dim.KEY: self.head_dim, Dim.VALUE: self.value_head_dim, Dim.ONE: 1}
+        return {section: counts[section.per] * dims[section.dim] for section in KINDS[self.kind].sections}
+
+    @property
+    def _decay(self) -> int:
+        """Features of a decay that has several a head."""
+        widths = self._widths.items()
+        return sum(width for section, width in widths if section.exact and section.dim is not Dim.ONE)
+
+    @property
+    def _low_rank(self) -> list[tuple[int, int]]:
+        """Rank and features of what two projections make."""
+        pairs = ((self.decay_rank, self._decay), (self.gate_rank, self._outputs))
+        return [(rank, width) for rank, width in pairs if rank]
+
+    @property
+    def _outputs(self) -> int:
+        return self.heads * self.value_head_dim
+
+
+def gated_delta_net(heads: int, key_heads: int, head_dim: int, value_head_dim: int, conv_width: int = 4) -> LinearMixer:
+    """The Gated DeltaNet layer of Qwen3-Next and Megatron: one input projection, a norm of one value head."""
+    conv = (2 * key_heads * head_dim + heads * value_head_dim) * conv_width
+    vectors = conv + 2 * heads + value_head_dim  # A_log and dt_bias a head, the output norm
+    return LinearMixer("gdn", heads, key_heads, head_dim, value_head_dim, conv_width, vectors)
+
+
+def kimi_delta_attention(
+    heads: int, key_heads: int, head_dim: int, conv_width: int = 4, *, decay_rank: int, gate_rank: int | None
+) -> LinearMixer:
+    """The Kimi Delta Attention layer of Kimi-Linear: decay by two projections, output gate likewise or by one."""
+    conv = (2 * key_heads + heads) * head_dim * conv_width
+    vectors = conv + heads + heads * head_dim + head_dim  # A_log a head, dt_bias a feature, the output norm
+    ranks = {"decay_rank": decay_rank, "gate_rank": gate_rank}
+    return LinearMixer("kda", heads, key_heads, head_dim, head_dim, conv_width, vectors, **ranks)
+
+
+def mamba2(
+    heads: int, groups: int, state: int, head_dim: int, conv_width: int = 4, *, conv_bias: bool = True
+) -> LinearMixer:
+    """The Mamba-2 layer of mamba_ssm and Megatron: one input projection, a norm of all heads."""
+    conv = (2 * groups * state + heads * head_dim) * (conv_width + conv_bias)
+    vectors = conv + 3 * heads + heads * head_dim  # A_log, dt_bias and D a head, the output norm
+    return LinearMixer("mamba", heads, groups, state, head_dim, conv_width, vectors)
+
+
+Mixer = AttentionMixer | LinearMixer
+
+
+@dataclass(frozen=True)
+class MLP:
+    """Two products with an activation between them, or a mixture of experts that are such.
+
+    Attributes:
+        intermediate_size: of the dense MLP, or of one expert.
+        gated: the first product makes a gate as well, as in SwiGLU.
+        bias: of both products, and of a router.
+        experts: of a mixture; 0 for a dense MLP.
+        experts_per_token: that a router takes.
+        shared_size: intermediate size of all experts that every token takes; 0 for none.
+        shared_gate: a number a token that scales the shared experts' output.
+        router_bias: a number an expert that balances them.
+
+    Raises:
+        ArgumentError: sizes that do not fit each other.
+    """
+
+    intermediate_size: int
+    gated: bool = True
+    bias: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_size: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+
+    def __post_init__(self) -> None:
+        checked_integer("intermediate_size", self.intermediate_size, 1)
+        checked_integer("experts", self.experts, 0)
+        checked_integer("experts_per_token", self.experts_per_token, min(self.experts, 1), self.experts)
+        checked_integer("shared_size", self.shared_size, 0)
+        for name in ("gated", "bias", "shared_gate", "router_bias"):
+            checked_flag(name, getattr(self, name))
+        if self.shared_size and not self.experts:
+            raise ArgumentError("shared_size", self.shared_size, "0 without experts")
+
+    def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
+        """The products that one token takes part in."""
+        if not self.experts:
+            return self._of_size(1, self.intermediate_size, hidden_size)
+        found = [
+            Gemm(1, hidden_size, self.experts),
+            *self._of_size(self.experts_per_token, self.intermediate_size, hidden_size),
+        ]
+        if self.shared_size:
+            found += self._of_size(1, self.shared_size, hidden_size)
+        return *found, *([Gemm(1, hidden_size, 1)] if self.shared_size and self.shared_gate else [])
+
+    def vectors(self, hidden_size: int) -> int:
+        """Parameters that one token meets and that are in no product."""
+        if not self.experts:
+            return self._biases(self.intermediate_size, hidden_size)
+        shared = self._biases(self.shared_size, hidden_size) if self.shared_size else 0
+        routed = self.experts_per_token * self._biases(self.intermediate_size, hidden_size)
+        return shared + routed + self.experts * (self.bias + self.router_bias)
+
+    def expert(self, hidden_size: int) -> int:
+        """Parameters of one expert that tokens are routed to; 0 of a dense MLP."""
+        if not self.experts:
+            return 0
+        weights = sum(gemm.multiply_adds for gemm in self._of_size(1, self.intermediate_size, hidden_size))
+        return weights + self._biases(self.intermediate_size, hidden_size)
+
+    def saved(self, hidden_size: int, *, selective: bool) -> int:
+        """Bytes that a token saves between the norm before it and its end: see `activation_bytes`."""
+        first = 2 if self.gated else 1  # times the intermediate size, for the activation's backward
+        if not self.experts:
+            return BF16 * (first + 1) * self.intermediate_size
+        routed = hidden_size + (first + (not selective)) * self.intermediate_size
+        shared = (first + 1) * self.shared_size
+        return FP32 * self.experts + BF16 * (self.experts_per_token * routed + shared)
+
+    def _of_size(self, count: int, size: int, hidden_size: int) -> tuple[Gemm, Gemm]:
+        return Gemm(count, hidden_size, size * (2 if self.gated else 1)), Gemm(count, size, hidden_size)
+
+    def _biases(self, size: int, hidden_size: int) -> int:
+        return (size * (2 if self.gated else 1) + hidden_size) * self.bias
+
+
+@dataclass(frozen=True)
+class Block:
+    """A layer of the model: a mixer, an MLP, or one after the other, each with a norm before it.
+
+    Attributes:
+        mixer: attention or a linear layer.
+        mlp: dense or a mixture of experts.
+        post_norms: the outputs are normalised as well, as in Gemma.
+
+    Raises:
+        ArgumentError: neither a mixer nor an MLP, or something else in their places.
+    """
+
+    mixer: Mixer | None = None
+    mlp: MLP | None = None
+    post_norms: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mixer, AttentionMixer | LinearMixer | None):
+            raise ArgumentError("mixer", self.mixer, "an AttentionMixer, a LinearMixer or None")
+        if not isinstance(self.mlp, MLP | None) or (self.mlp is None and self.mixer is None):
+            raise ArgumentError("mlp", self.mlp, "an MLP" + (" or None" if self.mixer else ""))
+        checked_flag("post_norms", self.post_norms)
+
+    @property
+    def parts(self) -> tuple[Mixer | MLP, ...]:
+        """The mixer and the MLP, if they are there."""
+        return tuple(part for part in (self.mixer, self.mlp) if part is not None)
+
+    def gemms(self, hidden_size: int) -> tuple[Gemm, ...]:
+        """The products that one token takes part in."""
+        return tuple(itertools.chain.from_iterable(part.gemms(hidden_size) for part in self.parts))
+
+    def vectors(self, hidden_size: int) -> int:
+        """Parameters that every token meets outside of products, norms included."""
+        norms = len(self.parts) * hidden_size * (2 if self.post_norms else 1)
+        return norms + sum(part.vectors(hidden_size) for part in self.parts)
+
+    def saved(self, hidden_size: int, recompute: str) -> int:
+        """Bytes that one token's forward saves for backward: see `ModelSpec.activation_bytes`."""
+        check_recompute(recompute)
+        if recompute == FULL:
+            return BF16 * hidden_size
+        selective = recompute == SELECTIVE
+        # A norm saves its input. Its output is saved as the input of the product behind it.
+        norms = len(self.parts) * ((1 if selective else 2) + self.post_norms) * hidden_size
+        mixer = self.mixer.saved(selective=selective) if self.mixer else 0
+        return BF16 * norms + mixer + (self.mlp.saved(hidden_size, selective=selective) if self.mlp else 0)
+
+
+def _check_divides(argument: str, divisor: int, name: str, number: int) -> None:
+    if number % divisor:
+        raise ArgumentError(argument, divisor, f"a divisor of {name}, which is {number}")
+
+
+def check_recompute(recompute: str) -> None:
+    """Refuses what is no word for recomputation."""
+    if recompute not in RECOMPUTATION:
+        raise ArgumentError("recompute", recompute, " or ".join(RECOMPUTATION))

@@ -1,0 +1,230 @@
+"""`ModelSpec`: a whole model as data: its layers' slots, weight products, parameters and saved activations.
+
+No torch in here. `model_presets.py` has the known models, `model_files.py` reads others. All numbers are of one token
+and of the whole model: what tensor, expert, pipeline and data parallelism divide is for the caller to divide.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_cp.apps.estimate.model_layers import (
+    BF16,
+    FP32,
+    NONE,
+    AttentionMixer,
+    Block,
+    Gemm,
+    LinearMixer,
+    check_recompute,
+)
+from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
+from megatron_cp.plan import COLLECTIVE, Transport
+from megatron_cp.planner import Slot, checked_search
+
+MAX_LAYERS = 10_000  # of a model: a slip of the pen must not take all memory
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A language model: an embedding, blocks, a norm and an output head.
+
+    Attributes:
+        name: in reports.
+        hidden_size: features of a hidden state.
+        vocab_size: rows of the embedding and of the output head, padding included.
+        tied_embeddings: the output head has the embedding's weights.
+        blocks: in order.
+        source: where the numbers come from, and what of it was not read.
+
+    Raises:
+        ArgumentError: sizes that cannot be, or blocks that are none.
+
+    Example:
+        >>> from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer
+        >>> attention = AttentionMixer(heads=8, kv_heads=2, head_dim=16, value_head_dim=16)
+        >>> model = ModelSpec("small", 128, 1000, True, (Block(attention, MLP(256)),) * 4)
+        >>> model.parameters, len(model.slots())
+        (686208, 4)
+    """
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    blocks: tuple[Block, ...]
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("name", "source"):
+            if not isinstance(getattr(self, name), str):
+                raise ArgumentError(name, getattr(self, name), "a string")
+        checked_integer("hidden_size", self.hidden_size, 1)
+        checked_integer("vocab_size", self.vocab_size, 1)
+        checked_flag("tied_embeddings", self.tied_embeddings)
+        if not isinstance(self.blocks, tuple) or not all(isinstance(block, Block) for block in self.blocks):
+            raise ArgumentError("blocks", self.blocks, "a tuple of Block")
+        checked_integer("blocks", len(self.blocks), 1, MAX_LAYERS)
+
+    def with_mask(self, mask: str) -> ModelSpec:
+        """The same model with another mask in every layer of softmax attention.
+
+        Args:
+            mask: a spelling of `Mask.named`, such as "causal" or "strided".
+
+        Raises:
+            ArgumentError: a mask that does not exist.
+        """
+        mixers = {
+            mixer: replace(mixer, mask=mask)
+            for mixer in {block.mixer for block in self.blocks}
+            if isinstance(mixer, AttentionMixer)
+        }
+        blocks = tuple(
+            replace(block, mixer=mixers[block.mixer]) if isinstance(block.mixer, AttentionMixer) else block
+            for block in self.blocks
+        )
+        return replace(self, blocks=blocks)
+
+    # -- layers under context parallelism ------------------------------------------------------------------------------
+
+    def slots(
+        self,
+        *,
+        scheme: str = "auto",
+        ulysses_degree: int | None = None,
+        mode: str = "auto",
+        head_chunks: int | None = None,
+        transport: Transport | str = COLLECTIVE,
+        codec: str = "none",
+        item_size: int = 2,
+        search_seconds: float = 0.0,
+        search_cache: str | None = None,
+    ) -> tuple[Slot, ...]:
+        """The slot of every mixer, in order, as `BatchPlan` takes them; a `Counter` of them says how often each occurs.
+
+        Linear layers between two attentions are a run, whatever MLPs are between them: each has all of them in its
+        `run`, and the model's hidden size, so that hidden states can be redistributed around them.
+
+        Args:
+            scheme, ulysses_degree: of attention.
+            mode: of linear layers.
+            head_chunks, transport, codec: of both.
+            item_size: bytes of an activation, for predictions.
+            search_seconds, search_cache: of attention; see `plan_attention`.
+
+        Raises:
+            ArgumentError: a choice that does not exist, or a search in a model without attention.
+        """
+        both: dict[str, Any] = {"head_chunks": head_chunks, "transport": Transport.named(transport), "codec": codec}
+        search = {"search_seconds": search_seconds, "search_cache": search_cache}
+        of_attention = {"scheme": scheme, "ulysses_degree": ulysses_degree, **search, **both}
+        of_linear = {"mode": mode, "item_size": item_size, **both}
+        mixers = [block.mixer for block in self.blocks if block.mixer is not None]
+        attends = any(isinstance(mixer, AttentionMixer) for mixer in mixers)
+        checked_search(search_seconds, search_cache, [scheme] * attends)
+        alone = {
+            mixer: replace(mixer.slot(), **(of_linear if isinstance(mixer, LinearMixer) else of_attention))
+            for mixer in dict.fromkeys(mixers)
+        }
+        found: list[Slot] = []
+        for is_linear, group in itertools.groupby(mixers, lambda mixer: isinstance(mixer, LinearMixer)):
+            members = [alone[mixer] for mixer in group]
+            run: dict[str, Any] = {"run": tuple(members), "hidden_size": self.hidden_size} if is_linear else {}
+            made = {slot: replace(slot, **run) if run else slot for slot in dict.fromkeys(members)}
+            found += [made[slot] for slot in members]
+        return tuple(found)
+
+    # -- products and parameters ---------------------------------------------------------------------------------------
+
+    @property
+    def gemms(self) -> tuple[Gemm, ...]:
+        """The weight products of one token's forward, those of one shape together, router and output head included.
+
+        Of a mixture of experts a token meets as many experts as it is routed to. What one projection makes from the
+        same input is one product, as in Megatron. The operation between the projections is not in here.
+        """
+        counts: Counter[tuple[int, int]] = Counter()
+        for block, times in Counter(self.blocks).items():
+            for count, *shape in block.gemms(self.hidden_size):
+                counts[tuple(shape)] += count * times  # type: ignore[index]
+        counts[self.hidden_size, self.vocab_size] += 1
+        return tuple(Gemm(count, *shape) for shape, count in counts.items())
+
+    @property
+    def parameters(self) -> int:
+        """All parameters. Biases of norms and learned positions are not counted."""
+        mixtures = (block.mlp for block in self.blocks if block.mlp)
+        resting = sum((mlp.experts - mlp.experts_per_token) * mlp.expert(self.hidden_size) for mlp in mixtures)
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.hidden_size
+        return self.active_parameters + resting + embedding
+
+    @property
+    def block_parameters(self) -> tuple[int, ...]:
+        """Parameters of each different block, experts that rest included."""
+        found = []
+        for block in dict.fromkeys(self.blocks):
+            count = sum(gemm.multiply_adds for gemm in block.gemms(self.hidden_size)) + block.vectors(self.hidden_size)
+            if block.mlp:
+                count += (block.mlp.experts - block.mlp.experts_per_token) * block.mlp.expert(self.hidden_size)
+            found.append(count)
+        return tuple(found)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token meets: no experts of others, and no embedding but as a tied output head."""
+        weights = sum(gemm.multiply_adds for gemm in self.gemms)
+        vectors = sum(block.vectors(self.hidden_size) for block in self.blocks) + self.hidden_size
+        return weights + vectors
+
+    # -- activations ---------------------------------------------------------------------------------------------------
+
+    def activation_bytes(self, recompute: str = "none", *, output_head: bool = True) -> int:
+        """Bytes that the forward of one token saves for backward in bf16, without what the mixing operations save.
+
+        An attention's output and log-sum-exp, and what a linear layer's convolution and recurrence save with its
+        output, depend on the plan: see `memory.py`. Their inputs are counted here. In features of two bytes, with
+        `h` hidden size, `q k v` features of all query, key and value heads, `o` those of the output (heads times
+        value_head_dim), `i` intermediate size, `s` that of the shared experts, `e` experts per token:
+
+            each norm            h, and h for its output, which projections read; Gemma's norms of outputs h more
+            attention            q + k + v; of heads that are normalised q + k more; with an output gate 2 o more
+              latent             the rank of each latent more; twice, where latents are normalised
+            linear layer         its sections as they travel, and 2 o: the output gate, and the gated norm's output
+              low rank           each rank more
+            MLP                  3 i, gated; 2 i otherwise
+            mixture of experts   e (h + 3 i) + 3 s, gated; e (h + 2 i) + 2 s otherwise; and a score of 4 bytes an expert
+            output head          2 h, and a probability of 4 bytes a word
+
+        Residual sums, rotary embeddings and dropout of probability 0 save nothing. A mixture is that of Megatron, which
+        scales an expert's activation and not its output.
+
+        Args:
+            recompute: "none"; "selective" makes again in backward what costs no product, as Megatron does with
+                `--recompute-granularity selective --recompute-modules core_attn layernorm moe_act gdn_norm_out`:
+                outputs of norms before projections (h each), activations of routed experts (e i), gated norms of gdn
+                and kda (o); "full" all of a block but its input: h a block.
+            output_head: whether the final norm and the loss over the vocabulary are counted.
+
+        Raises:
+            ArgumentError: another word for `recompute`.
+        """
+        check_recompute(recompute)
+        blocks = sum(times * block.saved(self.hidden_size, recompute) for block, times in Counter(self.blocks).items())
+        return blocks + (2 * BF16 * self.hidden_size + FP32 * self.vocab_size if output_head else 0)
+
+    def recomputed_bytes(self, recompute: str = "none") -> int:
+        """Bytes of one token that backward makes again of one block at a time, at most: beside `activation_bytes`.
+
+        Raises:
+            ArgumentError: another word for `recompute`.
+        """
+        check_recompute(recompute)
+        sizes = (
+            block.saved(self.hidden_size, NONE) - block.saved(self.hidden_size, recompute)
+            for block in dict.fromkeys(self.blocks)
+        )
+        return max(sizes)

@@ -1,0 +1,427 @@
+"""`megatron-cp train`: a Megatron model on packed documents, on local ranks or those of torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_cp.apps.train.options import METRICS, Run, TrainingOptions
+from megatron_cp.apps.train.run_folder import CHECKPOINTS, LOCK, TRACKER, is_locked, locked, write_whole, writing
+from megatron_cp.cli import (
+    INSTALL_MEGATRON,
+    MAX_LOCAL_RANKS,
+    MAX_TOKENS,
+    Report,
+    UsageError,
+    check_paths,
+    megatron_is_installed,
+    number,
+    whole,
+)
+from megatron_cp.errors import ArgumentError
+from megatron_cp.plan import plural
+from megatron_cp.testing import CODEC_TOLERANCES
+
+if TYPE_CHECKING:
+    from megatron_cp.executor import TorchGroup
+
+HELP = "train a Megatron model with context parallelism on packed documents"
+OPTIONS_FILE, REFERENCE, LOSS_PICTURE = "options.json", "reference", "loss.png"
+# Of --compare in fp32. Gradients of the first step differ by rounding alone; losses then drift apart, chaotically.
+GRADIENT_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3
+CODED_LOSS_TOLERANCE = 2e-2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options: those of the run, and where it lives."""
+    groups: dict[str, Any] = {}
+    for entry in dataclasses.fields(TrainingOptions):
+        details = dict(entry.metadata)
+        group = details.pop("group")
+        for own in ("shape", "kept"):
+            details.pop(own, None)
+        groups.setdefault(group, parser.add_argument_group(group))
+        # Absent unless given, so that a resumed run can tell what is to change.
+        details |= {"default": argparse.SUPPRESS, "help": _help(entry, details.pop("help"))}
+        if entry.type == "bool":
+            details["action"] = argparse.BooleanOptionalAction
+        elif details.get("type") is int:
+            details["type"] = whole
+        elif "nargs" not in details:
+            details["type"] = _TYPES[str(entry.type).removesuffix(" | None")]
+        groups[group].add_argument(f"--{entry.name.replace('_', '-')}", **details)
+    run = parser.add_argument_group("run")
+    run.add_argument("--run-dir", metavar="DIR", help="where to write (default: runs/ and the time)")
+    run.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on from the last checkpoint of the run in DIR; docs/trust.md says what is trusted there",
+    )
+    run.add_argument(
+        "--compare",
+        action="store_true",
+        help="train at --context-parallel-size 1 too; fails in fp32 if gradients of the first step differ by more than "
+        f"{GRADIENT_TOLERANCE:g} or losses by more than {LOSS_TOLERANCE:g}; with --cp-codec gradients by more than "
+        f"{', '.join(f'{limit:g} ({codec})' for codec, limit in CODEC_TOLERANCES.items())} or losses by more than "
+        f"{CODED_LOSS_TOLERANCE:g}",
+    )
+    run.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if present")
+
+
+_TYPES = {"int": whole, "float": number, "str": str}
+
+
+def _help(entry: dataclasses.Field[Any], text: str) -> str:
+    default = entry.default
+    if default is None or default is False:
+        return text
+    formatted = " ".join(default) if isinstance(default, tuple) else default
+    return f"{text} (default: {formatted})"
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Trains, and with `--compare` trains again on one context-parallel rank."""
+    options = _options(args)
+    options.check()
+    if options.seq_length > MAX_TOKENS:
+        raise ArgumentError("seq_length", options.seq_length, f"at most {MAX_TOKENS} tokens in a pack")
+    if args.compare:
+        _check_comparison(options)
+    check_paths(args)
+    if args.run_dir is not None and not is_locked(Path(args.run_dir)):  # one under way is refused where it is locked
+        _refuse_a_run(Path(args.run_dir), args)
+    if not megatron_is_installed():
+        raise UsageError("Megatron-Core is not installed here. Run: " + INSTALL_MEGATRON)
+    # What takes seconds to import, torch and Megatron, from here on.
+    _quiet_imports()
+    import torch.distributed as dist
+
+    from megatron_cp.executor import in_torchrun, start_torchrun_rank
+
+    world = start_torchrun_rank() if in_torchrun() else None
+    try:
+        with contextlib.ExitStack() as held:  # the folder's lock
+            return _run(args, options, world, held)
+    finally:
+        if world is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _run(
+    args: argparse.Namespace, options: TrainingOptions, world: TorchGroup | None, held: contextlib.ExitStack
+) -> Report:
+    import torch
+
+    from megatron_cp.apps.train.checkpoint import check_checkpoint, latest_checkpoint, other_data
+    from megatron_cp.apps.train.loop import load_corpus
+    from megatron_cp.apps.train.setup import transformer_config
+
+    device = _device(args.device)
+    if world is None and options.model_parallel_size * options.data_parallel_size > MAX_LOCAL_RANKS:
+        allowed = f"at most {MAX_LOCAL_RANKS} local ranks, with tensor and data parallelism"
+        remedy = "Run larger jobs under torchrun."
+        raise ArgumentError("context_parallel_size", options.context_parallel_size, allowed, remedy)
+    transformer_config(options, torch.device(device))  # so that a wrong spec or shape ends here
+    corpus = load_corpus(options)
+    checkpoint, remarks_on_data = None, list[str]()
+    if args.resume is not None:
+        checkpoint = latest_checkpoint(Path(args.resume) / CHECKPOINTS)
+        steps = check_checkpoint(checkpoint, options, corpus.vocab_size)
+        if others := other_data(checkpoint, options.data(corpus.lengths)):
+            at = f"The run goes on at pack {steps * options.global_batch_size} of the new order"
+            remarks_on_data = [f"other data: {'; '.join(others)}. {at}: documents are read again, or left out."]
+    folder = _folder(args, options, world, checkpoint, held)
+    quiet = world is not None and world.rank > 0
+    if not quiet:
+        print("\n".join([_about(corpus, options, folder), *remarks_on_data]), file=sys.stderr)
+    label = f"CP={options.context_parallel_size}"
+    main_run = Run(options, folder, checkpoint, label, keep_first_gradients=args.compare)
+    try:
+        summary = _train(main_run, device, world)
+    except ArgumentError:
+        if args.resume is None and not quiet and {path.name for path in folder.iterdir()} == {OPTIONS_FILE, LOCK}:
+            shutil.rmtree(folder)  # no run to go on with
+        raise
+    data: dict[str, Any] = {**summary, "max_loss_diff": None, "first_step_grad_diff": None, "run_dir": str(folder)}
+    lines = [
+        f"{label}: {summary['steps']} steps, loss {summary['first_loss']:.4f} to {summary['final_loss']:.4f}, "
+        f"{summary['tokens_per_second']:,.0f} tokens/s, {summary['pad_tokens']} pad tokens"
+    ]
+    losses = {label: _losses(folder)} if not quiet else {}
+    if args.compare and not quiet:
+        reference = _reference(options, folder, checkpoint, device)
+        losses = {"CP=1": _losses(folder / REFERENCE), **losses}
+        numbers, remarks = _compared(folder, options, losses[label], losses["CP=1"])
+        data |= numbers
+        lines += [
+            f"CP=1: loss {reference['first_loss']:.4f} to {reference['final_loss']:.4f}, "
+            f"{reference['tokens_per_second']:,.0f} tokens/s",
+            *remarks,
+        ]
+        if not options.bf16:
+            verdict = "agree" if _agrees(data, options) else "DO NOT AGREE"
+            losses_limit, gradients_limit = _limits(options).values()
+            lines.append(
+                f"{label} and CP=1 {verdict} (limits {losses_limit:g} for losses, {gradients_limit:g} for gradients)"
+            )
+    if not quiet:
+        with writing(folder, LOSS_PICTURE):
+            figure = _loss_figure(_stretches(folder, label), losses["CP=1"] if args.compare else None)
+            figure.savefig(folder / LOSS_PICTURE, dpi=130)
+        lines.append(f"in {folder}: {', '.join(sorted(path.name for path in folder.glob('[!.]*')))}")
+    ok = _agrees(data, options)
+    # JSON has no NaN.
+    data = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in data.items()}
+    return Report("\n".join(lines), data, ok, quiet)
+
+
+def _train(run: Run, device: str, world: TorchGroup | None) -> dict[str, Any]:
+    from megatron_cp.apps.train.loop import train
+
+    if world is not None:
+        return train(world, run, device)
+    from megatron_cp.executor import run_ranks
+
+    size = run.options.model_parallel_size * run.options.data_parallel_size
+    return run_ranks(_local_rank, size, run, device, kind="processes", timeout=None)[0]
+
+
+def _local_rank(world: TorchGroup, run: Run, device: str) -> dict[str, Any]:
+    _quiet_imports()
+    from megatron_cp.apps.train.loop import train
+
+    return train(world, run, device)
+
+
+def _reference(options: TrainingOptions, folder: Path, checkpoint: Path | None, device: str) -> dict[str, Any]:
+    """The same run on one context-parallel rank for each replica and tensor-parallel shard, on this machine."""
+    alone = dataclasses.replace(options, context_parallel_size=1, cp_comm_type=("auto",))
+    target = folder / REFERENCE
+    target.mkdir(exist_ok=True)
+    run = Run(alone, target, checkpoint, "CP=1", save=False, keep_first_gradients=True)
+    with _without_torchrun():
+        return _train(run, device, None)
+
+
+@contextlib.contextmanager
+def _without_torchrun() -> Any:
+    """Local ranks of one rank of a torchrun job must not take its address for theirs."""
+    names = [name for name in os.environ if name.startswith("TORCHELASTIC_") or name in _TORCHRUN]
+    saved = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(saved)
+
+
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
+
+
+def _compared(
+    folder: Path, options: TrainingOptions, ours: dict[int, float], theirs: dict[int, float]
+) -> tuple[dict[str, float], list[str]]:
+    """The numbers of `--compare`, and what to say about them."""
+    from megatron_cp.apps.train.checkpoint import compare_gradients
+    from megatron_cp.apps.train.loop import FIRST_GRADIENTS
+
+    names = [f"{FIRST_GRADIENTS}.{rank}.pt" for rank in range(options.tensor_model_parallel_size)]
+    pairs = [folder / name for name in names], [folder / REFERENCE / name for name in names]
+    gradients = compare_gradients(*pairs)
+    for path in (*pairs[0], *pairs[1]):
+        path.unlink()
+    steps = ours.keys() & theirs.keys()
+    loss_diff = float(np.max([abs(ours[step] - theirs[step]) for step in steps]))  # NaN if any is
+    return {"max_loss_diff": loss_diff, "first_step_grad_diff": gradients.error}, [
+        f"max_loss_diff {loss_diff:.3g} over {len(steps)} steps, first_step_grad_diff {gradients.error:.3g}",
+        f"(largest share of a gradient itself: {gradients.worst_error:.3g} in {gradients.worst}, whose gradient is "
+        f"{gradients.worst_share:.2g} of the largest)",
+    ]
+
+
+def _agrees(data: dict[str, Any], options: TrainingOptions) -> bool:
+    """Whether the two runs of `--compare` are one, up to rounding. Losses that are no numbers agree with nothing."""
+    return options.bf16 or all(data[name] is None or data[name] <= limit for name, limit in _limits(options).items())
+
+
+def _limits(options: TrainingOptions) -> dict[str, float]:
+    """How far the two runs may be apart: by rounding, or by what a codec loses."""
+    if options.cp_codec != "none" and options.context_parallel_size > 1:
+        return {"max_loss_diff": CODED_LOSS_TOLERANCE, "first_step_grad_diff": CODEC_TOLERANCES[options.cp_codec]}
+    return {"max_loss_diff": LOSS_TOLERANCE, "first_step_grad_diff": GRADIENT_TOLERANCE}
+
+
+def _options(args: argparse.Namespace) -> TrainingOptions:
+    """The run's options: those of the run that is resumed, with what was given instead."""
+    known: dict[str, Any] = {}
+    if args.resume is not None:
+        path = Path(args.resume) / OPTIONS_FILE
+        try:
+            known = _tuples(json.loads(path.read_text()))
+            TrainingOptions(**known).check()
+        except (OSError, TypeError, ValueError, RecursionError, AttributeError) as error:  # another version, by hand
+            remedy = f"Cannot read {OPTIONS_FILE}: {str(error).removesuffix('.')}."
+            raise ArgumentError("resume", args.resume, "the folder of a run", remedy) from None
+        if "spec" not in args:
+            _check_named(TrainingOptions(**known).spec, args.resume)
+    given = {
+        entry.name: getattr(args, entry.name) for entry in dataclasses.fields(TrainingOptions) if entry.name in args
+    }
+    merged: dict[str, Any] = {**known, **given}
+    if "lr_warmup_iters" not in merged:
+        steps = merged.get("train_iters", TrainingOptions.train_iters)
+        merged["lr_warmup_iters"] = max(0, min(TrainingOptions.lr_warmup_iters, steps // 5))
+    options = TrainingOptions(**_tuples(merged))
+    vars(args).update(dataclasses.asdict(options))  # what is in there `main` spells as a flag
+    return options
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Options with tuples where JSON and the command line have lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def _check_named(spec: tuple[str, ...], folder: str) -> None:
+    """Refuses to import and call what a file names, unless it comes with this program or with Megatron-Core."""
+    if not spec[0].startswith(("megatron_cp.", "megatron.core.")):
+        allowed = f"a run whose {OPTIONS_FILE} names a spec of megatron_cp or megatron.core, or --spec MODULE NAME too"
+        remedy = f"It names {' '.join(spec)}, whose code would run. If you trust it: --spec {' '.join(spec)}"
+        raise ArgumentError("resume", folder, allowed, remedy)
+
+
+def _check_comparison(options: TrainingOptions) -> None:
+    """Refuses to compare how messages go where there are none: both runs would be the same, and be said to agree."""
+    names = ("cp_codec", "cp_transport", "cp_head_chunks")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) != getattr(_DEFAULTS, name)]
+    if options.context_parallel_size == 1 and given:
+        allowed = f"2 or more with --compare and {' and '.join(given)}"
+        remedy = "One rank sends nothing, so that there is nothing to compare."
+        raise ArgumentError("context_parallel_size", 1, allowed, remedy)
+
+
+_DEFAULTS = TrainingOptions()
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device", name, "cpu or auto", "This machine has no CUDA device.")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _folder(
+    args: argparse.Namespace,
+    options: TrainingOptions,
+    world: TorchGroup | None,
+    checkpoint: Path | None,
+    held: contextlib.ExitStack,
+) -> Path:
+    """Makes the run's folder, locks it for as long as `held` is open, and writes the run's options there."""
+    from megatron_cp.apps.train.checkpoint import latest_checkpoint
+
+    named = args.run_dir or args.resume
+    folder = Path(named) if named else Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+    if world is not None:
+        folder = Path(world.all_gather_object(str(folder))[0])
+    try:
+        folder.mkdir(parents=True, exist_ok=named is not None or world is not None)
+        if world is None or world.rank == 0:
+            held.enter_context(locked(folder, "resume" if _is_resumed(folder, args) else "run_dir"))
+            if _is_resumed(folder, args) and latest_checkpoint(folder / CHECKPOINTS) != checkpoint:
+                remedy = "It has saved another checkpoint in this moment: start again."
+                raise ArgumentError("resume", args.resume, "the folder of a run that has ended", remedy)
+            _refuse_a_run(folder, args)
+            write_whole(folder / OPTIONS_FILE, json.dumps(dataclasses.asdict(options), indent=2) + "\n")
+    except OSError as error:
+        raise ArgumentError("run_dir", str(folder), "a folder that can be written", f"{error.strerror}.") from None
+    return folder
+
+
+def _refuse_a_run(folder: Path, args: argparse.Namespace) -> None:
+    """Refuses a folder in which another run lives than the one that goes on."""
+    metrics, tracker = folder / METRICS, folder / CHECKPOINTS / TRACKER
+    has_steps = tracker.exists() or (metrics.exists() and metrics.stat().st_size)
+    if has_steps and not _is_resumed(folder, args):  # not one that ended before a step
+        remedy = f"A run lives there; to go on: --resume {folder}"
+        raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
+
+
+def _is_resumed(folder: Path, args: argparse.Namespace) -> bool:
+    return args.resume is not None and folder.resolve() == Path(args.resume).resolve()
+
+
+def _about(corpus: Any, options: TrainingOptions, folder: Path) -> str:
+    skipped = ", ".join(f"{count} {reason}" for reason, count in sorted(corpus.skipped.items()))
+    lengths = corpus.lengths
+    return (
+        f"{corpus.name}: {lengths.size:,} {plural('document', lengths.size)}, "
+        f"{int(lengths.sum()):,} tokens, the longest {int(lengths.max()):,}"
+        f"{f'; skipped {skipped}' if skipped else ''}. Packs of {options.seq_length} tokens. Writing to {folder}."
+    )
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    entries = map(json.loads, (folder / METRICS).read_text().splitlines())
+    return {entry["step"]: entry["loss"] for entry in entries}
+
+
+def _stretches(folder: Path, label: str) -> list[tuple[str, dict[int, float]]]:
+    """The run's losses in stretches, each named by the size that trained it: a run may go on at another one.
+
+    Each begins where the one before ends, so that the curve has no gaps.
+    """
+    from megatron_cp.apps.train.loop import METRICS
+
+    found: list[tuple[str, dict[int, float]]] = []
+    for entry in map(json.loads, (folder / METRICS).read_text().splitlines()):
+        size = entry.get("context_parallel_size")
+        name = label if size is None else f"CP={size}"
+        if not found or found[-1][0] != name:
+            found.append((name, dict(list(found[-1][1].items())[-1:]) if found else {}))
+        found[-1][1][entry["step"]] = entry["loss"]
+    return found
+
+
+def _loss_figure(stretches: Sequence[tuple[str, dict[int, float]]], reference: dict[int, float] | None) -> Any:
+    """Losses over steps, a colour for each size; under them those of one rank that they are compared with."""
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.subplots()
+    if reference is not None:
+        axes.plot(list(reference), list(reference.values()), label="CP=1, to compare", linewidth=5, color="0.8")
+    names = list(dict.fromkeys(name for name, _ in stretches))
+    for place, (name, curve) in enumerate(stretches):
+        is_first = all(name != other for other, _ in stretches[:place])
+        style: dict[str, Any] = {
+            "color": f"C{3 + names.index(name)}",
+            "linewidth": 1.2,
+            "label": name if is_first else None,
+        }
+        axes.plot(list(curve), list(curve.values()), **style)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per token")
+    axes.legend(frameon=False)
+    return figure
+
+
+def _quiet_imports() -> None:
+    """Silences what Megatron and torch say about optional packages when they are imported."""
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron\.core|torch|fla)\b.*")
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    for name in ("megatron", "torch.utils.cpp_extension", "torch.distributed.elastic"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,0 +1,382 @@
+"""A training run as data, spelled as Megatron's flags where it has one. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan import AUTO, REDISTRIBUTE, may_exchange_heads, scheme_named
+from megatron_cp.planner import MAX_CONV_WIDTH, AttentionSpec, checked_search, machine, require
+
+METRICS = "metrics.jsonl"  # of a run, in its folder: a line a step
+
+
+def _flag(default: Any, help_text: str, group: str, **rest: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, "group": group, **rest})
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """One training run. Every field is a flag of `megatron-cp train`: `train_iters` is `--train-iters`.
+
+    The defaults are a small hybrid model that trains on two CPU cores in minutes.
+    """
+
+    # The model.
+    spec: tuple[str, ...] = _flag(
+        ("megatron_cp.megatron.specs", "hybrid_stack_spec"),
+        "module and name of the layer spec: a function for GPTModel, a ModuleSpec for HybridModel",
+        "model", nargs=2, metavar=("MODULE", "NAME"), shape=True,
+    )  # fmt: skip
+    hybrid_layer_pattern: str = _flag(
+        "GG*-GG*-", "HybridModel's layers: M Mamba-2, G GatedDeltaNet, * attention, - MLP", "model", shape=True
+    )
+    num_layers: int = _flag(4, "GPTModel's layers", "model", shape=True)
+    hidden_size: int = _flag(128, "features of a token", "model", shape=True)
+    ffn_hidden_size: int = _flag(352, "features inside an MLP", "model", shape=True)
+    num_attention_heads: int = _flag(4, "query heads", "model", shape=True)
+    num_query_groups: int = _flag(2, "key/value heads", "model", shape=True)
+    kv_channels: int = _flag(32, "features of an attention head", "model", shape=True)
+    qk_layernorm: bool = _flag(False, "normalise queries and keys", "model", shape=True)
+    experimental_attention_variant: str | None = _flag(
+        None, "gated_delta_net: GPTModel with GatedDeltaNet layers", "model", shape=True
+    )
+    linear_attention_freq: int = _flag(4, "GPTModel: every n-th layer is softmax attention", "model", shape=True)
+    linear_num_key_heads: int = _flag(2, "GatedDeltaNet's query and key heads", "model", shape=True)
+    linear_num_value_heads: int = _flag(4, "GatedDeltaNet's value heads", "model", shape=True)
+    linear_key_head_dim: int = _flag(32, "features of its key heads", "model", shape=True)
+    linear_value_head_dim: int = _flag(32, "features of its value heads", "model", shape=True)
+    linear_conv_kernel_dim: int = _flag(4, "taps of its convolution", "model", shape=True)
+    mamba_num_heads: int = _flag(8, "Mamba-2's heads", "model", shape=True)
+    mamba_head_dim: int = _flag(32, "features of its heads", "model", shape=True)
+    mamba_state_dim: int = _flag(16, "features of a state", "model", shape=True)
+    mamba_num_groups: int = _flag(2, "groups of its heads that share B and C", "model", shape=True)
+    window_size: tuple[int, ...] | None = _flag(
+        None, "attention sees so many tokens before and after each", "model", nargs=2, type=int, shape=True
+    )
+    window_attn_skip_freq: int | None = _flag(None, "every n-th layer sees all tokens", "model", shape=True)
+    softmax_type: str = _flag(
+        "vanilla", "off-by-one and learnable have a sink a head", "model",
+        choices=("vanilla", "off-by-one", "learnable"), shape=True,
+    )  # fmt: skip
+    attention_dropout: float = _flag(0.0, "share of attention weights dropped", "optimisation")
+    position_embedding_type: str = _flag("rope", "rope or none", "model", choices=("rope", "none"), shape=True)
+    norm_epsilon: float = _flag(1e-5, "added to the mean square in norms", "model", shape=True)
+    rotary_base: int = _flag(10000, "period of the slowest rotary phase", "model", shape=True)
+    make_vocab_size_divisible_by: int = _flag(128, "pads the vocabulary", "model")
+    # Parallelism.
+    context_parallel_size: int = _flag(1, "ranks that share the tokens of a pack", "parallelism")
+    tensor_model_parallel_size: int = _flag(1, "ranks that share each layer's weights", "parallelism")
+    data_parallel_size: int = _flag(1, "replicas on local ranks; torchrun's job decides its own", "parallelism")
+    sequence_parallel: bool = _flag(False, "split norms over the tensor-parallel ranks", "parallelism")
+    cp_comm_type: tuple[str, ...] = _flag(
+        ("auto",), "attention's scheme, one or one for each layer", "parallelism", nargs="+"
+    )
+    linear_cp_mode: str = _flag(
+        "auto", "linear layers' scheme: headwise, chunkwise, redistribute or auto", "parallelism"
+    )
+    hierarchical_context_parallel_sizes: tuple[int, ...] | None = _flag(
+        None, "of a2a+...: the ranks of one head exchange, and how many such groups", "parallelism", nargs=2, type=int
+    )
+    cp_head_chunks: int | None = _flag(None, "parts in which heads change places, or keys are gathered", "parallelism")
+    cp_transport: str = _flag("collective", "how messages travel: collective, pairwise or hierarchical", "parallelism")
+    cp_codec: str = _flag("none", "coding of heads that change places: none, fp8, fp8_e5m2 or int8", "parallelism")
+    cp_hardware: str | None = _flag(None, "on what auto predicts: a preset such as h100, or a file", "parallelism")
+    cp_search: float = _flag(
+        0.0, "seconds for which OR-Tools may look for better tiles, for each pack and direction; above 0 auto weighs "
+        "tiled too", "parallelism", metavar="SECONDS",
+    )  # fmt: skip
+    cp_search_cache: str | None = _flag(
+        None, "a folder in which found tiles are kept, the same on all ranks", "parallelism", metavar="FOLDER"
+    )
+    cp_layout: str = _flag(
+        "zigzag", "who holds which tokens: zigzag, contiguous, balanced, or auto, the fastest of them for each pack",
+        "parallelism",
+    )  # fmt: skip
+    distributed_timeout_minutes: float = _flag(
+        0.75, "wait so long for another rank, after the first step; in it and while saving, ten minutes", "parallelism"
+    )
+    # Data.
+    data_path: str | None = _flag(
+        None, "a folder of text files, a .jsonl file of texts or conversations, a text file, or the prefix of a "
+        "Megatron .bin/.idx pair (default: the source files of Python's standard library)", "data",
+    )  # fmt: skip
+    tokenizer_model: str | None = _flag(None, "a Hugging Face tokenizer.json (default: bytes)", "data")
+    vocab_size: int | None = _flag(None, "of a .bin/.idx pair whose tokenizer is not given", "data")
+    seq_length: int = _flag(4096, "tokens of a pack at most: a microbatch, over all its ranks", "data")
+    global_batch_size: int = _flag(1, "packs of a step", "data")
+    cp_even_packs: bool = _flag(
+        False, "assign a step's documents to its packs so that replicas take equally long, by the model's flops", "data"
+    )
+    # Optimisation.
+    train_iters: int = _flag(100, "steps", "optimisation")
+    # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these, or
+    # brings them back with the groups.
+    lr: float = _flag(1e-3, "learning rate", "optimisation", kept=True)
+    min_lr: float = _flag(0.0, "learning rate at the end of decay", "optimisation", kept=True)
+    lr_warmup_iters: int = _flag(20, "steps of warm-up; a fifth of the run if that is less", "optimisation")
+    lr_decay_style: str = _flag(
+        "constant", "after the warm-up", "optimisation", choices=("constant", "linear", "cosine")
+    )
+    lr_decay_iters: int | None = _flag(None, "steps until min-lr (default: train-iters)", "optimisation")
+    weight_decay: float = _flag(0.01, "of AdamW", "optimisation", kept=True)
+    adam_beta1: float = _flag(0.9, "of AdamW", "optimisation", kept=True)
+    adam_beta2: float = _flag(0.95, "of AdamW", "optimisation", kept=True)
+    clip_grad: float = _flag(1.0, "largest gradient norm; 0 for no clipping", "optimisation")
+    seed: int = _flag(1234, "of weights and of the order of documents", "optimisation")
+    bf16: bool = _flag(False, "bf16 weights with fp32 master weights", "optimisation")
+    use_distributed_optimizer: bool = _flag(
+        False, "shard the optimizer over data-parallel ranks (CUDA)", "optimisation"
+    )
+    recompute_granularity: str | None = _flag(
+        None, "recompute activations", "optimisation", choices=("full", "selective")
+    )
+    # Checkpoints.
+    save_interval: int | None = _flag(None, "steps between checkpoints (default: one at the end)", "checkpoints")
+
+    @property
+    def model_parallel_size(self) -> int:
+        return self.tensor_model_parallel_size * self.context_parallel_size
+
+    def shape(self, vocab_size: int) -> dict[str, Any]:
+        """What a checkpoint must have in common with the run that loads it; `vocab_size` is that of the data."""
+        fixed = [entry for entry in fields(self) if entry.metadata.get("shape") or entry.metadata.get("kept")]
+        shape = {entry.name: getattr(self, entry.name) for entry in fixed}
+        # Padded entries of the vocabulary are in the softmax too, and more tensor-parallel ranks may pad further.
+        shape |= {"vocab_size": vocab_size, "padded_vocab_size": self.padded_vocab_size(vocab_size)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
+
+    def data(self, lengths: NDArray[np.int64]) -> dict[str, Any]:
+        """Returns what decides which documents a step reads; `lengths` are the documents' of the corpus, in tokens."""
+        digest = hashlib.blake2b(np.asarray(lengths, np.int64).tobytes(), digest_size=8).hexdigest()
+        documents = f"{lengths.size} documents of {int(lengths.sum())} tokens ({digest})"
+        sizes = {name: getattr(self, name) for name in ("seq_length", "global_batch_size", "seed")}
+        return {**sizes, "data_path": documents}
+
+    def padded_vocab_size(self, vocab_size: int) -> int:
+        """The vocabulary as Megatron pads it, so that tensor-parallel ranks share it evenly."""
+        multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
+        return -(-vocab_size // multiple) * multiple
+
+    def check(self) -> None:
+        """Refuses what can be seen to be wrong before anything starts.
+
+        Raises:
+            ArgumentError: naming the option.
+        """
+        for entry in fields(self):
+            _check_kind(entry, getattr(self, entry.name))
+        self._check_numbers()
+        self._check_names()
+        self._check_wire()
+        self._check_divisors()
+        self._check_together()
+
+    def _check_numbers(self) -> None:
+        """Refuses numbers that no run has, each by itself."""
+        least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
+        least |= dict.fromkeys(_AMOUNTS, 0) | {"seq_length": 2}  # a next-token label needs two
+        for name, smallest in least.items():
+            value = getattr(self, name)
+            if value is not None and not smallest <= value < float("inf"):
+                kind = "a finite number of at least" if isinstance(value, float) else "at least"
+                raise ArgumentError(name, value, f"{kind} {smallest:g}")
+            if isinstance(value, int) and value >= 2**63:
+                raise ArgumentError(name, value, "less than 2**63")
+        if not 0.01 <= self.distributed_timeout_minutes <= _WEEK:
+            allowed = f"minutes from 0.01 to {_WEEK}"
+            raise ArgumentError("distributed_timeout_minutes", self.distributed_timeout_minutes, allowed)
+        for name in ("adam_beta1", "adam_beta2", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ArgumentError(name, getattr(self, name), "at least 0 and less than 1")
+        for name, smallest, meaning in (
+            ("window_size", -1, "tokens to see, -1 for all"),
+            ("hierarchical_context_parallel_sizes", 1, "numbers of ranks, at least 1"),
+        ):
+            values = getattr(self, name)
+            if values is not None and (len(values) != 2 or min(values) < smallest):
+                raise ArgumentError(name, values, f"two {meaning}")
+
+    def _check_names(self) -> None:
+        """Refuses what no layer, transport or machine is called."""
+        if len(self.spec) != 2:
+            raise ArgumentError("spec", self.spec, "a module and a name")
+        require("layout", self.cp_layout, name="cp_layout")
+        require("mode", self.linear_cp_mode, name="linear_cp_mode")
+        require("transport", self.cp_transport, name="cp_transport")
+        require("codec", self.cp_codec, name="cp_codec")
+        machine(self.cp_hardware, argument="cp_hardware")
+        for scheme in self.cp_comm_type:
+            require("scheme", scheme, name="cp_comm_type")
+            self._check_scheme(scheme)
+
+    def _check_together(self) -> None:
+        """Refuses options that do not fit one another."""
+        if self.seq_length < self.context_parallel_size:
+            raise ArgumentError(
+                "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
+            )
+        if self.linear_conv_kernel_dim > MAX_CONV_WIDTH:
+            allowed = f"an integer from 1 to {MAX_CONV_WIDTH}"
+            raise ArgumentError("linear_conv_kernel_dim", self.linear_conv_kernel_dim, allowed)
+        if self.linear_cp_mode == REDISTRIBUTE.name and self.sequence_parallel and self.context_parallel_size > 1:
+            raise ArgumentError(
+                "linear_cp_mode", "redistribute", "headwise, chunkwise or auto with --sequence-parallel"
+            )
+        if self.position_embedding_type == "rope" and self.kv_channels % 2:
+            raise ArgumentError("kv_channels", self.kv_channels, "even numbers with --position-embedding-type rope")
+        if self.lr_warmup_iters and self.lr_warmup_iters >= (self.lr_decay_iters or self.train_iters):
+            raise ArgumentError(
+                "lr_warmup_iters",
+                self.lr_warmup_iters,
+                f"less than the {self.lr_decay_iters or self.train_iters} steps",
+            )
+        if self.min_lr > self.lr:
+            raise ArgumentError("min_lr", self.min_lr, f"at most the learning rate, {self.lr}")
+
+    def _check_wire(self) -> None:
+        """Refuses what no layer of the model has: it would say nothing, and be believed."""
+        layers = {"hybrid_stack_spec": self.hybrid_layer_pattern, "gpt_layer_spec": "*"}.get(self.spec[-1])
+        schemes = self.cp_comm_type if layers is None or "*" in layers else ()
+        alone = self.context_parallel_size == 1  # then all attention is by auto
+        names = ("cp_search", "cp_search_cache")
+        checked_search(self.cp_search, self.cp_search_cache, [AUTO] if alone else schemes, names=names)
+        if alone or layers is None:
+            return  # a spec of the user's own, of any layers
+        headwise = may_exchange_heads(self.linear_cp_mode) and (
+            any(kind in layers for kind in "GM") or self.experimental_attention_variant is not None
+        )
+        if self.cp_codec != "none" and not headwise and not any(map(may_exchange_heads, schemes)):
+            remedy = "No layer of this model exchanges heads; --cp-comm-type a2a or --linear-cp-mode headwise do."
+            raise ArgumentError("cp_codec", self.cp_codec, "none", remedy)
+        if (
+            self.cp_head_chunks is not None
+            and not headwise
+            and not any(scheme_named(scheme).takes_chunks for scheme in schemes)
+        ):
+            remedy = "No layer of this model has heads that travel in chunks: rings and chunkwise layers have none."
+            raise ArgumentError("cp_head_chunks", self.cp_head_chunks, "nothing", remedy)
+
+    def _check_scheme(self, scheme: str) -> None:
+        """Refuses here what would be refused when the first layer is built, half a minute later."""
+        flags = {"scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes"}
+        sizes = self.hierarchical_context_parallel_sizes if scheme_named(scheme).is_product else None
+        if sizes is not None and sizes[0] * sizes[1] != self.context_parallel_size:
+            allowed = f"two factors of the {self.context_parallel_size} context-parallel ranks"
+            raise ArgumentError("hierarchical_context_parallel_sizes", sizes, allowed)
+        heads, groups = (max(n // self.tensor_model_parallel_size, 1) for n in (
+            self.num_attention_heads, self.num_query_groups
+        ))  # fmt: skip
+        if heads % groups:
+            return  # refused below
+        if self.context_parallel_size == 1:
+            scheme, sizes = "auto", None  # what the layers take there
+        chunks = self.cp_head_chunks if scheme_named(scheme).takes_chunks else None
+        slot = AttentionSpec(
+            heads, groups, 1, 1, scheme=scheme, ulysses_degree=sizes[0] if sizes else None, head_chunks=chunks
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # of ranks without heads, which the layer says
+                slot.plan(Layout.contiguous(Packing([1]), self.context_parallel_size))
+        except ArgumentError as error:
+            flag = flags.get(error.argument, f"cp_{error.argument}")
+            raise ArgumentError(flag, error.given, error.allowed, error.remedy) from None
+
+    def _check_divisors(self) -> None:
+        tp = self.tensor_model_parallel_size
+        if self.num_attention_heads % self.num_query_groups:
+            raise ArgumentError(
+                "num_query_groups", self.num_query_groups, f"a divisor of the {self.num_attention_heads} query heads"
+            )
+        if self.linear_num_value_heads % self.linear_num_key_heads:
+            raise ArgumentError(
+                "linear_num_key_heads",
+                self.linear_num_key_heads,
+                f"a divisor of the {self.linear_num_value_heads} value heads",
+            )
+        if self.mamba_num_heads % self.mamba_num_groups:
+            raise ArgumentError(
+                "mamba_num_groups", self.mamba_num_groups, f"a divisor of the {self.mamba_num_heads} Mamba heads"
+            )
+        shared = ["num_attention_heads", "linear_num_key_heads", "ffn_hidden_size", "hidden_size"]
+        if "M" in self.hybrid_layer_pattern:
+            shared.append("mamba_num_groups")
+        for name in shared:
+            if getattr(self, name) % tp:
+                raise ArgumentError(
+                    "tensor_model_parallel_size", tp, f"a divisor of {name.replace('_', '-')}, {getattr(self, name)}"
+                )
+        if self.num_query_groups % tp and tp % self.num_query_groups:
+            raise ArgumentError(
+                "num_query_groups", self.num_query_groups, f"a multiple or a divisor of the {tp} tensor-parallel ranks"
+            )
+        if self.global_batch_size % self.data_parallel_size:
+            raise ArgumentError(
+                "global_batch_size", self.global_batch_size, f"a multiple of the {self.data_parallel_size} replicas"
+            )
+        if self.sequence_parallel and tp == 1:
+            raise ArgumentError("sequence_parallel", True, "on with --tensor-model-parallel-size above 1")
+
+
+def _check_kind(entry: Field[Any], value: Any) -> None:
+    """Refuses a value that the command line could not have made, such as one from a file."""
+    kind, _, rest = str(entry.type).partition(" | ")
+    allowed, fits = _KINDS[kind]
+    if not (value is None and rest) and not fits(value):
+        raise ArgumentError(entry.name, value, f"{allowed} or nothing" if rest else allowed)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# What a field of each type holds.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "int": ("an integer", _is_integer),
+    "float": ("a number", lambda value: isinstance(value, float) or _is_integer(value)),
+    "str": ("a text", lambda value: isinstance(value, str)),
+    "bool": ("True or False", lambda value: isinstance(value, bool)),
+    "tuple[str, ...]": ("texts", lambda value: isinstance(value, tuple) and all(isinstance(v, str) for v in value)),
+    "tuple[int, ...]": ("integers", lambda value: isinstance(value, tuple) and all(map(_is_integer, value))),
+}
+_COUNTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "linear_attention_freq", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim", "mamba_num_heads", "mamba_head_dim", "mamba_state_dim",
+    "mamba_num_groups", "rotary_base", "make_vocab_size_divisible_by",
+    "context_parallel_size", "tensor_model_parallel_size", "data_parallel_size", "vocab_size", "seq_length",
+    "global_batch_size", "train_iters", "lr_decay_iters", "save_interval", "cp_head_chunks", "window_attn_skip_freq",
+)  # fmt: skip
+_WEEK = 7 * 24 * 60  # in minutes
+_AMOUNTS = ("seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_grad", "norm_epsilon")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run lives and how it starts.
+
+    Attributes:
+        options: of the run.
+        folder: its own: metrics, pictures and checkpoints.
+        resume: the checkpoint to go on from.
+        name: shown beside the progress bar.
+        save: write checkpoints.
+        keep_first_gradients: write the gradients of the first step, for comparing.
+    """
+
+    options: TrainingOptions
+    folder: Path
+    resume: Path | None = None
+    name: str = "train"
+    save: bool = True
+    keep_first_gradients: bool = False

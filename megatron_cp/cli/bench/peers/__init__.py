@@ -1,1 +1,0 @@
-"""What ours is compared with: megatron-core's own functions and layers. Nothing else in `cli` imports Megatron."""

@@ -1,0 +1,17 @@
+from . import specs as specs
+from .batch import ShardedBatch as ShardedBatch
+from .batch import layout_options as layout_options
+from .batch import shard_batch as shard_batch
+from .config import TransformerConfig as TransformerConfig
+from .cpu import run_megatron_on_cpu as run_megatron_on_cpu
+from .groups import BatchGroups as BatchGroups
+from .indexed import IndexedCorpus as IndexedCorpus
+from .layers.base import LinearModule as LinearModule
+from .loss import forward_step as forward_step
+from .modules import layer_slots as layer_slots
+from .patches import checkpoint_results_in_this_process as checkpoint_results_in_this_process
+from .patches import checkpoints_unpickled_by as checkpoints_unpickled_by
+from .patches import exchanged as exchanged
+from .patches import gated_delta_net_without_fla as gated_delta_net_without_fla
+from .patches import gradients_reduced_one_by_one as gradients_reduced_one_by_one
+from .patches import mamba_mixer_without_its_kernels as mamba_mixer_without_its_kernels

@@ -1,0 +1,13 @@
+from .counters import Counters as Counters
+from .counters import HostWork as HostWork
+from .counters import host_work as host_work
+from .layers import run_mixer as run_mixer
+from .memory import PeakMemory as PeakMemory
+from .parity import FLOOR_SHARE as FLOOR_SHARE
+from .parity import TOLERANCES as TOLERANCES
+from .parity import Case as Case
+from .parity import Problem as Problem
+from .parity import draw as draw
+from .parity import relative_error as relative_error
+from .parity import run_linear as run_linear
+from .tolerances import CODEC_TOLERANCES as CODEC_TOLERANCES

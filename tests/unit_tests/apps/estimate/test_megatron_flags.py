@@ -1,0 +1,186 @@
+"""Models by Megatron's flags; `test_megatron_parameters.py` compares them with Megatron's own."""
+
+import doctest
+
+import pytest
+
+from megatron_cp.apps.estimate import megatron_flags
+from megatron_cp.apps.estimate.megatron_flags import read_flags
+from megatron_cp.apps.estimate.model_presets import PRESETS
+from megatron_cp.errors import ArgumentError
+
+LLAMA = (
+    "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8 "
+    "--ffn-hidden-size 14336 --swiglu --vocab-size 128256 --untie-embeddings-and-output-weights --disable-bias-linear "
+)
+NEMOTRON = (
+    "--hybrid-layer-pattern M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M- --hidden-size 4096 "
+    "--num-attention-heads 32 --group-query-attention --num-query-groups 8 --kv-channels 128 --ffn-hidden-size 21504 "
+    "--squared-relu --mamba-num-heads 128 --vocab-size 131072 --untie-embeddings-and-output-weights "
+    "--disable-bias-linear"
+)
+QWEN = (
+    "--num-layers 48 --hidden-size 2048 --num-attention-heads 16 --group-query-attention --num-query-groups 2 "
+    "--kv-channels 256 --ffn-hidden-size 5120 --swiglu --vocab-size 151936 --untie-embeddings-and-output-weights "
+    "--disable-bias-linear --qk-layernorm --attention-output-gate --experimental-attention-variant gated_delta_net "
+    "--linear-attention-freq 4 --num-experts 512 --moe-router-topk 10 --moe-ffn-hidden-size 512 "
+    "--moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate --make-vocab-size-divisible-by 128 "
+)
+SMALL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --vocab-size 1000 "
+
+
+def masks(model):
+    return [slot.mask for slot in model.slots()]
+
+
+def test_example():
+    assert doctest.testmod(megatron_flags) == doctest.TestResults(failed=0, attempted=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"), [(LLAMA, "llama3-8b"), (NEMOTRON, "nemotron-h"), (QWEN, "qwen3-next")], ids=lambda x: x[:9]
+)
+def test_presets_can_be_said_in_flags(flags, name):
+    model, preset = read_flags(flags), PRESETS[name]
+    assert model.blocks == preset.blocks
+    assert (model.parameters, model.tied_embeddings) == (preset.parameters, False)
+
+
+def test_flags_are_read_as_megatron_spells_them():
+    quoted = LLAMA.replace("--num-layers 32", "'--num-layers=32'").replace("--hidden-size", "--hidden_size")
+    assert read_flags(quoted).blocks == read_flags(LLAMA).blocks
+    assert len(read_flags(LLAMA + "--num-layers 7").blocks) == 7  # the last of two
+
+
+def test_flags_that_shape_no_model_are_named_in_its_source():
+    model = read_flags(LLAMA + "--lr 1e-4 --seed -1 --data-path 0.5 a 0.5 b --bf16 --lr 2")
+    assert model.source == "Megatron's flags; not read: --lr --seed --data-path --bf16"
+    assert model.blocks == PRESETS["llama3-8b"].blocks
+
+
+@pytest.mark.parametrize(
+    ("more", "size"),
+    [("", 1024), ("--make-vocab-size-divisible-by 7", 1001), ("--padded-vocab-size 1500", 1500),
+     ("--tensor-model-parallel-size 8", 1024), ("--tensor-model-parallel-size 16", 2048)],
+)  # fmt: skip
+def test_the_vocabulary_is_padded(more, size):
+    assert read_flags(SMALL + more).vocab_size == size
+
+
+@pytest.mark.parametrize(
+    ("more", "size", "gated"),
+    [("", 256, False), ("--swiglu", 128, True), ("--ffn-hidden-size 80", 80, False), ("--quick-geglu", 256, True)],
+)
+def test_the_mlp_has_megatrons_default_size(more, size, gated):
+    mlp = read_flags(SMALL + more).blocks[0].mlp
+    assert (mlp.intermediate_size, mlp.gated, mlp.bias) == (size, gated, True)
+
+
+def test_groups_of_queries_need_their_switch():
+    assert read_flags(SMALL + "--num-query-groups 2").blocks[0].mixer.kv_heads == 4
+    assert read_flags(SMALL + "--num-query-groups 2 --group-query-attention").blocks[0].mixer.kv_heads == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("--window-size 127,0", ["window:127,0"] * 4),
+        ("--window-size '(127, 0)'", ["window:127,0"] * 4),
+        ("--window-size 127 0", ["window:127,0"] * 4),
+        ("--window-size -1 0", ["causal"] * 4),
+        ("--window-size -1,0", ["causal"] * 4),
+        ("--window-size 9,0 --window-attn-skip-freq 2", ["window:9,0", "causal"] * 2),
+        ("--window-size 9,0 --window-attn-skip-freq [1]*3+[0]", ["window:9,0"] * 3 + ["causal"]),
+    ],
+)
+def test_windows_are_in_their_layers(more, expected):
+    assert masks(read_flags(SMALL + more)) == expected
+
+
+@pytest.mark.parametrize(
+    ("freq", "expected"),
+    [("1", "EEEE"), ("2", "E-E-"), ("3", "E--E"), ("[1,0]*2", "E-E-"), ("[0]+[1]*3", "-EEE"), ("2*([0]+[1])", "-E-E")],
+)
+def test_mixtures_are_in_their_layers(freq, expected):
+    model = read_flags(SMALL + f"--num-experts 4 --moe-layer-freq '{freq}'")
+    assert "".join("E" if block.mlp.experts else "-" for block in model.blocks) == expected
+
+
+@pytest.mark.parametrize(("freq", "expected"), [("2", "G*G*"), ("4", "GGG*"), ("1", "****"), ("[0,1,1,0]", "*GG*")])
+def test_linear_layers_are_in_their_places(freq, expected):
+    model = read_flags(SMALL + f"--experimental-attention-variant gated_delta_net --linear-attention-freq {freq}")
+    assert "".join("*" if block.mixer.layer == "attention" else "G" for block in model.blocks) == expected
+
+
+def test_mamba_has_twice_the_hidden_size_unless_told_otherwise():
+    model = read_flags("--hybrid-layer-pattern M|M --hidden-size 512 --vocab-size 10")
+    assert [(slot.heads, slot.key_heads, slot.head_dim, slot.value_head_dim) for slot in model.slots()] == [
+        (16, 8, 128, 64)
+    ] * 2
+
+
+def test_latent_attention_has_megatrons_default_sizes():
+    mixer = read_flags(SMALL + "--multi-latent-attention").blocks[0].mixer
+    sizes = (mixer.heads, mixer.kv_heads, mixer.head_dim, mixer.value_head_dim, mixer.kv_rank, mixer.shared_key_dim)
+    assert sizes == (4, 4, 192, 128, 32, 64)
+    assert (mixer.query_rank, mixer.qk_norm) == (None, False)
+
+
+PATTERN = "allowed: a list of 0 and 1 such as [1]*3+[0]"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--num-expert 8 " + SMALL,
+            "model: got '--num-expert'; allowed: flags of Megatron. Did you mean --num-experts?",
+        ),
+        ("--num-layers", "--num-layers: got None; allowed: one value"),
+        ("num-layers 4 --hidden-size 64", "model: got 'num-layers'; allowed: flags, which begin with --"),
+        ("--num-layers 4 5", "--num-layers: got '4 5'; allowed: one value"),
+        ("--num-layers four", "--num-layers: got 'four'; allowed: an integer"),
+        ("--num-layers 100000000 --hidden-size 64", "--num-layers: got 100000000; allowed: an integer from 1 to 10000"),
+        ("--swiglu yes", "--swiglu: got 'yes'; allowed: no value"),
+        ("--num-layers 4 --hidden-size 64", "--num-attention-heads: got None"),
+        ("--num-layers 4 --num-attention-heads 4", "--hidden-size: got None"),
+        (SMALL.replace("1000", "0"), "--vocab-size: got 0; allowed: an integer of at least 1"),
+        (SMALL.replace("64", "65"), "--num-attention-heads: got 4; allowed: a divisor of 65. Or give --kv-channels."),
+        (SMALL + "'--swiglu", "flags with closed quotes"),
+        (SMALL + "--group-query-attention --num-query-groups 3", "kv_heads: got 3; allowed: a divisor of heads"),
+        (SMALL + "--moe-latent-size 32", "--moe-latent-size: got 'the flag'; allowed: models without it"),
+        (SMALL + "--mtp-num-layers 1", "--mtp-num-layers: got 'the flag'"),
+        (SMALL + "--experimental-attention-variant dsa", "variant: got 'dsa'; allowed: gated_delta_net, or none"),
+        (SMALL + "--experimental-attention-variant gated_delta_net", "--linear-attention-freq: got None"),
+        (SMALL + "--num-experts 4 --moe-layer-freq 0", "--moe-layer-freq: got 0; allowed: an integer of at least 1"),
+        (SMALL + "--num-experts 4 --moe-layer-freq [1]*3", "allowed: 0 or 1 for each of the 4 layers"),
+        (SMALL + "--num-experts 4 --moe-layer-freq [2]*4", "allowed: 0 or 1 for each of the 4 layers"),
+        (SMALL + "--num-experts 4 --moe-layer-freq [1]*1000000000", PATTERN),
+        (SMALL + "--num-experts 4 --moe-layer-freq [1]*2*[2]", PATTERN),
+        (SMALL + "--num-experts 4 --moe-layer-freq [1.0]*4", PATTERN),
+        (SMALL + "--num-experts 4 --moe-layer-freq [1", PATTERN),
+        (SMALL + "--num-experts 4 --moe-layer-freq exit(0)", PATTERN),
+        (SMALL + "--num-experts 4 --moe-router-topk 5", "experts_per_token: got 5; allowed: an integer from 1 to 4"),
+        (SMALL + "--window-size 9,9", "--window-size: got '9,9'; allowed: LEFT,0"),
+        (SMALL + "--window-size 9", "--window-size: got '9'"),
+        (SMALL + "--window-size 9 9", "--window-size: got '9,9'; allowed: LEFT,0 or LEFT 0"),
+        (SMALL + "--window-size 9 0 1", "--window-size: got '9 0 1'; allowed: two values, or both in one"),
+        (SMALL + "--window-size", "--window-size: got None; allowed: two values, or both in one"),
+        (SMALL + "--hybrid-layer-pattern MM/M", "--hybrid-layer-pattern: got 'MM/M'; allowed: a pattern without /"),
+        (
+            SMALL + "--hybrid-layer-pattern *X",
+            "--hybrid-layer-pattern[1]: got 'X'; allowed: M or G or * or + or - or E",
+        ),
+        (SMALL + "--hybrid-layer-pattern *D", "--hybrid-layer-pattern[1]: got 'D'"),
+        (SMALL + "--hybrid-layer-pattern ''", "blocks: got 0; allowed: an integer from 1"),
+        (
+            SMALL + "--hybrid-layer-pattern M --hybrid-override-pattern M",
+            "allowed: nothing beside --hybrid-layer-pattern",
+        ),
+        (SMALL + "--hybrid-layer-pattern E", "--num-experts: got None"),
+    ],
+)
+def test_rejects_flags_that_make_no_model(flags, message):
+    with pytest.raises(ArgumentError) as error:
+        read_flags(flags)
+    assert message in str(error.value)

@@ -1,0 +1,253 @@
+"""A whole model's step: its parts add up, memory and flags follow the choice, and what cannot be is refused."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from megatron_cp.apps.estimate.model_files import read_model
+from megatron_cp.apps.estimate.model_layers import MLP, AttentionMixer, Block
+from megatron_cp.apps.estimate.models import ModelSpec
+from megatron_cp.apps.estimate.step import SHARDINGS, StepChoice, predict_step, way_of
+from megatron_cp.errors import ArgumentError
+from megatron_cp.layout import Layout, Packing
+from megatron_cp.plan.schemes import SCHEMES
+from megatron_cp.planner.predict import machine
+from megatron_cp.planner.predict.price import priced
+
+H100, TINY, LLAMA = machine("h100"), read_model("tiny"), read_model("llama3-8b")
+PACKING = Packing([5000, 1, 3000, 187])
+THREE = Layout.zigzag(PACKING, 3)
+
+
+def step(model=TINY, cp=4, name="zigzag", **change):
+    layout = getattr(Layout, name)(PACKING, cp)
+    return predict_step(model, layout, StepChoice(cp, name, **change), H100, H100.topology(cp))
+
+
+def test_a_step_is_the_sum_of_its_layers():
+    found = step(LLAMA)
+    ((plan, count),) = found.plans
+    assert count == 32
+    assert found.linear == 0
+    assert found.attention + found.exposed == pytest.approx(32 * priced(plan, H100).total)
+    parts = found.attention + found.products + found.exposed + found.others + found.shards
+    assert found.step == pytest.approx(parts)
+    assert found.tokens_per_second_per_gpu == pytest.approx(8188 / found.step * 1e3 / 4)
+
+
+def test_operations_are_those_of_weights_and_visible_pairs():
+    pairs = sum(n * (n + 1) // 2 for n in PACKING.lengths.tolist())
+    weights = 6 * LLAMA.active_parameters * PACKING.total
+    assert step(LLAMA).operations == pytest.approx(weights + 32 * 32 * 12 * 128 * pairs)
+    assert 0 < step(LLAMA).mfu(H100.hardware.matrix_peak) < 1
+
+
+def test_products_take_their_time_on_the_rank_that_holds_most():
+    fast = dataclasses.replace(H100, hardware=dataclasses.replace(H100.hardware, matrix=2 * H100.hardware.matrix))
+    layout = Layout.contiguous(PACKING, 4)
+    choice = StepChoice(4, "contiguous")
+    one, two = (predict_step(LLAMA, layout, choice, on, on.topology(4)).products for on in (H100, fast))
+    assert one == pytest.approx(2 * two)
+    full = predict_step(LLAMA, layout, dataclasses.replace(choice, recompute="full"), H100, H100.topology(4))
+    assert full.products == pytest.approx(one * 4 / 3)
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "nemotron-h", "kimi-linear", "tiny"])
+def test_hybrid_models_have_both_kinds(name):
+    model = read_model(name)
+    found = step(model)
+    kinds = {plan.kind: count for plan, count in found.plans}
+    assert "attention" in kinds
+    assert len(kinds) >= 2
+    assert found.linear > 0
+    assert found.attention > 0
+    assert "--linear-cp-mode" in found.flags
+    assert "--cp-comm-type" in found.flags
+
+
+def test_sharding_divides_what_it_says():
+    memories = {sharding: step(LLAMA, sharding=sharding).memory for sharding in SHARDINGS}
+    count = LLAMA.parameters
+    assert memories["none"].parameters == 2 * count
+    assert memories["none"].optimizer == 16 * count
+    assert memories["zero1"].optimizer == 4 * count + 12 * count / 4
+    block = max(LLAMA.block_parameters)  # whole while it is computed
+    assert memories["zero3"].parameters == 2 * (count / 4 + block)
+    assert step(LLAMA, sharding="zero3", replicas=2).memory.optimizer == 16 * count / 8 + 4 * block
+    assert len({memory.activations for memory in memories.values()}) == 1
+
+
+def test_recomputing_takes_less_memory_and_more_time():
+    none, selective, full = (step(LLAMA, recompute=how) for how in ("none", "selective", "full"))
+    assert none.memory.activations > selective.memory.activations > 3 * full.memory.activations
+    assert full.step > selective.step == none.step
+    assert "--recompute-granularity full" in full.flags
+    assert "recompute" not in none.flags
+
+
+def test_flags_name_the_degree_of_a_product():
+    found = step(LLAMA, 4, scheme="a2a+exact", ulysses_degree=2)
+    assert "--cp-comm-type a2a+exact --hierarchical-context-parallel-sizes 2 2" in found.flags
+
+
+@pytest.mark.parametrize(
+    ("argument", "call"),
+    [
+        ("sharding", lambda: step(sharding="zero2")),
+        ("replicas", lambda: step(replicas=0)),
+        ("scheme", lambda: step(scheme="nothing")),
+        ("recompute", lambda: step(recompute="some")),
+        ("layout", lambda: predict_step(TINY, THREE, StepChoice(4, "zigzag"), H100, H100.topology(4))),
+        ("topology", lambda: predict_step(TINY, THREE, StepChoice(3, "zigzag"), H100, H100.topology(4))),
+    ],
+)
+def test_rejects(argument, call):
+    with pytest.raises(ArgumentError) as caught:
+        call()
+    assert caught.value.argument == argument
+
+
+def test_sharded_weights_count_where_nothing_hides_them():
+    """8 bytes a parameter enter each host over its eight cards; a step of few tokens does not hide that."""
+    model, layout = read_model("llama3-70b"), Layout.contiguous(Packing([1024]), 16)
+    choice = StepChoice(16, "contiguous", sharding="zero3")
+    found = predict_step(model, layout, choice, H100, H100.topology(16))
+    wire = 8 * model.parameters / 2 / (8 * H100.between.bandwidth) * 1e3
+    assert found.step == pytest.approx(wire)
+    assert step(LLAMA, cp=1).shards == 0
+
+
+def test_experts_have_the_rows_that_are_routed_to_them():
+    """Few rows an expert fill no tile; with many all tiles are full."""
+    model = read_model("qwen3-next")
+
+    def products(tokens):
+        layout = Layout.contiguous(Packing([tokens]), 1)
+        found = predict_step(model, layout, StepChoice(1, "contiguous"), H100, H100.topology(1))
+        return found.products / tokens
+
+    assert products(8192) > 1.2 * products(1 << 18)
+    assert products(512) > 5 * products(1 << 18)
+
+
+def test_layers_choose_for_the_hosts_that_there_are():
+    near, far = (
+        predict_step(LLAMA, Layout.zigzag(PACKING, 8), StepChoice(8, "zigzag"), H100, H100.topology(8, hosts))
+        for hosts in (1, 8)
+    )
+    assert far.step > near.step
+    fixed = min(
+        predict_step(LLAMA, Layout.zigzag(PACKING, 8), StepChoice(8, "zigzag", scheme), H100, H100.topology(8, 8)).step
+        for scheme in ("a2a", "p2p", "exact", "all_gather")
+    )
+    assert far.step <= 1.05 * fixed
+
+
+# -- one set of flags for layers of several kinds ----------------------------------------------------------------------
+
+
+def alternating(*mixers, blocks=4):
+    return ModelSpec("mixed", 4096, 1000, True, tuple(Block(mixers[n % len(mixers)], MLP(1024)) for n in range(blocks)))
+
+
+FULL = AttentionMixer(32, 8, 128, 128)
+WINDOW = AttentionMixer(32, 8, 128, 128, mask="window:127,0")
+LONG = Packing([40000, 30000, 20000, 30000, 11072])
+
+
+def stepped(model, cp=16, name="zigzag", packing=LONG, **change):
+    layout = getattr(Layout, name)(packing, cp)
+    return predict_step(model, layout, StepChoice(cp, name, **change), H100, H100.topology(cp))
+
+
+def given(flags, name):
+    """The values of a flag; none if it is left out."""
+    words = flags.split()
+    after = words[words.index(name) + 1 :] if name in words else []
+    return list(itertools.takewhile(lambda word: not word.startswith("--"), after))
+
+
+def test_layers_whose_best_schemes_differ_have_a_value_each():
+    found = stepped(alternating(WINDOW, FULL))
+    (windowed, _), (full, _) = found.plans
+    assert windowed.scheme != full.scheme
+    assert given(found.flags, "--cp-comm-type") == [windowed.scheme, full.scheme] * 2
+    assert given(stepped(alternating(FULL)).flags, "--cp-comm-type") == [full.scheme]
+
+
+def test_linear_layers_and_mlps_of_a_list_have_the_value_that_they_take():
+    linear = read_model("qwen3-next").blocks[0].mixer
+    model = alternating(linear, WINDOW, None, FULL)
+    found = stepped(model)
+    of = {plan.mask.describe(): plan.scheme for plan, _ in found.plans if plan.attend}
+    windowed, full = list(of.values())
+    assert windowed != full
+    assert given(found.flags, "--cp-comm-type") == ["a2a", windowed, "a2a", full]
+
+
+@pytest.mark.parametrize("cp", [4, 8, 16, 32])
+@pytest.mark.parametrize("name", ["contiguous", "zigzag", "balanced"])
+def test_flags_ask_for_the_plans_that_were_priced(cp, name):
+    """What Megatron's layers make of the flags: a scheme each, one degree of products, one number of chunks."""
+    model = alternating(WINDOW, FULL, AttentionMixer(64, 8, 64, 64))
+    found = stepped(model, cp, name)
+    schemes, degrees, chunks = (
+        given(found.flags, f"--{flag}")
+        for flag in ("cp-comm-type", "hierarchical-context-parallel-sizes", "cp-head-chunks")
+    )
+    layout = getattr(Layout, name)(LONG, cp)
+    for number, (mixer, (plan, _)) in enumerate(zip([WINDOW, FULL, model.blocks[2].mixer], found.plans, strict=True)):
+        way = SCHEMES[(schemes * 4)[number] if len(schemes) == 1 else schemes[number]]
+        slot = dataclasses.replace(
+            mixer.slot(), scheme=way.name, ulysses_degree=int(degrees[0]) if way.is_product and degrees else None,
+            head_chunks=int(chunks[0]) if way.takes_chunks and chunks else None,
+        )  # fmt: skip
+        assert slot.plan(layout).describe() == plan.describe()
+        assert slot.plan(layout).attend.head_chunks == plan.attend.head_chunks
+
+
+def test_kinds_that_want_other_degrees_share_the_cheaper_one():
+    """Four and sixteen key/value heads: each by itself takes a product of its own degree."""
+    few, many = AttentionMixer(32, 4, 128, 128), AttentionMixer(16, 16, 128, 128)
+    alone = [stepped(alternating(mixer), 32) for mixer in (few, many)]
+    degrees = {plan.ulysses_degree for found in alone for plan, _ in found.plans}
+    assert len(degrees) == 2
+    both = stepped(alternating(few, many), 32)
+    assert len({plan.ulysses_degree for plan, _ in both.plans}) == 1
+    assert len(given(both.flags, "--hierarchical-context-parallel-sizes")) == 2
+    slots = [mixer.slot() for mixer in (few, many)]
+    layout = Layout.zigzag(LONG, 32)
+
+    def total(degree):
+        ways = zip(slots, both.plans, strict=True)
+        plans = [
+            dataclasses.replace(slot, scheme=plan.scheme, ulysses_degree=degree).plan(layout)
+            for slot, (plan, _) in ways
+        ]
+        return sum(priced(plan, H100).total for plan in plans)
+
+    taken = both.plans[0][0].ulysses_degree
+    assert total(taken) == min(map(total, degrees))
+
+
+def test_runs_that_want_other_modes_are_left_to_auto_on_the_machine_that_was_named():
+    found = stepped(TINY)
+    plans = [plan for plan, _ in found.plans if plan.attend is None]
+    other = dataclasses.replace(plans[0], scheme="headwise", redistribution=None)
+    assert way_of(plans[0]) != "headwise"
+    choice = dataclasses.replace(found.choice, hardware="h200")
+    mixed = dataclasses.replace(found, plans=(*found.plans, (other, 1)), choice=choice)
+    assert given(found.flags, "--linear-cp-mode") == [way_of(plans[0])]
+    assert given(mixed.flags, "--linear-cp-mode") == ["auto"]
+    assert given(mixed.flags, "--cp-hardware") == ["h200"]
+
+
+def test_recomputing_a_layer_waits_for_its_transfers_again():
+    layout, topology = Layout.zigzag(PACKING, 8), H100.topology(8, 8)
+    once, again = (
+        predict_step(LLAMA, layout, StepChoice(8, "zigzag", "a2a", recompute=how), H100, topology)
+        for how in ("none", "full")
+    )
+    assert again.exposed > 1.3 * once.exposed
+    assert once.attention < again.attention < 1.6 * once.attention
