@@ -15,7 +15,7 @@ import numpy as np
 from megatron_cp.apps.bench.defaults import PACK_RANKS
 from megatron_cp.apps.bench.peer_limits import MEGATRON, megatron_missing
 from megatron_cp.cli import Report
-from megatron_cp.data import GlobalBatch, PackedStream, read_corpus, read_tokenizer
+from megatron_cp.data import GlobalBatch, PackedStream, balance_packs, read_corpus, read_tokenizer
 from megatron_cp.errors import ArgumentError
 from megatron_cp.layout import IntArray
 from megatron_cp.planner import PackCost
