@@ -136,11 +136,7 @@ def shard_batch(
     seed, ignore_index = checked_integer("seed", seed, 0), checked_integer("ignore_index", ignore_index, -(2**63))
     checked_flag("agree", agree)
     ids = _integers("tokens", tokens, packing)
-    if labels is None:
-        targets, weights = _next_tokens(ids, packing)
-    else:
-        targets = _integers("labels", labels, packing)
-        weights = (targets >= 0).float()
+    targets, weights = _labels_and_weights(ids, labels, packing)
     if loss_mask is not None:
         weights *= _numbers("loss_mask", loss_mask, packing)
     targets = targets.masked_fill(weights == 0, ignore_index)
@@ -186,10 +182,14 @@ def local_positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
     return on_device(layout.positions(rank), device, torch.int64)
 
 
-def _next_tokens(ids: Tensor, packing: Packing) -> tuple[Tensor, Tensor]:
-    """Returns the next token of each token's document, and weights that are 0 for a document's last token."""
+def _labels_and_weights(
+    ids: Tensor, labels: NDArray[np.integer] | Tensor | None, packing: Packing
+) -> tuple[Tensor, Tensor]:
+    if labels is not None:
+        targets = _integers("labels", labels, packing)
+        return targets, (targets >= 0).float()
     weights = torch.ones(packing.total, device="cpu")
-    weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0
+    weights[torch.from_numpy(packing.cu_seqlens[1:][packing.lengths > 0] - 1)] = 0  # documents' last tokens
     return ids.roll(-1), weights
 
 
