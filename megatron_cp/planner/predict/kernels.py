@@ -13,7 +13,7 @@ from megatron_cp.layout.bands import areas, cut_up, tight_boxes
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.layout.segments import Segments
 from megatron_cp.plan.attention import Attend
-from megatron_cp.plan.flows import owned_fragments
+from megatron_cp.plan.flows import PassOn, owned_fragments
 from megatron_cp.plan.kinds import KINDS
 from megatron_cp.plan.plan import Plan
 from megatron_cp.plan.recurrence import Scan
@@ -49,6 +49,8 @@ def stage_shapes(step: Attend, tile: int) -> StageShapes:
 
 def _stage_shapes(step: Attend, tile: int) -> StageShapes:
     size, stages = step.num_kv_ranks, step.num_stages
+    if stages > 1 and step.tiled is None and not isinstance(step.stages[-1].keys, PassOn):
+        return shapes_of(((step.bands(rank, stage) for rank in range(size)) for stage in step.stages), tile)
     bands, ranks = step.bands_of_kv_ranks()
     edges, owners = owned_fragments(step.keys)
     met = np.searchsorted(edges[:-1], bands[:, 3]) - np.searchsorted(edges[1:], bands[:, 2], side="right")

@@ -12,11 +12,14 @@ from megatron_cp.layout import Mask, Packing
 from megatron_cp.plan import schemes
 from megatron_cp.plan.assignment import TiledWork
 from megatron_cp.planner.layouts import layout_by_name
+from megatron_cp.planner.predict import machine
+from megatron_cp.planner.predict.memory import buffer_bytes
+from megatron_cp.planner.predict.walk import program_of
 from megatron_cp.testing.parity import Case
 from tests.counting_group import CountingGroup
 from tests.random_tiles import TILED, assign_all_to, assign_at_random, at_home, random_assignment
 from tests.scheme_cases import check, over_ranks
-from tests.scheme_in_halves import add_halves
+from tests.scheme_in_halves import add_by_distance, add_halves
 
 SCHEMES = tuple(schemes.SCHEMES)
 
@@ -163,6 +166,23 @@ def test_a_schedule_of_several_fetches_is_dense_attention(layout, head_chunks, m
     add_halves(monkeypatch)
     case = Case("attention", 4, (7, 1, 40, 0, 13), layout, scheme="halves", head_chunks=head_chunks, align=2)
     assert len(case.plan().attend.stages) == 2
+    check(case)
+
+
+@pytest.mark.parametrize("head_chunks", [1, 2])
+@pytest.mark.parametrize("layout", ["zigzag", "random"])
+def test_own_keys_may_be_computed_before_the_first_fetch(layout, head_chunks, monkeypatch):
+    """Prices and buffers follow, since they walk over the program that runs."""
+    add_by_distance(monkeypatch)
+    case = Case("attention", 5, (7, 1, 40, 0, 13), layout, scheme="by_distance", head_chunks=head_chunks, align=2)
+    plan = case.plan()
+    assert plan.attend.collectives(forward=True) == 2 * head_chunks
+    assert plan.attend.collectives(forward=False) == 4 * head_chunks
+    sent, exact = (each.plan().bytes_sent(8, forward=True) for each in (case, replace(case, scheme="exact")))
+    assert sent == exact
+    assert all(buffer_bytes(plan, rank, 8) > 0 for rank in range(5))
+    names = [each.name for each in program_of(plan, machine().hardware, 8, forward=True).transfers]
+    assert names == ["keys and values"] * (2 * head_chunks)
     check(case)
 
 
