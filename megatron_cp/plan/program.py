@@ -8,7 +8,7 @@ a rank in the instruction's flow. No torch in here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -195,48 +195,51 @@ class _Builder:
         """Returns the number of a new buffer."""
         return next(self._numbers)
 
-    def ring(self, stages: tuple[Stage, ...]) -> Iterator[Instruction]:
+    def ring(self, stages: tuple[Stage, ...]) -> list[Instruction]:
         """Passes blocks of keys on while each is computed; gradients follow one stage behind and end at their owner."""
-        parts = [Part(stage, 0) for stage in stages]
-        block, sent = self.new(), None
+        program = list[Instruction]()  # a list, since a ring of many ranks has many
+        add, parts = program.append, [Part(stage, 0) for stage in stages]
+        block, sent = next(self._numbers), None
         returning: tuple[int, int] | None = None
-        yield Pack(parts[0], block, Payload.KEYS, None)
+        add(Pack(parts[0], block, Payload.KEYS, None))
         for part, following in itertools.pairwise([*parts, None]):
             assert part is not None
             if sent is not None:
                 assert isinstance(part.stage.keys, PassOn)
-                yield Wait(part, block, Payload.KEYS, part.stage.keys)
-                yield Release(part, sent)
+                add(Wait(part, block, Payload.KEYS, part.stage.keys))
+                add(Release(part, sent))
             here, sent = block, block
             if following is not None:
                 assert isinstance(following.stage.keys, PassOn)
-                block = self.new()
-                yield Start(following, here, block, Payload.KEYS, following.stage.keys)
+                block = next(self._numbers)
+                add(Start(following, here, block, Payload.KEYS, following.stage.keys))
             if self.forward:
-                yield Compute(part, here)
+                add(Compute(part, here))
             else:
                 assert isinstance(part.stage.gradients, PassOn)
-                gradient = self.new()
+                gradient = next(self._numbers)
                 keys = part.stage.keys
                 assert keys is None or isinstance(keys, PassOn)
-                yield Allocate(part, gradient, Payload.KEY_GRADIENT_SUMS, here, keys)
-                yield Compute(part, here, gradient)
+                add(Allocate(part, gradient, Payload.KEY_GRADIENT_SUMS, here, keys))
+                add(Compute(part, here, gradient))
                 if returning is not None:
-                    yield from self._arrive(part, *returning, target=gradient)
-                arriving = self.new()
-                yield Start(part, gradient, arriving, Payload.KEY_GRADIENT_SUMS, part.stage.gradients)
+                    self._arrive(add, part, *returning, target=gradient)
+                arriving = next(self._numbers)
+                add(Start(part, gradient, arriving, Payload.KEY_GRADIENT_SUMS, part.stage.gradients))
                 returning = gradient, arriving
             if following is None:
-                yield Release(part, here)
+                add(Release(part, here))
         if returning is not None:
-            yield from self._arrive(parts[-1], *returning, target=None)
+            self._arrive(add, parts[-1], *returning, target=None)
+        return program
 
-    def _arrive(self, part: Part, sent: int, received: int, target: int | None) -> Iterator[Instruction]:
+    @staticmethod
+    def _arrive(add: Callable[[Instruction], None], part: Part, sent: int, received: int, target: int | None) -> None:
         assert isinstance(part.stage.gradients, PassOn)
-        yield Wait(part, received, Payload.KEY_GRADIENT_SUMS, part.stage.gradients)
-        yield Release(part, sent)
-        yield Merge(part, received, Payload.KEY_GRADIENT_SUMS, None, target)
-        yield Release(part, received)
+        add(Wait(part, received, Payload.KEY_GRADIENT_SUMS, part.stage.gradients))
+        add(Release(part, sent))
+        add(Merge(part, received, Payload.KEY_GRADIENT_SUMS, None, target))
+        add(Release(part, received))
 
     def fetched(self, stages: tuple[Stage, ...], chunks: int) -> Iterator[Instruction]:
         """Fetches the rows of a stage and head chunk while the one before is computed.

@@ -28,6 +28,7 @@ class AttentionWalk(WalkBase):
     def _attend(self, step: Attend) -> None:
         keys = dict[int, int]()
         seconds = dict[int, StageSeconds]()
+        self._row_widths: dict[tuple[Payload, int], IntArray] = {}
         for do in step.program(forward=self.is_forward):
             match do:
                 case Pack(payload=payload, flow=flow):
@@ -84,6 +85,8 @@ class AttentionWalk(WalkBase):
         tokens, chunk, payload = step.keys.token_counts, do.part.chunk, do.payload
         if do.flow is not None:
             rows, passes = self._message_rows(step, do.flow, "received"), 3 if payload is Payload.PARTIALS else 1
+            if payload is Payload.KEY_GRADIENTS and do.flow.fetch.equal_shares:
+                rows = np.full(step.num_kv_ranks, do.flow.fetch.longest)  # as machines were calibrated
             wider = 1 if payload.is_summed else max(4 // self.item, 1)
             self._copy(f"add {payload.value}", self._bytes(step, rows, payload, chunk) * wider * passes)
         elif do.target is None:
@@ -116,9 +119,12 @@ class AttentionWalk(WalkBase):
 
     def _widths_of(self, step: Attend, payload: Payload, chunk: int) -> IntArray:
         """Returns `[degree]` bytes of a row in a message."""
-        return np.array(
-            [step.row_bytes(payload, rank, self.item, step.chunks(rank)[chunk]) for rank in range(self.degree)]
-        )
+        found = self._row_widths.get((payload, chunk))
+        if found is None:
+            found = self._row_widths[payload, chunk] = np.array(
+                [step.row_bytes(payload, rank, self.item, step.chunks(rank)[chunk]) for rank in range(self.degree)]
+            )
+        return found
 
     def _bytes(self, step: Attend, rows: IntArray, payload: Payload, chunk: int) -> IntArray:
         """Returns `[ranks]` bytes of `[kv ranks]` rows."""
