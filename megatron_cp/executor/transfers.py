@@ -243,7 +243,7 @@ class RowTransfers:
         """Adds rows that have come back."""
         raise NotImplementedError
 
-    methods: dict[type[Instruction], Callable[[Any, Any], None]]
+    methods: dict[type, Callable[[Any, Any], None]]
 
     def __init_subclass__(cls) -> None:
         cls.methods = {

@@ -142,7 +142,7 @@ class Attend(Memo):
 
     def transfers(self, *, forward: bool) -> list[tuple[Payload, RowFlow]]:
         """Returns what travels in one direction, for each head chunk."""
-        starts = (do for do in self.program(forward=forward) if isinstance(do, Start))
+        starts = [do for do in self.program(forward=forward) if type(do) is Start]
         return [(do.payload, do.flow) for do in starts if do.part.chunk == 0]
 
     def chunks(self, head_rank: int) -> list[HeadChunk]:
@@ -196,7 +196,7 @@ class Attend(Memo):
 
     def collectives(self, *, forward: bool) -> int:
         """Returns the number of transfers that each rank starts in one direction."""
-        return sum(isinstance(do, Start) for do in self.program(forward=forward))
+        return len([do for do in self.program(forward=forward) if type(do) is Start])
 
     def bytes_sent(self, item_size: int, *, forward: bool) -> IntArray:
         """Returns `[ranks]` bytes that each rank sends to others, for elements of `item_size` bytes."""
@@ -229,9 +229,11 @@ class Attend(Memo):
 
         def make() -> dict[Payload, IntArray]:
             found: dict[Payload, IntArray] = {}
-            for payload, flow in self.transfers(forward=forward):
-                rows = flow.rows_sent_by_ranks()
-                found[payload] = found[payload] + rows if payload in found else rows
+            transfers = self.transfers(forward=forward)
+            for kind in Payload:
+                sent = [flow.rows_sent_by_ranks() for payload, flow in transfers if payload is kind]
+                if sent:
+                    found[kind] = np.sum(sent, axis=0)
             return found
 
         return self.memo(("rows sent", forward), make)

@@ -8,7 +8,7 @@ a rank in the instruction's flow. No torch in here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,19 +29,12 @@ class Part(NamedTuple):
     chunk: int
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Instruction:
-    """A step of a program.
-
-    Attributes:
-        part: the stage and head chunk that it belongs to.
-    """
-
-    part: Part
+# Every instruction names its `part`, the stage and head chunk that it belongs to. None is ever changed. They are not
+# frozen, since a frozen one takes a call for each field to make, and a ring of many ranks has many.
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Pack(Instruction):
+@dataclass(eq=False, slots=True)
+class Pack:
     """Copies own rows into a new buffer.
 
     Attributes:
@@ -50,13 +43,14 @@ class Pack(Instruction):
         flow: picks the rows that it sends; None packs all own rows.
     """
 
+    part: Part
     buffer: int
     payload: Payload
     flow: Fetch | None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Start(Instruction):
+@dataclass(eq=False, slots=True)
+class Start:
     """Starts a transfer from a buffer into a new one, which nothing may read before `Wait`.
 
     Attributes:
@@ -65,35 +59,38 @@ class Start(Instruction):
         flow: which rows go to which rank.
     """
 
+    part: Part
     source: int
     buffer: int
     payload: Payload
     flow: RowFlow
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Wait(Instruction):
+@dataclass(eq=False, slots=True)
+class Wait:
     """Waits until the rows of a transfer have arrived in `buffer`, and its source may be written again."""
 
+    part: Part
     buffer: int
     payload: Payload
     flow: RowFlow
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Order(Instruction):
+@dataclass(eq=False, slots=True)
+class Order:
     """Replaces a buffer by a copy with its rows in the order that the flow asks for, on ranks where they are not.
 
     Fetched rows are put in stream order. Rows that return are put in the order of their owners.
     """
 
+    part: Part
     buffer: int
     payload: Payload
     flow: Fetch | Return
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Allocate(Instruction):
+@dataclass(eq=False, slots=True)
+class Allocate:
     """Takes an unwritten buffer with a row for each row at hand.
 
     Attributes:
@@ -103,14 +100,15 @@ class Allocate(Instruction):
         flow: brought the rows of `like`; None where they are the own rows.
     """
 
+    part: Part
     buffer: int
     payload: Payload
     like: int
     flow: Fetch | PassOn | None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Compute(Instruction):
+@dataclass(eq=False, slots=True)
+class Compute:
     """Computes a stage's tiles of own queries and merges them with the stages before.
 
     Attributes:
@@ -119,13 +117,14 @@ class Compute(Instruction):
         adds: in backward, `gradients` already holds those of remote queries.
     """
 
+    part: Part
     keys: int | None
     gradients: int | None = None
     adds: bool = False
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ComputeRemote(Instruction):
+@dataclass(eq=False, slots=True)
+class ComputeRemote:
     """Computes a stage's tiles of other ranks' queries.
 
     Attributes:
@@ -135,14 +134,15 @@ class ComputeRemote(Instruction):
         gradients: in backward, the buffer that gets the gradients of the keys.
     """
 
+    part: Part
     keys: int
     queries: int
     results: int
     gradients: int | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Merge(Instruction):
+@dataclass(eq=False, slots=True)
+class Merge:
     """Adds rows that have come back to what this rank has of them.
 
     Attributes:
@@ -152,19 +152,22 @@ class Merge(Instruction):
         target: the buffer that they are added to; None for the own rows.
     """
 
+    part: Part
     buffer: int
     payload: Payload
     flow: Return | None
     target: int | None = None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Release(Instruction):
+@dataclass(eq=False, slots=True)
+class Release:
     """Gives a buffer back."""
 
+    part: Part
     buffer: int
 
 
+Instruction = Pack | Start | Wait | Order | Allocate | Compute | ComputeRemote | Merge | Release
 Program = tuple[Instruction, ...]
 
 
@@ -205,41 +208,43 @@ class _Builder:
         for part, following in itertools.pairwise([*parts, None]):
             assert part is not None
             if sent is not None:
-                assert isinstance(part.stage.keys, PassOn)
+                assert type(part.stage.keys) is PassOn
                 add(Wait(part, block, Payload.KEYS, part.stage.keys))
                 add(Release(part, sent))
             here, sent = block, block
             if following is not None:
-                assert isinstance(following.stage.keys, PassOn)
+                assert type(following.stage.keys) is PassOn
                 block = next(self._numbers)
                 add(Start(following, here, block, Payload.KEYS, following.stage.keys))
             if self.forward:
                 add(Compute(part, here))
             else:
-                assert isinstance(part.stage.gradients, PassOn)
+                assert type(part.stage.gradients) is PassOn
                 gradient = next(self._numbers)
                 keys = part.stage.keys
-                assert keys is None or isinstance(keys, PassOn)
+                assert keys is None or type(keys) is PassOn
                 add(Allocate(part, gradient, Payload.KEY_GRADIENT_SUMS, here, keys))
                 add(Compute(part, here, gradient))
                 if returning is not None:
-                    self._arrive(add, part, *returning, target=gradient)
+                    self._arrive(program, part, *returning, target=gradient)
                 arriving = next(self._numbers)
                 add(Start(part, gradient, arriving, Payload.KEY_GRADIENT_SUMS, part.stage.gradients))
                 returning = gradient, arriving
             if following is None:
                 add(Release(part, here))
         if returning is not None:
-            self._arrive(add, parts[-1], *returning, target=None)
+            self._arrive(program, parts[-1], *returning, target=None)
         return program
 
     @staticmethod
-    def _arrive(add: Callable[[Instruction], None], part: Part, sent: int, received: int, target: int | None) -> None:
-        assert isinstance(part.stage.gradients, PassOn)
-        add(Wait(part, received, Payload.KEY_GRADIENT_SUMS, part.stage.gradients))
-        add(Release(part, sent))
-        add(Merge(part, received, Payload.KEY_GRADIENT_SUMS, None, target))
-        add(Release(part, received))
+    def _arrive(program: list[Instruction], part: Part, sent: int, received: int, target: int | None) -> None:
+        assert type(part.stage.gradients) is PassOn
+        program += [
+            Wait(part, received, Payload.KEY_GRADIENT_SUMS, part.stage.gradients),
+            Release(part, sent),
+            Merge(part, received, Payload.KEY_GRADIENT_SUMS, None, target),
+            Release(part, received),
+        ]
 
     def fetched(self, stages: tuple[Stage, ...], chunks: int) -> Iterator[Instruction]:
         """Fetches the rows of a stage and head chunk while the one before is computed.
