@@ -10,6 +10,7 @@ key/value heads of a head chunk, `d` and `v` their sizes.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -138,7 +139,7 @@ def _bind(step: Attend, do: Instruction, kv_rank: int, chunk: HeadChunk, device:
     return bound
 
 
-class RowTransfers:
+class RowTransfers(ABC):
     """One direction of an attention on one rank: subclasses compute and merge, this class moves rows.
 
     Args:
@@ -231,17 +232,17 @@ class RowTransfers:
         """Gives a buffer back to where it came from."""
         self.comm.release(self.buffers.pop(bound.do.buffer))
 
+    @abstractmethod
     def compute(self, bound: Bound) -> None:
         """Computes the tiles of own queries."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute_remote(self, bound: Bound) -> None:
         """Computes the tiles of other ranks' queries."""
-        raise NotImplementedError
 
+    @abstractmethod
     def merge(self, bound: Bound) -> None:
         """Adds rows that have come back."""
-        raise NotImplementedError
 
     methods: dict[type, Callable[[Any, Any], None]]
 

@@ -38,7 +38,7 @@ class Pack:
     """Copies own rows into a new buffer.
 
     Attributes:
-        buffer: the new one.
+        buffer: number of the new buffer.
         payload: the kind of rows.
         flow: picks the rows that it sends; None packs all own rows.
     """
@@ -94,7 +94,7 @@ class Allocate:
     """Takes an unwritten buffer with a row for each row at hand.
 
     Attributes:
-        buffer: the new one.
+        buffer: number of the new buffer.
         payload: the kind of rows.
         like: the buffer whose rows it has.
         flow: brought the rows of `like`; None where they are the own rows.
@@ -175,7 +175,7 @@ def attention_program(stages: tuple[Stage, ...], head_chunks: int, *, forward: b
     """Returns the instructions of one direction, in the order in which every rank carries them out.
 
     Args:
-        stages: of this direction, in order; their keys come by flows of one class.
+        stages: the stages of this direction, in order; their keys come by flows of one class.
         head_chunks: parts of each rank's heads that travel one after the other, the same on every rank.
         forward: the direction.
     """
@@ -193,10 +193,6 @@ class _Builder:
         self.forward = forward
         self._numbers = itertools.count()
         self._returns: dict[Payload, tuple[Part, int, int, Return]] = {}  # under way: sent and received buffers
-
-    def new(self) -> int:
-        """Returns the number of a new buffer."""
-        return next(self._numbers)
 
     def ring(self, stages: tuple[Stage, ...]) -> list[Instruction]:
         """Passes blocks of keys on while each is computed; gradients follow one stage behind and end at their owner."""
@@ -272,7 +268,7 @@ class _Builder:
             gradient = None
             if not self.forward:
                 assert isinstance(stage.gradients, Return)
-                gradient = self.new()
+                gradient = next(self._numbers)
                 yield Allocate(part, gradient, Payload.KEY_GRADIENTS, keys, flow)
             for queries_sent, remote in queries:
                 yield from self._compute_remote(part, keys, queries_sent, remote, gradient)
@@ -293,7 +289,7 @@ class _Builder:
             flows.append(
                 (Payload.QUERIES if self.forward else Payload.QUERIES_AND_GRADIENTS, part.stage.remote_queries)
             )
-        instructions, buffers = list[Instruction](), [(self.new(), self.new()) for _ in flows]
+        instructions, buffers = list[Instruction](), [(next(self._numbers), next(self._numbers)) for _ in flows]
         for (payload, flow), (sent, received) in zip(flows, buffers, strict=True):
             instructions += [Pack(part, sent, payload, flow), Start(part, sent, received, payload, flow)]
         return instructions, buffers
@@ -310,7 +306,7 @@ class _Builder:
         yield Wait(part, queries, coming, flow)
         yield Release(part, sent)
         yield Order(part, queries, coming, flow)
-        results = self.new()
+        results = next(self._numbers)
         yield Allocate(part, results, returned, queries, flow)
         yield ComputeRemote(part, keys, queries, results, gradient)
         yield Release(part, queries)
@@ -318,7 +314,7 @@ class _Builder:
         yield from self._return(part, results, returned, back)
 
     def _return(self, part: Part, made: int, payload: Payload, flow: Return) -> Iterator[Instruction]:
-        received = self.new()
+        received = next(self._numbers)
         yield Order(part, made, payload, flow)
         yield Start(part, made, received, payload, flow)
         self._returns[payload] = part, made, received, flow
