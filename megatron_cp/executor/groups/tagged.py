@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megatron_cp.errors import PeerError
 from megatron_cp.executor.groups.base import Agreed, Message, Pending
+from megatron_cp.executor.groups.gloo_exit import wait_for_gloo_at_exit
 from megatron_cp.executor.groups.stalls import Board, ExitReport, Report, Stall, Started, Watch
 
 _REMEMBERED = 16  # latest messages of each pair and direction, for the description of a stall
@@ -84,6 +85,7 @@ class TaggedMessages:
         self._queues = {direction: [_MessageQueue() for _ in range(self.size)] for direction in ("send", "recv")}
         self._number = 0
         self._watch = Watch(self)
+        wait_for_gloo_at_exit()
 
     def start(
         self, sends: Sequence[Message], receives: Sequence[Message], activity: str, details: tuple[str, ...]
