@@ -265,7 +265,8 @@ def _cheapest(
         new = [plan for plan in kept if not others or (plan.attend is not None and plan.attend.tiled is not None)]
         found = weighed(new, on, topology, limit.item_size, others)
         in_chunks = limit.only_fitting(request.with_chunks)
-        price, plan = in_best_chunks(found[0], in_chunks, on, topology, limit.item_size)
+        found = in_best_chunks(found, in_chunks, on, topology, limit.item_size)
+        price, plan = found[0]
     way, chunks = SCHEMES[plan.scheme], request.head_chunks
     if chunks is None and way.takes_chunks:
         assert plan.attend is not None
