@@ -4,6 +4,8 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 README = " ".join((ROOT / "README.md").read_text().split())
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("tools/**/*.md")]
@@ -74,10 +76,20 @@ def anchor(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def test_the_index_has_every_page():
-    index = (ROOT / "docs" / "README.md").read_text()
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+@pytest.mark.parametrize("folder", ["docs", "docs/decisions"])
+def test_an_index_has_every_page_of_its_folder(folder):
+    index = (ROOT / folder / "README.md").read_text()
+    pages = {path.name for path in (ROOT / folder).glob("*.md")} - {"README.md"}
     assert pages == {target for target in re.findall(r"\]\(([^)]*)\)", index) if "/" not in target}
+
+
+def test_lines_of_pages_are_short_but_for_tables_and_commands():
+    long = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        lines = (line for line in text.splitlines() if not line.startswith(("|", "![", "    ")))
+        long += [(str(page.relative_to(ROOT)), line) for line in lines if len(line) > 130]
+    assert long == []
 
 
 def test_classes_of_transformers_are_those_of_the_tests():
