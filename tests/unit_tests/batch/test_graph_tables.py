@@ -42,6 +42,16 @@ def test_every_rank_has_as_many_rows_of_every_pack(size, layout):
         assert made.in_stream_order == (layout == "contiguous" or size == 1)
 
 
+def test_tables_move_rows_also_of_a_pack_that_lies_in_stream_order_by_chance():
+    """A graph that was recorded with another pack reads the same tables."""
+    slots = cp.GraphTables(4, 1, 2)
+    for lengths in ([4], [1], [4]):
+        layout = slots.layout(lengths)
+        assert cp.Layout.zigzag(layout.packing, 2).in_stream_order == (lengths == [1])
+        assert not layout.in_stream_order
+        slots.load(cp.BatchPlan(layout, A2A), 0, CPU)  # refuses tables of other shapes than before
+
+
 def test_rows_that_fill_up_have_no_label_and_no_weight():
     slots = cp.GraphTables(12, 3, 1, align_documents=4)
     layout = slots.layout([3, 2])
