@@ -16,13 +16,13 @@ from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import Group, as_rank_group
-from megatron_cp.executor.opaque import opaque, opaque_backward
+from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
-@opaque
+@no_compile
 def gather(
     local: Tensor, layout: Layout, group: Group | None, *, same_loss: bool = False,
     transport: Transport | str = COLLECTIVE,
@@ -65,7 +65,7 @@ class _Gather(torch.autograd.Function):
             return _gathered(local, layout, comm)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, gradient: Tensor) -> Any:
         with ctx.comm.traced("gather", forward=False) if profiling() else NO_RANGE:
             local = gradient.new_zeros(ctx.rows, *gradient.shape[1:])

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_cp.exchange.device import on_device
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout.packing import IntArray
 from megatron_cp.plan.recurrence import Halo
@@ -109,7 +109,7 @@ class _Start(torch.autograd.Function):
         return x.view_as(x), x.new_empty(0)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         in_flight, dx = ctx.in_flight, gradients[0]
         drows, returned = in_flight.wait(forward=False)
@@ -132,7 +132,7 @@ class _Wait(torch.autograd.Function):
         return history.unflatten(0, (in_flight.tables.num_waiting, in_flight.step.reach))
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         in_flight, dhistory = ctx.in_flight, gradients[0].flatten(0, 1)
         with in_flight.comm.traced("halo send", forward=False) if profiling() else NO_RANGE:

@@ -28,7 +28,7 @@ from megatron_cp.exchange.messages import section_columns
 from megatron_cp.exchange.token_side import pack_tokens_for_peers, unpack_tokens
 from megatron_cp.executor.communicator import Communicator, over
 from megatron_cp.executor.groups import Pending, RankGroup
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 
 
@@ -230,7 +230,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(in_flight.finish_to_heads(0, forward=True))
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.in_flight.start_to_tokens(0, gradients, forward=False)
         return None, *ctx.in_flight.finish_to_tokens(forward=False)
@@ -244,7 +244,7 @@ class _ToTokens(torch.autograd.Function):
         return tuple(in_flight.finish_to_tokens(forward=True))
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         ctx.in_flight.start_to_heads(gradients, forward=False)
         return None, *ctx.in_flight.finish_to_heads(0, forward=False)
@@ -262,7 +262,7 @@ class _StartToHeads(torch.autograd.Function):
         return tuple(tensors[0].new_empty(0) for _ in range(in_flight.num_parts))
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *order_tokens: Tensor) -> Any:
         return None, None, *ctx.in_flight.finish_to_tokens(forward=False)
 
@@ -274,7 +274,7 @@ class _FinishToHeads(torch.autograd.Function):
         return tuple(in_flight.finish_to_heads(part, forward=True))
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         in_flight, part = ctx.way
         in_flight.start_to_tokens(part, gradients, forward=False)
@@ -289,7 +289,7 @@ class _StartToTokens(torch.autograd.Function):
         return sections[0].new_empty(0)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *order_tokens: Tensor) -> Any:
         in_flight, part = ctx.way
         return None, None, *in_flight.finish_to_heads(part, forward=False)
@@ -305,7 +305,7 @@ class _FinishToTokens(torch.autograd.Function):
         return tuple(in_flight.finish_to_tokens(forward=True))
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         if len(ctx.dtypes) > 1:
             _ = ctx.saved_tensors

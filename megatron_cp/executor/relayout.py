@@ -15,7 +15,7 @@ from megatron_cp.executor.agreement import agree_on_call
 from megatron_cp.executor.arguments import check_rows, check_stream
 from megatron_cp.executor.communicator import Communicator, direction
 from megatron_cp.executor.groups import Group, as_rank_group
-from megatron_cp.executor.opaque import opaque, opaque_backward
+from megatron_cp.executor.no_compile import no_compile, no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.layout import Layout, Route
 from megatron_cp.layout.memo import Memo
@@ -23,7 +23,7 @@ from megatron_cp.layout.route import rows_between
 from megatron_cp.plan.transport import COLLECTIVE, Transport, checked_transport
 
 
-@opaque
+@no_compile
 def relayout(
     local: Tensor, source: Layout, target: Layout, group: Group | None = None, *,
     transport: Transport | str = COLLECTIVE,
@@ -91,7 +91,7 @@ class _Relayout(torch.autograd.Function):
             return _moved(local, tables, comm, forward=True)
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         tables, comm = ctx.tables
         with comm.traced("relayout", forward=False) if profiling() else NO_RANGE:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_cp.executor.communicator import Communicator, direction, over
 from megatron_cp.executor.groups import Pending, RankGroup
-from megatron_cp.executor.opaque import opaque_backward
+from megatron_cp.executor.no_compile import no_compile_backward
 from megatron_cp.executor.trace import NO_RANGE, profiling
 from megatron_cp.plan.recurrence import Scan
 
@@ -90,7 +90,7 @@ class _Scan(torch.autograd.Function):
         return out
 
     @staticmethod
-    @opaque_backward
+    @no_compile_backward
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         step, comm, local, count = ctx.scan
         *saved, transitions = ctx.saved_tensors

@@ -11,7 +11,7 @@ import megatron_cp as cp
 from megatron_cp.executor import communicator, run
 from megatron_cp.executor.groups import ThreadGroup
 from megatron_cp.executor.launch import run_ranks
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.executor.trace import NO_RANGE, layer_operation, layer_scope, profiling, range_name, traced_work
 from megatron_cp.testing.parity import Case, draw, run_linear
 
@@ -369,7 +369,7 @@ def test_a_part_of_the_ranks_is_of_the_same_layer_and_chunk():
 
 def test_torch_compile_compiles_what_stands_around_an_operation_of_a_layer():
     """The operation is the one break: a context there would leave all that follows it uncompiled."""
-    operation = opaque(lambda x: x * 3)
+    operation = no_compile(lambda x: x * 3)
 
     def layer(x):
         return layer_operation(12, operation)(x + 1) - 1
