@@ -142,7 +142,7 @@ class AttentionOnRank:
             sink = self.sink if self.sink is None else self.sink[slice(*step.partition.heads[self.head_rank])]
             comm = self.key_comm
             if profiling():
-                comm = comm.in_chunk(chunk, self.plan.head_chunks)
+                comm = comm.chunk_comm(chunk, self.plan.head_chunks)
 
             def computed(*tensors: Tensor) -> list[Tensor]:
                 out, lse = _Attention.apply(self, comm, step, sink, *tensors)
