@@ -30,7 +30,7 @@ current_layer = _LAYER.get
 
 
 class _NoRange:
-    """A context that does nothing. Built-in functions enter and leave it, which take less time than Python frames."""
+    """A context that does nothing. Entering and leaving it calls built-in functions, which is fast."""
 
     __enter__ = __exit__ = "".format  # takes any arguments, and returns a false value
 
