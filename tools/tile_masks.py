@@ -1,4 +1,4 @@
-"""How good planned tiles are, on the masks of UltraAttn (SC'25): `python -m tools.tile_masks [--seconds 60]`.
+"""Measures the quality of planned tiles on the masks of UltraAttn (SC'25): `python -m tools.tile_masks [--seconds 60]`.
 
 First in UltraAttn's own terms: its tables of blocks, contiguous owners, its load caps, and its units of volume (a chunk
 of queries is 1, of keys and values 2; in backward queries and outputs' gradients are 2). Its stored optima are not
@@ -47,7 +47,7 @@ def block_problem(name: str, weights: TileWeights) -> TileProblem:
 
 
 def _row(name: str, way: str, problem: TileProblem, seconds: float) -> str:
-    """One line of a table: both stages, the bound of each, and the time of each."""
+    """Returns a line of the table: the cost, the bound and the time of both stages."""
     began = time.perf_counter()
     quick = solve(problem)
     fast_seconds = time.perf_counter() - began
@@ -68,7 +68,7 @@ _HEAD = (
 
 
 def _large(name: str, way: str, weights: TileWeights) -> str:
-    """One line of the table of 64 ranks: every layout, and beside the best one what others make of its problem."""
+    """Returns a line of the table of 64 ranks: every layout, and other solvers on the problem of the best one."""
     packing, found, at_home = cp.Packing([8 * TOKENS]), [], []
     mask = cp.Mask.named(packing, name)
     layouts = {
