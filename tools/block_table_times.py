@@ -4,10 +4,6 @@ Run `python -m tools.block_table_times`. A table says which blocks of keys each 
 best earlier ones by a random score, which favours near blocks and the first block of a document. Times are those of one
 `plan_attention`, as a loader calls it: it cuts and assigns tiles, forward and backward, and counts the messages of all
 ranks. The table is made before.
-
-A table says which blocks of keys each block of queries sees: itself, and the best of those before it by a random score,
-which near blocks and the first block of a document win more often. Times are those of one `plan_attention`, as a loader
-calls it: tiles cut and assigned forward and backward, and the messages of all ranks counted. The table is made before.
 """
 
 from __future__ import annotations
