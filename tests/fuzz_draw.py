@@ -212,7 +212,7 @@ def _moved(r, call):
 
 
 def _used(r, call):
-    """How tensors come in and what is done with the result."""
+    """Draws the form of the inputs and the use of the result."""
     if r.random() < 0.1 and call.dtype == "float64":
         call = _sharing(r, call)
     names = names_of(call)

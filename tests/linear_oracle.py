@@ -45,7 +45,7 @@ def state_space(inputs, groups, scale, lengths, with_state=False):
 
 
 def convolution(x, weight, bias, lengths, silu):
-    """Each document by torch's own convolution."""
+    """Convolves each document by torch's own convolution."""
     width, outputs = weight.shape[1], []
     for document in x.split([length for length in lengths if length]):
         padded = torch.nn.functional.pad(document.t(), (width - 1, 0))
@@ -102,7 +102,7 @@ def conv_errors(kernel, lengths, channels, width, bias, silu, layout="contiguous
 
 
 def _conv_over_ranks(kernel, x, weight, bias, silu, layout, asked):
-    """One rank after another, each with a history taken from the whole stream if there are several.
+    """Convolves rank after rank, each with a history taken from the whole stream if there are several.
 
     `asked` receives what each history is told in backward.
     """

@@ -1,4 +1,4 @@
-"""Which keys each query sees, token by token: what every `Mask` must agree with.
+"""Decides which keys each query sees, token by token: every `Mask` must agree.
 
 Written from the sentence that defines each kind, one (query, key) pair at a time, and knows nothing of bands.
 """
@@ -129,7 +129,7 @@ def _in_documents(packing: Packing, kv_packing: Packing | None, sees: Callable[.
 
 
 def pairs_of_case(case: Case) -> Pairs:
-    """Of a parity case."""
+    """Returns the visible pairs of a parity case."""
     if not isinstance(case.mask, str):
         name, *arguments = case.mask
         return _MADE_BY[name](case.packing, *arguments)

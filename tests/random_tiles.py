@@ -30,7 +30,7 @@ def some_rounds(plan, *_, seed=0):
 
 
 def assign_all_to(monkeypatch, rank):
-    """One rank computes everything, for all others, until the test ends."""
+    """Makes one rank compute everything, for all others, until the test ends."""
 
     def assigned(step, *_):
         found = of_ranks(step.mask.bands, np.full(len(step.mask.bands), rank), step.num_kv_ranks)
@@ -53,7 +53,7 @@ def random_assignment(step, seed):
 
 
 def at_home(step):
-    """Each rank computes the queries that it holds."""
+    """Assigns to each rank the tiles of its own queries."""
     starts, ends, ranks = [], [], []
     for rank in range(step.num_kv_ranks):
         own = slice(*step.queries.fragment_offsets[rank : rank + 2])

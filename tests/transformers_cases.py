@@ -157,7 +157,7 @@ def build(name, *, dtype=torch.float64, **changed):
 
 
 def tokenizer():
-    """Of words t0 to t96."""
+    """Makes a tokenizer of the words t0 to t96."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
