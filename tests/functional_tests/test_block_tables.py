@@ -20,7 +20,7 @@ SHAPE = {"heads": 4, "groups": 2, "head_dim": 8, "value_head_dim": 8}
 
 
 def top_k(batch):
-    """Each block of queries sees itself and the best of the blocks before it, by scores of this batch."""
+    """Makes a table in which a block of queries sees itself and the best earlier blocks, by scores of this batch."""
     blocks = -(-sum(LENGTHS) // BLOCK)
     scores = np.random.default_rng(batch).random((blocks, blocks)) + 2 * np.eye(blocks)
     scores[np.triu_indices(blocks, 1)] = -1
@@ -31,7 +31,7 @@ def top_k(batch):
 
 
 def run_batches(group, cases):
-    """One batch after the other, in one process group, each planned when it comes."""
+    """Runs batch after batch in one process group, and plans each just before."""
     return [run_layer(group, case) for case in cases]
 
 

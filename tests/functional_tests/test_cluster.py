@@ -98,7 +98,7 @@ def network_of(process):
 
 
 def holders(networks):
-    """What still holds one of these network namespaces: processes in it, open descriptors, mounts."""
+    """Returns the holders of these network namespaces: processes in them, open descriptors, mounts."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:

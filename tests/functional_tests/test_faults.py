@@ -39,7 +39,7 @@ def case_of(kind, **changes):
 
 
 def record_of(case, *ranks, **changes):
-    """What was seen of a job whose ranks left `numbers`, an error's message, or nothing and that exit code."""
+    """Returns the record of a job whose ranks wrote `numbers`, an error's message, or nothing and that exit code."""
     made = [
         {"numbers": end} if isinstance(end, list) else {"error": {"message": end}} if isinstance(end, str) else {}
         for end in ranks

@@ -1,4 +1,4 @@
-"""What Inductor makes of FlexAttention for an H100, without one: that it compiles with a soft cap, and how often.
+"""Tests that Inductor compiles FlexAttention for an H100, without one: with a soft cap, and a limited number of times.
 
 On the runtime and driver of the emulated device and without its values: kernels are compiled and launched, and nothing
 is computed. In a process of its own, since Triton is interpreted or compiles for good.

@@ -167,7 +167,7 @@ def test_rejects_launches_that_leave_context_parallelism_or_the_loss_open(flags,
 
 
 def settings_of(flags):
-    """What Megatron's parser makes of the flags, and of that the configuration's fields that shape a small model."""
+    """Returns Megatron's parsed flags, and the fields of the configuration that they give a small model."""
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.training.arguments import add_megatron_arguments
 

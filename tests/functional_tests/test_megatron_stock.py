@@ -113,7 +113,7 @@ def errors(actual, expected):
 
 
 def stand_in_for_cuda_kernels(patch):
-    """What Megatron's modules need on the CPU besides our stand-in: fla's normalisation is a Triton kernel."""
+    """Replaces the CUDA code of Megatron's modules that our patch does not: fla's normalisation is a Triton kernel."""
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm.gated_delta_net import common
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -133,7 +133,7 @@ def stock_layer_spec(qk_norm=False, latent=False):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     class Core(DotProductAttention):
-        """Which lacks the two sizes alone that Megatron's layer calls it with: it would be right with them."""
+        """A core without the two sizes that Megatron's layer passes, with which it would be right."""
 
         def __init__(self, config, *args, k_channels=None, v_channels=None, **kwargs):
             super().__init__(config, *args, **kwargs)

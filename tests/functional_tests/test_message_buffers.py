@@ -1,4 +1,4 @@
-"""What is sent is sent from the group's buffers: they are made in the first step, and none is taken after any."""
+"""Tests that messages are sent from the group's buffers, which are made in the first step and all free after any."""
 
 from collections import Counter
 from dataclasses import replace
@@ -116,7 +116,7 @@ def lying(monkeypatch):
 
 
 def steps(group, step, lying):
-    """What each step left taken, how many buffers there are after it, and the tensors that were sent from some."""
+    """Returns the buffers taken after each step, their number, and the number of messages sent."""
     checking, taken, made = Checking(group, lying), [], []
     with poisoned():  # whoever reads a buffer that was given back may find NaN
         for _ in range(STEPS):
@@ -182,7 +182,7 @@ CASES = {
 
 
 def features(case):
-    """What few cases of all have each of."""
+    """Returns the features that a selection of cases should cover."""
     changes = case.head_chunks, case.codec, case.lengths
     return case.layer, case.scheme, case.layout, case.dtype, case.transport, changes
 
@@ -248,7 +248,7 @@ def test_a_gather_sends_from_buffers(shape, dtype, transport, lying):
 
 
 def test_layers_that_take_turns_share_buffers(lying):
-    """As in a model: several layers and a loss, in one step."""
+    """A step has several layers and a loss, as a model does."""
     cases = [replace(ATTENTION, scheme="p2p"), replace(ATTENTION, scheme="a2a"), replace(LINEAR, scheme="chunkwise")]
     layout = cp.Layout.zigzag(PACKING, 3)
 

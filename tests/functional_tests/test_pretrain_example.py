@@ -71,7 +71,7 @@ def pretrain(num_ranks, documents, *flags, run=None):
 
 
 def trained(num_ranks, *flags, run=None):
-    """Of each step, and the losses of all evaluations."""
+    """Returns the loss of each step, and of all evaluations."""
     printed = (run or forked)(num_ranks, [*FLAGS.split(), *map(str, flags)])
     found = re.findall(r"iteration +(\d+)/.*?lm loss: (\S+) .*?grad norm: (\S+) ", printed)
     evaluations = re.findall(r"validation loss at .*? lm loss value: (\S+) ", printed)

@@ -168,7 +168,7 @@ def indexed(tmp_path):
 
 
 def conversations(tmp_path):
-    """One pack, of whose tokens 6 of 14 and 5 of 31 are learnt."""
+    """Writes a pack in which 6 of 14 and 5 of 31 tokens are learnt."""
     messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "two"}]
     path = tmp_path / "chat.jsonl"
     lines = [{"prompt": "question", "answer": "reply"}, {"messages": messages}]
@@ -222,7 +222,7 @@ def test_compares_models_and_data(variant, tmp_path, capsys):
 
 
 def heed_interrupts():
-    """As a terminal's processes do; a background job of a shell ignores Ctrl-C, and so would its children."""
+    """Handles Ctrl-C as a terminal's processes do; background jobs, and their children, ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,4 @@
-"""What `megatron-cp train` refuses: options, data, folders and checkpoints, most before any rank starts."""
+"""Tests of the refusals of `megatron-cp train`: options, data, folders and checkpoints, most before any rank starts."""
 
 import dataclasses
 import json
@@ -264,7 +264,7 @@ def evil_object(checkpoint, evil, key="common_state"):
 
 
 def evil_common_file(checkpoint, evil):
-    """Where older checkpoints keep it."""
+    """The file is in the place of older checkpoints."""
     torch.save(evil, checkpoint / "common.pt")
 
 

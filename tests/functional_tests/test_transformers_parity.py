@@ -64,7 +64,7 @@ def over_ranks(name, lengths, size, layout, scheme, mode):
 
 
 def errors(name, lengths, *how):
-    """Of the loss, of logits, and the worst of a gradient with its parameter's name."""
+    """Returns the errors of the loss and of logits, and the worst of a gradient with its parameter's name."""
     _, packing, tokens, (loss, logits, gradients) = case(name, lengths)
     with wide():
         found = over_ranks(name, lengths, *how)
@@ -75,13 +75,13 @@ def errors(name, lengths, *how):
 
 
 def log_probs_of(logits, tokens):
-    """Of each next token of one document, and 0 for its last."""
+    """Returns the log-probability of each next token of one document, and 0 for its last."""
     chosen = functional.log_softmax(logits[:-1], dim=-1).gather(-1, tokens[1:, None])[:, 0]
     return torch.cat([chosen, chosen.new_zeros(min(len(tokens), 1))])
 
 
 def modes_of(name):
-    """Of models without linear layers it is not asked."""
+    """Returns the modes of a model's linear layers, or a single default if it has none."""
     return MODES if name in WITH_LINEAR else MODES[:1]
 
 

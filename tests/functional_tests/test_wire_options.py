@@ -38,7 +38,7 @@ def run_poisoned(group: RankGroup, case: Case) -> dict[str, torch.Tensor]:
 
 
 def bits(case: Case, **how: object) -> list[dict[str, torch.Tensor]]:
-    """Each rank's output and gradients."""
+    """Returns each rank's output and gradients."""
     return run_ranks(run_poisoned, case.cp, replace(case, **how))
 
 
@@ -91,7 +91,7 @@ CASES = {
 
 
 def features(case):
-    """What few cases of all have each of."""
+    """Returns the features that a selection of cases should cover."""
     return case.layer, case.scheme, case.num_hosts, case.learned_sink
 
 
