@@ -191,7 +191,7 @@ def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] 
 
 
 def need_no_evaluation(reason: str) -> None:
-    """Refuses evaluation steps without validation data: Megatron evaluates by --eval-iters alone, and would find none."""
+    """Refuses evaluation without validation data: Megatron evaluates by --eval-iters alone, and would find none."""
     if get_args().eval_iters:
         raise SystemExit(f"{reason}: pass --eval-iters 0")
 

@@ -1,4 +1,4 @@
-"""What enabling a model of transformers changes in it: which modules, with which options, and for how long."""
+"""Tests of the changes that enabling makes in a model of transformers: modules, options, and their lifetime."""
 
 import copy
 import importlib

@@ -1,4 +1,4 @@
-"""What lies ahead of each row: against a loop over documents, in every layout."""
+"""Tests of the values ahead of each row: against a loop over documents, in every layout."""
 
 import numpy as np
 import pytest

@@ -58,7 +58,7 @@ def test_a_batch_keeps_nothing_of_the_callers(integers, weights, into):
 
 @pytest.mark.parametrize("kind", [np.array, list], ids=["numpy", "list"])
 def test_packings_masks_layouts_and_plans_keep_nothing_of_the_callers(kind):
-    """Each is made of numbers that are overwritten before anything that is derived from it is asked for."""
+    """They are made of numbers that are overwritten before anything is derived from them."""
 
     def made(*, overwrite):
         lengths, offsets, prefixes, shares = kind([3, 1, 4]), kind([0, 3, 4, 8]), kind([2, 0, 3]), kind([3, 1])

@@ -150,7 +150,7 @@ def move_nothing(group: RankGroup) -> None:
 
 
 def assert_all_is_released(heap: Heap) -> None:
-    """Of all that was acquired only what is kept is left, and something was started."""
+    """Checks that all acquired memory but the kept part is released, and that something was started."""
     assert heap.operations
     assert all(heap.operations.values())
     for rank, acquired in heap.acquired.items():

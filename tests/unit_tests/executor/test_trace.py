@@ -68,7 +68,7 @@ def profiled():
 
 
 def seen(group, cases):
-    """For each case the names that this rank's profiler sees, and whether the numbers are those without it.
+    """Returns, for each case, the names in this rank's profiler, and True if the numbers are those without it.
 
     Once more with a profiler on rank 0 alone: others would notice another order of steps.
     """
@@ -90,7 +90,7 @@ def seen(group, cases):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """What each rank saw: processes, since a process has one profiler."""
+    """Returns each rank's names. Ranks are processes, since a process has one profiler."""
     return run_ranks(seen, 4, CASES, kind="processes")
 
 

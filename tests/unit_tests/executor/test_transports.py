@@ -1,4 +1,4 @@
-"""Each transport by itself: the same bytes in the same places, as many operations on every rank, its own memory."""
+"""Tests of each transport by itself: the same bytes, as many operations on every rank, its own memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def landed(transport: GroupTransport, like: torch.Tensor, count: int, *, kept: b
 
 
 def everything(group: RankGroup, data: Transport, counts: np.ndarray, share: int) -> dict[str, list[float]]:
-    """What a rank receives by an all-to-all, the way back, an all-gather and a ring, all under way at once."""
+    """Returns a rank's received data of an all-to-all, its reverse, an all-gather and a ring, all under way at once."""
     transport, rank = transport_over(group, data), group.rank
     there, back = SplitCounts(counts), SplitCounts(counts).reversed()
     draw = torch.Generator().manual_seed(rank)

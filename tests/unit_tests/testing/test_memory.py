@@ -1,4 +1,4 @@
-"""What is measured is what the formula says, in every scheme; and the measure itself."""
+"""Tests that measured memory equals the formula in every scheme; and of the measure itself."""
 
 import pytest
 import torch

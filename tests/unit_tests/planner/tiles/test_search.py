@@ -75,7 +75,7 @@ def test_no_answer_is_below_the_bound(weights):
 
 @functools.cache
 def classes(blocks):
-    """One mask for all that differ by the names of blocks alone, that have at most 8 tiles."""
+    """Returns one mask of each set that differs by the names of blocks alone, with at most 8 tiles."""
     seen, found = set(), []
     for bits in range(1, 1 << (blocks * blocks)):
         if bits in seen or bits.bit_count() > 8:
@@ -149,7 +149,7 @@ def test_no_answer_of_a_mask_is_below_the_lagrangian_bound(weights):
 
 @needs_solver
 def test_the_lagrangian_bound_sees_columns_that_all_need():
-    """Each rank by itself may take the cheapest tiles of `star`; all of them may not take the same."""
+    """A rank by itself may take the cheapest tiles of `star`, but all ranks may not take the same."""
     problem = block_problem("star", BACKWARD)
     start = longest_first(problem.work, 8)
     first, second = (lagrangian_bound(problem, start, budget=10.0) for _ in range(2))
@@ -362,7 +362,7 @@ def test_an_answer_is_kept_and_taken(tmp_path):
 
 
 def test_a_kept_answer_has_the_rights_of_any_file(tmp_path, monkeypatch):
-    """Which the process decides: ranks that are threads must not change that for one another."""
+    """The process decides them, and ranks that are threads must not change them for each other."""
     (tmp_path / "any").touch()
 
     def refused(_):
@@ -384,7 +384,7 @@ def other(problem, ranks):
 
 
 def test_rejects_a_search_without_the_solver_before_a_batch_comes(monkeypatch, tmp_path):
-    """Where auto chooses, a scheme that cannot be planned would only be left out. Kept answers need no solver."""
+    """With auto, a scheme that cannot be planned would silently be left out. Kept answers need no solver."""
     monkeypatch.setitem(sys.modules, "ortools", None)
     for scheme in ("auto", "tiled"):
         with pytest.raises(ArgumentError, match=r"^search_seconds: got 5; .*pip install ortools=="):
