@@ -34,7 +34,7 @@ TIMEOUT = "TOOLS_FAULTS_TIMEOUT"  # the variable with the seconds of process gro
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with a single operation. Layers of one `plan` number differ only in weights, and share the plan object."""
+    """A layer with a single operation. Layers of one `plan` number differ in weights alone, and share the plan."""
 
     kind: str
     scheme: str  # of attention; of linear layers the mode
@@ -195,7 +195,7 @@ def _layer(random: Random, cp_size: int, plan: int, kind: str = "") -> Layer:
 
 
 def _schemes(cp_size: int) -> tuple[str, ...]:
-    """Returns the schemes that `cp_size` ranks can run; the full head exchange is listed twice, to be drawn more often."""
+    """Returns the schemes that `cp_size` ranks can run; the full head exchange is in it twice."""
     return ("a2a", *(name for name, scheme in SCHEMES.items() if cp_size == 4 or not scheme.is_product))
 
 
