@@ -85,7 +85,7 @@ def rule_errors(kernel, kind, lengths, groups, dk, dv, layout=None, ranks=1, fix
 
 
 def conv_errors(kernel, lengths, channels, width, bias, silu, layout="contiguous", ranks=1):
-    """The same of a convolution; over several ranks with the histories that a halo would bring."""
+    """The same of a convolution; over several ranks with the histories that a halo would send."""
     shapes = {"x": (sum(lengths), channels), "weight": (channels, width), **({"bias": (channels,)} if bias else {})}
     inputs = {name: torch.randn(shape) for name, shape in shapes.items()}
     dout, assigned, asked, results = torch.randn(shapes["x"]), getattr(Layout, layout)(Packing(lengths), ranks), [], []

@@ -52,7 +52,7 @@ def random_assignment(step, seed):
     return of_ranks(bands, random.integers(0, ranks, len(bands)), ranks)
 
 
-def at_home(step):
+def at_query_owners(step):
     """Assigns to each rank the tiles of its own queries."""
     starts, ends, ranks = [], [], []
     for rank in range(step.num_kv_ranks):

@@ -69,7 +69,7 @@ _HEAD = (
 
 def _large(name: str, way: str, weights: TileWeights) -> str:
     """Returns a line of the table of 64 ranks: every layout, and other solvers on the problem of the best one."""
-    packing, found, at_home = cp.Packing([8 * TOKENS]), [], []
+    packing, found, at_query_owners = cp.Packing([8 * TOKENS]), [], []
     mask = cp.Mask.named(packing, name)
     layouts = {
         "contiguous": cp.Layout.contiguous(packing, 64),
@@ -80,14 +80,14 @@ def _large(name: str, way: str, weights: TileWeights) -> str:
         problem = tiles_of(mask, layout, weights=weights, hosts=np.arange(64) // 8, host_cost=HOST_COST)
         solution = solve(problem)
         found.append((cost(problem, solution.ranks), solution.bound, solution.seconds, problem.num_tiles))
-        at_home.append(cost(problem, problem.rows.owners[problem.tile_rows]))
+        at_query_owners.append(cost(problem, problem.rows.owners[problem.tile_rows]))
     best = min(range(3), key=lambda number: found[number][0])
     fast, bound, seconds, tiles = found[best]
     all_keys = packing.total // 64 * (weights.col_in + weights.col_back) * (7 + 56 * HOST_COST)
     shown = " | ".join(f"{each[0]:,}" for each in found)
     return (
         f"| {name} | {way} | {shown} | {list(layouts)[best]} | {tiles} | {bound:,} | {fast / bound:.2f} | "
-        f"{min(at_home) / fast:.2f} | {all_keys / fast:.2f} | {seconds:.1f} |"
+        f"{min(at_query_owners) / fast:.2f} | {all_keys / fast:.2f} | {seconds:.1f} |"
     )
 
 

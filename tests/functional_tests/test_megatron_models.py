@@ -396,8 +396,8 @@ def redistributed_and_not(kind):
 @pytest.mark.parametrize("kind", ["hybrid", "hybrid_both"])
 def test_hidden_states_are_redistributed_once_around_a_run(kind, steps):
     """The run has two layers; states move in and out, forward and backward, for each of two microbatches."""
-    for redistributed, at_home in zip(*(steps["cp2", case] for case in redistributed_and_not(kind)), strict=True):
-        assert redistributed.collectives - at_home.collectives == 4 * 2
+    for redistributed, in_place in zip(*(steps["cp2", case] for case in redistributed_and_not(kind)), strict=True):
+        assert redistributed.collectives - in_place.collectives == 4 * 2
 
 
 def test_tensor_parallel_ranks_would_drift_apart_without_the_sum_for_the_norm(steps):

@@ -82,7 +82,7 @@ def compare(group):
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         tiny.start()
-        stand_in_for_cuda_kernels(patch)
+        replace_cuda_kernels(patch)
         stock = {kind: stock_model(kind) for kind in MODELS}
         found["states"] = {kind: exchanged_states(our_model(kind), stock[kind]) for kind in MODELS}
         expected = {kind: each_document_alone(stock[kind]) for kind in MODELS}
@@ -112,7 +112,7 @@ def errors(actual, expected):
 # -- Megatron's ------------------------------------------------------------------------------------------------------
 
 
-def stand_in_for_cuda_kernels(patch):
+def replace_cuda_kernels(patch):
     """Replaces the CUDA code of Megatron's modules that our patch does not: fla's normalisation is a Triton kernel."""
     from megatron.core.models.hybrid import hybrid_block
     from megatron.core.ssm.gated_delta_net import common

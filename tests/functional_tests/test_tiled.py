@@ -105,7 +105,7 @@ def test_what_is_known_of_a_plan_is_said():
     for found in plan.attend.tiled.solutions:
         assert 0 < found.bound <= found.busiest_bytes
         assert found.load_cap >= plan.mask.area / 4
-    # Rows that no tile of a chunk needs stay at home: what is sent may be less than what was assigned, never more.
+    # Rows that no tile of a chunk needs are not sent: what is sent may be less than what was assigned, never more.
     assert max(plan.bytes_sent(2, forward=True)) <= plan.attend.tiled.solutions[0].busiest_bytes
     said = plan.explain()
     assert "tiles of the mask assigned to 4 ranks" in said

@@ -237,7 +237,7 @@ def test_parts_start_as_many_operations_whatever_hosts_they_have():
     assert len(started[0]) == 3 * 2 + 1
 
 
-class Together(TorchGroup):
+class FusedMessages(TorchGroup):
     """Sends messages as over NCCL: those of a round in one all-to-all, counted. gloo carries the bytes."""
 
     def __init__(self, group: TorchGroup) -> None:
@@ -259,7 +259,7 @@ def over_gloo(group: TorchGroup, name: str) -> tuple[int, list[int], int, dict[s
     counts[0, 2] = 0
     plain = everything(group, data, counts, 2)
     sent = [count for count, _ in group._tagged.started()["send"]]
-    numbered = Together(group)
+    numbered = FusedMessages(group)
     assert everything(numbered, data, counts, 2) == plain
     idle = sum(not any(splits) for pair in numbered.collectives for splits in pair)
     return len(numbered.collectives), sent, idle, plain

@@ -149,7 +149,7 @@ def test_one_rank_has_all_tiles():
 
 
 def test_the_number_of_rounds_is_the_faster_one_of_each_direction():
-    """Over two hosts results of visitors have a long way: they go home while the second round is computed."""
+    """Over two hosts results of remote queries travel far: they are returned while the second round is computed."""
     packing, on = Packing([2048]), machine("h100")
     topology = on.topology(4, 2)
     plan = plan_attention(

@@ -239,7 +239,7 @@ def test_a_bound_that_is_reached_is_an_optimum():
     assert (found.optimal, found.bound) == (True, 8)
 
 
-def test_strong_grouping_leaves_queries_at_home():
+def test_strong_grouping_leaves_queries_with_their_owners():
     """With few heads of keys, only keys travel: grids of queries and keys would send more."""
     packing = cp.Packing([4096])
     weights = TileWeights.forward(heads=32, kv_heads=1, head_dim=64)
@@ -304,10 +304,10 @@ def test_a_problem_too_large_to_write_down_is_said_so():
     problem = drawn(1)
     start = fast.search(problem)
     large = TileProblem.of_table(np.ones((64, 64), dtype=int), np.arange(64), np.arange(64), 64, FORWARD)
-    at_home = np.repeat(np.arange(64), 64)
+    at_query_owners = np.repeat(np.arange(64), 64)
     with pytest.warns(UserWarning, match="4096 tiles on 64 ranks .* makes random moves alone"):
-        found = exact_stage.search(large, at_home, seconds=0.01)
-    assert cost(large, found.ranks) < cost(large, at_home)
+        found = exact_stage.search(large, at_query_owners, seconds=0.01)
+    assert cost(large, found.ranks) < cost(large, at_query_owners)
     assert found.bound == 0
     assert not found.optimal
     with warnings.catch_warnings():
