@@ -180,7 +180,7 @@ LAYOUTS = (
 
 
 def layout_named(name, packing, cp_size, *, align=1, seed=0, mask=None):
-    """A layout of the library, or of fragments that nobody would ask for.
+    """Returns a layout of the library, or one of odd fragments.
 
     edges      cuts beside the first and last tokens of documents        stripes    token i on rank i modulo the ranks
     one        all tokens on one rank, which the others have none of     pack       zigzag of the whole pack at once

@@ -160,7 +160,7 @@ class _Rank:
 
 
 def _lying(x, strides):
-    """The same numbers, not densely: rows in every other place, axes turned round, or off the usual alignment."""
+    """Returns equal numbers that are not dense: in every other row, with axes turned round, or misaligned."""
     if not x.ndim or strides == "dense":
         return x.clone()
     if strides == "last":

@@ -45,7 +45,7 @@ def _schedule(r, count):
 
 
 def _next(r, call):
-    """The same layer on another batch."""
+    """Returns a call of the same layer on another batch."""
     lengths, fresh = _lengths(r), r.randrange(10**6)
     if call.operation in ATTENTIONS:
         kv_lengths = tuple(_length(r) for _ in lengths) if call.kv_lengths else ()

@@ -85,7 +85,7 @@ def rule_errors(kernel, kind, lengths, groups, dk, dv, layout=None, ranks=1, fix
 
 
 def conv_errors(kernel, lengths, channels, width, bias, silu, layout="contiguous", ranks=1):
-    """The same of a convolution; over several ranks with the histories that a halo would send."""
+    """Returns the errors of a convolution; over several ranks with the histories that a halo would send."""
     shapes = {"x": (sum(lengths), channels), "weight": (channels, width), **({"bias": (channels,)} if bias else {})}
     inputs = {name: torch.randn(shape) for name, shape in shapes.items()}
     dout, assigned, asked, results = torch.randn(shapes["x"]), getattr(Layout, layout)(Packing(lengths), ranks), [], []
@@ -137,7 +137,7 @@ def _gradients(function, inputs, dout):
 
 
 def _over_ranks(kernel, kind, inputs, groups, scale, layout, dout):
-    """The same of a kernel that computes segments, on threads as ranks.
+    """Runs a kernel that computes segments, on threads as ranks.
 
     One rank computes at a time, because neither Triton's interpreter nor a stand-in need be safe to share.
     """

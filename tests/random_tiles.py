@@ -40,7 +40,7 @@ def assign_all_to(monkeypatch, rank):
 
 
 def random_work(step, *_, seed=0):
-    """Two assignments of an attention's tiles, in place of `assigned_tiles`."""
+    """Makes two random assignments of an attention's tiles, in place of `assigned_tiles`."""
     return TiledWork(random_assignment(step, 2 * seed), random_assignment(step, 2 * seed + 1))
 
 

@@ -72,7 +72,7 @@ def test_rejects_a_table_of_too_many_blocks(scheme):
 
 
 def test_auto_says_that_a_table_has_too_many_blocks_for_tiles():
-    """On links so slow that tiles would be worth a search."""
+    """Links are so slow that tiles would be worth a search."""
     mask, slow = chequered(2 * MOST_RUNS), Link(1e-6, 0.0, 1e7)
     plan = plan_attention(
         mask.packing, Layout.contiguous(mask.packing, 4), heads=2, head_dim=8, mask=mask, search_seconds=0.01,

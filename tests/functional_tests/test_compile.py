@@ -87,7 +87,7 @@ def test_an_operation_of_two_processes_is_one_break_of_the_graph(case, on_two_ra
 @pytest.mark.parametrize("case", [("attention", "a2a"), ("gated_delta_net", "chunkwise")], ids=str)
 @pytest.mark.thorough
 def test_inductor_compiles_around_an_operation(case):
-    """On one rank: it takes 30 s of the first graph, and processes would take them together."""
+    """It runs on one rank: the first graph takes 30 s, and processes would take them together."""
     with torch._inductor.config.patch(compile_threads=1):  # no processes of its own
         assert_as_uncompiled(compile_and_compare(ThreadGroup.create(1)[0], *case, "inductor"))
 

@@ -57,7 +57,7 @@ def made() -> dict[str, Any]:
 
 @pytest.mark.thorough
 def test_forward_and_backward_compile(made):
-    """Two kernels of a template, and what Inductor fuses beside them."""
+    """There are two kernels of a template, and those that Inductor fuses beside them."""
     templates = {name: target for name, target in made["kernels"].items() if name.startswith("triton_tem_")}
     assert sum("flex_attention_backward" in name for name in templates) == 1, templates
     assert sum("flex_attention" in name for name in templates) == 2, templates

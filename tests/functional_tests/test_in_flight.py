@@ -64,7 +64,7 @@ def recomputed(group, case, use_reentrant):
 
 
 def together(group, cases, backward_order):
-    """All forwards, then the backwards in the given order."""
+    """Runs all forwards, then the backwards in the given order."""
     started = [start(case, group) for case in cases]
     outs = [layer(*inputs) for layer, inputs, _ in started]
     for number in backward_order:

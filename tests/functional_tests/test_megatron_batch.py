@@ -278,7 +278,7 @@ def run_megatrons(kind, how, **changes):
 
 
 def run_mean_of_means(kind):
-    """A loss that nobody says is the mean of all ranks."""
+    """Runs a loss that does not declare its normalisation: it is the mean of all ranks."""
     model = tiny.build(kind, calculate_per_token_loss=False)
     forward(model, tiny.shards(model, (24, 12), "zigzag", 0))
 

@@ -55,7 +55,7 @@ def ranks():
 
 
 def run(group):
-    """By function and model: what comes out of it and every gradient, on two ranks and of each document alone."""
+    """Returns, by function and model, the output and every gradient, on two ranks and of each document alone."""
     random = torch.Generator().manual_seed(1)
     documents = [torch.randint(0, tiny.VOCABULARY, (length,), generator=random) for length in LENGTHS]
     found = {}

@@ -189,7 +189,7 @@ def settings_of(flags):
 
 
 def build_all(group):
-    """By launch, what refused the model, or None."""
+    """Returns, by launch, the error that refused the model, or None."""
     tiny.start()
     return {name: build(f"{_USUAL} {flags}") for name, flags in LAUNCHES.items()}
 

@@ -121,7 +121,7 @@ def models_in(place):
 
 
 def run(group, places):
-    """By place and model, loss, gradients and drift; all places have as many ranks.
+    """Returns, by place and model, loss, gradients and drift; all places have as many ranks.
 
     Args:
         places: each with its sizes of groups and the models to run there.
@@ -146,7 +146,7 @@ def launched(world, places):
 
 @pytest.fixture(scope="module")
 def steps(request, tmp_path_factory):
-    """By place and model that are selected, what is alone and what ranks have."""
+    """Returns, by place and selected model, the results alone and those of the ranks."""
     models = {}
     for case in selected(request, test_equals_one_rank):
         models.setdefault(case["place"], []).append(case["model"])

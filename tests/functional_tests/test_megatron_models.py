@@ -296,7 +296,7 @@ EQUAL = [(place, case) for place, (_, _, cases) in PLACES.items() for case in ca
 
 
 def run_cases(group, places):
-    """By place and case, the step that this rank saw. All places use all ranks."""
+    """Returns, by place and case, this rank's step. All places use all ranks."""
     steps = {}
     for place, (tp, cp, cases) in places.items():
         tiny.start(tp, cp)
@@ -336,7 +336,7 @@ RANKS = {"cp2": 2, "cp3": 3, "tp2cp2": 4, "dp2cp2": 4, "cp4": 4}
 
 @pytest.fixture(scope="module")
 def steps(request, tmp_path_factory):
-    """By place and case, the step that each rank saw, of the cases that the selected tests ask for."""
+    """Returns, by place and case, each rank's step, of the cases that the selected tests use."""
     needed = {place: {} for place in (*PLACES, "broken")}  # in place of sets, whose order ranks would not share
 
     def need(place, *cases):

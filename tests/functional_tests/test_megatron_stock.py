@@ -215,7 +215,7 @@ def our_model(name, spec=None, **changes):
 
 
 def packed(kind, layout, fault=None):
-    """The same of the packed batch, from all ranks; with a fault, to see whether the comparison sees it."""
+    """Returns the results of the packed batch, from all ranks; with a fault, to test the comparison."""
     model = our_model(kind)
     batch = tiny.shards(model, tiny.RAGGED, layout, 0)
     params, labels, positions, mask = batch.packed_seq_params, batch.labels, batch.position_ids, batch.loss_mask
@@ -335,7 +335,7 @@ def exchanged_states(ours, stock):
 
 
 def stored(module):
-    """By its name in a distributed checkpoint, the shape of every tensor and what of it this rank has."""
+    """Returns, by name in a distributed checkpoint, the shape of every tensor and this rank's part of it."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 

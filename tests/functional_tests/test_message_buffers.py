@@ -41,8 +41,8 @@ class Watched(Buffers):
         super().release(*tensors)
 
 
-class OnTheRoad(Pending):
-    """A transfer whose memory is nobody else's until the wait, as if the network card read it only then."""
+class InFlight(Pending):
+    """A transfer whose memory must not be used until the wait, as if a network card read it only then."""
 
     def __init__(self, pending, buffers, sent, received):
         self.pending, self.buffers, self.sent = pending, buffers, sent
@@ -81,17 +81,17 @@ class Checking(RankGroup):
     def start_all_to_all(self, received, sent, received_splits, sent_splits):
         self.check(sent, "all-to-all")
         pending = self.inner.start_all_to_all(received, sent, received_splits, sent_splits)
-        return OnTheRoad(pending, self.buffers, [sent], [received])
+        return InFlight(pending, self.buffers, [sent], [received])
 
     def start_all_gather(self, received, sent):
         self.check(sent, "all-gather")
-        return OnTheRoad(self.inner.start_all_gather(received, sent), self.buffers, [sent], [received])
+        return InFlight(self.inner.start_all_gather(received, sent), self.buffers, [sent], [received])
 
     def start_messages(self, sends, receives):
         for message in sends:
             self.check(message.tensor, "a message")
         sent, received = ([message.tensor for message in messages] for messages in (sends, receives))
-        return OnTheRoad(self.inner.start_messages(sends, receives), self.buffers, sent, received)
+        return InFlight(self.inner.start_messages(sends, receives), self.buffers, sent, received)
 
     def barrier(self):
         self.inner.barrier()

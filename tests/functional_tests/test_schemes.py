@@ -93,7 +93,7 @@ def test_bytes_sent_are_those_that_the_plan_says(scheme, layout, dtype):
 
 
 def needed_rows(plan, pairs):
-    """By the oracle: for each owner and reader the keys of one that queries of the other see."""
+    """Returns, by the oracle, for each owner and reader the keys of one that queries of the other see."""
     readers = np.repeat(np.arange(plan.cp_size), plan.layout.token_counts)[plan.layout.inverse_order]
     needed = np.zeros((plan.cp_size, plan.cp_size), dtype=np.int64)
     for key, owner in enumerate(readers):

@@ -111,7 +111,7 @@ def assert_compared(report, steps):
 
 @pytest.mark.parametrize("even", [[], ["--cp-even-packs"]], ids=["best-fit", "even-packs"])
 def test_replicas_are_one_rank_with_the_same_batch(even, data, uninterrupted, tmp_path, capsys):
-    """Also where documents of a step are in other packs."""
+    """Documents of a step may be in other packs."""
     folder = tmp_path / "run"
     arguments = [*HYBRID, *STEPS, *BATCH, *even, "--train-iters", "4", "--data-parallel-size", "2", "--json"]
     assert main(["train", *arguments, "--data-path", str(data), "--run-dir", str(folder)]) == 0

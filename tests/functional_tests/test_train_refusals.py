@@ -250,7 +250,7 @@ def evil_spare_metadata(checkpoint, evil):
 
 
 def evil_object(checkpoint, evil, key="common_state"):
-    """In the place of something that is no tensor."""
+    """Replaces an object that is no tensor by one that runs code when it is read."""
     with (checkpoint / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
     data = checkpoint / "__0_0.distcp"
@@ -270,7 +270,7 @@ def evil_common_file(checkpoint, evil):
 
 @pytest.mark.parametrize("damage", [evil_metadata, evil_spare_metadata, evil_object, evil_common_file])
 def test_rejects_resuming_from_a_checkpoint_that_names_a_command(damage, refused, copied, tmp_path):
-    """By somebody who knows to make its digests too."""
+    """The author of the checkpoint has made valid digests, too."""
     checkpoint = copied / "checkpoints" / "iter_0000008"
     damage(checkpoint, Evil(tmp_path / "ran"))
     save_integrity_manifest(str(checkpoint))
@@ -320,7 +320,7 @@ def limit_files():
 
 
 def test_rejects_a_disk_that_is_full(copied, tmp_path):
-    """In one line; what was saved before stays, and what was half written does not."""
+    """The refusal is one line; an earlier checkpoint stays, and a partial one does not."""
     arguments = ["train", "--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]
     done = run_forked(arguments, tmp_path, timeout=LIMIT, before=limit_files, **AS_COMMAND)
     assert done.returncode == 2, done.stderr

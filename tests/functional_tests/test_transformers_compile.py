@@ -114,7 +114,7 @@ def _table():
 
 
 def _nested(name):
-    """With torch's experiment; None where that fails."""
+    """Compares with torch's experiment; None if it fails."""
     try:
         found = _of(name, 1, "eager", True)
     except RankError as error:

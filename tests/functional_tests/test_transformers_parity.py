@@ -139,7 +139,7 @@ def test_a_change_in_one_document_moves_no_bit_of_another(name):
 
 
 def _table():
-    """All cases, worst by class; and what fp32 in transformers' own code costs it."""
+    """Tabulates all cases, worst by class, and the error of fp32 in transformers' own code."""
     print("| class | layers | loss | logits | worst gradient | | as it is: gradient | transformers' own fp32 |")
     print("|---|---|--:|--:|--:|---|--:|--:|")
     lengths = PACKS["four documents"]

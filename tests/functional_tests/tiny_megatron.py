@@ -413,7 +413,7 @@ def distance(actual, expected):
 
 
 def distances(actual, expected):
-    """By name, the worst first."""
+    """Returns distances by name, the worst first."""
     assert actual.keys() == expected.keys()
     errors = {name: distance(actual[name], expected[name]) for name in expected}
     return dict(sorted(errors.items(), key=lambda item: -item[1]))

@@ -176,7 +176,7 @@ def optimizer_of(config, wrapped):
 
 
 def gathered(chunks, config, attribute):
-    """By whole names, what all ranks of all stages and experts have; and how far copies of the same are apart."""
+    """Returns, by whole names, the tensors of all ranks, stages and experts; and the distance between copies."""
     from megatron.core import parallel_state
 
     tp_rank, tp_size = parallel_state.get_tensor_model_parallel_rank(), config.tensor_model_parallel_size

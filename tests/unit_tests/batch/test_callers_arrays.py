@@ -21,7 +21,7 @@ def overwritten(arrays):
 
 
 def shown(batch):
-    """All numbers that a batch gives, those that are made when they are asked for too."""
+    """Returns all numbers of a batch, including those that are made when they are read."""
     rows = [batch, *([batch.ahead(places) for places in (0, 1, 2)] if batch.stream is not None else [])]
     names = ("tokens", "labels", "loss_weights", "position_ids")
     found = [getattr(each, name).tolist() for each in rows for name in names]

@@ -74,7 +74,7 @@ class Model(nn.Module):
 
 
 def model_of(case):
-    """The same weights on every rank, drawn here and not by threads, which share torch's generator."""
+    """Makes equal weights on every rank, drawn here and not by threads, which share torch's generator."""
     return copy.deepcopy(HYBRID if case.linear else ATTENTIVE)
 
 
@@ -136,7 +136,7 @@ def step(group, case):
 
 
 def by_torch_alone(case):
-    """The same of one process that has nothing of ours: each document alone, and one mean over all that count."""
+    """Trains one process by torch alone: each document by itself, and one mean over all weighted tokens."""
     model, total, count = copy.deepcopy(ATTENTIVE), 0.0, 0
     for packing, tokens, labels, mask in case.batches():
         for start, end in packing.spans():

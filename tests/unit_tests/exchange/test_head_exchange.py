@@ -68,7 +68,7 @@ def layouts(draw) -> Layout:
 
 @st.composite
 def head_ranges(draw, num_heads: int, cp_size: int) -> tuple[tuple[int, int], ...]:
-    """Any ranges that `Sections` allows: uneven, empty, overlapping their neighbours."""
+    """Draws any ranges that `Sections` allows: uneven, empty, overlapping their neighbours."""
     ranges, before = [], (0, 0)
     for rank in range(cp_size):
         lo = draw(st.integers(*before))

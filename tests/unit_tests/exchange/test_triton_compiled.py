@@ -379,7 +379,7 @@ def table_of(found: dict[int, dict[str, Any]]) -> str:
 
 
 def forget() -> None:
-    """All that was compiled: for the calls to come, for another architecture perhaps."""
+    """Forgets all compiled code, so that later calls may compile for another architecture."""
     for kernel in (kernels.to_message_kernel, kernels.from_message_kernel):
         kernel.device_caches.clear()
 

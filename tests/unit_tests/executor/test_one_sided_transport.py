@@ -144,7 +144,7 @@ def heap(monkeypatch) -> Heap:
 
 
 def move_nothing(group: RankGroup) -> None:
-    """From now on whatever is moved by the group itself fails."""
+    """Makes every transfer by the group itself fail from now on."""
     cp.compare_calls(group, False)
     group.start_all_to_all = group.start_all_gather = group.start_messages = None
 

@@ -32,7 +32,7 @@ MEGATRON_CP_SIZES = [2, 3, 4, 5, 8]
 
 @st.composite
 def layouts(draw, aligns=(1,)):
-    """Any layout: one of the named ones, or pieces of the stream assigned to ranks at will, some ranks left empty."""
+    """Draws any layout: one of the named ones, or pieces of the stream assigned to ranks at will, some ranks empty."""
     packing, cp_size, align = Packing(draw(LENGTHS)), draw(CP_SIZES), draw(st.sampled_from(aligns))
     named = draw(st.sampled_from([Layout.contiguous, Layout.zigzag, Layout.zigzag_of_pack, Layout.striped, None]))
     if named:

@@ -18,7 +18,7 @@ CP_SIZES = st.integers(1, 9) | st.sampled_from([17, 61])
 
 @st.composite
 def layouts_of(draw, packing, cp_size):
-    """Any layout: one of the named ones, or pieces of the stream assigned to ranks at will."""
+    """Draws any layout: one of the named ones, or pieces of the stream assigned to ranks at will."""
     align = draw(st.sampled_from([1, 1, 4]))
     named = draw(st.sampled_from([Layout.contiguous, Layout.zigzag, None]))
     if named:

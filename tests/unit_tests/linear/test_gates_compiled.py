@@ -163,7 +163,7 @@ EXPECTED = {
 
 
 def forget() -> None:
-    """All that was compiled."""
+    """Forgets all compiled code."""
     for module in (triton_kernels, norm_kernels):
         for kernel in vars(module).values():
             if hasattr(kernel, "device_caches"):

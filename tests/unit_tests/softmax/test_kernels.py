@@ -82,7 +82,7 @@ def both(kernel, tensors, tiles, call, first_head=0, out_dtype=None):
 
 
 def oracle(tensors, tiles, call, first_head=0):
-    """The same five from a dense softmax that autograd differentiates."""
+    """Returns the five results of a dense softmax that autograd differentiates."""
     q, k, v, dout = tensors
     q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     ratio = q.shape[1] // k.shape[1]

@@ -107,7 +107,7 @@ def test_tiles_in_any_order_take_no_less_than_their_bound(seed, monkeypatch):
 
 
 def test_the_bound_of_one_tile_is_its_way_there_and_back(monkeypatch):
-    """All is computed by rank 1, on another host: queries and keys of rank 0 are sent to it, and results back."""
+    """Rank 1, on another host, computes all: queries and keys of rank 0 are sent to it, and results back."""
     assign_all_to(monkeypatch, 1)
     on, packing = machine("h100"), cp.Packing([2048])
     topology = on.topology(2, 2)

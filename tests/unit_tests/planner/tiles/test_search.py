@@ -374,7 +374,7 @@ def test_a_kept_answer_has_the_rights_of_any_file(tmp_path, monkeypatch):
 
 
 def other(problem, ranks):
-    """Another answer that fits."""
+    """Returns another answer that fits."""
     for tile, rank in itertools.product(range(problem.num_tiles), range(problem.num_ranks)):
         changed = ranks.copy()
         changed[tile] = rank
