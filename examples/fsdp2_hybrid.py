@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 def pack(number: int, size: int) -> tuple[cp.Packing, Tensor]:
-    """What a data loader brings: documents of any lengths, end to end. Every rank of a replica reads the same."""
+    """Returns documents of any lengths, end to end, as a data loader would. Every rank of a replica reads the same."""
     draw = torch.Generator().manual_seed(number)
     lengths = torch.randint(1, size // 2, (64,), generator=draw).cumsum(0).clamp(max=size).diff(prepend=torch.zeros(1))
     packing = cp.Packing([int(length) for length in lengths if length])
@@ -69,7 +69,7 @@ def pack(number: int, size: int) -> tuple[cp.Packing, Tensor]:
 
 
 def train(world: RankGroup | None, args: argparse.Namespace) -> list[float]:
-    """What every rank runs; None for one rank. Returns the loss of each step, and of the evaluation."""
+    """Trains on a rank, alone if `world` is None. Returns the loss of each step, and of the evaluation."""
     torch.manual_seed(0)  # the same weights on every rank
     model, device, cp_group, everyone = Model(), "cpu", None, None
     replica, replicas, replica_group = 0, args.dp, None
@@ -86,7 +86,7 @@ def train(world: RankGroup | None, args: argparse.Namespace) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
 
     def batches(number: int) -> list[cp.LocalBatch]:
-        """Of a step: one pack a replica. One rank alone has the packs of all of them."""
+        """Returns the packs of a step, one for each replica. A rank that trains alone has the packs of all replicas."""
         packs = [pack(number * args.dp + each, args.seq_length) for each in range(replica, replica + replicas)]
         return [
             cp.shard_batch(tokens, cp.Layout.balanced(packing, args.cp if world else 1), cp_group, slots=model.slots,
@@ -95,7 +95,7 @@ def train(world: RankGroup | None, args: argparse.Namespace) -> list[float]:
         ]  # fmt: skip
 
     def losses(number: int) -> Tensor:
-        """The mean over all tokens of a step; in backward, FSDP's mean of gradients is their sum."""
+        """Returns the mean loss over all tokens of a step, scaled so that FSDP's mean of gradients is their sum."""
         local = batches(number)
         count = torch.tensor(sum(batch.num_tokens for batch in local), device=device)
         if replica_group is not None:

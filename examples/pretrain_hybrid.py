@@ -69,7 +69,7 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
 
 
 def layout_of(pack: Pack, model: Any) -> Layout:
-    """Who holds which tokens of a pack; with `--cp-layout auto` the log says why, at the steps that Megatron logs."""
+    """Returns the layout of a pack; with `--cp-layout auto` the log gives the reason when Megatron logs a step."""
     args = get_args()
     # As shard_batch wants it, or what was planned to choose would be planned again.
     rows = layout_options(args)
@@ -82,12 +82,12 @@ def layout_of(pack: Pack, model: Any) -> Layout:
 
 
 def forward_step(data_iterator: Iterator[Pack] | None, model: Any) -> Any:
-    """What Megatron calls for each microbatch."""
+    """Runs the forward of a microbatch; Megatron calls it."""
     return forward_step_of(iter([get_batch(data_iterator, model)]), model)
 
 
 def global_batch() -> GlobalBatch | None:
-    """With `--cp-even-packs`: what a step reads, and what its packs' flops, as Megatron counts them, take."""
+    """Returns the packs of a step and the cost of their flops, as Megatron counts them, for `--cp-even-packs`."""
     args = get_args()
     if not args.cp_even_packs:
         return None
@@ -101,7 +101,7 @@ def global_batch() -> GlobalBatch | None:
 
 
 def packs(stream: PackedStream | BlendedStream, first: int, number: int) -> Iterator[Pack]:
-    """One data-parallel rank's share of `number` packs, from the `first` on."""
+    """Yields the packs of one data-parallel rank out of `number` packs, from the `first` on."""
     start = first + mpu.get_data_parallel_rank()
     for index in range(start, first + number, mpu.get_data_parallel_world_size()):
         packing, tokens = stream.pack(index)
@@ -110,10 +110,9 @@ def packs(stream: PackedStream | BlendedStream, first: int, number: int) -> Iter
 
 
 def stream_of(split: int) -> PackedStream | BlendedStream | None:
-    """Packs of `--seq-length` tokens at most: 0 for training, 1 for validation; None without data for it.
+    """Returns packs of at most `--seq-length` tokens, of split 0 for training or 1 for validation; None without data.
 
-    Of several `.bin/.idx` prefixes, with weights or without, each gives its share of packs, in the order of Megatron's
-    blends.
+    Several `.bin/.idx` prefixes, with weights or without, are blended in the order of Megatron's blends.
     """
     args = get_args()
     blend, of_splits = get_blend_and_blend_per_split(args)
@@ -135,7 +134,8 @@ def stream_of(split: int) -> PackedStream | BlendedStream | None:
 
 
 def conversations(samples: list[int]) -> tuple[list[Any], int]:
-    """What `--data-path` names (`.jsonl`), packed and masked by Megatron's `SFTDataset`; and its pad token.
+    """Returns the packs of the `.jsonl` file of `--data-path`, as Megatron's `SFTDataset` makes them, and the pad
+    token.
 
     Every rank builds the data sets of all splits, since Megatron's builder waits for all of them; the reading ranks
     alone get them.
@@ -164,14 +164,14 @@ def conversations(samples: list[int]) -> tuple[list[Any], int]:
 
 
 def sft_packs(dataset: Any, pad_token: int, first: int) -> Iterator[Pack]:
-    """The packs of one data-parallel rank, from the `first` on."""
+    """Yields the packs of one data-parallel rank, from the `first` on."""
     start = first + mpu.get_data_parallel_rank()
     for index in range(start, len(dataset), mpu.get_data_parallel_world_size()):
         yield Pack.from_megatron(dataset[index], pad_token)
 
 
 def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] | None, None]:
-    """Training and validation packs, with `--dataloader-type external`: iterators, on the ranks that read."""
+    """Returns training and validation packs, for `--dataloader-type external`: iterators, on the ranks that read."""
     args = get_args()
     batch_groups()
     sets, pad_token = conversations(samples) if args.sft else ([None, None], 0)
@@ -191,7 +191,7 @@ def datasets(samples: list[int]) -> tuple[Iterator[Pack] | None, Iterator[Pack] 
 
 
 def need_no_evaluation(reason: str) -> None:
-    """Megatron evaluates by --eval-iters alone, and would find no data."""
+    """Refuses evaluation without validation data: Megatron evaluates by --eval-iters alone, and would find none."""
     if get_args().eval_iters:
         raise SystemExit(f"{reason}: pass --eval-iters 0")
 
@@ -200,7 +200,7 @@ datasets.is_distributed = True  # type: ignore[attr-defined] # every rank calls 
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The library's flags, and this job's own."""
+    """Adds the library's flags, and this job's own."""
     even = "assign a step's documents to its packs so that all data-parallel ranks take equally long, by their flops"
     add_arguments(parser).add_argument("--cp-even-packs", action="store_true", help=even)
     return parser

@@ -46,7 +46,7 @@ def build(vocab_size: int) -> PreTrainedModel:
 
 
 def train(world: RankGroup, args: argparse.Namespace) -> None:
-    """What every rank runs."""
+    """Trains on one rank."""
     device = "cuda" if torch.cuda.is_available() and dist.get_backend() == "nccl" else "cpu"
     replicas = world.size // args.cp
     mesh = init_device_mesh(device, (replicas, args.cp), mesh_dim_names=("dp", "cp"))
@@ -76,7 +76,7 @@ def train(world: RankGroup, args: argparse.Namespace) -> None:
 
 
 def train_stock(args: argparse.Namespace, replicas: int) -> None:
-    """The stock class on one rank: each document of a step by itself."""
+    """Trains the stock class on one rank, each document of a step by itself."""
     torch.set_num_threads(1)  # as each rank has: small tensors, over which threads mostly wait for one another
     stream = PackedStream(read_corpus(None, read_tokenizer(None)), args.seq_length)
     model = build(stream.corpus.vocab_size)
@@ -115,7 +115,7 @@ class Log:
             self._bar = tqdm(total=args.steps, desc=name, unit="step", mininterval=0.2 if sys.stderr.isatty() else 20)
 
     def step(self, loss: float, norm: float, tokens: int, seconds: float) -> None:
-        """One more."""
+        """Logs one more step."""
         if self._file is None:
             return
         entry = {
@@ -131,17 +131,17 @@ class Log:
 
 
 def metrics(folder: Path, name: str) -> Path:
-    """Where a run's steps are."""
+    """Returns the metrics file of a run."""
     return folder / ("reference.jsonl" if name.startswith("stock") else "metrics.jsonl")
 
 
 def losses(folder: Path, name: str) -> list[float]:
-    """Of a run."""
+    """Reads the losses of a run."""
     return [json.loads(line)["loss"] for line in metrics(folder, name).read_text().splitlines()]
 
 
 def draw(folder: Path, curves: dict[str, list[float]]) -> None:
-    """Losses over steps."""
+    """Draws the losses over the steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4), layout="constrained")
@@ -155,7 +155,7 @@ def draw(folder: Path, curves: dict[str, list[float]]) -> None:
 
 
 def main() -> int:
-    """Trains, and compares."""
+    """Trains, and compares the losses."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--cp", type=int, default=2, help="context-parallel ranks of a replica")
     parser.add_argument("--steps", type=int, default=60)

@@ -13,7 +13,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_integer
 from megatron_cp.executor.arguments import DTYPES, check_tensor
 from megatron_cp.executor.groups import Group, RankGroup, as_rank_group
 from megatron_cp.executor.kernels import Kernel
-from megatron_cp.executor.opaque import opaque
+from megatron_cp.executor.no_compile import no_compile
 from megatron_cp.planner.batch import BatchPlan, Slot
 
 
@@ -35,7 +35,7 @@ class Layer(nn.Module):
         if not isinstance(kernel, Kernel) and not (isinstance(kernel, str) and kernel in names):
             raise ArgumentError("kernel", kernel, f"{' or '.join(names)}, or one of the caller's")
 
-    @opaque
+    @no_compile
     def _ranks(self, hidden: Tensor, batch: LocalBatch | BatchPlan, group: Group | None) -> RankGroup:
         """Returns the group's ranks, after checking that the batch is theirs and that hidden has this rank's rows."""
         if not isinstance(batch, LocalBatch | BatchPlan):
@@ -44,7 +44,7 @@ class Layer(nn.Module):
         check_tensor("hidden", hidden, (int(batch.layout.row_counts[ranks.rank]), self.hidden_size), like=hidden)
         return ranks
 
-    @opaque
+    @no_compile
     def _run(
         self, operation: Callable[..., Tensor], inputs: tuple[Tensor, ...], batch: LocalBatch | BatchPlan,
         ranks: RankGroup, **options: Any,
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         return operation(*inputs, batch.plan(self.slot), ranks, kernel=self.kernel, **options)
 
 
-@opaque
+@no_compile
 def positions_of(batch: LocalBatch | BatchPlan, rank: int, device: torch.device) -> Tensor:
     """Returns `[t]` int64 the position of each of a rank's rows in its document, on the device."""
     return batch.position_ids if isinstance(batch, LocalBatch) else local_positions(batch.layout, rank, device)

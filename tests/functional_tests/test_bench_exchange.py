@@ -208,10 +208,7 @@ def test_sees_a_message_of_gradients_in_place_that_is_another(monkeypatch):
 
 
 def test_sees_an_exchange_that_delivers_something_else(monkeypatch):
-    start = contenders.start_to_heads
-    monkeypatch.setattr(
-        contenders, "start_to_heads", lambda *args: [shifted(arrived) for arrived in start(*args)]
-    )  # fmt: skip
+    monkeypatch.setattr(contenders.ToHeadsInParts, "finish", shifted(contenders.ToHeadsInParts.finish))
     with pytest.raises(RankError, match="with the gate, inbound delivers something else"):
         run_ranks(check_all, 2, CASE)
 

@@ -11,7 +11,7 @@ from megatron_cp.planner.predict.pack_cost import PackCost
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Some hundred text files with a heavy tail."""
+    """Makes some hundred text files with a heavy tail."""
     folder = tmp_path_factory.mktemp("corpus")
     for number, length in enumerate(np.random.default_rng(0).lognormal(5, 1.5, 300).astype(int) + 1):
         (folder / f"{number}.txt").write_text("a" * int(length))

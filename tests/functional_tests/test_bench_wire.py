@@ -251,7 +251,7 @@ def halves_on(group, layer, chunks):
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_halves_do_what_the_whole_does(layer, chunks):
-    """Compute sends nothing; transfer sends all that the layer sends, and brings home what was computed."""
+    """Compute sends nothing; transfer sends all that the layer sends, and returns the results."""
     for results, counts in run_ranks(halves_on, 2, layer, chunks):
         assert len(results["compute", "forward"]) == chunks
         for way in ("forward", "backward"):

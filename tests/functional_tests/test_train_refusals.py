@@ -1,4 +1,4 @@
-"""What `megatron-cp train` refuses: options, data, folders and checkpoints, most before any rank starts."""
+"""Tests of the refusals of `megatron-cp train`: options, data, folders and checkpoints, most before any rank starts."""
 
 import dataclasses
 import json
@@ -250,7 +250,7 @@ def evil_spare_metadata(checkpoint, evil):
 
 
 def evil_object(checkpoint, evil, key="common_state"):
-    """In the place of something that is no tensor."""
+    """Replaces an object that is no tensor by one that runs code when it is read."""
     with (checkpoint / ".metadata").open("rb") as file:
         metadata = pickle.load(file)
     data = checkpoint / "__0_0.distcp"
@@ -264,13 +264,13 @@ def evil_object(checkpoint, evil, key="common_state"):
 
 
 def evil_common_file(checkpoint, evil):
-    """Where older checkpoints keep it."""
+    """The file is in the place of older checkpoints."""
     torch.save(evil, checkpoint / "common.pt")
 
 
 @pytest.mark.parametrize("damage", [evil_metadata, evil_spare_metadata, evil_object, evil_common_file])
 def test_rejects_resuming_from_a_checkpoint_that_names_a_command(damage, refused, copied, tmp_path):
-    """By somebody who knows to make its digests too."""
+    """The author of the checkpoint has made valid digests, too."""
     checkpoint = copied / "checkpoints" / "iter_0000008"
     damage(checkpoint, Evil(tmp_path / "ran"))
     save_integrity_manifest(str(checkpoint))
@@ -320,7 +320,7 @@ def limit_files():
 
 
 def test_rejects_a_disk_that_is_full(copied, tmp_path):
-    """In one line; what was saved before stays, and what was half written does not."""
+    """The refusal is one line; an earlier checkpoint stays, and a partial one does not."""
     arguments = ["train", "--resume", str(copied), "--train-iters", "9", "--context-parallel-size", "2"]
     done = run_forked(arguments, tmp_path, timeout=LIMIT, before=limit_files, **AS_COMMAND)
     assert done.returncode == 2, done.stderr

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL, GATES, SENT, Batch, compare, in_place, leaf
 from megatron_cp.exchange import Exchange
-from megatron_cp.executor import Communicator, TorchGroup, ToTokensInParts, start_to_heads
+from megatron_cp.executor import Communicator, ToHeadsInParts, TorchGroup, ToTokensInParts
 from megatron_cp.testing import Case
 
 LOOP = "loop"
@@ -86,7 +86,9 @@ def ours(batch: Batch, layout: str, comm: Communicator) -> list[Contender]:
         return outputs, [output.detach().clone(memory_format=torch.contiguous_format) for output in outputs]
 
     def arrive(exchange: Exchange, *tensors: Tensor) -> Outputs:
-        return [section for arrived in start_to_heads(exchange, comm, *tensors) for section in arrived()]
+        inbound = ToHeadsInParts(exchange, comm)
+        inbound.start(*tensors)
+        return [section for part in range(inbound.num_parts) for section in inbound.finish(part)]
 
     def placed(exchange: Exchange, inputs: list[Tensor]) -> Callable[[Outputs], Gradients]:
         count = len(exchange.sections.blocks)

@@ -12,7 +12,7 @@ from megatron_cp import attention
 from megatron_cp.apps.bench.timing import Measure
 from megatron_cp.errors import checked_scale
 from megatron_cp.exchange import Exchange
-from megatron_cp.executor import Communicator, LocalWork, RankGroup, run, start_to_heads
+from megatron_cp.executor import Communicator, LocalWork, RankGroup, ToHeadsInParts, run
 from megatron_cp.linear import LinearOnRank, mixer_stages
 from megatron_cp.plan import Compute, Plan, ToHeads
 from megatron_cp.softmax import AttentionOnRank
@@ -41,8 +41,9 @@ class Overlapped:
         self._sent = [x.detach().requires_grad_() for x in tensors]
         self._names = ["attend"] if plan.attend else [step.name for step in plan.steps if isinstance(step, Compute)]
         with torch.no_grad():
-            arrivals = start_to_heads(inbound(plan), self._comm, *self._sent)
-            self._arrived = [[x.requires_grad_() for x in arrive()] for arrive in arrivals]
+            move = ToHeadsInParts(inbound(plan), self._comm)
+            move.start(*self._sent)
+            self._arrived = [[x.requires_grad_() for x in move.finish(part)] for part in range(move.num_parts)]
         # What exchanges carry when nothing is computed: one output a chunk, and gradients where kernels leave them.
         self._outputs = self._computed()
         self._input_gradients = [

@@ -23,7 +23,7 @@ from megatron_cp.apps.bench.wire_report import of_codecs, of_overlap, of_transpo
 from megatron_cp.cli import Report, case_of
 from megatron_cp.errors import ArgumentError
 from megatron_cp.exchange import Exchange
-from megatron_cp.executor import Communicator, RankGroup, TorchGroup, hosts_of, start_to_heads
+from megatron_cp.executor import Communicator, RankGroup, ToHeadsInParts, TorchGroup, hosts_of
 from megatron_cp.plan import DEFAULT, HEADWISE, Transport, knows_hosts
 from megatron_cp.testing import Case, draw
 
@@ -177,8 +177,10 @@ def _codec_steps(group: RankGroup, job: Job) -> dict[Key, Step]:
 
     def to_heads(exchange: Exchange, comm: Communicator) -> None:
         with torch.no_grad():
-            for arrive in start_to_heads(exchange, comm, *tensors):
-                arrive()
+            move = ToHeadsInParts(exchange, comm)
+            move.start(*tensors)
+            for part in range(move.num_parts):
+                move.finish(part)
 
     steps: dict[Key, Step] = {}
     for chunks in job.ends:
