@@ -1,4 +1,4 @@
-"""A Gated DeltaNet mixer of a ragged packed batch over several ranks, and the proof that it equals each document alone.
+"""Runs Gated DeltaNet on a ragged packed batch over several ranks, and proves that it equals each document alone.
 
 python examples/gated_delta_net_without_megatron.py                            # 4 ranks, threads of this process
 torchrun --nproc-per-node 2 examples/gated_delta_net_without_megatron.py       # 2 ranks, processes: NCCL or gloo
@@ -22,14 +22,14 @@ WEIGHTS = {"conv": (CHANNELS, TAPS), "A_log": (HEADS,), "dt_bias": (HEADS,)}
 
 
 def mixer(inputs: list[Tensor], weights: list[Tensor], plan: cp.Plan, group: RankGroup | None = None) -> Tensor:
-    """One exchange in and one out. The norm and the output gate act on own tokens, so z never travels."""
+    """Runs the mixer with one exchange in and one out. Norm and output gate act on own tokens, so z is never sent."""
     *sent, z = inputs
     out = cp.gated_delta_net(*sent, plan, group, **dict(zip(WEIGHTS, weights, strict=True)))
     return F.rms_norm(out, [VALUE_DIM]) * F.silu(z)
 
 
 def main(group: RankGroup, device: str = "cpu") -> None:
-    """What every rank runs."""
+    """Runs the mixer on one rank of the group, and compares its output and gradients with each document alone."""
     packing = cp.Packing(LENGTHS)
     layout = cp.Layout.contiguous(packing, cp_size=group.size)  # who holds which tokens
     plan = cp.plan_linear(packing, layout, kind="gdn", **SHAPE)
@@ -63,7 +63,7 @@ def main(group: RankGroup, device: str = "cpu") -> None:
 def each_document_alone(
     packing: cp.Packing, inputs: list[Tensor], weights: list[Tensor], gradient: Tensor
 ) -> list[Tensor]:
-    """The output and all gradients on one rank, one document after another."""
+    """Returns the output and all gradients on one rank, computed one document after another."""
     leaves = [x.clone().requires_grad_() for x in (*inputs, *weights)]
     documents = []
     for start, end in packing.spans():

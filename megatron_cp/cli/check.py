@@ -1,4 +1,4 @@
-"""`megatron-cp check`: a layer over N ranks against the same layer on one."""
+"""`megatron-cp check`: compares a layer over N ranks with the same layer on one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.add_argument(
         "--cp", type=cp_sizes, metavar="N,N,...", help="context-parallel sizes (default: 2,3,5; with --all 2,3,4,5)"
     )
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Runs every case, on local ranks or on those of torchrun."""
+    """Runs every case, on local ranks or on the ranks that torchrun started."""
     check_paths(args)
     from megatron_cp.cli import check_cases
 

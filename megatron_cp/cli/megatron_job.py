@@ -1,4 +1,4 @@
-"""`megatron-cp doctor --megatron`: what a Megatron job's own flags mean here, without starting it."""
+"""`megatron-cp doctor --megatron`: judges the flags of a Megatron job without starting it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _ORDER = ("refused", "undecided", "untried", "unknown", "expected", "proved")
 
 
 def judged(words: Sequence[str]) -> Report:
-    """A verdict on every flag that is given, the worst first; refusals are those of a model that is built.
+    """Returns a verdict on every flag that is given, the worst first; refusals are those of building the model.
 
-    Fails where something is refused, and where several context-parallel ranks lack a flag that this library waits for.
+    The report fails if a flag is refused, or if several context-parallel ranks lack a flag that they need.
     """
     if not megatron_is_installed():
         raise UsageError(f"--megatron reads flags with megatron-core's parser: {INSTALL_MEGATRON}.")
@@ -50,7 +50,7 @@ def judged(words: Sequence[str]) -> Report:
 
 
 def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """The flags without which several context-parallel ranks compute something else, with what to do."""
+    """Yields each flag without which several context-parallel ranks would compute something else, and the remedy."""
     if args.context_parallel_size == 1:
         return
     if not args.spec:
@@ -73,7 +73,7 @@ _SPECS = "megatron_cp.megatron.specs"
 
 
 def _parsed(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Megatron's flags and ours, and the names of those that are given, as Megatron spells them first."""
+    """Returns the values of Megatron's flags and ours, and the given flags of Megatron in its main spelling."""
     from megatron_cp.megatron.config import add_arguments, add_megatrons_arguments
 
     parser = _Parser(prog="megatron-cp doctor --megatron", allow_abbrev=False, add_help=False)
@@ -96,7 +96,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _AsConfig:
-    """Flags by the names that they have in Megatron's configuration."""
+    """Presents flags under their names in Megatron's configuration."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args

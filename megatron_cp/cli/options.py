@@ -1,4 +1,4 @@
-"""Options that several commands share: the documents, the shape of a layer, the layout."""
+"""Options that several commands share: documents, a layer's shape, the layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANK_KINDS = ("threads", "processes")  # those of `run_ranks`, whose module impo
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Heads of one layer: query or value heads, the groups that they read, and their sizes."""
+    """The shape of a layer: query or value heads, the groups that they read, their sizes, and convolution taps."""
 
     heads: int
     groups: int
@@ -52,19 +52,19 @@ def known_shapes(model: str) -> dict[str, LayerShape]:
 
 
 def hidden_size_of(model: str) -> int:
-    """Returns the features of a token in a model, by whatever describes it."""
+    """Returns the number of features of a token in a model."""
     size: int = application("estimate").read_model(model).hidden_size
     return size
 
 
 def _with(argument: str) -> str:
-    """The kinds of linear layers that `plan_linear` takes this argument of."""
+    """Names the kinds of linear layers for which `plan_linear` takes this argument."""
     names = [kind.name for kind in KINDS.values() if argument in (size.name for size in kind.arguments)]
     return " and ".join(names)
 
 
 def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
-    """`--layer` and what shapes it, in `dtype` unless told otherwise."""
+    """Adds `--layer` and the options of its shape; `dtype` is the default of `--dtype`."""
     group = parser.add_argument_group("layer")
     models = ", ".join(sorted(application("estimate").MODELS))
     group.add_argument("--layer", default="attention", metavar="|".join(working("layer")), help="default: attention")
@@ -135,10 +135,11 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
 
 
 def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None = None) -> None:
-    """The documents and who holds them.
+    """Adds the options of documents and their layout.
 
     Args:
-        corpus: where documents are drawn from unless told otherwise; None for lengths that make quick checks.
+        parser: the command's parser.
+        corpus: default of `--corpus`, from which documents are drawn; None draws short lengths, for quick checks.
     """
     group = parser.add_argument_group("batch")
     group.add_argument("--lengths", type=integers(0), metavar="N,N,...", help="tokens of each document")
@@ -164,7 +165,7 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
 
 
 def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
-    """The case that the arguments describe, over `cp_size` ranks, to be run: imports torch."""
+    """Returns the case that the arguments describe, to be run over `cp_size` ranks. Imports torch."""
     case = layer_case_of(args, cp_size)
     import torch
 
@@ -174,7 +175,7 @@ def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
 
 
 def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
-    """The same case, to be planned alone: imports no torch."""
+    """Returns the case that the arguments describe, only to be planned. Imports no torch."""
     layer = require("layer", args.layer)
     shape = _layer_shape(args)
     lengths = document_lengths(args, cp_size)
@@ -209,9 +210,9 @@ def layer_case_of(args: argparse.Namespace, cp_size: int) -> LayerCase:
 
 
 def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int) -> tuple[int, ...]:
-    """The host of each of the first ranks, for a hierarchical transport of a job on several, if --hosts is not given.
+    """Returns the host of each of the first `cp_size` ranks of a job on several hosts.
 
-    Every rank of the job must ask.
+    It is empty if the transport needs no hosts, `--hosts` is given or the job has one host. Every rank must call it.
     """
     if world is None or not knows_hosts(args.transport) or args.hosts is not None:
         return ()
@@ -222,7 +223,7 @@ def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int
 
 
 def _num_hosts(args: argparse.Namespace, cp_size: int) -> int:
-    """Hosts of neighbouring ranks; two, or one for a single rank, unless told otherwise."""
+    """Returns the number of hosts: `--hosts`, or else two."""
     if args.hosts is None:
         return 2
     if not knows_hosts(args.transport):
@@ -233,7 +234,7 @@ def _num_hosts(args: argparse.Namespace, cp_size: int) -> int:
 
 
 def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
-    """Of the model; None where nobody says, or where nothing of it can be redistributed."""
+    """Returns the model's hidden size; None if it is unknown, or if the layer cannot be redistributed."""
     if args.layer == "attention":
         return None
     known = hidden_size_of(args.model) if args.model else None
@@ -241,7 +242,7 @@ def _hidden_size(args: argparse.Namespace, shape: LayerShape) -> int | None:
 
 
 def given_axes(args: argparse.Namespace) -> list[str]:
-    """What the user chose, of what `check --all` varies."""
+    """Returns the axes that `check --all` does not vary, since the user has set an option of theirs."""
     heads = (
         "model", "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "learned_sink",
         "softcap", "dropout",
@@ -251,7 +252,7 @@ def given_axes(args: argparse.Namespace) -> list[str]:
 
 
 def _layer_shape(args: argparse.Namespace) -> LayerShape:
-    """The layer's shape: the model's, with what was given instead."""
+    """Returns the model's shape, with the given options instead of its values."""
     model = args.model or "tiny"
     shapes = known_shapes(model)
     if args.layer not in shapes:
@@ -284,12 +285,12 @@ _OF_ATTENTION = ("mask", "learned_sink", "softcap", "dropout", "ulysses_degree")
 
 
 def _shared_by_heads(layer: str) -> str | None:
-    """The flag for what heads of a layer share."""
+    """Returns the name of the option that counts the groups of heads of a layer."""
     return KINDS[layer].argument("groups") if layer in KINDS else "kv_heads"
 
 
 def _not_of(layer: str) -> tuple[str, ...]:
-    """The flags that a layer has no use for."""
+    """Returns the names of the options that do not apply to a layer."""
     if layer not in KINDS:
         return ("key_heads", "groups", "state", "conv_width", "hidden_size")
     kind = KINDS[layer]
@@ -299,7 +300,7 @@ def _not_of(layer: str) -> tuple[str, ...]:
 
 
 def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
-    """The documents: as given, or drawn from a log-normal law, which packed corpora resemble."""
+    """Returns the documents' lengths: given, or drawn from the corpus or from a log-normal law."""
     if args.lengths is not None:
         for name in ("documents", "tokens_per_rank"):
             if getattr(args, name) is not None:
@@ -322,7 +323,7 @@ def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
 
 
 def _drawn(args: argparse.Namespace, count: int, random: np.random.Generator) -> IntArray:
-    """The lengths of so many documents of the corpus, each at most once."""
+    """Draws the lengths of `count` documents of the corpus, without replacement."""
     from megatron_cp.data.corpus import read_corpus
     from megatron_cp.data.tokenizer import ByteTokenizer
 

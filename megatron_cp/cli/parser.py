@@ -1,4 +1,4 @@
-"""Arguments as the command line reads them: numbers within limits, and errors of one line that say what to do."""
+"""Parses command lines: numbers within limits, and errors of one line that say what to do."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _LARGEST = 2**63 - 1
 
 
 class UsageError(Exception):
-    """A command that cannot be run as it was typed, or not here: one sentence, with the program's name before it."""
+    """A command that cannot be run as typed, or on this machine: one sentence that begins with the program's name."""
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse, but its errors are raised, and are one line that says what is allowed."""
+    """An argparse parser whose errors are raised, as one line that says what is allowed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})  # an option may not change with its neighbours
@@ -60,7 +60,7 @@ _FLAGS = {"cp_size": "cp", "mode": "scheme", "hardware": "gpu", "search_seconds"
 
 
 def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
-    """The error as the user of the command line spells the argument."""
+    """Returns the error's text with the argument spelled as the flag of the command line."""
     name = _FLAGS.get(error.argument, error.argument)
     flag = f"--{name.replace('_', '-')}" if name in vars(args) else error.argument
     return f"{flag}{str(error).removeprefix(error.argument)}"

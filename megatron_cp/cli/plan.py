@@ -1,4 +1,4 @@
-"""`megatron-cp plan`: who owns what, what travels, and how even the work is."""
+"""`megatron-cp plan`: explains who owns what, what is sent, and how even the work is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ HELP = "explain a plan: who owns what, transfers and balance"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.add_argument(
         "--cp", type=cp_sizes, default=[4], metavar="N,N,...", help="context-parallel sizes (default: 4)"
     )
@@ -77,7 +77,7 @@ _LONG_SEARCH = 5  # seconds after which one wonders
 
 
 def _announce_search(args: argparse.Namespace) -> None:
-    """A line before a long search, for who waits at a terminal; on standard error, so that --json stays alone."""
+    """Prints a line on a terminal's standard error before a long search; `--json` stays alone on standard output."""
     longest = 2 * args.search  # forward and backward
     reads = may_assign_tiles(args.scheme or AUTO) or args.whole
     if longest > _LONG_SEARCH and reads and sys.stderr.isatty():
@@ -90,7 +90,7 @@ def _announce_search(args: argparse.Namespace) -> None:
 
 
 def _check_hosts(args: argparse.Namespace) -> None:
-    """Refuses hosts that would not all have as many ranks."""
+    """Refuses a number of hosts that does not divide the ranks evenly."""
     for cp in args.cp:
         if args.hosts is not None and args.hosts < cp and cp % args.hosts:
             divisors = [str(hosts) for hosts in range(1, cp + 1) if cp % hosts == 0]
@@ -105,7 +105,7 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> N
 
 
 def _compared(args: argparse.Namespace) -> Report:
-    """A line for each size."""
+    """Returns a table with a line for each size."""
     reports = {cp: _explained(args, cp) for cp in args.cp}
     lines = [f"{'cp':>4} {'by':<24}{'forward ms':>12}{'backward ms':>13}{'a rank sends':>14}{'imbalance':>11}"]
     for cp, report in reports.items():
@@ -122,7 +122,7 @@ def _compared(args: argparse.Namespace) -> Report:
 
 
 def _explained(args: argparse.Namespace, cp: int) -> Report:
-    """One plan in words and numbers."""
+    """Explains one plan in words and numbers."""
     of_wire = args.hosts if knows_hosts(args.transport) else None
     given = argparse.Namespace(**{**vars(args), "hosts": of_wire})
     case = replace(layer_case_of(given, cp), machine=machine(args.gpu), machine_hosts=args.hosts)
@@ -148,7 +148,7 @@ def _explained(args: argparse.Namespace, cp: int) -> Report:
 
 
 def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
-    """What each scheme would send for the same batch, layout and options, and how even its work would be."""
+    """Returns the bytes, memory, balance and predicted time of each scheme for the same batch, layout and options."""
     found = {}
     for scheme in working("scheme"):
         if scheme == AUTO or (
@@ -187,7 +187,7 @@ def _price_of(case: LayerCase, plan: Plan) -> dict[str, float]:
 
 
 def _like(case: LayerCase, scheme: str) -> Plan:
-    """The plan of another scheme, with as much of what was asked for as it can do."""
+    """Returns the plan of another scheme, with those of the given options that it supports."""
     way = scheme_named(scheme)
     codec = case.codec if way.takes_codec else "none"
     degree = case.ulysses_degree if way.is_product and scheme_named(case.scheme).is_product else None
@@ -201,7 +201,7 @@ def _like(case: LayerCase, scheme: str) -> Plan:
 
 
 def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
-    """One line about the rows that are without some of what was asked for."""
+    """Returns a line that names the rows whose scheme does not support all given options; nothing if all do."""
     rows = []
     for name, scheme in schemes.items():
         chunks = scheme["head_chunks"]
@@ -219,7 +219,7 @@ def _codec(plan: Plan) -> str:
 
 
 def _head_chunks(plan: Plan) -> int:
-    """Of the heads that change places, or of the keys that are gathered."""
+    """Returns the number of chunks in which heads are exchanged, or keys are gathered, whichever is more."""
     return max(plan.head_chunks, plan.attend.head_chunks if plan.attend else 1)
 
 
@@ -262,7 +262,7 @@ _BOTH = {"forward": True, "backward": False}
 
 
 def _redistribution(plan: Plan, item_size: int) -> dict[str, Any] | None:
-    """What moves around a run of linear layers, forward and again backward, where hidden states are redistributed."""
+    """Returns the bytes that redistributing hidden states around a run of linear layers sends; None without it."""
     if plan.redistribution is None:
         return None
     sent = plan.redistribution.bytes_sent(plan.layout, item_size)
@@ -270,12 +270,12 @@ def _redistribution(plan: Plan, item_size: int) -> dict[str, Any] | None:
 
 
 def _predicted(plan: Plan, *, forward: bool) -> float | None:
-    """Milliseconds of the chosen way, where ways were priced."""
+    """Returns the predicted milliseconds of the chosen candidate; None if nothing was priced."""
     return (plan.prices[0].forward if forward else plan.prices[0].backward) if plan.prices else None
 
 
 def _solver(plan: Plan) -> dict[str, Any]:
-    """What is known of assigned tiles, forward and backward; `None` of other plans."""
+    """Returns the solver's results for assigned tiles, forward and backward; None for each field of other plans."""
     solutions = plan.attend.tiled.solutions if plan.attend is not None and plan.attend.tiled is not None else ()
     if not solutions:
         names = ("optimal", "bound", "found", "load_cap", "seconds", "rounds", "predicted_ms", "bound_ms")
@@ -297,7 +297,7 @@ def _solver(plan: Plan) -> dict[str, Any]:
 
 
 def as_json(plan: Plan, item_size: int, milliseconds: float) -> dict[str, Any]:
-    """The plan in numbers. `null` where nothing prices or solves yet."""
+    """Returns the plan in numbers; `null` for values that were not priced or solved."""
     return {
         "scheme": plan.scheme if plan.hidden_layout is None else REDISTRIBUTE.name,
         "cp": plan.cp_size,
