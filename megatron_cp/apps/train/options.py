@@ -1,4 +1,4 @@
-"""A training run as data, spelled as Megatron's flags where it has one. Imports nothing heavy."""
+"""The options of a training run, spelled as Megatron's flags if it has one. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _flag(default: Any, help_text: str, group: str, **rest: Any) -> Any:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """One training run. Every field is a flag of `megatron-cp train`: `train_iters` is `--train-iters`.
+    """The options of a training run. Every field is a flag of `megatron-cp train`: `train_iters` is `--train-iters`.
 
     The defaults are a small hybrid model that trains on two CPU cores in minutes.
     """
@@ -148,7 +148,7 @@ class TrainingOptions:
         return self.tensor_model_parallel_size * self.context_parallel_size
 
     def shape(self, vocab_size: int) -> dict[str, Any]:
-        """What a checkpoint must have in common with the run that loads it; `vocab_size` is that of the data."""
+        """Returns the options that a checkpoint and the run that loads it must share; `vocab_size` is the data's."""
         fixed = [entry for entry in fields(self) if entry.metadata.get("shape") or entry.metadata.get("kept")]
         shape = {entry.name: getattr(self, entry.name) for entry in fixed}
         # Padded entries of the vocabulary are in the softmax too, and more tensor-parallel ranks may pad further.
@@ -156,19 +156,19 @@ class TrainingOptions:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in shape.items()}
 
     def data(self, lengths: NDArray[np.int64]) -> dict[str, Any]:
-        """Returns what decides which documents a step reads; `lengths` are the documents' of the corpus, in tokens."""
+        """Returns the options and corpus that decide which documents a step reads; `lengths` are in tokens."""
         digest = hashlib.blake2b(np.asarray(lengths, np.int64).tobytes(), digest_size=8).hexdigest()
         documents = f"{lengths.size} documents of {int(lengths.sum())} tokens ({digest})"
         sizes = {name: getattr(self, name) for name in ("seq_length", "global_batch_size", "seed")}
         return {**sizes, "data_path": documents}
 
     def padded_vocab_size(self, vocab_size: int) -> int:
-        """The vocabulary as Megatron pads it, so that tensor-parallel ranks share it evenly."""
+        """Returns the vocabulary's size as Megatron pads it, so that tensor-parallel ranks share it evenly."""
         multiple = self.make_vocab_size_divisible_by * self.tensor_model_parallel_size
         return -(-vocab_size // multiple) * multiple
 
     def check(self) -> None:
-        """Refuses what can be seen to be wrong before anything starts.
+        """Refuses options that are wrong, before anything starts.
 
         Raises:
             ArgumentError: naming the option.
@@ -182,7 +182,7 @@ class TrainingOptions:
         self._check_together()
 
     def _check_numbers(self) -> None:
-        """Refuses numbers that no run has, each by itself."""
+        """Refuses numbers that no run can have, each by itself."""
         least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
         least |= dict.fromkeys(_AMOUNTS, 0) | {"seq_length": 2}  # a next-token label needs two
         for name, smallest in least.items():
@@ -207,7 +207,7 @@ class TrainingOptions:
                 raise ArgumentError(name, values, f"two {meaning}")
 
     def _check_names(self) -> None:
-        """Refuses what no layer, transport or machine is called."""
+        """Refuses unknown names of layouts, schemes, transports, codecs and machines."""
         if len(self.spec) != 2:
             raise ArgumentError("spec", self.spec, "a module and a name")
         require("layout", self.cp_layout, name="cp_layout")
@@ -220,7 +220,7 @@ class TrainingOptions:
             self._check_scheme(scheme)
 
     def _check_together(self) -> None:
-        """Refuses options that do not fit one another."""
+        """Refuses options that contradict each other."""
         if self.seq_length < self.context_parallel_size:
             raise ArgumentError(
                 "seq_length", self.seq_length, f"at least one token for each of {self.context_parallel_size} ranks"
@@ -244,7 +244,7 @@ class TrainingOptions:
             raise ArgumentError("min_lr", self.min_lr, f"at most the learning rate, {self.lr}")
 
     def _check_wire(self) -> None:
-        """Refuses what no layer of the model has: it would say nothing, and be believed."""
+        """Refuses options of messages that no layer of the model sends: they would silently do nothing."""
         layers = {"hybrid_stack_spec": self.hybrid_layer_pattern, "gpt_layer_spec": "*"}.get(self.spec[-1])
         schemes = self.cp_comm_type if layers is None or "*" in layers else ()
         alone = self.context_parallel_size == 1  # then all attention is by auto
@@ -267,7 +267,7 @@ class TrainingOptions:
             raise ArgumentError("cp_head_chunks", self.cp_head_chunks, "nothing", remedy)
 
     def _check_scheme(self, scheme: str) -> None:
-        """Refuses here what would be refused when the first layer is built, half a minute later."""
+        """Refuses a scheme now that would be refused half a minute later, when the first layer is built."""
         flags = {"scheme": "cp_comm_type", "ulysses_degree": "hierarchical_context_parallel_sizes"}
         sizes = self.hierarchical_context_parallel_sizes if scheme_named(scheme).is_product else None
         if sizes is not None and sizes[0] * sizes[1] != self.context_parallel_size:
@@ -363,15 +363,15 @@ _AMOUNTS = ("seed", "lr_warmup_iters", "lr", "min_lr", "weight_decay", "clip_gra
 
 @dataclass(frozen=True)
 class Run:
-    """Where a run lives and how it starts.
+    """A training run: its options, its folder and its start.
 
     Attributes:
-        options: of the run.
-        folder: its own: metrics, pictures and checkpoints.
-        resume: the checkpoint to go on from.
-        name: shown beside the progress bar.
-        save: write checkpoints.
-        keep_first_gradients: write the gradients of the first step, for comparing.
+        options: the run's options.
+        folder: its own folder, for metrics, pictures and checkpoints.
+        resume: the checkpoint from which to go on.
+        name: text beside the progress bar.
+        save: True writes checkpoints.
+        keep_first_gradients: True writes the gradients of the first step, for comparing.
     """
 
     options: TrainingOptions
