@@ -1,4 +1,4 @@
-"""`megatron-cp plan --whole`: a whole model's step, for every size and layout, and what to run."""
+"""`megatron-cp plan --whole`: prices a whole model's step for every size and layout, and names the best."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OF_A_LAYER = (
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """The options of `plan` that are of a whole model's step."""
+    """Adds the options of `plan` that concern a whole model's step."""
     group.add_argument("--whole", action="store_true", help="price a step of the whole --model (default: qwen3-next)")
     group.add_argument(
         "--fit",
@@ -111,7 +111,7 @@ def run_whole(args: argparse.Namespace) -> Report:
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
-    """A price for each size and layout."""
+    """Returns a price for each size and layout."""
     names = CHOICES if args.layout in (None, AUTO) else (require("layout", args.layout),)
     rows = []
     for cp, name in itertools.product(args.cp, names):
@@ -126,7 +126,7 @@ def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Pack
 def _row(
     args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, cp: int, name: str, limit: float
 ) -> StepPrice:
-    """One price; with all layers recomputed where it would not fit otherwise."""
+    """Returns the price of a size and layout, with all layers recomputed if it would not fit otherwise."""
     scheme, mode = _asked(args)
     mask = None if args.mask is None else Mask.named(packing, args.mask)
     topology = _topology(args, on, cp)
@@ -145,7 +145,7 @@ def _row(
 
 
 def _asked(args: argparse.Namespace) -> tuple[str, str]:
-    """The scheme of attention and the mode of linear layers: `--scheme` is of the one that has it."""
+    """Returns the scheme of attention and the mode of linear layers; `--scheme` names either."""
     if args.scheme in MODES:
         return "auto", args.scheme
     return args.scheme or "auto", "auto"
@@ -187,9 +187,9 @@ def _bytes(row: StepPrice) -> dict[str, float]:
 def _longest(
     args: argparse.Namespace, model: ModelSpec, on: Machine, row: StepPrice, lengths: Sequence[int], limit: float
 ) -> int:
-    """How many tokens fit this way, the documents scaled to them: priced once more, so that they do.
+    """Returns the number of tokens that fit this candidate with the documents scaled to them; 0 if none is found.
 
-    About so many where tiles are searched for, which is not done again. 0 where nothing was found that fits.
+    A second price confirms that they fit; it is left out if tiles are searched, and the number is then approximate.
     """
     again = argparse.Namespace(**{**vars(args), "recompute": row.choice.recompute})
     tokens, found = sum(lengths), row
@@ -246,7 +246,7 @@ def _text(
 
 
 def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data: dict[str, Any]) -> str:
-    """What is nearest to fitting, and what is left to try."""
+    """Names the candidate that is nearest to fitting, and the options that are left to try."""
     near = min(rows, key=lambda row: row.memory.total)
     fixed = near.memory.parameters + near.memory.optimizer
     text = (
@@ -264,7 +264,7 @@ def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data
 
 
 def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[str]:
-    """A line for each, as wide as its cells."""
+    """Returns a table of all candidates, with columns as wide as their cells."""
     heads = [
         "cp", "layout", "attention by", "linear by", "recompute", "attention", "linear", "products", "exposed",
         "traffic", "shards", "step ms", "tokens/s/GPU", "MFU", "GiB a rank", "",
@@ -291,7 +291,7 @@ def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[s
 
 
 def _names(plans: Sequence[Plan]) -> str:
-    """Of the kinds of layers, each way once."""
+    """Names the plans' different schemes, each once."""
     return " / ".join(dict.fromkeys(_name(plan) for plan in plans)) or "-"
 
 
@@ -309,7 +309,7 @@ def report_of(
     model: ModelSpec, packing: Packing, on: Machine, topology: Topology, rows: list[StepPrice], chosen: StepPrice,
     limit: float, summary: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """What the page of a step shows."""
+    """Returns the report from which the page of a step is made."""
     plans = [plan for plan, _ in chosen.plans]
     layout = plans[0].hidden_layout or plans[0].layout
     events, layers, traffic = _timeline(plans, on, topology)
@@ -353,7 +353,7 @@ def _candidate(row: StepPrice, on: Machine, limit: float, chosen: StepPrice) -> 
 
 
 def _work(chosen: StepPrice, on: Machine, topology: Topology) -> list[float]:
-    """Milliseconds of kernels of each rank, of all layers."""
+    """Returns each rank's milliseconds of kernels in all layers."""
     total = np.zeros(chosen.choice.cp)
     for plan, count in chosen.plans:
         for timeline in timelines(plan, on, topology):
@@ -363,7 +363,7 @@ def _work(chosen: StepPrice, on: Machine, topology: Topology) -> list[float]:
 
 
 def _tiles(plans: list[Plan]) -> list[dict[str, Any]]:
-    """Who computes which tile in the first kind of layer whose tiles were assigned, forward and backward."""
+    """Returns pictures of the tiles of the first kind of layer whose tiles were assigned, forward and backward."""
     plan = next((plan for plan in plans if plan.attend is not None and plan.attend.tiled is not None), None)
     if plan is None:
         return []
@@ -391,7 +391,7 @@ def _tiles(plans: list[Plan]) -> list[dict[str, Any]]:
 
 
 def _timeline(plans: list[Plan], on: Machine, topology: Topology) -> tuple[list[dict[str, Any]], list[str], Any]:
-    """One layer of each kind, forward and backward, one after the other; and the bytes between ranks."""
+    """Returns the events and names of a layer of each kind, one after the other, and the bytes between ranks."""
     events: list[dict[str, Any]] = []
     names, begun = [], np.zeros(topology.size)
     traffic = np.zeros((topology.size, topology.size), dtype=np.int64)

@@ -1,6 +1,6 @@
-"""`MODEL_TYPES`: how the `config.json` of each type of Hugging Face model is read. No torch in here.
+"""`MODEL_TYPES`: reads the `config.json` of each type of Hugging Face model. No torch in here.
 
-Keys and what holds without them are those of the model types' configuration classes in `transformers`.
+Keys and their defaults are those of the model types' configuration classes in `transformers`.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Blocks = tuple[Block, ...]
 
 
 def _attention(config: Fields, *, head_dim: int | None = None, bias: bool = False) -> AttentionMixer:
-    """Attention with causal mask.
+    """Returns attention with a causal mask.
 
     Args:
-        config: of the model.
-        head_dim: where it is not given; if None, hidden_size / num_attention_heads.
-        bias: whether projections have one, where it is not given.
+        config: the model's configuration.
+        head_dim: the default of its head size; if None, hidden_size / num_attention_heads.
+        bias: the default of its `attention_bias`.
     """
     heads = config.size("num_attention_heads")
     if head_dim is None:
@@ -43,12 +43,12 @@ def _attention(config: Fields, *, head_dim: int | None = None, bias: bool = Fals
 
 
 def _sliding(mixer: AttentionMixer, config: Fields, default: int | None = None) -> AttentionMixer:
-    """The same that sees `sliding_window` tokens, itself among them."""
+    """Returns the mixer with a window of `sliding_window` tokens, which includes the query itself."""
     return replace(mixer, mask=f"window:{config.size('sliding_window', default) - 1},0")
 
 
 def _alternating(config: Fields, full: Block, sliding: Block, interval: int) -> Blocks:
-    """Every `interval`-th layer is full, the others are sliding, unless `layer_types` says otherwise."""
+    """Returns layers of which every `interval`-th is full and the others slide, unless `layer_types` says otherwise."""
     layers = config.layers("num_hidden_layers")
     types = [SLIDING if number % interval else FULL for number in range(1, layers + 1)]
     return config.blocks("layer_types", {FULL: full, SLIDING: sliding}, types, layers)
@@ -76,7 +76,7 @@ def _mixtral(config: Fields) -> Blocks:
 
 
 def _qwen(config: Fields, mixer: AttentionMixer) -> Blocks:
-    """The last layers slide, after `max_window_layers`, where `use_sliding_window` says so."""
+    """Returns layers that slide after the first `max_window_layers` if `use_sliding_window` is set."""
     layers, mlp = config.layers("num_hidden_layers"), _mlp(config)
     first = layers
     types = {FULL: Block(mixer, mlp)}
@@ -96,7 +96,7 @@ def _qwen3(config: Fields) -> Blocks:
 
 
 def _qwen_mixture(config: Fields, number: int, experts: MLP) -> MLP:
-    """The MLP of a layer, counted from 0: a mixture unless `mlp_only_layers` or `decoder_sparse_step` leaves it out."""
+    """Returns a layer's MLP: dense if `mlp_only_layers` or `decoder_sparse_step` says so for `number`, from 0."""
     is_sparse = (number + 1) % config.size("decoder_sparse_step", 1) == 0
     return experts if is_sparse and number not in config.indices("mlp_only_layers") else _mlp(config)
 
@@ -201,7 +201,7 @@ def _nemotron_experts(config: Fields) -> MLP:
 
 
 def _mamba(config: Fields, heads: str, groups: str, state: str, head_dim: str, width: str) -> LinearMixer:
-    """A Mamba-2 layer whose sizes have these names."""
+    """Returns a Mamba-2 layer whose sizes have these names."""
     bias_name = "mamba_conv_bias" if "mamba_conv_bias" in config else "use_conv_bias"
     return mamba2(
         config.size(heads),
@@ -254,7 +254,7 @@ def _granite_hybrid(config: Fields) -> Blocks:
 
 
 def _latent(config: Fields) -> AttentionMixer:
-    """Multi-head latent attention."""
+    """Returns multi-head latent attention."""
     shared_key, heads = config.size("qk_rope_head_dim", 64, least=0), config.size("num_attention_heads")
     return AttentionMixer(
         heads,
