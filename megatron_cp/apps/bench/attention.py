@@ -1,4 +1,4 @@
-"""`megatron-cp bench attention`: every scheme against one rank's kernel, and its memory against the formula."""
+"""`megatron-cp bench attention`: compares every scheme with one rank's kernel, and its memory with the formula."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ and with whatever else shares the cores."""
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures every scheme and returns the report."""
     args = with_defaults(args, world, ("attention",), SHAPES)
     cases, not_run = _cases(args, world)
     compared = (case.plan() for case in cases.values())
@@ -71,7 +71,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 
 def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str, Case], dict[str, str]]:
-    """The case of each scheme, and why the others cannot be run: one that was asked for raises that."""
+    """Returns the case of each scheme, and why others cannot be run; raises that for a scheme that was asked for."""
     asked = [args.scheme] if args.scheme else [scheme for scheme in working("scheme") if scheme != "auto"]
     hosts = hosts_of_job(args, world, args.cp)
     base = case_of(args, args.cp, kernel=args.kernel, device=args.device, hosts=hosts)
@@ -94,13 +94,13 @@ def _cases(args: argparse.Namespace, world: TorchGroup | None) -> tuple[dict[str
 
 @dataclass
 class Seen:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
-        kernel: its name.
-        spent: for each scheme, and "" for one rank with the whole batch, and each direction: every repeat.
-        peaks: for each scheme and direction the most bytes, without and with what the kernel makes for itself.
-        buffers: for each scheme, bytes of the buffers that one step needs.
+        kernel: name of the kernel.
+        spent: timings of every repeat, by scheme and direction; scheme "" is one rank with the whole batch.
+        peaks: the most bytes, without and with the kernel's own tensors, by scheme and direction.
+        buffers: bytes of the buffers that one step needs, by scheme.
     """
 
     kernel: str
@@ -110,7 +110,7 @@ class Seen:
 
 
 def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
-    """Everything on one rank: memory first, which also makes the batch's tables, then times, schemes in turn."""
+    """Measures on one rank: memory first, which also makes the batch's tables, then times, with schemes in turn."""
     whole = replace(
         next(iter(cases.values())),
         cp=1, layout="contiguous", align=1, scheme="a2a", ulysses_degree=None, head_chunks=None,
@@ -140,7 +140,7 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
 
 
 class _Run:
-    """One case on one rank, which may be run again and again."""
+    """A case on one rank, which may be run repeatedly."""
 
     def __init__(self, case: Case, problem: Problem, group: RankGroup, watch: Watch) -> None:
         self.case, self.plan, self.alone = case, case.plan(), group if case.cp == 1 else None
@@ -152,7 +152,7 @@ class _Run:
         self.gradient = self._own(problem.output_gradient, group.rank)
 
     def step(self, measure: Measure, group: RankGroup, kernel: AttentionKernel | None = None) -> None:
-        """Forward and backward, each through `measure(direction, call)`, by the watched kernel or another."""
+        """Runs forward and backward, both through `measure(direction, call)`, with the watched kernel or another."""
         q, k, v = self.inputs
         out = measure(
             "forward",
@@ -166,7 +166,7 @@ class _Run:
             measure("backward", lambda: torch.autograd.grad(out, self.inputs, self.gradient))
 
     def peaks(self, group: RankGroup, *, hides: bool) -> dict[str, int]:
-        """The most bytes of each direction; those of tensors that kernels make are left out if `hides`."""
+        """Returns the most bytes of each direction; `hides` leaves out the tensors that kernels make."""
         kernel = WatchedAttentionKernel(self._unwatched, self._watch, hides_tensors=hides)
         memory, peaks = PeakMemory(), {}
 
@@ -185,7 +185,7 @@ class _Run:
 
 
 def _ratios(cases: dict[str, Case], ranks: list[Seen], cp: int) -> dict[str, Any]:
-    """What the ranks found, ratios first: for each measure, scheme and direction."""
+    """Returns the ranks' results by measure, scheme and direction, ratios first."""
 
     def spent(scheme: str, way: str, what: str) -> Any:
         return np.array([[getattr(each, what) for each in rank.spent[scheme, way]] for rank in ranks])

@@ -1,6 +1,6 @@
-"""`megatron-cp bench`: how far an operation is from its limits, in ratios that were taken in one run.
+"""`megatron-cp bench`: measures how far an operation is from its limits, in ratios that are taken in one run.
 
-Its options, and which benchmark is asked for. What measures is imported when it runs.
+It defines the options and chooses the benchmark, whose module is imported when it runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options."""
+    """Adds the command's options."""
     parser.add_argument("what", metavar="|".join(BENCHMARKS), help="what to measure")
     wire, packs = (f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" for sizes in (WIRE_RANKS, PACK_RANKS))
     parser.add_argument(
@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Report:
-    """Measures, on local ranks or on those of torchrun."""
+    """Measures, on local ranks or those of torchrun."""
     if args.what not in BENCHMARKS:
         raise ArgumentError("benchmark", args.what, " or ".join(BENCHMARKS))
     of_one = {

@@ -1,4 +1,4 @@
-"""What `megatron-cp bench exchange` prints: its ratios and tables."""
+"""The ratios and tables of `megatron-cp bench exchange`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ operators and methods that make the host wait. *Host us*: by the clock until the
 
 @dataclass
 class Seen:
-    """What one stage of one contender did on one rank."""
+    """The measurements of one stage of one contender on one rank."""
 
     entering: int
     written: int = 0
@@ -60,14 +60,14 @@ class Seen:
 
 @dataclass
 class OnRank:
-    """What one rank saw."""
+    """The measurements of one rank."""
 
     stages: dict[str, Seen]
     syncs_in_checks: dict[str, int] | None = None
 
 
 def cell_rows(case: Case, ranks: list[OnRank]) -> dict[str, Any]:
-    """One row a stage, contender and form of gradients: counts of the busiest rank, times of the slowest."""
+    """Returns a row for each stage, contender and form: the busiest rank's counts and the slowest rank's times."""
     stages = [rank.stages for rank in ranks]
     times = {key: _slowest(stages, key, "wall") for key in stages[0]}
 
@@ -124,7 +124,7 @@ def _slowest(stages: Sequence[Mapping[str, Seen]], key: str, what: str) -> Any:
 
 
 def _both_ways(times: Mapping[str, Any], peer: str) -> dict[str, Any]:
-    """How much longer the peer takes than each of ours, with gradients in tensors of their own; nothing without it."""
+    """Returns the peer's time over ours, with gradients in separate tensors; empty if the peer was not run."""
     found: dict[str, Any] = {}
     for way, form in (("inbound", SEPARATE), ("outbound", "")):
         stages = (f"{way} forward", ""), (f"{way} backward", form)
@@ -143,7 +143,7 @@ def _both_ways(times: Mapping[str, Any], peer: str) -> dict[str, Any]:
 
 
 def exchange_ratios(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """Geometric means over the cells, the targets, and the cells."""
+    """Returns geometric means over the cells, the targets, and the cells."""
 
     def means(peer: str) -> dict[str, Any]:
         of_cells = [cell[f"{_peer(peer)}_over_ours"] for cell in cells]
@@ -167,9 +167,9 @@ def exchange_ratios(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _limits(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """The worst of all stages, directions and cells of ours, as layers send: over megatron-core and a bare collective.
+    """Returns our worst ratios to megatron-core and a bare collective, among all stages, directions and cells.
 
-    Inbound with gradients in tensors of their own, as Gated DeltaNet's are.
+    Gradients inbound are in separate tensors, as Gated DeltaNet's are.
     """
     forms = {"inbound forward": "", "inbound backward": SEPARATE, "outbound forward": "", "outbound backward": ""}
     own = [
@@ -199,7 +199,7 @@ def _of_copies(data: dict[str, Any]) -> str:
 
 
 def text(case: Case, data: dict[str, Any]) -> str:
-    """For people."""
+    """Returns the report as text."""
     sizes = f"{case.head_dim}/{case.value_head_dim}"
     chunks = counted(data["head_chunks"], "head chunk")
     wire = f"{chunks}, transport {data['transport']}, codec {data['codec']}"
@@ -234,7 +234,7 @@ def text(case: Case, data: dict[str, Any]) -> str:
 
 
 def _verdicts(data: dict[str, Any]) -> list[str]:
-    """Whether each target is met, and where it is missed most."""
+    """Says for each target whether it is met, and names the cell that is furthest from it."""
     local = [
         f"Local part, {what}, {ALL_SECTIONS}: at most {found['worst']:.2f} of a copy, at most "
         f"{found['at_most']} is the target{_of_copies(data)}: {_met(found)}."
@@ -269,7 +269,7 @@ def _cell_name(cell: Mapping[str, Any]) -> str:
 
 
 def _cells_table(data: dict[str, Any]) -> list[str]:
-    """A row for each cell, contender and way, forward and backward beside each other."""
+    """Returns a row for each cell, contender and way, with forward and backward beside each other."""
     lines = []
     for cell in data["cells"]:
         rows = {(row["stage"], row["contender"], row["gradients"]): row for row in cell["rows"]}
@@ -299,7 +299,7 @@ def _cells_table(data: dict[str, Any]) -> list[str]:
 
 
 def _means_table(data: dict[str, Any]) -> list[str]:
-    """Geometric means over the cells."""
+    """Returns geometric means over the cells."""
     found = {peer: data[f"{_peer(peer)}_over_ours"] for peer in TARGETS}
     if not found[MEGATRON]:
         return ["No peer was run."]

@@ -1,4 +1,4 @@
-"""`megatron-cp bench layer`: whole layers of a Megatron model, ours and megatron-core's own, over the same ranks."""
+"""`megatron-cp bench layer`: compares our layers with megatron-core's own over the same ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Ours plans once for a microbatch, which is not timed; {MEGATRON} works its order
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures the layers and returns the report."""
     allowed_values = {"ranks": "processes", "kernel": "auto", "layout": "zigzag", "scheme": "headwise"}
     for name, allowed in allowed_values.items():
         given = getattr(args, name)
@@ -100,6 +100,8 @@ class Work:
     """A layer of a model, and a batch for it.
 
     Attributes:
+        case: the layer and the batch.
+        hidden_size: features of the model's hidden states.
         trace: the file for a profiler's trace of our layer, or None.
     """
 
@@ -109,7 +111,7 @@ class Work:
 
 
 def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Work:
-    """What was asked for, and for the rest a known model's layer on a batch that Megatron can shard."""
+    """Returns the given layer and batch, with defaults from a known model and a batch that Megatron can shard."""
     args = argparse.Namespace(**vars(args))
     args.layer, args.scheme, args.layout = layer, "headwise", "zigzag"
     args.dtype = args.dtype or "bfloat16"
@@ -135,13 +137,13 @@ def _work(layer: str, args: argparse.Namespace, world: TorchGroup | None) -> Wor
 
 @dataclass
 class Seen:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
-        words: what stood in for what, or why Megatron's layer was not run.
-        errors: how far Megatron's layer is from ours: of the output, and the worst of the gradients.
-        spent: of each side and direction: every repeat.
-        work: of each side and direction, what the host does.
+        words: the functions that replace others, or why Megatron's layer was not run.
+        errors: differences of Megatron's layer from ours: of the output, and the largest of the gradients.
+        spent: timings of every repeat, by side and direction.
+        work: the host's work, by side and direction.
     """
 
     words: str
@@ -151,7 +153,7 @@ class Seen:
 
 
 def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
-    """Everything on one rank, layer by layer: the same numbers first, then times."""
+    """Measures every layer on one rank: compares the results first, then times them."""
     keep_freed_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about packages that nothing here uses
@@ -162,7 +164,7 @@ def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
 
 
 def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
-    """One layer on one rank."""
+    """Compares and times one layer on one rank."""
     from megatron_cp.apps.bench.peers import layers
 
     case, hidden_size = work.case, work.hidden_size
@@ -215,10 +217,10 @@ def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
 
 
 def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGroup) -> dict[str, float]:
-    """How far the sides are apart: of each, output, gradient of the rows, and gradients of the parameters.
+    """Returns the differences of the sides' output and gradients, of rows and of parameters.
 
     Raises:
-        RuntimeError: too far.
+        RuntimeError: they differ too much.
     """
     sides = {name: [tensor.float() for tensor in of_side] for name, of_side in found.items()}
     for of_side in sides.values():
@@ -238,7 +240,7 @@ def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGro
 
 
 def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
-    """What the ranks found of one layer, ratios first."""
+    """Returns the ranks' results for one layer, ratios first."""
     sides, case, words = list(ranks[0].spent), work.case, ranks[0].words
 
     def slowest(name: str, way: str, value: Callable[[Timing], float]) -> Any:
@@ -322,7 +324,7 @@ def _verdict(name: str, layer: dict[str, Any]) -> str:
 
 
 def _work_table(layer: dict[str, Any]) -> list[str]:
-    """What the host does on one rank."""
+    """Returns a table of the host's work on one rank."""
     lines = ["| | | host us | calls | operators | launches |", "|---|---|--:|--:|--:|--:|"]
     for name, ways in layer["work"].items():
         for way, work in ways.items():

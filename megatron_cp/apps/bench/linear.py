@@ -1,4 +1,4 @@
-"""`megatron-cp bench linear`: what segments cost beside whole documents, what a mixer saves, headwise and chunkwise."""
+"""`megatron-cp bench linear`: compares segments with whole documents, saved memory, and headwise with chunkwise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPES = {
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures the mixers and returns the report."""
     args = with_defaults(args, world, LAYERS, SHAPES)
     if args.scheme is not None:
         raise ArgumentError("--scheme", args.scheme, "nothing", f"This benchmark measures {' and '.join(MODES)}.")
@@ -66,7 +66,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 
 def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
-    """Everything on one rank: whole mixers, then, on the first rank alone, what it does with its tokens."""
+    """Measures on one rank: whole mixers, then, only on the first rank, the work on its own tokens."""
     case = cases["chunkwise"]
     watch = Watch(torch.device(case.device).type)
     problem = draw(case)
@@ -88,7 +88,7 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
 def _interleaved(
     works: Mapping[str, Work], repeats: int, watch: Watch, barrier: Callable[[], None] = lambda: None
 ) -> dict[tuple[str, str], list[Timing]]:
-    """What each work took in each direction, one after the other within every repeat."""
+    """Times every work in both directions, one after the other within every repeat."""
     spent: dict[tuple[str, str], list[Timing]] = {(name, way): [] for name in works for way in DIRECTIONS}
     for work in works.values():
         work.step(lambda _, call: call(), watch)

@@ -1,4 +1,4 @@
-"""What `megatron-cp bench linear` prints: its ratios and tables."""
+"""The ratios and tables of `megatron-cp bench linear`."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ others on the same core do not change; on CUDA it is that of its stream."""
 
 @dataclass
 class Seen:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
-        kernel: its name.
-        local: the first rank's work on its own tokens, for each way that they may stand and each direction.
-        spent: of whole mixers, for each mode and direction: every repeat.
-        saved: of each mode.
-        not_run: peers, and why.
+        kernel: name of the kernel.
+        local: timings of the first rank's work on its own tokens, by their place in documents and direction.
+        spent: timings of whole mixers in every repeat, by mode and direction.
+        saved: bytes that a forward saves, by mode.
+        not_run: reasons of peers that were not run.
     """
 
     kernel: str
@@ -53,7 +53,7 @@ class Seen:
 
 
 def ratios(cases: dict[str, Case], ranks: list[Seen]) -> dict[str, Any]:
-    """What the ranks found, ratios first."""
+    """Returns the ranks' results, ratios first."""
     local, plans = ranks[0].local, {mode: case.plan() for mode, case in cases.items()}
     item_size = cases["chunkwise"].dtype.itemsize
     tokens = sum(cases["chunkwise"].lengths)
@@ -117,12 +117,12 @@ def ratios(cases: dict[str, Case], ranks: list[Seen]) -> dict[str, Any]:
 
 
 def _summed(way: str, value: Callable[[str], Any]) -> Any:
-    """Of one direction, or of both together."""
+    """Returns the value of one direction, or the sum of both."""
     return sum(value(one) for one in DIRECTIONS) if way == "both" else value(way)
 
 
 def text(case: Case, data: dict[str, Any]) -> str:
-    """For people."""
+    """Returns the report as text."""
     dtype = str(case.dtype).removeprefix("torch.")
     what = "the rule, conv and gates apart" if KINDS[case.layer].has_state else "the convolution"
     target = data["target"]

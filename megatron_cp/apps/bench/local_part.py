@@ -1,4 +1,4 @@
-"""The local part of `megatron-cp bench exchange`: packing and unpacking on one thread, beside a copy of the bytes."""
+"""The local part of `megatron-cp bench exchange`: times packing and unpacking on one thread beside a copy."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ LocalWork = dict[LocalKey, tuple[Callable[[], Any], int]]
 
 @dataclass
 class LocalStage:
-    """What packing or unpacking took on one thread.
+    """Timings of packing or unpacking on one thread.
 
     Attributes:
-        entering: bytes of the tensors that are packed, or unpacked.
-        seconds, copy: of the stage and of a copy of as many bytes, in every repeat.
-        faults: pages that were paged in meanwhile.
+        entering: bytes of the tensors that are packed or unpacked.
+        seconds, copy: seconds of the stage, and of a copy of as many bytes, in every repeat.
+        faults: pages that were paged in meanwhile, in every repeat.
     """
 
     entering: int
@@ -43,7 +43,7 @@ class LocalStage:
 
 
 def measure_alone(_: TorchGroup, case: Case, repeats: int, with_megatron: bool) -> dict[LocalKey, LocalStage]:
-    """`measure_local_part`, in a process of its own."""
+    """Runs `measure_local_part` in a process of its own."""
     keep_freed_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron warns about packages that nothing here uses
@@ -51,7 +51,7 @@ def measure_alone(_: TorchGroup, case: Case, repeats: int, with_megatron: bool) 
 
 
 def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict[LocalKey, LocalStage]:
-    """Each stage beside a copy of its bytes, one after the other within every repeat."""
+    """Times every stage beside a copy of its bytes, one after the other within every repeat."""
     batch, watch = Batch(case), Watch(torch.device(case.device).type)
     works: LocalWork = {}
     for layout in LAYOUTS:
@@ -80,10 +80,10 @@ def measure_local_part(case: Case, repeats: int, *, with_megatron: bool) -> dict
 
 
 def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[str]]) -> LocalWork:
-    """Our packing and unpacking in both ways, on the first rank, of messages as all ranks would send them.
+    """Returns our packing and unpacking in both ways, on the first rank, of messages as all ranks would send them.
 
     Raises:
-        RuntimeError: what is unpacked is not what was packed.
+        RuntimeError: unpacking does not return what was packed.
     """
     rank, buffers, case = 0, Buffers(), batch.case
     exchange = batch.exchange(layout, tensors)
@@ -153,7 +153,7 @@ def local_work(batch: Batch, layout: str, gate: str, tensors: Sequence[Sequence[
 
 
 def _without_padding(message: Tensor, at: Geometry) -> Tensor:
-    """The bytes of a head side's message that belong to sections."""
+    """Returns the bytes of a head side's message that belong to sections."""
     row = at.format.row_bytes[at.rank]
     if not row:
         return message
@@ -165,7 +165,7 @@ def _without_padding(message: Tensor, at: Geometry) -> Tensor:
 
 
 def megatrons_local_work(batch: Batch) -> LocalWork:
-    """Megatron's packing and unpacking of the same tensors, and autograd's way back through them."""
+    """Returns Megatron's packing and unpacking of the same tensors, and autograd's reverse of both."""
     from megatron_cp.apps.bench.peers.head_exchange import StockExchange
 
     rank, case = 0, batch.case
@@ -208,7 +208,7 @@ def megatrons_local_work(batch: Batch) -> LocalWork:
 
 
 def local_ratios(stages: Mapping[LocalKey, LocalStage]) -> dict[str, Any]:
-    """What the stages took over a copy of their bytes, and in milliseconds."""
+    """Returns the stages' times over those of a copy of their bytes, and in milliseconds."""
 
     def ratios(what: str, *, of_megatron: bool) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -249,7 +249,7 @@ def local_ratios(stages: Mapping[LocalKey, LocalStage]) -> dict[str, Any]:
 
 
 def local_table(data: dict[str, Any]) -> list[str]:
-    """The same as Markdown: a row for each contender and way."""
+    """Returns a table with a row for each contender and way."""
     lines = [
         "| | way | pack / copy | unpack / copy | pack ms | unpack ms | copy ms | MiB | faults |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",

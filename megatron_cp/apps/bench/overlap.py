@@ -1,4 +1,4 @@
-"""The overlap of `megatron-cp bench wire`: a layer, its transfers alone, and its kernels alone."""
+"""The overlap of `megatron-cp bench wire`: times a layer, its transfers alone, and its kernels alone."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megatron_cp.testing import Case, Problem, run_linear
 
 
 def inbound(plan: Plan) -> Exchange:
-    """The exchange with which a plan begins."""
+    """Returns the exchange with which a plan begins."""
     return next(step.exchange for step in plan.steps if isinstance(step, ToHeads))
 
 
 class Overlapped:
-    """A layer on one rank, in the chunks of its plan: together, and each half alone."""
+    """A layer on one rank, in the chunks of its plan: the whole layer, its transfers alone and its kernels alone."""
 
     def __init__(self, case: Case, problem: Problem, plan: Plan, group: RankGroup) -> None:
         self._plan = plan
@@ -52,19 +52,19 @@ class Overlapped:
         self._outputs = [out.detach() for out in self._outputs]
 
     def together(self, measure: Measure) -> None:
-        """The layer as it is."""
+        """Runs the whole layer."""
         inputs = [*self._inputs.values(), *self._parameters.values()]
         out = measure("forward", self._forward)
         measure("backward", lambda: _gradients([out], inputs, [self._gradient]))
 
     def compute(self, measure: Measure) -> None:
-        """Its kernels, chunk after chunk, on what has long arrived."""
+        """Runs the layer's kernels, chunk after chunk, on tensors that have arrived before."""
         inputs = [x for arrived in self._arrived for x in arrived] + list(self._parameters.values())
         out = measure("forward", self._computed)
         measure("backward", lambda: _gradients(out, inputs, self._outputs))  # as good gradients as any
 
     def transfer(self, measure: Measure) -> None:
-        """Its exchanges, with nothing computed in between."""
+        """Runs the layer's exchanges, with nothing computed in between."""
         (out,) = measure("forward", lambda: run.run(self._plan, self._comm, self._sent, self._nothing))
         measure("backward", lambda: _gradients([out], self._sent, [self._gradient.view(out.shape)]))
 
@@ -85,7 +85,7 @@ class Overlapped:
         return outputs
 
     def _nothing(self, chunk: int) -> dict[str, LocalWork]:
-        """In the place of a chunk's work."""
+        """Returns functions that replace a chunk's work by results that were computed before."""
         first, *others = self._names
 
         def made(*tensors: Tensor) -> list[Tensor]:
@@ -95,7 +95,7 @@ class Overlapped:
 
 
 class _Instead(torch.autograd.Function):
-    """Returns what has been computed before, forward and backward."""
+    """Returns results that were computed before, forward and backward."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, gradients: tuple[Tensor, ...], *tensors: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def _gradients(outputs: list[Tensor], inputs: list[Tensor], gradients: list[Tens
 def _local_work(
     case: Case, plan: Plan, group: RankGroup, inputs: dict[str, Tensor], parameters: dict[str, Tensor]
 ) -> tuple[list[Tensor], Callable[[int], dict[str, LocalWork]]]:
-    """What a layer's first step takes, and what this rank computes of each chunk of heads."""
+    """Returns the tensors that a layer's first step takes, and this rank's computation for each chunk of heads."""
     if case.layer == "attention":
         q, k, v = inputs.values()
         layer = AttentionOnRank(plan, group, q, None, case.kernel, case.softmax_options)

@@ -1,4 +1,4 @@
-"""`megatron-cp bench planner`: predicted beside measured times of a step, for every scheme and mode."""
+"""`megatron-cp bench planner`: compares predicted with measured times of a step, for every scheme and mode."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ one that was; where not, how much longer it took. rank correlation: Spearman's, 
 
 @dataclass(frozen=True)
 class Cell:
-    """The ways of one layer on one batch.
+    """The candidates for one layer on one batch.
 
     Attributes:
-        name: of the layer and the batch.
+        name: names the layer and the batch.
         ways: the case of each scheme or mode.
     """
 
@@ -64,7 +64,7 @@ class Cell:
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures and predicts every candidate and returns the report."""
     given = None if args.gpu is None else machine(args.gpu)
     if _size(args, world) == 1:
         raise ArgumentError("--cp", 1, "at least 2 ranks, between which there are links to measure")
@@ -98,7 +98,7 @@ def _size(args: argparse.Namespace, world: TorchGroup | None) -> int:
 
 
 def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> list[Cell]:
-    """Every way that the ranks can run: on one long document and on many, and in the cells of other benchmarks."""
+    """Returns all candidates that the ranks can run: on one long document, many, and on other benchmarks' batches."""
     size, cells = _size(args, world), []
     if layer in _LAYERS:
         base = _base(args, world, layer, _SHAPES)
@@ -127,7 +127,7 @@ def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> li
 def _base(
     args: argparse.Namespace, world: TorchGroup | None, layer: str, shapes: Mapping[str, Mapping[str, int]]
 ) -> Case:
-    """A layer on one document."""
+    """Returns a layer on one document."""
     given = argparse.Namespace(**{**vars(args), "layer": layer})
     given = with_defaults(given, world, (layer,), shapes)
     given.cp = size = _size(args, world)
@@ -147,7 +147,7 @@ def _that_run(cases: dict[str, Case]) -> dict[str, Case]:
 
 
 def _lengths(total: int, count: int) -> tuple[int, ...]:
-    """A heavy-tailed batch of so many documents, the same everywhere."""
+    """Returns a heavy-tailed batch of `count` documents, the same on every rank."""
     if count == 1:
         return (total,)
     drawn = np.random.default_rng(0).lognormal(0.0, 1.0, count)
@@ -159,9 +159,9 @@ def _lengths(total: int, count: int) -> tuple[int, ...]:
 def measure(
     group: RankGroup, cells: list[Cell], repeats: int, given: Machine | None
 ) -> tuple[Machine, tuple[int, ...], list[dict[str, Directions]]]:
-    """The machine, the ranks' hosts, and the milliseconds of every way in each direction; on one rank.
+    """Returns the machine, the ranks' hosts, and each candidate's milliseconds in both directions; runs on one rank.
 
-    The ways of a cell take turns, so that what disturbs the machine for a while does not disturb one of them.
+    The candidates of a cell take turns, so that a disturbance of the machine does not hit only one of them.
     """
     dtype = next(iter(cells[0].ways.values())).dtype
     found = calibrated(group, dtype, max(repeats, 5)) if given is None else given
@@ -182,7 +182,7 @@ def measure(
 def _judged(
     cells: list[Cell], found: Machine, hosts: tuple[int, ...], measured: list[dict[str, Directions]]
 ) -> dict[str, Any]:
-    """Predictions beside what was measured."""
+    """Compares predictions with measurements."""
     topology = found.topology(len(hosts), hosts)
     rows: list[dict[str, Any]] = []
     for cell, directions in zip(cells, measured, strict=True):

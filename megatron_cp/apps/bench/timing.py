@@ -1,4 +1,4 @@
-"""A watch for each rank: what its kernels, its transfers and the rest take."""
+"""Watches a rank: the time of its kernels, its transfers and the rest."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Measure = Callable[[str, Callable[[], Any]], Any]  # takes a direction and what 
 
 @dataclass(frozen=True)
 class Timing:
-    """What one direction took on one rank: seconds of its thread or stream and by the clock on the wall, and bytes.
+    """The times and bytes of one direction on one rank.
 
     Attributes:
-        kernel, wire, total: of its thread or stream: inside kernels, starting and awaiting transfers, and in all.
-        wall_wire, wall: by the clock.
+        kernel, wire, total: seconds of its thread or stream: in kernels, starting and awaiting transfers, and in all.
+        wall_wire, wall: seconds by the clock, of transfers and in all.
         sent: bytes to other ranks.
-        host: by the clock until the call returned; on CUDA that is before the device is done.
+        host: seconds by the clock until the call returned; on CUDA that is before the device is done.
     """
 
     kernel: float
@@ -46,7 +46,7 @@ class Timing:
 
 
 class Watch:
-    """What one rank does: the time that it spends in each kind of work, and the bytes that it sends."""
+    """Records the time that a rank spends in each kind of work, and the bytes that it sends."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.device, self.sent = device, 0
@@ -61,7 +61,7 @@ class Watch:
             self.spans.append((name, start, self._now()))
 
     def timed[T](self, call: Callable[[], T]) -> tuple[T, Timing]:
-        """What a call returns, and took."""
+        """Returns a call's result and its timing."""
         self.spans.clear()
         self.sent = 0
         if self.device != "cpu":

@@ -1,4 +1,4 @@
-"""`megatron-cp bench wire`: transports, codecs, and transfers behind computation, where bytes cost something."""
+"""`megatron-cp bench wire`: measures transports, codecs, and the overlap of transfers with computation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Step = Callable[[Measure], Any]  # something to measure: it calls `measure(direc
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
-    """What the command prints."""
+    """Measures the parts that were asked for and returns the report."""
     parts = _parts(args.only)
     if args.scheme is not None:
         raise ArgumentError("--scheme", args.scheme, "nothing", "This benchmark measures a2a and headwise.")
@@ -124,7 +124,7 @@ def _job(
 
 
 def measure(group: RankGroup, job: Job) -> Seen:
-    """Everything on one rank, part by part."""
+    """Measures every part on one rank."""
     seen = Seen()
     if "transports" in job.parts:
         calls = transports(group, job)
@@ -140,16 +140,16 @@ def measure(group: RankGroup, job: Job) -> Seen:
 
 
 def _once(call: Callable[[], Any], measure: Measure) -> None:
-    """What has one direction, as a step."""
+    """Runs a call without directions as a step."""
     measure("", call)
 
 
 def _interleaved(
     steps: Mapping[Key, Step], repeats: int, group: RankGroup, device: str, warm: Sequence[str] = ()
 ) -> dict[Key, list[float]]:
-    """Every step once a round, in another order each: a step finds links as the one before has left them.
+    """Times every step once a round, in changing order, since a step finds links as the one before has left them.
 
-    Before that once each, or those named `warm` if any.
+    Every step, or those named `warm` if any, runs once before.
     """
     times: dict[Key, list[float]] = {}
     for key, step in steps.items():

@@ -1,4 +1,4 @@
-"""What `megatron-cp bench wire` prints: its ratios and tables."""
+"""The ratios and tables of `megatron-cp bench wire`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ of the layer in one chunk over that in so many."""
 
 
 def _slowest(ranks: list[Seen], *key: str | int) -> Any:
-    """Seconds of the slowest rank in every repeat."""
+    """Returns the slowest rank's seconds in every repeat."""
     if key[-1] == "both":
         return sum(_slowest(ranks, *key[:-1], way) for way in DIRECTIONS)
     return np.array([rank.times[key] for rank in ranks]).max(0)
 
 
 def of_transports(jobs: dict[int, Job], seen: dict[int, list[Seen]]) -> dict[str, Any]:
-    """What transports took, ratios first."""
+    """Returns the times of transports, ratios first."""
 
     def taken(cp: int, name: str, kind: str = EXCHANGES[0]) -> Any:
         return _slowest(seen[cp], kind, name, "")
@@ -45,11 +45,11 @@ def of_transports(jobs: dict[int, Job], seen: dict[int, list[Seen]]) -> dict[str
         return spread(taken(cp, name, kind) / taken(cp, other, kind))
 
     def is_slower(cp: int, name: str, other: str) -> bool:
-        """Beyond noise: even its quicker quartile is above the other's slower one."""
+        """Returns True if even its quicker quartile is above the other's slower one, which is beyond noise."""
         return bool(spread(taken(cp, name))["low"] > spread(taken(cp, other))["high"])
 
     def flat(cp: int, kind: str = EXCHANGES[0]) -> str:
-        """The quicker of those that know of no hosts."""
+        """Returns the quicker of the transports that know no hosts."""
         return min(TRANSPORTS[:2], key=lambda name: float(np.median(taken(cp, name, kind))))
 
     def each(value: Callable[[int], Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def of_transports(jobs: dict[int, Job], seen: dict[int, list[Seen]]) -> dict[str
 
 
 def of_codecs(job: Job, ranks: list[Seen]) -> dict[str, Any]:
-    """What codecs gained, and the most that fewer bytes could."""
+    """Returns the gains of codecs, and the most that fewer bytes could gain."""
     sizes = {codec: {n: coded_bytes(job, codec, n) for n in job.ends} for codec in job.codecs}
     data: dict[str, Any] = {}
     for codec in job.codecs[1:]:
@@ -113,7 +113,7 @@ def of_codecs(job: Job, ranks: list[Seen]) -> dict[str, Any]:
 
 
 def of_overlap(job: Job, ranks: list[Seen]) -> dict[str, Any]:
-    """How much of transfers or computation hid behind the other."""
+    """Returns the shares of transfers or computation that are hidden behind the other."""
 
     def each(value: Callable[[str, int, str], Any]) -> dict[str, Any]:
         return {
@@ -143,7 +143,7 @@ def of_overlap(job: Job, ranks: list[Seen]) -> dict[str, Any]:
 
 
 def text(jobs: dict[int, Job], data: dict[str, Any]) -> str:
-    """For people."""
+    """Returns the report as text."""
     job = jobs[data["cp"]]
     ranks = [job.hosts.count(host) for host in range(max(job.hosts) + 1)]
     lines = [

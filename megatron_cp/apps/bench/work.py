@@ -1,4 +1,4 @@
-"""What `megatron-cp bench linear` runs again and again: a layer, or a part of one, forward and backward."""
+"""A layer, or a part of one, whose forward and backward `megatron-cp bench linear` times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_cp.testing import Case, Problem, run_linear
 
 @dataclass
 class Work:
-    """A differentiable computation that may be run again and again."""
+    """A differentiable computation that may be run repeatedly."""
 
     forward: Callable[[RankGroup], Tensor]
     inputs: list[Tensor]
@@ -23,7 +23,7 @@ class Work:
     group: RankGroup
 
     def step(self, measure: Measure, watch: Watch) -> None:
-        """Forward and backward, each through `measure(direction, call)`."""
+        """Runs forward and backward, both through `measure(direction, call)`."""
         group = WatchedGroup(self.group, watch)
         out = measure("forward", lambda: self.forward(group))
         # Engine threads of its own would not be on this thread's clock.
@@ -32,7 +32,7 @@ class Work:
 
 
 def mixer(case: Case, problem: Problem, group: RankGroup) -> Work:
-    """A case's layer on one rank; the parameters are the last inputs."""
+    """Returns a case's layer on one rank; the parameters are the last inputs."""
     plan = case.plan()
 
     def own(stream: Tensor) -> Tensor:
