@@ -124,7 +124,9 @@ def main() -> None:
     """Trains on the ranks that torchrun started, or on local ones."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cp", type=int, default=2, help="ranks that share a pack")
-    parser.add_argument("--dp", type=int, default=2, help="replicas, of local ranks; torchrun knows")
+    parser.add_argument(
+        "--dp", type=int, default=2, help="number of replicas of local ranks; the size of a torchrun job decides it"
+    )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--seq-length", type=int, default=256, help="tokens of a pack")
     parser.add_argument("--lr", type=float, default=3e-3)

@@ -119,7 +119,7 @@ def stream_of(split: int) -> PackedStream | BlendedStream | None:
     blend, of_splits = get_blend_and_blend_per_split(args)
     prefixes, weights = (blend if of_splits is None else of_splits[split]) or ([], None)
     if len(prefixes) > 1 and args.cp_even_packs:
-        raise SystemExit("--cp-even-packs: not with a blend, whose packs are of one corpus each")
+        raise SystemExit("--cp-even-packs: not with a blend, whose packs each come from one corpus")
     corpora: list[Corpus | None] = [IndexedCorpus(prefix, args.padded_vocab_size) for prefix in prefixes]
     if of_splits is None:
         corpora = [split_corpus(corpus, args.split)[split] for corpus in corpora if corpus is not None]
@@ -215,7 +215,7 @@ def main() -> None:
     if args.cp_even_packs and not args.calculate_per_token_loss:
         raise SystemExit("pass --calculate-per-token-loss: without it the loss depends on which documents share a pack")
     if args.full_validation:
-        raise SystemExit("--full-validation: packs are numbered without an end; pass --eval-iters")
+        raise SystemExit("--full-validation: a validation set of packs has no end; pass --eval-iters")
     if args.micro_batch_size != 1:
         raise SystemExit("pass --micro-batch-size 1: a pack is a whole microbatch")
     if args.dataloader_type != "external":

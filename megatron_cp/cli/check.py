@@ -10,7 +10,7 @@ from megatron_cp.cli.parser import cp_sizes, minutes, seconds
 from megatron_cp.cli.paths import check_paths
 from megatron_cp.cli.report import Report
 
-HELP = "parity of one layer at CP=N against CP=1: outputs and every gradient"
+HELP = "compare one layer at CP=N with CP=1: outputs and every gradient"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,15 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all",
         action="store_true",
-        help="every scheme, layout, kind of heads and mask that has a spelling, but for what is given",
+        help="check every named scheme, layout, kind of heads and mask; options that are given stay fixed",
     )
     parser.add_argument("--kernel", default="auto", help="a kernel that doctor lists (default: auto)")
-    parser.add_argument("--ranks", choices=RANK_KINDS, default="threads", help="local ranks; torchrun brings its own")
+    parser.add_argument(
+        "--ranks", choices=RANK_KINDS, default="threads", help="kind of local ranks; ignored under torchrun"
+    )
     parser.add_argument(
         "--distributed-timeout-minutes",
         type=minutes,
         default=0.75,
-        help="wait so long for another rank, after the first case; in it, ten minutes (default: 0.75)",
+        help="longest wait for another rank after the first case, in which it is ten minutes (default: 0.75)",
     )
     parser.add_argument("--timeout", type=seconds, default=300.0, help="seconds a case may take (default: 300)")
 

@@ -135,7 +135,7 @@ def _proofs(table: dict[str, Any]) -> list[str]:
     ways = {"emulated": "emulated", "cpu": "on the CPU", "gpu": "on a GPU"}
     width = max(len(name) for name in (*of_files, *(kernel["name"] for kernel in table["kernels"])))
     lines = [
-        "CUDA code of this version, in statements to which CUDA alone leads, and where its tests have run them:",
+        "Statements of this version that only CUDA reaches, and where its tests have run them:",
         f"{'':<{width}}{'pieces':>8}{''.join(f'{word:>13}' for word in ways.values())}{'nowhere':>13}",
     ]
     for name, rows in of_files.items():

@@ -10,7 +10,7 @@ from megatron_cp.cli.installed import INSTALL_MEGATRON, megatron_is_installed
 from megatron_cp.cli.parser import UsageError
 from megatron_cp.cli.report import Report
 
-HELP = "judge these flags of a Megatron job, all that follow: what is proved, expected, untried or refused beside ours"
+HELP = "judge all following flags of a Megatron job: proved, expected, untried or refused with context parallelism"
 _ORDER = ("refused", "undecided", "untried", "unknown", "expected", "proved")
 
 
@@ -59,7 +59,7 @@ def _undecided(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     elif args.spec[0] != _SPECS:
         yield (
             "--spec",
-            f"not of {_SPECS}: context parallelism is ours only where its layers are made of those",
+            f"not from {_SPECS}, whose layers alone have this library's context parallelism",
         )
     if not args.calculate_per_token_loss:
         yield (

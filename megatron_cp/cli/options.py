@@ -74,7 +74,7 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         help=f"the layer's shape in a model: {models}, a Hugging Face config.json, or Megatron's flags in one string "
         "(default: tiny)",
     )
-    group.add_argument("--heads", type=size, help="query heads, value heads, or heads of x of mamba")
+    group.add_argument("--heads", type=size, help="number of query heads, value heads, or mamba's heads of x")
     group.add_argument("--kv-heads", type=size, help="key/value heads of attention")
     group.add_argument("--key-heads", type=size, help=f"query and key heads of {_with('key_heads')}")
     group.add_argument("--groups", type=size, help=f"groups of B and C of {_with('groups')}")
@@ -83,34 +83,36 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
     group.add_argument("--state", type=size, help=f"size of the state of {_with('state')}: features of B and C")
     group.add_argument("--conv-width", type=positive, help="taps of the causal convolution of a linear layer")
     group.add_argument(
-        "--hidden-size", type=size, help="of the model, for redistributing around linear layers (default: --model's)"
+        "--hidden-size",
+        type=size,
+        help="the model's features of a token, for redistributing around linear layers (default: --model's)",
     )
-    group.add_argument("--softmax-scale", type=number, help="what scores are multiplied by (default: head_dim ** -0.5)")
-    group.add_argument("--learned-sink", action="store_true", help="a learned score a head in every softmax")
+    group.add_argument("--softmax-scale", type=number, help="factor of attention scores (default: head_dim ** -0.5)")
+    group.add_argument("--learned-sink", action="store_true", help="add a learned score for each head to every softmax")
     group.add_argument("--softcap", type=number, default=0.0, help="limit of attention scores (default: none)")
     group.add_argument("--dropout", type=number, default=0.0, help="share of attention weights dropped (default: none)")
     group.add_argument("--dtype", choices=list(DTYPES), default=dtype, help=f"default: {dtype}")
     group.add_argument(
         "--scheme",
         help=f"{'|'.join(working('scheme'))} for attention, {'|'.join(working('mode'))} for linear layers "
-        "(default: auto; of check: a2a and headwise)",
+        "(default: auto; for check: a2a and headwise)",
     )
     group.add_argument("--ulysses-degree", type=positive, metavar="U", help="ranks of one head exchange in a2a+...")
     group.add_argument(
         "--head-chunks",
         type=positive,
         metavar="N",
-        help="parts in which heads change places (default: 1), or keys are gathered (default: 2)",
+        help="chunks in which heads are exchanged (default: 1), or keys are gathered (default: 2)",
     )
     group.add_argument(
         "--search",
         type=number,
         default=0.0,
         metavar="SECONDS",
-        help="of tiled: how long a solver may look for better tiles, each direction (default: none); "
-        "above 0 auto weighs tiled too",
+        help="for tiled: how long a solver may look for better tiles in each direction (default: none); "
+        "above 0, auto considers tiled too",
     )
-    group.add_argument("--search-cache", metavar="FOLDER", help="where found tiles are kept (default: nowhere)")
+    group.add_argument("--search-cache", metavar="FOLDER", help="folder in which found tiles are kept (default: none)")
     group.add_argument(
         "--transport", default="collective", metavar="|".join(working("transport")), help="default: collective"
     )
@@ -118,14 +120,13 @@ def add_layer_arguments(parser: argparse.ArgumentParser, *, dtype: str) -> None:
         "--hosts",
         type=positive,
         metavar="N",
-        help="of --transport hierarchical: hosts, each with as many neighbouring ranks "
-        "(default: those of the job, or 2)",
+        help="with --transport hierarchical: number of hosts, which share the ranks evenly (default: the job's, or 2)",
     )
     group.add_argument(
         "--codec",
         default="none",
         metavar="|".join(working("codec")),
-        help="of heads in an exchange (default: none)",
+        help="coding of heads that are exchanged (default: none)",
     )
     group.add_argument(
         "--mask",
@@ -147,21 +148,21 @@ def add_batch_arguments(parser: argparse.ArgumentParser, *, corpus: str | None =
         "--documents",
         type=positive,
         metavar="N",
-        help="draw N documents instead: from the corpus, or without one short lengths with a heavy tail",
+        help="draw N documents instead: from the corpus, or without it short lengths with a heavy tail",
     )
     group.add_argument(
         "--corpus",
         default=corpus,
         metavar="PATH",
-        help="of --documents: as train's --data-path, or default for the source files of Python's standard library"
+        help="with --documents: as train's --data-path, or default for the source files of Python's standard library"
         + (f" (default: {corpus})" if corpus else ""),
     )
     group.add_argument("--tokens-per-rank", type=positive, metavar="N", help="scale the drawn lengths to N * cp tokens")
     group.add_argument(
-        "--seed", type=natural, default=0, help="of drawn lengths, inputs and random layouts (default: 0)"
+        "--seed", type=natural, default=0, help="seed of drawn lengths, inputs and random layouts (default: 0)"
     )
     group.add_argument("--layout", metavar="|".join(working("layout")), help="default: zigzag")
-    group.add_argument("--align", type=rows, default=1, help="every rank's rows a multiple of this (default: 1)")
+    group.add_argument("--align", type=rows, default=1, help="make every rank's rows a multiple of this (default: 1)")
 
 
 def case_of(args: argparse.Namespace, cp_size: int, **rest: Any) -> Case:
@@ -227,7 +228,7 @@ def _num_hosts(args: argparse.Namespace, cp_size: int) -> int:
     if args.hosts is None:
         return 2
     if not knows_hosts(args.transport):
-        raise ArgumentError("--hosts", args.hosts, "nothing without --transport hierarchical")
+        raise ArgumentError("--hosts", args.hosts, "only with --transport hierarchical")
     if args.hosts > cp_size:
         raise ArgumentError("--hosts", args.hosts, f"at most the {cp_size} ranks of --cp {cp_size}")
     return int(args.hosts)
@@ -304,7 +305,7 @@ def document_lengths(args: argparse.Namespace, cp_size: int) -> tuple[int, ...]:
     if args.lengths is not None:
         for name in ("documents", "tokens_per_rank"):
             if getattr(args, name) is not None:
-                raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), "not together with --lengths")
+                raise ArgumentError(f"--{name.replace('_', '-')}", getattr(args, name), "only without --lengths")
         if not any(args.lengths):
             raise ArgumentError("--lengths", args.lengths, "at least one token")
         _check_total("--lengths", sum(args.lengths))

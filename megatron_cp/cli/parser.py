@@ -11,8 +11,8 @@ from megatron_cp.errors import ArgumentError
 from megatron_cp.layout.fragments import MAX_CP_SIZE
 from megatron_cp.planner.capabilities import did_you_mean
 
-MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry a token
-MAX_SIZE = 2**16  # of heads and features, beyond any model; with MAX_TOKENS, bytes stay below 2**63
+MAX_TOKENS = 2**27  # beyond any batch; the pictures and tables of a plan hold an entry for each token
+MAX_SIZE = 2**16  # heads or features, beyond any model; with MAX_TOKENS, bytes stay below 2**63
 MAX_SECONDS = 10**6
 _LARGEST = 2**63 - 1
 
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         """Raises for the first word that no option takes."""
         word = next((word for word in words if word.startswith("-")), words[0]).partition("=")[0]
         if not word.startswith("-"):
-            self.error(f"got {word!r}, which is no option and belongs to none")
+            self.error(f"got {word!r}, which is no option and no option's value")
         known = [option for action in self._actions for option in action.option_strings]
         self.error(f"{word}: there is no such option. {did_you_mean(word, known, alike=0.6)}")
 
@@ -104,7 +104,7 @@ _UNITS = {
 }
 
 
-_LEAST_MEMORY = 2**20  # no device has less; a number alone is bytes, and 70 was meant to be 70GiB
+_LEAST_MEMORY = 2**20  # no device has less: 70 alone is bytes, where 70GiB was meant
 
 
 def memory_size(text: str) -> float:

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for action in parser._actions:
         if action.dest == "hosts":
             action.help = (
-                "hosts that the ranks are on, as many on each (default: full hosts; of --transport hierarchical 2)"
+                "number of hosts, which share the ranks evenly (default: full hosts; 2 with --transport hierarchical)"
             )
 
 
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> Report:
     return _compared(args)
 
 
-_LONG_SEARCH = 5  # seconds after which one wonders
+_LONG_SEARCH = 5  # seconds; shorter searches are not announced
 
 
 def _announce_search(args: argparse.Namespace) -> None:
@@ -94,7 +94,7 @@ def _check_hosts(args: argparse.Namespace) -> None:
     for cp in args.cp:
         if args.hosts is not None and args.hosts < cp and cp % args.hosts:
             divisors = [str(hosts) for hosts in range(1, cp + 1) if cp % hosts == 0]
-            remedy = f"Each host has as many neighbouring ranks of --cp {cp}: take one of these, or another --cp."
+            remedy = f"Every host must have as many ranks of --cp {cp}: take one of these, or another --cp."
             raise ArgumentError("--hosts", args.hosts, " or ".join(divisors), remedy)
 
 
@@ -211,7 +211,7 @@ def _not_as_asked(case: LayerCase, schemes: dict[str, Any]) -> list[str]:
         ]
         if without:
             rows.append(f"{name} has {' and '.join(without)}")
-    return [f"where a scheme cannot do what was asked for, its row is of what it can: {'; '.join(rows)}."] * bool(rows)
+    return [f"a row leaves out the options that its scheme does not support: {'; '.join(rows)}."] * bool(rows)
 
 
 def _codec(plan: Plan) -> str:

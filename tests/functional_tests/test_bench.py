@@ -172,7 +172,7 @@ def test_planner_rejects(arguments, says, capsys):
         (["attention", "--kernel", "nonsense"], "--kernel: got 'nonsense'"),
         (["attention", "--mask", "strided:6"], "strided:BLOCKS with a multiple of 4 from 4 to 256"),
         (["attention", "--key-heads", "2"], "--kv-heads"),
-        (["attention", "--lengths", "5", "--tokens-per-rank", "7"], "not together with --lengths"),
+        (["attention", "--lengths", "5", "--tokens-per-rank", "7"], "only without --lengths"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -237,7 +237,7 @@ def test_as_many_ranks_as_the_help_says_are_measured(what, ranks, capsys, monkey
         main(["bench", "--help"])
     said = " ".join(capsys.readouterr().out.split())
     assert "context-parallel size (default: 2; of exchange 4, of wire 3, 4, 5 and 8, of packs 1, 2, 4 and 8)" in said
-    assert "default: float32; of exchange, layer and wire bfloat16" in said
+    assert "default: float32; bfloat16 for exchange, layer and wire" in said
     module = importlib.import_module(f"megatron_cp.apps.bench.{what}")
     made = []
 

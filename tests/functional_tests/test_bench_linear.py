@@ -268,7 +268,7 @@ def test_few_tokens_are_enough(tokens, capsys):
         (["--mask", "causal"], "--mask: got 'causal'; allowed: nothing, since gdn has none"),
         (["--layer", "mamba", "--key-heads", "2"], "--key-heads: got 2; allowed: nothing, since mamba has none"),
         (["--heads", "4", "--key-heads", "3"], "--key-heads"),
-        (["--lengths", "5", "--tokens-per-rank", "7"], "not together with --lengths"),
+        (["--lengths", "5", "--tokens-per-rank", "7"], "only without --lengths"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -48,9 +48,9 @@ _CELL_RANKS = (2, 4)
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     """Measures every exchange and returns the report."""
     if args.ranks != "processes":
-        raise ArgumentError("--ranks", args.ranks, "processes", f"{MEGATRON} knows no other ranks.")
+        raise ArgumentError("--ranks", args.ranks, "processes", f"{MEGATRON} runs on no other ranks.")
     if args.scheme not in (None, HEADWISE.name):
-        raise ArgumentError("--scheme", args.scheme, HEADWISE.name, "That is the one that exchanges heads.")
+        raise ArgumentError("--scheme", args.scheme, HEADWISE.name, "No other scheme exchanges heads.")
     asked = world.size if world else args.cp
     args = argparse.Namespace(**vars(args))
     args.dtype, args.scheme = args.dtype or "bfloat16", "headwise"

@@ -60,7 +60,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
     for name, allowed in allowed_values.items():
         given = getattr(args, name)
         if given not in (None, allowed):
-            raise ArgumentError(f"--{name}", given, allowed, f"That is what {MEGATRON} can stand beside.")
+            raise ArgumentError(f"--{name}", given, allowed, f"{MEGATRON} can be compared with nothing else.")
     if args.layer not in (None, *LAYERS):
         raise ArgumentError("--layer", args.layer, " or ".join(LAYERS), "That is what this benchmark measures.")
     for reason in megatron_missing().values():
@@ -233,7 +233,7 @@ def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGro
     errors = {"out": apart[0], "gradients": max(apart[1:])}
     if case.codec == "none" and not max(apart) <= _TOLERANCES[case.dtype]:
         raise RuntimeError(
-            f"{MEGATRON}'s {case.layer} is {errors} from ours, more than {_TOLERANCES[case.dtype]:g}: "
+            f"{MEGATRON}'s {case.layer} differs from ours by {errors}, more than {_TOLERANCES[case.dtype]:g}: "
             "they do not compute the same"
         )
     return errors

@@ -70,7 +70,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         raise ArgumentError("--cp", 1, "at least 2 ranks, between which there are links to measure")
     if args.calibrate is not None:
         if given is not None:
-            raise ArgumentError("--calibrate", args.calibrate, "not together with --gpu, which measures nothing")
+            raise ArgumentError("--calibrate", args.calibrate, "only without --gpu, which measures nothing")
         if not Path(args.calibrate).resolve().parent.is_dir():
             raise ArgumentError("--calibrate", args.calibrate, "a file in a folder that exists")
     layers = ("attention", *linear_report.LAYERS) if args.layer is None else (args.layer,)

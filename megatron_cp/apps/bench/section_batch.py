@@ -90,4 +90,4 @@ def compare(name: str, found: Sequence[Tensor], expected: Sequence[Tensor], case
         else:
             is_right = relative_error(actual, wanted, 1e-3) <= CODEC_TOLERANCES[case.codec]
         if not is_right:
-            raise RuntimeError(f"{name} delivers something else than was sent")
+            raise RuntimeError(f"{name} returns other data than was sent")

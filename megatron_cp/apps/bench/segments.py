@@ -122,7 +122,7 @@ def megatron_rule(case: Case, plain: Work) -> dict[str, Work]:
     with torch.no_grad():
         error = relative_error(theirs.forward(plain.group), plain.forward(plain.group), 1e-3)
     if not error <= tolerance:
-        raise RuntimeError(f"megatron-core's gated delta rule is {error:.2g} from ours, more than {tolerance:.0e}")
+        raise RuntimeError(f"megatron-core's rule differs from ours by {error:.2g}, more than {tolerance:.0e}")
     return {MEGATRON: theirs}
 
 

@@ -48,7 +48,7 @@ def count_bytes(
         call(counting)
         counted[kind, name] = counting.sent
         if not torch.equal(received, expected.setdefault(kind, received.clone())):
-            raise RuntimeError(f"{kind} by {name} brought rank {group.rank} something else than by {TRANSPORTS[0]}")
+            raise RuntimeError(f"{kind} by {name} gave rank {group.rank} other data than {TRANSPORTS[0]}")
     return counted
 
 

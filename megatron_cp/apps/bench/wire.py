@@ -46,7 +46,7 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
         raise ArgumentError("--layer", args.layer, " or ".join(LAYERS), "That is what this benchmark measures.")
     sizes = (world.size,) if world else (args.cp,) if args.cp else WIRE_RANKS if "transports" in parts else (_MAIN,)
     if sizes == (1,):
-        raise ArgumentError("--cp", 1, "2 ranks or more", "One sends nothing.")
+        raise ArgumentError("--cp", 1, "2 ranks or more", "One rank sends nothing.")
     main = _MAIN if len(sizes) > 1 else sizes[0]
     named = hosts_of(world) if world else ()
     jobs = {cp: _job(args, world, parts if cp == main else parts[:1], cp, named) for cp in sizes}

@@ -51,15 +51,19 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--fit",
         type=memory_size,
         metavar="SIZE",
-        help="of --whole: memory of a rank with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9 (default: "
-        "--gpu's); where nothing fits the exit status is 1",
+        help="with --whole: memory of a rank with its unit, such as 70GiB or 70GB, or in bytes, such as 70e9 (default: "
+        "--gpu's); the exit status is 1 if nothing fits",
     )
-    group.add_argument("--sharding", choices=SHARDINGS, help="of --whole: of weights and optimizer (default: zero3)")
-    group.add_argument("--replicas", type=positive, help="of --whole: data-parallel groups (default: 1)")
     group.add_argument(
-        "--recompute", choices=RECOMPUTATION, help="of --whole (default: selective, or full where that does not fit)"
+        "--sharding", choices=SHARDINGS, help="with --whole: sharding of weights and optimizer (default: zero3)"
     )
-    group.add_argument("--report", metavar="FILE.html", help="of --whole: save a page that shows the step")
+    group.add_argument("--replicas", type=positive, help="with --whole: number of data-parallel groups (default: 1)")
+    group.add_argument(
+        "--recompute",
+        choices=RECOMPUTATION,
+        help="with --whole: recomputation (default: selective, or full if that does not fit)",
+    )
+    group.add_argument("--report", metavar="FILE.html", help="with --whole: save a page that shows the step")
 
 
 def run_whole(args: argparse.Namespace) -> Report:
@@ -225,18 +229,20 @@ def _text(
         "",
         *_table(rows, best, on),
         "",
-        "ms of one forward and backward of the rank that is done last: inside attention's and linear layers' kernels, "
-        "products of weights, waiting for context parallelism's transfers, memory traffic of norms and activations, "
-        "gathers and sums of sharded weights and gradients as far as nothing hides them. Pipelines, tensor "
-        "parallelism, experts' exchanges and the host's own time are not in it. GiB: parameters, gradients, optimizer, "
-        "activations, buffers, and 2.8 for CUDA and its libraries.",
+        "Times are milliseconds of one forward and backward on the rank that ends last: inside attention's and linear "
+        "layers' kernels, products of weights, waiting for context parallelism's transfers, memory traffic of norms "
+        "and activations, gathers and sums of sharded weights and gradients as far as nothing hides them. Pipelines, "
+        "tensor parallelism, experts' exchanges and the host's own time are left out. Memory counts parameters, "
+        "gradients, optimizer, activations, buffers, and 2.8 GiB for CUDA and its libraries.",
     ]
     if best is None:
         return [*lines, _nearest(args, rows, limit, data)]
     faster = max((row for row in rows if row.memory.total <= limit), key=lambda row: row.tokens_per_second_per_gpu)
     gain = faster.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu
     if args.fit is not None and gain > 1.005:
-        lines.append(f"the smallest size that fits; cp {faster.choice.cp} does {gain:.2f} times as much a GPU")
+        lines.append(
+            f"this is the smallest size that fits; cp {faster.choice.cp} has {gain:.2f} times its throughput a GPU"
+        )
     about = "about " if args.search else ""
     return [
         *lines,
@@ -321,7 +327,7 @@ def report_of(
             ["documents", f"{packing.num_documents}, longest {packing.lengths.max()}"],
             ["sharding", f"{chosen.choice.sharding}, {counted(chosen.choice.replicas, 'replica')}"],
             ["recomputation", chosen.choice.recompute],
-            ["work by rank", "of kernels, in one forward and one backward of all layers"],
+            ["work by rank", "time in kernels, in one forward and one backward of all layers"],
             ["not priced", "pipelines, tensor parallelism, experts' exchanges, the host's own time"],
             ["model", model.source or model.name], ["version", __version__],
             *([name, text] for name, text in on.hardware.sources.items()),
@@ -372,7 +378,7 @@ def _tiles(plans: list[Plan]) -> list[dict[str, Any]]:
     tiled, group, found = plan.attend.tiled, plan.ulysses_degree, []
     for number, (way, assignment) in enumerate((("forward", tiled.forward), ("backward", tiled.backward))):
         shapes, ranks, count = shapes_by_rank(assignment)
-        text = [f"The {len(shapes)} pieces with most queries of {count}."] * (len(shapes) < count)
+        text = [f"These are the {len(shapes)} pieces with most queries, of {count}."] * (len(shapes) < count)
         for known in tiled.solutions[number : number + 1]:
             most, bound = size(known.busiest_bytes), size(known.bound)
             beside = (

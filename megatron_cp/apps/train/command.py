@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             details["type"] = _TYPES[str(entry.type).removesuffix(" | None")]
         groups[group].add_argument(f"--{entry.name.replace('_', '-')}", **details)
     run = parser.add_argument_group("run")
-    run.add_argument("--run-dir", metavar="DIR", help="where to write (default: runs/ and the time)")
+    run.add_argument("--run-dir", metavar="DIR", help="folder to write to (default: runs/ and the time)")
     run.add_argument(
         "--resume",
         metavar="DIR",
@@ -342,7 +342,7 @@ def _folder(
         if world is None or world.rank == 0:
             held.enter_context(locked(folder, "resume" if _is_resumed(folder, args) else "run_dir"))
             if _is_resumed(folder, args) and latest_checkpoint(folder / CHECKPOINTS) != checkpoint:
-                remedy = "It has saved another checkpoint in this moment: start again."
+                remedy = "It has just saved another checkpoint: start again."
                 raise ArgumentError("resume", args.resume, "the folder of a run that has ended", remedy)
             _refuse_a_run(folder, args)
             write_whole(folder / OPTIONS_FILE, json.dumps(dataclasses.asdict(options), indent=2) + "\n")
@@ -356,7 +356,7 @@ def _refuse_a_run(folder: Path, args: argparse.Namespace) -> None:
     metrics, tracker = folder / METRICS, folder / CHECKPOINTS / TRACKER
     has_steps = tracker.exists() or (metrics.exists() and metrics.stat().st_size)
     if has_steps and not _is_resumed(folder, args):  # not one that ended before a step
-        remedy = f"A run lives there; to go on: --resume {folder}"
+        remedy = f"The steps of a run are there; to go on with it: --resume {folder}"
         raise ArgumentError("run_dir", str(folder), "a new folder", remedy)
 
 

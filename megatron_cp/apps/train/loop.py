@@ -49,7 +49,7 @@ def load_corpus(options: TrainingOptions) -> Corpus:
     """
     if not IndexedCorpus.is_prefix(options.data_path):
         if options.vocab_size is not None:
-            raise ArgumentError("vocab_size", options.vocab_size, "nothing, unless --data-path is a .bin/.idx pair")
+            raise ArgumentError("vocab_size", options.vocab_size, "only with a .bin/.idx pair as --data-path")
         return read_corpus(options.data_path, read_tokenizer(options.tokenizer_model))
     assert options.data_path is not None
     vocab_size = options.vocab_size

@@ -53,26 +53,28 @@ class TrainingOptions:
     linear_attention_freq: int = _flag(4, "GPTModel: every n-th layer is softmax attention", "model", shape=True)
     linear_num_key_heads: int = _flag(2, "GatedDeltaNet's query and key heads", "model", shape=True)
     linear_num_value_heads: int = _flag(4, "GatedDeltaNet's value heads", "model", shape=True)
-    linear_key_head_dim: int = _flag(32, "features of its key heads", "model", shape=True)
-    linear_value_head_dim: int = _flag(32, "features of its value heads", "model", shape=True)
-    linear_conv_kernel_dim: int = _flag(4, "taps of its convolution", "model", shape=True)
+    linear_key_head_dim: int = _flag(32, "features of GatedDeltaNet's key heads", "model", shape=True)
+    linear_value_head_dim: int = _flag(32, "features of GatedDeltaNet's value heads", "model", shape=True)
+    linear_conv_kernel_dim: int = _flag(4, "taps of GatedDeltaNet's convolution", "model", shape=True)
     mamba_num_heads: int = _flag(8, "Mamba-2's heads", "model", shape=True)
-    mamba_head_dim: int = _flag(32, "features of its heads", "model", shape=True)
-    mamba_state_dim: int = _flag(16, "features of a state", "model", shape=True)
-    mamba_num_groups: int = _flag(2, "groups of its heads that share B and C", "model", shape=True)
+    mamba_head_dim: int = _flag(32, "features of Mamba-2's heads", "model", shape=True)
+    mamba_state_dim: int = _flag(16, "features of Mamba-2's state", "model", shape=True)
+    mamba_num_groups: int = _flag(2, "groups of Mamba-2's heads that share B and C", "model", shape=True)
     window_size: tuple[int, ...] | None = _flag(
-        None, "attention sees so many tokens before and after each", "model", nargs=2, type=int, shape=True
+        None, "number of tokens before and after a query that attention sees", "model", nargs=2, type=int, shape=True
     )
-    window_attn_skip_freq: int | None = _flag(None, "every n-th layer sees all tokens", "model", shape=True)
+    window_attn_skip_freq: int | None = _flag(
+        None, "every n-th layer sees all tokens, without a window", "model", shape=True
+    )
     softmax_type: str = _flag(
-        "vanilla", "off-by-one and learnable have a sink a head", "model",
+        "vanilla", "off-by-one and learnable add a sink to each head's softmax", "model",
         choices=("vanilla", "off-by-one", "learnable"), shape=True,
     )  # fmt: skip
     attention_dropout: float = _flag(0.0, "share of attention weights dropped", "optimisation")
-    position_embedding_type: str = _flag("rope", "rope or none", "model", choices=("rope", "none"), shape=True)
+    position_embedding_type: str = _flag("rope", "position embedding", "model", choices=("rope", "none"), shape=True)
     norm_epsilon: float = _flag(1e-5, "added to the mean square in norms", "model", shape=True)
     rotary_base: int = _flag(10000, "period of the slowest rotary phase", "model", shape=True)
-    make_vocab_size_divisible_by: int = _flag(128, "pads the vocabulary", "model")
+    make_vocab_size_divisible_by: int = _flag(128, "pads the vocabulary to a multiple of this", "model")
     # Parallelism.
     context_parallel_size: int = _flag(1, "ranks that share the tokens of a pack", "parallelism")
     tensor_model_parallel_size: int = _flag(1, "ranks that share each layer's weights", "parallelism")
@@ -85,25 +87,29 @@ class TrainingOptions:
         "auto", "linear layers' scheme: headwise, chunkwise, redistribute or auto", "parallelism"
     )
     hierarchical_context_parallel_sizes: tuple[int, ...] | None = _flag(
-        None, "of a2a+...: the ranks of one head exchange, and how many such groups", "parallelism", nargs=2, type=int
+        None, "for a2a+...: ranks of one head exchange, and number of such groups", "parallelism", nargs=2, type=int
     )
-    cp_head_chunks: int | None = _flag(None, "parts in which heads change places, or keys are gathered", "parallelism")
-    cp_transport: str = _flag("collective", "how messages travel: collective, pairwise or hierarchical", "parallelism")
-    cp_codec: str = _flag("none", "coding of heads that change places: none, fp8, fp8_e5m2 or int8", "parallelism")
-    cp_hardware: str | None = _flag(None, "on what auto predicts: a preset such as h100, or a file", "parallelism")
+    cp_head_chunks: int | None = _flag(None, "chunks in which heads are exchanged, or keys are gathered", "parallelism")
+    cp_transport: str = _flag(
+        "collective", "how messages are sent: collective, pairwise or hierarchical", "parallelism"
+    )
+    cp_codec: str = _flag("none", "coding of heads that are exchanged: none, fp8, fp8_e5m2 or int8", "parallelism")
+    cp_hardware: str | None = _flag(
+        None, "machine for which auto predicts: a preset such as h100, or a file", "parallelism"
+    )
     cp_search: float = _flag(
-        0.0, "seconds for which OR-Tools may look for better tiles, for each pack and direction; above 0 auto weighs "
-        "tiled too", "parallelism", metavar="SECONDS",
+        0.0, "seconds for which OR-Tools may look for better tiles, for each pack and direction; above 0, auto "
+        "considers tiled too", "parallelism", metavar="SECONDS",
     )  # fmt: skip
     cp_search_cache: str | None = _flag(
         None, "a folder in which found tiles are kept, the same on all ranks", "parallelism", metavar="FOLDER"
     )
     cp_layout: str = _flag(
-        "zigzag", "who holds which tokens: zigzag, contiguous, balanced, or auto, the fastest of them for each pack",
+        "zigzag", "layout of tokens over ranks: zigzag, contiguous, balanced, or auto, the fastest for each pack",
         "parallelism",
     )  # fmt: skip
     distributed_timeout_minutes: float = _flag(
-        0.75, "wait so long for another rank, after the first step; in it and while saving, ten minutes", "parallelism"
+        0.75, "longest wait for another rank; ten minutes in the first step and while saving", "parallelism"
     )
     # Data.
     data_path: str | None = _flag(
@@ -111,28 +117,30 @@ class TrainingOptions:
         "Megatron .bin/.idx pair (default: the source files of Python's standard library)", "data",
     )  # fmt: skip
     tokenizer_model: str | None = _flag(None, "a Hugging Face tokenizer.json (default: bytes)", "data")
-    vocab_size: int | None = _flag(None, "of a .bin/.idx pair whose tokenizer is not given", "data")
-    seq_length: int = _flag(4096, "tokens of a pack at most: a microbatch, over all its ranks", "data")
+    vocab_size: int | None = _flag(None, "vocabulary of a .bin/.idx pair whose tokenizer is not given", "data")
+    seq_length: int = _flag(
+        4096, "most tokens of a pack, which is a microbatch over all context-parallel ranks", "data"
+    )
     global_batch_size: int = _flag(1, "packs of a step", "data")
     cp_even_packs: bool = _flag(
         False, "assign a step's documents to its packs so that replicas take equally long, by the model's flops", "data"
     )
     # Optimisation.
-    train_iters: int = _flag(100, "steps", "optimisation")
+    train_iters: int = _flag(100, "training steps", "optimisation")
     # What is kept is part of the optimizer's state in a checkpoint: Megatron finds its groups of weights by these, or
     # brings them back with the groups.
     lr: float = _flag(1e-3, "learning rate", "optimisation", kept=True)
     min_lr: float = _flag(0.0, "learning rate at the end of decay", "optimisation", kept=True)
     lr_warmup_iters: int = _flag(20, "steps of warm-up; a fifth of the run if that is less", "optimisation")
     lr_decay_style: str = _flag(
-        "constant", "after the warm-up", "optimisation", choices=("constant", "linear", "cosine")
+        "constant", "learning rate after the warm-up", "optimisation", choices=("constant", "linear", "cosine")
     )
     lr_decay_iters: int | None = _flag(None, "steps until min-lr (default: train-iters)", "optimisation")
-    weight_decay: float = _flag(0.01, "of AdamW", "optimisation", kept=True)
-    adam_beta1: float = _flag(0.9, "of AdamW", "optimisation", kept=True)
-    adam_beta2: float = _flag(0.95, "of AdamW", "optimisation", kept=True)
+    weight_decay: float = _flag(0.01, "AdamW's weight decay", "optimisation", kept=True)
+    adam_beta1: float = _flag(0.9, "AdamW's beta1", "optimisation", kept=True)
+    adam_beta2: float = _flag(0.95, "AdamW's beta2", "optimisation", kept=True)
     clip_grad: float = _flag(1.0, "largest gradient norm; 0 for no clipping", "optimisation")
-    seed: int = _flag(1234, "of weights and of the order of documents", "optimisation")
+    seed: int = _flag(1234, "seed of weights and of the order of documents", "optimisation")
     bf16: bool = _flag(False, "bf16 weights with fp32 master weights", "optimisation")
     use_distributed_optimizer: bool = _flag(
         False, "shard the optimizer over data-parallel ranks (CUDA)", "optimisation"
@@ -263,7 +271,7 @@ class TrainingOptions:
             and not headwise
             and not any(scheme_named(scheme).takes_chunks for scheme in schemes)
         ):
-            remedy = "No layer of this model has heads that travel in chunks: rings and chunkwise layers have none."
+            remedy = "No layer of this model has head chunks: rings and chunkwise layers have none."
             raise ArgumentError("cp_head_chunks", self.cp_head_chunks, "nothing", remedy)
 
     def _check_scheme(self, scheme: str) -> None:

@@ -123,7 +123,7 @@ def transformer_config(options: TrainingOptions, device: torch.device) -> Transf
     if is_hybrid and options.experimental_attention_variant is not None:
         remedy = "HybridModel's linear layers are the G in --hybrid-layer-pattern."
         raise ArgumentError(
-            "experimental_attention_variant", options.experimental_attention_variant, "nothing but for GPTModel", remedy
+            "experimental_attention_variant", options.experimental_attention_variant, "only with GPTModel", remedy
         )
     for name in ("bf16", "use_distributed_optimizer"):
         if getattr(options, name) and device.type != "cuda":
