@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,8 @@ from torch import Tensor
 from megatron_cp import attention
 from megatron_cp.apps.bench.defaults import with_defaults
 from megatron_cp.apps.bench.on_ranks import measured_on_ranks
-from megatron_cp.apps.bench.spread import formatted, spread
-from megatron_cp.apps.bench.timing import DIRECTIONS, Measure, Timing, Watch, WatchedGroup, interleaved_order
+from megatron_cp.apps.bench.spread import formatted, spread, table
+from megatron_cp.apps.bench.timing import DIRECTIONS, Measure, Timing, Watch, WatchedGroup, interleaved
 from megatron_cp.apps.bench.watched_kernels import WatchedAttentionKernel
 from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
@@ -119,7 +120,7 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
     watch = Watch(torch.device(whole.device).type)
     runs = {scheme: _Run(case, problem, group, watch) for scheme, case in cases.items()}
     runs[""] = _Run(whole, problem, ThreadGroup.create(1)[0], watch)
-    seen = Seen(runs[""].kernel.name, {(name, way): [] for name in runs for way in DIRECTIONS})
+    seen = Seen(runs[""].kernel.name)
     for name, each in runs.items():
         group.buffers = Buffers()
         each.step(lambda _, call: call(), group)
@@ -127,15 +128,8 @@ def measure(group: RankGroup, cases: dict[str, Case], repeats: int) -> Seen:
             seen.buffers[name] = group.buffers.size
             without, with_kernel = (each.peaks(group, hides=hides) for hides in (True, False))
             seen.peaks |= {(name, way): (without[way], with_kernel[way]) for way in DIRECTIONS}
-    for name in interleaved_order(list(runs), repeats):
-
-        def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
-            group.barrier()
-            result, spent = watch.timed(call)
-            seen.spent[name, way].append(spent)
-            return result
-
-        runs[name].step(timed, WatchedGroup(group, watch))
+    steps = {name: partial(run.step, group=WatchedGroup(group, watch)) for name, run in runs.items()}
+    seen.spent = interleaved(steps, repeats, watch, group.barrier)
     return seen
 
 
@@ -242,10 +236,10 @@ def _each(cases: dict[str, Case], value: Callable[[str, str], Any]) -> dict[str,
 
 def _text(case: Case, data: dict[str, Any]) -> str:
     columns = (
-        "scheme", "", "compute", "outside", "wait", "peak", "+ kernel", "kernel ms", "rank ms", "wall ms", "peak MiB",
+        "compute", "outside", "wait", "peak", "+ kernel", "kernel ms", "rank ms", "wall ms", "peak MiB",
         "buffers", "sent",
     )  # fmt: skip
-    lines = [f"| {' | '.join(columns)} |", f"|---|---|{'--:|' * (len(columns) - 2)}"]
+    rows = []
     held = {
         scheme: f"{size / 2**20:.1f}" + (f" ({ratio:.2f})" if ratio else "")
         for (scheme, size), ratio in zip(
@@ -258,14 +252,13 @@ def _text(case: Case, data: dict[str, Any]) -> str:
             def of(name: str, scheme: str = scheme, way: str = way) -> Any:
                 return data[name][scheme][way]
 
-            cells = [
+            rows.append([
                 scheme, way, formatted(of("compute_over_ideal")), formatted(of("outside_kernel_share"), percent=True),
                 formatted(of("wait_share"), percent=True), f"{of('peak_over_formula'):.2f}",
                 f"{of('peak_with_kernel_over_formula'):.2f}",
                 *(f"{of(name)['median']:.1f}" for name in ("kernel_ms", "busy_ms", "wall_ms")),
                 f"{of('peak_bytes') / 2**20:.1f}", held[scheme], f"{max(of('bytes_sent_per_rank')) / 2**20:.1f}",
-            ]  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
+            ])  # fmt: skip
     alone = ", ".join(f"{way} {data['one_rank_kernel_ms'][way]['median']:.1f} ms" for way in DIRECTIONS)
     tokens = f"{sum(data['lengths'])} tokens in {counted(len(data['lengths']), 'document')}"
     heads = f"heads {case.heads}/{case.groups} of {case.head_dim}/{case.value_head_dim}"
@@ -274,7 +267,7 @@ def _text(case: Case, data: dict[str, Any]) -> str:
         f"attention cp={data['cp']} {case.layout} {case.mask}, {tokens}, {heads}, {dtype} on {data['device']}, "
         f"kernel {data['kernel']}, {data['repeats']} repeats; torch {data['torch']}, {data['cores']} cores",
         "",
-        *lines,
+        *table(("scheme", ""), columns, rows),
         "",
         f"The whole batch on one rank, inside the kernel: {alone}.",
         *(f"{scheme} was not run: {reason}" for scheme, reason in data["not_run"].items()),

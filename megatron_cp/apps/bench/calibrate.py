@@ -28,10 +28,10 @@ from megatron_cp.testing import Case
 
 HEAD_DIMS = (64, 128)
 _TOKENS, _FEW, _CHUNK = 2048, 8, 64
-_SHORT, _MORE = 256, 5  # tokens up to which a layer is timed so many times as often, since it takes so little
+_SHORT, _MORE = 256, 5  # a layer of at most 256 tokens is timed 5 times as often, since it takes so little
 _HEADS, _GROUPS = 4, 2
 _SMALL, _LARGE = 1 << 12, 1 << 23  # bytes of the messages of a link
-_IN_A_ROW = 20, 4  # of each, so many
+_IN_A_ROW = 20, 4  # small and large messages that follow one another
 _UNMEASURED = ("memory", "units", "rule_floor", "matrix_rows", "matrix_peak")
 _STATES = tuple(kind for kind in KINDS.values() if kind.has_state and not kind.recurrence)
 _SLOWEST_LAUNCH = 1e-2  # seconds

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL, GATES, SENT, Batch, compare, in_place, leaf
+from megatron_cp.apps.bench.timing import Measure
 from megatron_cp.exchange import Exchange
 from megatron_cp.executor import Communicator, TorchGroup, ToTokensInParts, start_to_heads
 from megatron_cp.testing import Case
@@ -63,7 +64,7 @@ class Contender:
             found = torch.autograd.grad(outs, self.inputs, gradients, retain_graph=True)
             compare(f"{self.name}, {self.way}, gradients {form}", found, self.inputs, self.case)
 
-    def run(self, measure: Callable[[str, Callable[[], Any]], Any]) -> None:
+    def run(self, measure: Measure) -> None:
         """Runs forward, and backward for each form of gradients, every stage through `measure(key, call)`."""
         outputs = measure(self.key("forward"), self.forward)
         for form, gradients_of in self.gradients.items():
@@ -93,7 +94,7 @@ def ours(batch: Batch, layout: str, comm: Communicator) -> list[Contender]:
         count = len(exchange.sections.blocks)
 
         def gradients(_: Outputs) -> Gradients:
-            # Row-major is what lets them leave as they lie.
+            # Row-major outputs can be sent in place.
             outputs = arrive(replace(exchange, section_major=False), *inputs)
             values = [output.detach() for output in outputs]
             parts = [values[start : start + count] for start in range(0, len(values), count)]

@@ -12,7 +12,7 @@ from megatron_cp.errors import ArgumentError
 if TYPE_CHECKING:
     from megatron_cp.executor import TorchGroup
 
-# Of local runs that name no number. Of exchange, its local part: between processes it has sizes of its own.
+# Sizes of local runs without --cp. EXCHANGE_RANKS is for exchange's local part; between processes it has others.
 RANKS, EXCHANGE_RANKS, WIRE_RANKS, PACK_RANKS = 2, 4, (3, 4, 5, 8), (1, 2, 4, 8)
 
 

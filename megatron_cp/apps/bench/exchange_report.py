@@ -13,7 +13,7 @@ from megatron_cp.apps.bench.contenders import LOOP, SEPARATE
 from megatron_cp.apps.bench.local_part import local_table
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.section_batch import ALL_SECTIONS, LAYOUTS
-from megatron_cp.apps.bench.spread import formatted, spread
+from megatron_cp.apps.bench.spread import formatted, spread, table
 from megatron_cp.apps.bench.timing import BOTH, Timing
 from megatron_cp.plan import counted
 from megatron_cp.testing import Case, HostWork
@@ -270,31 +270,28 @@ def _cell_name(cell: Mapping[str, Any]) -> str:
 
 def _cells_table(data: dict[str, Any]) -> list[str]:
     """Returns a row for each cell, contender and way, with forward and backward beside each other."""
+    columns = (
+        "forward ms", "of it local", "backward ms", "of it local", "forward / copy", "backward / copy",
+        "forward / collective", "backward / collective", "loop / this", f"{MEGATRON} / this",
+    )  # fmt: skip
     lines = []
     for cell in data["cells"]:
         rows = {(row["stage"], row["contender"], row["gradients"]): row for row in cell["rows"]}
-        lines += [
-            f"{_cell_name(cell)}:",
-            "",
-            "| | forward ms | of it local | backward ms | of it local | forward / copy | backward / copy "
-            "| forward / collective | backward / collective | loop / this | megatron-core / this |",
-            f"|---|{'--:|' * 10}",
-        ]
+        of_cell = []
         for way, form in (("inbound", SEPARATE), ("outbound", "")):
             for name in [contender for stage, contender, _ in rows if stage == f"{way} forward"]:
                 both = [rows[f"{way} forward", name, ""], rows[f"{way} backward", name, form]]
                 key = f"{way}, {name}"
                 ratios = [cell[f"{_peer(peer)}_over_ours"].get(key) for peer in TARGETS]
-                cells = [
+                of_cell.append([
                     key,
                     *(f"{row[what]['median']:.1f}" for row in both
                       for what in ("milliseconds", "local_milliseconds")),
                     *(f"{row['over_copy']['median']:.1f}" for row in both),
                     *(f"{row['over_collective']['median']:.2f}" for row in both),
                     *(formatted(ratio["both"]) if ratio else "" for ratio in ratios),
-                ]  # fmt: skip
-                lines.append(f"| {' | '.join(cells)} |")
-        lines.append("")
+                ])  # fmt: skip
+        lines += [f"{_cell_name(cell)}:", "", *table(("",), columns, of_cell), ""]
     return lines[:-1]
 
 
@@ -303,29 +300,22 @@ def _means_table(data: dict[str, Any]) -> list[str]:
     found = {peer: data[f"{_peer(peer)}_over_ours"] for peer in TARGETS}
     if not found[MEGATRON]:
         return ["No peer was run."]
-    lines = [
-        "Geometric means over the cells:",
-        "",
-        "| | loop / ours forward | backward | both | megatron-core / ours forward | backward | both |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+    columns = [word for peer in TARGETS for word in (f"{peer} / ours forward", *BOTH[1:])]
+    rows = [
+        [name, *(f"{ratios[name][way]:.2f}" for ratios in found.values() for way in BOTH)] for name in found[MEGATRON]
     ]
-    for name in found[MEGATRON]:
-        cells = [f"{ratios[name][way]:.2f}" for ratios in found.values() for way in BOTH]
-        lines.append(f"| {' | '.join([name, *cells])} |")
-    return lines
+    return ["Geometric means over the cells:", "", *table(("",), columns, rows)]
 
 
 def _counts_table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| | | gradients | passes | MiB | collectives | syncs | host us | calls | operators | launches |",
-        f"|---|---|---|{'--:|' * 8}",
-    ]
-    for row in rows:
-        cells = [
+    columns = ("passes", "MiB", "collectives", "syncs", "host us", "calls", "operators", "launches")
+    cells = [
+        [
             row["stage"], row["contender"], row["gradients"], f"{row['copy_passes']:.2f}",
-            f"{row['bytes_written'] / 2**20:.1f}", row["collectives"], row["host_syncs"],
-            f"{row['host_us']['median']:.0f}", row["calls"], row["operators"],
-            "" if row["launches"] is None else row["launches"],
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+            f"{row['bytes_written'] / 2**20:.1f}", str(row["collectives"]), str(row["host_syncs"]),
+            f"{row['host_us']['median']:.0f}", str(row["calls"]), str(row["operators"]),
+            "" if row["launches"] is None else str(row["launches"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return table(("", "", "gradients"), columns, cells)

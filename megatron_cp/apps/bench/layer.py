@@ -22,8 +22,8 @@ from megatron_cp.apps.bench.defaults import RANKS, with_defaults
 from megatron_cp.apps.bench.peer_limits import MEGATRON, aligned_lengths, check_megatron_takes, megatron_missing
 from megatron_cp.apps.bench.peers.distributed import watched_wire
 from megatron_cp.apps.bench.profile import trace_files, write_trace
-from megatron_cp.apps.bench.spread import formatted, spread
-from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS, Timing, Watch, interleaved_order
+from megatron_cp.apps.bench.spread import formatted, spread, table
+from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS, Measure, Timing, Watch, interleaved
 from megatron_cp.apps.bench.watched_kernels import WatchedLinearKernel, watched
 from megatron_cp.cli import Report, case_of, hidden_size_of, known_shapes
 from megatron_cp.errors import ArgumentError
@@ -34,11 +34,11 @@ from megatron_cp.testing import FLOOR_SHARE, Case, HostWork, host_work, relative
 
 LAYERS = ("gdn", "mamba")
 OURS = "ours"
-_MODELS = {"gdn": "qwen3-next", "mamba": "nemotron-h"}  # whose shapes layers have unless told otherwise
+_MODELS = {"gdn": "qwen3-next", "mamba": "nemotron-h"}  # the models of the default shapes
 _DOCUMENTS, _TOKENS = 8, 1024
-# Of outputs and gradients. Both sides compute with the same kernels, but round at other places in 16 bits.
+# Limits for outputs and gradients: both sides use the same kernels, but round at other places in 16 bits.
 _TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2, torch.float64: 1e-4}
-_LEAST = 1.0  # times as long as ours that megatron-core's takes
+_LEAST = 1.0  # megatron-core's time over ours, at least
 _RATIOS = ("megatron_over_ours", "megatron_over_ours_local", "megatron_over_ours_rest")
 
 LEGEND = f"""\
@@ -148,7 +148,7 @@ class Seen:
 
     words: str
     errors: dict[str, float] = field(default_factory=dict)
-    spent: dict[str, dict[str, list[Timing]]] = field(default_factory=dict)
+    spent: dict[tuple[str, str], list[Timing]] = field(default_factory=dict)
     work: dict[str, dict[str, HostWork]] = field(default_factory=dict)
 
 
@@ -180,7 +180,7 @@ def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
     )  # fmt: skip
     hidden.requires_grad_()
 
-    def step(name: str, measured: Callable[[str, Callable[[], Any]], Any]) -> tuple[Tensor, ...]:
+    def step(name: str, measured: Measure) -> tuple[Tensor, ...]:
         layer = sides[name]
         leaves = [hidden, *layer.module.parameters()]
         out = measured("forward", lambda: layer.forward(hidden))
@@ -201,16 +201,7 @@ def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
                 return call()
 
             step(name, worked)
-        seen.spent = {name: {way: [] for way in DIRECTIONS} for name in sides}
-        for name in interleaved_order(list(sides), repeats):
-
-            def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
-                group.barrier()
-                result, spent = watch.timed(call)
-                seen.spent[name][way].append(spent)
-                return result
-
-            step(name, timed)
+        seen.spent = interleaved({name: partial(step, name) for name in sides}, repeats, watch, group.barrier)
     if work.trace is not None:  # once all is timed: a profiler takes time of its own
         write_trace(lambda: step(OURS, lambda _, call: call()), group, hidden.device, work.trace)
     return seen
@@ -241,11 +232,11 @@ def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGro
 
 def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
     """Returns the ranks' results for one layer, ratios first."""
-    sides, case, words = list(ranks[0].spent), work.case, ranks[0].words
+    sides, case, words = list(ranks[0].work), work.case, ranks[0].words
 
     def slowest(name: str, way: str, value: Callable[[Timing], float]) -> Any:
         ways = DIRECTIONS if way == "both" else (way,)
-        return sum(np.array([[value(s) for s in rank.spent[name][one]] for rank in ranks]).max(0) for one in ways)
+        return sum(np.array([[value(s) for s in rank.spent[name, one]] for rank in ranks]).max(0) for one in ways)
 
     def over(value: Callable[[Timing], float]) -> dict[str, Any] | None:
         if MEGATRON not in sides:
@@ -325,29 +316,28 @@ def _verdict(name: str, layer: dict[str, Any]) -> str:
 
 def _work_table(layer: dict[str, Any]) -> list[str]:
     """Returns a table of the host's work on one rank."""
-    lines = ["| | | host us | calls | operators | launches |", "|---|---|--:|--:|--:|--:|"]
+    rows = []
     for name, ways in layer["work"].items():
         for way, work in ways.items():
             launches = "" if work["launches"] is None else str(work["launches"])
             host = f"{layer['host_us'][name][way]['median']:.0f}"
-            lines.append(f"| {' | '.join([name, way, host, str(work['calls']), str(work['operators']), launches])} |")
-    return lines
+            rows.append([name, way, host, str(work["calls"]), str(work["operators"]), launches])
+    return table(("", ""), ("host us", "calls", "operators", "launches"), rows)
 
 
 def _table(layer: dict[str, Any]) -> list[str]:
-    lines = [
-        "| | megatron-core / ours, wall | local | rest | ours, ms: wall | alike | rest | wire "
-        "| megatron-core, ms: wall | alike | rest | wire |",
-        f"|---|{'--:|' * 11}",
-    ]
+    columns = (
+        f"{MEGATRON} / ours, wall", "local", "rest", "ours, ms: wall", "alike", "rest", "wire",
+        f"{MEGATRON}, ms: wall", "alike", "rest", "wire",
+    )  # fmt: skip
+    rows = []
     kinds = ("wall_ms", "alike_ms", "rest_ms", "wire_ms")
     for way in BOTH:
         ratios = [layer[name] for name in _RATIOS]
-        cells = [
+        rows.append([
             way,
             *(formatted(ratio[way]) if ratio else "" for ratio in ratios),
             *(f"{layer[kind][name][way]['median']:.1f}" if name in layer[kind] else ""
               for name in (OURS, MEGATRON) for kind in kinds),
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        ])  # fmt: skip
+    return table(("",), columns, rows)

@@ -11,14 +11,14 @@ import numpy as np
 from megatron_cp.apps.bench.peer_limits import MEGATRON
 from megatron_cp.apps.bench.saved_bytes import Saved
 from megatron_cp.apps.bench.segments import NUM_PIECES, PLACES, RANKS
-from megatron_cp.apps.bench.spread import formatted, spread
+from megatron_cp.apps.bench.spread import formatted, spread, table
 from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS, Timing
 from megatron_cp.plan import KINDS, MAMBA
 from megatron_cp.testing import Case
 
 LAYERS = ("gdn", "kda", "mamba", "conv1d")
 MODES = ("headwise", "chunkwise")
-TARGET = 1.35  # of the time of a middle segment over that of a whole document, forward and backward together
+TARGET = 1.35  # time of a middle segment over that of a whole document, forward and backward together
 
 LEGEND = f"""\
 A rank's tokens: {{rule}}, on one thread and without a wire: what others send is zero.
@@ -158,38 +158,32 @@ def _shape(case: Case) -> str:
 
 
 def _local_table(data: dict[str, Any]) -> list[str]:
-    lines = [
-        "| a rank's tokens | forward | backward | both | forward ms | backward ms |",
-        "|---|--:|--:|--:|--:|--:|",
-    ]
+    columns, rows = (*BOTH, *(f"{way} ms" for way in DIRECTIONS)), []
     names = {"plain": "one document", "few plain": "whole pieces", MEGATRON: f"one document, {MEGATRON}"}
     ratios = {**data["chunkwise_over_plain"], MEGATRON: data["megatron_over_ours"]}
     for name, milliseconds in data["local_ms"].items():
         ratio = ratios.get(name)
         cells = [formatted(ratio[way]) if ratio else "" for way in BOTH]
         cells += [f"{milliseconds[way]['median']:.1f}" for way in DIRECTIONS]
-        lines.append(f"| {' | '.join([names.get(name, name), *cells])} |")
-    return lines
+        rows.append([names.get(name, name), *cells])
+    return table(("a rank's tokens",), columns, rows)
 
 
 def _mixer_table(data: dict[str, Any]) -> list[str]:
-    lines = [
-        "| mixer |  | local ms | transfers ms | wall ms | wait | sent | saved |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
-    ]
-    for mode in MODES:
-        for way in DIRECTIONS:
-            cells = [
-                mode, way,
-                *(f"{data[name][mode][way]['median']:.1f}" for name in ("busy_ms", "transfer_ms", "wall_ms")),
-                formatted(data["wait_share"][mode][way], percent=True),
-                f"{max(data['bytes_sent_per_rank'][mode][way]) / 2**20:.2f}",
-                f"{data['saved_bytes_per_token'][mode] / 2**10:.2f}" if way == "forward" else "",
-            ]  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
+    columns = ("local ms", "transfers ms", "wall ms", "wait", "sent", "saved")
+    rows = [
+        [
+            mode, way,
+            *(f"{data[name][mode][way]['median']:.1f}" for name in ("busy_ms", "transfer_ms", "wall_ms")),
+            formatted(data["wait_share"][mode][way], percent=True),
+            f"{max(data['bytes_sent_per_rank'][mode][way]) / 2**20:.2f}",
+            f"{data['saved_bytes_per_token'][mode] / 2**10:.2f}" if way == "forward" else "",
+        ]
+        for mode in MODES for way in DIRECTIONS
+    ]  # fmt: skip
     ratios = {"local": "headwise_over_chunkwise_local", "wall": "headwise_over_chunkwise"}
     shares = [
         f"{what} " + ", ".join(f"{way} {formatted(data[name][way])}" for way in BOTH) for what, name in ratios.items()
     ]
     saved = f"saved {data['saved_headwise_over_chunkwise']:.2f}"
-    return [*lines, "", f"headwise / chunkwise: {'; '.join([*shares, saved])}."]
+    return [*table(("mixer", ""), columns, rows), "", f"headwise / chunkwise: {'; '.join([*shares, saved])}."]

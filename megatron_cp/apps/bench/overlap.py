@@ -43,7 +43,7 @@ class Overlapped:
         with torch.no_grad():
             arrivals = start_to_heads(inbound(plan), self._comm, *self._sent)
             self._arrived = [[x.requires_grad_() for x in arrive()] for arrive in arrivals]
-        # What exchanges carry when nothing is computed: one output a chunk, and gradients where kernels leave them.
+        # Exchanges send these when nothing is computed: one output a chunk, and gradients where kernels leave them.
         self._outputs = self._computed()
         self._input_gradients = [
             _gradients([out], arrived, [torch.ones_like(out)])
@@ -108,7 +108,7 @@ class _Instead(torch.autograd.Function):
 
 
 def _gradients(outputs: list[Tensor], inputs: list[Tensor], gradients: list[Tensor]) -> tuple[Tensor, ...]:
-    with torch.autograd.set_multithreading_enabled(False):  # of a device there is one thread, and ranks may be threads
+    with torch.autograd.set_multithreading_enabled(False):  # a device has one engine thread, and ranks may be threads
         return torch.autograd.grad(outputs, inputs, gradients)
 
 

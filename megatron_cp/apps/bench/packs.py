@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import product
+from itertools import groupby, product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_cp.apps.bench.defaults import PACK_RANKS
 from megatron_cp.apps.bench.peer_limits import MEGATRON, megatron_missing
+from megatron_cp.apps.bench.spread import table
 from megatron_cp.cli import Report
 from megatron_cp.data import GlobalBatch, PackedStream, balance_packs, read_corpus, read_tokenizer
 from megatron_cp.errors import ArgumentError
@@ -159,18 +160,11 @@ def _text(data: Mapping[str, Any]) -> str:
     ]
     lines += [f"{name}: {why}" for name, why in data["missing"].items()]
     heads = ("", "CP", "documents", *WAYS, f"even over {MEGATRON}", "best fit, barrier", "even, barrier", "ms")
-    corpus = None
-    for cell in data["cells"]:
-        kind = cell["corpus"], cell["equal_at"], cell["pack_seconds"]
-        if kind != corpus:
-            corpus = kind
-            start = f", {cell['pack_seconds'] * 1e3:g} ms a pack" if cell["pack_seconds"] else ""
-            lines += [
-                "",
-                f"{cell['corpus']}; a document's pairs cost as much as its tokens at {cell['equal_at']:,}{start}",
-            ]
-            lines += ["", f"| {' | '.join(heads)} |", f"|{'--:|' * len(heads)}"]
-        lines.append(f"| {' | '.join(_row(cell))} |")
+    kinds = groupby(data["cells"], lambda cell: (cell["corpus"], cell["equal_at"], cell["pack_seconds"]))
+    for (corpus, equal_at, seconds), cells in kinds:
+        start = f", {seconds * 1e3:g} ms a pack" if seconds else ""
+        lines += ["", f"{corpus}; a document's pairs cost as much as its tokens at {equal_at:,}{start}", ""]
+        lines += table((), heads, map(_row, cells))
     shown = {name: f"{value:.2f}" for name, value in data.items() if name.startswith("even_over") and value is not None}
     return "\n".join([*lines, "", ", ".join(f"{name} {value}" for name, value in shown.items())])
 

@@ -17,6 +17,7 @@ from megatron_cp.apps.bench.calibrate import Bench, calibrated
 from megatron_cp.apps.bench.defaults import with_defaults
 from megatron_cp.apps.bench.layer_step import LayerStep
 from megatron_cp.apps.bench.on_ranks import measured_on_ranks
+from megatron_cp.apps.bench.spread import table
 from megatron_cp.apps.bench.timing import DIRECTIONS, interleaved_order
 from megatron_cp.cli import Report, case_of, hosts_of_job
 from megatron_cp.errors import ArgumentError
@@ -39,7 +40,7 @@ _OF_BENCHMARKS = (  # layers, shapes, layout, and the ways that are measured the
 )
 _WITHIN = 0.25
 
-_COLUMNS = ("| | measured ms | predicted ms | ratio | forward | backward |", "|---|--:|--:|--:|--:|--:|")
+_COLUMNS = ("measured ms", "predicted ms", "ratio", *DIRECTIONS)
 Directions = dict[str, float]  # milliseconds of each
 
 LEGEND = """\
@@ -239,12 +240,13 @@ def _text(data: dict[str, Any], found: Machine, saved: str | None) -> str:
         *([f"machine written to {saved}"] if saved else []),
     ]
     for row in data["cells"]:
-        lines += ["", f"### {row['cell']}", "", *_COLUMNS]
+        cells = []
         for name, time in sorted(row["measured_ms"].items(), key=lambda pair: pair[1]):
             marks = [word for word, which in (("fastest", row["fastest"]), ("named", row["named"])) if which == name]
             note = f" ({', '.join(marks)})" if marks else ""
             ratios = (row["ratio"], *(row["ratio_of"][way] for way in DIRECTIONS))
             numbers = [f"{number:.2f}" for number in (time, row["predicted_ms"][name], *(of[name] for of in ratios))]
-            lines.append(f"| {' | '.join([name + note, *numbers])} |")
+            cells.append([name + note, *numbers])
+        lines += ["", f"### {row['cell']}", "", *table(("",), _COLUMNS, cells)]
         lines += ["", f"rank correlation {row['rank_correlation']:.2f}"]
     return "\n".join([*lines, "", LEGEND])

@@ -73,7 +73,7 @@ class _Types(PeakMemory):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket is torch.ops.aten.resize_:
-            self._numbers |= _storage(result)  # one of the group's buffers, in which numbers travel as bytes
+            self._numbers |= _storage(result)  # one of the group's buffers, which send numbers as bytes
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor):
                 storages = {"indices": self._integers, "numbers": self._numbers}.get(_kind(leaf))

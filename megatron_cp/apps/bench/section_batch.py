@@ -17,9 +17,9 @@ from megatron_cp.testing import CODEC_TOLERANCES, Case, relative_error
 
 LAYOUTS = ("zigzag", "contiguous")
 ALL = ("q", "k", "v", "z", "beta", "alpha")  # Megatron's order
-SENT = (("q", "k", "v"), ("beta",), ("alpha",))  # the layer's tensors: the gate z stays at home
+SENT = (("q", "k", "v"), ("beta",), ("alpha",))  # the layer's tensors; the gate z is not sent
 GATES = {"with the gate": (ALL,), "without the gate": SENT}
-ALL_SECTIONS = next(iter(GATES))  # what megatron-core sends, and what targets are set for
+ALL_SECTIONS = next(iter(GATES))  # megatron-core sends these, and targets are for them
 
 
 class Batch:
@@ -62,7 +62,7 @@ class Batch:
         """Returns `[T, h, d]` a rank's heads of each section, in separate tensors."""
         found = []
         for block in sections.blocks:
-            name = "v" if block.name not in self.columns else block.name  # what the layer returns is as wide
+            name = "v" if block.name not in self.columns else block.name  # the layer's output is as wide
             heads = self.columns[name].unflatten(-1, (block.num_heads, block.head_dim))
             found.append(heads[:, slice(*block.ranges[rank])].contiguous())
         return found

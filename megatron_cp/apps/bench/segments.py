@@ -131,7 +131,7 @@ class _NoWire(RankGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.agreed.compares_calls = False  # with whom?
+        self.agreed.compares_calls = False  # there is no other rank to compare with
 
     def start_all_to_all(
         self, received: Tensor, sent: Tensor, received_splits: list[int], sent_splits: list[int]

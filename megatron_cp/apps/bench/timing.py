@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class Watch:
 
 
 class WatchedGroup(RankGroup):
-    """A group that says when it starts and awaits transfers, and how much it sends."""
+    """A group that records when it starts and awaits transfers, and the bytes that it sends."""
 
     def __init__(self, group: RankGroup, watch: Watch) -> None:
         self._group, self._watch = group, watch
@@ -132,6 +132,33 @@ class _WatchedPending(Pending):
 
 
 def interleaved_order(names: Sequence[str], repeats: int) -> Iterator[str]:
-    """Every name once a round, on every rank in the same order: nobody always comes first, or after the same one."""
+    """Yields every name once a round, in one order on all ranks: none always comes first or after the same one."""
     for repeat in range(repeats):
         yield from random.Random(repeat).sample(names, len(names))
+
+
+def interleaved(
+    steps: Mapping[str, Callable[[Measure], Any]], repeats: int, watch: Watch, barrier: Callable[[], None]
+) -> dict[tuple[str, str], list[Timing]]:
+    """Times every step in both directions, one after the other within every repeat.
+
+    Args:
+        steps: a function for each name, which calls `measure(direction, call)` for both directions.
+        repeats: number of timings of each step.
+        watch: this rank's watch.
+        barrier: called before each direction.
+
+    Returns:
+        the timings of every repeat, by name and direction.
+    """
+    spent: dict[tuple[str, str], list[Timing]] = {(name, way): [] for name in steps for way in DIRECTIONS}
+    for name in interleaved_order(list(steps), repeats):
+
+        def timed(way: str, call: Callable[[], Any], name: str = name) -> Any:
+            barrier()
+            result, taken = watch.timed(call)
+            spent[name, way].append(taken)
+            return result
+
+        steps[name](timed)
+    return spent

@@ -28,11 +28,11 @@ from megatron_cp.plan import DEFAULT, HEADWISE, Transport, knows_hosts
 from megatron_cp.testing import Case, draw
 
 LAYERS = ("attention", "gdn")
-CHUNKS = (1, 2, 4, 8)  # where heads allow
+CHUNKS = (1, 2, 4, 8)  # as far as heads allow
 _NUM_HOSTS = 2
 _MAIN = 4  # ranks of codecs and overlap in local runs that name none
 _TOKENS = 2048  # in all
-_HEADS = 4  # of a rank, where chunks are measured
+_HEADS = 4  # heads of a rank in layers whose chunks are measured
 
 Step = Callable[[Measure], Any]  # something to measure: it calls `measure(direction, call)` for each of its directions
 
@@ -102,11 +102,11 @@ def _job(
         found.refuse_early()
         return found
 
-    # Of four ranks two get twice as many heads as the others, so that messages differ.
+    # Two of four ranks get twice as many heads as the others, so that messages differ.
     sent, coded = case("attention", 12, 6), case("attention", _HEADS * cp, _HEADS * cp)
     replace(coded, transport=args.transport, codec=args.codec, head_chunks=args.head_chunks).refuse_early()
     layers = LAYERS if args.layer is None else (args.layer,)
-    # torchrun's hosts, where there are several; else made up.
+    # The hosts are torchrun's if there are several, and otherwise imagined.
     even = Transport.of_even_hosts("hierarchical", cp, args.hosts or _NUM_HOSTS).hosts
     hosts = tuple(named) if len(set(named)) > 1 and args.hosts is None else even
     return Job(

@@ -16,7 +16,7 @@ from megatron_cp.testing import Case
 
 PARTS = ("transports", "codecs", "overlap")
 HALVES = ("transfer", "compute", "together")
-Key = tuple[str | int, ...]  # what was measured, and its direction
+Key = tuple[str | int, ...]  # name of a measurement, and its direction
 
 
 @dataclass(frozen=True)

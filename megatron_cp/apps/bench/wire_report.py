@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from megatron_cp.apps.bench.spread import formatted, spread
+from megatron_cp.apps.bench.spread import formatted, spread, table
 from megatron_cp.apps.bench.timing import BOTH, DIRECTIONS
 from megatron_cp.apps.bench.transports import AT_ONCE, EXCHANGES, NAIVE, in_flight_of, pairwise
 from megatron_cp.apps.bench.wire_job import HALVES, Job, Seen, between_hosts, coded_bytes, split_counts_of
@@ -166,11 +166,6 @@ def _shape(case: Case) -> str:
     return f"heads {case.heads}/{case.groups} of {case.head_dim}, {documents}"
 
 
-def _table(left: Sequence[str], right: Sequence[str], rows: list[list[str]]) -> list[str]:
-    head = [f"| {' | '.join((*left, *right))} |", f"|{'---|' * len(left)}{'--:|' * len(right)}"]
-    return head + [f"| {' | '.join(row)} |" for row in rows]
-
-
 def _transport_table(data: dict[str, Any]) -> list[str]:
     rows = []
     for cp, in_flight in data["rounds_in_flight"].items():
@@ -181,7 +176,7 @@ def _transport_table(data: dict[str, Any]) -> list[str]:
                     cp, kind.replace("_", "-"), pairwise(in_flight) if name == "pairwise" else name, formatted(taken),
                     formatted(data["collective_over"][kind][cp][name]), "" if count is None else f"{count / 2**20:.2f}",
                 ])  # fmt: skip
-    return _table(("ranks", "", "transport"), ("ms", "collective / this", "between hosts"), rows)
+    return table(("ranks", "", "transport"), ("ms", "collective / this", "between hosts"), rows)
 
 
 def _verdicts(data: dict[str, Any]) -> list[str]:
@@ -206,7 +201,7 @@ def _codec_table(job: Job, data: dict[str, Any]) -> list[str]:
                 )
                 gain = [formatted(speedup[chunks]), f"{fewer[chunks]:.2f}", formatted(share_of[chunks], percent=True)]
             rows.append([codec, chunks, formatted(taken), *gain])
-    return _table(("codec", "chunks"), ("ms", "speed-up", "fewer bytes", "share"), rows)
+    return table(("codec", "chunks"), ("ms", "speed-up", "fewer bytes", "share"), rows)
 
 
 def _overlap_table(data: dict[str, Any]) -> list[str]:
@@ -220,4 +215,4 @@ def _overlap_table(data: dict[str, Any]) -> list[str]:
         for chunks, ways in of_chunks.items()
         for way, hidden in ways.items()
     ]  # fmt: skip
-    return _table(("layer", "chunks", ""), ("transfer ms", "compute ms", "together ms", "hidden", "gain"), rows)
+    return table(("layer", "chunks", ""), ("transfer ms", "compute ms", "together ms", "hidden", "gain"), rows)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from megatron.core.pipeline_parallel.hybrid_cp_schedule import BalancedCPScheduler
 
+from megatron_cp.apps.bench.peers.distributed import Ranks
 from megatron_cp.data import Cost
 
 
@@ -28,7 +29,7 @@ def hybrid_step(
         pack: cost of running a sample, whatever its length.
         cp_size: number of ranks for which `cost` holds.
     """
-    group: Any = _Ranks(ranks)
+    group: Any = Ranks(ranks)
     scheduler = BalancedCPScheduler(tokens_per_rank, group)
     _, groups = scheduler.get_groups_and_subsamples(list(enumerate(lengths)), None)
     tokens = np.asarray(lengths, np.float64)
@@ -41,13 +42,3 @@ def hybrid_step(
         seen.update(shared.keys())
     assert seen == Counter(range(len(lengths))), "each sample is run once"
     return float(seconds)
-
-
-class _Ranks:
-    """A group that knows its size."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
