@@ -165,7 +165,7 @@ def test_rejects_indexed_data(refused, tmp_path):
     prefix = tmp_path / "corpus"
     write_indexed(prefix, [[[1, 2, 3]]])
     assert refused("--data-path", str(prefix)).startswith("--vocab-size: got None; allowed: the vocabulary")
-    assert "unless --data-path is a .bin/.idx pair" in refused("--vocab-size", "300")
+    assert "only with a .bin/.idx pair as --data-path" in refused("--vocab-size", "300")
     prefix.with_suffix(".idx").write_bytes(b"nothing")
     found = refused("--data-path", str(prefix), "--vocab-size", "300")
     assert found.startswith(f"--data-path: got '{prefix}'")

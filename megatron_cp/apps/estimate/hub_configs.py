@@ -5,8 +5,9 @@ Keys and their defaults are those of the model types' configuration classes in `
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from megatron_cp.apps.estimate.model_fields import Fields, chosen_blocks
 from megatron_cp.apps.estimate.model_layers import (
@@ -14,6 +15,7 @@ from megatron_cp.apps.estimate.model_layers import (
     AttentionMixer,
     Block,
     LinearMixer,
+    Mixer,
     gated_delta_net,
     kimi_delta_attention,
     mamba2,
@@ -52,6 +54,11 @@ def _alternating(config: Fields, full: Block, sliding: Block, interval: int) -> 
     layers = config.layers("num_hidden_layers")
     types = [SLIDING if number % interval else FULL for number in range(1, layers + 1)]
     return config.blocks("layer_types", {FULL: full, SLIDING: sliding}, types, layers)
+
+
+def _experts(config: Fields, size: str, experts: str, chosen: str = "num_experts_per_tok", **rest: Any) -> MLP:
+    """Returns a mixture whose sizes have these names."""
+    return MLP(config.size(size), experts=config.size(experts), experts_per_token=config.size(chosen), **rest)
 
 
 def _mlp(config: Fields, *, gated: bool = True) -> MLP:
@@ -102,13 +109,8 @@ def _qwen_mixture(config: Fields, number: int, experts: MLP) -> MLP:
 
 
 def _qwen_experts(config: Fields, *, shared_size: int = 0) -> MLP:
-    return MLP(
-        config.size("moe_intermediate_size"),
-        experts=config.size("num_local_experts" if "num_local_experts" in config else "num_experts"),
-        experts_per_token=config.size("num_experts_per_tok"),
-        shared_size=shared_size,
-        shared_gate=shared_size > 0,
-    )
+    name = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    return _experts(config, "moe_intermediate_size", name, shared_size=shared_size, shared_gate=shared_size > 0)
 
 
 def _qwen3_moe(config: Fields) -> Blocks:
@@ -177,7 +179,9 @@ def _nemotron_h(config: Fields) -> Blocks:
         "mlp": Block(mlp=_mlp(config, gated=False)),
     }
     if "n_routed_experts" in config:
-        types["moe"] = Block(mlp=_nemotron_experts(config))
+        shared = config.size("moe_shared_expert_intermediate_size", 0, least=0)
+        experts = _experts(config, "moe_intermediate_size", "n_routed_experts", gated=False, shared_size=shared)
+        types["moe"] = Block(mlp=experts)
     name, words = "hybrid_override_pattern", config.get("hybrid_override_pattern")
     if isinstance(words, str):
         types = {letter: types[word] for letter, word in _HYBRID_WORDS.items() if word in types}
@@ -188,16 +192,6 @@ def _nemotron_h(config: Fields) -> Blocks:
             raise ArgumentError(name, words, allowed)
         types |= {older: types[word] for older, word in _OLDER_WORDS.items()}
     return chosen_blocks(name, words, types, config.size("num_hidden_layers", len(words)))
-
-
-def _nemotron_experts(config: Fields) -> MLP:
-    return MLP(
-        config.size("moe_intermediate_size"),
-        gated=False,
-        experts=config.size("n_routed_experts"),
-        experts_per_token=config.size("num_experts_per_tok"),
-        shared_size=config.size("moe_shared_expert_intermediate_size", 0, least=0),
-    )
 
 
 def _mamba(config: Fields, heads: str, groups: str, state: str, head_dim: str, width: str) -> LinearMixer:
@@ -270,18 +264,19 @@ def _latent(config: Fields) -> AttentionMixer:
 
 def _deepseek_v3(config: Fields) -> Blocks:
     config.refuse("attention_bias")
-    size = config.size("moe_intermediate_size")
-    experts = MLP(
-        size,
-        experts=config.size("n_routed_experts"),
-        experts_per_token=config.size("num_experts_per_tok"),
-        shared_size=size * config.size("n_shared_experts", 0, least=0),
-        router_bias=True,
+    mixers = [_latent(config)] * config.layers("num_hidden_layers")
+    return _after_dense(config, mixers, "n_shared_experts", "n_routed_experts")
+
+
+def _after_dense(config: Fields, mixers: Sequence[Mixer], shared: str, *names: str) -> Blocks:
+    """Returns layers with mixtures, except the first `first_k_dense_replace` and those between `moe_layer_freq`."""
+    size = config.size("moe_intermediate_size") * config.size(shared, 0, least=0)
+    experts = _experts(config, "moe_intermediate_size", *names, shared_size=size, router_bias=True)
+    dense, step = config.size("first_k_dense_replace", 0, least=0), config.size("moe_layer_freq", 1)
+    return tuple(
+        Block(mixer, MLP(config.size("intermediate_size")) if number < dense or number % step else experts)
+        for number, mixer in enumerate(mixers)
     )
-    layers, dense = config.layers("num_hidden_layers"), config.size("first_k_dense_replace", 0, least=0)
-    mixer, step = _latent(config), config.size("moe_layer_freq", 1)
-    first = Block(mixer, MLP(config.size("intermediate_size")))
-    return tuple(first if number < dense or number % step else Block(mixer, experts) for number in range(layers))
 
 
 def _kimi_linear(config: Fields) -> Blocks:
@@ -295,22 +290,9 @@ def _kimi_linear(config: Fields) -> Blocks:
     heads, width = own.size("num_heads"), own.size("short_conv_kernel_size", 4)
     linear = kimi_delta_attention(heads, heads, rank, width, decay_rank=rank, gate_rank=gate_rank)
     latent = replace(_latent(config), output_gate=config.flag("mla_use_output_gate"))
-    size = config.size("moe_intermediate_size")
-    experts = MLP(
-        size,
-        experts=config.size("num_experts"),
-        experts_per_token=config.size("num_experts_per_token"),
-        shared_size=size * config.size("num_shared_experts", 0, least=0),
-        router_bias=True,
-    )
-    full, dense = own.indices("full_attn_layers"), config.size("first_k_dense_replace", 0, least=0)
-    step = config.size("moe_layer_freq", 1)
-    blocks = []
-    for number in range(config.layers("num_hidden_layers")):
-        is_dense = number < dense or number % step
-        mixer = latent if number + 1 in full else linear
-        blocks.append(Block(mixer, MLP(config.size("intermediate_size")) if is_dense else experts))
-    return tuple(blocks)
+    full, layers = own.indices("full_attn_layers"), config.layers("num_hidden_layers")
+    mixers = [latent if number in full else linear for number in range(1, layers + 1)]
+    return _after_dense(config, mixers, "num_shared_experts", "num_experts", "num_experts_per_token")
 
 
 MODEL_TYPES: dict[str, Callable[[Fields], Blocks]] = {
@@ -320,6 +302,6 @@ MODEL_TYPES: dict[str, Callable[[Fields], Blocks]] = {
     "granitemoehybrid": _granite_hybrid, "deepseek_v3": _deepseek_v3,
 }  # fmt: skip
 
-# What a file may ask for beside the layers, and the model's own code in `transformers` does not build either.
+# Fields that add other layers, which the model's own code in `transformers` does not build either.
 LEFT_OUT = {"deepseek_v3": {"num_nextn_predict_layers": "layers of multi-token prediction"}}
-TIED = ("gemma2", "gemma3_text")  # whose output head has the embedding's weights where the file does not say
+TIED = ("gemma2", "gemma3_text")  # the output head has the embedding's weights by default
