@@ -16,7 +16,7 @@ import megatron_cp as cp
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 
-# The documents of each microbatch of each step. Any lengths do: nothing is padded.
+# The documents of each microbatch of each step. Any lengths work: nothing is padded.
 STEPS = [[[701, 1, 300, 23], [13]], [[2, 509]], [[5, 3, 1], [64, 64]]]
 VOCABULARY, HEADS, KV_HEADS, HEAD_DIM = 256, 8, 2, 8
 WIDTH = HEADS * HEAD_DIM
@@ -76,7 +76,7 @@ def main(group: RankGroup, device: str = "cpu") -> None:
         packing = cp.Packing(STEPS[0][0])
         print(SLOT.plan(cp.Layout.balanced(packing, group.size)).explain(item_size=8))
     for number, microbatches in enumerate(STEPS):
-        # What a data loader brings: every rank reads whole packs, and keeps its own rows of them.
+        # As from a data loader, every rank reads whole packs, and keeps its own rows of them.
         packs = [
             (cp.Packing(lengths), torch.randint(VOCABULARY, (sum(lengths),), generator=random))
             for lengths in microbatches

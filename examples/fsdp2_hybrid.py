@@ -19,7 +19,7 @@ from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 
 VOCABULARY, HIDDEN, HELD_OUT = 64, 32, 10**6  # evaluation reads packs from that number on
-TOLERANCE = 1e-5  # of every loss, in fp32
+TOLERANCE = 1e-5  # for every loss, in fp32
 
 
 class Block(nn.Module):

@@ -13,11 +13,11 @@ import megatron_cp as cp
 from megatron_cp.executor.groups import RankGroup
 from megatron_cp.executor.launch import in_torchrun, run_ranks, start_torchrun_rank
 
-LENGTHS = [701, 1, 300, 23]  # any lengths do: nothing is padded
+LENGTHS = [701, 1, 300, 23]  # any lengths work: nothing is padded
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, TAPS = 8, 4, 16, 32, 4
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM  # of q, k and v
 SHAPE = {"heads": HEADS, "key_heads": KEY_HEADS, "head_dim": KEY_DIM, "value_head_dim": VALUE_DIM}
-INPUTS = {"qkv": (CHANNELS,), "beta": (HEADS,), "alpha": (HEADS,), "z": (HEADS, VALUE_DIM)}  # what a token brings
+INPUTS = {"qkv": (CHANNELS,), "beta": (HEADS,), "alpha": (HEADS,), "z": (HEADS, VALUE_DIM)}  # for each token
 WEIGHTS = {"conv": (CHANNELS, TAPS), "A_log": (HEADS,), "dt_bias": (HEADS,)}
 
 

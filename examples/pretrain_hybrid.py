@@ -64,14 +64,14 @@ def get_batch(data_iterator: Iterator[Pack] | None, model: Any) -> ShardedBatch:
         labels=pack.labels,
         loss_mask=pack.loss_mask,
         device=torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu",
-        seed=getattr(args, "curr_iteration", 0),  # of dropout; Megatron sets it when training begins
+        seed=getattr(args, "curr_iteration", 0),  # for dropout; Megatron sets it when training begins
     )
 
 
 def layout_of(pack: Pack, model: Any) -> Layout:
     """Returns the layout of a pack; `--cp-layout auto` logs its reason at the steps that Megatron logs."""
     args = get_args()
-    # As shard_batch wants it, or what was planned to choose would be planned again.
+    # With shard_batch's options, a plan that was made to choose is not made again.
     rows = layout_options(args)
     if args.cp_layout != "auto":
         return layout_by_name(args.cp_layout, pack.packing, args.context_parallel_size, **rows)
@@ -105,7 +105,7 @@ def packs(stream: PackedStream | BlendedStream, first: int, number: int) -> Iter
     start = first + mpu.get_data_parallel_rank()
     for index in range(start, first + number, mpu.get_data_parallel_world_size()):
         packing, tokens = stream.pack(index)
-        weights = stream.loss_weights(index)  # of conversations; None where all is learnt, as in .bin/.idx pairs
+        weights = stream.loss_weights(index)  # for conversations; None if all tokens are learnt
         yield Pack(packing, torch.from_numpy(tokens), loss_mask=None if weights is None else torch.from_numpy(weights))
 
 

@@ -34,7 +34,7 @@ LOSS_TOLERANCE = 1e-3  # over all steps: both runs round in fp32, and drift apar
 def build(vocab_size: int) -> PreTrainedModel:
     """Builds the model with the same weights on every rank. It has no experts: rounding would change their routing."""
     if not torch.cuda.is_available():
-        sys.modules.setdefault("fla", None)  # where it is installed, the stock class takes its kernels, for GPUs alone
+        sys.modules.setdefault("fla", None)  # the stock class would take its kernels, which need GPUs
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
     torch.manual_seed(0)

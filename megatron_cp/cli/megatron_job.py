@@ -116,7 +116,7 @@ class _AsConfig:
         return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-# Of the configuration, what no flag sets; our configuration sets the first.
+# Fields of the configuration that no flag sets; our configuration sets the first.
 _WITHOUT_FLAGS = {"variable_seq_lengths": True, "log_max_attention_logit": False}
 
 

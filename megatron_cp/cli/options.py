@@ -270,7 +270,7 @@ def _layer_shape(args: argparse.Namespace) -> LayerShape:
                 f"What its heads share is --{groups.replace('_', '-')}." if groups and name in _SHARED else "",
             )
     heads = args.heads or known.heads
-    # Of heads that were given alone, each is its own group, unless the model's groups fit.
+    # Heads that are given alone are their own groups, unless the model's groups divide them.
     fallback = known.groups if heads % known.groups == 0 else heads
     shared = (getattr(args, groups) or fallback) if groups else heads
     head_dim = args.head_dim or known.head_dim

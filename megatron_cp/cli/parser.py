@@ -67,27 +67,27 @@ def as_flag(error: ArgumentError, args: argparse.Namespace) -> str:
 
 
 def positive(text: str) -> int:
-    """argparse type: an integer from 1 that fits 63 bits."""
+    """Parses an integer from 1 that fits 63 bits."""
     return _integer(text, 1, _LARGEST, "such as 4")
 
 
 def natural(text: str) -> int:
-    """argparse type: an integer from 0 that fits 63 bits."""
+    """Parses an integer from 0 that fits 63 bits."""
     return _integer(text, 0, _LARGEST, "such as 4")
 
 
 def whole(text: str) -> int:
-    """argparse type: any integer that fits 64 bits."""
+    """Parses any integer that fits 64 bits."""
     return _integer(text, -_LARGEST, _LARGEST, "such as 4")
 
 
 def size(text: str) -> int:
-    """argparse type: heads or features of a layer."""
+    """Parses heads or features of a layer."""
     return _integer(text, 1, MAX_SIZE, "such as 4")
 
 
 def rows(text: str) -> int:
-    """argparse type: tokens that fit a batch."""
+    """Parses tokens that fit a batch."""
     return _integer(text, 1, MAX_TOKENS, "such as 16")
 
 
@@ -108,7 +108,7 @@ _LEAST_MEMORY = 2**20  # no device has less: 70 alone is bytes, where 70GiB was 
 
 
 def memory_size(text: str) -> float:
-    """argparse type: bytes of a device, such as 70GiB."""
+    """Parses bytes of a device, such as 70GiB."""
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) *([A-Za-z]*)", text.strip())
     unit = _UNITS.get(found[2].upper(), 0) if found else 0
     try:
@@ -123,17 +123,17 @@ def memory_size(text: str) -> float:
 
 
 def integers(least: int, most: int = _LARGEST, example: str = "as in 7,1,130") -> Callable[[str], list[int]]:
-    """argparse type: integers from `least` to `most`, separated by commas."""
+    """Parses integers from `least` to `most`, separated by commas."""
     return lambda text: [_integer(part, least, most, example) for part in text.split(",")]
 
 
 def cp_sizes(text: str) -> list[int]:
-    """argparse type: numbers of ranks that a layout may have, separated by commas."""
+    """Parses numbers of ranks that a layout may have, separated by commas."""
     return integers(1, MAX_CP_SIZE, "as in 4,8")(text)
 
 
 def number(text: str) -> float:
-    """argparse type: a floating-point number."""
+    """Parses a floating-point number."""
     try:
         return float(text)
     except ValueError:
@@ -141,7 +141,7 @@ def number(text: str) -> float:
 
 
 def minutes(text: str) -> float:
-    """argparse type: minutes above 0."""
+    """Parses minutes above 0."""
     try:
         return seconds(str(60 * float(text))) / 60
     except (ValueError, argparse.ArgumentTypeError):
@@ -150,7 +150,7 @@ def minutes(text: str) -> float:
 
 
 def seconds(text: str) -> float:
-    """argparse type: a time above 0."""
+    """Parses a time above 0."""
     try:
         value = float(text)
     except ValueError:

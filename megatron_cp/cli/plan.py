@@ -130,7 +130,7 @@ def _explained(args: argparse.Namespace, cp: int) -> Report:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # explain() shows the notes
         choice, plan = case.layout_choice(), case.plan()
-        if not plan.prices:  # of a scheme that was asked for
+        if not plan.prices:  # a scheme that is given is not priced
             plan = replace(plan, prices=(_priced_as(case, plan),))
     milliseconds = (time.perf_counter() - started) * 1e3
     if case.layer == "attention":
@@ -155,7 +155,7 @@ def _schemes(case: LayerCase, chosen: Plan, item_size: int) -> dict[str, Any]:
             scheme != chosen.scheme and scheme_named(scheme).assigns_tiles and not case.search_seconds
         ):
             continue  # tiles take seconds to assign
-        with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # of products that the ranks are not
+        with warnings.catch_warnings(), contextlib.suppress(ArgumentError):  # schemes that these ranks cannot run
             warnings.simplefilter("ignore", UserWarning)
             plan = chosen if scheme == chosen.scheme else _like(case, scheme)
             sent = {name: plan.bytes_sent(item_size, forward=forward) for name, forward in _BOTH.items()}

@@ -36,8 +36,8 @@ from megatron_cp.planner import (
     timelines,
 )
 
-_MOST_TRIES, _ROUNDED = 5, 1024  # to find a length that fits; tokens to which it is rounded down
-_MOST_EVENTS = 60_000  # of a report's timeline, so that a browser opens it at once
+_MOST_TRIES, _ROUNDED = 5, 1024  # tries to find a length that fits; it is a multiple of so many tokens
+_MOST_EVENTS = 60_000  # events in a report's timeline, so that a browser opens it at once
 _OF_A_LAYER = (
     "heads", "kv_heads", "key_heads", "groups", "head_dim", "value_dim", "state", "conv_width", "hidden_size",
     "softmax_scale", "learned_sink", "softcap", "dropout",

@@ -32,7 +32,7 @@ _WORDS = (
     "--linear-attention-freq", "--moe-layer-freq", "--window-size", "--window-attn-skip-freq",
 )  # fmt: skip
 _READ = (*_SIZES, *_SWITCHES, *_WORDS)
-_PAIRS = ("--window-size",)  # which Megatron takes as one word, and newer ones as two
+_PAIRS = ("--window-size",)  # Megatron takes these as one word, newer versions as two
 # Flags that change the model in ways that are not known here.
 _REFUSED = (
     "--moe-latent-size", "--mtp-hybrid-override-pattern", "--encoder-num-layers", "--decoder-num-layers",
@@ -156,7 +156,7 @@ def _transformer(given: Fields) -> tuple[Block, ...]:
 
 def _hybrid(given: Fields, flag: str) -> tuple[Block, ...]:
     """Returns the layers of HybridModel: a mixer or an MLP alone."""
-    pattern = str(given.get(flag)).replace("|", "")  # which is where pipeline stages end
+    pattern = str(given.get(flag)).replace("|", "")  # the ends of pipeline stages
     if "/" in pattern:
         raise ArgumentError(flag, pattern, "a pattern without /", "Leave layers of multi-token prediction out.")
     types = {
@@ -168,7 +168,7 @@ def _hybrid(given: Fields, flag: str) -> tuple[Block, ...]:
         "E": lambda: Block(mlp=_experts(given)),
     }
     present = set(pattern)
-    # Only of the layers that are there, sizes need be given.
+    # Sizes are needed only for the layers in the pattern.
     made = {letter: make() if letter in present else _PLACEHOLDER for letter, make in types.items()}
     return chosen_blocks(flag, pattern, made, len(pattern))
 
@@ -228,7 +228,7 @@ def _mlp(given: Fields) -> MLP:
 
 
 def _ffn_size(given: Fields) -> int:
-    # Of SwiGLU with three matrices, two thirds of the usual size, in whole 64s, have as many weights.
+    # SwiGLU has three matrices: with two thirds of the usual size, a multiple of 64, it has as many weights.
     hidden_size = given.size("--hidden-size")
     return given.size(
         "--ffn-hidden-size", hidden_size * 8 // 3 // 64 * 64 if given.flag("--swiglu") else 4 * hidden_size

@@ -15,7 +15,7 @@ from megatron_cp.apps.estimate.models import ModelSpec
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner import did_you_mean
 
-_MAX_BYTES = 10_000_000  # of a config.json, so that a checkpoint that is given instead is not read
+_MAX_BYTES = 10_000_000  # largest config.json: a checkpoint that is given instead is not read
 
 
 def read_model(text: str) -> ModelSpec:

@@ -25,7 +25,7 @@ from megatron_cp.errors import ArgumentError, checked_flag, checked_integer
 from megatron_cp.plan import COLLECTIVE, Transport
 from megatron_cp.planner import Slot, checked_search
 
-MAX_LAYERS = 10_000  # of a model: a slip of the pen must not take all memory
+MAX_LAYERS = 10_000  # a mistyped number must not take all memory
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class StepPrice:
         found = [f"--context-parallel-size {self.choice.cp}", f"--cp-layout {self.choice.layout}"]
         found += self._scheme_flags()
         modes = {way_of(plan) for plan, _ in self.plans if plan.attend is None}
-        if len(modes) > 1:  # of runs that are not equally long
+        if len(modes) > 1:  # runs of different lengths can have different modes
             found += [
                 "--linear-cp-mode auto",
                 *([f"--cp-hardware {self.choice.hardware}"] * bool(self.choice.hardware)),

@@ -56,7 +56,7 @@ def plan_together(slots: Counter[Slot], layout: Layout, on: Machine, topology: T
     for degree, parts in itertools.product(degree_of_all, parts_of_all):
         try:
             plans = {slot: _like(slot, plan, layout, degree, parts) for slot, plan in best.items()}
-        except ArgumentError as error:  # of a kind with too few heads for so many chunks
+        except ArgumentError as error:  # a kind has too few heads for so many chunks
             refused = error
             continue
         if all(_is_alike(plans[slot], best[slot]) for slot in slots):

@@ -104,7 +104,7 @@ def _make_latest(new: Path, target: Path, iteration: int) -> None:
         if tracker.exists() and tracker.read_text().strip() == str(iteration):
             allowed = "a folder without a checkpoint of that step"
             raise ArgumentError("run_dir", str(target), allowed, "A run has saved it; to go on from there: --resume.")
-        shutil.rmtree(target)  # of a run that was killed before it named it
+        shutil.rmtree(target)  # a run was killed before it named this checkpoint
     for path in (*new.iterdir(), new):
         sync(path)
     new.replace(target)

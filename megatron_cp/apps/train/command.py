@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 HELP = "train a Megatron model with context parallelism on packed documents"
 OPTIONS_FILE, REFERENCE, LOSS_PICTURE = "options.json", "reference", "loss.png"
-# Of --compare in fp32. Gradients of the first step differ by rounding alone; losses then drift apart, chaotically.
+# Limits of --compare in fp32. Gradients of the first step differ by rounding alone; losses then drift apart.
 GRADIENT_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3
 CODED_LOSS_TOLERANCE = 2e-2
 
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> Report:
         _refuse_a_run(Path(args.run_dir), args)
     if not megatron_is_installed():
         raise UsageError("Megatron-Core is not installed here. Run: " + INSTALL_MEGATRON)
-    # What takes seconds to import, torch and Megatron, from here on.
+    # From here on torch and Megatron are imported, which takes seconds.
     _quiet_imports()
     import torch.distributed as dist
 
@@ -285,7 +285,7 @@ def _options(args: argparse.Namespace) -> TrainingOptions:
         steps = merged.get("train_iters", TrainingOptions.train_iters)
         merged["lr_warmup_iters"] = max(0, min(TrainingOptions.lr_warmup_iters, steps // 5))
     options = TrainingOptions(**_tuples(merged))
-    vars(args).update(dataclasses.asdict(options))  # what is in there `main` spells as a flag
+    vars(args).update(dataclasses.asdict(options))  # `main` spells as flags what is in there
     return options
 
 

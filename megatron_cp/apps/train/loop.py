@@ -192,7 +192,7 @@ class _Batches:
         self._next = steps_done * options.global_batch_size + parallel_state.get_data_parallel_rank()
         self._tokens = self._pad_rows = 0
         self._layouts = dict.fromkeys(CHOICES, 0)
-        self._shown: BatchPlan | None = None  # of the pack with the most documents so far
+        self._shown: BatchPlan | None = None  # plans of the pack with the most documents so far
 
     def __iter__(self) -> Iterator[ShardedBatch]:
         return self
@@ -218,7 +218,7 @@ class _Batches:
     def _layout(self, packing: Packing) -> Layout:
         options = self._options
         size = options.context_parallel_size
-        # As `shard_batch` wants them: a plan that was made to choose is not made again.
+        # With `shard_batch`'s options, a plan that was made to choose is not made again.
         rows = layout_options(self._training.config)
         if options.cp_layout != AUTO:
             return layout_by_name(options.cp_layout, packing, size, **rows)
@@ -272,7 +272,7 @@ class _Log:
                 desc=run.name,
                 unit="step",
                 dynamic_ncols=True,
-                mininterval=0.2 if sys.stderr.isatty() else 20,  # a log file wants a line now and then
+                mininterval=0.2 if sys.stderr.isatty() else 20,  # a log file gets a line every 20 seconds
             )
 
     def step(

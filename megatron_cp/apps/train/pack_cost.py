@@ -8,8 +8,8 @@ from megatron_cp.apps.train.options import TrainingOptions
 from megatron_cp.errors import ArgumentError
 from megatron_cp.planner import PackCost
 
-_PASSES = 3  # of each product: forward, and one backward for each of its factors
-_FLOPS = 2 * _PASSES  # of a multiply-add
+_PASSES = 3  # a product runs forward, and backward for each of its two factors
+_FLOPS = 2 * _PASSES  # flops of a multiply-add
 
 
 def pack_cost_of(options: TrainingOptions, layers: Sequence[str], vocab_size: int) -> PackCost:
@@ -41,7 +41,7 @@ def pack_cost_of(options: TrainingOptions, layers: Sequence[str], vocab_size: in
                 weights += hidden * (2 * queries + 2 * options.num_query_groups * options.kv_channels)
                 seen = _window(options, number)
                 features += queries if seen is None else 0
-                token += 2 * _FLOPS * queries * (seen or 0)  # of scores, and of values
+                token += 2 * _FLOPS * queries * (seen or 0)  # for scores, and for values
             case "-":
                 weights += 3 * hidden * options.ffn_hidden_size
             case "G":

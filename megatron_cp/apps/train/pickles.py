@@ -16,7 +16,7 @@ import torch
 from megatron_cp.megatron import checkpoints_unpickled_by
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-# What torch 2.11 writes into `.metadata`: plain data classes, and a function that looks up a layout by its name.
+# Names that torch 2.11 writes into `.metadata`: plain data classes, and a function that looks up a layout by name.
 _NAMED = {
     *((_METADATA, name) for name in (
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",

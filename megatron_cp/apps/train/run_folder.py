@@ -28,7 +28,7 @@ def is_locked(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except (OSError, ValueError):  # nothing is there, or no path: whoever makes the folder says so
+    except (OSError, ValueError):  # nothing is there, or it is no path: making the folder fails then
         return False
     return False
 
@@ -104,7 +104,7 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError:
-        if not path.is_dir():  # of which some network file systems know no such thing
+        if not path.is_dir():  # some network file systems cannot sync folders
             raise
     finally:
         os.close(descriptor)

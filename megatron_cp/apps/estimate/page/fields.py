@@ -17,7 +17,7 @@ from megatron_cp.errors import ArgumentError, as_number, checked_flag, checked_i
 STREAMS = ("compute", "send", "receive")
 EVENT_KINDS = ("kernel", "product", "copy", "transfer", "wait")
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_LARGEST = 2**53  # of whole numbers that a browser holds exactly
+_LARGEST = 2**53  # a browser holds whole numbers below it exactly
 _RANKS = 2**16  # more than any page can show
 
 
@@ -269,7 +269,7 @@ def _column(where: str, name: str, values: list[Any], *, whole: bool = False) ->
     except (ValueError, OverflowError):
         column = np.array([None])
     is_numbers = column.ndim == 1 and column.dtype.kind in ("iu" if whole else "iuf") and np.isfinite(column).all()
-    has_flags = not {bool, np.bool_}.isdisjoint(map(type, values))  # which numpy takes as 0 and 1 among numbers
+    has_flags = not {bool, np.bool_}.isdisjoint(map(type, values))  # numpy takes them as 0 and 1 among numbers
     if is_numbers and not has_flags and (not whole or ((column >= 0) & (column < _RANKS)).all()):
         return column.astype(np.int64 if whole else np.float64)
     for index, value in enumerate(values):

@@ -21,7 +21,7 @@ _SCRIPTS = (
 
 
 def page_of(report: dict[str, Any]) -> str:
-    """The page that shows a predicted training step.
+    """Returns the page that shows a predicted training step.
 
     Every part of the report may be absent; its section is then left out. Texts are shown as they are: nothing in
     them is taken for HTML. The page asks for nothing outside itself, and its own policy forbids it to.
