@@ -78,7 +78,7 @@ def train(world: RankGroup, args: argparse.Namespace) -> None:
 
 def train_stock(args: argparse.Namespace, replicas: int) -> None:
     """Trains the stock class on one rank, with each document of a step by itself."""
-    torch.set_num_threads(1)  # as each rank has: small tensors, over which threads mostly wait for one another
+    torch.set_num_threads(1)  # as on every rank: with small tensors, threads mostly wait for each other
     stream = PackedStream(read_corpus(None, read_tokenizer(None)), args.seq_length)
     model = build(stream.corpus.vocab_size)
     optimizer, log = torch.optim.AdamW(model.parameters(), args.lr), Log(args, "stock, CP=1", is_first=True)

@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace) -> int:
         print(f"megatron-cp {args.command}: interrupted", file=sys.stderr)
         return 130
     except RuntimeError as error:
-        from megatron_cp.executor.launch import RankError  # with torch, which whoever raised this has imported
+        from megatron_cp.executor.launch import RankError  # imports torch, as the code that raised this has
 
         if not isinstance(error, PlanMismatchError | RankError):
             raise

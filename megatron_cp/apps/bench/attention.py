@@ -31,16 +31,16 @@ from megatron_cp.testing import Case, PeakMemory, Problem, draw
 SHAPES = {"attention": {"heads": 8, "kv_heads": 2, "head_dim": 64}}
 
 LEGEND = """\
-compute: time inside kernels on the slowest rank, over that of the same kernel on one rank that has the whole batch,
+compute: time inside kernels on the slowest rank, over the time of the same kernel on one rank with the whole batch,
 divided by cp (all ranks run that at once, so that cores and memory are as busy). outside: the share of the busiest
-rank's time, transfers left out, that is not inside kernels: merging, packing, copying. wait: the share of all ranks'
-time by the clock on the wall spent starting and awaiting transfers. Medians [quartiles] over the repeats. On the CPU
-time is that of a rank's own thread, which others on the same core do not change; on CUDA it is that of its stream.
-peak: bytes of all tensors at the worst moment over the formula of the plan; + kernel: with those that the
-kernel makes for itself. Neither has messages in it: buffers are what the group keeps for those, MiB and over their
-formula; all layers share them. sent: MiB to other ranks, of the rank that sends most.
-kernel ms, rank ms: of the slowest rank, inside kernels and in all but transfers; wall ms: by the clock, with transfers
-and with whatever else shares the cores."""
+rank's time, without transfers, that is not inside kernels: merging, packing, copying. wait: the share of all ranks'
+wall-clock time spent starting and awaiting transfers. Medians [quartiles] over the repeats. On the CPU times are those
+of a rank's own thread, which others on the same core do not change; on CUDA they are those of its stream.
+peak: the most bytes of all tensors at a time, over the plan's formula; + kernel: including the kernel's own tensors.
+Both leave out messages. buffers: MiB that the group keeps for messages, which all layers share, and over their formula.
+sent: MiB to other ranks, by the rank that sends most.
+kernel ms, rank ms: the slowest rank's time inside kernels, and its time without transfers; wall ms: by the clock, with
+transfers and with all else that shares the cores."""
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:

@@ -23,24 +23,24 @@ TARGETS = {LOOP: 5.0, MEGATRON: 3.0}  # over ours, at least, as geometric means
 LEAST_OVER_MEGATRON, MOST_OVER_COLLECTIVE = 1.0, 1.5  # in every cell and direction
 
 LEGEND = f"""\
-Local part: one rank's, on one thread, of messages that are there already. Every stage is timed beside a copy of the
-bytes that enter it between two buffers that are in memory. Ours packs into pooled buffers; whatever else is made, by
-either side, comes from an allocator that keeps what is freed, so that nothing is paged in: *faults* counts the pages
-that were, in the median call. {MEGATRON}: its order of heads and its split and cat before the collective, its gather of
-tokens after it; to tokens, autograd's way back through the same.
-One exchange: {MEGATRON} is what `GatedDeltaNet.forward` does around its collective, the order of tokens built in each
-layer included; {LOOP} is what {MEGATRON} did before, with its own functions: a call for every document and section.
-Medians [quartiles] over the repeats of ratios within each, wall time of the slowest rank; *local*: time of that rank's
-own thread without the wire; *both*: of the sums of forward and backward in each repeat; *copy*: one warm copy of what
-enters the exchange, on all ranks at once.
-*Gradients* arrive on the head side in tensors of their own, as most kernels return them (for {MEGATRON} after its own
-`torch.split`); *in place* is where the inputs stood, as a kernel that asked `like_rows` for its buffers writes them:
-they leave as rows of all sections, so that packing gathers or does nothing, and unpacking cuts rows. Those of separate
-tensors leave section by section. The limit of unpacking is for these, which are Gated DeltaNet's.
-*Cut from one projection*: what travels is columns of one tensor with the gate; autograd joins the gradients of all.
-*Passes*: bytes written by copy-like operators in units of what enters; *MiB*: the same bytes on a rank. *Syncs*:
-operators and methods that make the host wait. *Host us*: by the clock until the call returns, on the CPU all of it;
-*calls* of functions of Python, *operators* of torch with views, and on CUDA *launches*, on one rank.
+Local part: one rank's work on one thread, on messages that have arrived. Every stage is timed beside a copy of the
+bytes that enter it between two buffers in memory. Ours packs into pooled buffers; all else that either side makes comes
+from an allocator that keeps freed memory, so that nothing is paged in: *faults* counts the pages that were paged in
+nevertheless, in the median call. {MEGATRON}: its order of heads and its split and cat before the collective, its gather
+of tokens after it; to tokens, autograd's reverse of the same.
+One exchange: {MEGATRON} is the work of `GatedDeltaNet.forward` around its collective, with the order of tokens that it
+builds in each layer; {LOOP} is the work of {MEGATRON} before, with its own functions: a call for every document and
+section. Medians [quartiles] over the repeats of ratios within one repeat, wall time of the slowest rank; *local*: time
+of that rank's own thread without transfers; *both*: ratio of the sums of forward and backward in one repeat; *copy*:
+one warm copy of the bytes that enter the exchange, on all ranks at once.
+*Gradients* arrive on the head side in separate tensors, as most kernels return them (for {MEGATRON} after its own
+`torch.split`), or *in place* of the inputs, as a kernel writes them that asks `like_rows` for its buffers: these are
+sent as rows of all sections, so that packing gathers or does nothing, and unpacking cuts rows. Others are sent section
+by section; Gated DeltaNet's are such, and the limit of unpacking is for them.
+*Cut from one projection*: columns of one tensor with the gate are sent; autograd joins the gradients of all.
+*Passes*: bytes written by copy-like operators over bytes that enter; *MiB*: the same bytes on a rank. *Syncs*:
+operators and methods that make the host wait. *Host us*: time by the clock until the call returns, on the CPU all;
+*calls* of Python functions, *operators* of torch with views, and on CUDA *launches*, on one rank.
 *Collective*: one bare `all_to_all_single` of as many bytes as enter, in equal pieces, own piece included."""
 
 

@@ -45,13 +45,13 @@ LEGEND = f"""\
 A layer from hidden states to hidden states, projections included: ours and {MEGATRON}'s with the same parameters, on
 the same documents, tokens and ranks, one after the other within every repeat. Before anything is timed, outputs and all
 gradients (of parameters, summed over the ranks) are compared. Ratios above 1 mean that ours takes less time.
-*Wall*: by the clock. *Local*: all but transfers; on the CPU time of a rank's own thread, which others on the same core
-do not change, on CUDA of its stream. Of it *alike*: inside what both compute with the same functions, projections,
-convolution and rule; *rest*: packing, norm, gates. *Wire*: starting and awaiting transfers, by the clock.
-*Host us*: by the clock until the call returns, on the CPU all of it; *calls* of functions of Python, *operators* of
-torch with views, and on CUDA *launches*, on one rank.
-Medians [quartiles] over the repeats, of the slowest rank; ratios are of one repeat.
-Ours plans once for a microbatch, which is not timed; {MEGATRON} works its order of tokens out in every layer: timed."""
+*Wall*: time by the clock. *Local*: time without transfers; on the CPU that of a rank's own thread, which others on the
+same core do not change, on CUDA that of its stream. It consists of *alike*, in functions that both sides use
+(projections, convolution and rule), and *rest*: packing, norm, gates. *Wire*: time by the clock in which transfers are
+started and awaited. *Host us*: time by the clock until the call returns, which on the CPU is all of it; *calls* of
+Python functions, *operators* of torch with views, and on CUDA *launches*, on one rank.
+Medians [quartiles] over the repeats, of the slowest rank; a ratio is taken within one repeat.
+Ours plans once for a microbatch, which is not timed; {MEGATRON} computes its order of tokens in every layer: timed."""
 
 
 def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:

@@ -21,16 +21,16 @@ MODES = ("headwise", "chunkwise")
 TARGET = 1.35  # time of a middle segment over that of a whole document, forward and backward together
 
 LEGEND = f"""\
-A rank's tokens: {{rule}}, on one thread and without a wire: what others send is zero.
-first, middle, last: as that segment of a document over {RANKS} ranks, over the plain kernel on the same tokens as one
-document. few: as up to {NUM_PIECES} pieces, the first continuing a document and the last continued, over the plain
-kernel on the same pieces as whole documents. {MEGATRON}: its own function over ours, on one document.
-Whole mixers, on all ranks: local leaves transfers out, wall is by the clock, with transfers and with whatever else
-shares the cores; both of the slowest rank. wait: the share of all ranks' wall time spent starting and awaiting
-transfers. sent: MiB to other ranks, of the rank that sends most, counted as they were sent. saved: KiB a token, of all
-ranks, that autograd keeps from forward to backward, the mixer's inputs included, its parameters not.
-Medians [quartiles] over the repeats, of ratios within each. On the CPU local time is that of a rank's own thread, which
-others on the same core do not change; on CUDA it is that of its stream."""
+A rank's tokens: {{rule}}, on one thread and without transfers: other ranks send zeros.
+first, middle, last: the tokens as that segment of a document over {RANKS} ranks, over the plain kernel on the same
+tokens as one document. few: the tokens as up to {NUM_PIECES} pieces, of which the first continues a document and the
+last is continued, over the plain kernel on the same pieces as whole documents. {MEGATRON}: its own function over ours,
+on one document. Whole mixers, on all ranks: local leaves transfers out; wall is by the clock, with transfers and with
+all else that shares the cores; both are the slowest rank's. wait: the share of all ranks' wall time spent starting and
+awaiting transfers. sent: MiB to other ranks, by the rank that sends most, counted as they were sent. saved: KiB a
+token, of all ranks, that autograd keeps from forward to backward, with the mixer's inputs and without its parameters.
+Medians [quartiles] over the repeats, of ratios within one repeat. On the CPU local time is that of a rank's own thread,
+which others on the same core do not change; on CUDA it is that of its stream."""
 
 
 @dataclass

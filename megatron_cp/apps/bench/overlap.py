@@ -61,7 +61,7 @@ class Overlapped:
         """Runs the layer's kernels, chunk after chunk, on tensors that have arrived before."""
         inputs = [x for arrived in self._arrived for x in arrived] + list(self._parameters.values())
         out = measure("forward", self._computed)
-        measure("backward", lambda: _gradients(out, inputs, self._outputs))  # as good gradients as any
+        measure("backward", lambda: _gradients(out, inputs, self._outputs))  # any gradients serve
 
     def transfer(self, measure: Measure) -> None:
         """Runs the layer's exchanges, with nothing computed in between."""

@@ -34,7 +34,7 @@ def aligned_lengths(tokens: int, documents: int, multiple: int, name: str = "--c
             name, f"{tokens} tokens in {documents} documents", f"multiples of 2 * cp = {multiple}, one a document"
         )
     draws = np.random.default_rng(0).lognormal(mean=3.0, sigma=1.2, size=documents)
-    cuts = np.round(np.cumsum(draws) / draws.sum() * (units - documents)).astype(int)  # beyond the one that each has
+    cuts = np.round(np.cumsum(draws) / draws.sum() * (units - documents)).astype(int)  # each has one already
     return ((np.diff(cuts, prepend=0) + 1) * multiple).tolist()
 
 

@@ -44,11 +44,11 @@ _COLUMNS = ("measured ms", "predicted ms", "ratio", *DIRECTIONS)
 Directions = dict[str, float]  # milliseconds of each
 
 LEGEND = """\
-measured: milliseconds by the clock of a forward and a backward of the layer alone, each begun by all ranks together and
-until the slowest is done; medians over the repeats, in which the ways of a cell take turns. predicted: by the
-simulator, with the rates of the machine that the first line names, which were measured on other layers before. ratio:
-predicted over measured, of both directions and of each. fastest: whether the way that is predicted to be fastest is the
-one that was; where not, how much longer it took. rank correlation: Spearman's, of all ways of a cell."""
+measured: milliseconds by the clock of a forward and a backward of the layer alone; all ranks begin both together, and
+the slowest counts; medians over the repeats, in which the candidates of a cell take turns. predicted: by the simulator,
+with the rates of the machine that the first line names, which were measured on other layers before. ratio: predicted
+over measured, for both directions together and for each. named: the candidate that is predicted to be fastest; fastest:
+the one that was. rank correlation: Spearman's, over all candidates of a cell."""
 
 
 @dataclass(frozen=True)

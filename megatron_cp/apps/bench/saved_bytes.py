@@ -48,7 +48,7 @@ def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> Saved:
         before = work.forward(first.watch(work.group))
     with second, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = work.forward(second.watch(work.group))
-    own = second.indices().keys() - first.indices().keys()  # both graphs are there, and so all that they hold
+    own = second.indices().keys() - first.indices().keys()  # both graphs exist, and so do the tensors that they hold
     found = Saved(indices=sum(second.indices()[key] for key in own))
     of_parameters = {key for parameter in parameters for key in _storage(parameter)}
     for key, (storage, size) in kept.items():
@@ -59,7 +59,7 @@ def saved_bytes(work: Work, parameters: Sequence[Tensor]) -> Saved:
     return found
 
 
-Storages = dict[int, tuple[StorageWeakRef, int]]  # with their bytes, by an address that none shares while it is here
+Storages = dict[int, tuple[StorageWeakRef, int]]  # references and bytes, by address
 
 
 class _Types(PeakMemory):

@@ -16,16 +16,16 @@ from megatron_cp.plan import TRANSPORTS, counted, num_rounds
 from megatron_cp.testing import Case
 
 LEGEND = f"""\
-All ranks start together and the slowest counts; medians [quartiles] over the repeats, of ratios within each. The order
-is another in each.
-Transports: one all-to-all of what attention sends to heads, and one all-gather of an average rank's keys and values.
-{NAIVE}: for each peer in rank order isend and irecv, and wait for both. {AT_ONCE}: all of those in that order, and then
-wait. pairwise, n: n rounds in flight, the first of its rows being what the transport does. between hosts: MiB from any
-host to another, counted as they were sent; a backend's own all-gather takes ways that it does not tell.
-Codecs: q, k and v packed or coded, sent, and unpacked or decoded. share: of what fewer bytes could gain at most.
-Overlap, in half as many repeats: transfer is the exchanges alone, packing included; compute the same kernels alone, on
-data at hand and on all ranks at once; hidden = (transfer + compute - together) / the smaller of the two. gain: the time
-of the layer in one chunk over that in so many."""
+All ranks start together and the slowest counts; medians [quartiles] over the repeats, of ratios within one repeat. The
+order changes from repeat to repeat.
+Transports: one all-to-all of attention's exchange to heads, and one all-gather of an average rank's keys and values.
+{NAIVE}: isend and irecv for each peer in rank order, waiting for both. {AT_ONCE}: all of those in that order, and then
+waiting. pairwise, n: n rounds in flight; its first row has the transport's own number. between hosts: MiB from any host
+to another, counted as they were sent; those of a backend's own all-gather are not known.
+Codecs: q, k and v are packed or coded, sent, and unpacked or decoded. share: part of what fewer bytes can gain.
+Overlap, in half as many repeats: transfer is the exchanges alone, packing included; compute is the same kernels alone,
+on data that has arrived and on all ranks at once; hidden = (transfer + compute - together) / the smaller of the two.
+gain: the time of the layer in one chunk over that in several."""
 
 
 def _slowest(ranks: list[Seen], *key: str | int) -> Any:

@@ -55,7 +55,7 @@ def save_checkpoint(
         try:
             if is_first:
                 for left in folder.glob("iter_*.new"):
-                    shutil.rmtree(left)  # by a run that was killed
+                    shutil.rmtree(left)  # a run was killed while it saved
                 new.mkdir(parents=True)
             dist.barrier()
             about = {"iteration": iteration, "shape": shape, "data": dict(data or {})}
@@ -198,7 +198,7 @@ def _unreadable(checkpoint: Path, error: BaseException) -> ArgumentError:
     # torch's has every rank's traceback before it.
     said = lines[-1] if len(lines) > 1 else ": ".join([type(error).__name__, *lines])
     named = re.search(r"GLOBAL (\S+) ", str(error))
-    if named:  # among advice to load it nevertheless
+    if named:  # torch's message also advises to load it nevertheless
         said = f"it names {named[1]}, which no checkpoint needs"
     allowed = "a checkpoint of this model that megatron-cp train has written"
     return ArgumentError("resume", str(checkpoint), allowed, f"Cannot read it: {said}.")

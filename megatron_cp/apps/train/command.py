@@ -135,7 +135,7 @@ def _run(
         allowed = f"at most {MAX_LOCAL_RANKS} local ranks, with tensor and data parallelism"
         remedy = "Run larger jobs under torchrun."
         raise ArgumentError("context_parallel_size", options.context_parallel_size, allowed, remedy)
-    transformer_config(options, torch.device(device))  # so that a wrong spec or shape ends here
+    transformer_config(options, torch.device(device))  # refuses a wrong spec or shape before data is read
     corpus = load_corpus(options)
     checkpoint, remarks_on_data = None, list[str]()
     if args.resume is not None:

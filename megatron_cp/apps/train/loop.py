@@ -148,7 +148,7 @@ def _trained(world: TorchGroup, run: Run, where: torch.device) -> dict[str, Any]
             loss = (total[0] / total[1].clamp(min=1)).item()  # waits for the device
             tokens = round(total[1].item()) // options.context_parallel_size  # every rank of a batch logs all of them
             log.step(step, loss, float(grad_norm), lr, tokens, batches.take_counts(), time.perf_counter() - began)
-            if step == start + 1:  # in which ranks import and compile at different speeds
+            if step == start + 1:  # ranks import and compile at different speeds in it
                 set_timeout(wait)
             due = options.save_interval and step % options.save_interval == 0
             if run.save and (due or step == options.train_iters):
@@ -186,7 +186,7 @@ class _Batches:
 
     def __init__(self, stream: PackedStream, training: Training, options: TrainingOptions, steps_done: int) -> None:
         self._stream, self._training, self._options = stream, training, options
-        self._layers = layer_slots(training.model)  # all of them: Megatron's pipeline is of one stage here
+        self._layers = layer_slots(training.model)  # all layers: Megatron's pipeline has one stage here
         self._why, self._told = "", False  # the first pack has its layout
         self._replicas = parallel_state.get_data_parallel_world_size()
         self._next = steps_done * options.global_batch_size + parallel_state.get_data_parallel_rank()
@@ -265,7 +265,7 @@ class _Log:
             with writing(run.folder, METRICS):
                 write_whole(path, "".join(kept))
                 self._file = path.open("a")
-            tqdm.set_lock(threading.RLock())  # its own is between processes too, and a rank that is ended leaks it
+            tqdm.set_lock(threading.RLock())  # tqdm's own lock spans processes, and a rank that is killed leaks it
             self._bar = tqdm(
                 total=run.options.train_iters,
                 initial=start,
