@@ -53,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Runs the command that was parsed, and prints its report."""
     try:
         report: Report = args.run(args)
     except (ArgumentError, UsageError) as error:

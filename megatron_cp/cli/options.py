@@ -224,7 +224,6 @@ def hosts_of_job(args: argparse.Namespace, world: RankGroup | None, cp_size: int
 
 
 def _num_hosts(args: argparse.Namespace, cp_size: int) -> int:
-    """Returns the number of hosts: `--hosts`, or else two."""
     if args.hosts is None:
         return 2
     if not knows_hosts(args.transport):

@@ -105,7 +105,6 @@ def _refuse(args: argparse.Namespace, names: tuple[str, ...], allowed: str) -> N
 
 
 def _compared(args: argparse.Namespace) -> Report:
-    """Returns a table with a line for each size."""
     reports = {cp: _explained(args, cp) for cp in args.cp}
     lines = [f"{'cp':>4} {'by':<24}{'forward ms':>12}{'backward ms':>13}{'a rank sends':>14}{'imbalance':>11}"]
     for cp, report in reports.items():
@@ -122,7 +121,6 @@ def _compared(args: argparse.Namespace) -> Report:
 
 
 def _explained(args: argparse.Namespace, cp: int) -> Report:
-    """Explains one plan in words and numbers."""
     of_wire = args.hosts if knows_hosts(args.transport) else None
     given = argparse.Namespace(**{**vars(args), "hosts": of_wire})
     case = replace(layer_case_of(given, cp), machine=machine(args.gpu), machine_hosts=args.hosts)

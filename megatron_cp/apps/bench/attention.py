@@ -179,8 +179,6 @@ class _Run:
 
 
 def _ratios(cases: dict[str, Case], ranks: list[Seen], cp: int) -> dict[str, Any]:
-    """Returns the ranks' results by measure, scheme and direction, ratios first."""
-
     def spent(scheme: str, way: str, what: str) -> Any:
         return np.array([[getattr(each, what) for each in rank.spent[scheme, way]] for rank in ranks])
 

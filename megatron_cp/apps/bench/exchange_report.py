@@ -296,7 +296,6 @@ def _cells_table(data: dict[str, Any]) -> list[str]:
 
 
 def _means_table(data: dict[str, Any]) -> list[str]:
-    """Returns geometric means over the cells."""
     found = {peer: data[f"{_peer(peer)}_over_ours"] for peer in TARGETS}
     if not found[MEGATRON]:
         return ["No peer was run."]

@@ -164,7 +164,6 @@ def measure(group: TorchGroup, works: list[Work], repeats: int) -> list[Seen]:
 
 
 def _measured(group: TorchGroup, work: Work, repeats: int) -> Seen:
-    """Compares and times one layer on one rank."""
     from megatron_cp.apps.bench.peers import layers
 
     case, hidden_size = work.case, work.hidden_size
@@ -231,7 +230,6 @@ def _compared(found: Mapping[str, Sequence[Tensor]], case: Case, group: TorchGro
 
 
 def _ratios(ranks: list[Seen], work: Work) -> dict[str, Any]:
-    """Returns the ranks' results for one layer, ratios first."""
     sides, case, words = list(ranks[0].work), work.case, ranks[0].words
 
     def slowest(name: str, way: str, value: Callable[[Timing], float]) -> Any:
@@ -315,7 +313,6 @@ def _verdict(name: str, layer: dict[str, Any]) -> str:
 
 
 def _work_table(layer: dict[str, Any]) -> list[str]:
-    """Returns a table of the host's work on one rank."""
     rows = []
     for name, ways in layer["work"].items():
         for way, work in ways.items():

@@ -117,7 +117,6 @@ def ratios(cases: dict[str, Case], ranks: list[Seen]) -> dict[str, Any]:
 
 
 def _summed(way: str, value: Callable[[str], Any]) -> Any:
-    """Returns the value of one direction, or the sum of both."""
     return sum(value(one) for one in DIRECTIONS) if way == "both" else value(way)
 
 

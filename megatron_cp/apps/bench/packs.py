@@ -81,7 +81,6 @@ def report(args: argparse.Namespace, world: TorchGroup | None) -> Report:
 
 
 def _corpora(args: argparse.Namespace) -> Iterator[_Lengths]:
-    """Yields documents that are drawn, and those of a corpus."""
     drawn = np.random.default_rng(args.seed).lognormal(7.0, 1.5, 100_000).astype(np.int64) + 1
     if args.corpus is None:
         yield _Lengths("log-normal, median 1,097, mean 3,378 tokens", drawn)

@@ -128,7 +128,6 @@ def _cells(args: argparse.Namespace, world: TorchGroup | None, layer: str) -> li
 def _base(
     args: argparse.Namespace, world: TorchGroup | None, layer: str, shapes: Mapping[str, Mapping[str, int]]
 ) -> Case:
-    """Returns a layer on one document."""
     given = argparse.Namespace(**{**vars(args), "layer": layer})
     given = with_defaults(given, world, (layer,), shapes)
     given.cp = size = _size(args, world)
@@ -183,7 +182,6 @@ def measure(
 def _judged(
     cells: list[Cell], found: Machine, hosts: tuple[int, ...], measured: list[dict[str, Directions]]
 ) -> dict[str, Any]:
-    """Compares predictions with measurements."""
     topology = found.topology(len(hosts), hosts)
     rows: list[dict[str, Any]] = []
     for cell, directions in zip(cells, measured, strict=True):

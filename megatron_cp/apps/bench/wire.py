@@ -140,7 +140,6 @@ def measure(group: RankGroup, job: Job) -> Seen:
 
 
 def _once(call: Callable[[], Any], measure: Measure) -> None:
-    """Runs a call without directions as a step."""
     measure("", call)
 
 

@@ -29,7 +29,6 @@ gain: the time of the layer in one chunk over that in several."""
 
 
 def _slowest(ranks: list[Seen], *key: str | int) -> Any:
-    """Returns the slowest rank's seconds in every repeat."""
     if key[-1] == "both":
         return sum(_slowest(ranks, *key[:-1], way) for way in DIRECTIONS)
     return np.array([rank.times[key] for rank in ranks]).max(0)

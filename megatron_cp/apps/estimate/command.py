@@ -115,7 +115,6 @@ def run_whole(args: argparse.Namespace) -> Report:
 
 
 def _rows(args: argparse.Namespace, model: ModelSpec, on: Machine, packing: Packing, limit: float) -> list[StepPrice]:
-    """Returns a price for each size and layout."""
     names = CHOICES if args.layout in (None, AUTO) else (require("layout", args.layout),)
     rows = []
     for cp, name in itertools.product(args.cp, names):
@@ -270,7 +269,6 @@ def _nearest(args: argparse.Namespace, rows: list[StepPrice], limit: float, data
 
 
 def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[str]:
-    """Returns a table of all candidates, with columns as wide as their cells."""
     heads = [
         "cp", "layout", "attention by", "linear by", "recompute", "attention", "linear", "products", "exposed",
         "traffic", "shards", "step ms", "tokens/s/GPU", "MFU", "GiB a rank", "",
@@ -297,7 +295,6 @@ def _table(rows: list[StepPrice], best: StepPrice | None, on: Machine) -> list[s
 
 
 def _names(plans: Sequence[Plan]) -> str:
-    """Names the plans' different schemes, each once."""
     return " / ".join(dict.fromkeys(_name(plan) for plan in plans)) or "-"
 
 

@@ -248,7 +248,6 @@ def _granite_hybrid(config: Fields) -> Blocks:
 
 
 def _latent(config: Fields) -> AttentionMixer:
-    """Returns multi-head latent attention."""
     shared_key, heads = config.size("qk_rope_head_dim", 64, least=0), config.size("num_attention_heads")
     return AttentionMixer(
         heads,

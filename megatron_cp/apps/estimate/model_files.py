@@ -80,7 +80,6 @@ def _read_config(text: str) -> ModelSpec:
 
 
 def _loaded(text: str) -> tuple[Path, dict[str, Any]]:
-    """Returns the file's path and its JSON object."""
     try:
         path = Path(text)
         path = path / "config.json" if path.is_dir() else path

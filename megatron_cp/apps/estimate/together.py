@@ -104,6 +104,5 @@ def _like(slot: Slot, best: Plan, layout: Layout, degree: int | None, parts: int
 
 
 def _is_alike(plan: Plan, other: Plan) -> bool:
-    """Returns True if two plans of a layer run in the same way."""
     ways = [(x.scheme, x.layout, x.ulysses_degree, chunks_of(x)) for x in (plan, other)]
     return ways[0] == ways[1]

@@ -352,7 +352,6 @@ def _folder(
 
 
 def _refuse_a_run(folder: Path, args: argparse.Namespace) -> None:
-    """Refuses a folder that holds the steps of a run other than the one that is resumed."""
     metrics, tracker = folder / METRICS, folder / CHECKPOINTS / TRACKER
     has_steps = tracker.exists() or (metrics.exists() and metrics.stat().st_size)
     if has_steps and not _is_resumed(folder, args):  # not one that ended before a step

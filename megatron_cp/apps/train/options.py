@@ -181,7 +181,6 @@ class TrainingOptions:
         self._check_together()
 
     def _check_numbers(self) -> None:
-        """Refuses numbers that no run can have, each by itself."""
         least: dict[str, float] = dict.fromkeys(_COUNTS, 1)
         least |= dict.fromkeys(_AMOUNTS, 0) | {"seq_length": 2}  # a next-token label needs two
         for name, smallest in least.items():
@@ -206,7 +205,6 @@ class TrainingOptions:
                 raise ArgumentError(name, values, f"two {meaning}")
 
     def _check_names(self) -> None:
-        """Refuses unknown names of layouts, schemes, transports, codecs and machines."""
         if len(self.spec) != 2:
             raise ArgumentError("spec", self.spec, "a module and a name")
         require("layout", self.cp_layout, name="cp_layout")

@@ -43,7 +43,6 @@ def checked_report(report: Any) -> dict[str, Any]:
 
 
 def _fields(where: str, value: Any, allowed: Iterable[str], required: Iterable[str] = ()) -> dict[str, Any]:
-    """Returns the fields of a dictionary that are not None."""
     names = list(allowed)
     if not isinstance(value, dict):
         raise ArgumentError(where, value, f"a dictionary with some of {', '.join(names)}")
