@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_cp import attention, relayout
+from megatron_cp.apps.bench.work import own_tensors
 from megatron_cp.executor import RankGroup
 from megatron_cp.testing import Case, draw, run_mixer
 
@@ -27,14 +28,10 @@ class LayerStep:
     def __init__(self, case: Case, group: RankGroup) -> None:
         self.case, self.group, self.plan = case, group, case.plan()
         problem, plan, rank = draw(case), self.plan, group.rank
-        self.inputs = {
-            name: plan.layout.shard(tensor, rank).detach().clone().requires_grad_()
-            for name, tensor in problem.inputs.items()
-        }
-        self.parameters = {name: tensor.clone().requires_grad_() for name, tensor in problem.parameters.items()}
-        self.gradients = [(plan.hidden_layout or plan.layout).shard(problem.output_gradient, rank).detach().clone()]
-        self.hidden: list[Tensor] = []
+        self.inputs, self.parameters, gradient = own_tensors(plan, problem, rank)
+        self.gradients, self.hidden = [gradient], list[Tensor]()
         if plan.hidden_layout is not None:
+            self.gradients = [plan.hidden_layout.shard(problem.output_gradient, rank).detach().clone()]
             width = case.hidden_size or 0
             assert problem.output_gradient[0].numel() == width, "hidden states and outputs of one size"
             sizes = [int(layout.row_counts[rank]) for layout in (plan.hidden_layout, plan.layout)]

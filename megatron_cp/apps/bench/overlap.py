@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_cp import attention
 from megatron_cp.apps.bench.timing import Measure
+from megatron_cp.apps.bench.work import own_tensors
 from megatron_cp.errors import checked_scale
 from megatron_cp.exchange import Exchange
 from megatron_cp.executor import Communicator, LocalWork, RankGroup, run, start_to_heads
@@ -30,13 +31,7 @@ class Overlapped:
     def __init__(self, case: Case, problem: Problem, plan: Plan, group: RankGroup) -> None:
         self._plan = plan
         self._case, self._group, self._comm = case, group, Communicator(group, plan.transport)
-
-        def own(stream: Tensor) -> Tensor:
-            return plan.layout.shard(stream, group.rank).detach().clone()
-
-        self._inputs = {name: own(x).requires_grad_() for name, x in problem.inputs.items()}
-        self._parameters = {name: x.detach().clone().requires_grad_() for name, x in problem.parameters.items()}
-        self._gradient = own(problem.output_gradient)
+        self._inputs, self._parameters, self._gradient = own_tensors(plan, problem, group.rank)
         tensors, self._work = _local_work(case, plan, group, self._inputs, self._parameters)
         self._sent = [x.detach().requires_grad_() for x in tensors]
         self._names = ["attend"] if plan.attend else [step.name for step in plan.steps if isinstance(step, Compute)]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_cp.apps.bench.timing import Measure, Watch, WatchedGroup
 from megatron_cp.executor import RankGroup
+from megatron_cp.plan import Plan
 from megatron_cp.testing import Case, Problem, run_linear
 
 
@@ -34,13 +35,17 @@ class Work:
 def mixer(case: Case, problem: Problem, group: RankGroup) -> Work:
     """Returns a case's layer on one rank; the parameters are the last inputs."""
     plan = case.plan()
+    inputs, parameters, gradient = own_tensors(plan, problem, group.rank)
+    leaves = [*inputs.values(), *parameters.values()]
+    return Work(lambda ranks: run_linear(ranks, case, plan, inputs, parameters), leaves, gradient, group)
+
+
+def own_tensors(plan: Plan, problem: Problem, rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Returns a rank's inputs and the parameters, as leaves, and the gradient of its output."""
 
     def own(stream: Tensor) -> Tensor:
-        return plan.layout.shard(stream, group.rank).detach().clone()
+        return plan.layout.shard(stream, rank).detach().clone()
 
     inputs = {name: own(x).requires_grad_() for name, x in problem.inputs.items()}
     parameters = {name: x.detach().clone().requires_grad_() for name, x in problem.parameters.items()}
-    return Work(
-        lambda ranks: run_linear(ranks, case, plan, inputs, parameters),
-        [*inputs.values(), *parameters.values()], own(problem.output_gradient), group,
-    )  # fmt: skip
+    return inputs, parameters, own(problem.output_gradient)
