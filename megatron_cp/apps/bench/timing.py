@@ -82,7 +82,7 @@ class Watch:
     def _now(self) -> Any:
         if self.device == "cpu":
             return np.array([time.thread_time(), time.perf_counter()])
-        event = torch.cuda.Event(enable_timing=True)  # the host waits for it only once the direction is over
+        event = torch.cuda.Event(enable_timing=True)  # the host waits for none of them before the direction is over
         event.record()
         return event
 
