@@ -65,4 +65,4 @@ def test_rejects_what_it_does_not_measure(options, says, capsys):
 
 def test_its_option_is_refused_elsewhere(capsys):
     assert main(["bench", "wire", "--batches", "3"]) == 2
-    assert "--batches: got 3; allowed: nothing but with bench packs" in capsys.readouterr().err
+    assert "--batches: got 3; allowed: only with bench packs" in capsys.readouterr().err

@@ -228,7 +228,7 @@ def test_every_transport_brings_every_piece_and_is_counted(hosts):
 def test_a_road_that_brings_something_else_is_found(capsys, monkeypatch):
     monkeypatch.setattr(AllToAll, "at_once", lambda self, group: None)
     assert main(["bench", "wire", "--ranks", "threads", "--cp", "2", "--only", "transports", *TINY]) == 1
-    assert "all_to_all by all at once brought rank" in capsys.readouterr().err
+    assert "all_to_all by all at once gave rank" in capsys.readouterr().err
 
 
 def halves_on(group, layer, chunks):

@@ -165,7 +165,7 @@ def test_rejects_indexed_data(refused, tmp_path):
     prefix = tmp_path / "corpus"
     write_indexed(prefix, [[[1, 2, 3]]])
     assert refused("--data-path", str(prefix)).startswith("--vocab-size: got None; allowed: the vocabulary")
-    assert "unless --data-path is a .bin/.idx pair" in refused("--vocab-size", "300")
+    assert "only with a .bin/.idx pair as --data-path" in refused("--vocab-size", "300")
     prefix.with_suffix(".idx").write_bytes(b"nothing")
     found = refused("--data-path", str(prefix), "--vocab-size", "300")
     assert found.startswith(f"--data-path: got '{prefix}'")
@@ -180,7 +180,8 @@ def test_rejects_run_dirs(refused, uninterrupted, tmp_path):
         f"--run-dir: got '{file}'; allowed: a folder that can be written. File exists."
     )
     assert "Not a directory." in refused("--run-dir", str(file / "below"))
-    taken = f"--run-dir: got '{uninterrupted}'; allowed: a new folder. A run lives there; to go on: --resume"
+    taken = f"--run-dir: got '{uninterrupted}'; allowed: a new folder. The steps of a run are there; "
+    taken += "to go on with it: --resume"
     assert refused("--run-dir", str(uninterrupted)) == f"{taken} {uninterrupted}"
     copied = tmp_path / "copied"
     shutil.copytree(uninterrupted, copied, ignore=shutil.ignore_patterns("metrics.jsonl"))
@@ -305,7 +306,7 @@ def test_rejects_resuming_a_run_that_is_under_way(refused, copied):
 
 def test_rejects_a_run_dir_with_a_checkpoint(refused, copied):
     """Though its metrics are gone: the run would write where the tracker points."""
-    assert "A run lives there; to go on: --resume" in refused("--run-dir", str(copied))
+    assert "The steps of a run are there; to go on with it: --resume" in refused("--run-dir", str(copied))
 
 
 def test_rejects_resuming_with_other_betas(refused, copied):
