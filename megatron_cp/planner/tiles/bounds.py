@@ -1,4 +1,4 @@
-"""What no answer can be below: bytes of the busiest rank, and time. docs/tiles.md has the argument in words.
+"""Lower bounds on the bytes of the busiest rank, and on time, for any answer. docs/tiles.md has the argument in words.
 
 For each rank, *options* (q, p): it has tiles of q foreign rows and p foreign columns. An option limits from above the
 work that it can do, and from below the bytes that it receives and sends. The bound is the least z for which there are
@@ -22,9 +22,9 @@ _PRICES = 60  # of work, that are tried for the cheapest options
 
 
 def lower_bound(problem: TileProblem) -> int:
-    """Bytes that the busiest rank sends or receives at least, in any answer to the problem.
+    """Returns a lower bound on the bytes that the busiest rank sends or receives, in any answer to the problem.
 
-    Bytes between hosts are weighted. Of the whole problem, and of hosts as if each was one rank.
+    Bytes between hosts are weighted. The bound is the larger one of two: ranks as they are, and each host as one rank.
     """
     found = _bound(problem, problem.load_cap)
     if problem.hosts is not None and problem.hosts.max(initial=0) > 0:
@@ -39,12 +39,12 @@ def lower_bound(problem: TileProblem) -> int:
 def lower_bound_of_seconds(
     problem: TileProblem, *, pairs_per_second: float, bytes_per_second: float
 ) -> dict[str, float]:
-    """Seconds that any answer takes at least, by what they are spent on; the largest of them is the bound.
+    """Returns lower bounds on the seconds of any answer: of work, and of transfers. The larger one bounds the answer.
 
     Args:
         problem: the tiles, on one host or with bytes between hosts weighted.
-        pairs_per_second: of a rank's attention.
-        bytes_per_second: that a rank sends, and as many that it receives at the same time, within a host.
+        pairs_per_second: the rate of attention on a rank.
+        bytes_per_second: the rate at which a rank sends, and at the same time receives, within a host.
 
     Raises:
         ArgumentError: rates that are not positive numbers.
@@ -57,7 +57,7 @@ def lower_bound_of_seconds(
 
 
 def _of_hosts(problem: TileProblem, hosts: IntArray) -> TileProblem:
-    """Hosts as ranks: what a host has of a line comes to it at least once."""
+    """Returns the problem with each host as one rank: a line that a host needs is sent to it at least once."""
     rows, columns = (
         Chunks(chunks.starts, chunks.total, chunks.chunk_of_range, hosts[chunks.owners])
         for chunks in (problem.rows, problem.columns)
@@ -69,7 +69,13 @@ def _of_hosts(problem: TileProblem, hosts: IntArray) -> TileProblem:
 
 
 class _Options(NamedTuple):
-    """Of all ranks, `[ranks, options]`: work at most; bytes received and sent at least; bytes that it makes move."""
+    """The options of all ranks, each array `[ranks, options]`.
+
+    Attributes:
+        work: the most work of the option.
+        received, sent: the fewest bytes that the rank receives and sends.
+        moved: bytes of the option's foreign lines, both ways.
+    """
 
     work: IntArray
     received: IntArray
@@ -95,7 +101,7 @@ def _bound(problem: TileProblem, cap: int) -> int:
 
 
 def _possible(options: _Options, most: int, total: int, ranks: int) -> bool:
-    """Whether options could be found with which no rank has more than `most`; True where that is not refuted."""
+    """Tells whether every rank may have an option of at most `most` bytes; True where that is not refuted."""
     allowed = (options.received <= most) & (options.sent <= most)
     work = np.where(allowed, options.work, -1)
     if (work.max(axis=1) < 0).any() or int(work.max(axis=1).sum()) < total:
@@ -119,7 +125,7 @@ def _possible(options: _Options, most: int, total: int, ranks: int) -> bool:
 
 
 def _fan_out(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
-    """`[ranks]` what each receives and what it sends at least, as the owner of lines that others must have.
+    """Returns `[ranks]` the fewest bytes that each receives, and sends, as the owner of lines that others must have.
 
     A line with more work than the cap goes to several ranks, all of them others but for one. Of lines that a rank owns
     on one axis, it can keep no more than the cap's work wholly to itself; each other one goes to a rank at least.
@@ -143,10 +149,7 @@ def _fan_out(problem: TileProblem, cap: int) -> tuple[IntArray, IntArray]:
 
 
 def _left_out(work: IntArray, cost: IntArray, cap: int) -> int:
-    """What the cheapest lines cost that must go away if those that stay have no more than the cap.
-
-    Parts of lines count, which is no more than whole lines cost.
-    """
+    """Returns a lower bound on the cost of the lines that exceed the cap: sums the cheapest ones, the last in part."""
     too_much = int(work.sum()) - cap
     if too_much <= 0:
         return 0
@@ -159,7 +162,7 @@ def _left_out(work: IntArray, cost: IntArray, cap: int) -> int:
 
 
 def _all_options(problem: TileProblem, received: IntArray, sent: IntArray, cap: int) -> _Options:
-    """The options of every rank, with what it receives and sends as an owner."""
+    """Returns the options of every rank, including what it receives and sends as an owner."""
     table = np.zeros((problem.rows.owners.size, problem.columns.owners.size), dtype=np.int64)
     table[problem.tile_rows, problem.tile_columns] = problem.work
     found = []
@@ -175,7 +178,7 @@ def _all_options(problem: TileProblem, received: IntArray, sent: IntArray, cap: 
 
 
 def _options(problem: TileProblem, table: IntArray, rank: int) -> tuple[IntArray, IntArray, IntArray]:
-    """For each (q, p), as one list: work at most, and bytes received and sent at least."""
+    """Returns a rank's most work, and fewest bytes received and sent, for each option (q, p) as a flat array."""
     own_rows, own_columns = problem.rows.owners == rank, problem.columns.owners == rank
     rows, columns = _counts(int((~own_rows).sum())), _counts(int((~own_columns).sum()))
     # The same limit from both sides: rows have some of their tiles, and columns have.
@@ -193,12 +196,12 @@ def _options(problem: TileProblem, table: IntArray, rank: int) -> tuple[IntArray
 
 
 def _counts(foreign: int) -> IntArray:
-    """How many foreign lines options have: all numbers up to 24, above that some, each for itself and those below."""
+    """Returns numbers of foreign lines to tell apart: all up to 24, above that some, which stand for those below."""
     return np.unique(np.append(np.arange(min(foreign, _DENSE) + 1), np.linspace(0, foreign, _SPARSE).astype(np.int64)))
 
 
 def _least(costs: IntArray, problem: TileProblem, chunks: Chunks, rank: int, counts: IntArray) -> IntArray:
-    """`[counts]` what the cheapest foreign lines cost, of the fewest that each count stands for."""
+    """Returns `[counts]` the cost of the cheapest foreign lines, as few as each count may stand for."""
     foreign = chunks.owners != rank
     weighted = np.sort((costs * problem.pair_cost[chunks.owners, rank])[foreign])
     return np.append(0, np.cumsum(weighted))[np.append(0, counts[:-1] + 1)]
@@ -207,9 +210,9 @@ def _least(costs: IntArray, problem: TileProblem, chunks: Chunks, rank: int, cou
 def _work_of_counts(
     table: IntArray, own_rows: IntArray, own_columns: IntArray, rows: IntArray, columns: IntArray
 ) -> IntArray:
-    """`[rows, columns]` work at most with so many foreign rows and columns.
+    """Returns `[rows, columns]` the most work with so many foreign rows and columns.
 
-    A row has at most its tiles in own columns and the largest so many of the others; of foreign rows, the best so many.
+    A row counts its tiles in own columns and its largest tiles in foreign ones; of foreign rows the best ones count.
     """
     foreign = -np.sort(-table[:, ~own_columns], axis=1)
     reach = np.concatenate([np.zeros((len(table), 1), dtype=np.int64), np.cumsum(foreign, axis=1)], axis=1)

@@ -1,4 +1,4 @@
-"""The exact stage: the problem as an integer program for OR-Tools' CP-SAT, the extra `solver`.
+"""The exact stage: solves the problem as an integer program, by OR-Tools' CP-SAT (the extra `solver`).
 
     x[tile, rank]     the rank computes the tile; one rank a tile
     row[i, rank]      the rank has a tile of row i: implied by x; columns likewise
@@ -34,12 +34,12 @@ _MOVES_A_SECOND = 1500  # of each answer of the fast stage, where ranks are many
 
 @dataclass(frozen=True, eq=False)
 class Exact:
-    """What the solver found.
+    """The result of the exact stage.
 
     Attributes:
         ranks: `[tiles]` the best answer.
-        optimal: whether it is proven that none costs less.
-        bound: that no answer costs less than.
+        optimal: no answer costs less, which is proven.
+        bound: the lower bound on the cost of any answer.
     """
 
     ranks: IntArray
@@ -48,14 +48,14 @@ class Exact:
 
 
 def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int = 0) -> Exact:
-    """Improves an answer until it is proven best or time is up. The same answer for the same arguments.
+    """Improves an answer until it is proven best or time is up. Equal arguments give equal answers.
 
     Args:
         problem: the tiles.
         start: `[tiles]` an answer that keeps the load cap.
-        seconds: about how long; counted in what the solver does, not by a clock, so that every rank and every run
-            ends with the same answer.
-        bound: a cost that no answer is below.
+        seconds: the approximate time limit; counted in the solver's deterministic time, not by a clock, so that every
+            rank and every run ends with the same answer.
+        bound: a lower bound on the cost of any answer.
 
     Raises:
         ArgumentError: OR-Tools is not installed.
@@ -101,7 +101,7 @@ def search(problem: TileProblem, start: IntArray, *, seconds: float, bound: int 
 
 
 def beyond_solver(problem: TileProblem) -> str:
-    """Why a problem is too large for the solver, and what a search does instead; empty where it is not."""
+    """Explains why a problem is too large for the solver, and what a search does instead; empty where it is not."""
     if problem.num_tiles * problem.num_ranks <= MOST_CHOICES:
         return ""
     text = f"{problem.num_tiles} tiles on {problem.num_ranks} ranks are more than {MOST_CHOICES} choices"
@@ -119,12 +119,12 @@ def _solver() -> Any:
 
 
 def _unit(problem: TileProblem) -> int:
-    """The greatest number that divides all costs, so that the program has small ones."""
+    """Returns the greatest common divisor of all costs, so that the program has small numbers."""
     return max(int(np.gcd.reduce(np.concatenate(problem.line_costs))), 1)
 
 
 def _interchangeable(problem: TileProblem) -> list[list[int]]:
-    """Sets of ranks of one host that own nothing."""
+    """Returns, for each host, the ranks that own nothing."""
     host = np.zeros(problem.num_ranks, dtype=np.int64) if problem.hosts is None else problem.hosts
     owning = np.union1d(problem.rows.owners, problem.columns.owners)
     free = np.setdiff1d(np.arange(problem.num_ranks), owning)
@@ -132,7 +132,7 @@ def _interchangeable(problem: TileProblem) -> list[list[int]]:
 
 
 def _ordered(problem: TileProblem, ranks: IntArray) -> IntArray:
-    """The answer with interchangeable ranks in the order of their work, as the program wants them."""
+    """Returns the answer with interchangeable ranks in falling order of work, as the program wants them."""
     name, work = np.arange(problem.num_ranks), loads(problem, ranks)
     for same in _interchangeable(problem):
         name[np.array(same)[np.argsort(-work[same], kind="stable")]] = same
@@ -169,7 +169,7 @@ class _Model:
         self, lines: IntArray, owners: IntArray, out: list[int], back: list[int], sent: list[list[Any]],
         received: list[list[Any]],
     ) -> None:  # fmt: skip
-        """Which foreign ranks have tiles of a row or column, and what that costs them and its owner."""
+        """Adds a variable for each line and foreign rank, and its cost to the rank and to the owner."""
         problem, model, size = self.problem, self.model, self.problem.num_ranks
         for line, owner in enumerate(owners.tolist()):
             tiles = np.flatnonzero(lines == line).tolist()
@@ -186,7 +186,7 @@ class _Model:
                 received[owner].append(back[line] * factor * has)
 
     def _break_symmetry(self) -> None:
-        """Of ranks that own nothing and share a host, each has no less work than the next."""
+        """Orders interchangeable ranks by falling work."""
         problem, model = self.problem, self.model
         for same in _interchangeable(problem):
             loads = [
@@ -196,11 +196,11 @@ class _Model:
                 model.add(first >= second)
 
     def hint(self, ranks: IntArray) -> None:
-        """Begins the search at an answer."""
+        """Starts the search at an answer."""
         for line, chosen in zip(self.tile, ranks.tolist(), strict=True):
             for rank, variable in enumerate(line):
                 self.model.add_hint(variable, rank == chosen)
 
     def answer(self, solver: Any) -> IntArray:
-        """`[tiles]` of what the solver holds."""
+        """Returns `[tiles]` the ranks in the solver's solution."""
         return np.array([[solver.value(each) for each in line] for line in self.tile]).argmax(axis=1)

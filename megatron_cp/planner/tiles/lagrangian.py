@@ -1,4 +1,4 @@
-"""A bound on bytes by Lagrangian relaxation, with OR-Tools (the extra `solver`). docs/tiles.md has the argument.
+"""Bounds bytes by Lagrangian relaxation, with OR-Tools (the extra `solver`). docs/tiles.md has the argument.
 
 A *pattern* is a set of tiles that one rank may compute. At prices of tiles, of bytes received and of bytes sent, each
 rank takes by itself the pattern that earns the most; what all of them earn bounds the bytes of every answer. Prices
@@ -31,7 +31,7 @@ _CONVERGED = 0.005  # of the bound: less than the linear program promises is not
 
 @dataclass(frozen=True, eq=False)
 class _Prices:
-    """Of each tile, `[tiles]`; of a unit that each rank receives, and of one that it sends, `[ranks]`."""
+    """The prices of tiles, `[tiles]`, and of a unit that each rank receives, and sends, `[ranks]`."""
 
     tiles: FloatArray
     received: FloatArray
@@ -42,7 +42,7 @@ class _Prices:
 
 
 class _Lines:
-    """Rows, then columns: what each costs, in units that divide all costs."""
+    """All rows, then all columns, with their costs in units of the greatest common divisor."""
 
     def __init__(self, problem: TileProblem) -> None:
         self.problem = problem
@@ -53,13 +53,13 @@ class _Lines:
         self.out, self.back = np.concatenate([costs[0], costs[2]]), np.concatenate([costs[1], costs[3]])
 
     def costs(self, rank: int, received: IntArray, sent: IntArray) -> IntArray:
-        """`[lines]` what it costs, at prices, that a rank has each line: it and the owner send and receive."""
+        """Returns `[lines]` the price that a rank pays for each line, for what it and the owner send and receive."""
         factor = self.problem.pair_cost[self.owners, rank]
         out = self.out * (sent[self.owners] + received[rank])
         return factor * (out + self.back * (sent[rank] + received[self.owners]))
 
     def volumes(self, number: int, tiles: IntArray) -> tuple[IntArray, IntArray]:
-        """`[ranks]` units received and sent because the rank of this number has these tiles."""
+        """Returns `[ranks]` the units that each receives, and sends, if rank `number` has these tiles."""
         lines = np.unique(self.of_tiles[:, tiles])
         owners, received = self.owners[lines], np.zeros(self.problem.num_ranks, dtype=np.int64)
         sent, rank = received.copy(), np.full_like(owners, number)
@@ -78,8 +78,8 @@ class _Pricing:
     Args:
         solver: OR-Tools' `cp_model`.
         lines: rows and columns.
-        rank: whose patterns.
-        most: units that the rank may receive, and send, for the lines of others.
+        rank: the rank that takes the pattern.
+        most: the most units that the rank may receive, and send, for foreign lines.
     """
 
     def __init__(self, solver: Any, lines: _Lines, rank: int, most: int) -> None:
@@ -107,7 +107,7 @@ class _Pricing:
         parameters.max_deterministic_time = _LONGEST
 
     def best(self, prices: IntArray, costs: IntArray) -> tuple[int, IntArray, float]:
-        """What a pattern earns at most, a good pattern, and the solver's deterministic time."""
+        """Returns an upper bound on what a pattern earns, a good pattern, and the solver's deterministic time."""
         values = np.concatenate([prices, -costs[self.foreign]])
         self.model.maximize(self.solver_module.LinearExpr.weighted_sum(self.tiles + self.has, values.tolist()))
         status = self.solver.solve(self.model)
@@ -119,7 +119,7 @@ class _Pricing:
 
 
 class _Master:
-    """The restricted master: parts of patterns seen so far that cover all tiles, with the least most of any rank."""
+    """The restricted master program: covers all tiles by shares of known patterns, with the least maximal volume."""
 
     def __init__(self, solver: Any, lines: _Lines) -> None:
         self.lines, self.program, self.known = lines, solver.Solver.CreateSolver("GLOP"), set[tuple[int, bytes]]()
@@ -147,7 +147,7 @@ class _Master:
         return self.program.NumVar(0, self.infinity, "")
 
     def add(self, rank: int, tiles: IntArray) -> None:
-        """A pattern of a rank."""
+        """Adds a pattern of a rank, unless it is known."""
         if (rank, tiles.tobytes()) in self.known:
             return
         self.known.add((rank, tiles.tobytes()))
@@ -160,9 +160,9 @@ class _Master:
                 constraints[each].SetCoefficient(part, -float(units[each]))
 
     def prices(self, center: _Prices, reach: FloatArray) -> tuple[float, _Prices] | None:
-        """The bound that these patterns promise, and the prices for it, no further from the center than `reach`.
+        """Returns the bound that these patterns promise, and its prices, no further from the center than `reach`.
 
-        None where GLOP finds no optimum: numbers are too far apart for floats.
+        None where GLOP finds no optimum, because numbers are too far apart for floats.
         """
         around = center.all()
         for (above, below), most, least in zip(self.box, around + reach, np.maximum(around - reach, 0), strict=True):
@@ -178,7 +178,7 @@ class _Master:
 
 
 class _Bound:
-    """The best bound so far, and what it took."""
+    """The search for prices: the best bound so far, and the time that is left."""
 
     def __init__(self, problem: TileProblem, start: IntArray, budget: float) -> None:
         cp_model = importlib.import_module("ortools.sat.python.cp_model")
@@ -192,11 +192,11 @@ class _Bound:
             self.master.add(rank, np.flatnonzero(start == rank))
 
     def ended(self) -> bool:
-        """Whether the start is proven best, or time is up."""
+        """Tells whether the start is proven best or time is up."""
         return self.least > self.most or self.budget <= 0
 
     def round(self, prices: _Prices) -> tuple[float, int]:
-        """The bound at prices, as a share of units, and the work of the patterns that earn the most."""
+        """Returns the bound at these prices, in units, and the work of the patterns that earn the most."""
         tiles, received, sent = (
             np.round(each * _SCALE).astype(np.int64) for each in (prices.tiles, prices.received, prices.sent)
         )
@@ -212,7 +212,7 @@ class _Bound:
         return earned / weight, work
 
     def first_prices(self) -> _Prices:
-        """Prices by work, as high as makes ranks take about all of it: the best of a few."""
+        """Returns prices in proportion to work, at which ranks take about all of it: the best of a few."""
         problem = self.lines.problem
         even = np.full(problem.num_ranks, 0.5 / problem.num_ranks)
         # Tiles of one price have many best patterns, which take the solver long.
@@ -253,14 +253,14 @@ class _Bound:
 
 
 def lagrangian_bound(problem: TileProblem, start: IntArray, *, budget: float) -> tuple[int, float]:
-    """Bytes, weighted, that the busiest rank sends or receives at least, in any answer; at most what the start costs.
+    """Returns a lower bound on the busiest rank's weighted bytes, at most the start's cost, and the budget left.
 
-    And the part of the budget that is left. The bound is 0 where integers of 64 bits or doubles would not hold it.
+    The bound is 0 where integers of 64 bits or doubles would not hold it.
 
     Args:
         problem: the tiles.
         start: `[tiles]` an answer that keeps the load cap.
-        budget: of CP-SAT's deterministic time, so that the same call finds the same bound.
+        budget: the limit in CP-SAT's deterministic time, so that equal calls find equal bounds.
     """
     found = _Bound(problem, start, budget)
     lines = 2 * problem.host_cost * int(found.lines.out.sum() + found.lines.back.sum())
